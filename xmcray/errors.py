@@ -1,0 +1,50 @@
+"""What a user can do wrong, as exceptions.
+
+    XmcrayError            exit code 2: one line that says what was found, what was expected, what to do
+    |-- ConfigError        a setting, an option or a preset
+    |-- DataError          raw files or a corpus
+    |-- RunError           a run directory: in use, not empty, of another corpus, no checkpoint
+    |-- StorageError       the disk or object store: full, unreadable, altered since it was written
+    |-- ResourceError      the machine or the cluster lacks what was asked for
+    |-- PartitionError     ranks that do not agree about who owns which label
+    |-- ShortlistError     hard negatives that are missing or too old
+    `-- BundleError        a bundle that cannot be loaded or searched
+
+Anything else that escapes is our own mistake and ends with a traceback and exit code 1.
+"""
+
+
+class XmcrayError(Exception):
+    """A mistake the user can repair. The message is one line: found, expected, what to do."""
+
+
+class ConfigError(XmcrayError):
+    """A setting, an option or a preset is unknown or out of range."""
+
+
+class DataError(XmcrayError):
+    """Raw files or a corpus are missing, malformed or altered."""
+
+
+class RunError(XmcrayError):
+    """A run directory is in use, belongs to other data or settings, or has no checkpoint."""
+
+
+class StorageError(XmcrayError):
+    """The disk or object store is full, unreadable, or holds other bytes than were written."""
+
+
+class ResourceError(XmcrayError):
+    """The machine or the cluster lacks what was asked for."""
+
+
+class PartitionError(XmcrayError):
+    """Ranks do not agree about who owns which label."""
+
+
+class ShortlistError(XmcrayError):
+    """Hard negatives are missing or older than allowed."""
+
+
+class BundleError(XmcrayError):
+    """A bundle cannot be loaded or searched."""

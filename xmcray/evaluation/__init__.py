@@ -1,0 +1,1 @@
+"""Answers become numbers: metrics, intervals, comparisons and reports."""

@@ -1,0 +1,1 @@
+"""Scores become loss terms: pure functions without parameters or configuration."""

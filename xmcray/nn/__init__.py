@@ -1,0 +1,1 @@
+"""Text becomes vectors, vectors become scores: encoders and the sharded classifier."""

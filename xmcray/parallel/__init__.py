@@ -1,0 +1,1 @@
+"""Who owns which label, and how ranks exchange vectors and scores. Plain torch.distributed, no Ray."""

@@ -1,0 +1,1 @@
+"""Vectors become answers: indexes, bundles and the retriever. No training code, no Ray."""

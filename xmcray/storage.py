@@ -1,0 +1,273 @@
+"""Directories that are complete or absent: corpus, checkpoint and bundle.
+
+An artifact is a directory with `manifest.json`: its kind, schema version, what made it, and name, size and SHA-256 of
+every file. Locally it is written under a temporary name beside its destination, synced and renamed. On an object
+store, which has no rename, data files go first and the manifest last. A directory without a verifying manifest does
+not exist for a reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from xmcray.errors import StorageError
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of an artifact: size in bytes and SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What an artifact consists of.
+
+    Attributes:
+        kind: "corpus", "checkpoint", "bundle" ...
+        files: entries by path relative to the artifact, with forward slashes.
+        about: what made it (command, configuration, counts); free JSON.
+        sha256: hash over kind, files and about; names the artifact's content.
+    """
+
+    kind: str
+    files: Mapping[str, FileEntry]
+    about: Mapping[str, Any]
+    sha256: str
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Size and SHA-256 of one file, read in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+        size = file.tell()
+    return FileEntry(size, digest.hexdigest())
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether `path` is an fsspec URL such as s3://bucket/run rather than a local path."""
+    return "://" in str(path)
+
+
+def fsync(path: Path) -> None:
+    """Forces a file or a directory entry to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes JSON so that a reader sees the old or the new text, never a part: temporary file, sync, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with disk_errors(path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(value, file, indent=1, sort_keys=True)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync(path.parent)
+
+
+@contextlib.contextmanager
+def disk_errors(path: str | Path) -> Iterator[None]:
+    """Turns a full disk or a forbidden path into a StorageError that names it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"no space left while writing {path}: the disk is full; free some space or choose another folder"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StorageError(f"{path} cannot be written ({error.strerror}); choose another folder") from error
+        raise
+
+
+def finish_manifest(folder: Path, kind: str, about: Mapping[str, Any], known: Mapping[str, FileEntry]) -> Manifest:
+    """Hashes the files of `folder` that `known` lacks, syncs everything and writes the manifest into it."""
+    files = dict(known)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in files and name != MANIFEST:
+            files[name] = hash_file(path)
+            fsync(path)
+    body = {
+        "kind": kind,
+        "schema_version": SCHEMA_VERSION,
+        "files": {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(files.items())},
+        "about": dict(about),
+    }
+    digest = _content_hash(body)
+    write_json(folder / MANIFEST, {**body, "sha256": digest})
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            fsync(path)
+    return Manifest(kind, files, dict(about), digest)
+
+
+@contextlib.contextmanager
+def new_artifact(destination: str | Path, kind: str, about: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder to fill; when the block ends it is hashed, synced and takes the name `destination`.
+
+    `about` is read at the end, so the block may still add to it. If the block fails nothing is left behind.
+
+    Raises:
+        StorageError: the destination exists and is not empty, or the disk is full.
+    """
+    refuse_existing(destination)
+    remote = is_url(destination)
+    parent = Path(tempfile.gettempdir()) if remote else Path(destination).absolute().parent
+    with disk_errors(destination):
+        parent.mkdir(parents=True, exist_ok=True)
+        name = str(destination).rstrip("/").rsplit("/", 1)[-1]
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+        try:
+            folder.chmod(0o755)
+            yield folder
+            finish_manifest(folder, kind, about, {})
+            if remote:
+                _upload(folder, str(destination))
+            else:
+                publish(folder, Path(destination).absolute())
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(folder: Path, destination: Path) -> None:
+    """Renames a finished folder to its destination (an empty folder there is replaced) and syncs the parent."""
+    if destination.is_dir():
+        destination.rmdir()
+    folder.rename(destination)
+    fsync(destination.parent)
+
+
+def refuse_existing(destination: str | Path) -> None:
+    """Raises StorageError if something is already there: good data is never overwritten."""
+    if is_url(destination):
+        filesystem, root = fsspec.core.url_to_fs(str(destination))
+        taken = filesystem.exists(f"{root}/{MANIFEST}")
+    else:
+        path = Path(destination)
+        taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
+    if taken:
+        raise StorageError(f"{destination} exists and is not empty; remove it or choose another --out")
+
+
+def read_manifest(path: str | Path, kind: str) -> Manifest:
+    """The manifest of a local artifact, itself verified; file contents are not read.
+
+    Raises:
+        StorageError: no folder, no manifest, another kind, another schema, or an altered manifest.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise StorageError(f"{path} does not exist; expected a {kind} folder")
+    try:
+        body = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(body, dict):
+            raise ValueError("not an object")
+        digest = body.pop("sha256")
+        files = {name: FileEntry(int(e["size"]), str(e["sha256"])) for name, e in body["files"].items()}
+        found, version, about = body["kind"], body["schema_version"], body["about"]
+    except FileNotFoundError:
+        raise StorageError(f"{path} has no {MANIFEST}: it is not a complete {kind}; make it again") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise StorageError(f"{path}/{MANIFEST} is damaged; make the {kind} again") from None
+    if found != kind:
+        raise StorageError(f"{path} holds a {found}, expected a {kind}")
+    if version != SCHEMA_VERSION:
+        raise StorageError(f"{path} has schema version {version}, this release reads {SCHEMA_VERSION}")
+    if digest != _content_hash(body):
+        raise StorageError(f"{path}/{MANIFEST} was altered after it was written; make the {kind} again")
+    if any(name.startswith("/") or ".." in name.split("/") for name in files):
+        raise StorageError(f"{path}/{MANIFEST} names a file outside its folder; do not use this {kind}")
+    return Manifest(kind, files, about, digest)
+
+
+def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[Path, Manifest]:
+    """A local folder whose files are those of its manifest; a URL is first copied to a cache folder.
+
+    Args:
+        contents: also compare every SHA-256; without it only presence and sizes.
+    Raises:
+        StorageError: naming the file that is missing or altered.
+    """
+    folder = _download(str(path), kind) if is_url(path) else Path(path).absolute()
+    manifest = read_manifest(folder, kind)
+    for name, entry in manifest.files.items():
+        file = folder / name
+        if not file.is_file():
+            raise StorageError(f"{path}/{name} is missing; make the {kind} again")
+        if file.stat().st_size != entry.size:
+            raise StorageError(f"{path}/{name} has {file.stat().st_size} bytes, expected {entry.size}: damaged")
+        if contents and hash_file(file) != entry:
+            raise StorageError(f"{path}/{name} was altered (SHA-256 differs from the manifest); make the {kind} again")
+    return folder, manifest
+
+
+def _content_hash(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _upload(folder: Path, url: str) -> None:
+    filesystem, root = fsspec.core.url_to_fs(url)
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST]
+    for path in [*files, folder / MANIFEST]:
+        target = f"{root}/{path.relative_to(folder).as_posix()}"
+        filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+        filesystem.put_file(str(path), target)
+
+
+def _download(url: str, kind: str) -> Path:
+    """Copies a remote artifact into a per-user cache keyed by its manifest's hash, and returns that folder."""
+    filesystem, root = fsspec.core.url_to_fs(url)
+    try:
+        raw = filesystem.cat_file(f"{root}/{MANIFEST}")
+        key = hashlib.sha256(raw).hexdigest()[:32]
+        names = list(json.loads(raw)["files"])
+    except FileNotFoundError:
+        raise StorageError(f"{url} has no {MANIFEST}: it is not a complete {kind}") from None
+    except (ValueError, KeyError, TypeError):
+        raise StorageError(f"{url}/{MANIFEST} is damaged; make the {kind} again") from None
+    cache = Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray")) / key
+    if cache.is_dir():
+        return cache
+    if any(name.startswith("/") or ".." in name.split("/") for name in names):
+        raise StorageError(f"{url}/{MANIFEST} names a file outside its folder; do not use this {kind}")
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".download.", dir=cache.parent))
+    try:
+        with disk_errors(cache):
+            for name in [*names, MANIFEST]:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                filesystem.get_file(f"{root}/{name}", str(folder / name))
+            with contextlib.suppress(OSError):  # another process may have finished the same download
+                folder.rename(cache)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return cache

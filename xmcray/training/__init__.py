@@ -1,0 +1,1 @@
+"""Time: optimisation steps, schedules, checkpoints, and the loop on one process or on Ray Train."""

@@ -1,0 +1,151 @@
+"""The values that travel between the folders, and the letters that name tensor axes.
+
+    B  queries of this rank            G  queries of the global batch (all ranks)
+    L  labels                          S  labels owned by this rank (its shard)
+    C  candidate labels of a query     P  (query, label) pairs in one flat list
+    D  width of a vector               T  tokens in one flat list
+    K  answers per query               N  training queries
+
+`query_BD` is a float tensor of B rows and D columns. `label_id` is global, `local_label_id` counts from the start
+of a shard. Inside corpus, run and bundle label ids are *internal* (a seeded permutation); whatever a user sees or
+passes in is a *source* id (line number in the user's files).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of different lengths in one flat array: token ids of texts, label ids of queries.
+
+    Attributes:
+        values: int64 [T], the rows one after another.
+        offsets: int64 [rows + 1]; row i is values[offsets[i]:offsets[i + 1]].
+    """
+
+    values: Int64Array
+    offsets: Int64Array
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Sequence[int] | Int64Array]) -> Ragged:
+        """Concatenates `rows` (sequences of integers, possibly empty)."""
+        arrays = [np.asarray(row, dtype=np.int64) for row in rows]
+        lengths = np.fromiter((len(a) for a in arrays), np.int64, len(arrays))
+        values = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
+        return cls(values, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+
+    @classmethod
+    def empty(cls, rows: int) -> Ragged:
+        """`rows` rows without a value."""
+        return cls(np.empty(0, np.int64), np.zeros(rows + 1, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Int64Array:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    @property
+    def lengths(self) -> Int64Array:
+        """int64 [rows]."""
+        return np.diff(self.offsets)
+
+    @property
+    def row_ids(self) -> Int64Array:
+        """int64 [T]: the row each value belongs to."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), self.lengths)
+
+    def take(self, rows: Int64Array) -> Ragged:
+        """The chosen rows in the chosen order; works on memory-mapped values without reading the rest."""
+        starts = np.asarray(self.offsets[rows], dtype=np.int64)
+        lengths = np.asarray(self.offsets[np.asarray(rows) + 1], dtype=np.int64) - starts
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        index = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], lengths)
+        return Ragged(np.asarray(self.values[index], dtype=np.int64), offsets)
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Rows start .. stop - 1."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
+
+    @staticmethod
+    def concatenate(parts: Sequence[Ragged]) -> Ragged:
+        """The rows of all parts, one part after another."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        return Ragged(np.concatenate([part.values for part in parts]), offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's global batch, and the slice of it that this rank encodes.
+
+    Attributes:
+        epoch, step: position in training; `step` counts over the whole run.
+        query_ids: int64 [G], global query ids; ids >= N are label texts added as queries.
+        start, stop: this rank holds positions start .. stop - 1 of the global batch (B = stop - start).
+        tokens: token ids of this rank's B queries.
+        positives: internal label ids of all G queries, ascending within a row, without filter pairs.
+        excluded: internal label ids that are the query itself (filter pairs) of all G queries: never a negative.
+    """
+
+    epoch: int
+    step: int
+    query_ids: Int64Array
+    start: int
+    stop: int
+    tokens: Ragged
+    positives: Ragged
+    excluded: Ragged
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """A loss before division: this rank's sum, and the number of queries of the global batch.
+
+    Attributes:
+        total: scalar tensor with a graph; the sum over this rank's terms.
+        num_queries: G. The step divides, nobody else does.
+    """
+
+    total: Tensor
+    num_queries: int
+
+    @property
+    def value(self) -> float:
+        """This rank's share of the mean loss."""
+        return float(self.total.detach()) / self.num_queries
+
+
+@dataclass(frozen=True, slots=True)
+class TopLabels:
+    """Ranked answers.
+
+    Attributes:
+        ids: int64 [B, K], best first; -1 where there is no further answer.
+        scores: float32 [B, K], inner products; -inf where there is no further answer.
+    """
+
+    ids: Int64Array
+    scores: Float32Array
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return int(self.ids.shape[1])
+
+
+def to_torch(array: npt.NDArray[np.generic]) -> Tensor:
+    """A tensor over a copy of `array` that owns its memory (memory-mapped arrays are read-only)."""
+    return torch.from_numpy(np.array(array, copy=True))
