@@ -1,0 +1,177 @@
+"""A table of vectors of which a step reads and updates few rows: classifier rows, token embeddings.
+
+Lazy semantics: momentum, Adagrad and Adam state of a row advance only at steps that touch it. Weight decay is
+decoupled and exact all the same: a row that was not touched between steps a and b is multiplied by the product of
+(1 - lr_t * wd) over those steps when it is next read, from one running sum of log(1 - lr_t * wd) and one int32 per
+row. `flush` brings every row up to date. Rows read twice within a step are one row: their gradients are summed before
+the one update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from xmcray.config import check_choice, check_range
+
+_STATE_NAMES: dict[str, tuple[str, ...]] = {
+    "sgd": ("momentum",),
+    "adagrad": ("square_sum",),
+    "adam": ("mean", "square"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptimConfig:
+    """How rows are updated.
+
+    Attributes:
+        kind: "sgd" (with momentum), "adagrad" or "adam".
+        lr: peak learning rate of the global batch. weight_decay: decoupled, per step times lr.
+        momentum: of SGD; 0 keeps no state. beta1, beta2, eps: of Adam (eps of Adagrad too).
+    """
+
+    kind: Literal["sgd", "adagrad", "adam"] = "sgd"
+    lr: float = 0.05
+    weight_decay: float = 0.0
+    momentum: float = 0.9
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, tuple(_STATE_NAMES))
+        check_range("lr", self.lr, low=0)
+        check_range("weight_decay", self.weight_decay, low=0)
+        check_range("momentum", self.momentum, 0, 0.9999)
+
+
+class RowTable:
+    """Vectors with their optimiser state.
+
+    Args:
+        weight_SD: the rows; kept, not copied.
+        config: update rule.
+    """
+
+    def __init__(self, weight_SD: Tensor, config: RowOptimConfig) -> None:
+        self.config = config
+        self.weight_SD = weight_SD
+        names = () if config.kind == "sgd" and config.momentum == 0 else _STATE_NAMES[config.kind]
+        self.state = {name: torch.zeros_like(weight_SD) for name in names}
+        rows = len(weight_SD)
+        self.last_step_S = torch.zeros(rows, dtype=torch.int32, device=weight_SD.device)
+        self.touches_S = torch.zeros(rows if config.kind == "adam" else 0, dtype=torch.int32, device=weight_SD.device)
+        # log_decay[t]: sum of log(1 - lr * wd) over the first t updates
+        self.log_decay = [0.0]
+        self._open: tuple[Tensor | None, Tensor] | None = None
+
+    def rows(self, ids_U: Tensor | None) -> Tensor:
+        """The rows of distinct ids, up to date, as a leaf that collects a gradient until `update`.
+
+        Args:
+            ids_U: int64 [U], distinct; None for all rows.
+        Returns:
+            [U, D], a copy (all rows: the table itself, so that no second copy exists).
+        """
+        assert self._open is None, "rows() twice without update()"
+        if ids_U is None:
+            self.flush()
+            leaf = self.weight_SD.detach()
+        else:
+            leaf = self.weight_SD.index_select(0, ids_U)
+            if self.config.weight_decay:
+                leaf *= self._pending_decay(self.last_step_S.index_select(0, ids_U))
+        self._open = (ids_U, leaf.requires_grad_())
+        return leaf
+
+    def update(self, lr: float, grad_UD: Tensor | None = None) -> None:
+        """One optimiser step on the rows last read, with their collected gradient; counts as a step for all rows.
+
+        Args:
+            lr: learning rate of this step.
+            grad_UD: gradient in place of the collected one (a sum over ranks).
+        """
+        decay = 1.0 - lr * self.config.weight_decay
+        self.log_decay.append(self.log_decay[-1] + float(torch.log(torch.tensor(decay, dtype=torch.float64))))
+        if self._open is None:
+            return
+        (ids_U, leaf), self._open = self._open, None
+        grad_UD = leaf.grad if grad_UD is None else grad_UD
+        rows_UD = leaf.detach()
+        if grad_UD is None or not len(rows_UD):
+            return
+        if decay != 1.0:
+            rows_UD.mul_(decay)
+        self._step(ids_U, rows_UD, grad_UD, lr)
+        if ids_U is None:
+            self.last_step_S.fill_(self.num_steps)
+        else:
+            self.weight_SD.index_copy_(0, ids_U, rows_UD)
+            self.last_step_S.index_fill_(0, ids_U, self.num_steps)
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far."""
+        return len(self.log_decay) - 1
+
+    def flush(self) -> None:
+        """Brings every row up to date with the weight decay of the steps that did not touch it."""
+        if self.config.weight_decay and self.num_steps:
+            stale = (self.last_step_S < self.num_steps).nonzero().squeeze(1)
+            for ids in stale.split(1 << 16):
+                self.weight_SD[ids] *= self._pending_decay(self.last_step_S[ids])
+        self.last_step_S.fill_(self.num_steps)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint keeps per row, first axis = rows; call `flush` before."""
+        touches = {"touches": self.touches_S} if len(self.touches_S) else {}
+        return {"weight": self.weight_SD, **self.state, **touches}
+
+    def load(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restores what `tensors` gave, after `num_steps` updates (all rows were flushed then)."""
+        for name, mine in self.tensors().items():
+            mine.copy_(tensors[name])
+        self.log_decay = [0.0] * (num_steps + 1)
+        self.last_step_S.fill_(num_steps)
+
+    def _pending_decay(self, last_step_U: Tensor) -> Tensor:
+        sums = torch.tensor(self.log_decay, dtype=torch.float64, device=last_step_U.device)
+        factor_U = torch.exp(sums[-1] - sums[last_step_U.long()])
+        return factor_U.to(self.weight_SD.dtype).unsqueeze(1)
+
+    def _step(self, ids_U: Tensor | None, rows_UD: Tensor, grad_UD: Tensor, lr: float) -> None:
+        config = self.config
+        state = {name: t if ids_U is None else t.index_select(0, ids_U) for name, t in self.state.items()}
+        if config.kind == "sgd":
+            if state:
+                grad_UD = state["momentum"].mul_(config.momentum).add_(grad_UD)
+            rows_UD.add_(grad_UD, alpha=-lr)
+        elif config.kind == "adagrad":
+            square = state["square_sum"].addcmul_(grad_UD, grad_UD)
+            rows_UD.addcdiv_(grad_UD, square.sqrt().add_(config.eps), value=-lr)
+        else:
+            self._adam(ids_U, rows_UD, grad_UD, lr, state)
+        if ids_U is not None:
+            for name, rows in state.items():
+                self.state[name].index_copy_(0, ids_U, rows)
+
+    def _adam(
+        self, ids_U: Tensor | None, rows_UD: Tensor, grad_UD: Tensor, lr: float, state: Mapping[str, Tensor]
+    ) -> None:
+        """Adam with the bias correction of each row's own number of touches."""
+        config = self.config
+        touches = self.touches_S if ids_U is None else self.touches_S.index_select(0, ids_U)
+        touches += 1
+        if ids_U is not None:
+            self.touches_S.index_copy_(0, ids_U, touches)
+        age_U1 = touches.to(rows_UD.dtype).unsqueeze(1)
+        mean = state["mean"].lerp_(grad_UD, 1 - config.beta1)
+        square = state["square"].mul_(config.beta2).addcmul_(grad_UD, grad_UD, value=1 - config.beta2)
+        scale_U1 = lr / (1 - config.beta1**age_U1)
+        root_UD = (square / (1 - config.beta2**age_U1)).sqrt_().add_(config.eps)
+        rows_UD.sub_(scale_U1 * mean / root_UD)

@@ -1,0 +1,128 @@
+"""How ranks exchange rows and numbers; each function states its backward. Works on Gloo, NCCL and one process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xmcray.parallel.partition import share
+
+T = TypeVar("T")
+
+
+def num_ranks() -> int:
+    """Number of ranks; 1 when torch.distributed is not in use."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank; 0 when torch.distributed is not in use."""
+    return dist.get_rank() if num_ranks() > 1 else 0
+
+
+def gather_rows(rows_BD: Tensor, total: int) -> Tensor:
+    """All ranks' rows in rank order.
+
+    Args:
+        rows_BD: rows of positions [start, stop) = share(total, rank, num_ranks); a rank may have none.
+        total: G, the number of rows of all ranks.
+    Returns:
+        [G, D]. Backward: reduce-scatter; a rank gets the gradients of its rows summed over all ranks.
+    """
+    if num_ranks() == 1:
+        return rows_BD
+    return cast(Tensor, _GatherRows.apply(rows_BD, total))
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """`tensor` summed over ranks, in place; no gradient."""
+    if num_ranks() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def gather_ragged(tensor: Tensor) -> list[Tensor]:
+    """Every rank's tensor (same trailing shape, any number of rows) in rank order; no gradient."""
+    if num_ranks() == 1:
+        return [tensor]
+    count = torch.tensor([len(tensor)], device=tensor.device)
+    counts = [torch.zeros_like(count) for _ in range(num_ranks())]
+    dist.all_gather(counts, count)
+    sizes = [int(c) for c in counts]
+    padded = _padded(tensor, max(sizes))
+    parts = padded.new_empty((num_ranks() * max(sizes), *tensor.shape[1:]))
+    _all_gather(parts, padded)
+    return [part[:size] for part, size in zip(parts.split(max(max(sizes), 1)), sizes, strict=False)]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's small Python value (plain numbers, strings, dicts) in rank order, sent as JSON text."""
+    if num_ranks() == 1:
+        return [value]
+    import json
+
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_device())
+    return [json.loads(bytes(part.cpu().numpy().tobytes())) for part in gather_ragged(text)]
+
+
+def broadcast_int(value: int) -> int:
+    """Rank 0's `value` on every rank."""
+    if num_ranks() == 1:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64, device=_device())
+    dist.broadcast(tensor, src=0)
+    return int(tensor)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_BD: Tensor, total: int) -> Tensor:
+        ctx.total = total
+        width = -(-total // num_ranks())
+        buffer = rows_BD.new_empty((num_ranks() * width, rows_BD.shape[1]))
+        _all_gather(buffer, _padded(rows_BD, width))
+        return _unpad(buffer, total, width)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad_GD,) = grads
+        width = -(-ctx.total // num_ranks())
+        spans = _spans(ctx.total)
+        padded = torch.cat([_padded(grad_GD[start:stop], width) for start, stop in spans])
+        own = grad_GD.new_empty((width, grad_GD.shape[1]))
+        _reduce_scatter(own, padded)
+        start, stop = spans[rank()]
+        return own[: stop - start], None
+
+
+def _spans(total: int) -> Sequence[tuple[int, int]]:
+    return [share(total, r, num_ranks()) for r in range(num_ranks())]
+
+
+def _padded(rows: Tensor, width: int) -> Tensor:
+    missing = width - len(rows)
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows.contiguous()
+
+
+def _unpad(buffer: Tensor, total: int, width: int) -> Tensor:
+    if total == len(buffer):
+        return buffer
+    return torch.cat([buffer[r * width : r * width + b - a] for r, (a, b) in enumerate(_spans(total))])
+
+
+def _device() -> torch.device:
+    return torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _all_gather(out: Tensor, own: Tensor) -> None:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, own)
+
+
+def _reduce_scatter(out: Tensor, full: Tensor) -> None:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, full)
