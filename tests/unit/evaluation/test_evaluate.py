@@ -1,0 +1,138 @@
+"""Whole evaluations of a small score matrix: chunks, intervals, tables, comparison."""
+
+import io
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from xmcray.errors import DataError
+from xmcray.evaluation import table
+from xmcray.evaluation.evaluate import Evaluation, compare, evaluate
+from xmcray.evaluation.metrics import MAIN_METRICS, top_k
+from xmcray.types import Int64Array, Ragged, TopLabels
+
+NUM_QUERIES, NUM_LABELS = 120, 150
+GENERATOR = np.random.default_rng(5)
+RELEVANT = GENERATOR.random((NUM_QUERIES, NUM_LABELS)) < 0.02
+RELEVANT[7] = False
+NOISE = GENERATOR.standard_normal((NUM_QUERIES, NUM_LABELS))
+TRUTH = Ragged.from_rows([np.flatnonzero(row) for row in RELEVANT])
+COUNTS = (2.0 ** GENERATOR.uniform(0, 11, NUM_LABELS)).astype(np.int64)
+COUNTS[3] = 0
+
+
+def searcher(strength: float, k: int = 100) -> Callable[[Int64Array], TopLabels]:
+    scores = NOISE + strength * RELEVANT
+    return lambda rows: top_k(scores[rows], k)
+
+
+def run(strength: float, **options: object) -> Evaluation:
+    arguments = {"num_queries": NUM_QUERIES, "train_counts": COUNTS, "num_train": 4000, "a": 0.6, "b": 2.6}
+    return evaluate(searcher(strength), TRUTH.take, **{**arguments, "resamples": 200, **options})  # type: ignore[arg-type]
+
+
+def test_chunks_do_not_change_the_result() -> None:
+    done: list[int] = []
+    whole, chunked = run(2.0), run(2.0, chunk=37, progress=done.append)
+    assert done == [37, 74, 111, 120]
+    assert chunked.metrics == pytest.approx(whole.metrics, rel=1e-12)
+    assert chunked.intervals == whole.intervals
+    assert 7 not in whole.query_ids
+    assert whole.left_out == NUM_QUERIES - whole.queries == NUM_QUERIES - len(whole.query_ids)
+
+
+def test_intervals_hold_the_value_and_are_seeded() -> None:
+    first, again, other = run(2.0), run(2.0), run(2.0, seed=1)
+    assert first.intervals == again.intervals != other.intervals
+    assert list(first.intervals) == list(MAIN_METRICS)
+    for name, (low, high) in first.intervals.items():
+        assert low <= first.metrics[name] <= high, name
+    # A mean's interval is close to 1.96 standard errors.
+    low, high = run(2.0, resamples=2000).intervals["P@1"]
+    assert high - low == pytest.approx(2 * 1.96 * first.columns["P@1"].std() / np.sqrt(first.queries), rel=0.1)
+
+
+def test_segments_and_deciles_add_up_to_p_at_5() -> None:
+    found = run(2.0)
+    assert sum(row["P@5"] for row in found.segments) == pytest.approx(found.metrics["P@5"])
+    assert sum(row["P@5"] for row in found.deciles) == pytest.approx(found.metrics["P@5"])
+    assert [row["name"] for row in found.segments] == ["unseen", "tail", "torso", "head", "top"]
+    assert sum(row["labels"] for row in found.deciles) == sum(row["labels"] for row in found.segments) == NUM_LABELS
+    assert all(left["max_count"] <= right["min_count"] for left, right in zip(found.deciles, found.deciles[1:]))  # noqa: B905
+
+
+def test_json_holds_the_promised_keys() -> None:
+    loaded = json.loads(json.dumps(run(2.0).to_json(), allow_nan=False))
+    assert {*MAIN_METRICS, "macroF1@5(0,10]", "queries", "left_out", "A", "B"} <= loaded.keys()
+    assert (loaded["A"], loaded["B"]) == (0.6, 2.6)
+
+
+def test_index_recall_tells_index_error_from_model_error() -> None:
+    def lossy(rows: Int64Array) -> TopLabels:
+        top = searcher(2.0)(rows)
+        ids = top.ids.copy()
+        ids[:, 9] = -1  # this index misses the tenth answer of every query
+        return TopLabels(ids, top.scores)
+
+    options = {"num_queries": NUM_QUERIES, "train_counts": COUNTS, "num_train": 4000, "a": 0.6, "b": 2.6}
+    found = evaluate(lossy, TRUTH.take, exact=searcher(2.0), exact_sample=50, resamples=0, **options)  # type: ignore[arg-type]
+    assert found.index_recall == {"queries": 50, "recall@1": 1.0, "recall@10": 0.9, "recall@100": 0.99}
+    assert found.intervals == {}
+
+
+def test_too_few_answers_are_refused() -> None:
+    with pytest.raises(DataError, match="returned 10 answers per query, expected 100"):
+        evaluate(searcher(2.0, k=10), TRUTH.take, num_queries=9, train_counts=COUNTS, num_train=4000, a=0.6, b=2.6)
+
+
+def test_comparison_sees_a_difference_and_none() -> None:
+    better, worse = run(2.5), run(1.5)
+    for row in compare(better, worse):
+        assert row.difference == pytest.approx(row.a - row.b)
+        assert row.low <= row.difference <= row.high
+        if row.metric in ("P@5", "PSP@5", "nDCG@5"):
+            assert row.low > 0
+            assert row.p_value < 0.01
+    for row in compare(better, better):
+        assert (row.difference, row.low, row.high, row.p_value) == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_sign_flip_equals_enumeration() -> None:
+    # Three queries in favour, none against: of 8 sign patterns two are as extreme, p = 1/4.
+    a = Evaluation({"P@1": 1.0}, 3, 0, 0.5, 1.5, {}, [], [], None, np.arange(3), {"P@1": np.ones(3, np.float32)})
+    b = Evaluation({"P@1": 0.0}, 3, 0, 0.5, 1.5, {}, [], [], None, np.arange(3), {"P@1": np.zeros(3, np.float32)})
+    (row,) = compare(a, b, permutations=20_000)
+    assert row.p_value == pytest.approx(0.25, abs=0.02)
+
+
+def test_comparison_of_other_queries_is_refused() -> None:
+    with pytest.raises(DataError, match="expected the same queries"):
+        compare(run(2.0), run(2.0, num_queries=100))
+    with pytest.raises(DataError, match="expected the same queries"):
+        compare(run(2.0), run(2.0, a=0.55))
+
+
+def test_tables_show_percent_interval_and_constants() -> None:
+    found, other = run(2.5), run(1.5)
+    numbers = found.to_json()
+    console = Console(file=io.StringIO(), width=160)
+    console.print(table.metrics_table({"ours [bold]": numbers, "baseline": {"P@1": 0.25}}))
+    for shown in (
+        table.segment_table(numbers),
+        table.decile_table(numbers),
+        table.index_table(run(1.0, exact=searcher(1.0)).to_json()),
+    ):
+        console.print(shown)
+    console.print(table.comparison_table(compare(found, other), "a", "b"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    low, high = found.intervals["P@1"]
+    assert f"{100 * found.metrics['P@1']:.2f}  [{100 * low:.2f}, {100 * high:.2f}]" in text
+    assert "PSP with A = 0.6, B = 2.6" in text
+    assert "ours [bold]" in text
+    assert "25.00" in text
+    assert "macroF1@5(0,10]" in text
+    assert "recall@100" in text
+    assert "(100,1000]" in text

@@ -1,0 +1,121 @@
+"""Predictions as files every evaluator of the field reads: a CSR matrix of queries x labels in scipy's .npz layout."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from scipy import sparse
+
+from xmcray.errors import DataError
+from xmcray.storage import disk_errors
+from xmcray.types import Int64Array, Ragged, TopLabels
+
+
+def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: int) -> Path:
+    """Writes ranked answers as CSR [queries, num_labels] of float32 scores; absent or complete, never a part.
+
+    Args:
+        path: where to; ".npz" is appended if it lacks.
+        parts: answers of consecutive queries (source label ids). Every answer is stored, a score of zero too.
+        num_labels: L, the number of columns.
+    Returns:
+        The path written.
+    Raises:
+        DataError: an answer is not one of the L labels.
+        StorageError: the disk is full.
+    """
+    path = Path(path)
+    path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
+    ids, scores, lengths = [], [], [np.zeros(1, np.int64)]
+    for part in parts:
+        # Column ids ascend within a row, as CSR readers expect; a row's ranking is its scores.
+        order = np.argsort(part.ids, axis=1, kind="stable")
+        part_ids = np.take_along_axis(part.ids, order, 1)
+        present = part_ids >= 0
+        ids.append(part_ids[present])
+        scores.append(np.take_along_axis(part.scores, order, 1)[present])
+        lengths.append(present.sum(1))
+    indptr = np.cumsum(np.concatenate(lengths))
+    values = np.concatenate(scores) if scores else np.empty(0, np.float32)
+    indices = np.concatenate(ids) if ids else np.empty(0, np.int64)
+    if len(indices) and indices.max() >= num_labels:
+        raise DataError(
+            f"an answer is label {indices.max()}, expected less than {num_labels}: bundle and corpus differ"
+        )
+    matrix = sparse.csr_matrix((values, indices, indptr), shape=(len(indptr) - 1, num_labels))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with disk_errors(path):
+        try:
+            with temporary.open("wb") as file:
+                sparse.save_npz(file, matrix)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    return path
+
+
+def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> sparse.csr_matrix:
+    """Reads a prediction file, ours or another evaluator's. Stored zeros and negative scores are answers.
+
+    Raises:
+        DataError: not a sparse .npz, another shape than [num_queries, num_labels], or a score that is not a number.
+    """
+    path = Path(path)
+    try:
+        matrix = sparse.csr_matrix(sparse.load_npz(path))
+        matrix.check_format(full_check=True)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist, expected a prediction file; write one with `xmcray predict`") from None
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"{path} is not a sparse .npz file ({error}); expected scipy.sparse.save_npz output") from None
+    if matrix.shape != (num_queries, num_labels):
+        raise DataError(
+            f"{path} is {matrix.shape[0]} x {matrix.shape[1]}, expected {num_queries} queries x {num_labels} labels; "
+            "name the corpus and split it was predicted on"
+        )
+    if np.isnan(matrix.data).any():
+        raise DataError(f"{path} holds a score that is not a number, expected finite scores; predict again")
+    # Not sum_duplicates(): two scores of one label are no score at all.
+    matrix.sort_indices()
+    rows = np.repeat(np.arange(num_queries), np.diff(matrix.indptr))
+    twice = (np.diff(rows) == 0) & (np.diff(matrix.indices) == 0)
+    if twice.any():
+        raise DataError(f"{path} names a label twice in row {rows[np.argmax(twice)]}, expected each label at most once")
+    return matrix
+
+
+def predictions_to_top_labels(
+    matrix: sparse.csr_matrix, rows: Int64Array, k: int, exclude: Ragged | None = None
+) -> TopLabels:
+    """The k best stored answers of some rows, ties by the lower label id.
+
+    Args:
+        matrix: CSR [queries, L] without duplicates.
+        rows: int64 [B], the chosen queries.
+        exclude: label ids per chosen row that are masked before the top k is taken (filter pairs).
+    Returns:
+        ids and scores [B, min(k, L)], -1 and -inf where a row stores fewer answers.
+    """
+    num_labels = int(matrix.shape[1])
+    chosen = Ragged(np.arange(matrix.nnz, dtype=np.int64), np.asarray(matrix.indptr, np.int64)).take(rows)
+    row, label = chosen.row_ids, np.asarray(matrix.indices, np.int64)[chosen.values]
+    score = np.asarray(matrix.data, np.float64)[chosen.values]
+    if exclude is not None:
+        keep = ~np.isin(row * num_labels + label, exclude.row_ids * num_labels + exclude.values)
+        row, label, score = row[keep], label[keep], score[keep]
+    order = np.lexsort((label, -score, row))
+    row, label, score = row[order], label[order], score[order]
+    place = np.arange(len(row)) - np.searchsorted(row, row)
+    first = place < k
+    ids = np.full((len(rows), min(k, num_labels)), -1, np.int64)
+    scores = np.full(ids.shape, -np.inf, np.float32)
+    ids[row[first], place[first]] = label[first]
+    scores[row[first], place[first]] = score[first]
+    return TopLabels(ids, scores)
