@@ -1,0 +1,233 @@
+"""Text encoders: flat, ragged token ids in, one vector per text out.
+
+`StaticEncoder` is a bag of token embeddings with a residual layer: milliseconds per batch on a CPU, trained from
+scratch. `TransformerEncoder` (transformer.py) wraps any encoder of the transformers library. Both take texts without
+padding (`Ragged`), give a text the same vector whatever its neighbours, and are saved without pickle.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from xmcray.config import check_range
+from xmcray.errors import BundleError, ConfigError
+from xmcray.types import Int64Array, Ragged, to_torch
+
+if TYPE_CHECKING:
+    from xmcray.data.tokens import TextTokenizer
+
+SETTINGS, WEIGHTS = "static.json", "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Section `encoder`.
+
+    Attributes:
+        name: "static", the id of a model on the Hugging Face hub, or a folder (plain transformers,
+            sentence-transformers, or one that an encoder of ours was saved in).
+        dim: width of the vectors. For a transformer 0 keeps its own width; any other adds a bias-free projection.
+        pooling: transformer only; "auto" is what the folder declares, and the mean where it declares nothing.
+        idf: static only; weigh tokens by inverse document frequency.
+        residual: static only; a two-layer network added to the bag.
+        init_from: static only; a transformer whose input embeddings are the start ("" is from scratch).
+        autocast: transformer only; "auto" is bfloat16 on CUDA devices that have it.
+        dropout: transformer only; replaces the model's own rates. None keeps them.
+    """
+
+    name: str = "static"
+    dim: int = 256
+    pooling: Literal["auto", "mean", "cls"] = "auto"
+    idf: bool = True
+    residual: bool = True
+    init_from: str = ""
+    autocast: Literal["auto", "bf16", "none"] = "auto"
+    dropout: float | None = None
+
+    def __post_init__(self) -> None:
+        check_range("encoder.dim", self.dim, low=1 if self.name == "static" else 0)
+        if self.dropout is not None:
+            check_range("encoder.dropout", self.dropout, low=0, high=1)
+            if self.name == "static":
+                raise ConfigError("encoder.dropout is set but encoder.name is static; drop it or name a transformer")
+        if self.init_from and self.name != "static":
+            raise ConfigError(f"encoder.init_from needs encoder.name=static, found {self.name!r}; set only one of them")
+
+
+class Encoder(nn.Module, abc.ABC):
+    """What both encoders share.
+
+    Attributes:
+        dim: D, the width of the vectors.
+    """
+
+    dim: int
+
+    @abc.abstractmethod
+    def forward(self, tokens: Ragged) -> Tensor:
+        """query_BD for B texts, on the module's device; a text without tokens is legal."""
+
+    @abc.abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes weights (safetensors) and settings (JSON) into `folder`, which `load_encoder` reads."""
+
+    def sparse_parameters(self) -> list[str]:
+        """Names of parameters of which a step touches few rows: a row-sparse optimiser is much faster on them."""
+        return []
+
+
+class StaticEncoder(Encoder):
+    """Bag of token embeddings: x = sum_t w_t e_t / sqrt(sum_t w_t^2), then x + W2 gelu(W1 x).
+
+    The bag is normalised by the length of its weight vector, as in TF-IDF: with independent rows of length 1 the
+    output has length about 1 whatever the number of tokens, where a mean would shrink with it. W2 starts at zero, so
+    training starts from the bag itself. The weights w are fixed; an embedding row learns its importance as its length.
+
+    Args:
+        weight_V: float [V], the weight of each token.
+        dim: D.
+        residual: add the two-layer network.
+    """
+
+    weight: Tensor
+
+    def __init__(self, weight_V: Tensor, dim: int, residual: bool = True) -> None:
+        super().__init__()
+        self.dim = dim
+        self.embedding = nn.Embedding(len(weight_V), dim)
+        self.register_buffer("weight", weight_V.to(torch.get_default_dtype()))
+        self.hidden = nn.Linear(dim, dim) if residual else None
+        self.out = nn.Linear(dim, dim) if residual else None
+
+    def reset(self, seed: int) -> None:
+        """Draws the initial parameters from `seed` alone."""
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.normal_(self.embedding.weight, std=self.dim**-0.5, generator=generator)
+        if self.hidden is not None and self.out is not None:
+            nn.init.xavier_uniform_(self.hidden.weight, generator=generator)
+            for zero in (self.hidden.bias, self.out.weight, self.out.bias):
+                nn.init.zeros_(zero)
+
+    def sparse_parameters(self) -> list[str]:
+        """The embedding table: its gradient is zero outside the batch's tokens."""
+        return ["embedding.weight"]
+
+    def forward(self, tokens: Ragged) -> Tensor:
+        """query_BD; a text without tokens is the zero vector plus the residual layer's answer to it."""
+        table_VD = self.embedding.weight
+        token_T = to_torch(tokens.values).to(table_VD.device)
+        start_B = to_torch(tokens.offsets[:-1]).to(table_VD.device)
+        sum_BD = F.embedding_bag(token_T, table_VD, start_B, mode="sum", per_sample_weights=self.weight[token_T])
+        square_B1 = F.embedding_bag(token_T, self.weight.square()[:, None], start_B, mode="sum")
+        query_BD = sum_BD * square_B1.clamp_min(1e-12).rsqrt()
+        if self.hidden is None or self.out is None:
+            return query_BD
+        return query_BD + cast(Tensor, self.out(F.gelu(self.hidden(query_BD))))
+
+    def save(self, folder: Path) -> None:
+        """Writes model.safetensors and static.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(state, folder / WEIGHTS)
+        settings = {"dim": self.dim, "vocab_size": len(self.weight), "residual": self.out is not None}
+        (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> StaticEncoder:
+        """The encoder that `save` wrote, ready to encode.
+
+        Raises:
+            BundleError: a file is missing or damaged.
+        """
+        try:
+            settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            state = load_file(folder / WEIGHTS)
+            encoder = cls(state["weight"], int(settings["dim"]), bool(settings["residual"]))
+            encoder.to(state["weight"].dtype).load_state_dict(state)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            found = " ".join(str(error).split())[:200]
+            raise BundleError(f"encoder in {folder} cannot be read ({found}); save or export it again") from None
+        return encoder.eval()
+
+
+def build_encoder(
+    config: EncoderConfig, tokenizer: TextTokenizer, token_counts: Int64Array | None, seed: int
+) -> Encoder:
+    """The encoder a training run starts from.
+
+    Args:
+        token_counts: int64 [V], in how many texts of the corpus each token occurs; None weighs all tokens alike.
+        seed: of the initial parameters.
+    Raises:
+        ConfigError: an unknown model, one that needs another tokenizer than the corpus has, or an unreachable hub.
+    """
+    if config.name != "static":
+        from xmcray.nn import transformer  # its library takes seconds to import, which the static encoder spares
+
+        if (Path(config.name) / SETTINGS).is_file():
+            encoder = StaticEncoder.load(Path(config.name))
+            _check_start(encoder, config, tokenizer)
+            return encoder.train()
+        return transformer.build(config, tokenizer, seed)
+    weight_V = np.ones(tokenizer.vocab_size)
+    if config.idf and token_counts is not None:
+        assert len(token_counts) == tokenizer.vocab_size, "counts of another vocabulary"
+        # The most frequent token stands in for the number of texts: it is in nearly all of them.
+        weight_V += np.log((1 + token_counts.max()) / (1 + token_counts))
+    encoder = StaticEncoder(torch.from_numpy(weight_V), config.dim, config.residual)
+    encoder.reset(seed)
+    if config.init_from:
+        from xmcray.nn import transformer
+
+        table_VH = transformer.input_embeddings(config.init_from, tokenizer)
+        with torch.no_grad():
+            encoder.embedding.weight.copy_(fit_width(table_VH, config.dim))
+    return encoder
+
+
+def load_encoder(folder: Path) -> Encoder:
+    """An encoder from a folder: one of ours, of sentence-transformers, or a plain transformer (mean pooling).
+
+    Raises:
+        BundleError: the folder holds no encoder, or a damaged one.
+    """
+    if (folder / SETTINGS).is_file():
+        return StaticEncoder.load(folder)
+    if not (folder / "config.json").is_file():
+        raise BundleError(f"{folder} holds no encoder: expected {SETTINGS} or a transformer's config.json")
+    from xmcray.nn import transformer
+
+    return transformer.load(folder)
+
+
+def fit_width(table_VH: Tensor, dim: int) -> Tensor:
+    """Centred rows on their `dim` principal axes (zeros where H < dim), scaled so that a row has mean length 1."""
+    centred = table_VH.double() - table_VH.double().mean(dim=0)
+    if table_VH.shape[1] > dim:
+        axes = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -dim:]
+        # An axis has no sign of its own: the entry of largest magnitude is made positive, on every machine.
+        largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
+        centred = centred @ (axes * largest.sign())
+    fitted: Tensor = F.pad(centred, (0, dim - centred.shape[1]))
+    fitted /= fitted.norm(dim=1).mean()
+    return fitted
+
+
+def _check_start(encoder: StaticEncoder, config: EncoderConfig, tokenizer: Any) -> None:
+    found = (len(encoder.weight), encoder.dim)
+    if found != (tokenizer.vocab_size, config.dim):
+        raise ConfigError(
+            f"encoder {config.name} has {found[0]} tokens and width {found[1]}, the run needs {tokenizer.vocab_size}"
+            f" and {config.dim}; set encoder.dim={found[1]} and prepare the corpus with that encoder's tokenizer"
+        )
