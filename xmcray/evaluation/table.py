@@ -28,10 +28,11 @@ def metrics_table(runs: Mapping[str, Metrics], title: str = "Metrics, in percent
     table = _table(title, "metric", *runs)
     for metric in _metric_names(runs):
         table.add_row(Text(metric), *(_with_interval(run, metric) for run in runs.values()))
-    for run in runs.values():
-        if "queries" in run:
-            table.caption = Text(_caption(run))
-            break
+    # Runs of other people may use other constants; then their PSP is another number.
+    table.add_row("A, B of PSP", *(f"{run['A']:g}, {run['B']:g}" if "A" in run else "-" for run in runs.values()))
+    measured = next((run for run in runs.values() if "queries" in run), None)
+    if measured is not None:
+        table.caption = Text(_caption(measured))
     return table
 
 
@@ -113,4 +114,4 @@ def _shares(row: Mapping[str, Any]) -> tuple[str, str]:
 def _caption(run: Metrics) -> str:
     left_out = f", {run['left_out']:,} left out" if run.get("left_out") else ""
     # Short lines: a caption wraps at the width of its table, which one run alone leaves narrow.
-    return f"{run['queries']:,} queries{left_out}\n{propensity_note(run)}\n[95 % bootstrap interval]"
+    return f"{run['queries']:,} queries{left_out}\n[95 % bootstrap interval]"

@@ -130,7 +130,8 @@ def test_tables_show_percent_interval_and_constants() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     low, high = found.intervals["P@1"]
     assert f"{100 * found.metrics['P@1']:.2f}  [{100 * low:.2f}, {100 * high:.2f}]" in text
-    assert "PSP with A = 0.6, B = 2.6" in text
+    assert "A, B of PSP" in text
+    assert "0.6, 2.6" in text
     assert "ours [bold]" in text
     assert "25.00" in text
     assert "macroF1@5(0,10]" in text
