@@ -1,0 +1,221 @@
+"""A prepared corpus: token arrays, positives, filters, texts and counts, memory-mapped and read by row.
+
+    card.yaml                         Card: counts, averages, histogram, odd rows, propensity constants
+    {train,test,labels}/NNNNN.*       token ids, positives (not in labels/) and texts; see data/shards.py
+    filters/{train,test}.npy          int64 [pairs, 2]: row, source label id; sorted
+    label_order.npy                   int64 [L]: internal id -> source id, a seeded permutation
+    train_counts.npy                  int64 [L] by source id: training queries that carry the label
+    tokenizer/                        see data/tokens.py
+
+A *source* label id is the label's place in the raw files. The reader opens a shard when its first row is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import yaml
+
+from xmcray.data.shards import ShardedRows, by_shard, shard_stem
+from xmcray.data.tokens import TextTokenizer
+from xmcray.errors import DataError
+from xmcray.storage import open_artifact
+from xmcray.types import Int64Array, Ragged
+
+KIND = "corpus"
+FREQUENCY_BINS = ((0, 0), (1, 1), (2, 5), (6, 10), (11, 50), (51, 100), (101, 1000), (1001, None))
+OPEN_TEXT_SHARDS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a corpus holds.
+
+    Attributes:
+        source, format: name of the raw files and how they were read.
+        num_train, num_test, num_labels: kept rows.
+        propensity_a, propensity_b: constants of the propensity model (Jain et al., KDD 2016).
+        tokenizer: "wordpiece" or "transformer"; `tokenizer_name` is what was asked for.
+        seed: of the label permutation and the vocabulary sample.
+        shard_rows: rows of every shard but a split's last.
+        averages: labels per query, queries per label, tokens per query and per label.
+        frequency: number of labels by number of training queries, bins as "2-5".
+        odd: kept rows that are legal but unusual, by reason.
+        rejected: rows left out under on_error="skip", by file; the reasons are in rejected.jsonl.
+    """
+
+    name: str
+    source: str
+    format: str
+    licence: str
+    num_train: int
+    num_test: int
+    num_labels: int
+    propensity_a: float
+    propensity_b: float
+    max_len: int
+    label_max_len: int
+    tokenizer: str
+    tokenizer_name: str
+    vocab_size: int
+    pad_id: int
+    seed: int
+    shard_rows: int
+    averages: dict[str, float]
+    frequency: dict[str, int]
+    odd: dict[str, int]
+    rejected: dict[str, int]
+
+    def save(self, path: Path) -> None:
+        """Writes the card as YAML, fields in the order of this class."""
+        path.write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False, allow_unicode=True), "utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Card:
+        """Reads what `save` wrote.
+
+        Raises:
+            DataError: the card lacks a field or has an unknown one.
+        """
+        try:
+            return cls(**yaml.safe_load(path.read_text("utf-8")))
+        except (TypeError, ValueError, OSError, yaml.YAMLError) as error:
+            raise DataError(
+                f"{path} is not a corpus card of this release ({error}); prepare the corpus again"
+            ) from None
+
+
+class Corpus:
+    """A corpus on disk; see the module's text for its files.
+
+    Attributes:
+        path: local folder (a URL was copied to the cache).
+        sha256: names the content.
+        label_order: int64 [L], internal id -> source id.
+        label_rank: int64 [L], source id -> internal id.
+        train_counts: int64 [L] by source id, training queries that carry the label, none augmented.
+    """
+
+    def __init__(self, path: Path, sha256: str) -> None:
+        self.path, self.sha256 = path, sha256
+        self.card = Card.load(path / "card.yaml")
+        self.label_order: Int64Array = np.load(path / "label_order.npy")
+        self.label_rank: Int64Array = np.empty_like(self.label_order)
+        self.label_rank[self.label_order] = np.arange(len(self.label_order))
+        self.train_counts: Int64Array = np.load(path / "train_counts.npy")
+        self._labels = Split(path, "labels", self.card.num_labels, self.card.shard_rows)
+        self._splits: dict[str, Split] = {}
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = True) -> Corpus:
+        """Opens a corpus folder or URL.
+
+        Args:
+            verify: compare every file's SHA-256; without it only presence and sizes (workers, after the driver did).
+        Raises:
+            StorageError: not a complete corpus, or a file was altered.
+        """
+        folder, manifest = open_artifact(path, KIND, contents=verify)
+        return cls(folder, manifest.sha256)
+
+    def split(self, name: str) -> Split:
+        """The rows of "train" or "test".
+
+        Raises:
+            DataError: the corpus has no such split.
+        """
+        rows = {"train": self.card.num_train, "test": self.card.num_test}
+        if not rows.get(name):
+            raise DataError(f"corpus {self.path} has no split {name!r}; it has {[n for n, r in rows.items() if r]}")
+        if name not in self._splits:
+            self._splits[name] = Split(self.path, name, rows[name], self.card.shard_rows)
+        return self._splits[name]
+
+    def label_tokens(self, source_ids: Int64Array) -> Ragged:
+        """Token ids of label texts."""
+        return self._labels.tokens(source_ids)
+
+    def label_texts(self, source_ids: Int64Array) -> list[str]:
+        """Texts of labels."""
+        return self._labels.texts(source_ids)
+
+    def label_uids(self, source_ids: Int64Array) -> list[str]:
+        """Names of labels in the raw files."""
+        return self._labels.uids(source_ids)
+
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer the corpus was made with."""
+        return TextTokenizer.load(self.path / "tokenizer")
+
+
+class Split:
+    """The rows of one split, by row number: kept rows of the raw file, counted from 0."""
+
+    def __init__(self, corpus: Path, name: str, num_rows: int, shard_rows: int) -> None:
+        self.name = name
+        self._corpus, self._num_rows = corpus, num_rows
+        self._tokens = ShardedRows(corpus / name, "token", num_rows, shard_rows)
+        self._labels = ShardedRows(corpus / name, "label", num_rows, shard_rows)
+        self._table = functools.lru_cache(maxsize=OPEN_TEXT_SHARDS)(self._read_table)
+        self._shard_rows = shard_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def tokens(self, rows: Int64Array) -> Ragged:
+        """Token ids of rows, in the order asked for."""
+        return self._tokens.take(rows)
+
+    def positives(self, rows: Int64Array) -> Ragged:
+        """Source label ids of rows, ascending, without filter pairs."""
+        return self._labels.take(rows)
+
+    def filters(self, rows: Int64Array) -> Ragged:
+        """Source label ids that must not be answered for these rows (a query that is itself a label), ascending."""
+        return self._filters.take(np.asarray(rows, np.int64))
+
+    def texts(self, rows: Int64Array) -> list[str]:
+        """Raw texts of rows."""
+        return self._column("text", rows)
+
+    def uids(self, rows: Int64Array) -> list[str]:
+        """Names of rows in the raw files."""
+        return self._column("uid", rows)
+
+    def relevance(self, rows: Int64Array) -> list[list[float] | None]:
+        """Graded relevance of each positive, in the order of `positives`; None where the raw file has none."""
+        return self._column("relevance", rows)
+
+    @functools.cached_property
+    def _filters(self) -> Ragged:
+        path = self._corpus / "filters" / f"{self.name}.npy"
+        pairs = np.load(path) if path.is_file() else np.empty((0, 2), np.int64)
+        return Ragged(pairs[:, 1], np.searchsorted(pairs[:, 0], np.arange(self._num_rows + 1)))
+
+    def _column(self, name: str, rows: Int64Array) -> list[Any]:
+        ids = np.asarray(rows, np.int64)
+        order = np.argsort(ids, kind="stable")
+        values: list[Any] = [None] * len(ids)
+        for shard, span, local in by_shard(ids[order], self._num_rows, self._shard_rows):
+            table = self._table(shard)
+            if name in table.column_names:
+                for place, value in zip(order[span].tolist(), table[name].take(local).to_pylist(), strict=True):
+                    values[place] = value
+        return values
+
+    def _read_table(self, shard: int) -> Any:
+        return pq.read_table(self._corpus / self.name / f"{shard_stem(shard)}.parquet", memory_map=True)
+
+
+def frequency_histogram(counts: Int64Array) -> dict[str, int]:
+    """Number of labels per bin of training queries: {"0": ..., "1": ..., "2-5": ..., ">1000": ...}."""
+    names = {low: f"{low}-{high}" if high and high > low else str(low) for low, high in FREQUENCY_BINS}
+    names[FREQUENCY_BINS[-1][0]] = f">{FREQUENCY_BINS[-1][0] - 1}"
+    bins = np.searchsorted([low for low, _ in FREQUENCY_BINS], counts, side="right") - 1
+    totals = np.bincount(bins, minlength=len(FREQUENCY_BINS)).tolist()
+    return dict(zip(names.values(), totals, strict=True))
