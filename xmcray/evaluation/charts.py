@@ -12,7 +12,7 @@ import numpy as np
 from xmcray.evaluation.metrics import Float64Array
 
 WIDTH, HEIGHT = 520, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 44
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 48
 MAX_POINTS = 300
 
 
