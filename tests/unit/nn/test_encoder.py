@@ -1,0 +1,163 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from xmcray.config import build
+from xmcray.data.tokens import TextTokenizer, train_wordpiece
+from xmcray.errors import BundleError, ConfigError
+from xmcray.nn.encoder import EncoderConfig, StaticEncoder, build_encoder, fit_width, load_encoder
+from xmcray.types import Ragged
+
+TEXTS = ["sort an array", "", "sort", "the sorted order of an array of numbers", "numbers numbers numbers"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return train_wordpiece(iter(TEXTS * 3), vocab_size=60, max_len=16)
+
+
+@pytest.fixture
+def encoder(tokenizer: TextTokenizer) -> StaticEncoder:
+    counts = np.random.default_rng(0).integers(0, 50, tokenizer.vocab_size)
+    built = build_encoder(EncoderConfig(dim=24), tokenizer, counts, seed=3)
+    assert isinstance(built, StaticEncoder)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(built.out.weight, std=0.2)  # as after some training; it starts at zero
+    return built
+
+
+def test_bag_is_the_idf_weighted_sum_over_the_length_of_the_weights() -> None:
+    encoder = StaticEncoder(torch.tensor([1.0, 2.0, 5.0]), dim=2, residual=False)
+    encoder.embedding.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [9.0, 9.0]])
+    vectors = encoder(Ragged.from_rows([[0, 1, 1], []]))
+    torch.testing.assert_close(vectors, torch.tensor([[1 / 3, 4 / 3], [0.0, 0.0]]))  # weights 1, 2, 2: length 3
+
+
+def test_untrained_vectors_have_length_about_one_whatever_the_number_of_tokens(tokenizer: TextTokenizer) -> None:
+    encoder = build_encoder(EncoderConfig(dim=512), tokenizer, None, seed=0)
+    rows = [np.arange(n) for n in (1, 4, 30)]
+    np.testing.assert_allclose(encoder(Ragged.from_rows(rows)).norm(dim=1).detach(), 1, atol=0.2)
+
+
+def test_rare_tokens_weigh_more_unless_idf_is_off(tokenizer: TextTokenizer) -> None:
+    counts = np.arange(tokenizer.vocab_size)
+    weight = build_encoder(EncoderConfig(dim=4), tokenizer, counts, seed=0).state_dict()["weight"]
+    assert (weight.diff() < 0).all()
+    assert weight[-1] == pytest.approx(1)
+    off = build_encoder(EncoderConfig(dim=4, idf=False), tokenizer, counts, seed=0).state_dict()["weight"]
+    assert (off == 1).all()
+
+
+def test_a_text_has_the_same_vector_whatever_its_neighbours(encoder: StaticEncoder, tokenizer: TextTokenizer) -> None:
+    tokens = tokenizer.encode(TEXTS)
+    together = encoder(tokens)
+    assert together.shape == (len(TEXTS), 24)
+    assert together.isfinite().all()
+    order = np.array([3, 0, 4, 2, 1])
+    assert torch.equal(encoder(tokens.take(order)), together[torch.from_numpy(order)])
+    alone = torch.cat([encoder(tokens.slice(i, i + 1)) for i in range(len(TEXTS))])
+    torch.testing.assert_close(alone, together, rtol=0, atol=1e-6)
+
+
+def test_no_texts_at_all(encoder: StaticEncoder) -> None:
+    vectors = encoder(Ragged.empty(0))
+    assert vectors.shape == (0, 24)
+    vectors.sum().backward()
+    assert not encoder.embedding.weight.grad.any()
+
+
+def test_forward_and_backward_twice_give_the_same_bits(encoder: StaticEncoder) -> None:
+    rng = np.random.default_rng(0)
+    tokens = Ragged.from_rows([rng.integers(0, len(encoder.weight), 40) for _ in range(64)])
+    gradients = []
+    for _ in range(2):
+        encoder.zero_grad()
+        encoder(tokens).square().sum().backward()
+        gradients.append([p.grad.clone() for p in encoder.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(g.any() for g in gradients[0])
+
+
+def test_gradient_is_right_and_zero_outside_the_batch(tokenizer: TextTokenizer) -> None:
+    encoder = build_encoder(EncoderConfig(dim=3), tokenizer, None, seed=0).double()
+    tokens = Ragged.from_rows([[1, 2, 2], [], [5]])
+
+    def vectors(table: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(encoder, {"embedding.weight": table}, (tokens,))
+
+    table = encoder.get_parameter("embedding.weight").detach().requires_grad_()
+    assert torch.autograd.gradcheck(vectors, (table,), fast_mode=True)
+    vectors(table).sum().backward()
+    assert encoder.sparse_parameters() == ["embedding.weight"]
+    assert table.grad.abs().sum(dim=1).nonzero().flatten().tolist() == [1, 2, 5]
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_saved_and_loaded_encoder_gives_the_same_bits(
+    encoder: StaticEncoder, tokenizer: TextTokenizer, tmp_path: Path, double: bool
+) -> None:
+    encoder = encoder.double() if double else encoder
+    encoder.save(tmp_path / "encoder")
+    loaded = load_encoder(tmp_path / "encoder")
+    tokens = tokenizer.encode(TEXTS)
+    assert torch.equal(loaded(tokens), encoder(tokens))
+    assert loaded.dim == 24
+    assert not loaded.training
+
+
+def test_training_starts_from_a_saved_static_encoder(
+    encoder: StaticEncoder, tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    encoder.save(tmp_path)
+    start = build_encoder(EncoderConfig(name=str(tmp_path), dim=24), tokenizer, None, seed=9)
+    assert torch.equal(start.get_parameter("embedding.weight"), encoder.embedding.weight)
+    with pytest.raises(ConfigError, match="width 24, the run needs"):
+        build_encoder(EncoderConfig(name=str(tmp_path), dim=8), tokenizer, None, seed=9)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "settings"])
+def test_a_damaged_encoder_is_one_line(encoder: StaticEncoder, tmp_path: Path, damage: str) -> None:
+    encoder.save(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-7])
+    else:
+        (tmp_path / "static.json").write_text("{}")
+    with pytest.raises(BundleError, match="cannot be read") as caught:
+        load_encoder(tmp_path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(BundleError, match="holds no encoder"):
+        load_encoder(tmp_path / "elsewhere")
+
+
+def test_the_seed_alone_decides_the_start(tokenizer: TextTokenizer) -> None:
+    def table(seed: int) -> torch.Tensor:
+        return build_encoder(EncoderConfig(dim=8), tokenizer, None, seed).get_parameter("embedding.weight")
+
+    torch.manual_seed(0)
+    first = table(1)
+    assert torch.equal(first, table(1))
+    assert not torch.equal(first, table(2))
+
+
+def test_fit_width_keeps_the_principal_axes() -> None:
+    plane = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
+    rows = torch.nn.functional.pad(plane - plane.mean(dim=0), (1, 3)).double()
+    fitted = fit_width(rows + 7, 2)
+    torch.testing.assert_close(torch.cdist(fitted, fitted), torch.cdist(rows, rows) / rows.norm(dim=1).mean())
+    wide = fit_width(rows, 9)
+    assert wide.shape == (50, 9)
+    assert wide.norm(dim=1).mean() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"dim": 0}, {"dropout": 0.1}, {"name": "x", "dropout": 2.0}, {"name": "x", "init_from": "y"}, {"pooling": "max"}],
+)
+def test_settings_that_mean_nothing_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"encoder\.|pooling"):
+        build(EncoderConfig, values)
