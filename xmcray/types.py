@@ -117,15 +117,39 @@ class LossTerms:
     Attributes:
         total: scalar tensor with a graph; the sum over this rank's terms.
         num_queries: G. The step divides, nobody else does.
+        query_BD: this rank's query vectors as the index of hard negatives is searched with, without a graph; None
+            where a method has none.
     """
 
     total: Tensor
     num_queries: int
+    query_BD: Tensor | None = None
 
     @property
     def value(self) -> float:
         """This rank's share of the mean loss."""
         return float(self.total.detach()) / self.num_queries
+
+
+@dataclass(frozen=True, slots=True)
+class Shortlist:
+    """Hard negatives of all queries, from one refresh of the index.
+
+    Attributes:
+        version: counts refreshes from 0.
+        snapshot_step: the step after which the indexed vectors were copied; the age counts from here.
+        labels: int32 [query ids, h], internal label ids, best first; -1 where there are fewer. May be memory-mapped.
+    """
+
+    version: int
+    snapshot_step: int
+    labels: npt.NDArray[np.int32]
+
+    def take(self, query_ids: Int64Array, width: int) -> Ragged:
+        """The first `width` hard negatives of some queries."""
+        rows = np.asarray(self.labels[query_ids, :width], dtype=np.int64)
+        found = rows >= 0
+        return Ragged(rows[found], np.concatenate([np.zeros(1, np.int64), np.cumsum(found.sum(axis=1))]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
@@ -22,6 +23,11 @@ def num_ranks() -> int:
 def rank() -> int:
     """This process's rank; 0 when torch.distributed is not in use."""
     return dist.get_rank() if num_ranks() > 1 else 0
+
+
+def on_gpu() -> bool:
+    """Whether ranks exchange CUDA tensors (NCCL)."""
+    return num_ranks() > 1 and dist.get_backend() == "nccl"
 
 
 def gather_rows(rows_BD: Tensor, total: int) -> Tensor:
@@ -63,8 +69,6 @@ def gather_objects(value: T) -> list[T]:
     """Every rank's small Python value (plain numbers, strings, dicts) in rank order, sent as JSON text."""
     if num_ranks() == 1:
         return [value]
-    import json
-
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_device())
     return [json.loads(bytes(part.cpu().numpy().tobytes())) for part in gather_ragged(text)]
 
@@ -115,7 +119,7 @@ def _unpad(buffer: Tensor, total: int, width: int) -> Tensor:
 
 
 def _device() -> torch.device:
-    return torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    return torch.device("cuda" if on_gpu() else "cpu")
 
 
 def _all_gather(out: Tensor, own: Tensor) -> None:

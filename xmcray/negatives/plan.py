@@ -1,0 +1,95 @@
+"""What a method asks for: how many negatives of which kind, and when they are refreshed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from xmcray.config import check_choice, check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class NegativesConfig:
+    """Section `negatives`.
+
+    Attributes:
+        uniform: c, labels of the pool drawn uniformly for a whole global batch.
+        hard: h, hard negatives of a query; 0 switches the index off.
+        start_epoch: e0, first epoch that uses hard negatives (>= 2: one to collect queries, one to build and search).
+        refresh_every: epochs between refreshes.
+        curriculum: epochs over which the number of hard negatives grows to `hard`; 0 uses all of them at once.
+        index: FAISS factory string, or "auto" by size; "Flat" searches exactly.
+        schedule: "scheduled" switches at the step the schedule names, so that runs can be repeated exactly; "eager"
+            takes the newest complete version at any step and never waits.
+        wait_s: seconds that "scheduled" waits for a version that is late.
+        max_age: epochs after which negatives that could not be refreshed end the run.
+        keep_recall: queries whose exact neighbours are also found, to report the recall of the index; 0 for none.
+    """
+
+    uniform: int = 2000
+    hard: int = 50
+    start_epoch: int = 5
+    refresh_every: int = 5
+    curriculum: int = 0
+    index: str = "auto"
+    schedule: Literal["scheduled", "eager"] = "scheduled"
+    wait_s: float = 600.0
+    max_age: int = 20
+    keep_recall: int = 200
+
+    def __post_init__(self) -> None:
+        check_range("negatives.uniform", self.uniform, low=0)
+        check_range("negatives.hard", self.hard, 0, 10_000)
+        check_range("negatives.start_epoch", self.start_epoch, low=2)
+        check_range("negatives.refresh_every", self.refresh_every, low=1)
+        check_range("negatives.curriculum", self.curriculum, low=0)
+        check_choice("negatives.schedule", self.schedule, ("scheduled", "eager"))
+        check_range("negatives.wait_s", self.wait_s, low=0)
+        check_range("negatives.max_age", self.max_age, low=1)
+        check_range("negatives.keep_recall", self.keep_recall, low=0)
+
+    @property
+    def schedule_of(self) -> Schedule:
+        """When versions are collected, built and used."""
+        return Schedule(self.start_epoch, self.refresh_every)
+
+    def hard_at(self, epoch: int) -> int:
+        """Hard negatives per query in an epoch: the curriculum grows linearly from the first epoch that has any."""
+        if epoch < self.start_epoch:
+            return 0
+        if not self.curriculum:
+            return self.hard
+        return min(self.hard, -(-self.hard * (epoch - self.start_epoch + 1) // self.curriculum))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Version v collects queries in epoch use - 2, is built and searched in use - 1, and is used from epoch `use`.
+
+    (ASTRA, Algorithm 1; use = start_epoch + v * refresh_every.)
+    """
+
+    start_epoch: int
+    refresh_every: int
+
+    def use_epoch(self, version: int) -> int:
+        """First epoch that uses a version."""
+        return self.start_epoch + version * self.refresh_every
+
+    def collecting(self, epoch: int) -> int | None:
+        """The version whose queries are collected in an epoch."""
+        return self._version_at(epoch + 2)
+
+    def building(self, epoch: int) -> int | None:
+        """The version that is built and searched in an epoch."""
+        return self._version_at(epoch + 1)
+
+    def using(self, epoch: int) -> int | None:
+        """The version that an epoch uses when nothing is late; None before the first."""
+        if epoch < self.start_epoch:
+            return None
+        return (epoch - self.start_epoch) // self.refresh_every
+
+    def _version_at(self, use_epoch: int) -> int | None:
+        version, rest = divmod(use_epoch - self.start_epoch, self.refresh_every)
+        return version if version >= 0 and rest == 0 else None

@@ -1,0 +1,173 @@
+"""What one refresh computes, as functions on a version's folder. The pool runs them in actors, a laptop in a thread.
+
+Each function may be killed at any point and called again: finished files are not made twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from xmcray import draws
+from xmcray.data.batches import TrainingData
+from xmcray.negatives.ledger import VersionFolder
+from xmcray.negatives.plan import NegativesConfig
+from xmcray.parallel.partition import LabelPartition
+from xmcray.retrieval.index import build_index, exact_search
+from xmcray.types import Float32Array, Int64Array, Ragged
+
+
+class Refresher(Protocol):
+    """Whoever finishes versions. The trainer only starts them and looks for complete ones in the ledger."""
+
+    def start(self, folder: Path) -> None:
+        """Asks for a version; returns at once, and may be called again for the same one."""
+
+    def close(self) -> None:
+        """Ends what `start` began."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshSpec:
+    """What a refresh needs to know besides its folder.
+
+    Attributes:
+        num_shards: index shards, one per classifier shard. threads: per index.
+        negatives: section `negatives`. seed: of index training. gpu: device number for the index, or None.
+    """
+
+    num_shards: int
+    negatives: NegativesConfig
+    seed: int
+    threads: int = 1
+    gpu: int | None = None
+
+
+def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: RefreshSpec) -> None:
+    """Builds the index of one shard and searches all query blocks of a version with it."""
+    part = LabelPartition(num_labels, spec.num_shards, shard)
+    blocks = [block for block in folder.query_blocks if not folder.has_found(shard, block)]
+    if not blocks:
+        return
+    rows = folder.read_rows(part.start, part.stop)
+    index = build_index(rows, spec.negatives.index, spec.seed, threads=spec.threads, gpu=spec.gpu)
+    for block in blocks:
+        _, vectors, extra = folder.read_queries(block)
+        width = min(spec.negatives.hard + extra, part.size)
+        scores, local = index.search(vectors, width)
+        folder.write_found(shard, block, np.where(local >= 0, part.to_global(local), -1), scores)
+    if spec.negatives.keep_recall and folder.query_blocks:
+        _write_recall(folder, shard, rows, index.search, spec)
+
+
+def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
+    """Merges what all shards found: positives and filter pairs out, the h best of each query in; then complete."""
+    labels = folder.new_shortlist(data.num_query_ids, spec.negatives.hard)
+    for block in folder.query_blocks:
+        ids, _, _ = folder.read_queries(block)
+        found = [folder.read_found(shard, block) for shard in range(spec.num_shards)]
+        candidate = np.concatenate([ids_ for ids_, _ in found], axis=1)
+        score = np.concatenate([scores for _, scores in found], axis=1)
+        forbidden = [data.positives(ids), data.excluded(ids)]
+        labels[ids] = best_allowed(candidate, score, forbidden, data.num_labels, spec.negatives.hard)
+    folder.finish(labels, {"recall": _read_recall(folder), "queries": len(folder.query_blocks)})
+
+
+def best_allowed(
+    candidate: Int64Array, score: Float32Array, forbidden: list[Ragged], num_labels: int, width: int
+) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    """The `width` best candidates of each row that are not forbidden; ties by the lower label, -1 padded.
+
+    Args:
+        candidate: int64 [B, k] label ids, -1 for none. score: float32 [B, k].
+        forbidden: lists of labels per row.
+    """
+    score = np.where(candidate >= 0, score, -np.inf)
+    row = np.arange(len(candidate))[:, None]
+    banned = np.unique(np.concatenate([part.row_ids * num_labels + part.values for part in forbidden]))
+    if len(banned):
+        key = row * num_labels + candidate
+        at = np.minimum(np.searchsorted(banned, key), len(banned) - 1)
+        score = np.where(banned[at] == key, -np.inf, score)
+    order = np.lexsort((candidate, -score))[:, :width]
+    best = np.where(np.isfinite(np.take_along_axis(score, order, 1)), np.take_along_axis(candidate, order, 1), -1)
+    out = np.full((len(candidate), width), -1, np.int32)
+    out[:, : best.shape[1]] = best
+    return out
+
+
+class ThreadRefresher:
+    """Refreshes in a background thread of the trainer: for one process, notebooks and tests."""
+
+    def __init__(self, data: TrainingData, spec: RefreshSpec) -> None:
+        self.data, self.spec = data, spec
+        self._threads: dict[Path, threading.Thread] = {}
+        self._errors: list[BaseException] = []
+
+    def start(self, folder: Path) -> None:
+        """Starts a thread for a version unless there is one."""
+        if self._errors:
+            raise self._errors[0]
+        if folder not in self._threads:
+            self._threads[folder] = threading.Thread(target=self._run, args=(VersionFolder(folder),), daemon=True)
+            self._threads[folder].start()
+
+    def close(self) -> None:
+        """Waits for the threads."""
+        for thread in self._threads.values():
+            thread.join()
+
+    def _run(self, folder: VersionFolder) -> None:
+        try:
+            wait_published(folder)
+            run_version(folder, self.data, self.spec)
+        except BaseException as error:
+            if not folder.withdrawn:
+                self._errors.append(error)
+
+
+def run_version(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
+    """A whole refresh in this process."""
+    if not folder.complete:
+        for shard in range(spec.num_shards):
+            search_shard(folder, shard, data.num_labels, spec)
+        merge_shards(folder, data, spec)
+
+
+def wait_published(folder: VersionFolder, poll_s: float = 0.05) -> None:
+    """Returns when all ranks have written their part, or the version is withdrawn or complete."""
+    while not (folder.withdrawn or folder.complete or folder.published):
+        time.sleep(poll_s)
+
+
+def _write_recall(
+    folder: VersionFolder,
+    shard: int,
+    rows: Float32Array,
+    search: Callable[[Float32Array, int], tuple[Float32Array, Int64Array]],
+    spec: RefreshSpec,
+) -> None:
+    """Share of the exact `hard` nearest rows that the index finds, on a seeded sample of queries."""
+    _, vectors, _ = folder.read_queries(folder.query_blocks[0])
+    count = min(spec.negatives.keep_recall, len(vectors))
+    sample = vectors[draws.generator(spec.seed, "recall").permutation(len(vectors))[:count]]
+    width = min(spec.negatives.hard, len(rows))
+    if not width:
+        return
+    _, exact = exact_search(rows, sample, width)
+    _, found = search(sample, width)
+    hits = sum(len(np.intersect1d(a, b)) for a, b in zip(exact, found, strict=True))
+    folder.write_found(shard, "recall", np.array([hits, count * width]), np.empty(0, np.float32))
+
+
+def _read_recall(folder: VersionFolder) -> float | None:
+    shards = [int(path.name) for path in sorted((folder.path / "found").glob("*"))]
+    parts = [folder.read_found(shard, "recall")[0] for shard in shards if folder.has_found(shard, "recall")]
+    hits, total = np.sum(parts, axis=0) if parts else (0, 0)
+    return float(hits / total) if total else None

@@ -1,0 +1,187 @@
+"""Sharded checkpoints: complete or absent, readable with another number of ranks, free of pickle.
+
+checkpoints/step-00000340/
+    encoder/                               as `Encoder.save` writes it
+    modules.safetensors                    other data-parallel modules, where a method has some
+    optimizer.safetensors                  state of the encoder's optimiser
+    classifier-0000000000.safetensors      rows from label 0 on, with their optimiser state: one file per rank
+    state.json                             step, epoch, ranks, rows, negatives
+    manifest.json
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from xmcray import storage
+from xmcray.errors import StorageError, XmcrayError
+from xmcray.nn.encoder import load_encoder
+from xmcray.parallel import collectives
+from xmcray.parallel.partition import LabelPartition
+from xmcray.storage import FileEntry
+from xmcray.training.step import Stepper
+
+KIND = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One verified checkpoint.
+
+    Attributes:
+        path: its folder. step: optimisation steps done. state: what state.json holds.
+    """
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]
+
+
+def save(folder: Path, step: int, stepper: Stepper, part: LabelPartition, state: Mapping[str, Any], keep: int) -> None:
+    """Writes a checkpoint; collective. Older ones than the newest `keep` are removed.
+
+    Raises:
+        StorageError: on every rank, if any rank could not write; nothing half-written stays.
+    """
+    aside = folder / f".step-{step:08d}"
+    destination = folder / f"step-{step:08d}"
+    if collectives.rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        _guard(lambda: aside.mkdir(parents=True), aside)
+    collectives.broadcast_int(0)
+
+    def write() -> dict[str, list[Any]]:
+        written = _write_rows(aside, stepper, part)
+        if collectives.rank() == 0:
+            _write_shared(aside, step, stepper, state)
+        return written
+
+    results = collectives.gather_objects(_guard(write, aside))
+    errors = [result for result in results if isinstance(result, str)]
+    if not errors and collectives.rank() == 0:
+        entries = {name: FileEntry(*entry) for result in results for name, entry in dict(result).items()}
+
+        def finish() -> dict[str, list[Any]]:
+            storage.finish_manifest(aside, KIND, {"step": step}, entries)
+            shutil.rmtree(destination, ignore_errors=True)
+            storage.publish(aside, destination)
+            return {}
+
+        finished = _guard(finish, aside)
+        errors = [finished] if isinstance(finished, str) else []
+    errors = [e for part_errors in collectives.gather_objects(errors) for e in part_errors]
+    if collectives.rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        for old in _folders(folder)[keep:] if not errors else []:
+            shutil.rmtree(old, ignore_errors=True)
+    if errors:
+        raise StorageError(errors[0])
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint whose files all have the hashes of its manifest."""
+    for path in _folders(folder):
+        try:
+            return open_checkpoint(path)
+        except StorageError:
+            continue
+    return None
+
+
+def open_checkpoint(path: Path, contents: bool = True) -> Checkpoint:
+    """A checkpoint whose manifest verifies; `contents` compares hashes too.
+
+    Raises:
+        StorageError: it does not.
+    """
+    _, manifest = storage.open_artifact(path, KIND, contents=contents)
+
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    return Checkpoint(path, int(manifest.about["step"]), state)
+
+
+def load(checkpoint: Checkpoint, stepper: Stepper, part: LabelPartition) -> None:
+    """Restores a rank's encoder, optimisers and its rows, whatever the number of ranks that saved them."""
+    path = checkpoint.path
+    stepper.encoder.load_state_dict(load_encoder(path / "encoder").state_dict())
+    others = {name: module for name, module in stepper.modules.items() if name != "encoder"}
+    if others:
+        tensors = load_file(path / "modules.safetensors")
+        for name, module in others.items():
+            prefix = f"{name}/"
+            module.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+    stepper.optimizer.load(load_file(path / "optimizer.safetensors"), checkpoint.step)
+    for name, table in stepper.method.tables.items():
+        table.load(read_rows(path, name, part.start, part.stop), checkpoint.step)
+
+
+def read_rows(path: Path, name: str, start: int, stop: int, only: str | None = None) -> dict[str, Tensor]:
+    """Rows start .. stop - 1 of a table by tensor name ("weight", "momentum" ...), read as slices.
+
+    Args:
+        only: one tensor name, to read nothing else.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    for file_path in sorted(path.glob(f"{name}-*.safetensors")):
+        first = int(file_path.stem.rsplit("-", 1)[1])
+        with safe_open(file_path, framework="pt") as file:
+            for key in [only] if only else list(file.keys()):
+                rows = file.get_slice(key)
+                low, high = max(start - first, 0), min(stop - first, rows.get_shape()[0])
+                if low < high or not parts.get(key):
+                    parts.setdefault(key, []).append(rows[max(low, 0) : max(low, high)])
+    return {key: torch.cat(pieces) for key, pieces in parts.items()}
+
+
+def _write_rows(folder: Path, stepper: Stepper, part: LabelPartition) -> dict[str, list[Any]]:
+    written: dict[str, list[Any]] = {}
+    for name, table in stepper.method.tables.items():
+        table.flush()
+        file = folder / f"{name}-{part.start:010d}.safetensors"
+        if part.size:
+            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in table.tensors().items()}, file)
+            storage.fsync(file)
+            entry = storage.hash_file(file)
+            written[file.name] = [entry.size, entry.sha256]
+    return written
+
+
+def _write_shared(folder: Path, step: int, stepper: Stepper, state: Mapping[str, Any]) -> None:
+    stepper.encoder.save(folder / "encoder")
+    others = {name: module for name, module in stepper.modules.items() if name != "encoder"}
+    if others:
+        tensors = {f"{m}/{k}": v.detach().cpu() for m, module in others.items() for k, v in module.state_dict().items()}
+        save_file(tensors, folder / "modules.safetensors")
+    save_file(
+        {k: v.detach().cpu().contiguous() for k, v in stepper.optimizer.tensors().items()},
+        folder / "optimizer.safetensors",
+    )
+    storage.write_json(folder / "state.json", {"step": step, "num_ranks": collectives.num_ranks(), **state})
+
+
+def _guard(write: Callable[[], Any], path: Path) -> Any:
+    """The result, or the message of what the disk refused: ranks must learn of it together."""
+    try:
+        with storage.disk_errors(path):
+            return write()
+    except XmcrayError as error:
+        return str(error)
+    except Exception as error:  # safetensors reports a full disk in its own words
+        if "No space left" in str(error) or "os error 28" in str(error):
+            return f"no space left while writing {path}: the disk is full; free some space or choose another folder"
+        raise
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Checkpoint folders, newest first."""
+    return sorted((p for p in folder.glob("step-*") if p.is_dir()), reverse=True)

@@ -1,0 +1,264 @@
+"""The loop of one rank: batch, step, negatives, records, checkpoints. Knows neither Ray nor which method it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xmcray import storage
+from xmcray.data.batches import BatchSampler, TrainingData
+from xmcray.methods.base import Method, Parts, methods
+from xmcray.negatives.ledger import Ledger
+from xmcray.negatives.refresh import Refresher
+from xmcray.negatives.shortlists import ShortlistFeed
+from xmcray.nn.encoder import build_encoder
+from xmcray.parallel import collectives
+from xmcray.parallel.partition import LabelPartition
+from xmcray.training import checkpoint as checkpoints
+from xmcray.training.optim import lr_factor
+from xmcray.training.run import Run, RunConfig
+from xmcray.training.step import Embedder, Stepper, encode_plain
+from xmcray.training.validation import validate
+from xmcray.types import LossTerms
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything one rank trains with, built from a configuration alone."""
+
+    data: TrainingData
+    sampler: BatchSampler
+    partition: LabelPartition
+    method: Method
+    stepper: Stepper
+
+
+def build(config: RunConfig, data: TrainingData, device: torch.device) -> Setup:
+    """Encoder, method and optimisers of this rank; the same start values whatever the number of ranks."""
+    optim = config.optim
+    partition = LabelPartition(data.num_labels, collectives.num_ranks(), collectives.rank())
+    tokenizer = data.corpus.tokenizer()
+    encoder = build_encoder(config.encoder, tokenizer, data.token_counts(tokenizer.vocab_size), optim.seed).to(
+        device, optim.dtype
+    )
+    embedder = Embedder(encoder, optim.micro_batch)
+    parts = Parts(
+        encode=embedder,
+        encode_plain=lambda tokens: encode_plain(encoder, tokens),
+        dim=encoder.dim,
+        data=data,
+        partition=partition,
+        negatives=config.negatives,
+        seed=optim.seed,
+        dtype=optim.dtype,
+        device=device,
+    )
+    method = methods()[config.method_name].factory(config.method, parts)
+    sampler = BatchSampler(data, optim.batch_size, optim.seed)
+    stepper = Stepper(encoder, embedder, method, optim, optim.epochs * sampler.steps_per_epoch)
+    return Setup(data, sampler, partition, method, stepper)
+
+
+class Loop:
+    """Trains a run to its end, from the newest checkpoint if there is one.
+
+    Args:
+        run: its folder and configuration. setup: what is trained. refresher: finishes versions of hard negatives.
+        on_step: called after each step with the step's number; tests kill and pause here.
+    """
+
+    def __init__(
+        self, run: Run, setup: Setup, refresher: Refresher, on_step: Callable[[int], None] | None = None
+    ) -> None:
+        self.run, self.setup, self.config = run, setup, run.config
+        self.on_step = on_step
+        self.steps_per_epoch = setup.sampler.steps_per_epoch
+        self.last_step = (self.config.optim.stop_epoch or self.config.optim.epochs) * self.steps_per_epoch
+        self.feed = ShortlistFeed(
+            Ledger(run.negatives),
+            self.config.negatives,
+            refresher,
+            self.steps_per_epoch,
+            setup.method.index_rows,
+            setup.partition.start,
+        )
+        self.records = _Records(run.path / "metrics.jsonl")
+
+    def train(self) -> dict[str, Any]:
+        """Runs the remaining steps; returns the run's result, the same on every rank, also in result.json."""
+        started = time.perf_counter()
+        first = self._restore()
+        window = _Window(self.feed)
+        for step in range(first, self.last_step):
+            terms = self._step(step)
+            window.add(terms)
+            if (step + 1) % self.config.log.every == 0 or step + 1 == self.last_step:
+                self._record(step + 1, window)
+                window = _Window(self.feed)
+            if self._epoch_ends(step, self.config.log.validate_every) or step + 1 == self.last_step:
+                self._validate(step + 1)
+                window.pause()
+            if self._checkpoint_due(step + 1):
+                self._save(step + 1)
+                window.pause()
+            if self.on_step:
+                self.on_step(step + 1)
+        self.feed.close()
+        return self._finish(time.perf_counter() - started, self.last_step - first)
+
+    def _step(self, step: int) -> LossTerms:
+        shortlist = self.feed.before_step(step)
+        batch = self.setup.sampler.batch(step, collectives.rank(), collectives.num_ranks())
+        terms = self.setup.stepper.step(batch, shortlist)
+        self.feed.after_step(batch, terms.query_BD)
+        return terms
+
+    def _restore(self) -> int:
+        """Restores the newest checkpoint and returns its step; 0 if there is none."""
+        found = checkpoints.newest(self.run.checkpoints) if collectives.rank() == 0 else None
+        step = collectives.broadcast_int(-1 if found is None else found.step)
+        state: Mapping[str, Any] = {}
+        if step >= 0:
+            path = self.run.checkpoints / f"step-{step:08d}"
+            checkpoint = checkpoints.open_checkpoint(path, contents=False)
+            checkpoints.load(checkpoint, self.setup.stepper, self.setup.partition)
+            state = checkpoint.state["negatives"]
+        step = max(step, 0)
+        self.feed.restore(state, step)
+        if collectives.rank() == 0:
+            self.records.truncate(step)
+        return step
+
+    def _save(self, step: int) -> None:
+        state = {"epoch": step // self.steps_per_epoch, "negatives": self.feed.state(step)}
+        keep = self.config.log.keep
+        checkpoints.save(self.run.checkpoints, step, self.setup.stepper, self.setup.partition, state, keep)
+        if collectives.rank() == 0:
+            self._retire_versions()
+
+    def _retire_versions(self) -> None:
+        """Removes versions of hard negatives that no kept checkpoint can still need."""
+        states = sorted(self.run.checkpoints.glob("step-*/state.json"))
+        used = [json.loads(path.read_text(encoding="utf-8"))["negatives"].get("version") for path in states]
+        if used and all(version is not None for version in used):
+            self.feed.ledger.retire(min(used))
+
+    def _record(self, step: int, window: _Window) -> None:
+        loss = float(collectives.sum_over_ranks(torch.tensor([window.loss], dtype=torch.float64, device=_wire())))
+        if collectives.rank() == 0:
+            current = self.feed.current
+            self.records.add(
+                {
+                    "step": step,
+                    "epoch": (step - 1) // self.steps_per_epoch,
+                    "loss": loss / window.steps,
+                    "lr": lr_factor(self.config.optim, step - 1, self.setup.stepper.total_steps),
+                    "queries_per_s": window.queries / window.seconds,
+                    "step_s": window.seconds / window.steps,
+                    "negatives_version": None if current is None else current.version,
+                    "negatives_age": self.feed.age(step),
+                    "blocked_s": window.blocked_s,
+                    "memory_mb": _resident_mb(),
+                }
+            )
+
+    def _validate(self, step: int) -> None:
+        if not len(self.setup.data.validation_rows):
+            return
+        values = validate(
+            self.setup.stepper.encoder, self.setup.data, self.setup.method.answer_rows(), self.setup.partition
+        )
+        if collectives.rank() == 0:
+            self.records.add({"step": step, "epoch": (step - 1) // self.steps_per_epoch, **values})
+
+    def _epoch_ends(self, step: int, every: int) -> bool:
+        return every > 0 and (step + 1) % (every * self.steps_per_epoch) == 0
+
+    def _checkpoint_due(self, done: int) -> bool:
+        every = self.config.log.checkpoint_every or self.steps_per_epoch
+        return done % every == 0 or done == self.last_step
+
+    def _finish(self, seconds: float, steps: int) -> dict[str, Any]:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        result = {
+            "steps": self.last_step,
+            "seconds": seconds,
+            "steps_here": steps,
+            "blocked_s": self.feed.blocked_s,
+            "peak_memory_mb": max(collectives.gather_objects(peak)),
+            "schedule_broken_at_step": self.feed.broken_at_step,
+        }
+        if collectives.rank() == 0:
+            storage.write_json(self.run.path / "result.json", result)
+        collectives.broadcast_int(0)
+        return result
+
+
+class _Window:
+    """Sums between two records; time spent on validation and checkpoints does not count."""
+
+    def __init__(self, feed: ShortlistFeed) -> None:
+        self._feed, self._blocked = feed, feed.blocked_s
+        self._last = time.perf_counter()
+        self.steps, self.queries, self.loss, self.seconds = 0, 0, 0.0, 0.0
+
+    def add(self, terms: LossTerms) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._last
+        self._last = now
+        self.steps += 1
+        self.queries += terms.num_queries
+        self.loss += terms.value
+
+    def pause(self) -> None:
+        self._last = time.perf_counter()
+
+    @property
+    def blocked_s(self) -> float:
+        return self._feed.blocked_s - self._blocked
+
+
+class _Records:
+    """metrics.jsonl: appended by rank 0, cut back to the checkpoint on resume."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        with storage.disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def truncate(self, step: int) -> None:
+        if self.path.is_file():
+            kept = [record for record in read_records(self.path) if record["step"] <= step]
+            aside = self.path.with_name(f".metrics.{os.getpid()}")
+            aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            aside.replace(self.path)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a last line cut by a kill is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def _wire() -> str:
+    return "cuda" if collectives.on_gpu() else "cpu"
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

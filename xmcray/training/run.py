@@ -1,0 +1,234 @@
+"""The configuration of a run and the folder it lives in.
+
+RUN/run.json          id, method, corpus hash, resolved configuration: written once, at the start
+RUN/config.yaml       the same configuration, to be read and used again with --config
+RUN/metrics.jsonl     a record every few steps: loss, speed, age of the negatives; and one per validation
+RUN/checkpoints/      step-00000340/ ..., the newest two
+RUN/negatives/        the ledger (negatives/ledger.py)
+RUN/result.json       what the finished run came to: steps, seconds, validation
+RUN/bundle/           the finished run as a bundle; RUN/metrics.json, RUN/report.html: its evaluation
+RUN/lock              held by the process that trains
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from xmcray import config as configs
+from xmcray import storage
+from xmcray.config import check_choice, check_range
+from xmcray.data.batches import DataConfig
+from xmcray.errors import ConfigError, RunError
+from xmcray.methods.base import methods
+from xmcray.negatives.plan import NegativesConfig
+from xmcray.nn.encoder import EncoderConfig
+from xmcray.training.optim import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Section `cluster`.
+
+    Attributes:
+        workers: training processes; 0 trains in this process, without Ray.
+        device: "auto" gives each worker a GPU when the cluster has enough of them.
+        cpus_per_worker: CPUs that Ray reserves for a worker.
+        threads_per_process: torch, OpenMP and FAISS threads of every process; 0 is cores / (workers + index actors).
+        max_failures: worker failures after which the run ends.
+        index_nice: how far index actors yield the CPU to the trainer (0-19).
+    """
+
+    workers: int = 2
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    cpus_per_worker: float = 1.0
+    threads_per_process: int = 0
+    max_failures: int = 3
+    index_nice: int = 5
+
+    def __post_init__(self) -> None:
+        check_range("cluster.workers", self.workers, 0, 65_536)
+        check_choice("cluster.device", self.device, ("auto", "cpu", "gpu"))
+        check_range("cluster.cpus_per_worker", self.cpus_per_worker, low=0)
+        check_range("cluster.threads_per_process", self.threads_per_process, low=0)
+        check_range("cluster.max_failures", self.max_failures, low=0)
+        check_range("cluster.index_nice", self.index_nice, 0, 19)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Section `log`.
+
+    Attributes:
+        every: steps between records of metrics.jsonl.
+        checkpoint_every: steps between checkpoints; 0 is once an epoch. keep: checkpoints that stay.
+        validate_every: epochs between validations; 0 is only at the end.
+    """
+
+    every: int = 20
+    checkpoint_every: int = 0
+    keep: int = 2
+    validate_every: int = 1
+
+    def __post_init__(self) -> None:
+        check_range("log.every", self.every, low=1)
+        check_range("log.checkpoint_every", self.checkpoint_every, low=0)
+        check_range("log.keep", self.keep, low=1)
+        check_range("log.validate_every", self.validate_every, low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run depends on besides the corpus. `method` is the configuration class of the method."""
+
+    method_name: str
+    method: Any
+    data: DataConfig = field(default_factory=DataConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    negatives: NegativesConfig = field(default_factory=NegativesConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @classmethod
+    def resolve(cls, method_name: str, values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+        """A configuration from YAML values and dotted overrides.
+
+        Raises:
+            ConfigError: unknown method or key, or a value out of range.
+        """
+        known = methods()
+        if method_name not in known:
+            raise ConfigError(configs.unknown("method", method_name, list(known)))
+        merged = configs.merge(values, overrides)
+        if merged.pop("method_name", method_name) != method_name:
+            raise ConfigError(f"the configuration is for {values['method_name']}, not for {method_name}")
+        method = configs.build(known[method_name].config_type, merged.pop("method", {}), "method.")
+        sections = {f.name: f for f in dataclasses.fields(cls)}
+        merged = {"method_name": method_name, "method": method, **merged}
+        unknown = [key for key in merged if key not in sections]
+        if unknown:
+            raise ConfigError(configs.unknown("setting", unknown[0], list(sections)))
+        return configs.build(cls, merged)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; `resolve(method_name, values)` gives an equal configuration."""
+        return configs.dump(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's folder.
+
+    Attributes:
+        path: absolute. id: random, names the run's actors and Ray storage. config: resolved. corpus: path of the data.
+        corpus_sha256: hash of the corpus it was started with.
+    """
+
+    path: Path
+    id: str
+    config: RunConfig
+    corpus: Path
+    corpus_sha256: str
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig, corpus: Path, corpus_sha256: str) -> Run:
+        """Starts a folder; it must not exist or be empty but for a lock."""
+        run = cls(path.absolute(), secrets.token_hex(6), config, corpus.absolute(), corpus_sha256)
+        body = {"id": run.id, "config": config.to_dict(), "corpus": str(run.corpus), "corpus_sha256": corpus_sha256}
+        (path / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
+        storage.write_json(path / "run.json", body)
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """Reads run.json.
+
+        Raises:
+            RunError: the folder is not a run.
+        """
+        folder = Path(path).absolute()
+        try:
+            body = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            values = body["config"]
+            config = RunConfig.resolve(values["method_name"], values)
+            return cls(folder, body["id"], config, Path(body["corpus"]), body["corpus_sha256"])
+        except (FileNotFoundError, NotADirectoryError):
+            raise RunError(f"{path} is not a run: it has no run.json; train with --out {path} first") from None
+        except (ValueError, KeyError, TypeError):
+            raise RunError(f"{path}/run.json is damaged; train again with another --out") from None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def negatives(self) -> Path:
+        """Folder of the ledger."""
+        return self.path / "negatives"
+
+    def result(self) -> dict[str, Any] | None:
+        """result.json, or None while the run is not finished."""
+        try:
+            body: dict[str, Any] = json.loads((self.path / "result.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return body
+
+
+def open_or_create(path: Path, config: RunConfig, corpus: Path, corpus_sha256: str, resume: str) -> Run:
+    """The run to train: a new one, or the one that was interrupted.
+
+    Args:
+        resume: "auto" continues a run of the same corpus and configuration; "never" demands an empty folder.
+    Raises:
+        RunError: not empty under "never", not a run, or a run of another corpus or configuration.
+    """
+    taken = path.is_dir() and any(p.name != "lock" for p in path.iterdir())
+    if not taken:
+        return Run.create(path, config, corpus, corpus_sha256)
+    if resume == "never":
+        raise RunError(f"{path} is not empty and --resume never was given; remove it or choose another --out")
+    run = Run.open(path)
+    if run.corpus_sha256 != corpus_sha256:
+        raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")
+    different = sorted(_differences(run.config.to_dict(), config.to_dict()))
+    different = [name for name in different if not name.startswith(("cluster.", "log."))]
+    if different:
+        raise RunError(f"{path} was started with another {different[0]}; use the same settings or another --out")
+    return dataclasses.replace(run, config=config)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the run's lock: one process trains in a folder at a time; the system frees it when the process dies."""
+    with storage.disk_errors(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise RunError(f"{path} is a file; --out names a folder") from None
+        with (path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(f"{path} is in use by another process; wait for it or choose another --out") from None
+            yield
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    for key in {*a, *b}:
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            yield from _differences(x, y, f"{where}{key}.")
+        elif x != y:
+            yield f"{where}{key}"

@@ -1,0 +1,110 @@
+"""One optimisation step. The only place where a loss is divided and where gradients are scaled over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from xmcray import draws
+from xmcray.methods.base import Method
+from xmcray.nn.encoder import Encoder
+from xmcray.parallel import collectives
+from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor
+from xmcray.types import Batch, LossTerms, Ragged, Shortlist
+
+_PLAIN_ROWS = 1024  # texts encoded at once where no graph is kept
+
+
+class Embedder:
+    """The encoder as methods call it: with `micro_batch`, a text is encoded twice and its graph lives for one chunk.
+
+    (GradCache, Gao et al. 2021: encode all chunks without a graph, back-propagate the loss to the vectors, then
+    encode each chunk again and back-propagate its vectors' gradient. Dropout inside the encoder is replayed.)
+    """
+
+    def __init__(self, encoder: Encoder, micro_batch: int) -> None:
+        self.encoder, self.micro_batch = encoder, micro_batch
+        self._kept: list[tuple[Ragged, Tensor, list[Tensor]]] = []
+        self.tokens: list[Ragged] = []
+
+    def __call__(self, tokens: Ragged) -> Tensor:
+        """Vectors [rows, D] that carry a gradient back to the encoder."""
+        self.tokens.append(tokens)
+        if not self.micro_batch or len(tokens) <= self.micro_batch:
+            return self.encoder(tokens)  # type: ignore[no-any-return]
+        states, parts = [], []
+        with torch.no_grad():
+            for chunk in _chunks(tokens, self.micro_batch):
+                states.append(torch.get_rng_state())
+                parts.append(self.encoder(chunk))
+        leaf = torch.cat(parts).requires_grad_()
+        self._kept.append((tokens, leaf, states))
+        return leaf
+
+    def finish_backward(self) -> None:
+        """Takes the gradients of chunked vectors back to the encoder."""
+        for tokens, leaf, states in self._kept:
+            assert leaf.grad is not None
+            grads = leaf.grad.split(self.micro_batch)
+            after = torch.get_rng_state()
+            for chunk, state, grad in zip(_chunks(tokens, self.micro_batch), states, grads, strict=True):
+                torch.set_rng_state(state)
+                self.encoder(chunk).backward(grad)
+            torch.set_rng_state(after)
+        self._kept.clear()
+
+    def touched(self) -> Tensor:
+        """int64, distinct tokens encoded since the last call, ascending."""
+        values = [tokens.values for tokens in self.tokens]
+        self.tokens.clear()
+        return torch.from_numpy(np.unique(np.concatenate(values)) if values else np.empty(0, np.int64))
+
+
+def encode_plain(encoder: Encoder, tokens: Ragged) -> Tensor:
+    """Vectors without a graph and without dropout, in bounded memory; the encoder's mode is restored."""
+    training = encoder.training
+    encoder.eval()
+    with torch.no_grad():
+        parts = [encoder(chunk) for chunk in _chunks(tokens, _PLAIN_ROWS)]
+    encoder.train(training)
+    return torch.cat(parts) if parts else torch.zeros(0, encoder.dim)
+
+
+class Stepper:
+    """Encoder, method and optimisers of one rank.
+
+    Args:
+        encoder: data-parallel. embedder: the encoder as the method calls it. method: what is trained.
+        config: section `optim`. total_steps: of the whole run, for the schedule.
+    """
+
+    def __init__(
+        self, encoder: Encoder, embedder: Embedder, method: Method, config: OptimConfig, total_steps: int
+    ) -> None:
+        self.encoder, self.embedder, self.method = encoder, embedder, method
+        self.config, self.total_steps = config, total_steps
+        self.modules: dict[str, nn.Module] = {"encoder": encoder, **method.modules}
+        sparse = [f"encoder.{name}" for name in encoder.sparse_parameters()]
+        self.optimizer = EncoderOptimizer(self.modules, config, sparse)
+
+    def step(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
+        """Loss, gradients and one update of everything; returns this rank's terms of the loss."""
+        # dropout inside a transformer: replayable, different on every rank
+        torch.manual_seed(draws.torch_seed(self.config.seed, "torch", batch.step, collectives.rank()))
+        self.encoder.train()
+        self.optimizer.zero_grad()
+        terms = self.method.loss(batch, shortlist)
+        (terms.total / terms.num_queries).backward()
+        self.embedder.finish_backward()
+        factor = lr_factor(self.config, batch.step, self.total_steps)
+        self.optimizer.step(factor, self.embedder.touched())
+        for table in self.method.tables.values():
+            table.update(table.config.lr * factor)
+        return terms
+
+
+def _chunks(tokens: Ragged, rows: int) -> Iterable[Ragged]:
+    return (tokens.slice(start, min(start + rows, len(tokens))) for start in range(0, len(tokens), rows))
