@@ -10,6 +10,7 @@ All shards of a split hold the same number of rows but the last. The same rows g
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,10 +109,7 @@ def by_shard(sorted_rows: Int64Array, num_rows: int, shard_rows: int) -> Sequenc
     shards = sorted_rows // shard_rows
     cuts = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
     local = sorted_rows - shards * shard_rows
-    return [
-        (int(shards[start]), slice(start, stop), local[start:stop])
-        for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
-    ]
+    return [(int(shards[start]), slice(start, stop), local[start:stop]) for start, stop in itertools.pairwise(cuts)]
 
 
 def _npy(array: Array) -> bytes:
