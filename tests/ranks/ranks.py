@@ -1,0 +1,45 @@
+"""Runs a function of a test module on several Gloo ranks and returns what each rank returned."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """`function(*args)` on ranks 0 .. num_ranks - 1; results in rank order. One rank runs here, without a group."""
+    if num_ranks == 1:
+        return [function(*args)]
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("fork")
+        queue = context.SimpleQueue()
+        processes = [
+            context.Process(target=_rank, args=(rank, num_ranks, folder, queue, function, args), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        results = dict(queue.get() for _ in processes)
+        for process in processes:
+            process.join()
+    failed = [value for value in results.values() if isinstance(value, BaseException)]
+    if failed:
+        raise failed[0]
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _rank(rank: int, num_ranks: int, folder: str, queue: Any, function: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        queue.put((rank, function(*args)))
+        dist.destroy_process_group()
+    except BaseException as error:
+        queue.put((rank, RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")))
