@@ -67,31 +67,42 @@ class TransformerEncoder(Encoder):
 
     def forward(self, tokens: Ragged) -> Tensor:
         """query_BD; a text without tokens is the zero vector."""
-        table_VH = self.model.get_input_embeddings().weight
-        on_cpu = table_VH.device.type == "cpu"
-        batches = micro_batches(tokens.lengths, 64 if on_cpu else 2048, 8192 if on_cpu else 131072)
+        lookup = self.model.get_input_embeddings()
+        device: torch.device = lookup.weight.device
+        batches = micro_batches(tokens.lengths, *_costs(device))
         if not batches:  # a rank without texts still takes part in the step: its gradient is zero, not absent
-            return cast(Tensor, table_VH[:0].sum() + table_VH.new_zeros(len(tokens), self.dim))
-        pooled_BH = torch.cat([self._pooled(tokens.take(rows), table_VH.device) for rows in batches])
-        query_BD = pooled_BH if self.projection is None else self.projection(pooled_BH)
+            return cast(Tensor, lookup.weight[:0].sum() + lookup.weight.new_zeros(len(tokens), self.dim))
+        # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so once is enough.
+        sorted_tokens = tokens.take(np.concatenate(batches))
+        token_TH = lookup(to_torch(sorted_tokens.values).to(device))
+        pooled: list[Tensor] = []
+        first = 0
+        for rows in batches:
+            lengths = tokens.lengths[rows]
+            pooled.append(self._pooled(token_TH[first : first + int(lengths.sum())], lengths))
+            first += int(lengths.sum())
+        query_BD = torch.cat(pooled) if self.projection is None else self.projection(torch.cat(pooled))
         if self.normalize:
             query_BD = F.normalize(query_BD, dim=-1)
-        row_B = to_torch(np.concatenate(batches)).to(query_BD.device)
+        row_B = to_torch(np.concatenate(batches)).to(device)
         return query_BD.new_zeros(len(tokens), self.dim).index_copy(0, row_B, query_BD)
 
-    def _pooled(self, tokens: Ragged, device: torch.device) -> Tensor:
-        """One padded micro-batch through the transformer: pooled_BH. No text is empty."""
-        lengths = tokens.lengths
+    def _pooled(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
+        """One micro-batch of texts, none of them empty, padded and through the transformer: pooled_BH."""
+        device = token_TH.device
         mask = np.arange(lengths.max()) < lengths[:, None]
-        padded = np.full(mask.shape, self.model.config.pad_token_id or 0, dtype=np.int64)
-        padded[mask] = tokens.values
         mask_BT = to_torch(mask).to(device)
-        # Without padding no mask is passed: attention then takes its fastest path.
-        attention_BT = None if mask.all() else mask_BT.long()
+        attention_BT: Tensor | None = mask_BT.long()
+        if mask.all():  # without padding no mask is passed: attention then takes its fastest path
+            attention_BT, padded_BTH = None, token_TH.view(*mask.shape, -1)
+        else:
+            cell_T = to_torch(np.flatnonzero(mask)).to(device)
+            padded_BTH = token_TH.new_zeros(mask.size, token_TH.shape[1]).index_copy(0, cell_T, token_TH)
+            padded_BTH = padded_BTH.view(*mask.shape, -1)
         supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         bf16 = self.autocast == "bf16" or (self.autocast == "auto" and supported)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            output = self.model(input_ids=to_torch(padded).to(device), attention_mask=attention_BT)
+            output = self.model(inputs_embeds=padded_BTH, attention_mask=attention_BT)
         state_BTH: Tensor = output.last_hidden_state
         if state_BTH.dtype == torch.bfloat16:
             state_BTH = state_BTH.float()
@@ -130,6 +141,16 @@ class TransformerEncoder(Encoder):
             folder / "modules.json",
             [{"idx": i, "name": str(i), "path": paths[i], "type": MODULES[kind]} for i, (kind, _) in enumerate(parts)],
         )
+
+
+def _costs(device: torch.device) -> tuple[int, int]:
+    """What one more call costs, in tokens, and the most tokens of a call (benchmarks/encoder_speed.py).
+
+    A CPU encodes fastest while the activations stay in its cache; in training they leave it anyway.
+    """
+    if device.type != "cpu":
+        return 4096, 131072
+    return (64, 8192) if torch.is_grad_enabled() else (32, 1024)
 
 
 def micro_batches(lengths: Int64Array, call_tokens: int, max_tokens: int) -> list[Int64Array]:
