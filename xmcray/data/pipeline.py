@@ -74,11 +74,12 @@ class PrepareConfig:
             raise ConfigError(f"shard_rows is {self.shard_rows}, expected at least 1")
 
 
-def start_ray(num_cpus: int | None = None) -> bool:
+def start_ray(num_cpus: int | None = None, object_store_bytes: int | None = None) -> bool:
     """Joins the cluster in RAY_ADDRESS, or starts a quiet local one on loopback with a token; once per process.
 
     Args:
         num_cpus: logical CPUs of a local cluster; the machine's if not given.
+        object_store_bytes: shared memory of a local cluster; a share of the machine's if not given.
 
     Returns:
         Whether this call connected; False if the process already was.
@@ -94,8 +95,32 @@ def start_ray(num_cpus: int | None = None) -> bool:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+    with _loopback() as address:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            object_store_memory=object_store_bytes,
+            include_dashboard=False,
+            _node_ip_address=address,
+            **quiet,
+        )
     return True
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[str]:
+    """Lets ray.init take 127.0.0.1 as it is; otherwise it is replaced by the machine's address and every port is open.
+
+    `ray start --node-ip-address=127.0.0.1` needs no such help. Ray's version is pinned.
+    """
+    from ray._private import services
+
+    resolve = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield "127.0.0.1"
+    finally:
+        services.resolve_ip_for_localhost = resolve
 
 
 def prepare(
@@ -370,7 +395,8 @@ def _context(stall_s: float) -> Iterator[list[float]]:
     context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
         object_store_memory=QUEUE_BYTES
     )
-    context.custom_execution_callback_classes = [Watchdog]
+    callbacks: list[Any] = [Watchdog]
+    context.custom_execution_callback_classes = callbacks
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # every failure is raised here, once
     warnings.filterwarnings("ignore", "The maximum number of concurrent tasks", UserWarning)
     with ray.data.DataContext.current(context):

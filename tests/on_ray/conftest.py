@@ -1,0 +1,18 @@
+"""One Ray cluster for all tests of this folder: starting one takes longer than most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from xmcray.data.pipeline import start_ray
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A quiet local cluster of four logical CPUs, which may be more than the machine has."""
+    start_ray(num_cpus=4, object_store_bytes=256 << 20)
+    yield
+    ray.shutdown()

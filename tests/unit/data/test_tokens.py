@@ -1,0 +1,96 @@
+"""Tokenizers: ids, truncation, a folder that gives them back, and a vocabulary without chance."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
+from xmcray.errors import BundleError, ConfigError
+
+TEXTS = ["The quick brown fox", "the QUICK dog!", "brown dogs, brown foxes", ""]
+MANY_LETTERS = """import hashlib, random
+from xmcray.data.tokens import train_wordpiece
+letters = "abcdefgh" * 40 + "".join(map(chr, range(0x1200, 0x1800)))
+draw = random.Random(0)
+words = ["".join(draw.choices(letters, k=draw.randint(1, 9))) for _ in range(400)]
+texts = [" ".join(draw.choices(words, k=8)) for _ in range(400)]
+print(hashlib.sha256(train_wordpiece(texts).to_files()["tokenizer.json"].encode()).hexdigest())
+"""
+
+
+def test_encodes_known_words_lower_cased_and_truncated() -> None:
+    tokenizer = train_wordpiece(TEXTS, max_len=3, label_max_len=8)
+    rows = tokenizer.encode(["Brown THE", "", "the the the the"])
+    assert rows.lengths.tolist() == [2, 0, 3]
+    assert tokenizer.tokens("Brown THE") == ["brown", "the"]
+    assert tokenizer.tokens("§ the") == ["[UNK]", "the"]
+    assert tokenizer.encode(["the the"], max_len=1).lengths.tolist() == [1]
+    assert tokenizer.encode([]).lengths.tolist() == []
+    assert tokenizer.label_max_len == 3  # never above max_len
+    assert tokenizer.pad_id == 0
+    assert rows.values.max() < tokenizer.vocab_size
+
+
+def test_vocabulary_obeys_its_size_and_minimum_frequency() -> None:
+    tokenizer = train_wordpiece(["once twice", "twice"])
+    assert tokenizer.tokens("twice") == ["twice"]
+    assert len(tokenizer.tokens("once")) > 1
+    letters = train_wordpiece(TEXTS, vocab_size=1)  # characters are always known
+    assert letters.tokens("fox") == ["f", "##o", "##x"]
+
+
+def test_folder_gives_the_same_tokenizer_back(tmp_path: Path) -> None:
+    tokenizer = train_wordpiece(TEXTS, max_len=5, label_max_len=2)
+    tokenizer.save(tmp_path / "t")
+    again = TextTokenizer.load(tmp_path / "t")
+    assert again.encode(TEXTS).values.tolist() == tokenizer.encode(TEXTS).values.tolist()
+    assert (again.kind, again.max_len, again.label_max_len) == ("wordpiece", 5, 2)
+    assert (again.vocab_size, again.pad_id) == (tokenizer.vocab_size, 0)
+    (tmp_path / "t" / "tokenizer.json").write_text("{}")
+    with pytest.raises(BundleError, match="no readable tokenizer"):
+        TextTokenizer.load(tmp_path / "t")
+
+
+def test_two_processes_learn_the_same_bytes() -> None:
+    """More characters than are kept, and many ties between merges: both depend on a hash seed in the library."""
+    digests = {
+        subprocess.run([sys.executable, "-c", MANY_LETTERS], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    assert len(digests) == 1
+    assert len(digests.pop().strip()) == 64
+
+
+def test_without_text_there_is_no_vocabulary() -> None:
+    with pytest.raises(ConfigError, match="no text"):
+        train_wordpiece(["", " "])
+
+
+def test_a_transformer_folder_keeps_its_special_tokens(tmp_path: Path) -> None:
+    from transformers import BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "fox"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(vocab=str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
+    tokenizer = from_transformer(str(tmp_path / "model"), max_len=4)
+    rows = tokenizer.encode(["The fox", "the fox the fox", ""])
+    assert [words[i] for i in rows[0]] == ["[CLS]", "the", "fox", "[SEP]"]
+    assert [words[i] for i in rows[1]] == ["[CLS]", "the", "fox", "[SEP]"]
+    assert [words[i] for i in rows[2]] == ["[CLS]", "[SEP]"]
+    assert (tokenizer.kind, tokenizer.pad_id, tokenizer.vocab_size) == ("transformer", 0, 7)
+    tokenizer.save(tmp_path / "saved")
+    assert "tokenizer_class" in json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+
+
+def test_an_unreachable_hub_id_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants as hub
+
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="nobody/nothing.*not in the local cache") as caught:
+        from_transformer("nobody/nothing", 8)
+    assert "\n" not in str(caught.value)
