@@ -1,0 +1,210 @@
+"""Layouts of one text per line with a label matrix, and of features instead of texts."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+
+from xmcray.data.formats import BadRow, Row, detect
+from xmcray.errors import DataError
+
+Y = np.array([[0, 1, 0], [0, 0, 0], [2.5, 0, 1]], dtype=np.float32)
+ROWS = [Row("0", "first", (1,)), Row("1", "", (), row=1), Row("2", "drei Äpfel", (0, 2), (2.5, 1.0), 2)]
+LABELS = [Row("0", "a"), Row("1", ""), Row("2", "c", row=2)]
+TEXTS, LABEL_TEXTS = "first\n\n drei Äpfel \n", "a\n\nc\n"
+Y_TXT = "3 3\n1:1.00000\n\n0:2.5 2:1\n"
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Files by name; `__` stands for a dot, `raw_` for a folder."""
+    for name, text in files.items():
+        path = folder / name.replace("__", ".").replace("raw_", "raw/", 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def refuse(bad: BadRow) -> None:
+    raise AssertionError(f"unexpected: {bad}")
+
+
+def read(folder: Path, split: str = "train", on_bad=refuse) -> tuple[list[Row], list[Row]]:
+    source = detect(folder)
+    labels = list(source.labels(on_bad))
+    return labels, list(source.queries(split, len(labels), on_bad))
+
+
+def renumbered(labels: list[Row]) -> list[Row]:
+    return [Row(str(n), label.text, row=n) for n, label in enumerate(labels)]
+
+
+@pytest.mark.parametrize("kind", ["csr", "csc"])
+def test_dexml(tmp_path: Path, kind: str) -> None:
+    write(tmp_path, raw_trn_X__txt=TEXTS, raw_Y__txt=LABEL_TEXTS, filter_labels_train__txt="1 2\n")
+    sp.save_npz(tmp_path / "Y.trn.npz", sp.csr_matrix(Y).asformat(kind))
+    assert read(tmp_path) == (renumbered(LABELS), ROWS)
+    assert detect(tmp_path).format == "dexml"
+    assert detect(tmp_path).filters("train").tolist() == [[1, 2]]
+
+
+def test_renee(tmp_path: Path) -> None:
+    files = {f"{s}_X__txt": TEXTS for s in ("trn", "tst")} | {f"{s}_X_Y__txt": Y_TXT for s in ("trn", "tst")}
+    write(tmp_path, Y__txt=LABEL_TEXTS, tst_filter_labels__txt="2 2\n", **files)
+    for split in ("train", "test"):
+        assert read(tmp_path, split) == (renumbered(LABELS), ROWS)
+    assert detect(tmp_path).format == "renee"
+    assert detect(tmp_path).filters("test").tolist() == [[2, 2]]
+
+
+def test_pecos_with_a_matrix(tmp_path: Path) -> None:
+    write(tmp_path, X__trn__txt=TEXTS, output_items__txt=LABEL_TEXTS)
+    (tmp_path / "output_items.txt").rename(tmp_path / "output-items.txt")
+    sp.save_npz(tmp_path / "Y.trn.npz", sp.csr_matrix(Y), compressed=False)
+    assert read(tmp_path) == (renumbered(LABELS), ROWS)
+
+
+def test_pecos_with_labels_before_a_tab(tmp_path: Path) -> None:
+    write(tmp_path, Y__txt=LABEL_TEXTS, X__trn__txt="1\tfirst\n\t\n0::2.5,2\tdrei Äpfel\nno tab\nx\ty\n")
+    bad: list[BadRow] = []
+    assert read(tmp_path, on_bad=bad.append) == (renumbered(LABELS), ROWS)
+    assert [(b.line, b.reason.split(",")[0]) for b in bad] == [(4, "no tab"), (5, "found 'x'")]
+
+
+def test_split_sparse_names_features_by_weight(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        trn_X_Xf__txt="3 4\n0:0.1 1:0.5 3:0.5\n\n2:1\n",
+        trn_X_Y__txt=Y_TXT,
+        lbl_X_Xf__txt="3 4\n3:1 0:2\n\n1:1\n",
+        Xf__txt="red\ngreen\nblue\n",
+    )
+    labels, queries = read(tmp_path)
+    assert [row.text for row in queries] == ["green f3 red", "", "blue"]
+    assert [label.text for label in labels] == ["red f3", "", "green"]
+    assert [row.label_ids for row in queries] == [(1,), (), (0, 2)]
+
+
+def test_header_shape_wins_over_the_labels_seen(tmp_path: Path) -> None:
+    write(tmp_path, trn_X_Xf__txt="1 9\n0:1\n", trn_X_Y__txt="1 5\n0:1\n")
+    labels, queries = read(tmp_path)
+    assert len(labels) == 5
+    assert {label.text for label in labels} == {""}
+    assert queries == [Row("0", "f0", (0,))]
+
+
+def test_bag_of_words_row_may_start_with_a_space(tmp_path: Path) -> None:
+    write(tmp_path, train__txt="4 3 2\n0,1 0:1 2:3\n 1:1\n1:1\n1\n", test__txt="1 3 2\n0 0:1.5\n", Xf__txt="x\ny\nz\n")
+    labels, queries = read(tmp_path)
+    assert [label.text for label in labels] == ["", ""]
+    assert [(row.text, row.label_ids) for row in queries] == [("z x", (0, 1)), ("y", ()), ("y", ()), ("", (1,))]
+    assert read(tmp_path, "test")[1] == [Row("0", "x", (0,))]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("5 0:1", "label id 5 is out of range, there are 2 labels"),
+        ("0 7:1", "feature id 7 is out of range, there are 3 features"),
+        ("0 1:nan", "weight nan of feature 1 is not a finite number"),
+        ("0 1:x", "found '1:x', expected index:value"),
+        ("0 1", "found '1', expected index:value"),
+        ("a 1:1", "found 'a', expected index:value"),
+    ],
+)
+def test_bad_bag_of_words_row(tmp_path: Path, row: str, reason: str) -> None:
+    write(tmp_path, train__txt=f"2 3 2\n{row}\n0 0:1\n")
+    bad: list[BadRow] = []
+    assert [r.row for r in read(tmp_path, on_bad=bad.append)[1]] == [1]
+    assert [b.line for b in bad] == [2]
+    assert reason in bad[0].reason
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"trn_X_Y__txt": "2 3\n\n\n"}, "more than 2 rows, expected 2 as its header says"),
+        ({"trn_X_Y__txt": "4 3\n\n\n\n\n"}, "less than 3 rows, expected 4 as its header says"),
+        ({"trn_X_Y__txt": "4 3\n\n\n\n"}, "3 rows, expected 4 as its header says"),
+        ({"trn_X_Y__txt": "3 9\n\n\n\n"}, "has 9 columns, but there are 3 labels"),
+        ({"trn_X_Y__txt": "0:1\n1:1\n2:1\n"}, "found '0:1', expected a header of 2 numbers: rows columns"),
+        ({"trn_X_Y__txt": ""}, "found '', expected a header"),
+        ({"Y__txt": ""}, "has no valid label"),
+    ],
+)
+def test_files_that_contradict_each_other(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    write(tmp_path, **({"trn_X__txt": TEXTS, "Y__txt": LABEL_TEXTS, "trn_X_Y__txt": Y_TXT} | files))
+    with pytest.raises(DataError, match=message):
+        read(tmp_path)
+
+
+def test_incomplete_bag_of_words(tmp_path: Path) -> None:
+    write(tmp_path, train__txt="3 3 2\n0 0:1\n")
+    with pytest.raises(DataError, match="has 1 rows, but its header says 3"):
+        read(tmp_path)
+
+
+def test_bad_rows_of_text_and_of_matrix_are_told_apart(tmp_path: Path) -> None:
+    write(tmp_path, Y__txt="a\nb\n", trn_X_Y__txt="3 2\n0:1\n7:1\n0:inf\n")
+    (tmp_path / "trn_X.txt").write_bytes(b"\xff\nx\ny\n")
+    bad: list[BadRow] = []
+    with pytest.raises(DataError, match="no valid train query"):
+        read(tmp_path, on_bad=bad.append)
+    assert [(Path(b.file).name, b.line) for b in bad] == [("trn_X.txt", 1), ("trn_X_Y.txt", 3), ("trn_X_Y.txt", 4)]
+
+
+def npz(path: Path, **changes: np.ndarray) -> None:
+    parts = {
+        "indptr": np.array([0, 1, 1, 3]),
+        "indices": np.array([1, 0, 2]),
+        "data": np.ones(3),
+        "shape": np.array([3, 3]),
+        "format": np.array(b"csr"),
+    }
+    np.savez(path, **(parts | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"indices": np.array([1, 0, 3])},
+        {"indices": np.array([1, 0, -1])},
+        {"indices": np.array([1.0, 0, 2])},
+        {"indptr": np.array([0, 2, 1, 3])},
+        {"indptr": np.array([0, 1, 3])},
+        {"indptr": np.array([0, 1, 1, 9])},
+        {"data": np.ones(2)},
+        {"data": np.array(["a", "b", "c"])},
+        {"data": np.array([{}, {}, {}], dtype=object)},
+        {"shape": np.array([-3, 3])},
+        {"shape": np.array([3, 3, 3])},
+        {"format": np.array(b"coo")},
+    ],
+    ids=str,
+)
+def test_damaged_npz(tmp_path: Path, changes: dict[str, np.ndarray]) -> None:
+    write(tmp_path, raw_trn_X__txt=TEXTS, raw_Y__txt=LABEL_TEXTS)
+    npz(tmp_path / "Y.trn.npz")
+    assert read(tmp_path)[1][2].label_ids == (0, 2)
+    npz(tmp_path / "Y.trn.npz", **changes)
+    with pytest.raises(DataError, match=r"Y\.trn\.npz is not a sparse matrix"):
+        read(tmp_path)
+
+
+def test_npz_that_claims_more_than_it_holds(tmp_path: Path) -> None:
+    write(tmp_path, raw_trn_X__txt=TEXTS, raw_Y__txt=LABEL_TEXTS)
+    npz(tmp_path / "whole.npz")
+    huge = io.BytesIO()
+    np.lib.format.write_array_header_1_0(huge, {"descr": "<f8", "fortran_order": False, "shape": (10**13,)})
+    with zipfile.ZipFile(tmp_path / "whole.npz") as old, zipfile.ZipFile(tmp_path / "Y.trn.npz", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, huge.getvalue() if name == "data.npy" else old.read(name))
+    with pytest.raises(DataError, match="expected numbers that fit its 128 bytes"):
+        read(tmp_path)
+    (tmp_path / "Y.trn.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:300])
+    with pytest.raises(DataError, match="not a complete npz file"):
+        read(tmp_path)
