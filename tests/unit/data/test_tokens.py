@@ -91,6 +91,6 @@ def test_an_unreachable_hub_id_is_said_in_one_line(monkeypatch: pytest.MonkeyPat
     import huggingface_hub.constants as hub
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="nobody/nothing.*not in the local cache") as caught:
+    with pytest.raises(ConfigError, match=r"nobody/nothing.*not in the local cache") as caught:
         from_transformer("nobody/nothing", 8)
     assert "\n" not in str(caught.value)
