@@ -1,0 +1,45 @@
+# Everything is installed into .venv; nothing outside the project is touched. `make help` lists the targets.
+PYTHON ?= python3.11
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# From quick to slow, so that a plain mistake is seen first.
+TIER_P := $(wildcard $(addprefix tests/,unit oracle repo ranks golden behaviour gpu on_ray))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test check soak golden clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+setup: $(INSTALLED)  ## install xmcray and the tools into .venv (quick when nothing changed)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
+	touch $@
+
+quickstart: setup  ## sample corpus, training, metrics and a few answers in minutes on 2 cores
+	$(BIN)/xmcray quickstart
+
+# One thread per process: with more, the processes of a rank test or a Ray cluster wait for each other's threads.
+test: export OMP_NUM_THREADS = 1
+test: setup  ## tier P: at most 9 minutes on 2 cores
+	$(BIN)/python -m pytest $(TIER_P)
+
+check: setup  ## style, formatting and strict types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+soak: export OMP_NUM_THREADS = 1
+soak: setup  ## tier N: kills, sweeps and load for hours; the last table goes to benchmarks/results
+	$(BIN)/python benchmarks/soak.py
+
+golden: export OMP_NUM_THREADS = 1
+golden: export XMCRAY_RENEW_GOLDEN = 1
+golden: setup  ## write the golden curves anew after a wanted change of the mathematics
+	$(BIN)/python -m pytest tests/golden
+
+clean:  ## remove .venv, caches and build output (never runs or data)
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
