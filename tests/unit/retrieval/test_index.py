@@ -1,0 +1,175 @@
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from xmcray.errors import BundleError, ConfigError, ResourceError
+from xmcray.retrieval.exact import exact_search
+from xmcray.retrieval.index import Index, IndexSpec, build_index, resolve_factory
+from xmcray.types import Ragged
+
+FACTORIES = ["Flat", "IVF16,Flat", "IVF16,SQfp16", "IVF16,PQ8x4fs", "HNSW16", "SQ8"]
+
+
+@pytest.fixture(scope="module")
+def clustered():
+    """Rows of a classifier in miniature: clusters, lengths that differ, queries near rows."""
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((40, 16), dtype=np.float32)
+    rows = centres[rng.integers(40, size=3000)] + 0.5 * rng.standard_normal((3000, 16), dtype=np.float32)
+    queries = rows[rng.integers(3000, size=200)] + 0.2 * rng.standard_normal((200, 16), dtype=np.float32)
+    return rows * rng.lognormal(0, 0.3, (3000, 1)).astype(np.float32), queries
+
+
+def recall(found, wanted):
+    return np.mean([len(np.intersect1d(a, b)) / len(b) for a, b in zip(found, wanted, strict=True)])
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_recall_scores_and_order(clustered, factory):
+    rows, queries = clustered
+    scores, ids = build_index(rows, factory, seed=1).search(queries, 50)
+    wanted_scores, wanted = exact_search(rows, queries, 50)
+    assert recall(ids, wanted) >= (1 if factory == "Flat" else 0.9)
+    np.testing.assert_allclose(scores, np.take_along_axis(queries @ rows.T, ids, 1), rtol=1e-5, atol=1e-5)
+    assert (np.diff(scores, axis=1) <= 0).all()
+    assert (scores <= wanted_scores + 1e-5).all()
+
+
+@pytest.mark.parametrize("factory", ["IVF16,PQ8x4fs", "HNSW16"])
+def test_same_arguments_same_index(clustered, factory, tmp_path):
+    rows, queries = clustered
+    one, two = (build_index(rows, factory, seed=3, threads=threads) for threads in (1, 2))
+    for a, b in zip(one.search(queries, 9), two.search(queries, 9), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (one.nprobe, one.candidates) == (two.nprobe, two.candidates)
+    one.save(tmp_path / "one")
+    two.save(tmp_path / "two")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+@pytest.mark.parametrize("factory", FACTORIES[1:])
+def test_saved_index_answers_alike(clustered, factory, tmp_path):
+    rows, queries = clustered
+    index = build_index(rows, factory, seed=1)
+    index.save(tmp_path / "i.faiss")
+    size = (tmp_path / "i.faiss").stat().st_size
+    loaded = Index.load(tmp_path / "i.faiss", size, torch.from_numpy(rows), candidates=index.candidates)
+    for a, b in zip(index.search(queries, 7), loaded.search(queries, 7), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_hidden_rows_are_masked_before_the_top_k(clustered, factory):
+    rows, queries = clustered
+    index = build_index(rows, factory, seed=1)
+    _, first = index.search(queries, 20)
+    hidden = Ragged.from_rows(list(first[:, :5]))
+    _, second = index.search(queries, 15, hidden=hidden)
+    assert (second >= 0).all()
+    assert recall(second, first[:, 5:]) >= (1 if factory == "Flat" else 0.97), "the places of hidden rows are refilled"
+    assert not any(np.isin(a, b).any() for a, b in zip(second, first[:, :5], strict=True))
+
+
+def test_more_answers_than_the_visited_lists_hold_are_found_exhaustively(clustered):
+    rows, queries = clustered
+    index = build_index(rows, "IVF256,Flat", seed=0, spec=IndexSpec(nprobe=1, candidates=1))
+    _, ids = index.search(queries, 60)
+    assert (ids >= 0).all()
+
+
+def test_names_decide_ties():
+    rows = np.ones((4000, 4), np.float32)
+    names = np.random.default_rng(0).permutation(4000)
+    _, ids = build_index(rows, "Flat").search(rows[:2], 3, names)
+    assert ids.tolist() == [[0, 1, 2]] * 2
+
+
+def test_exact_ignores_the_index(clustered):
+    rows, queries = clustered
+    index = build_index(rows, "IVF64,Flat", seed=0, spec=IndexSpec(nprobe=1, candidates=1))
+    _, wanted = exact_search(rows, queries, 10)
+    assert recall(index.search(queries, 10)[1], wanted) < 1
+    np.testing.assert_array_equal(index.search(queries, 10, exact=True)[1], wanted)
+
+
+def test_auto_by_size():
+    assert resolve_factory("auto", 50_000, 64) == "Flat"
+    assert resolve_factory("auto", 10**5, 64) == "IVF1024,PQ32x4fs"
+    assert resolve_factory("auto", 10**6, 768) == "IVF2048,PQ192x4fs"
+    assert resolve_factory("auto", 10**6, 33) == "IVF2048,SQfp16"
+    assert resolve_factory("HNSW32", 10**8, 64) == "HNSW32"
+    assert not any("HNSW" in resolve_factory("auto", 10**power, 128) for power in range(9))
+
+
+def test_empty_shard():
+    scores, ids = build_index(np.empty((0, 8), np.float32), "IVF16,Flat").search(np.ones((2, 8), np.float32), 3)
+    assert (ids == -1).all()
+    assert np.isneginf(scores).all()
+
+
+@pytest.mark.parametrize("factory", ["IVF16,", "nonsense", "PQ7"])
+def test_a_bad_factory_is_one_line(clustered, factory):
+    with pytest.raises(ConfigError, match="index factory") as error:
+        build_index(clustered[0], factory)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_faiss_names_both_extras(clustered, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(ResourceError, match=r"xmcray\[cpu\].*xmcray\[gpu\]"):
+        build_index(clustered[0], "IVF16,Flat")
+    assert build_index(clustered[0], "Flat").is_exact
+
+
+def test_missing_gpu(clustered, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ResourceError, match="GPU 3"):
+        build_index(clustered[0], "auto", gpu=3)
+
+
+def test_a_file_larger_than_its_manifest_says_or_of_other_vectors(clustered, tmp_path):
+    rows = clustered[0]
+    build_index(rows, "IVF16,Flat").save(tmp_path / "i")
+    size = (tmp_path / "i").stat().st_size
+    with pytest.raises(BundleError, match="expected at most"):
+        Index.load(tmp_path / "i", size - 1, torch.from_numpy(rows))
+    with pytest.raises(BundleError, match="expected 2999 of width 16"):
+        Index.load(tmp_path / "i", size, torch.from_numpy(rows[1:]))
+
+
+def test_altered_files_never_crash_the_process(clustered, tmp_path):
+    """In a process of its own, whose exit status says whether it crashed."""
+    rows = clustered[0][:600]
+    for name, factory in (("ivf", "IVF16,PQ8x4fs"), ("flat", "IVF16,Flat"), ("graph", "HNSW8")):
+        build_index(rows, factory, spec=IndexSpec(nprobe=2, candidates=2)).save(tmp_path / f"{name}.faiss")
+    np.save(tmp_path / "rows.npy", rows)
+    program = """
+        import pathlib, sys, numpy as np, torch
+        from xmcray.errors import BundleError
+        from xmcray.retrieval.index import Index
+        folder = pathlib.Path(sys.argv[1])
+        rows, rng, refused = torch.from_numpy(np.load(folder / "rows.npy")), np.random.default_rng(0), 0
+        for trial in range(240):
+            data = bytearray((folder / ["ivf.faiss", "flat.faiss", "graph.faiss"][trial % 3]).read_bytes())
+            if trial % 4 == 0:
+                data = data[: rng.integers(len(data))]
+            else:  # half of the changes in the header, where the sizes are
+                place = rng.integers(min(len(data), 200) if trial % 2 else len(data))
+                data[place : place + 8] = rng.bytes(8) if trial % 4 == 1 else b"\\xff" * 8
+            (folder / "altered").write_bytes(data)
+            try:
+                Index.load(folder / "altered", len(data), rows)
+            except BundleError as error:
+                assert "\\n" not in str(error)
+                refused += 1
+        print(refused)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) >= 80, "at least every truncated file is refused"
