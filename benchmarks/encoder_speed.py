@@ -23,6 +23,7 @@ from common import refuse_if_busy, write_table
 
 from xmcray.data.tokens import from_transformer
 from xmcray.nn.encoder import load_encoder
+from xmcray.types import Ragged
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 Step = Callable[[int], object]
@@ -96,7 +97,10 @@ def compare(name: str, model: str, options: argparse.Namespace) -> list[list[obj
 
     def encode_ours(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         i = starts[step % len(starts)]
-        return ours(query_tokens.slice(i, i + batch)), ours(label_tokens.slice(i, i + batch))
+        # Without padding there is no reason to keep long and short texts in calls of their own.
+        texts = Ragged.concatenate([query_tokens.slice(i, i + batch), label_tokens.slice(i, i + batch)])
+        query_BD, label_BD = ours(texts).chunk(2)
+        return query_BD, label_BD
 
     def encode_theirs(step: int) -> list[torch.Tensor]:
         with torch.autocast(device.type, torch.bfloat16, enabled=options.autocast == "bf16"):
