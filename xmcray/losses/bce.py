@@ -51,6 +51,7 @@ def full_bce(
     skip_rows: Tensor,
     skip_labels: Tensor,
     chunk_labels: int = 8192,
+    offset: float = 0.0,
 ) -> LossTerms:
     """Binary cross-entropy over all labels of this rank, in label chunks: scores are never kept (Renée).
 
@@ -59,13 +60,16 @@ def full_bce(
         positive_rows, positive_labels: int64 [P], relevant pairs, labels local to this rank.
         skip_rows, skip_labels: int64, pairs that are neither positive nor negative (a query and its own label).
         chunk_labels: memory is O(G x chunk_labels) besides the gradients.
+        offset: added to every score.
     Returns:
         This rank's sum over its labels, and G. Both gradients are computed in the forward pass, because the gradient
         of a score is sigmoid(score) - y.
     """
     total = cast(
         Tensor,
-        _ChunkedBce.apply(query_GD, row_SD, positive_rows, positive_labels, skip_rows, skip_labels, chunk_labels),
+        _ChunkedBce.apply(
+            query_GD, row_SD, positive_rows, positive_labels, skip_rows, skip_labels, chunk_labels, offset
+        ),
     )
     return LossTerms(total, len(query_GD))
 
@@ -96,12 +100,13 @@ class _ChunkedBce(torch.autograd.Function):
         skip_rows: Tensor,
         skip_labels: Tensor,
         chunk_labels: int,
+        offset: float,
     ) -> Tensor:
         total = query_GD.new_zeros(())
         grad_query_GD, grad_row_SD = torch.zeros_like(query_GD), torch.empty_like(row_SD)
         for start in range(0, len(row_SD), chunk_labels):
             rows = row_SD[start : start + chunk_labels]
-            score_GC = query_GD @ rows.T
+            score_GC = (query_GD @ rows.T).add_(offset)
             skip = (skip_labels >= start) & (skip_labels < start + len(rows))
             score_GC[skip_rows[skip], skip_labels[skip] - start] = -torch.inf
             inside = (positive_labels >= start) & (positive_labels < start + len(rows))
@@ -117,4 +122,4 @@ class _ChunkedBce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_query_GD, grad_row_SD = ctx.saved_tensors
-        return grad_query_GD * grads[0], grad_row_SD * grads[0], None, None, None, None, None
+        return grad_query_GD * grads[0], grad_row_SD * grads[0], None, None, None, None, None, None

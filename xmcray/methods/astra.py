@@ -15,6 +15,7 @@ are unbiased, the shared one is a dense product), and slots without a label are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -44,6 +45,8 @@ class AstraConfig:
         importance_weight: of a uniform negative: "unbiased" (L / c), "none" (1), or a number.
         max_positives: positives of a query that are scored, drawn uniformly; 0 for all.
         index_on: hard negatives are nearest "classifier" rows, or nearest "labels" (embeddings of label texts).
+        offset: added to every score in the loss; "prior" is the log-odds of a positive among what the loss counts. It
+            spares the rows from learning first that labels are rare, and changes no ranking. 0 is the paper's loss.
         exact: score all labels instead of a sample, in chunks of `chunk_labels`.
     """
 
@@ -53,6 +56,7 @@ class AstraConfig:
     importance_weight: Literal["unbiased", "none"] | float = "unbiased"
     max_positives: int = 0
     index_on: Literal["classifier", "labels"] = "classifier"
+    offset: Literal["prior"] | float = "prior"
     exact: bool = False
     chunk_labels: int = 8192
 
@@ -82,6 +86,7 @@ class Astra:
         )
         self.tables: Mapping[str, RowTable] = {"classifier": self.classifier.table}
         self.modules: Mapping[str, nn.Module] = {}
+        self.offset = self._prior() if config.offset == "prior" else float(config.offset)
         self.bundle_spec = BundleSpec()
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
@@ -117,10 +122,10 @@ class Astra:
         pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T
         weight_P = None if found.pair_weight is None else found.pair_weight.to(query_GD)
         return sampled_bce(
-            pair_score_P,
+            pair_score_P + self.offset,
             found.pair_is_positive,
             weight_P,
-            pool_score_GC,
+            pool_score_GC + self.offset,
             found.skip_query,
             found.skip_column,
             self._pool_weight(),
@@ -141,6 +146,15 @@ class Astra:
             return 1.0
         return max(1.0, self.parts.data.num_labels / uniform) if weight == "unbiased" else float(weight)
 
+    def _prior(self) -> float:
+        """log(positives / negatives) of an average query, negatives counted with their importance weight."""
+        data, uniform = self.parts.data, self.parts.negatives.uniform
+        ids = data.query_ids[draws.generator(self.parts.seed, "prior").permutation(len(data.query_ids))[:10_000]]
+        positives = float(data.positives(ids).lengths.mean())
+        all_labels = self.config.exact or not uniform
+        negatives = data.num_labels if all_labels else min(uniform, data.num_labels) * self._pool_weight()
+        return math.log(positives / max(negatives, 1.0))
+
     def _exact(self, query_GD: Tensor, batch: Batch) -> LossTerms:
         def own_pairs(lists: Ragged) -> tuple[Tensor, Tensor]:
             own = self.parts.partition.owns(lists.values)
@@ -150,5 +164,10 @@ class Astra:
 
         row_SD = self.classifier.table.rows(None)
         return full_bce(
-            query_GD, row_SD, *own_pairs(batch.positives), *own_pairs(batch.excluded), self.config.chunk_labels
+            query_GD,
+            row_SD,
+            *own_pairs(batch.positives),
+            *own_pairs(batch.excluded),
+            self.config.chunk_labels,
+            self.offset,
         )

@@ -19,7 +19,8 @@ from xmcray.data.batches import TrainingData
 from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
-from xmcray.retrieval.index import build_index, exact_search
+from xmcray.retrieval.exact import exact_search
+from xmcray.retrieval.index import build_index
 from xmcray.types import Float32Array, Int64Array, Ragged
 
 

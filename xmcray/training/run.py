@@ -194,11 +194,12 @@ def open_or_create(path: Path, config: RunConfig, corpus: Path, corpus_sha256: s
     Raises:
         RunError: not empty under "never", not a run, or a run of another corpus or configuration.
     """
-    taken = path.is_dir() and any(p.name != "lock" for p in path.iterdir())
-    if not taken:
-        return Run.create(path, config, corpus, corpus_sha256)
-    if resume == "never":
+    inside = {p.name for p in path.iterdir()} - {"lock"} if path.is_dir() else set()
+    if inside and resume == "never":
         raise RunError(f"{path} is not empty and --resume never was given; remove it or choose another --out")
+    if inside <= {"selection"}:
+        path.mkdir(parents=True, exist_ok=True)
+        return Run.create(path, config, corpus, corpus_sha256)
     run = Run.open(path)
     if run.corpus_sha256 != corpus_sha256:
         raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")

@@ -1,0 +1,124 @@
+"""The negative pool on Ray: one long-lived actor per index shard, and a coordinator that merges what they find.
+
+Actors keep nothing that matters: everything is in the ledger, so a killed actor is restarted by Ray, its call is
+repeated, and finished files are not made twice. The driver creates the pool and ends it with the run; workers find
+the coordinator by the run's random id, also after they were restarted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from xmcray.data.batches import DataConfig, TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.negatives.ledger import VersionFolder
+from xmcray.negatives.refresh import RefreshSpec, merge_shards, search_shard, wait_published
+
+_RESTARTS: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+
+
+def coordinator_name(run_id: str) -> str:
+    """Name of a run's coordinator in the cluster."""
+    return f"xmcray-{run_id}-negatives"
+
+
+class IndexShard:
+    """Builds and searches the index of one shard; an actor."""
+
+    def __init__(self, shard: int, num_labels: int, spec: RefreshSpec, nice: int) -> None:
+        os.nice(nice)
+        self.shard, self.num_labels, self.spec = shard, num_labels, spec
+
+    def search(self, folder: str) -> None:
+        """Searches one version; a withdrawn one ends quietly."""
+        version = VersionFolder(Path(folder))
+        if version.complete:
+            return
+        try:
+            search_shard(version, self.shard, self.num_labels, self.spec)
+        except FileNotFoundError:
+            if not (version.withdrawn or version.complete):
+                raise
+
+    def pid(self) -> int:
+        """The actor's process."""
+        return os.getpid()
+
+
+class Coordinator:
+    """Starts searches when all ranks have published, merges, completes; an actor."""
+
+    def __init__(self, corpus: str, data: DataConfig, shards: list[Any], spec: RefreshSpec, nice: int) -> None:
+        os.nice(nice)
+        self.data = TrainingData(Corpus.open(corpus, verify=False), data)
+        self.shards, self.spec = shards, spec
+
+    def run(self, folder: str) -> None:
+        """One version from published to complete."""
+        version = VersionFolder(Path(folder))
+        wait_published(version)
+        if version.withdrawn or version.complete:
+            return
+        ray.get([shard.search.remote(folder) for shard in self.shards])
+        try:
+            merge_shards(version, self.data, self.spec)
+        except FileNotFoundError:
+            if not (version.withdrawn or version.complete):
+                raise
+
+
+class NegativePool:
+    """The actors of one run, created and ended by the driver.
+
+    Args:
+        run_id: names them. corpus: path. data: section `data`. spec: shards, threads, index.
+        nice: how far the actors yield the CPU to the trainer. gpus: GPUs of each index actor.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        corpus: Path,
+        data: DataConfig,
+        num_labels: int,
+        spec: RefreshSpec,
+        nice: int,
+        gpus: float = 0,
+    ) -> None:
+        environment = {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}
+        shard = ray.remote(**_RESTARTS)(IndexShard).options(num_gpus=gpus, runtime_env=environment)
+        self.shards = [shard.remote(i, num_labels, spec, nice) for i in range(spec.num_shards)]
+        coordinator = ray.remote(**_RESTARTS)(Coordinator)
+        self.coordinator = coordinator.options(
+            name=coordinator_name(run_id), max_concurrency=4, runtime_env=environment
+        ).remote(str(corpus), data, self.shards, spec, nice)
+
+    def close(self) -> None:
+        """Ends the actors."""
+        actors: list[Any] = [self.coordinator, *self.shards]
+        for actor in actors:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor)
+
+
+class PoolRefresher:
+    """A worker's way to the pool; fulfils `refresh.Refresher`."""
+
+    def __init__(self, run_id: str) -> None:
+        self._name = coordinator_name(run_id)
+        self._calls: list[Any] = []
+
+    def start(self, folder: Path) -> None:
+        """Asks the coordinator for a version and does not wait."""
+        if self._calls:  # a finished call that failed is an error of ours: raise it here rather than never
+            done, self._calls = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
+            ray.get(done)
+        self._calls.append(ray.get_actor(self._name).run.remote(str(folder)))
+
+    def close(self) -> None:
+        """Nothing to end: the driver owns the pool."""

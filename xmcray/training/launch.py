@@ -1,0 +1,221 @@
+"""From a configuration to a trained run: in this process, or on Ray Train workers beside the negative pool."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+
+from xmcray import errors
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.data.pipeline import start_ray
+from xmcray.errors import ResourceError, XmcrayError
+from xmcray.negatives.pool import NegativePool
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.training.loop import Loop, build, read_records
+from xmcray.training.run import Run, RunConfig, locked, open_or_create
+from xmcray.training.worker import WorkerSettings, work
+
+SELECTION = "selection"  # folder of the run that chose the number of epochs, inside a refitted run
+_SELECT_BY = "nDCG@5"
+_RAY_SETTINGS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # the controller's poll; 2 s by default, and a report waits for it
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
+}
+_ALLOCATOR = {  # glibc would give large blocks back after every step and fault them in again at the next
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
+}
+
+_train: Any = ray.train  # type checkers see the classes of Train v1 under these names
+
+Watch = Callable[[Run], contextlib.AbstractContextManager[None]]
+
+
+def train(
+    corpus: str | Path,
+    out: str | Path,
+    config: RunConfig,
+    *,
+    resume: str = "auto",
+    refit: bool = False,
+    watch: Watch = contextlib.nullcontext,  # type: ignore[assignment]
+) -> Run:
+    """Trains a run to its end, continuing an interrupted one.
+
+    Args:
+        corpus: folder or URL. out: the run's folder.
+        resume: "auto", or "never" to demand an empty folder.
+        refit: train with validation first (in out/selection), then once more on all training queries for the number
+            of epochs that was best.
+        watch: context around each training, for a progress bar.
+    Raises:
+        XmcrayError: the user's mistakes.
+    """
+    path = Path(out).absolute()
+    with locked(path):
+        opened = Corpus.open(corpus)
+        if refit:
+            chosen = open_or_create(path / SELECTION, config, opened.path, opened.sha256, "auto")
+            _train_one(chosen, opened, watch)
+            config = refit_config(chosen)
+        run = open_or_create(path, config, opened.path, opened.sha256, resume)
+        _train_one(run, opened, watch)
+    return run
+
+
+def refit_config(selection: Run) -> RunConfig:
+    """The settings of a finished run with nothing held out and the epochs that were best on its validation split."""
+    config = selection.config
+    records = [r for r in read_records(selection.path / "metrics.jsonl") if _SELECT_BY in r]
+    best = max(records, key=lambda r: float(r[_SELECT_BY]), default={"epoch": config.optim.epochs - 1})
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, validation=0.0),
+        optim=dataclasses.replace(config.optim, stop_epoch=int(best["epoch"]) + 1),
+    )
+
+
+def _train_one(run: Run, corpus: Corpus, watch: Watch) -> None:
+    if run.result() is not None:
+        return
+    with watch(run):
+        if run.config.cluster.workers:
+            _train_on_ray(run, corpus)
+        else:
+            train_here(run, corpus)
+
+
+def train_here(run: Run, corpus: Corpus, on_step: Callable[[int], None] | None = None) -> dict[str, Any]:
+    """Trains in this process, without Ray; the index is built in a thread."""
+    cluster = run.config.cluster
+    torch.set_num_threads(cluster.threads_per_process or max(1, (os.cpu_count() or 2) // 2))
+    gpu = cluster.device == "gpu" or (cluster.device == "auto" and torch.cuda.is_available())
+    data = TrainingData(corpus, run.config.data)
+    spec = RefreshSpec(1, run.config.negatives, run.config.optim.seed)
+    setup = build(run.config, data, torch.device("cuda" if gpu else "cpu"))
+    return Loop(run, setup, ThreadRefresher(data, spec), on_step).train()
+
+
+def _train_on_ray(run: Run, corpus: Corpus) -> None:
+    """Runs the workers and the pool; raises what they report as the user's mistake."""
+    for name, value in _RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    started = start_ray()
+    try:
+        use_gpu = _check_resources(run.config)
+        threads = _threads(run.config)
+        with _pool(run, corpus, threads, use_gpu):
+            result = _trainer(run, threads, use_gpu).fit()
+    finally:
+        if started:
+            ray.shutdown()
+    returned = result.return_value or {}
+    if "user_error" in returned:
+        kind: type[XmcrayError] = getattr(errors, returned["kind"], XmcrayError)
+        raise kind(returned["user_error"])
+
+
+def _trainer(run: Run, threads: int, use_gpu: bool) -> Any:
+    cluster, negatives = run.config.cluster, run.config.negatives
+    settings = WorkerSettings(
+        run=str(run.path),
+        run_id=run.id,
+        corpus=str(run.corpus),
+        corpus_sha256=run.corpus_sha256,
+        config=run.config.to_dict(),
+        threads=threads,
+    )
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_ALLOCATOR}
+    return _train.torch.TorchTrainer(
+        work,
+        train_loop_config=dataclasses.asdict(settings),
+        torch_config=_train.torch.TorchConfig(
+            backend="nccl" if use_gpu else "gloo", timeout_s=int(negatives.wait_s) + 300
+        ),
+        scaling_config=_train.ScalingConfig(
+            num_workers=cluster.workers, use_gpu=use_gpu, resources_per_worker={"CPU": cluster.cpus_per_worker}
+        ),
+        run_config=_train.RunConfig(
+            # Ray resumes a name it has seen without saying so: never reuse one. What counts is our own checkpoint.
+            name=f"{run.id}-{secrets.token_hex(3)}",
+            storage_path=str(run.path / "ray"),
+            failure_config=_train.FailureConfig(max_failures=cluster.max_failures, controller_failure_limit=2),
+            logging_config=_train.LoggingConfig(log_level="ERROR"),
+            worker_runtime_env={"env_vars": environment},
+        ),
+    )
+
+
+@contextlib.contextmanager
+def _pool(run: Run, corpus: Corpus, threads: int, use_gpu: bool) -> Iterator[None]:
+    """The negative pool while a run trains; none where the method wants no hard negatives."""
+    if not run.config.negatives.hard:
+        yield
+        return
+    workers = run.config.cluster.workers
+    spare = use_gpu and ray.cluster_resources().get("GPU", 0) >= 2 * workers
+    spec = RefreshSpec(workers, run.config.negatives, run.config.optim.seed, threads, gpu=0 if spare else None)
+    nice = run.config.cluster.index_nice
+    pool = NegativePool(
+        run.id, corpus.path, run.config.data, len(corpus.label_order), spec, nice, gpus=1 if spare else 0
+    )
+    try:
+        yield
+    finally:
+        pool.close()
+
+
+def _check_resources(config: RunConfig) -> bool:
+    """Whether workers get a GPU each.
+
+    Raises:
+        ResourceError: the cluster has less than what is asked for; without this check Ray waits for ever.
+    """
+    cluster, has = config.cluster, ray.cluster_resources()
+    gpus = has.get("GPU", 0)
+    if cluster.device == "gpu" and gpus < cluster.workers:
+        raise ResourceError(
+            f"{cluster.workers} workers ask for a GPU each, the cluster has {gpus:g}; lower --workers or set"
+            " cluster.device=cpu"
+        )
+    need, cpus = cluster.workers * cluster.cpus_per_worker, has.get("CPU", 0)
+    if need > cpus:
+        raise ResourceError(
+            f"{cluster.workers} workers ask for {need:g} CPUs, the cluster has {cpus:g}; lower --workers or"
+            " cluster.cpus_per_worker"
+        )
+    return cluster.device == "gpu" or (cluster.device == "auto" and gpus >= cluster.workers > 0)
+
+
+def _threads(config: RunConfig) -> int:
+    """Threads of each process, so that workers and index actors together do not exceed the cores."""
+    cluster = config.cluster
+    processes = cluster.workers * (2 if config.negatives.hard else 1)
+    return cluster.threads_per_process or max(1, (os.cpu_count() or 1) // processes)
+
+
+def tail_records(run: Run, on_record: Callable[[dict[str, Any]], None], stop: threading.Event) -> None:
+    """Calls `on_record` for each new record of a run's metrics.jsonl until `stop`; for progress bars."""
+    seen = 0
+    while True:
+        ended = stop.wait(0.3)
+        records = read_records(run.path / "metrics.jsonl")
+        for record in records[min(seen, len(records)) :]:
+            on_record(record)
+        seen = len(records)
+        if ended:
+            return

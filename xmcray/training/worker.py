@@ -1,0 +1,51 @@
+"""What each Ray Train worker runs: the loop of training/loop.py inside the process group that Ray Train set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.errors import XmcrayError
+from xmcray.negatives.pool import PoolRefresher
+from xmcray.training.loop import Loop, build
+from xmcray.training.run import Run, RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """All a worker is told; plain values, paths absolute.
+
+    Attributes:
+        run: folder. run_id: names the pool. corpus: folder. config: of RunConfig.to_dict. threads: of this process.
+    """
+
+    run: str
+    run_id: str
+    corpus: str
+    corpus_sha256: str
+    config: dict[str, Any]
+    threads: int
+
+
+def work(settings: dict[str, Any]) -> dict[str, Any]:
+    """Trains to the end; a user's mistake comes back as a value, because a worker that raises is restarted."""
+    told = WorkerSettings(**settings)
+    torch.set_num_threads(told.threads)
+    config = RunConfig.resolve(told.config["method_name"], told.config)
+    run = Run(Path(told.run), told.run_id, config, Path(told.corpus), told.corpus_sha256)
+    device = (
+        torch.device("cuda") if torch.cuda.is_available() and config.cluster.device != "cpu" else torch.device("cpu")
+    )
+    try:
+        data = TrainingData(Corpus.open(run.corpus, verify=False), config.data)
+        result = Loop(run, build(config, data, device), PoolRefresher(run.id)).train()
+    except XmcrayError as error:
+        return {"user_error": str(error), "kind": type(error).__name__}
+    ray.train.report({"step": result["steps"]})
+    return result
