@@ -41,6 +41,7 @@ def exact_search(
     id_N = torch.arange(len(vector_ND), device=device) if ids is None else as_tensor(ids, np.int64).to(device)
     query_QD = as_tensor(queries)
     num_queries, num_rows = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
+    num_rows = min(num_rows, -(-len(vector_ND) // GROUP) * GROUP)  # few rows need no full block
     keys = [torch.empty((0, k), dtype=torch.int64)]
     for start in range(0, len(query_QD), num_queries):
         query_BD = query_QD[start : start + num_queries].to(device)
@@ -48,7 +49,7 @@ def exact_search(
         hide = hidden.slice(start, start + len(query_BD)) if hidden is not None else None
         # One buffer for all blocks: fresh memory costs more than the product that fills it.
         score_BR = query_BD.new_full((len(query_BD), num_rows), -torch.inf)
-        for first in range(0, len(vector_ND), num_rows):
+        for first in range(0, len(vector_ND), max(1, num_rows)):
             vector_RD = vector_ND[first : first + num_rows]
             if len(vector_RD) == num_rows:
                 torch.mm(query_BD, vector_RD.T, out=score_BR)
@@ -102,24 +103,28 @@ def _improve(best_BK: Tensor, score_BR: Tensor, id_R: Tensor) -> Tensor:
     """
     k, (num_queries, num_rows) = best_BK.shape[1], score_BR.shape
     bar_B = scores_of(best_BK[:, -1])
-    score_BGR = score_BR.view(num_queries, num_rows // GROUP, GROUP)
-    max_BG = score_BGR.amax(dim=2)
-    # Written as a negation because the maximum of a group with a NaN is NaN.
-    query_H, group_H = (~((max_BG < bar_B[:, None]) | (max_BG == -torch.inf))).nonzero(as_tuple=True)
+    query_H, group_H = _groups(score_BR, bar_B)
+    if len(query_H) > num_queries * num_rows // GROUP // 2 and k <= num_rows:
+        torch.nan_to_num_(score_BR, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        bar_B = torch.maximum(bar_B, score_BR.topk(k, dim=1).values[:, -1])
+        query_H, group_H = _groups(score_BR, bar_B)
     if len(query_H) == 0:
         return best_BK
-    if len(query_H) > num_queries * min(4 * k, num_rows // GROUP // 2):
-        score_BR = score_BR[:, : len(id_R)]
-        new_BW = to_keys(score_BR, id_R).topk(min(k, len(id_R)), dim=1).values
-    else:
-        score_HR = score_BGR[query_H, group_H]
-        hit_P, place_P = ((score_HR >= bar_B[query_H, None]) & (score_HR > -torch.inf)).nonzero(as_tuple=True)
-        query_P, row_P = query_H[hit_P], group_H[hit_P] * GROUP + place_P
-        count_B = torch.bincount(query_P, minlength=num_queries)
-        slot_P = torch.arange(len(query_P), device=query_P.device) - (count_B.cumsum(0) - count_B)[query_P]
-        new_BW = nothing(num_queries, int(count_B.max()), best_BK.device).clone()
-        new_BW[query_P, slot_P] = to_keys(score_HR[hit_P, place_P], id_R[row_P])
+    score_HR = score_BR.view(num_queries, num_rows // GROUP, GROUP)[query_H, group_H]
+    hit_P, place_P = ((score_HR >= bar_B[query_H, None]) & (score_HR > -torch.inf)).nonzero(as_tuple=True)
+    query_P, row_P = query_H[hit_P], group_H[hit_P] * GROUP + place_P
+    count_B = torch.bincount(query_P, minlength=num_queries)
+    slot_P = torch.arange(len(query_P), device=query_P.device) - (count_B.cumsum(0) - count_B)[query_P]
+    new_BW = nothing(num_queries, int(count_B.max()), best_BK.device).clone()
+    new_BW[query_P, slot_P] = to_keys(score_HR[hit_P, place_P], id_R[row_P])
     return torch.cat([best_BK, new_BW], dim=1).topk(k, dim=1).values
+
+
+def _groups(score_BR: Tensor, bar_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs (query, group of columns) in which some score may reach the bar."""
+    max_BG = score_BR.view(len(score_BR), -1, GROUP).amax(dim=2)
+    # Written as a negation because the maximum of a group with a NaN is NaN.
+    return (~((max_BG < bar_B[:, None]) | (max_BG == -torch.inf))).nonzero(as_tuple=True)  # type: ignore[return-value]
 
 
 def _hide(score_BR: Tensor, hide: Ragged, first: int) -> None:

@@ -21,7 +21,7 @@ from xmcray.errors import BundleError, ConfigError, ResourceError
 from xmcray.retrieval.exact import as_tensor, exact_search, from_keys, to_keys
 from xmcray.types import Float32Array, Int64Array, Ragged
 
-FLAT_ROWS = 50_000  # up to here a search of all rows beats building anything
+FLAT_ROWS = 100_000  # up to here a search of all rows costs no more than building, tuning and searching lists
 TRAIN_ROWS_PER_LIST = 64
 TUNE_QUERIES, TUNE_K, TUNE_NOISE = 256, 50, 0.5
 CANDIDATE_FLOATS = 1 << 22  # vectors gathered at once when scores are made exact

@@ -97,8 +97,8 @@ def test_exact_ignores_the_index(clustered):
 
 
 def test_auto_by_size():
-    assert resolve_factory("auto", 50_000, 64) == "Flat"
-    assert resolve_factory("auto", 10**5, 64) == "IVF1024,PQ32x4fs"
+    assert resolve_factory("auto", 10**5, 64) == "Flat"
+    assert resolve_factory("auto", 10**5 + 1, 64) == "IVF1024,PQ32x4fs"
     assert resolve_factory("auto", 10**6, 768) == "IVF2048,PQ192x4fs"
     assert resolve_factory("auto", 10**6, 33) == "IVF2048,SQfp16"
     assert resolve_factory("HNSW32", 10**8, 64) == "HNSW32"
