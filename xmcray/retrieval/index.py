@@ -6,8 +6,6 @@ the index can hold short codes, and every score that leaves this file is an inne
 
 from __future__ import annotations
 
-import re
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,18 +15,14 @@ import torch
 from torch import Tensor
 
 from xmcray.config import check_range
-from xmcray.errors import BundleError, ConfigError, ResourceError
+from xmcray.errors import ResourceError
+from xmcray.retrieval import ann
 from xmcray.retrieval.exact import as_tensor, exact_search, from_keys, to_keys
 from xmcray.types import Float32Array, Int64Array, Ragged
 
 FLAT_ROWS = 100_000  # up to here a search of all rows costs no more than building, tuning and searching lists
-TRAIN_ROWS_PER_LIST = 64
 TUNE_QUERIES, TUNE_K, TUNE_NOISE = 256, 50, 0.5
 CANDIDATE_FLOATS = 1 << 22  # vectors gathered at once when scores are made exact
-MAX_LISTS = 1 << 22
-TABLE_BYTES = 1 << 28  # FAISS holds the tables that it computes while reading against the same limit
-
-_limits = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,21 +100,12 @@ def build_index(
     factory = resolve_factory(factory, num_rows, dim)
     if factory == "Flat" or num_rows == 0:
         return Index(as_tensor(vectors).to(device), None, threads=threads)
-    faiss = import_faiss()
     rows = np.ascontiguousarray(vectors, np.float32)
-    faiss.omp_set_num_threads(1 if "HNSW" in factory else threads)
-    try:
-        found = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
-        found.train(_training_rows(faiss, found, rows, seed))
-        found.add(rows)
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise ConfigError(
-            f"index factory {factory!r} does not fit {num_rows} vectors of width {dim} ({_one_line(error)}); use auto"
-        ) from None
-    _set_search(faiss, found, spec.nprobe, spec.ef_search)
+    found = ann.create(rows, factory, seed, threads)
+    ann.set_search(found, spec.nprobe, spec.ef_search)
     index = Index(as_tensor(rows), found, threads=threads)
-    index.tune(_stand_ins(rows, seed) if queries is None else queries, spec)
-    return index if gpu is None else Index(index.vectors, _to_gpu(faiss, found, gpu), candidates=index.candidates)
+    index.tune(_stand_ins(rows, seed) if queries is None or not len(queries) else queries, spec)
+    return index if gpu is None else Index(index.vectors, ann.to_gpu(found, gpu), candidates=index.candidates)
 
 
 class Index:
@@ -148,7 +133,7 @@ class Index:
     @property
     def nprobe(self) -> int:
         """Lists visited per query; 0 if the index has no lists."""
-        return int(getattr(_lists(self._faiss), "nprobe", 0))
+        return int(getattr(ann.lists_of(self._faiss), "nprobe", 0))
 
     def search(
         self,
@@ -192,7 +177,7 @@ class Index:
             return 1.0
         queries, k = np.ascontiguousarray(queries[:TUNE_QUERIES], np.float32), min(TUNE_K, len(self))
         _, wanted = exact_search(self.vectors, queries, k)
-        lists = _lists(self._faiss)
+        lists = ann.lists_of(self._faiss)
         num_lists = int(lists.nlist) if lists is not None else 1
         probes = [spec.nprobe] if spec.nprobe or lists is None else _steps(num_lists)
         recall = 0.0
@@ -212,50 +197,23 @@ class Index:
     def save(self, path: Path) -> None:
         """Writes the FAISS index; the vectors are stored by whoever owns them. An exact index has nothing to write."""
         assert self._faiss is not None, "an exact index is its vectors"
-        faiss = import_faiss()
-        on_gpu = hasattr(faiss, "GpuIndex") and isinstance(self._faiss, faiss.GpuIndex)
-        faiss.write_index(faiss.index_gpu_to_cpu(self._faiss) if on_gpu else self._faiss, str(path))
+        ann.write(self._faiss, path)
 
     @classmethod
     def load(cls, path: Path, max_bytes: int, vectors: Tensor, candidates: int = 1, threads: int = 1) -> Index:
         """What `save` wrote, over the same vectors.
 
-        FAISS trusts the sizes in a file. Here none may exceed what `max_bytes`, the known size of the file, can
-        account for, and the index must fit the vectors. An alteration that keeps all sizes is only seen by its
-        hash: verify that before.
-
         Raises:
             BundleError: not a FAISS index, malformed, or of other vectors.
             ResourceError: no FAISS.
         """
-        faiss = import_faiss()
-        if path.stat().st_size > max_bytes:
-            raise BundleError(f"{path} has {path.stat().st_size} bytes, expected at most {max_bytes}; export it again")
-        with _limits:  # the limits are global to the process
-            before = faiss.get_deserialization_vector_byte_limit(), faiss.get_deserialization_loop_limit()
-            faiss.set_deserialization_vector_byte_limit(max_bytes + TABLE_BYTES)
-            faiss.set_deserialization_loop_limit(min(max_bytes, MAX_LISTS))
-            try:
-                found = faiss.read_index(str(path))
-            except (RuntimeError, MemoryError, ValueError, AssertionError) as error:
-                raise BundleError(
-                    f"{path} is not a readable FAISS index ({_one_line(error)}); export it again"
-                ) from None
-            finally:
-                faiss.set_deserialization_vector_byte_limit(before[0])
-                faiss.set_deserialization_loop_limit(before[1])
-        shape = (int(found.ntotal), int(found.d))
-        if shape != tuple(vectors.shape) or found.metric_type != faiss.METRIC_INNER_PRODUCT or not found.is_trained:
-            raise BundleError(
-                f"{path} indexes {shape[0]} vectors of width {shape[1]} with metric {found.metric_type}, expected"
-                f" {vectors.shape[0]} of width {vectors.shape[1]} with inner products; export it again"
-            )
-        return cls(vectors, found, candidates=candidates, threads=threads)
+        rows, dim = vectors.shape
+        return cls(vectors, ann.read(path, max_bytes, rows, dim), candidates=candidates, threads=threads)
 
     def _propose(self, queries: Float32Array, width: int) -> Int64Array:
         """int64 [Q, width] row positions in the index's own order, -1 padded."""
-        import_faiss().omp_set_num_threads(self.threads)  # counts per calling thread, hence at every search
         assert self._faiss is not None
+        ann.use_threads(self.threads)
         return np.asarray(self._faiss.search(queries, min(width, len(self)))[1], np.int64)
 
     def _rescore(
@@ -281,35 +239,6 @@ class Index:
         return from_keys(torch.cat(keys))
 
 
-def import_faiss() -> Any:
-    """The faiss module, whichever wheel it came with.
-
-    Raises:
-        ResourceError: it is not installed.
-    """
-    try:
-        import faiss
-    except ImportError:
-        raise ResourceError(
-            "faiss is not installed; run pip install 'xmcray[cpu]' or pip install 'xmcray[gpu]'"
-        ) from None
-    return faiss
-
-
-def _training_rows(faiss: Any, found: Any, rows: Float32Array, seed: int) -> Float32Array:
-    """A seeded sample that is large enough for k-means, which is set up on the way."""
-    lists = _lists(found)
-    if lists is None:
-        wanted = 1 << 16
-    else:
-        lists.cp.seed, lists.cp.niter = 1 + seed % 1_000_000, 8
-        lists.cp.min_points_per_centroid, lists.cp.max_points_per_centroid = 1, TRAIN_ROWS_PER_LIST
-        wanted = TRAIN_ROWS_PER_LIST * int(lists.nlist)
-    if wanted >= len(rows):
-        return rows
-    return rows[np.sort(np.random.default_rng(seed).choice(len(rows), wanted, replace=False))]
-
-
 def _stand_ins(rows: Float32Array, seed: int) -> Float32Array:
     """Noisy rows in place of queries: a query lies near the rows of its labels, not on them."""
     generator = np.random.default_rng([seed, 1])
@@ -317,25 +246,6 @@ def _stand_ins(rows: Float32Array, seed: int) -> Float32Array:
     noise = generator.standard_normal(sample.shape, dtype=np.float32)
     scale = TUNE_NOISE * np.linalg.norm(sample, axis=1, keepdims=True) / np.sqrt(rows.shape[1])
     return np.asarray(sample + scale * noise, np.float32)
-
-
-def _set_search(faiss: Any, found: Any, nprobe: int, ef_search: int) -> None:
-    lists = _lists(found)
-    if lists is not None:
-        lists.nprobe = min(max(1, nprobe), int(lists.nlist))
-    graph = faiss.downcast_index(found)
-    if hasattr(graph, "hnsw"):
-        graph.hnsw.efSearch = ef_search
-
-
-def _lists(found: Any) -> Any | None:
-    """The part of a FAISS index that has inverted lists, or None."""
-    if found is None:
-        return None
-    try:
-        return import_faiss().extract_index_ivf(found)
-    except RuntimeError:
-        return None
 
 
 def _steps(num_lists: int) -> list[int]:
@@ -357,17 +267,3 @@ def _device(gpu: int | None) -> torch.device:
             f"GPU {gpu} was asked for the index, {torch.cuda.device_count()} found; use the CPU instead"
         )
     return torch.device("cuda", gpu)
-
-
-def _to_gpu(faiss: Any, found: Any, gpu: int) -> Any:
-    if not hasattr(faiss, "StandardGpuResources"):
-        raise ResourceError("this faiss has no GPU support; run pip install 'xmcray[gpu]', or use index.factory=auto")
-    try:
-        return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), gpu, found)
-    except RuntimeError as error:
-        raise ConfigError(f"this index cannot run on a GPU ({_one_line(error)}); use index.factory=auto") from None
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())  # FAISS: "Error in FUNCTION at FILE:LINE: Error: 'CONDITION' failed: MESSAGE"
-    return re.split(r"failed:|\.(?:cpp|h):\d+:", text)[-1].strip(" :'")[:160] or type(error).__name__
