@@ -27,6 +27,11 @@ def coordinator_name(run_id: str) -> str:
     return f"xmcray-{run_id}-negatives"
 
 
+def shard_name(run_id: str, shard: int) -> str:
+    """Name of a run's index actor in the cluster."""
+    return f"xmcray-{run_id}-index-{shard}"
+
+
 class IndexShard:
     """Builds and searches the index of one shard; an actor."""
 
@@ -53,10 +58,12 @@ class IndexShard:
 class Coordinator:
     """Starts searches when all ranks have published, merges, completes; an actor."""
 
-    def __init__(self, corpus: str, data: DataConfig, shards: list[Any], spec: RefreshSpec, nice: int) -> None:
+    def __init__(self, run_id: str, corpus: str, data: DataConfig, spec: RefreshSpec, nice: int) -> None:
         os.nice(nice)
         self.data = TrainingData(Corpus.open(corpus, verify=False), data)
-        self.shards, self.spec = shards, spec
+        # by name, not by handle: a handle among the arguments would be lost with the driver's object store
+        self.shards = [ray.get_actor(shard_name(run_id, shard)) for shard in range(spec.num_shards)]
+        self.spec = spec
 
     def run(self, folder: str) -> None:
         """One version from published to complete."""
@@ -91,12 +98,17 @@ class NegativePool:
         gpus: float = 0,
     ) -> None:
         environment = {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}
-        shard = ray.remote(**_RESTARTS)(IndexShard).options(num_gpus=gpus, runtime_env=environment)
-        self.shards = [shard.remote(i, num_labels, spec, nice) for i in range(spec.num_shards)]
+        index = ray.remote(**_RESTARTS)(IndexShard)
+        self.shards = [
+            index.options(name=shard_name(run_id, i), num_gpus=gpus, runtime_env=environment).remote(
+                i, num_labels, spec, nice
+            )
+            for i in range(spec.num_shards)
+        ]
         coordinator = ray.remote(**_RESTARTS)(Coordinator)
         self.coordinator = coordinator.options(
             name=coordinator_name(run_id), max_concurrency=4, runtime_env=environment
-        ).remote(str(corpus), data, self.shards, spec, nice)
+        ).remote(run_id, str(corpus), data, spec, nice)
 
     def close(self) -> None:
         """Ends the actors."""

@@ -35,7 +35,7 @@ class ShortlistFeed:
 
     Args:
         ledger: of the run. config: section `negatives`. refresher: finishes versions; used by rank 0 only.
-        steps_per_epoch: steps of an epoch. index_rows: the method's vectors of this rank's labels, [S, D].
+        steps_per_epoch, num_epochs: of the run. index_rows: the method's vectors of this rank's labels, [S, D].
         first_label: first label of this rank.
     """
 
@@ -45,11 +45,12 @@ class ShortlistFeed:
         config: NegativesConfig,
         refresher: Refresher,
         steps_per_epoch: int,
+        num_epochs: int,
         index_rows: Callable[[], Tensor],
         first_label: int,
     ) -> None:
         self.ledger, self.config, self.refresher = ledger, config, refresher
-        self.steps_per_epoch = steps_per_epoch
+        self.steps_per_epoch, self.num_epochs = steps_per_epoch, num_epochs
         self.index_rows, self.first_label = index_rows, first_label
         self.current: Shortlist | None = None
         self.blocked_s = 0.0
@@ -81,7 +82,7 @@ class ShortlistFeed:
 
     def after_step(self, batch: Batch, query_BD: Tensor | None) -> None:
         """Collects the query vectors of a step, and publishes at the end of a collecting epoch."""
-        version = self.config.schedule_of.collecting(batch.epoch) if self.active else None
+        version = self._collecting(batch.step)
         if version is None or query_BD is None:
             return
         started = time.perf_counter()
@@ -99,7 +100,7 @@ class ShortlistFeed:
         """What a checkpoint after `step` steps keeps; collective. All files it names are on disk when it returns."""
         if not self.active:
             return {}
-        version = self.config.schedule_of.collecting((step - 1) // self.steps_per_epoch) if step else None
+        version = self._collecting(step - 1)
         if version is not None and self._collected:
             self._flush(version, step - 1)
         self._writer.drain()
@@ -139,6 +140,14 @@ class ShortlistFeed:
     def close(self) -> None:
         """Ends the background thread."""
         self._writer.close()
+
+    def _collecting(self, step: int) -> int | None:
+        """The version that collects queries at a step, unless the run ends before it would be used."""
+        if not self.active or step < 0:
+            return None
+        schedule = self.config.schedule_of
+        version = schedule.collecting(step // self.steps_per_epoch)
+        return None if version is None or schedule.use_epoch(version) >= self.num_epochs else version
 
     def _publish(self, version: int, step: int) -> None:
         self._flush(version, step)

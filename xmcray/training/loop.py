@@ -87,6 +87,7 @@ class Loop:
             self.config.negatives,
             refresher,
             self.steps_per_epoch,
+            self.last_step // self.steps_per_epoch,
             setup.method.index_rows,
             setup.partition.start,
         )

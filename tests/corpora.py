@@ -1,0 +1,31 @@
+"""Small corpora for tests, written by the parts of `prepare` without Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from xmcray.data.chunks import pack_chunk, read_chunks, survey
+from xmcray.data.corpus import KIND, Corpus
+from xmcray.data.formats import detect
+from xmcray.data.planted import write_planted
+from xmcray.data.tokens import train_wordpiece
+from xmcray.data.writer import CorpusWriter, PrepareConfig, sorted_pairs
+from xmcray.storage import new_artifact
+
+
+def planted_corpus(folder: Path, num_queries: int = 101, num_labels: int = 23, seed: int = 0, **planted: Any) -> Corpus:
+    """A corpus of planted data in folder/corpus; its raw files are in folder/raw."""
+    write_planted(folder / "raw", num_queries, num_labels, seed, **planted)
+    source, config = detect(str(folder / "raw"), None), PrepareConfig(vocab_size=2000)
+    with new_artifact(folder / "corpus", KIND, {"made_by": "tests"}) as target:
+        *_, (_, texts) = survey(source, 10_000, 0, False, 1000)
+        tokenizer = train_wordpiece(iter(texts), config.vocab_size, config.max_len)
+        writer = CorpusWriter(target)
+        filters = {split: sorted_pairs(source.filters(split)) for split in source.splits}
+        for split in ["labels", *source.splits]:
+            for chunk in read_chunks(source, split, writer.num_rows["labels"], config.shard_rows, False):
+                pairs = filters.get(split, sorted_pairs(source.filters("train")[:0]))
+                writer.add(pack_chunk(chunk, tokenizer, pairs, writer.num_rows["labels"], config.shard_rows))
+        writer.finish(source, config, "planted", "none", tokenizer)
+    return Corpus.open(folder / "corpus")

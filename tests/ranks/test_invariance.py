@@ -1,0 +1,104 @@
+"""ASTRA for 20 steps on 1-4 ranks: the same parameters, whatever the optimiser of the rows."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import planted_corpus
+from ranks import on_ranks
+
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.parallel import collectives
+from xmcray.training.loop import Loop, build
+from xmcray.training.run import Run, RunConfig
+
+STEPS = 20
+COMMON = [
+    "encoder.dim=12",
+    "optim.batch_size=33",  # neither the queries nor the labels nor 33 divide by 2, 3 or 4
+    "optim.epochs=4",
+    "optim.warmup_steps=3",
+    "optim.lr=0.01",
+    "method.dropout=0.5",
+    "method.max_positives=2",
+    "method.importance_weight=unbiased",
+    "method.classifier.weight_decay=0.01",
+    "negatives.uniform=9",
+    "negatives.hard=3",
+    "negatives.start_epoch=2",
+    "negatives.refresh_every=1",
+    "negatives.index=Flat",
+    "data.validation=0.1",
+    "log.every=1",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return planted_corpus(tmp_path_factory.mktemp("invariance"), num_queries=131, num_labels=23).path
+
+
+def train_on_rank(corpus: Path, folder: Path, settings: list[str]) -> tuple[list[float], dict[str, Any]]:
+    config = RunConfig.resolve("astra", {}, [*COMMON, *settings])
+    opened = Corpus.open(corpus, verify=False)
+    data = TrainingData(opened, config.data)
+    run = Run(folder, "test", config, corpus, opened.sha256)
+    setup = build(config, data, torch.device("cpu"))
+    losses: list[float] = []
+    step = setup.stepper.step
+
+    def recording(*args: Any) -> Any:
+        terms = step(*args)
+        losses.append(float(collectives.sum_over_ranks(torch.tensor([terms.value], dtype=torch.float64))))
+        return terms
+
+    setup.stepper.step = recording  # type: ignore[method-assign]
+    refresher = ThreadRefresher(data, RefreshSpec(collectives.num_ranks(), config.negatives, 0))
+    loop = Loop(run, setup, refresher)
+    loop.last_step = STEPS
+    loop.train()
+    assert loop.feed.current is not None, "hard negatives were never used: the comparison would show little"
+    encoder = {f"encoder.{n}": p.detach().numpy() for n, p in setup.stepper.encoder.named_parameters()}
+    return losses, {**encoder, "rows": setup.method.answer_rows().numpy()}
+
+
+def trained(corpus: Path, folder: Path, num_ranks: int, settings: list[str]) -> tuple[list[float], dict[str, Any]]:
+    folder.mkdir(parents=True)
+    results = on_ranks(train_on_rank, num_ranks, corpus, folder, settings)
+    parameters = dict(results[0][1])
+    parameters["rows"] = np.concatenate([r[1]["rows"] for r in results])
+    for _, other in results[1:]:
+        assert all(np.array_equal(parameters[n], other[n]) for n in parameters if n != "rows"), "encoders differ"
+    return results[0][0], parameters
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+def test_ranks_train_the_same_model(corpus: Path, tmp_path: Path, kind: str) -> None:
+    lr = {"sgd": "3.0", "adagrad": "0.1", "adam": "0.01"}[kind]
+    settings = ["optim.precision=float64", f"method.classifier.kind={kind}", f"method.classifier.lr={lr}"]
+    losses, parameters = trained(corpus, tmp_path / "1", 1, settings)
+    for num_ranks in (2, 3, 4):
+        others, found = trained(corpus, tmp_path / str(num_ranks), num_ranks, settings)
+        np.testing.assert_allclose(others, losses, rtol=1e-9)
+        for name, value in parameters.items():
+            scale = np.abs(value).max()
+            np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9 * scale, err_msg=name)
+
+
+def test_float32_losses_agree(corpus: Path, tmp_path: Path) -> None:
+    settings = ["method.classifier.kind=sgd", "method.classifier.lr=3.0"]
+    one, _ = trained(corpus, tmp_path / "1", 1, settings)
+    three, _ = trained(corpus, tmp_path / "3", 3, settings)
+    np.testing.assert_allclose(three, one, rtol=1e-5)
+
+
+def test_micro_batches_change_nothing(corpus: Path, tmp_path: Path) -> None:
+    settings = ["optim.precision=float64", "method.classifier.kind=sgd", "method.classifier.lr=3.0"]
+    _, whole = trained(corpus, tmp_path / "whole", 2, settings)
+    _, cut = trained(corpus, tmp_path / "cut", 2, [*settings, "optim.micro_batch=5"])
+    for name, value in whole.items():
+        np.testing.assert_allclose(cut[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
