@@ -1,0 +1,216 @@
+"""The classifier's part of a training step must cost the same for 10^4 and for 10^7 labels; one thread, one run.
+
+    python benchmarks/classifier_step.py            # about 10 GB of memory, a quarter of an hour
+    python benchmarks/classifier_step.py --quick    # does it work?
+
+A step is what ASTRA does between encoder and encoder: draw the pool, gather the candidates, read their rows, score,
+loss, gradients of rows and of query vectors, SGD with momentum. 256 queries with 2 positives and 50 hard negatives
+each, 2,048 uniform labels; ids are uniform over all labels, the worst case for the memory. The sizes take turns in
+blocks of steps, so that a disturbance meets all of them; the first steps of a block, which bring its rows back into
+the caches, do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import refuse_if_busy, write_table
+
+from xmcray import draws
+from xmcray.losses.bce import full_bce, sampled_bce
+from xmcray.negatives.sampler import gather_candidates
+from xmcray.nn.classifier import ShardedClassifier, pair_scores
+from xmcray.nn.row_table import RowOptimConfig
+from xmcray.parallel.partition import LabelPartition
+from xmcray.types import Batch, Ragged
+
+QUERIES, POOL, HARD, POSITIVES = 256, 2048, 50, 2
+LR, OFFSET = 0.05, -6.0
+# As workers are started; malloc and OpenMP read them once, when the process begins.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
+}
+PHASES = ("candidates", "read rows", "scores and loss", "gradients", "update")
+
+
+@dataclass
+class Case:
+    """One number of labels at one width, with its measured steps.
+
+    Attributes:
+        seconds: wall time of each measured step. phases: the same by part. distinct: rows a step met.
+    """
+
+    num_labels: int
+    dim: int
+    seconds: list[float] = field(default_factory=list)
+    phases: list[list[float]] = field(default_factory=list)
+    distinct: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.part = LabelPartition(self.num_labels, 1, 0)
+        optimiser = RowOptimConfig(kind="sgd", lr=LR, momentum=0.9)
+        self.table = ShardedClassifier(self.part, self.dim, optimiser, seed=0).table
+        self.table.state["momentum"].fill_(1e-9)  # every page is there, as after the first epochs
+        self.step = 0
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.seconds))
+
+    @property
+    def bytes_touched(self) -> float:
+        """Of the model: the distinct rows' weight and state, each read and written once, and the pool's scores."""
+        rows = float(np.median(self.distinct))
+        return rows * self.dim * 4 * 4 + QUERIES * POOL * 4 * 4
+
+    def inputs(self) -> tuple[Batch, Ragged]:
+        """A batch and its hard negatives."""
+        generator = draws.generator(0, "benchmark", self.step)
+        labels = generator.integers(self.num_labels, size=(QUERIES, POSITIVES + HARD))
+        positives = [np.unique(row[:POSITIVES]) for row in labels]
+        hard = [np.setdiff1d(row[POSITIVES:], row[:POSITIVES]) for row in labels]
+        ids = np.arange(QUERIES, dtype=np.int64)
+        empty = Ragged.empty(QUERIES)
+        return Batch(0, self.step, ids, 0, QUERIES, empty, Ragged.from_rows(positives), empty), Ragged.from_rows(hard)
+
+    def query(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.step)
+        return torch.randn(QUERIES, self.dim, generator=generator).div_(math.sqrt(self.dim)).requires_grad_()
+
+    def sampled(self, keep: bool) -> None:
+        """One step on sampled labels."""
+        batch, hard = self.inputs()
+        query_GD = self.query()
+        times = [time.perf_counter()]
+        pool = draws.uniform_labels(0, self.step, self.num_labels, POOL)
+        found = gather_candidates(batch, hard, pool, batch.positives, None, self.part)
+        times.append(time.perf_counter())
+        row_UD = self.table.rows(found.row_ids)
+        times.append(time.perf_counter())
+        pair_score_P = pair_scores(query_GD, row_UD, found.pair_query, found.pair_row) + OFFSET
+        pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T + OFFSET
+        skip = found.skip_query, found.skip_column
+        weight = self.num_labels / POOL
+        terms = sampled_bce(pair_score_P, found.pair_is_positive, None, pool_score_GC, *skip, weight)
+        times.append(time.perf_counter())
+        (terms.total / terms.num_queries).backward()
+        times.append(time.perf_counter())
+        self.table.update(LR)
+        times.append(time.perf_counter())
+        self._finish(query_GD, times, keep)
+        self.distinct.append(len(found.row_ids))
+
+    def exact(self, keep: bool) -> None:
+        """One step on all labels."""
+        batch, _ = self.inputs()
+        query_GD = self.query()
+        start = time.perf_counter()
+        row_SD = self.table.rows(None)
+        pairs = torch.from_numpy(batch.positives.row_ids), torch.from_numpy(batch.positives.values)
+        none = torch.empty(0, dtype=torch.int64)
+        terms = full_bce(query_GD, row_SD, *pairs, none, none, offset=OFFSET)
+        (terms.total / terms.num_queries).backward()
+        self.table.update(LR)
+        self._finish(query_GD, [start, time.perf_counter()], keep)
+
+    def _finish(self, query_GD: torch.Tensor, times: list[float], keep: bool) -> None:
+        assert query_GD.grad is not None
+        self.step += 1
+        if keep:
+            self.seconds.append(times[-1] - times[0])
+            self.phases.append(list(np.diff(times)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12, help="blocks of each size")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a block")
+    parser.add_argument("--exact-steps", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="three small sizes, a few steps")
+    parser.add_argument("--out", type=Path, default=Path("classifier_step.md"))
+    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.steps, arguments.exact_steps = 2, 3, 1
+    load = refuse_if_busy(arguments.anyway or arguments.quick)
+    if not ENVIRONMENT.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
+    torch.set_num_threads(1)
+    wide, narrow = (
+        ([10**4, 10**5], [10**4, 10**5]) if arguments.quick else ([10**4, 10**5, 10**6], [10**4, 10**5, 10**6, 10**7])
+    )
+    cases = {(n, d): Case(n, d) for d, sizes in ((256, wide), (64, narrow)) for n in sizes}
+    for number in range(arguments.rounds):
+        for case in cases.values():
+            for i in range(arguments.steps + 2):
+                case.sampled(keep=i >= 2)
+        print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+    largest = cases[wide[-1], 256]
+    exact = Case(largest.num_labels, 256) if arguments.quick else largest
+    sampled_s = largest.median
+    rows = [row(case) for case in cases.values()]
+    exact.seconds, exact.phases = [], []
+    for i in range(arguments.exact_steps + 1):
+        exact.exact(keep=i > 0)
+    exact_s = exact.median
+    rows.append(
+        [f"{exact.num_labels:,}", 256, f"{exact.num_labels:,} (all)", exact_s * 1e3, *["-"] * (len(PHASES) + 1)]
+    )
+    header = ["labels", "D", "distinct rows", "step, ms", *[f"{name}, ms" for name in PHASES], "touched, MB"]
+    write_table(
+        arguments.out, "The classifier's part of a step", header, rows, [*claims(cases, exact_s / sampled_s), load]
+    )
+
+
+def row(case: Case) -> list[object]:
+    phases = [float(value) * 1e3 for value in np.median(case.phases, axis=0)]
+    return [
+        f"{case.num_labels:,}",
+        case.dim,
+        f"{np.median(case.distinct):,.0f}",
+        case.median * 1e3,
+        *phases,
+        case.bytes_touched / 1e6,
+    ]
+
+
+def claims(cases: dict[tuple[int, int], Case], slower: float) -> list[str]:
+    """Sentences with each limit and what was measured."""
+    lines: list[str] = []
+    for dim in sorted({d for _, d in cases}, reverse=True):
+        sizes = [n for n, d in cases if d == dim]
+        seconds = [cases[n, dim].median for n in sizes]
+        exponent = float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+        lines.append(f"D = {dim}: time grows as L^{exponent:.3f} from {sizes[0]:,} to {sizes[-1]:,} labels (limit 0.2)")
+        if len(sizes) > 2:
+            exponent = float(np.polyfit(np.log(sizes[1:]), np.log(seconds[1:]), 1)[0])
+            lines[-1] += f"; as L^{exponent:.3f} from {sizes[1]:,} on, where every size has the same number of rows"
+    for num_labels, dim, limit in ((10**6, 256, 1.6), (10**7, 64, 2.5)):
+        if (num_labels, dim) in cases:
+            ratio = cases[num_labels, dim].median / cases[10**5, dim].median
+            lines.append(f"D = {dim}: {num_labels:,} labels take {ratio:.2f} x the time of 100,000 (limit {limit})")
+    lines.append(f"all labels instead of a sample, last line: {slower:.0f} x slower (at least 50 at 1,000,000)")
+    lines.append(
+        f"medians of {len(next(iter(cases.values())).seconds)} steps; {QUERIES} queries, {POSITIVES} positives and"
+        f" {HARD} hard negatives each, {POOL:,} uniform labels; SGD with momentum; 1 thread"
+    )
+    lines.append("touched: distinct rows x D x 4 bytes x (weight, state) x (read, write), and the pool's scores")
+    lines.append(
+        "10,000 labels hold fewer distinct rows than a step asks for, which flatters that size, not the others"
+    )
+    return lines
+
+
+if __name__ == "__main__":
+    main()
