@@ -1,0 +1,151 @@
+"""Killed at any step and resumed, a run ends with the weights of one that was left alone, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from corpora import planted_corpus
+from processes import When, kill, last_step, train_workers
+from ranks import on_ranks
+
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.negatives.ledger import Ledger
+from xmcray.negatives.pool import shard_name
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.storage import read_manifest
+from xmcray.training.launch import train
+from xmcray.training.loop import Loop, build, read_records
+from xmcray.training.run import Run, RunConfig
+
+SETTINGS = [
+    "cluster.workers=2",
+    "cluster.cpus_per_worker=0.5",
+    "cluster.device=cpu",
+    "encoder.dim=24",
+    "optim.batch_size=64",
+    "optim.epochs=6",
+    "optim.warmup_steps=10",
+    "optim.lr=0.01",
+    "method.classifier.kind=adagrad",
+    "method.classifier.lr=0.1",
+    "method.classifier.weight_decay=0.001",
+    "negatives.uniform=50",
+    "negatives.hard=5",
+    "negatives.start_epoch=2",
+    "negatives.refresh_every=1",
+    "negatives.wait_s=120",
+    "log.every=1",
+    "log.checkpoint_every=7",
+    "log.validate_every=0",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return planted_corpus(tmp_path_factory.mktemp("kills"), num_queries=1500, num_labels=150).path
+
+
+def undisturbed_on_rank(corpus: Path, folder: Path, settings: list[str]) -> None:
+    config = RunConfig.resolve("astra", {}, settings)
+    opened = Corpus.open(corpus, verify=False)
+    data = TrainingData(opened, config.data)
+    setup = build(config, data, torch.device("cpu"))
+    refresher = ThreadRefresher(data, RefreshSpec(2, config.negatives, config.optim.seed))
+    Loop(Run(folder, "undisturbed", config, corpus, opened.sha256), setup, refresher).train()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Hashes of the final weights of the same loop on two bare processes."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    on_ranks(undisturbed_on_rank, 2, corpus, folder, SETTINGS)
+    return final_weights(folder)
+
+
+def final_weights(run: Path) -> dict[str, str]:
+    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
+    files = read_manifest(newest, "checkpoint").files
+    return {name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")} | {"": newest.name}
+
+
+def resolve(*extra: str) -> RunConfig:
+    return RunConfig.resolve("astra", {}, [*SETTINGS, *extra])
+
+
+def index_pids(run: Path) -> list[int]:
+    run_id = Run.open(run).id
+    return [ray.get(ray.get_actor(shard_name(run_id, shard)).pid.remote()) for shard in range(2)]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_worker_killed_and_all_index_actors_killed_mid_build(
+    corpus: Path, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    stopped: list[int] = []
+
+    def stop_index() -> None:
+        """Stopped before the first version is published, the actors cannot finish it before they are killed."""
+        stopped.extend(index_pids(out))
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+
+    def published() -> bool:
+        return any(folder.published for folder in Ledger(out / "negatives").versions())
+
+    stop = When(lambda: (out / "run.json").is_file() and last_step(out) >= 1, stop_index)
+    kill_index = When(lambda: bool(stopped) and published(), lambda: kill(stopped))
+    kill_worker = When(lambda: last_step(out) >= 61, lambda: kill(train_workers()[:1]))
+    train(corpus, out, resolve())
+    for watcher in (stop, kill_index, kill_worker):
+        watcher.close()
+        assert watcher.done
+    assert final_weights(out) == undisturbed
+    assert Run.open(out).result()["schedule_broken_at_step"] is None
+    steps = [record["step"] for record in read_records(out / "metrics.jsonl") if "loss" in record]
+    assert steps == sorted(set(steps)), "a step was recorded twice"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_eager_training_goes_on_while_the_index_is_dead(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    halt = When(
+        lambda: (out / "run.json").is_file() and last_step(out) >= 1,
+        lambda: [os.kill(pid, signal.SIGSTOP) for pid in index_pids(out)],
+    )
+    train(corpus, out, resolve("negatives.schedule=eager"))
+    halt.close()
+    assert halt.done
+    records = [record for record in read_records(out / "metrics.jsonl") if "loss" in record]
+    assert {record["negatives_version"] for record in records[-20:]} == {None}, "a version nobody could finish was used"
+    assert records[-1]["step"] == int(Run.open(out).result()["steps"])
+
+
+def test_driver_killed(corpus: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    script = textwrap.dedent(
+        f"""
+        from xmcray.training.launch import train
+        from xmcray.training.run import RunConfig
+        from xmcray.data.pipeline import start_ray
+        start_ray(num_cpus=4, object_store_bytes=256 << 20)
+        train({str(corpus)!r}, {str(out)!r}, RunConfig.resolve("astra", {{}}, {SETTINGS!r}))
+        """
+    )
+    environment = {**os.environ, "PYTHONPATH": ""}
+    first = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL)
+    watcher = When(lambda: last_step(out) >= 40, first.kill)
+    assert first.wait() == -signal.SIGKILL
+    watcher.close()
+    assert not (out / "result.json").exists()
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
+    assert final_weights(out) == undisturbed
