@@ -84,6 +84,16 @@ def comparison_table(rows: Sequence[ComparisonRow], a: str, b: str) -> Table:
     return table
 
 
+def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table:
+    """The answers to one query: score, uid and text of each."""
+    table = Table(title=Text(query), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(justify="right")
+    for score, uid, text in answers:
+        # Many corpora name a label by its text; once is enough.
+        table.add_row(f"{score:.2f}", Text(uid), Text("" if text == uid else text, overflow="ellipsis", no_wrap=True))
+    return table
+
+
 def _table(title: str, first: str, *others: str) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column(Text(first))

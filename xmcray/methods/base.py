@@ -44,10 +44,12 @@ class BundleSpec:
     """How answers are found with what a method trained.
 
     Attributes:
+        table: the method's table whose rows answer.
         predictor: "labels": inner product of the query vector with one vector per label.
         normalise_queries: whether the query vector is l2-normalised before the search.
     """
 
+    table: str = "classifier"
     predictor: str = "labels"
     normalise_queries: bool = False
 
@@ -58,12 +60,10 @@ class Method(Protocol):
     Attributes:
         tables: label rows by name, split over ranks by the partition, each with its own optimiser.
         modules: data-parallel modules besides the encoder, trained with the encoder's optimiser.
-        bundle_spec: how the result answers queries.
     """
 
     tables: Mapping[str, RowTable]
     modules: Mapping[str, nn.Module]
-    bundle_spec: BundleSpec
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """This rank's sum of the loss of a global batch; collects gradients in rows of `tables`."""
@@ -80,10 +80,11 @@ MethodFactory = Callable[[Any, Parts], Method]
 
 @dataclass(frozen=True, slots=True)
 class MethodEntry:
-    """How to make one method: its settings (section `method`) and its class."""
+    """How to make one method: its settings (section `method`), its class, and how its result answers queries."""
 
     config_type: type[Any]
     factory: MethodFactory
+    bundle_spec: BundleSpec = field(default_factory=BundleSpec)
 
 
 def methods() -> Mapping[str, MethodEntry]:

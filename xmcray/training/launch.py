@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ from xmcray.errors import ResourceError, XmcrayError
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.training.loop import Loop, build, read_records
-from xmcray.training.run import Run, RunConfig, locked, open_or_create
+from xmcray.training.run import SELECTION, Run, RunConfig, discard, locked, open_or_create, refuse_contents
 from xmcray.training.worker import WorkerSettings, work
 
-SELECTION = "selection"  # folder of the run that chose the number of epochs, inside a refitted run
 _SELECT_BY = "nDCG@5"
 _RAY_SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # the controller's poll; 2 s by default, and a report waits for it
@@ -66,13 +64,15 @@ def train(
         XmcrayError: the user's mistakes.
     """
     path = Path(out).absolute()
+    opened = Corpus.open(corpus)
     with locked(path):
-        opened = Corpus.open(corpus)
+        if resume == "never":
+            refuse_contents(path)
         if refit:
             chosen = open_or_create(path / SELECTION, config, opened.path, opened.sha256, "auto")
             _train_one(chosen, opened, watch)
             config = refit_config(chosen)
-        run = open_or_create(path, config, opened.path, opened.sha256, resume)
+        run = open_or_create(path, config, opened.path, opened.sha256, "auto")
         _train_one(run, opened, watch)
     return run
 
@@ -92,11 +92,15 @@ def refit_config(selection: Run) -> RunConfig:
 def _train_one(run: Run, corpus: Corpus, watch: Watch) -> None:
     if run.result() is not None:
         return
-    with watch(run):
-        if run.config.cluster.workers:
-            _train_on_ray(run, corpus)
-        else:
-            train_here(run, corpus)
+    try:
+        with watch(run):
+            if run.config.cluster.workers:
+                _train_on_ray(run, corpus)
+            else:
+                train_here(run, corpus)
+    except XmcrayError:
+        discard(run)
+        raise
 
 
 def train_here(run: Run, corpus: Corpus, on_step: Callable[[int], None] | None = None) -> dict[str, Any]:
@@ -206,16 +210,3 @@ def _threads(config: RunConfig) -> int:
     cluster = config.cluster
     processes = cluster.workers * (2 if config.negatives.hard else 1)
     return cluster.threads_per_process or max(1, (os.cpu_count() or 1) // processes)
-
-
-def tail_records(run: Run, on_record: Callable[[dict[str, Any]], None], stop: threading.Event) -> None:
-    """Calls `on_record` for each new record of a run's metrics.jsonl until `stop`; for progress bars."""
-    seen = 0
-    while True:
-        ended = stop.wait(0.3)
-        records = read_records(run.path / "metrics.jsonl")
-        for record in records[min(seen, len(records)) :]:
-            on_record(record)
-        seen = len(records)
-        if ended:
-            return

@@ -159,6 +159,7 @@ class Loop:
             self.records.add(
                 {
                     "step": step,
+                    "last_step": self.last_step,
                     "epoch": (step - 1) // self.steps_per_epoch,
                     "loss": loss / window.steps,
                     "lr": lr_factor(self.config.optim, step - 1, self.setup.stepper.total_steps),

@@ -7,6 +7,7 @@ RUN/checkpoints/      step-00000340/ ..., the newest two
 RUN/negatives/        the ledger (negatives/ledger.py)
 RUN/result.json       what the finished run came to: steps, seconds, validation
 RUN/bundle/           the finished run as a bundle; RUN/metrics.json, RUN/report.html: its evaluation
+RUN/selection/        of a refit: the run with validation that chose the number of epochs
 RUN/lock              held by the process that trains
 """
 
@@ -17,6 +18,7 @@ import dataclasses
 import fcntl
 import json
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,8 @@ from xmcray.methods.base import methods
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.encoder import EncoderConfig
 from xmcray.training.optim import OptimConfig
+
+SELECTION = "selection"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +198,9 @@ def open_or_create(path: Path, config: RunConfig, corpus: Path, corpus_sha256: s
     Raises:
         RunError: not empty under "never", not a run, or a run of another corpus or configuration.
     """
-    inside = {p.name for p in path.iterdir()} - {"lock"} if path.is_dir() else set()
-    if inside and resume == "never":
-        raise RunError(f"{path} is not empty and --resume never was given; remove it or choose another --out")
-    if inside <= {"selection"}:
+    if resume == "never":
+        refuse_contents(path)
+    if _contents(path) <= {SELECTION}:
         path.mkdir(parents=True, exist_ok=True)
         return Run.create(path, config, corpus, corpus_sha256)
     run = Run.open(path)
@@ -210,9 +213,28 @@ def open_or_create(path: Path, config: RunConfig, corpus: Path, corpus_sha256: s
     return dataclasses.replace(run, config=config)
 
 
+def refuse_contents(path: Path) -> None:
+    """Raises RunError if the folder holds anything but a lock."""
+    if _contents(path):
+        raise RunError(f"{path} is not empty and --resume never was given; remove it or choose another --out")
+
+
+def discard(run: Run) -> None:
+    """Removes the files of a run that never reached a checkpoint, so that its folder can be used again."""
+    if not run.checkpoints.exists():
+        for name in ("run.json", "config.yaml", "metrics.jsonl", "negatives", "ray"):
+            path = run.path / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if not any(run.path.iterdir()):
+            run.path.rmdir()
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the run's lock: one process trains in a folder at a time; the system frees it when the process dies."""
+    """Holds the run's lock: one process trains in a folder at a time; the system frees it when the process dies.
+
+    A folder that holds nothing but the lock afterwards is removed.
+    """
     with storage.disk_errors(path):
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -223,7 +245,16 @@ def locked(path: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise RunError(f"{path} is in use by another process; wait for it or choose another --out") from None
-            yield
+            try:
+                yield
+            finally:
+                if not _contents(path):
+                    (path / "lock").unlink()
+                    path.rmdir()
+
+
+def _contents(path: Path) -> set[str]:
+    return {p.name for p in path.iterdir()} - {"lock"} if path.is_dir() else set()
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> Iterator[str]:

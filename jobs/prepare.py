@@ -1,0 +1,15 @@
+"""Raw files to a corpus, as a job of a Ray cluster.
+
+    ray job submit --working-dir . --runtime-env jobs/runtime_env.yaml -- \\
+        python jobs/prepare.py SRC --out CORPUS
+
+Options are those of `xmcray prepare`.
+The driver reads SRC and writes CORPUS; name a shared folder, or a URL for CORPUS.
+"""
+
+import sys
+
+from xmcray.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["prepare", *sys.argv[1:]]))

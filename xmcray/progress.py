@@ -1,0 +1,131 @@
+"""What a user sees while something runs: one bar on a terminal, one line per epoch elsewhere; always on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from xmcray.training.loop import read_records
+from xmcray.training.run import SELECTION, Run
+
+Record = dict[str, Any]
+
+
+@contextlib.contextmanager
+def watch_training(run: Run) -> Iterator[None]:
+    """Follows the run's records in a thread until the block ends."""
+    old = read_records(run.path / "metrics.jsonl")
+    first = int(old[-1]["step"]) if old else 0
+    console = Console(stderr=True)
+    stop = threading.Event()
+    with _bar(run, console) if console.is_terminal else _lines(run) as show:
+
+        def on_record(record: Record) -> None:
+            if record["step"] > first:  # a resumed run repeats what was shown before
+                show(record)
+
+        thread = threading.Thread(target=tail_records, args=(run, on_record, stop), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(timeout=5)
+
+
+@contextlib.contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar for something that knows how many of `total` it has done; silent unless stderr is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+@contextlib.contextmanager
+def _bar(run: Run, console: Console) -> Iterator[Callable[[Record], None]]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+    )
+    figures = _Figures()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(_name(run), total=None, figures="starting")
+
+        def show(record: Record) -> None:
+            figures.add(record)
+            total = figures.values.get("last_step")
+            progress.update(task, completed=record["step"], total=total, figures=figures.text())
+
+        yield show
+
+
+@contextlib.contextmanager
+def _lines(run: Run) -> Iterator[Callable[[Record], None]]:
+    """One line per epoch: written when the next one begins, and at the end."""
+    figures = _Figures()
+
+    def line() -> None:
+        if "epoch" in figures.values:
+            print(f"{_name(run)}: epoch {figures.values['epoch'] + 1}, {figures.text()}", file=sys.stderr, flush=True)
+
+    def show(record: Record) -> None:
+        if record["epoch"] != figures.values.get("epoch", record["epoch"]):
+            line()
+        figures.add(record)
+
+    yield show
+    line()
+
+
+class _Figures:
+    """The newest value of everything records tell."""
+
+    def __init__(self) -> None:
+        self.values: Record = {}
+
+    def add(self, record: Record) -> None:
+        self.values.update(record)
+
+    def text(self) -> str:
+        values = self.values
+        parts = [f"step {values['step']:,}"]
+        if "loss" in values:
+            parts += [f"loss {values['loss']:.4g}", f"{values['queries_per_s']:,.0f} queries/s"]
+        if values.get("negatives_age") is not None:
+            parts.append(f"negatives {values['negatives_age']:,} steps old")
+        if "P@1" in values:
+            parts.append(f"validation P@1 {100 * values['P@1']:.1f}")
+        return ", ".join(parts)
+
+
+def _name(run: Run) -> str:
+    """The method, and which part of a refit this is."""
+    if run.path.name == SELECTION and (run.path.parent / "lock").exists():
+        return f"{run.config.method_name} (choosing epochs)"
+    return f"{run.config.method_name} (refit)" if (run.path / SELECTION).is_dir() else run.config.method_name
+
+
+def tail_records(run: Run, on_record: Callable[[dict[str, Any]], None], stop: threading.Event) -> None:
+    """Calls `on_record` for each new record of a run's metrics.jsonl until `stop`; at its end once more."""
+    seen, size, path = 0, -1, run.path / "metrics.jsonl"
+    while True:
+        ended = stop.wait(0.3)
+        if size == (size := path.stat().st_size if path.exists() else -1) and not ended:
+            continue
+        records = read_records(path)
+        for record in records[min(seen, len(records)) :]:
+            on_record(record)
+        seen = len(records)
+        if ended:
+            return
