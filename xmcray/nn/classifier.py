@@ -83,7 +83,7 @@ class _PairScores(torch.autograd.Function):
 
 
 def _sparse_product(rows: Tensor, columns: Tensor, values: Tensor, num_rows: int, dense: Tensor) -> Tensor:
-    """The sparse matrix with `values` at (rows ascending, columns) times `dense`; an embedding bag is the fastest way."""
+    """The sparse matrix with `values` at (rows ascending, columns) times `dense`; an embedding bag is the fastest."""
     counts = torch.bincount(rows, minlength=num_rows)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return F.embedding_bag(columns, dense, starts, mode="sum", per_sample_weights=values, include_last_offset=True)

@@ -9,6 +9,7 @@ the one update.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -66,8 +67,8 @@ class RowTable:
         rows = len(weight_SD)
         self.last_step_S = torch.zeros(rows, dtype=torch.int32, device=weight_SD.device)
         self.touches_S = torch.zeros(rows if config.kind == "adam" else 0, dtype=torch.int32, device=weight_SD.device)
-        # log_decay[t]: sum of log(1 - lr * wd) over the first t updates
-        self.log_decay = [0.0]
+        # log_decay[t]: sum of log(1 - lr * wd) over the first t updates; an array, for steps read it as a tensor
+        self.log_decay = array("d", [0.0])
         self._open: tuple[Tensor | None, Tensor] | None = None
 
     def rows(self, ids_U: Tensor | None) -> Tensor:
@@ -136,11 +137,11 @@ class RowTable:
         """Restores what `tensors` gave, after `num_steps` updates (all rows were flushed then)."""
         for name, mine in self.tensors().items():
             mine.copy_(tensors[name])
-        self.log_decay = [0.0] * (num_steps + 1)
+        self.log_decay = array("d", [0.0]) * (num_steps + 1)
         self.last_step_S.fill_(num_steps)
 
     def _pending_decay(self, last_step_U: Tensor) -> Tensor:
-        sums = torch.tensor(self.log_decay, dtype=torch.float64, device=last_step_U.device)
+        sums = torch.frombuffer(self.log_decay, dtype=torch.float64).to(last_step_U.device)
         factor_U = torch.exp(sums[-1] - sums[last_step_U.long()])
         return factor_U.to(self.weight_SD.dtype).unsqueeze(1)
 
