@@ -156,21 +156,18 @@ def main() -> None:
             for i in range(arguments.steps + 2):
                 case.sampled(keep=i >= 2)
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+    table, notes = [row(case) for case in cases.values()], claims(cases)
     largest = cases[wide[-1], 256]
-    exact = Case(largest.num_labels, 256) if arguments.quick else largest
-    sampled_s = largest.median
-    rows = [row(case) for case in cases.values()]
-    exact.seconds, exact.phases = [], []
+    sampled_s, largest.seconds = largest.median, []
     for i in range(arguments.exact_steps + 1):
-        exact.exact(keep=i > 0)
-    exact_s = exact.median
-    rows.append(
-        [f"{exact.num_labels:,}", 256, f"{exact.num_labels:,} (all)", exact_s * 1e3, *["-"] * (len(PHASES) + 1)]
+        largest.exact(keep=i > 0)
+    exact_s, labels = largest.median, f"{largest.num_labels:,}"
+    table.append([labels, 256, f"{labels} (all)", exact_s * 1e3, *["-"] * (len(PHASES) + 1)])
+    notes.append(
+        f"all labels instead of a sample: {exact_s / sampled_s:.0f} x slower at {labels} (at least 50 at 1,000,000)"
     )
     header = ["labels", "D", "distinct rows", "step, ms", *[f"{name}, ms" for name in PHASES], "touched, MB"]
-    write_table(
-        arguments.out, "The classifier's part of a step", header, rows, [*claims(cases, exact_s / sampled_s), load]
-    )
+    write_table(arguments.out, "The classifier's part of a step", header, table, [*notes, load])
 
 
 def row(case: Case) -> list[object]:
@@ -185,7 +182,7 @@ def row(case: Case) -> list[object]:
     ]
 
 
-def claims(cases: dict[tuple[int, int], Case], slower: float) -> list[str]:
+def claims(cases: dict[tuple[int, int], Case]) -> list[str]:
     """Sentences with each limit and what was measured."""
     lines: list[str] = []
     for dim in sorted({d for _, d in cases}, reverse=True):
@@ -200,7 +197,6 @@ def claims(cases: dict[tuple[int, int], Case], slower: float) -> list[str]:
         if (num_labels, dim) in cases:
             ratio = cases[num_labels, dim].median / cases[10**5, dim].median
             lines.append(f"D = {dim}: {num_labels:,} labels take {ratio:.2f} x the time of 100,000 (limit {limit})")
-    lines.append(f"all labels instead of a sample, last line: {slower:.0f} x slower (at least 50 at 1,000,000)")
     lines.append(
         f"medians of {len(next(iter(cases.values())).seconds)} steps; {QUERIES} queries, {POSITIVES} positives and"
         f" {HARD} hard negatives each, {POOL:,} uniform labels; SGD with momentum; 1 thread"
