@@ -4,8 +4,8 @@
     python benchmarks/index_recall.py --file rows.safetensors     # tensors "rows" and, optionally, "queries"
 
 Without a file the rows are those of a classifier that is trained on the spot, 40 positives per label on average (at
-10^6 rows this takes a quarter of an hour): an approximate index does well on what was trained to be found, and no
-better than a full search on random vectors.
+10^6 rows this takes a quarter of an hour). How many lists must be visited depends on the
+rows: few once labels are well apart, half of them on random vectors, where nothing beats a full search.
 Times are CPU seconds, which other processes on the machine disturb less than wall time. The full search is timed on a
 part of the queries and scaled, and is FAISS's own, the faster of the two we have.
 """

@@ -55,8 +55,8 @@ class IndexSpec:
 def resolve_factory(factory: str, rows: int, dim: int) -> str:
     """The factory string that `auto` stands for; any other is returned as it is.
 
-    Measured by benchmarks/index_recall.py: inverted lists with 4-bit codes and exact re-scoring reach recall@50 of
-    0.95 at 10^6 rows in a fraction of a full search, k-means included. HNSW is never chosen: its graph depends on the
+    Large shards get inverted lists with 4-bit codes, whose candidates are scored exactly: per visited row about a tenth
+    of the time of float lists. benchmarks/index_recall.py measures it. HNSW is never chosen: its graph depends on the
     order in which threads insert.
     """
     if factory != "auto":
