@@ -1,0 +1,64 @@
+"""Corpora that several benchmarks train on, prepared once into a cache, and the presets they are trained with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import ray
+
+from xmcray import config as configs
+from xmcray.data import pipeline
+from xmcray.data.corpus import Corpus
+from xmcray.data.formats import detect
+from xmcray.data.planted import write_planted
+from xmcray.data.sample import write_sample
+from xmcray.training.run import RunConfig
+
+ROOT = Path(__file__).parents[1]
+CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks"))  # git ignores runs/
+DATA = ROOT.parent / "shared" / "data"  # public sets that are too large for the repository
+MAX_LEN = 64
+
+
+def corpus(name: str) -> Corpus | None:
+    """A corpus by name: "sample", "planted" or a folder of ../shared/data; None, with a message, if not there."""
+    if name == "sample":
+        return prepared(name, write_sample)
+    if name == "planted":
+        return prepared(name, lambda folder: write_planted(folder, num_queries=20_000, num_labels=4_000))
+    if not (DATA / name).is_dir():
+        print(f"{name} left out: {DATA / name} does not exist")
+        return None
+    return prepared(name, DATA / name)
+
+
+def prepared(name: str, raw: Path | Callable[[Path], None], **settings: object) -> Corpus:
+    """The corpus of raw files, or of what a function writes, made at the first call."""
+    target = CACHE / "corpora" / name
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if callable(raw):
+            folder = CACHE / "raw" / name
+            raw(folder)
+        else:
+            folder = raw
+        pipeline.prepare(detect(str(folder), None), target, name=name, **{"max_len": MAX_LEN, **settings})
+        with contextlib.suppress(Exception):
+            ray.shutdown()  # its processes would share the cores with what is measured
+    return Corpus.open(target)
+
+
+def preset(name: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The committed preset of a set; the defaults, with a message, where there is none.
+
+    Args:
+        overrides: dotted settings laid over it.
+    """
+    known = configs.presets()
+    values = configs.load_yaml(f"preset:astra/{name}") if f"astra/{name}" in known else {}
+    if not values:
+        print(f"no preset astra/{name}: default settings")
+    return RunConfig.resolve("astra", values, overrides)
