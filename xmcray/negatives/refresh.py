@@ -24,6 +24,9 @@ from xmcray.retrieval.index import build_index
 from xmcray.types import Float32Array, Int64Array, Ragged
 
 
+_TUNING_QUERIES = 256  # an approximate index chooses its settings on these
+
+
 class Refresher(Protocol):
     """Whoever finishes versions. The trainer only starts them and looks for complete ones in the ledger."""
 
@@ -57,7 +60,8 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
     if not blocks:
         return
     rows = folder.read_rows(part.start, part.stop)
-    index = build_index(rows, spec.negatives.index, spec.seed, threads=spec.threads, gpu=spec.gpu)
+    sample = _sample(folder, _TUNING_QUERIES, spec.seed)
+    index = build_index(rows, spec.negatives.index, spec.seed, threads=spec.threads, gpu=spec.gpu, queries=sample)
     for block in blocks:
         _, vectors, extra = folder.read_queries(block)
         width = min(spec.negatives.hard + extra, part.size)
@@ -147,6 +151,12 @@ def wait_published(folder: VersionFolder, poll_s: float = 0.05) -> None:
         time.sleep(poll_s)
 
 
+def _sample(folder: VersionFolder, count: int, seed: int) -> Float32Array:
+    """Up to `count` of a version's query vectors, drawn from its first block."""
+    _, vectors, _ = folder.read_queries(folder.query_blocks[0])
+    return vectors[draws.generator(seed, "recall").permutation(len(vectors))[:count]]
+
+
 def _write_recall(
     folder: VersionFolder,
     shard: int,
@@ -155,16 +165,14 @@ def _write_recall(
     spec: RefreshSpec,
 ) -> None:
     """Share of the exact `hard` nearest rows that the index finds, on a seeded sample of queries."""
-    _, vectors, _ = folder.read_queries(folder.query_blocks[0])
-    count = min(spec.negatives.keep_recall, len(vectors))
-    sample = vectors[draws.generator(spec.seed, "recall").permutation(len(vectors))[:count]]
+    sample = _sample(folder, spec.negatives.keep_recall, spec.seed)
     width = min(spec.negatives.hard, len(rows))
     if not width:
         return
     _, exact = exact_search(rows, sample, width)
     _, found = search(sample, width)
     hits = sum(len(np.intersect1d(a, b)) for a, b in zip(exact, found, strict=True))
-    folder.write_found(shard, "recall", np.array([hits, count * width]), np.empty(0, np.float32))
+    folder.write_found(shard, "recall", np.array([hits, len(sample) * width]), np.empty(0, np.float32))
 
 
 def _read_recall(folder: VersionFolder) -> float | None:

@@ -1,0 +1,98 @@
+"""Checkpoints are complete or absent, verified, and readable with another number of ranks."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from corpora import planted_corpus
+
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.errors import StorageError
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.parallel.partition import LabelPartition
+from xmcray.training import checkpoint as checkpoints
+from xmcray.training.loop import Loop, Setup, build
+from xmcray.training.run import Run, RunConfig
+
+SETTINGS = ["encoder.dim=16", "optim.batch_size=32", "optim.epochs=2", "negatives.hard=0", "negatives.uniform=10"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return planted_corpus(tmp_path_factory.mktemp("checkpoint"))
+
+
+def loop_in(folder: Path, corpus: Corpus, *extra: str) -> tuple[Loop, Setup]:
+    config = RunConfig.resolve("astra", {}, [*SETTINGS, *extra])
+    data = TrainingData(corpus, config.data)
+    setup = build(config, data, torch.device("cpu"))
+    run = Run(folder, "test", config, corpus.path, corpus.sha256)
+    return Loop(run, setup, ThreadRefresher(data, RefreshSpec(1, config.negatives, 0))), setup
+
+
+def trained(folder: Path, corpus: Corpus) -> tuple[Path, Setup]:
+    loop, setup = loop_in(folder, corpus)
+    loop.train()
+    return folder / "checkpoints", setup
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_any_number_of_ranks_reads_its_rows(corpus: Corpus, tmp_path: Path, num_ranks: int) -> None:
+    folder, setup = trained(tmp_path, corpus)
+    newest = checkpoints.newest(folder)
+    assert newest is not None
+    parts = [LabelPartition(len(corpus.label_order), num_ranks, rank) for rank in range(num_ranks)]
+    rows = [checkpoints.read_rows(newest.path, "classifier", part.start, part.stop)["weight"] for part in parts]
+    assert [len(r) for r in rows] == [part.size for part in parts]
+    assert torch.equal(torch.cat(rows), setup.method.answer_rows())
+
+
+def test_a_damaged_checkpoint_is_passed_over(corpus: Corpus, tmp_path: Path) -> None:
+    folder, _ = trained(tmp_path, corpus)
+    older, newer = sorted(folder.glob("step-*"))
+    file = next(newer.glob("classifier-*"))
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    newest = checkpoints.newest(folder)
+    assert newest is not None
+    assert newest.path == older
+    with pytest.raises(StorageError, match=file.name):
+        checkpoints.open_checkpoint(newer)
+
+
+def test_only_the_newest_stay(corpus: Corpus, tmp_path: Path) -> None:
+    loop, _ = loop_in(tmp_path, corpus, "log.checkpoint_every=2", "log.keep=3")
+    loop.train()
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 kB: room for one checkpoint, not for two."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(mount)], capture_output=True)
+    if made.returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_disk_full_leaves_the_last_checkpoint(corpus: Corpus, small_disk: Path) -> None:
+    loop, setup = loop_in(small_disk, corpus, "log.checkpoint_every=1", "log.keep=50", "optim.epochs=20")
+    with pytest.raises(StorageError, match=r"no space left while writing .*disk is full; free some space") as caught:
+        loop.train()
+    assert "\n" not in str(caught.value)
+    left = sorted(path.name for path in (small_disk / "checkpoints").iterdir())
+    assert left, "not even the first checkpoint fitted: the test needs a larger disk"
+    assert all(name.startswith("step-") for name in left), "something half-written was left"
+    newest = checkpoints.newest(small_disk / "checkpoints")
+    assert newest is not None
+    assert newest.path.name == left[-1]
+    checkpoints.load(newest, setup.stepper, setup.partition)
