@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # whoever only reads or writes a corpus is spared the import
+    from torch import Tensor
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
@@ -172,4 +174,6 @@ class TopLabels:
 
 def to_torch(array: npt.NDArray[np.generic]) -> Tensor:
     """A tensor over a copy of `array` that owns its memory (memory-mapped arrays are read-only)."""
+    import torch
+
     return torch.from_numpy(np.array(array, copy=True))

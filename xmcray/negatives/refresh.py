@@ -23,7 +23,6 @@ from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import build_index
 from xmcray.types import Float32Array, Int64Array, Ragged
 
-
 _TUNING_QUERIES = 256  # an approximate index chooses its settings on these
 
 
