@@ -185,7 +185,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     if options.json == "-":
         _print_json(found[0].to_json())
         return
-    _print_metrics({Path(options.path).name: found[0].to_json()})
+    _print_metrics({Path(options.path).name: found[0].to_json()}, deciles=True)
     if options.compare:
         from xmcray.evaluation.table import comparison_table
 
@@ -245,7 +245,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _search_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="BUNDLE")
+    verb.add_argument("path", metavar="BUNDLE", help="a bundle, or a finished run")
     verb.add_argument("texts", metavar="TEXT", nargs="+")
     verb.add_argument("-k", type=int, default=10, metavar="N", help="answers per text (default: %(default)s)")
     verb.add_argument("--json", action="store_true", help="print the answers as JSON")
@@ -258,7 +258,13 @@ def _search(options: argparse.Namespace) -> None:
 
     from xmcray.retrieval.retriever import Retriever
 
-    found = Retriever.load(options.path).search(options.texts, options.k)
+    path = options.path
+    if (Path(path) / "run.json").is_file():
+        from xmcray.training.outcome import bundle_of
+        from xmcray.training.run import Run
+
+        path = bundle_of(Run.open(path))
+    found = Retriever.load(path).search(options.texts, options.k)
     pairs = list(zip(options.texts, found, strict=True))
     if options.json:
         _print_json([{"query": text, "answers": [dataclasses.asdict(a) for a in answers]} for text, answers in pairs])
@@ -279,13 +285,14 @@ def _print(what: Any) -> None:
     console.print(what, markup=False) if isinstance(what, str) else console.print(what)
 
 
-def _print_metrics(runs: dict[str, dict[str, Any]]) -> None:
+def _print_metrics(runs: dict[str, dict[str, Any]], deciles: bool = False) -> None:
     from xmcray.evaluation import table
 
     _print(table.metrics_table(runs))
     measured = next(iter(runs.values()))
     _print(table.segment_table(measured))
-    _print(table.decile_table(measured))
+    if deciles:
+        _print(table.decile_table(measured))
     if measured.get("index_recall"):
         _print(table.index_table(measured))
 

@@ -63,6 +63,8 @@ def _bar(run: Run, console: Console) -> Iterator[Callable[[Record], None]]:
         task = progress.add_task(_name(run), total=None, figures="starting")
 
         def show(record: Record) -> None:
+            if figures.goes_back(record):
+                progress.console.print(_back(run, record), highlight=False)
             figures.add(record)
             total = figures.values.get("last_step")
             progress.update(task, completed=record["step"], total=total, figures=figures.text())
@@ -80,7 +82,9 @@ def _lines(run: Run) -> Iterator[Callable[[Record], None]]:
             print(f"{_name(run)}: epoch {figures.values['epoch'] + 1}, {figures.text()}", file=sys.stderr, flush=True)
 
     def show(record: Record) -> None:
-        if record["epoch"] != figures.values.get("epoch", record["epoch"]):
+        if figures.goes_back(record):
+            print(_back(run, record), file=sys.stderr, flush=True)
+        elif record["epoch"] != figures.values.get("epoch", record["epoch"]):
             line()
         figures.add(record)
 
@@ -95,7 +99,12 @@ class _Figures:
         self.values: Record = {}
 
     def add(self, record: Record) -> None:
+        if self.goes_back(record):
+            self.values.clear()
         self.values.update(record)
+
+    def goes_back(self, record: Record) -> bool:
+        return bool(record["step"] < self.values.get("step", 0))
 
     def text(self) -> str:
         values = self.values
@@ -107,6 +116,12 @@ class _Figures:
         if "P@1" in values:
             parts.append(f"validation P@1 {100 * values['P@1']:.1f}")
         return ", ".join(parts)
+
+
+def _back(run: Run, record: Record) -> str:
+    return (
+        f"{_name(run)}: a worker was lost and replaced; continued from its checkpoint, now at step {record['step']:,}"
+    )
 
 
 def _name(run: Run) -> str:

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,7 +125,7 @@ def _train_on_ray(run: Run, corpus: Corpus) -> None:
         use_gpu = _check_resources(run.config)
         threads = _threads(run.config)
         with _pool(run, corpus, threads, use_gpu):
-            result = _trainer(run, threads, use_gpu).fit()
+            result = _fit(_trainer(run, threads, use_gpu))
     finally:
         if started:
             ray.shutdown()
@@ -131,6 +133,18 @@ def _train_on_ray(run: Run, corpus: Corpus) -> None:
     if "user_error" in returned:
         kind: type[XmcrayError] = getattr(errors, returned["kind"], XmcrayError)
         raise kind(returned["user_error"])
+
+
+def _fit(trainer: Any) -> Any:
+    """Runs the trainer; an interrupt is a KeyboardInterrupt again (Ray makes it an exit with code 0)."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return trainer.fit()
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
 
 
 def _trainer(run: Run, threads: int, use_gpu: bool) -> Any:

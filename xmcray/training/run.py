@@ -207,9 +207,9 @@ def open_or_create(path: Path, config: RunConfig, corpus: Path, corpus_sha256: s
     if run.corpus_sha256 != corpus_sha256:
         raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")
     different = sorted(_differences(run.config.to_dict(), config.to_dict()))
-    different = [name for name in different if not name.startswith(("cluster.", "log."))]
+    different = [change for change in different if not change.startswith(("cluster.", "log."))]
     if different:
-        raise RunError(f"{path} was started with another {different[0]}; use the same settings or another --out")
+        raise RunError(f"{path} was started with {different[0]}; use the same settings or another --out")
     return dataclasses.replace(run, config=config)
 
 
@@ -258,9 +258,10 @@ def _contents(path: Path) -> set[str]:
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """What distinguishes two configurations, as "optim.epochs = 3, now 5"."""
     for key in {*a, *b}:
         x, y = a.get(key), b.get(key)
         if isinstance(x, Mapping) and isinstance(y, Mapping):
             yield from _differences(x, y, f"{where}{key}.")
         elif x != y:
-            yield f"{where}{key}"
+            yield f"{where}{key} = {x}, now {y}"
