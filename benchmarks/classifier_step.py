@@ -137,12 +137,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="blocks of each size")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a block")
     parser.add_argument("--exact-steps", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="three small sizes, a few steps")
+    parser.add_argument("--quick", action="store_true", help="three small sizes, a few steps, printed only")
     parser.add_argument("--out", type=Path, default=Path("classifier_step.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.steps, arguments.exact_steps = 2, 3, 1
+        arguments.out = Path(os.devnull)
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     if not ENVIRONMENT.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,39 +16,42 @@ from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
 from xmcray.data.planted import write_planted
 from xmcray.data.sample import write_sample
+from xmcray.storage import MANIFEST
 from xmcray.training.run import RunConfig
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks"))  # git ignores runs/
 DATA = ROOT.parent / "shared" / "data"  # public sets that are too large for the repository
-MAX_LEN = 64
 
 
 def corpus(name: str) -> Corpus | None:
-    """A corpus by name: "sample", "planted" or a folder of ../shared/data; None, with a message, if not there."""
+    """A corpus by its folder, or by name: "sample", "planted" or a folder of ../shared/data.
+
+    Returns:
+        None, with a message, if there is no such data here.
+    """
+    if (Path(name) / MANIFEST).is_file():
+        return Corpus.open(name)
     if name == "sample":
         return prepared(name, write_sample)
     if name == "planted":
         return prepared(name, lambda folder: write_planted(folder, num_queries=20_000, num_labels=4_000))
     if not (DATA / name).is_dir():
-        print(f"{name} left out: {DATA / name} does not exist")
+        print(f"{name} left out: neither a corpus nor a folder of {os.path.relpath(DATA)}")
         return None
     return prepared(name, DATA / name)
 
 
 def prepared(name: str, raw: Path | Callable[[Path], None], **settings: object) -> Corpus:
-    """The corpus of raw files, or of what a function writes, made at the first call."""
+    """The corpus of raw files, or of what a function writes, with the defaults of `prepare`; made at the first call."""
     target = CACHE / "corpora" / name
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
-        if callable(raw):
-            folder = CACHE / "raw" / name
+        folder = raw if isinstance(raw, Path) else CACHE / "raw" / name
+        if not isinstance(raw, Path):
             raw(folder)
-        else:
-            folder = raw
-        pipeline.prepare(detect(str(folder), None), target, name=name, **{"max_len": MAX_LEN, **settings})
-        with contextlib.suppress(Exception):
-            ray.shutdown()  # its processes would share the cores with what is measured
+        pipeline.prepare(detect(str(folder), None), target, name=name, **settings)
+        ray.shutdown()  # its processes would share the cores with what is measured
     return Corpus.open(target)
 
 
@@ -57,8 +61,14 @@ def preset(name: str, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         overrides: dotted settings laid over it.
     """
-    known = configs.presets()
-    values = configs.load_yaml(f"preset:astra/{name}") if f"astra/{name}" in known else {}
-    if not values:
+    known = f"astra/{name}" in configs.presets()
+    if not known:
         print(f"no preset astra/{name}: default settings")
+    values = configs.load_yaml(f"preset:astra/{name}") if known else {}
     return RunConfig.resolve("astra", values, overrides)
+
+
+def fingerprint(config: RunConfig, corpus: Corpus) -> str:
+    """Names a training: equal for equal settings and data, wherever it runs."""
+    settings = {key: value for key, value in config.to_dict().items() if key not in ("cluster", "log")}
+    return hashlib.sha256(json.dumps([settings, corpus.sha256]).encode()).hexdigest()[:12]

@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=30_000)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--augment", action="store_true", help="label texts are training queries too")
-    parser.add_argument("--quick", action="store_true", help="20,000 labels")
+    parser.add_argument("--quick", action="store_true", help="20,000 labels, printed only")
     parser.add_argument("--out", type=Path, default=Path("memory.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     parser.add_argument("--train", nargs=2, metavar=("RUN", "CORPUS"), help=argparse.SUPPRESS)
@@ -67,7 +67,7 @@ def main() -> None:
         refresh(Path(arguments.refresh[0]), Path(arguments.refresh[1]))
     else:
         if arguments.quick:
-            arguments.labels, arguments.queries = 20_000, 4_000
+            arguments.labels, arguments.queries, arguments.out = 20_000, 4_000, Path(os.devnull)
         measure(arguments, refuse_if_busy(arguments.anyway or arguments.quick))
 
 
