@@ -28,6 +28,7 @@ class OptimConfig:
         weight_decay: of the encoder, except biases, normalisations and token tables.
         schedule: "cosine", "linear" or "constant" after the warm-up, for all parameters.
         warmup_steps: steps from 0 to the peak.
+        beta1, beta2, eps: of the Adam that trains the encoder.
         micro_batch: texts encoded at once by a worker; 0 is all. Bounds memory, never changes results.
         seed: of the initial weights and every draw of the run.
         precision: of all parameters; float64 is for tests of invariance.
