@@ -249,7 +249,8 @@ def _write_shard(
     threads: int,
 ) -> Shard:
     stop = start + len(rows)
-    save_file({"vectors": rows}, folder / _vectors(number), metadata={"start": str(start), "stop": str(stop)})
+    # one entry of metadata: safetensors writes several in an order that changes from file to file
+    save_file({"vectors": rows}, folder / _vectors(number), metadata={"rows": f"{start}:{stop}"})
     index = build_index(rows, spec.factory, spec.seed, threads=threads, spec=spec, queries=queries)
     if not index.is_exact:
         (folder / "index").mkdir(exist_ok=True)

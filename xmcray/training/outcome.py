@@ -15,7 +15,7 @@ from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, evaluate
 from xmcray.evaluation.predictions import predictions_to_top_labels, read_predictions, write_predictions
 from xmcray.evaluation.report import write_report
 from xmcray.retrieval.retriever import Retriever
-from xmcray.training.export import export_run
+from xmcray.training.export import check_corpus, export_run
 from xmcray.training.loop import read_records
 from xmcray.training.run import SELECTION, Run
 from xmcray.types import Int64Array, TopLabels
@@ -25,7 +25,13 @@ _PACKAGES = ("ray", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
 
 
 def bundle_of(run: Run, corpus: Corpus | None = None) -> str:
-    """The bundle inside the folder of a finished run; written if it is not there yet."""
+    """The bundle inside the folder of a finished run; written if it is not there yet.
+
+    Raises:
+        RunError: the run is not finished, or `corpus` is not the one it was trained on.
+    """
+    if corpus is not None:
+        check_corpus(run, corpus)
     bundle = run.path / "bundle"
     if not (bundle / storage.MANIFEST).exists():
         export_run(run, bundle, corpus)

@@ -1,0 +1,75 @@
+"""The whole line as a user types it: raw files, corpus, two Ray workers with the pool, metrics, bundle, answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from xmcray import cli
+from xmcray.data.planted import write_planted
+from xmcray.training.loop import read_records
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def test_from_raw_text_to_answers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_planted(tmp_path / "raw", num_queries=300, num_labels=40)
+    corpus, run, bundle = (str(tmp_path / name) for name in ("corpus", "run", "bundle"))
+    train = ["train", "astra", "--data", corpus, "--out", run, "--workers", "2"]
+    for setting in (
+        "encoder.dim=32",
+        "optim.batch_size=64",
+        "optim.epochs=12",
+        "optim.lr=0.01",
+        "negatives.hard=3",
+        "negatives.uniform=20",
+        "negatives.start_epoch=2",
+        "negatives.refresh_every=3",
+        "method.classifier.kind=adagrad",
+        "method.classifier.lr=0.1",
+        "method.dropout=0.2",
+        "log.every=2",
+    ):
+        train += ["--set", setting]
+    assert cli.main(["prepare", str(tmp_path / "raw"), "--out", corpus]) == 0
+    assert cli.main(train) == 0
+    out, err = capfd.readouterr()
+    assert "next: xmcray search" in out
+    lines = err.splitlines()  # progress, and not a line of Ray
+    assert lines
+    assert all(line.startswith("astra: epoch ") for line in lines)
+    assert {record.get("negatives_version") for record in read_records(Path(run) / "metrics.jsonl")} - {None}
+    assert cli.main(["evaluate", run, "--data", corpus, "--json"]) == 0
+    metrics = json.loads(capfd.readouterr().out)
+    assert metrics["P@1"] > 0.3  # by chance 0.05
+    assert metrics["index_recall"] is None
+    assert cli.main(["export", run, "--out", bundle]) == 0
+    capfd.readouterr()
+    assert cli.main(["search", bundle, "w0x0 w0x1 w0x2", "-k", "1", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)[0]["answers"][0]["uid"] == "label0"
+
+
+def test_a_broken_line_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_planted(tmp_path / "raw", num_queries=30, num_labels=10)
+    train = tmp_path / "raw" / "train.jsonl"
+    rows = train.read_text().splitlines()
+    train.write_text("\n".join([*rows[:7], '{"uid": "far", "text": "x", "labels": [10]}', *rows[7:]]) + "\n")
+    assert cli.main(["prepare", str(tmp_path / "raw"), "--out", str(tmp_path / "c")]) == 2
+    _, err = capfd.readouterr()
+    assert err.startswith("error: ")
+    assert "train.jsonl:8: " in err
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_more_workers_than_cpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_planted(tmp_path / "raw", num_queries=30, num_labels=10)
+    corpus, run = str(tmp_path / "corpus"), str(tmp_path / "run")
+    assert cli.main(["prepare", str(tmp_path / "raw"), "--out", corpus]) == 0
+    capfd.readouterr()
+    assert cli.main(["train", "astra", "--data", corpus, "--out", run, "--workers", "9"]) == 2
+    expected = "error: 9 workers ask for 9 CPUs, the cluster has 4; lower --workers or cluster.cpus_per_worker\n"
+    assert capfd.readouterr().err == expected
+    assert not Path(run).exists()

@@ -1,0 +1,265 @@
+"""The command line in one process: what it writes and prints, and the one line a mistake gets."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from corpora import planted_corpus
+from scipy import sparse
+
+from xmcray import cli
+from xmcray.methods.base import methods
+from xmcray.training import run as runs
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--workers", "0", "--set", "encoder.dim=16", "--set", "optim.batch_size=32", "--set", "optim.epochs=2"]
+SMALL += ["--set", "negatives.hard=3", "--set", "negatives.uniform=10", "--set", "cluster.threads_per_process=1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus, a run of it and the bundle of that run."""
+    folder = tmp_path_factory.mktemp("cli")
+    planted_corpus(folder)
+    assert cli.main(["train", "astra", "--data", str(folder / "corpus"), "--out", str(folder / "run"), *SMALL]) == 0
+    return folder
+
+
+class Shell:
+    """Runs commands in this process; `error` expects one that fails as a user's mistake must."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self.capture = capture
+
+    def run(self, *arguments: object) -> str:
+        self.capture.readouterr()
+        assert cli.main([str(a) for a in arguments]) == 0
+        return self.capture.readouterr().out
+
+    def error(self, *arguments: object) -> str:
+        self.capture.readouterr()
+        assert cli.main([str(a) for a in arguments]) == 2
+        out, err = self.capture.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert "Traceback" not in err
+        return err.removeprefix("error: ").rstrip("\n")
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_finished_run_has_everything(folder: Path) -> None:
+    run = folder / "run"
+    assert {"bundle", "metrics.json", "report.html", "result.json", "config.yaml"} <= {p.name for p in run.iterdir()}
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert {"P@1", "PSP@5", "R@100", "macroF1@5(0,10]", "queries", "left_out", "A", "B", "intervals"} <= metrics.keys()
+    page = (run / "report.html").read_text()
+    assert runs.Run.open(run).corpus_sha256 in page
+    assert "Validation precision" in page
+
+
+def test_the_same_command_finds_the_finished_run(folder: Path, shell: Shell) -> None:
+    before = (folder / "run" / "result.json").read_bytes()
+    found = shell.run("train", "astra", "--data", folder / "corpus", "--out", folder / "run", *SMALL, "--json")
+    assert json.loads(found) == json.loads((folder / "run" / "metrics.json").read_text())
+    assert (folder / "run" / "result.json").read_bytes() == before
+
+
+def test_refit_trains_on_everything_for_the_best_number_of_epochs(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    shell.run("train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL, "--refit")
+    run = runs.Run.open(tmp_path / "r")
+    assert run.config.data.validation == 0
+    assert 1 <= run.config.optim.stop_epoch <= 2
+    assert "Validation precision" in (tmp_path / "r" / "report.html").read_text()  # of the run that chose
+    again = ["train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL, "--refit"]
+    assert "is not empty and --resume never" in shell.error(*again, "--resume", "never")
+
+
+def test_evaluate_measures_run_bundle_and_predictions_alike(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    data = ["--data", folder / "corpus"]
+    of_run = shell.run("evaluate", folder / "run", *data, "--json", "--predictions", tmp_path / "p.npz")
+    of_bundle = shell.run("evaluate", folder / "run" / "bundle", *data, "--json", "--exact")
+    of_file = shell.run("evaluate", tmp_path / "p.npz", *data, "--json")
+    assert json.loads(of_run) == json.loads(of_bundle) == json.loads(of_file)
+    assert sparse.load_npz(tmp_path / "p.npz").shape == (20, 23)
+    table = shell.run("evaluate", folder / "run", *data, "--compare", tmp_path / "p.npz", "--json", tmp_path / "m.json")
+    assert json.loads((tmp_path / "m.json").read_text()) == json.loads(of_run)
+    assert "Paired comparison" in table
+    assert "p.npz" in table
+
+
+def test_a_known_query_finds_its_label(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    shell.run("export", folder / "run", "--out", tmp_path / "b")
+    assert contents(tmp_path / "b") == contents(folder / "run" / "bundle")
+    answers = json.loads(shell.run("search", tmp_path / "b", "w0x0 w0x1", "w1x2 w1x3", "-k", 3, "--json"))
+    assert [a["query"] for a in answers] == ["w0x0 w0x1", "w1x2 w1x3"]
+    assert answers == json.loads(shell.run("search", folder / "run", "w0x0 w0x1", "w1x2 w1x3", "-k", 3, "--json"))
+    assert all(len(a["answers"]) == 3 for a in answers)
+    assert all(answer["uid"] == f"label{answer['label_id']}" for a in answers for answer in a["answers"])
+    first = answers[0]["answers"][0]
+    assert first["uid"] in shell.run("search", tmp_path / "b", "w0x0 w0x1", "-k", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "unknown verb 'trian'; did you mean 'train'?"),
+        (["train", "asrta", "--data", "C", "--out", "R"], "unknown method 'asrta'; did you mean 'astra'?"),
+        (["train", "astra", "--data", "C"], "the following arguments are required: --out; see xmcray train --help"),
+        (["train", "astra", "--data", "C", "--out", "R", "--seed", "1"], "unrecognized arguments: --seed 1"),
+        (["search", "B", "x", "-k", "many"], "argument -k: invalid int value: 'many'"),
+        (["search", "B", "x", "-k", "0"], "-k is 0, expected at least 1"),
+        (["search", "B", "x"], "B does not exist; expected a bundle folder"),
+        (["evaluate", "R", "--data", "C"], "R does not exist, expected a run (run.json) or a bundle"),
+        (["export", "R", "--out", "B"], "R is not a run: it has no run.json"),
+        (["prepare", "RAW", "--out", "C"], "RAW does not exist, expected a folder of raw files"),
+        (["prepare", ".", "--out", "C", "--format", "jsnl"], "unknown format 'jsnl'; did you mean"),
+        (["train", "astra", "--data", "C", "--out", "R", "--config", "preset:astra/smaple"], "unknown preset"),
+        (["train", "astra", "--data", "C", "--out", "R", "--config", "a.yaml"], "file a.yaml does not exist"),
+        (["train", "astra", "--data", "C", "--out", "R", "--set", "optim.epoch=1"], "did you mean 'optim.epochs'?"),
+        (["train", "astra", "--data", "C", "--out", "R", "--set", "optim.epochs=x"], "optim.epochs is 'x'"),
+        (["train", "astra", "--data", "C", "--out", "R", "--workers", "-1"], "cluster.workers is -1, expected"),
+        (["train", "astra", "--data", "C", "--out", "R"], "C does not exist; expected a corpus folder"),
+    ],
+)
+def test_one_line_and_nothing_written(
+    arguments: list[str], message: str, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in shell.error(*arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_k_beyond_the_labels(folder: Path, shell: Shell) -> None:
+    assert shell.error("search", folder / "run", "x", "-k", 24) == "k is 24, expected 1 .. 23 (the number of labels)"
+
+
+def test_a_corpus_with_one_changed_byte(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    shutil.copytree(folder / "corpus", tmp_path / "corpus")
+    shard = tmp_path / "corpus" / "labels" / "00000.parquet"
+    content = bytearray(shard.read_bytes())
+    content[-20] ^= 1
+    shard.write_bytes(content)
+    for verb in (["train", "astra", "--out", tmp_path / "run", *SMALL], ["evaluate", folder / "run"]):
+        message = shell.error(*verb, "--data", tmp_path / "corpus")
+        assert "labels/00000.parquet was altered (SHA-256 differs from the manifest)" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_a_run_directory_in_use(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    train = ["train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL]
+    with runs.locked(tmp_path / "r"):
+        assert "is in use by another process; wait for it" in shell.error(*train)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_never_on_a_folder_that_is_not_empty(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    train = ["train", "astra", "--data", folder / "corpus", "--out", tmp_path, *SMALL]
+    assert "is not empty and --resume never was given" in shell.error(*train, "--resume", "never")
+    assert "is not a run" in shell.error(*train)
+    assert contents(tmp_path)["notes.txt"] == b"mine"
+
+
+def test_resume_with_another_corpus_or_configuration(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    before = contents(folder / "run")
+    train = ["train", "astra", "--data", folder / "corpus", "--out", folder / "run", *SMALL]
+    assert "was started with optim.epochs = 2, now 3; use" in shell.error(*train, "--set", "optim.epochs=3")
+    planted_corpus(tmp_path, seed=1)
+    other = ["--data", tmp_path / "corpus"]
+    assert "was trained on another corpus" in shell.error(*train, *other)
+    assert "is not the corpus" in shell.error("evaluate", folder / "run", *other)
+    assert "has another vocabulary than the bundle" in shell.error("evaluate", folder / "run" / "bundle", *other)
+    assert contents(folder / "run") == before
+
+
+def test_an_unfinished_run_is_not_measured(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "bundle")
+    (tmp_path / "run" / "result.json").unlink()
+    expected = "is not finished; resume it with the same train command"
+    assert expected in shell.error("evaluate", tmp_path / "run", "--data", folder / "corpus")
+    assert expected in shell.error("export", tmp_path / "run", "--out", tmp_path / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_hub_id_without_network(folder: Path, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    name = "nobody/no-such-model"
+    train = ["train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL]
+    assert name in shell.error(*train, "--set", f"encoder.name={name}")
+    assert list(tmp_path.iterdir()) == []  # the same folder can be used with another encoder
+    bad = shell.error("prepare", folder / "raw", "--out", tmp_path / "c", "--tokenizer", name)
+    assert name in bad
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_predictions_of_other_queries(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    sparse.save_npz(tmp_path / "p.npz", sparse.csr_matrix(np.eye(3)))
+    data = ["--data", folder / "corpus"]
+    assert "is 3 x 3, expected 20 queries x 23 labels" in shell.error("evaluate", tmp_path / "p.npz", *data)
+    both = shell.error("evaluate", tmp_path / "p.npz", *data, "--predictions", tmp_path / "q.npz")
+    assert "already holds the answers" in both
+
+
+def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.VERBS, "search", (interrupted, *cli.VERBS["search"][1:]))
+    assert cli.main(["search", "B", "x"]) == 130
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_every_verb_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in cli.VERBS:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([verb, "--help"])
+        assert exit_.value.code == 0
+        assert f"example:\n  xmcray {verb} " in capsys.readouterr().out
+
+
+def test_help_and_mistakes_do_not_load_torch_or_ray() -> None:
+    code = (
+        "import sys; from xmcray import cli\n"
+        "assert cli.main(['train', 'astra', '--out', 'R']) == cli.main(['trian']) == 2\n"
+        "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'ray', 'numpy'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_methods_named_in_help_are_those_there_are() -> None:
+    assert set(cli.METHODS) == methods().keys()
+
+
+@pytest.mark.parametrize("name", ["prepare", "train_astra", "evaluate", "export"])
+def test_a_job_is_its_verb(name: str, tmp_path: Path) -> None:
+    script = ROOT / "jobs" / f"{name}.py"
+    result = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    verb = name.removesuffix("_astra")
+    assert result.stderr.startswith("error: the following arguments are required: ")
+    assert result.stderr.endswith(f"see xmcray {verb} --help\n")
+
+
+def test_a_job_uploads_the_code_and_nothing_else() -> None:
+    excludes = yaml.safe_load((ROOT / "jobs" / "runtime_env.yaml").read_text())["excludes"]
+    assert {"/.git/", "/.venv/", "/data/", "/runs/"} <= set(excludes)
+    assert all(pattern.startswith("/") for pattern in excludes)  # "data" would leave out xmcray/data
+    assert not any(pattern.strip("/").split("/")[0] in ("xmcray", "jobs", "serve", "tune") for pattern in excludes)
