@@ -51,7 +51,7 @@ def quickstart(out: str) -> None:
     how = "found the finished run" if finished else "first to choose the number of epochs, then on all training queries"
     console.print(f"2/4 ASTRA on 2 Ray workers: {how}", markup=False)
     run = train(folder / "corpus", folder / "run", settings, refit=True, watch=watch_training)
-    console.print("3/4 the test queries, none of which was looked at so far", markup=False)
+    console.print("3/4 the test queries, by which nothing was chosen", markup=False)
     found = finish(run, corpus)
     assert found is not None, "the sample has a test split"
     baseline = nearest_queries(corpus)
