@@ -44,7 +44,7 @@ def test_loss_and_gradients_over_5000_pools() -> None:
             LABELS / POOL,
         )
         terms.total.backward()
-        losses[step] = float(terms.total)
+        losses[step] = float(terms.total.detach())
         gradients[step] = np.concatenate([query_GD.grad.numpy().ravel(), row_LD.grad.numpy().ravel()])
     assert abs((losses.mean() - exact_loss) / (losses.std() / POOLS**0.5)) <= 3
     z = (gradients.mean(axis=0) - exact) / (gradients.std(axis=0) / POOLS**0.5)
