@@ -1,0 +1,198 @@
+"""Twenty SIGKILLs of workers and drivers, in every phase of a refresh; each run, resumed, must end byte for byte alike.
+
+    python benchmarks/soak.py               # half an hour
+    python benchmarks/soak.py --kills 2     # does it work?
+
+A planted corpus, 2 workers, `scheduled`, CPU. Every trial is a run of its own with one kill, of a worker (Ray Train
+restarts the group, which goes on from the newest checkpoint) or of the driver (the same command is started again at
+once, beside whatever the killed one left behind). The moments take turns: a random step, while queries are collected,
+published but not yet searched, searching, and the step at which a version is switched. What a kill really met is read
+from the ledger at that moment and printed. The undisturbed run is trained first, in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import data_sets
+from common import refuse_if_busy, write_table
+
+from xmcray.data.pipeline import start_ray
+from xmcray.data.planted import write_planted
+from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.storage import read_manifest
+from xmcray.training.launch import train
+from xmcray.training.run import Run, RunConfig
+
+sys.path.insert(0, str(data_sets.ROOT / "tests"))
+from processes import When, descendants, last_step  # shared with the tests
+
+EPOCHS = 6
+SETTINGS = [
+    "cluster.workers=2",
+    "cluster.cpus_per_worker=0.5",
+    "cluster.device=cpu",
+    "cluster.threads_per_process=1",
+    "encoder.dim=64",
+    "optim.batch_size=128",
+    f"optim.epochs={EPOCHS}",
+    "optim.warmup_steps=10",
+    "method.classifier.kind=adagrad",
+    "method.classifier.lr=0.1",
+    "method.classifier.weight_decay=0.001",
+    "negatives.uniform=100",
+    "negatives.hard=10",
+    "negatives.start_epoch=2",
+    "negatives.refresh_every=1",
+    "negatives.wait_s=300",
+    "log.every=1",
+    "log.checkpoint_every=17",
+    "log.validate_every=0",
+]
+MOMENTS = ("any step", "collecting", "building", "searching", "switching")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is killed and when it should be. Step: random, of the run's steps."""
+
+    target: str
+    moment: str
+    step: int
+    steps_per_epoch: int
+
+    def due(self, run: Path) -> bool:
+        """Whether the moment has come; never before the chosen step."""
+        step = last_step(run)
+        if step < self.step:
+            return False
+        if self.moment == "switching":
+            return step % self.steps_per_epoch == 0 and step // self.steps_per_epoch >= 2
+        if self.moment in ("building", "searching"):
+            return self.moment in phases(run)
+        return self.moment == "any step" or "collecting" in phases(run)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("soak.md"))
+    parser.add_argument("--train", nargs=2, metavar=("CORPUS", "RUN"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.train:
+        start_ray(num_cpus=4, object_store_bytes=256 << 20)
+        train(arguments.train[0], arguments.train[1], RunConfig.resolve("astra", {}, SETTINGS))
+        return
+    load = refuse_if_busy(anyway=True)
+    corpus = data_sets.prepared("soak", lambda raw: write_planted(raw, num_queries=6000, num_labels=2000)).path
+    folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
+    rows: list[list[object]] = []
+    try:
+        run = folder / "undisturbed"
+        start(corpus, run).wait()
+        expected, steps = final_weights(run), Run.open(run).result()["steps"]  # type: ignore[index]
+        for number, trial in enumerate(trials(arguments, steps), 1):
+            rows.append(
+                [number, trial.target, trial.moment, *kill_and_resume(trial, corpus, folder / str(number), expected)]
+            )
+            print(*rows[-1], sep=" | ", flush=True)
+            if rows[-1][-1] == "yes":
+                shutil.rmtree(folder / str(number))
+    finally:
+        equal = sum(row[-1] == "yes" for row in rows)
+        if equal == len(rows):
+            shutil.rmtree(folder, ignore_errors=True)
+        met = Counter(str(row[3]) for row in rows)
+        notes = [
+            f"{equal} of {len(rows)} runs ended with the weights of the undisturbed run, byte for byte",
+            "met: " + ", ".join(f"{phase} {count}" for phase, count in sorted(met.items())),
+            "planted corpus of 2,000 labels, 2 workers, scheduled, CPU, a refresh in every epoch, adagrad",
+            load,
+        ]
+        header = ["kill", "of", "aimed at", "met", "at step", "seconds", "byte-equal"]
+        write_table(arguments.out, "Killed and resumed", header, rows, notes)
+    if equal < arguments.kills:
+        raise SystemExit(f"error: {equal} of {arguments.kills} runs are as the undisturbed one; the others: {folder}")
+
+
+def trials(arguments: argparse.Namespace, steps: int) -> list[Trial]:
+    """Workers and drivers in turn, moments in turn, at random steps not too close to the end."""
+    draw, per_epoch = random.Random(arguments.seed), steps // EPOCHS
+    pairs = [(target, moment) for moment in arguments.moments for target in ("worker", "driver")]
+    chosen = [pairs[i % len(pairs)] for i in range(arguments.kills)]
+    return [Trial(target, moment, draw.randrange(1, steps - 2 * per_epoch), per_epoch) for target, moment in chosen]
+
+
+def kill_and_resume(trial: Trial, corpus: Path, run: Path, expected: dict[str, str]) -> list[object]:
+    """What the kill met, at which step, seconds in all, and whether the weights are the expected ones."""
+    started, met = time.perf_counter(), ["nothing", 0]
+    driver = start(corpus, run)
+    family: dict[int, str] = {}
+
+    def strike() -> None:
+        met[:] = ["+".join(phases(run)), last_step(run)]
+        family.update(descendants(driver.pid))
+        workers = sorted(pid for pid, command in family.items() if "RayTrainWorker" in command)
+        os.kill(random.Random(trial.step).choice(workers) if trial.target == "worker" else driver.pid, signal.SIGKILL)
+
+    watcher = When(lambda: trial.due(run), strike)
+    driver.wait()
+    watcher.close()
+    if trial.target == "driver" and watcher.done:
+        driver = start(corpus, run)
+        driver.wait()
+    for pid, command in family.items():  # ours, should something have outlived its driver
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode() == command:
+                os.kill(pid, signal.SIGKILL)
+    alike = driver.returncode == 0 and watcher.done and final_weights(run) == expected
+    return [*met, f"{time.perf_counter() - started:.0f}", "yes" if alike else "no"]
+
+
+def start(corpus: Path, run: Path) -> subprocess.Popen[bytes]:
+    """A driver in a process of its own; what it and Ray say of the kill goes to a file beside the run."""
+    with run.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen([sys.executable, __file__, "--train", str(corpus), str(run)], stderr=log)
+
+
+def phases(run: Path) -> list[str]:
+    """What is going on in the ledger at this moment."""
+    names = set()
+    for folder in Ledger(run / "negatives").versions():
+        with contextlib.suppress(FileNotFoundError):
+            names.add(phase(folder))
+    return sorted(names - {"complete"}) or ["training"]
+
+
+def phase(folder: VersionFolder) -> str:
+    """The phase of one version."""
+    if folder.complete:
+        return "complete"
+    if not folder.published:
+        return "collecting"
+    return "searching" if any((folder.path / "found").glob("*/*")) else "building"
+
+
+def final_weights(run: Path) -> dict[str, str]:
+    """SHA-256 of every tensor file of the last checkpoint."""
+    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
+    files = read_manifest(newest, "checkpoint").files
+    return {name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")} | {"": newest.name}
+
+
+if __name__ == "__main__":
+    main()
