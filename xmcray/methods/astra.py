@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from xmcray import draws
 from xmcray.config import check_range
 from xmcray.losses.bce import full_bce, sampled_bce
-from xmcray.methods.base import BundleSpec, Parts
+from xmcray.methods.base import Parts
 from xmcray.negatives.sampler import Candidates, capped_positives, gather_candidates
 from xmcray.nn.classifier import ShardedClassifier, pair_scores
 from xmcray.nn.row_table import RowOptimConfig, RowTable
@@ -40,6 +40,8 @@ class AstraConfig:
 
     Attributes:
         classifier: optimiser of the classifier rows.
+        init: rows start as "random" normal draws of deviation `init_std`, or as "texts": `init_std` times sqrt(D) times
+            the start encoder's vectors of the label texts, so that labels with similar texts start alike.
         init_std: deviation of the rows' start values.
         dropout: on the query embedding, 0.7-0.85 in the paper.
         importance_weight: of a uniform negative: "unbiased" (L / c), "none" (1), or a number.
@@ -51,6 +53,7 @@ class AstraConfig:
     """
 
     classifier: RowOptimConfig = field(default_factory=RowOptimConfig)
+    init: Literal["random", "texts"] = "random"
     init_std: float = 0.02
     dropout: float = 0.5
     importance_weight: Literal["unbiased", "none"] | float = "unbiased"
@@ -79,15 +82,16 @@ class Astra:
             parts.partition,
             parts.dim,
             config.classifier,
-            init_std=config.init_std,
+            init_std=config.init_std if config.init == "random" else 0.0,
             seed=parts.seed,
             dtype=parts.dtype,
             device=parts.device,
         )
+        if config.init == "texts":
+            self.classifier.table.weight_SD.copy_(self._label_vectors() * (config.init_std * math.sqrt(parts.dim)))
         self.tables: Mapping[str, RowTable] = {"classifier": self.classifier.table}
         self.modules: Mapping[str, nn.Module] = {}
         self.offset = self._prior() if config.offset == "prior" else float(config.offset)
-        self.bundle_spec = BundleSpec()
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """Binary cross-entropy of the batch, over sampled labels or over all (Eq. 1, 2)."""
@@ -100,13 +104,17 @@ class Astra:
         """Classifier rows, or embeddings of the label texts."""
         if self.config.index_on == "classifier":
             return self.answer_rows()
-        part = self.parts.partition
-        return self.parts.encode_plain(self.parts.data.tokens(self.parts.data.label_query_ids(part.start, part.stop)))
+        return self._label_vectors()
 
     def answer_rows(self) -> Tensor:
         """Classifier rows, up to date."""
         self.classifier.table.flush()
         return self.classifier.table.weight_SD
+
+    def _label_vectors(self) -> Tensor:
+        """[S, D], vectors of the texts of this rank's labels; no graph."""
+        part, data = self.parts.partition, self.parts.data
+        return self.parts.encode_plain(data.tokens(data.label_query_ids(part.start, part.stop)))
 
     def _drop(self, query_BD: Tensor, batch: Batch) -> Tensor:
         rate = self.config.dropout

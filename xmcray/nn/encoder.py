@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from xmcray.data.tokens import TextTokenizer
 
 SETTINGS, WEIGHTS = "static.json", "model.safetensors"
+_LEAD_TOKENS = 10.0  # positions over which the extra weight of a text's first tokens falls by a factor e
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class EncoderConfig:
         pooling: transformer only; "auto" is what the folder declares, and the mean where it declares nothing.
         idf: static only; weigh tokens by inverse document frequency.
         residual: static only; a two-layer network added to the bag.
+        lead: static only; the first token of a text weighs 1 + lead times as much, falling off over some ten tokens:
+            a text begins with its title.
         init_from: static only; a transformer whose input embeddings are the start ("" is from scratch).
         autocast: transformer only; "auto" is bfloat16 on CUDA devices that have it.
         dropout: transformer only; replaces the model's own rates. None keeps them.
@@ -51,12 +54,14 @@ class EncoderConfig:
     pooling: Literal["auto", "mean", "cls"] = "auto"
     idf: bool = True
     residual: bool = True
+    lead: float = 0.0
     init_from: str = ""
     autocast: Literal["auto", "bf16", "none"] = "auto"
     dropout: float | None = None
 
     def __post_init__(self) -> None:
         check_range("encoder.dim", self.dim, low=1 if self.name == "static" else 0)
+        check_range("encoder.lead", self.lead, low=0)
         if self.dropout is not None:
             check_range("encoder.dropout", self.dropout, low=0, high=1)
             if self.name == "static":
@@ -98,13 +103,14 @@ class StaticEncoder(Encoder):
         weight_V: float [V], the weight of each token.
         dim: D.
         residual: add the two-layer network.
+        lead: extra weight of the first tokens of a text.
     """
 
     weight: Tensor
 
-    def __init__(self, weight_V: Tensor, dim: int, residual: bool = True) -> None:
+    def __init__(self, weight_V: Tensor, dim: int, residual: bool = True, lead: float = 0.0) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, self.lead = dim, lead
         self.embedding = nn.Embedding(len(weight_V), dim)
         self.register_buffer("weight", weight_V.to(torch.get_default_dtype()))
         self.hidden = nn.Linear(dim, dim) if residual else None
@@ -128,8 +134,11 @@ class StaticEncoder(Encoder):
         table_VD = self.embedding.weight
         token_T = to_torch(tokens.values).to(table_VD.device)
         start_B = to_torch(tokens.offsets[:-1]).to(table_VD.device)
-        sum_BD = F.embedding_bag(token_T, table_VD, start_B, mode="sum", per_sample_weights=self.weight[token_T])
-        square_B1 = F.embedding_bag(token_T, self.weight.square()[:, None], start_B, mode="sum")
+        weight_T = self.weight[token_T]
+        if self.lead:
+            weight_T = weight_T * (1 + self.lead * torch.exp(_positions(tokens).to(weight_T) / -_LEAD_TOKENS))
+        sum_BD = F.embedding_bag(token_T, table_VD, start_B, mode="sum", per_sample_weights=weight_T)
+        square_B1 = _bag_sums(weight_T.square(), start_B)
         query_BD = sum_BD * square_B1.clamp_min(1e-12).rsqrt()
         if self.hidden is None or self.out is None:
             return query_BD
@@ -140,7 +149,12 @@ class StaticEncoder(Encoder):
         folder.mkdir(parents=True, exist_ok=True)
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         save_file(state, folder / WEIGHTS)
-        settings = {"dim": self.dim, "vocab_size": len(self.weight), "residual": self.out is not None}
+        settings = {
+            "dim": self.dim,
+            "vocab_size": len(self.weight),
+            "residual": self.out is not None,
+            "lead": self.lead,
+        }
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
     @classmethod
@@ -153,7 +167,8 @@ class StaticEncoder(Encoder):
         try:
             settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
             state = load_file(folder / WEIGHTS)
-            encoder = cls(state["weight"], int(settings["dim"]), bool(settings["residual"]))
+            shape = int(settings["dim"]), bool(settings["residual"]), float(settings["lead"])
+            encoder = cls(state["weight"], *shape)
             encoder.to(state["weight"].dtype).load_state_dict(state)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             found = " ".join(str(error).split())[:200]
@@ -185,7 +200,7 @@ def build_encoder(
         assert len(token_counts) == tokenizer.vocab_size, "counts of another vocabulary"
         # The most frequent token stands in for the number of texts: it is in nearly all of them.
         weight_V += np.log((1 + token_counts.max()) / (1 + token_counts))
-    encoder = StaticEncoder(torch.from_numpy(weight_V), config.dim, config.residual)
+    encoder = StaticEncoder(torch.from_numpy(weight_V), config.dim, config.residual, config.lead)
     encoder.reset(seed)
     if config.init_from:
         from xmcray.nn import transformer
@@ -222,6 +237,17 @@ def fit_width(table_VH: Tensor, dim: int) -> Tensor:
     fitted: Tensor = F.pad(centred, (0, dim - centred.shape[1]))
     fitted /= fitted.norm(dim=1).mean()
     return fitted
+
+
+def _positions(tokens: Ragged) -> Tensor:
+    """int64 [T], place of each token in its text."""
+    return to_torch(np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths))
+
+
+def _bag_sums(value_T: Tensor, start_B: Tensor) -> Tensor:
+    """[B, 1], sums of the values of each text."""
+    at_T = torch.arange(len(value_T), device=value_T.device)
+    return F.embedding_bag(at_T, value_T[:, None], start_B, mode="sum")
 
 
 def _check_start(encoder: StaticEncoder, config: EncoderConfig, tokenizer: Any) -> None:

@@ -35,6 +35,16 @@ def test_bag_is_the_idf_weighted_sum_over_the_length_of_the_weights() -> None:
     torch.testing.assert_close(vectors, torch.tensor([[1 / 3, 4 / 3], [0.0, 0.0]]))  # weights 1, 2, 2: length 3
 
 
+def test_lead_makes_the_first_tokens_of_each_text_weigh_more(tmp_path: Path) -> None:
+    encoder = StaticEncoder(torch.ones(12), dim=12, residual=False, lead=3.0)
+    encoder.embedding.weight.data = torch.eye(12)
+    vectors = encoder(Ragged.from_rows([np.arange(12), np.arange(12)]))
+    weight = 1 + 3 * torch.exp(-torch.arange(12) / 10)
+    torch.testing.assert_close(vectors, (weight / weight.norm()).expand(2, 12))
+    encoder.save(tmp_path)
+    assert load_encoder(tmp_path).lead == 3.0
+
+
 def test_untrained_vectors_have_length_about_one_whatever_the_number_of_tokens(tokenizer: TextTokenizer) -> None:
     encoder = build_encoder(EncoderConfig(dim=512), tokenizer, None, seed=0)
     rows = [np.arange(n) for n in (1, 4, 30)]
