@@ -10,7 +10,7 @@
 Files are written aside and renamed; a name that is there is whole. A checkpoint lists the inputs that existed at its
 step. On resume, a version that had not been published by then starts a new attempt with the listed query blocks, so
 that an index actor still busy with the old attempt finds its folder gone and stops; everything else stays. Once a
-version is complete its inputs are removed.
+version is complete, and published at every kept checkpoint, its inputs are removed.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class VersionFolder:
             return file.get_tensor("ids"), file.get_tensor("scores")
 
     def finish(self, labels: np.memmap[Any, np.dtype[np.int32]], about: Mapping[str, Any]) -> None:
-        """Publishes a filled `new_shortlist` and removes the inputs."""
+        """Completes the version with a filled `new_shortlist`."""
         labels.flush()
         entry = storage.hash_file(self.path / "shortlist.part.npy")
         storage.fsync(self.path / "shortlist.part.npy")
@@ -129,7 +129,11 @@ class VersionFolder:
         snapshot_step = int(marks[0]["snapshot_step"])
         body = {**about, "snapshot_step": snapshot_step, "size": entry.size, "sha256": entry.sha256}
         storage.write_json(self.path / "complete.json", body)
-        for folder in ("found", "queries", "rows"):
+        shutil.rmtree(self.path / "found", ignore_errors=True)
+
+    def drop_inputs(self) -> None:
+        """Removes query blocks and label vectors; for a version that is complete and that no checkpoint restarts."""
+        for folder in ("queries", "rows"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
 
     def new_shortlist(self, num_query_ids: int, width: int) -> np.memmap[Any, np.dtype[np.int32]]:

@@ -17,7 +17,6 @@ import ray.train
 import ray.train.torch
 import torch
 
-from xmcray import errors
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.pipeline import start_ray
@@ -25,7 +24,17 @@ from xmcray.errors import ResourceError, XmcrayError
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.training.loop import Loop, build, read_records
-from xmcray.training.run import SELECTION, Run, RunConfig, discard, locked, open_or_create, refuse_contents
+from xmcray.training.run import (
+    SELECTION,
+    Run,
+    RunConfig,
+    discard,
+    forget_mistake,
+    locked,
+    noted_mistake,
+    open_or_create,
+    refuse_contents,
+)
 from xmcray.training.worker import WorkerSettings, work
 
 _SELECT_BY = "nDCG@5"
@@ -121,18 +130,19 @@ def _train_on_ray(run: Run, corpus: Corpus) -> None:
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
     started = start_ray()
+    forget_mistake(run)
     try:
         use_gpu = _check_resources(run.config)
         threads = _threads(run.config)
         with _pool(run, corpus, threads, use_gpu):
-            result = _fit(_trainer(run, threads, use_gpu))
+            _fit(_trainer(run, threads, use_gpu))
     finally:
         if started:
             ray.shutdown()
-    returned = result.return_value or {}
-    if "user_error" in returned:
-        kind: type[XmcrayError] = getattr(errors, returned["kind"], XmcrayError)
-        raise kind(returned["user_error"])
+        mistake = noted_mistake(run)
+        forget_mistake(run)
+        if mistake is not None:
+            raise mistake
 
 
 def _fit(trainer: Any) -> Any:

@@ -146,11 +146,16 @@ class Loop:
             self._retire_versions()
 
     def _retire_versions(self) -> None:
-        """Removes versions of hard negatives that no kept checkpoint can still need."""
-        states = sorted(self.run.checkpoints.glob("step-*/state.json"))
-        used = [json.loads(path.read_text(encoding="utf-8"))["negatives"].get("version") for path in states]
-        if used and all(version is not None for version in used):
-            self.feed.ledger.retire(min(used))
+        """Removes versions of hard negatives, and inputs of versions, that no kept checkpoint can still need."""
+        states = [
+            json.loads(path.read_text(encoding="utf-8")) for path in self.run.checkpoints.glob("step-*/state.json")
+        ]
+        kept = [state["negatives"] for state in states if state["negatives"]]
+        if kept and all(state["version"] is not None for state in kept):
+            self.feed.ledger.retire(min(state["version"] for state in kept))
+        for folder in self.feed.ledger.versions() if kept else []:
+            if folder.complete and all(folder.version in state["published"] for state in kept):
+                folder.drop_inputs()
 
     def _record(self, step: int, window: _Window) -> None:
         loss = float(collectives.sum_over_ranks(torch.tensor([window.loss], dtype=torch.float64, device=_wire())))

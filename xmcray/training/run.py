@@ -27,15 +27,16 @@ from typing import Any, Literal
 import yaml
 
 from xmcray import config as configs
-from xmcray import storage
+from xmcray import errors, storage
 from xmcray.config import check_choice, check_range
 from xmcray.data.batches import DataConfig
-from xmcray.errors import ConfigError, RunError
+from xmcray.errors import ConfigError, RunError, XmcrayError
 from xmcray.methods.base import methods
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.encoder import EncoderConfig
 from xmcray.training.optim import OptimConfig
 
+_MISTAKE = "mistake.json"
 SELECTION = "selection"
 
 
@@ -227,6 +228,27 @@ def discard(run: Run) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if not any(run.path.iterdir()):
             run.path.rmdir()
+
+
+def note_mistake(run: Run, error: XmcrayError) -> None:
+    """Keeps a user's mistake where all ranks and the driver find it; on a disk that is full it may be lost."""
+    with contextlib.suppress(OSError, XmcrayError):
+        storage.write_json(run.path / _MISTAKE, {"kind": type(error).__name__, "message": str(error)})
+
+
+def noted_mistake(run: Run) -> XmcrayError | None:
+    """What `note_mistake` kept."""
+    try:
+        body = json.loads((run.path / _MISTAKE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    kind: type[XmcrayError] = getattr(errors, body["kind"], XmcrayError)
+    return kind(body["message"])
+
+
+def forget_mistake(run: Run) -> None:
+    """Removes what `note_mistake` kept."""
+    (run.path / _MISTAKE).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import XmcrayError
 from xmcray.negatives.pool import PoolRefresher
 from xmcray.training.loop import Loop, build
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import Run, RunConfig, note_mistake, noted_mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,17 @@ class WorkerSettings:
 
 
 def work(settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains to the end; a user's mistake comes back as a value, because a worker that raises is restarted."""
+    """Trains to the end.
+
+    A user's mistake may strike one rank while the others wait for it, so the rank notes it in the run and fails. Ray
+    then restarts all ranks, which find the note and end; the driver raises it.
+    """
     told = WorkerSettings(**settings)
     torch.set_num_threads(told.threads)
     config = RunConfig.resolve(told.config["method_name"], told.config)
     run = Run(Path(told.run), told.run_id, config, Path(told.corpus), told.corpus_sha256)
+    if noted_mistake(run) is not None:
+        return {}
     device = (
         torch.device("cuda") if torch.cuda.is_available() and config.cluster.device != "cpu" else torch.device("cpu")
     )
@@ -46,6 +52,7 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
         data = TrainingData(Corpus.open(run.corpus, verify=False), config.data)
         result = Loop(run, build(config, data, device), PoolRefresher(run.id)).train()
     except XmcrayError as error:
-        return {"user_error": str(error), "kind": type(error).__name__}
+        note_mistake(run, error)
+        raise
     ray.train.report({"step": result["steps"]})
     return result

@@ -1,0 +1,163 @@
+"""A run cut at any step of collecting, building, searching or switching resumes to the same bits."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from corpora import planted_corpus
+
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.errors import ShortlistError
+from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, run_version, wait_published
+from xmcray.training.loop import Loop, Setup, build, read_records
+from xmcray.training.run import Run, RunConfig
+
+SETTINGS = [
+    "encoder.dim=8",
+    "optim.batch_size=64",
+    "optim.epochs=5",
+    "optim.lr=0.01",
+    "optim.warmup_steps=3",
+    "method.classifier.kind=adagrad",
+    "method.classifier.lr=0.1",
+    "method.classifier.weight_decay=0.01",
+    "negatives.uniform=8",
+    "negatives.hard=4",
+    "negatives.start_epoch=2",
+    "negatives.refresh_every=1",
+    "negatives.keep_recall=0",
+    "data.validation=0",
+    "log.every=1",
+    "log.checkpoint_every=3",
+    "log.validate_every=0",
+]
+
+
+class CutError(Exception):
+    """Stands for a kill."""
+
+
+class HeldRefresher:
+    """Finishes versions only when told to."""
+
+    def __init__(self, data: TrainingData, spec: RefreshSpec) -> None:
+        self.data, self.spec = data, spec
+        self.asked: list[VersionFolder] = []
+
+    def start(self, folder: Path) -> None:
+        self.asked.append(VersionFolder(folder))
+
+    def close(self) -> None: ...
+
+    def finish(self) -> None:
+        while self.asked:
+            folder = self.asked.pop()
+            wait_published(folder)
+            run_version(folder, self.data, self.spec)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return planted_corpus(tmp_path_factory.mktemp("resume"), num_queries=200, num_labels=40)
+
+
+def loop_in(folder: Path, corpus: Corpus, *extra: str, cut: int = 0) -> tuple[Loop, Setup, RefreshSpec]:
+    config = RunConfig.resolve("astra", {}, [*SETTINGS, *extra])
+    data = TrainingData(corpus, config.data)
+    setup = build(config, data, torch.device("cpu"))
+    spec = RefreshSpec(2, config.negatives, 0)
+
+    def on_step(step: int) -> None:
+        if step == cut:
+            raise CutError
+
+    folder.mkdir(exist_ok=True)
+    run = Run(folder, "test", config, corpus.path, corpus.sha256)
+    return Loop(run, setup, ThreadRefresher(data, spec), on_step if cut else None), setup, spec
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    loop, setup, _ = loop_in(tmp_path_factory.mktemp("undisturbed"), corpus)
+    assert loop.steps_per_epoch == 4
+    loop.train()
+    return setup.method.answer_rows()
+
+
+@pytest.mark.parametrize("cut", [3, 4, 5, 6, 8, 9, 11, 12, 14, 17])
+def test_cut_and_resumed(corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path, cut: int) -> None:
+    with pytest.raises(CutError):
+        loop_in(tmp_path, corpus, cut=cut)[0].train()
+    loop, setup, _ = loop_in(tmp_path, corpus)
+    loop.train()
+    assert torch.equal(setup.method.answer_rows(), undisturbed)
+    assert [r["step"] for r in read_records(tmp_path / "metrics.jsonl")] == list(range(1, 21))
+
+
+def test_cut_after_a_version_was_completed_beyond_the_checkpoint(
+    corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path
+) -> None:
+    """Checkpoint at 3, version 0 published at 4 and complete at 5: its inputs must still be there to start again."""
+    loop, _, _ = loop_in(tmp_path, corpus, cut=5)
+    with pytest.raises(CutError):
+        loop.train()
+    loop.feed.refresher.close()
+    assert Ledger(tmp_path / "negatives").version(0).complete
+    again, setup, _ = loop_in(tmp_path, corpus)
+    again.train()
+    assert torch.equal(setup.method.answer_rows(), undisturbed)
+
+
+def test_scheduled_waits_for_a_late_version(corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path) -> None:
+    loop, setup, spec = loop_in(tmp_path, corpus)
+    held = loop.feed.refresher = HeldRefresher(setup.data, spec)
+    trainer = threading.Thread(target=loop.train)
+    trainer.start()
+    while trainer.is_alive():
+        held.finish()
+    assert torch.equal(setup.method.answer_rows(), undisturbed)
+    assert loop.feed.broken_at_step is None
+
+
+def test_scheduled_goes_on_without_a_version_that_never_comes(corpus: Corpus, tmp_path: Path) -> None:
+    loop, setup, spec = loop_in(tmp_path, corpus, "negatives.wait_s=0")
+    loop.feed.refresher = HeldRefresher(setup.data, spec)
+    result = loop.train()
+    assert result["schedule_broken_at_step"] == 8
+    assert loop.feed.current is None
+
+
+def test_eager_takes_a_version_between_epochs(corpus: Corpus, tmp_path: Path) -> None:
+    loop, setup, spec = loop_in(tmp_path, corpus, "negatives.schedule=eager")
+    held = loop.feed.refresher = HeldRefresher(setup.data, spec)
+    loop.on_step = lambda step: held.finish() if step == 10 else None
+    loop.train()
+    versions = {r["step"]: r["negatives_version"] for r in read_records(tmp_path / "metrics.jsonl")}
+    assert versions[10] is None
+    assert versions[11] == 1, "the newest complete version counts, versions 0 and 1 were complete"
+
+
+def test_negatives_too_old_end_the_run(corpus: Corpus, tmp_path: Path) -> None:
+    settings = ["negatives.schedule=eager", "negatives.max_age=1", "optim.epochs=9"]
+    loop, setup, spec = loop_in(tmp_path, corpus, *settings)
+    held = loop.feed.refresher = HeldRefresher(setup.data, spec)
+    loop.on_step = lambda step: held.finish() if step == 6 else None
+    with pytest.raises(ShortlistError, match="the negative pool does not answer"):
+        loop.train()
+
+
+def test_a_shortlist_holds_no_positive_and_no_filter_pair(corpus: Corpus, tmp_path: Path) -> None:
+    loop, setup, _ = loop_in(tmp_path, corpus)
+    loop.train()
+    shortlist = loop.feed.current
+    assert shortlist is not None
+    ids = setup.data.query_ids
+    hard = shortlist.take(ids, 4)
+    assert (hard.lengths == 4).all()
+    for forbidden in (setup.data.positives(ids), setup.data.excluded(ids)):
+        assert not any(set(hard[i]) & set(forbidden[i]) for i in range(len(ids)))
