@@ -19,6 +19,9 @@ from xmcray.training.run import Run, RunConfig
 STEPS = 20
 COMMON = [
     "encoder.dim=12",
+    "encoder.lead=2",
+    "encoder.pairs=40",
+    "method.init=texts",
     "optim.batch_size=33",  # neither the queries nor the labels nor 33 divide by 2, 3 or 4
     "optim.epochs=4",
     "optim.warmup_steps=3",

@@ -44,6 +44,7 @@ class EncoderConfig:
         residual: static only; a two-layer network added to the bag.
         lead: static only; the first token of a text weighs 1 + lead times as much, falling off over some ten tokens:
             a text begins with its title.
+        pairs: static only; rows for pairs of neighbouring tokens, which share them by a hash; 0 is a bag of tokens.
         init_from: static only; a transformer whose input embeddings are the start ("" is from scratch).
         autocast: transformer only; "auto" is bfloat16 on CUDA devices that have it.
         dropout: transformer only; replaces the model's own rates. None keeps them.
@@ -55,6 +56,7 @@ class EncoderConfig:
     idf: bool = True
     residual: bool = True
     lead: float = 0.0
+    pairs: int = 0
     init_from: str = ""
     autocast: Literal["auto", "bf16", "none"] = "auto"
     dropout: float | None = None
@@ -62,6 +64,7 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         check_range("encoder.dim", self.dim, low=1 if self.name == "static" else 0)
         check_range("encoder.lead", self.lead, low=0)
+        check_range("encoder.pairs", self.pairs, low=0)
         if self.dropout is not None:
             check_range("encoder.dropout", self.dropout, low=0, high=1)
             if self.name == "static":
@@ -91,6 +94,10 @@ class Encoder(nn.Module, abc.ABC):
         """Names of parameters of which a step touches few rows: a row-sparse optimiser is much faster on them."""
         return []
 
+    def rows_read(self, tokens: Ragged) -> Int64Array:
+        """Rows of those parameters that `forward` reads for `tokens`, in any order, with repetitions."""
+        return tokens.values
+
 
 class StaticEncoder(Encoder):
     """Bag of token embeddings: x = sum_t w_t e_t / sqrt(sum_t w_t^2), then x + W2 gelu(W1 x).
@@ -104,14 +111,15 @@ class StaticEncoder(Encoder):
         dim: D.
         residual: add the two-layer network.
         lead: extra weight of the first tokens of a text.
+        pairs: rows for pairs of neighbouring tokens, behind the tokens' own; a pair weighs the mean of its tokens.
     """
 
     weight: Tensor
 
-    def __init__(self, weight_V: Tensor, dim: int, residual: bool = True, lead: float = 0.0) -> None:
+    def __init__(self, weight_V: Tensor, dim: int, residual: bool = True, lead: float = 0.0, pairs: int = 0) -> None:
         super().__init__()
-        self.dim, self.lead = dim, lead
-        self.embedding = nn.Embedding(len(weight_V), dim)
+        self.dim, self.lead, self.pairs = dim, lead, pairs
+        self.embedding = nn.Embedding(len(weight_V) + pairs, dim)
         self.register_buffer("weight", weight_V.to(torch.get_default_dtype()))
         self.hidden = nn.Linear(dim, dim) if residual else None
         self.out = nn.Linear(dim, dim) if residual else None
@@ -129,15 +137,43 @@ class StaticEncoder(Encoder):
         """The embedding table: its gradient is zero outside the batch's tokens."""
         return ["embedding.weight"]
 
+    def rows_read(self, tokens: Ragged) -> Int64Array:
+        """Tokens, and the hashes of their pairs."""
+        return self._rows(tokens)[0].values
+
+    def _rows(self, tokens: Ragged) -> tuple[Ragged, Int64Array, Int64Array]:
+        """Table rows of each text, and for each the places in `tokens` of the token and of its right neighbour."""
+        first = np.arange(len(tokens.values))
+        if not self.pairs:
+            return tokens, first, first
+        has_next = np.ones(len(first), dtype=bool)
+        has_next[tokens.offsets[1:][tokens.lengths > 0] - 1] = False
+        place = np.repeat(first, 1 + has_next)
+        second = place.copy()
+        is_pair = np.flatnonzero(np.diff(place, prepend=-1) == 0)
+        second[is_pair] += 1
+        values = tokens.values[place]
+        values[is_pair] = len(self.weight) + _hash(values[is_pair], tokens.values[second[is_pair]]) % self.pairs
+        offsets = np.concatenate([[0], np.cumsum(1 + has_next)])[tokens.offsets]
+        return Ragged(values, offsets), place, second
+
+    def _weighted(self, tokens: Ragged) -> tuple[Ragged, Tensor]:
+        rows, first, second = self._rows(tokens)
+        weight_T = self.weight[to_torch(tokens.values).to(self.weight.device)]
+        if self.lead:
+            weight_T = weight_T * (1 + self.lead * torch.exp(_positions(tokens).to(weight_T) / -_LEAD_TOKENS))
+        if not self.pairs:
+            return rows, weight_T
+        first_R, second_R = (to_torch(places).to(weight_T.device) for places in (first, second))
+        return rows, (weight_T[first_R] + weight_T[second_R]) / 2
+
     def forward(self, tokens: Ragged) -> Tensor:
         """query_BD; a text without tokens is the zero vector plus the residual layer's answer to it."""
         table_VD = self.embedding.weight
-        token_T = to_torch(tokens.values).to(table_VD.device)
-        start_B = to_torch(tokens.offsets[:-1]).to(table_VD.device)
-        weight_T = self.weight[token_T]
-        if self.lead:
-            weight_T = weight_T * (1 + self.lead * torch.exp(_positions(tokens).to(weight_T) / -_LEAD_TOKENS))
-        sum_BD = F.embedding_bag(token_T, table_VD, start_B, mode="sum", per_sample_weights=weight_T)
+        rows, weight_T = self._weighted(tokens)
+        row_T = to_torch(rows.values).to(table_VD.device)
+        start_B = to_torch(rows.offsets[:-1]).to(table_VD.device)
+        sum_BD = F.embedding_bag(row_T, table_VD, start_B, mode="sum", per_sample_weights=weight_T)
         square_B1 = _bag_sums(weight_T.square(), start_B)
         query_BD = sum_BD * square_B1.clamp_min(1e-12).rsqrt()
         if self.hidden is None or self.out is None:
@@ -154,6 +190,7 @@ class StaticEncoder(Encoder):
             "vocab_size": len(self.weight),
             "residual": self.out is not None,
             "lead": self.lead,
+            "pairs": self.pairs,
         }
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
@@ -167,7 +204,7 @@ class StaticEncoder(Encoder):
         try:
             settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
             state = load_file(folder / WEIGHTS)
-            shape = int(settings["dim"]), bool(settings["residual"]), float(settings["lead"])
+            shape = int(settings["dim"]), bool(settings["residual"]), float(settings["lead"]), int(settings["pairs"])
             encoder = cls(state["weight"], *shape)
             encoder.to(state["weight"].dtype).load_state_dict(state)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
@@ -200,14 +237,14 @@ def build_encoder(
         assert len(token_counts) == tokenizer.vocab_size, "counts of another vocabulary"
         # The most frequent token stands in for the number of texts: it is in nearly all of them.
         weight_V += np.log((1 + token_counts.max()) / (1 + token_counts))
-    encoder = StaticEncoder(torch.from_numpy(weight_V), config.dim, config.residual, config.lead)
+    encoder = StaticEncoder(torch.from_numpy(weight_V), config.dim, config.residual, config.lead, config.pairs)
     encoder.reset(seed)
     if config.init_from:
         from xmcray.nn import transformer
 
         table_VH = transformer.input_embeddings(config.init_from, tokenizer)
         with torch.no_grad():
-            encoder.embedding.weight.copy_(fit_width(table_VH, config.dim))
+            encoder.embedding.weight[: tokenizer.vocab_size].copy_(fit_width(table_VH, config.dim))
     return encoder
 
 
@@ -237,6 +274,11 @@ def fit_width(table_VH: Tensor, dim: int) -> Tensor:
     fitted: Tensor = F.pad(centred, (0, dim - centred.shape[1]))
     fitted /= fitted.norm(dim=1).mean()
     return fitted
+
+
+def _hash(left: Int64Array, right: Int64Array) -> Int64Array:
+    """int64, non-negative; multiplicative hashing, of which the high bits are the good ones."""
+    return (left * 2_654_435_761 + right * 2_246_822_519 & 0xFFFFFFFFFFFF) >> 12
 
 
 def _positions(tokens: Ragged) -> Tensor:

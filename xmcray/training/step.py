@@ -57,8 +57,8 @@ class Embedder:
         self._kept.clear()
 
     def touched(self) -> Tensor:
-        """int64, distinct tokens encoded since the last call, ascending."""
-        values = [tokens.values for tokens in self.tokens]
+        """int64, distinct rows of the token tables read since the last call, ascending."""
+        values = [self.encoder.rows_read(tokens) for tokens in self.tokens]
         self.tokens.clear()
         return torch.from_numpy(np.unique(np.concatenate(values)) if values else np.empty(0, np.int64))
 

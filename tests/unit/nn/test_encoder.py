@@ -45,6 +45,22 @@ def test_lead_makes_the_first_tokens_of_each_text_weigh_more(tmp_path: Path) -> 
     assert load_encoder(tmp_path).lead == 3.0
 
 
+def test_pairs_of_neighbours_have_rows_and_weigh_the_mean_of_their_tokens(tmp_path: Path) -> None:
+    encoder = StaticEncoder(torch.tensor([1.0, 3.0]), dim=2, residual=False, pairs=50)
+    encoder.embedding.weight.data[:] = torch.tensor([1.0, 0.0])
+    encoder.embedding.weight.data[2:] = torch.tensor([0.0, 1.0])
+    texts = Ragged.from_rows([[0, 1, 0], [], [1], [0, 1]])
+    length = torch.tensor([19.0, 1.0, 9.0, 14.0]).sqrt()
+    expected = torch.tensor([[5.0, 4.0], [0.0, 0.0], [3.0, 0.0], [4.0, 2.0]])
+    torch.testing.assert_close(encoder(texts), expected / length[:, None])
+    rows = encoder.rows_read(texts)
+    assert [len(encoder.rows_read(texts.slice(i, i + 1))) for i in range(4)] == [5, 0, 1, 3]
+    assert rows[1] != rows[3], "0 1 and 1 0 are different pairs"
+    assert rows[1] == rows[7], "a pair has the same row in every text"
+    encoder.save(tmp_path)
+    assert torch.equal(load_encoder(tmp_path)(texts), encoder(texts))
+
+
 def test_untrained_vectors_have_length_about_one_whatever_the_number_of_tokens(tokenizer: TextTokenizer) -> None:
     encoder = build_encoder(EncoderConfig(dim=512), tokenizer, None, seed=0)
     rows = [np.arange(n) for n in (1, 4, 30)]
