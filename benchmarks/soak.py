@@ -56,11 +56,12 @@ SETTINGS = [
     "negatives.hard=10",
     "negatives.start_epoch=2",
     "negatives.refresh_every=1",
-    "negatives.wait_s=300",
+    "negatives.wait_s=120",
     "log.every=1",
     "log.checkpoint_every=17",
     "log.validate_every=0",
 ]
+PATIENCE_S = 300  # a run takes half a minute
 MOMENTS = ("any step", "collecting", "building", "searching", "switching")
 
 
@@ -103,7 +104,7 @@ def main() -> None:
     rows: list[list[object]] = []
     try:
         run = folder / "undisturbed"
-        start(corpus, run).wait()
+        wait(start(corpus, run))
         expected, steps = final_weights(run), Run.open(run).result()["steps"]  # type: ignore[index]
         for number, trial in enumerate(trials(arguments, steps), 1):
             rows.append(
@@ -144,17 +145,19 @@ def kill_and_resume(trial: Trial, corpus: Path, run: Path, expected: dict[str, s
     family: dict[int, str] = {}
 
     def strike() -> None:
-        met[:] = ["+".join(phases(run)), last_step(run)]
+        step = last_step(run)
+        boundary = step % trial.steps_per_epoch == 0 and step // trial.steps_per_epoch >= 2
+        met[:] = ["+".join(phases(run) + ["switching"] * boundary), step]
         family.update(descendants(driver.pid))
         workers = sorted(pid for pid, command in family.items() if "RayTrainWorker" in command)
         os.kill(random.Random(trial.step).choice(workers) if trial.target == "worker" else driver.pid, signal.SIGKILL)
 
     watcher = When(lambda: trial.due(run), strike)
-    driver.wait()
+    wait(driver)
     watcher.close()
     if trial.target == "driver" and watcher.done:
         driver = start(corpus, run)
-        driver.wait()
+        wait(driver)
     for pid, command in family.items():  # ours, should something have outlived its driver
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode() == command:
@@ -167,6 +170,18 @@ def start(corpus: Path, run: Path) -> subprocess.Popen[bytes]:
     """A driver in a process of its own; what it and Ray say of the kill goes to a file beside the run."""
     with run.with_suffix(".log").open("ab") as log:
         return subprocess.Popen([sys.executable, __file__, "--train", str(corpus), str(run)], stderr=log)
+
+
+def wait(driver: subprocess.Popen[bytes]) -> None:
+    """Until it ends; one that hangs is killed, and its return code says so."""
+    try:
+        driver.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        family = descendants(driver.pid)
+        for pid in [driver.pid, *family]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        driver.wait()
 
 
 def phases(run: Path) -> list[str]:
