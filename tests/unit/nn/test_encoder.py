@@ -7,7 +7,8 @@ import torch
 from xmcray.config import build
 from xmcray.data.tokens import TextTokenizer, train_wordpiece
 from xmcray.errors import BundleError, ConfigError
-from xmcray.nn.encoder import EncoderConfig, StaticEncoder, build_encoder, fit_width, load_encoder
+from xmcray.nn.encoder import EncoderConfig, build_encoder, fit_width, load_encoder
+from xmcray.nn.static import StaticEncoder
 from xmcray.types import Ragged
 
 TEXTS = ["sort an array", "", "sort", "the sorted order of an array of numbers", "numbers numbers numbers"]
