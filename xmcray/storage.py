@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,14 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def aside(path: Path) -> Path:
+    """A hidden name beside `path` that no other thread uses; it does not end as `path` does, so no glob finds it."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+
+
 def write_json(path: Path, value: object) -> None:
     """Writes JSON so that a reader sees the old or the new text, never a part: temporary file, sync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = aside(path)
     with disk_errors(path):
         try:
             with temporary.open("w", encoding="utf-8") as file:

@@ -145,7 +145,7 @@ class Astra:
         positives, weight_G = capped_positives(batch, self.config.max_positives, seed, unbiased)
         width = negatives.hard_at(batch.epoch)
         hard = shortlist.take(batch.query_ids, width) if shortlist and width else Ragged.empty(len(batch.query_ids))
-        pool = draws.uniform_labels(seed, batch.step, data.num_labels, negatives.uniform)
+        pool = draws.uniform_labels(seed, batch.step, data.num_labels, negatives.uniform_at(batch.epoch))
         return gather_candidates(batch, hard, pool, positives, weight_G, self.parts.partition).to(self.parts.device)
 
     def _pool_weight(self) -> float:
@@ -156,11 +156,11 @@ class Astra:
 
     def _prior(self) -> float:
         """log(positives / negatives) of an average query, negatives counted with their importance weight."""
-        data, uniform = self.parts.data, self.parts.negatives.uniform
+        data, asked = self.parts.data, self.parts.negatives
         ids = data.query_ids[draws.generator(self.parts.seed, "prior").permutation(len(data.query_ids))[:10_000]]
         positives = float(data.positives(ids).lengths.mean())
-        all_labels = self.config.exact or not uniform
-        negatives = data.num_labels if all_labels else min(uniform, data.num_labels) * self._pool_weight()
+        sampled = asked.hard + min(asked.uniform, data.num_labels) * self._pool_weight()
+        negatives = data.num_labels if self.config.exact else min(sampled, data.num_labels)
         return math.log(positives / max(negatives, 1.0))
 
     def _exact(self, query_GD: Tensor, batch: Batch) -> LossTerms:

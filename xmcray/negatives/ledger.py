@@ -7,16 +7,16 @@
         found/0000/...                      what index shard 0 found, a file per query block
         shortlist.npy, complete.json        the finished version
 
-Files are written aside and renamed; a name that is there is whole. A checkpoint lists the inputs that existed at its
-step. On resume, a version that had not been published by then starts a new attempt with the listed query blocks, so
-that an index actor still busy with the old attempt finds its folder gone and stops; everything else stays. Once a
-version is complete, and published at every kept checkpoint, its inputs are removed.
+Files are written aside and renamed; a name that is there is whole, and two actors that do the same work do no harm. A
+checkpoint lists the inputs that existed at its step. On resume, a version that had not been published by then starts a
+new attempt with the listed query blocks, so that an index actor still busy with the old attempt finds its folder gone
+and stops; everything else stays. Once a version is complete, and published at every kept checkpoint, its inputs are
+removed.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -122,9 +122,10 @@ class VersionFolder:
     def finish(self, labels: np.memmap[Any, np.dtype[np.int32]], about: Mapping[str, Any]) -> None:
         """Completes the version with a filled `new_shortlist`."""
         labels.flush()
-        entry = storage.hash_file(self.path / "shortlist.part.npy")
-        storage.fsync(self.path / "shortlist.part.npy")
-        (self.path / "shortlist.part.npy").replace(self.path / "shortlist.npy")
+        part = Path(str(labels.filename))
+        entry = storage.hash_file(part)
+        storage.fsync(part)
+        part.replace(self.path / "shortlist.npy")
         marks = [_read_json(path) for path in sorted(self.path.glob("published-*.json"))]
         snapshot_step = int(marks[0]["snapshot_step"])
         body = {**about, "snapshot_step": snapshot_step, "size": entry.size, "sha256": entry.sha256}
@@ -139,7 +140,7 @@ class VersionFolder:
     def new_shortlist(self, num_query_ids: int, width: int) -> np.memmap[Any, np.dtype[np.int32]]:
         """An int32 [num_query_ids, width] file filled with -1, to be filled and given to `finish`."""
         labels: np.memmap[Any, np.dtype[np.int32]] = np.lib.format.open_memmap(
-            self.path / "shortlist.part.npy", mode="w+", dtype=np.int32, shape=(num_query_ids, width)
+            storage.aside(self.path / "shortlist.npy"), mode="w+", dtype=np.int32, shape=(num_query_ids, width)
         )
         labels[:] = -1
         return labels
@@ -241,7 +242,7 @@ def _save(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | 
             exist_ok=True
         )  # found/; never the version's own folder: a withdrawn attempt stays gone
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = storage.aside(path)
     with storage.disk_errors(path):
         save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, temporary, metadata=dict(metadata or {}))
         storage.fsync(temporary)

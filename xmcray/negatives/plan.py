@@ -14,6 +14,8 @@ class NegativesConfig:
 
     Attributes:
         uniform: c, labels of the pool drawn uniformly for a whole global batch.
+        uniform_epochs: first epochs that have the uniform pool; 0 is all of them. With `start_epoch` here, hard
+            negatives take the place of uniform ones.
         hard: h, hard negatives of a query; 0 switches the index off.
         start_epoch: e0, first epoch that uses hard negatives (>= 2: one to collect queries, one to build and search).
         refresh_every: epochs between refreshes.
@@ -27,6 +29,7 @@ class NegativesConfig:
     """
 
     uniform: int = 2000
+    uniform_epochs: int = 0
     hard: int = 50
     start_epoch: int = 5
     refresh_every: int = 5
@@ -39,6 +42,7 @@ class NegativesConfig:
 
     def __post_init__(self) -> None:
         check_range("negatives.uniform", self.uniform, low=0)
+        check_range("negatives.uniform_epochs", self.uniform_epochs, low=0)
         check_range("negatives.hard", self.hard, 0, 10_000)
         check_range("negatives.start_epoch", self.start_epoch, low=2)
         check_range("negatives.refresh_every", self.refresh_every, low=1)
@@ -52,6 +56,10 @@ class NegativesConfig:
     def schedule_of(self) -> Schedule:
         """When versions are collected, built and used."""
         return Schedule(self.start_epoch, self.refresh_every)
+
+    def uniform_at(self, epoch: int) -> int:
+        """Labels of the uniform pool in an epoch."""
+        return 0 if self.uniform_epochs and epoch >= self.uniform_epochs else self.uniform
 
     def hard_at(self, epoch: int) -> int:
         """Hard negatives per query in an epoch: the curriculum grows linearly from the first epoch that has any."""

@@ -132,7 +132,7 @@ class ThreadRefresher:
             wait_published(folder)
             run_version(folder, self.data, self.spec)
         except BaseException as error:
-            if not folder.withdrawn:
+            if not (folder.withdrawn or folder.complete):
                 self._errors.append(error)
 
 

@@ -47,6 +47,7 @@ _RAY_SETTINGS = {
 _ALLOCATOR = {  # glibc would give large blocks back after every step and fault them in again at the next
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
+    "THP_MEM_ALLOC_ENABLE": "1",  # torch: huge pages for large tensors; rows are read at random addresses
 }
 
 _train: Any = ray.train  # type checkers see the classes of Train v1 under these names
