@@ -41,9 +41,8 @@ from xmcray.types import Shortlist
 METRICS = ("P@1", "P@5", "PSP@5")
 VARIANTS: dict[str, list[str]] = {
     "random": ["negatives.hard=0"],
-    # Without uniform labels there is no negative before the first hard ones: they come as early as they can. The offset
-    # is the log-odds of 3 positives among 50 negatives; the default would count all labels and stop all learning.
-    "hard-only": ["negatives.uniform=0", "negatives.start_epoch=2", "method.offset=-2.8"],
+    # Hard negatives need an index, and the earliest one is used from epoch 2: uniform labels until then, none after.
+    "hard-only": ["negatives.start_epoch=2", "negatives.uniform_epochs=2"],
     "mixture": [],
     "curriculum": ["negatives.curriculum={half}"],
     "exact": ["negatives.hard=0", "method.exact=true"],
@@ -193,8 +192,7 @@ def write(plan: Sequence[tuple[Corpus, str, int, RunConfig]], arguments: argpars
     notes += [
         "percent on the test split, exact search; mean over seeds with its 95 % interval (Student's t);"
         " differences are paired by seed",
-        "hard-only has no negatives in epochs 0 and 1 (the earliest index needs both) and 50 hard ones after;"
-        " its scores start at -2.8, the log-odds of a positive among those",
+        "hard-only has uniform negatives in epochs 0 and 1, which the earliest index needs, and hard ones alone after",
         load,
     ]
     header = ["set", "negatives", "seeds", *METRICS, "minutes"]
