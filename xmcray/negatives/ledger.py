@@ -17,6 +17,7 @@ removed.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -201,12 +202,10 @@ class Ledger:
                     self._check(inputs, listed.get(folder.version, []))
                 continue
             again = self._start(folder.version, folder.attempt + 1)
-            names = [name for name in listed.get(folder.version, []) if "/queries/" in name]
-            self._check(inputs, names)
-            for name in names:
+            for name in (name for name in listed.get(folder.version, []) if "/queries/" in name):
                 target = again.path / "queries" / Path(name).name
                 target.parent.mkdir(exist_ok=True)
-                (self.path / name).rename(target)
+                os.link(self._find(folder.version, Path(name).name, inputs[name]), target)
         for folder in self._folders():
             if folder.path not in [f.path for f in self.versions()]:
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -220,6 +219,13 @@ class Ledger:
         for folder in self._folders():
             if folder.version < before:
                 shutil.rmtree(folder.path, ignore_errors=True)
+
+    def _find(self, version: int, block: str, sha256: str) -> Path:
+        """A query block in whichever attempt an earlier restore from the same checkpoint left it."""
+        for path in sorted(self.path.glob(f"v{version:05d}-*/queries/{block}")):
+            if storage.hash_file(path).sha256 == sha256:
+                return path
+        raise StorageError(f"{self.path} lacks {block} of version {version}; resume from an earlier copy of the run")
 
     def _check(self, inputs: Mapping[str, str], names: list[str]) -> None:
         for name in names:

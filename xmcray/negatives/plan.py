@@ -88,10 +88,6 @@ class Schedule:
         """The version whose queries are collected in an epoch."""
         return self._version_at(epoch + 2)
 
-    def building(self, epoch: int) -> int | None:
-        """The version that is built and searched in an epoch."""
-        return self._version_at(epoch + 1)
-
     def using(self, epoch: int) -> int | None:
         """The version that an epoch uses when nothing is late; None before the first."""
         if epoch < self.start_epoch:

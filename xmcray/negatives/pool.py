@@ -16,6 +16,7 @@ import ray
 
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
+from xmcray.errors import XmcrayError
 from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.refresh import RefreshSpec, merge_shards, search_shard, wait_published
 
@@ -127,10 +128,20 @@ class PoolRefresher:
 
     def start(self, folder: Path) -> None:
         """Asks the coordinator for a version and does not wait."""
-        if self._calls:  # a finished call that failed is an error of ours: raise it here rather than never
-            done, self._calls = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
-            ray.get(done)
+        self.check()
         self._calls.append(ray.get_actor(self._name).run.remote(str(folder)))
+
+    def check(self) -> None:
+        """Raises what a version failed with; a user's mistake as it was raised in the actor."""
+        if not self._calls:
+            return
+        done, self._calls = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
+        try:
+            ray.get(done)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, XmcrayError):
+                raise error.cause from None
+            raise
 
     def close(self) -> None:
         """Nothing to end: the driver owns the pool."""

@@ -32,6 +32,9 @@ class Refresher(Protocol):
     def start(self, folder: Path) -> None:
         """Asks for a version; returns at once, and may be called again for the same one."""
 
+    def check(self) -> None:
+        """Raises what went wrong in a version that was started."""
+
     def close(self) -> None:
         """Ends what `start` began."""
 
@@ -72,15 +75,20 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
 
 def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
     """Merges what all shards found: positives and filter pairs out, the h best of each query in; then complete."""
+    if folder.complete:  # by someone else: the inputs may be gone, and a merge of nothing would pass for a version
+        return
     labels = folder.new_shortlist(data.num_query_ids, spec.negatives.hard)
-    for block in folder.query_blocks:
+    blocks = folder.query_blocks
+    for block in blocks:
         ids, _, _ = folder.read_queries(block)
         found = [folder.read_found(shard, block) for shard in range(spec.num_shards)]
         candidate = np.concatenate([ids_ for ids_, _ in found], axis=1)
         score = np.concatenate([scores for _, scores in found], axis=1)
         forbidden = [data.positives(ids), data.excluded(ids)]
         labels[ids] = best_allowed(candidate, score, forbidden, data.num_labels, spec.negatives.hard)
-    folder.finish(labels, {"recall": _read_recall(folder), "queries": len(folder.query_blocks)})
+    if not blocks or folder.query_blocks != blocks:
+        raise FileNotFoundError(f"query blocks of {folder.path} vanished while they were merged")
+    folder.finish(labels, {"recall": _read_recall(folder), "blocks": len(blocks)})
 
 
 def best_allowed(
@@ -116,11 +124,15 @@ class ThreadRefresher:
 
     def start(self, folder: Path) -> None:
         """Starts a thread for a version unless there is one."""
-        if self._errors:
-            raise self._errors[0]
+        self.check()
         if folder not in self._threads:
             self._threads[folder] = threading.Thread(target=self._run, args=(VersionFolder(folder),), daemon=True)
             self._threads[folder].start()
+
+    def check(self) -> None:
+        """Raises what a thread raised."""
+        if self._errors:
+            raise self._errors[0]
 
     def close(self) -> None:
         """Waits for the threads."""

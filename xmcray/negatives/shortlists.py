@@ -177,6 +177,7 @@ class ShortlistFeed:
         if collectives.rank() == 0:
             folder = self.ledger.version(due)
             while not folder.complete and time.monotonic() < deadline:
+                self.refresher.check()
                 time.sleep(0.01)
             found = due if folder.complete else self._newest_here()
         found = collectives.broadcast_int(found)

@@ -126,7 +126,7 @@ class RowTable:
             stale = (self.last_step_S < self.num_steps).nonzero().squeeze(1)
             for ids in stale.split(1 << 16):
                 self.weight_SD[ids] *= self._pending_decay(self.last_step_S[ids])
-        self.last_step_S.fill_(self.num_steps)
+        self._up_to_date(self.num_steps)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint keeps per row, first axis = rows; call `flush` before."""
@@ -137,6 +137,10 @@ class RowTable:
         """Restores what `tensors` gave, after `num_steps` updates (all rows were flushed then)."""
         for name, mine in self.tensors().items():
             mine.copy_(tensors[name])
+        self._up_to_date(num_steps)
+
+    def _up_to_date(self, num_steps: int) -> None:
+        """All rows are; sums start anew, so that a run that was restored here rounds as one that went on."""
         self.log_decay = array("d", [0.0]) * (num_steps + 1)
         self.last_step_S.fill_(num_steps)
 

@@ -69,7 +69,7 @@ class TransformerEncoder(Encoder):
         """query_BD; a text without tokens is the zero vector."""
         lookup = self.model.get_input_embeddings()
         device: torch.device = lookup.weight.device
-        batches = micro_batches(tokens.lengths, *_costs(device))
+        batches = micro_batches(tokens.lengths, *_costs(device, self.training))
         if not batches:  # a rank without texts still takes part in the step: its gradient is zero, not absent
             return cast(Tensor, lookup.weight[:0].sum() + lookup.weight.new_zeros(len(tokens), self.dim))
         # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so once is enough.
@@ -143,14 +143,15 @@ class TransformerEncoder(Encoder):
         )
 
 
-def _costs(device: torch.device) -> tuple[int, int]:
+def _costs(device: torch.device, training: bool) -> tuple[int, int]:
     """What one more call costs, in tokens, and the most tokens of a call (benchmarks/encoder_speed.py).
 
-    A CPU encodes fastest while the activations stay in its cache; in training they leave it anyway.
+    A CPU encodes fastest while the activations stay in its cache; in training they leave it anyway. It must not depend
+    on whether there is a graph: gradient caching encodes a text twice and replays its dropout.
     """
     if device.type != "cpu":
         return 4096, 131072
-    return (64, 8192) if torch.is_grad_enabled() else (32, 1024)
+    return (64, 8192) if training else (32, 1024)
 
 
 def micro_batches(lengths: Int64Array, call_tokens: int, max_tokens: int) -> list[Int64Array]:

@@ -57,10 +57,10 @@ def save(folder: Path, step: int, stepper: Stepper, part: LabelPartition, state:
     destination = folder / f"step-{step:08d}"
     if collectives.rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
-        _guard(lambda: aside.mkdir(parents=True), aside)
     collectives.broadcast_int(0)
 
     def write() -> dict[str, list[Any]]:
+        aside.mkdir(parents=True, exist_ok=True)
         written = _write_rows(aside, stepper, part)
         if collectives.rank() == 0:
             _write_shared(aside, step, stepper, state)

@@ -20,9 +20,10 @@ import torch
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.pipeline import start_ray
-from xmcray.errors import ResourceError, XmcrayError
+from xmcray.errors import ConfigError, ResourceError, XmcrayError
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.storage import is_url
 from xmcray.training.loop import Loop, build, read_records
 from xmcray.training.run import (
     SELECTION,
@@ -75,6 +76,14 @@ def train(
     Raises:
         XmcrayError: the user's mistakes.
     """
+    if is_url(out):
+        raise ConfigError(
+            f"--out {out} is a URL; a run is written to a folder (on a cluster: one that all nodes share)"
+        )
+    if refit and not config.data.validation:
+        raise ConfigError(
+            "--refit chooses the number of epochs on held-out queries, but data.validation is 0; raise it"
+        )
     path = Path(out).absolute()
     opened = Corpus.open(corpus)
     with locked(path):
@@ -118,12 +127,18 @@ def _train_one(run: Run, corpus: Corpus, watch: Watch) -> None:
 def train_here(run: Run, corpus: Corpus, on_step: Callable[[int], None] | None = None) -> dict[str, Any]:
     """Trains in this process, without Ray; the index is built in a thread."""
     cluster = run.config.cluster
-    torch.set_num_threads(cluster.threads_per_process or max(1, (os.cpu_count() or 2) // 2))
-    gpu = cluster.device == "gpu" or (cluster.device == "auto" and torch.cuda.is_available())
+    threads = cluster.threads_per_process or max(1, (os.cpu_count() or 2) // 2)
+    torch.set_num_threads(threads)
+    if cluster.device == "gpu" and not torch.cuda.is_available():
+        raise ResourceError("cluster.device is gpu, but this machine has no CUDA device; set cluster.device=cpu")
+    gpu = cluster.device != "cpu" and torch.cuda.is_available()
     data = TrainingData(corpus, run.config.data)
-    spec = RefreshSpec(1, run.config.negatives, run.config.optim.seed)
+    refresher = ThreadRefresher(data, RefreshSpec(1, run.config.negatives, run.config.optim.seed, threads))
     setup = build(run.config, data, torch.device("cuda" if gpu else "cpu"))
-    return Loop(run, setup, ThreadRefresher(data, spec), on_step).train()
+    try:
+        return Loop(run, setup, refresher, on_step).train()
+    finally:
+        refresher.close()
 
 
 def _train_on_ray(run: Run, corpus: Corpus) -> None:

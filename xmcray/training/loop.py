@@ -172,6 +172,7 @@ class Loop:
                     "step_s": window.seconds / window.steps,
                     "negatives_version": None if current is None else current.version,
                     "negatives_age": self.feed.age(step),
+                    "schedule_broken_at_step": self.feed.broken_at_step,
                     "blocked_s": window.blocked_s,
                     "memory_mb": _resident_mb(),
                 }

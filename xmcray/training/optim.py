@@ -121,7 +121,7 @@ class EncoderOptimizer:
             group["lr"] = self.config.lr * factor
         self.adam.step()
         for parameter, table in self.sparse.values():
-            rows, grad = _sum_rows(touched, parameter)
+            rows, grad = _sum_rows(touched.to(parameter.device), parameter)
             table.rows(rows)
             table.update(table.config.lr * factor, grad)
 
@@ -139,7 +139,9 @@ class EncoderOptimizer:
             prefix = f"{name}/"
             mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             if mine:
-                self.adam.state[parameter] = {k: v.clone() for k, v in mine.items()}
+                on_cpu = mine.pop("step")  # where AdamW keeps it
+                moved = {k: v.to(parameter.device, copy=True) for k, v in mine.items()}
+                self.adam.state[parameter] = {"step": on_cpu.clone(), **moved}
         for name, (_, table) in self.sparse.items():
             kept: dict[str, Any] = {"weight": table.weight_SD}
             kept |= {k: tensors[f"{name}/{k}"] for k in table.tensors() if k != "weight"}

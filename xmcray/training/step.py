@@ -27,7 +27,7 @@ class Embedder:
 
     def __init__(self, encoder: Encoder, micro_batch: int) -> None:
         self.encoder, self.micro_batch = encoder, micro_batch
-        self._kept: list[tuple[Ragged, Tensor, list[Tensor]]] = []
+        self._kept: list[tuple[Ragged, Tensor, int]] = []
         self.tokens: list[Ragged] = []
 
     def __call__(self, tokens: Ragged) -> Tensor:
@@ -35,26 +35,26 @@ class Embedder:
         self.tokens.append(tokens)
         if not self.micro_batch or len(tokens) <= self.micro_batch:
             return self.encoder(tokens)  # type: ignore[no-any-return]
-        states, parts = [], []
+        seed = int(torch.randint(2**62, (1,)))
         with torch.no_grad():
-            for chunk in _chunks(tokens, self.micro_batch):
-                states.append(torch.get_rng_state())
-                parts.append(self.encoder(chunk))
+            parts = [self._chunk(chunk, seed + i) for i, chunk in enumerate(_chunks(tokens, self.micro_batch))]
         leaf = torch.cat(parts).requires_grad_()
-        self._kept.append((tokens, leaf, states))
+        self._kept.append((tokens, leaf, seed))
         return leaf
 
     def finish_backward(self) -> None:
         """Takes the gradients of chunked vectors back to the encoder."""
-        for tokens, leaf, states in self._kept:
+        for tokens, leaf, seed in self._kept:
             assert leaf.grad is not None
             grads = leaf.grad.split(self.micro_batch)
-            after = torch.get_rng_state()
-            for chunk, state, grad in zip(_chunks(tokens, self.micro_batch), states, grads, strict=True):
-                torch.set_rng_state(state)
-                self.encoder(chunk).backward(grad)
-            torch.set_rng_state(after)
+            for i, (chunk, grad) in enumerate(zip(_chunks(tokens, self.micro_batch), grads, strict=True)):
+                self._chunk(chunk, seed + i).backward(grad)
         self._kept.clear()
+
+    def _chunk(self, chunk: Ragged, seed: int) -> Tensor:
+        """One chunk with the dropout of `seed`, on any device."""
+        torch.manual_seed(seed)
+        return self.encoder(chunk)  # type: ignore[no-any-return]
 
     def touched(self) -> Tensor:
         """int64, distinct rows of the token tables read since the last call, ascending."""

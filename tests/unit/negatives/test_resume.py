@@ -11,9 +11,9 @@ from corpora import planted_corpus
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ShortlistError
+from xmcray.errors import ShortlistError, XmcrayError
 from xmcray.negatives.ledger import Ledger, VersionFolder
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, run_version, wait_published
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, merge_shards, run_version, wait_published
 from xmcray.training.loop import Loop, Setup, build, read_records
 from xmcray.training.run import Run, RunConfig
 
@@ -51,6 +51,8 @@ class HeldRefresher:
 
     def start(self, folder: Path) -> None:
         self.asked.append(VersionFolder(folder))
+
+    def check(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -111,6 +113,33 @@ def test_cut_after_a_version_was_completed_beyond_the_checkpoint(
     again, setup, _ = loop_in(tmp_path, corpus)
     again.train()
     assert torch.equal(setup.method.answer_rows(), undisturbed)
+
+
+@pytest.mark.parametrize("first", [4, 8, 10])
+def test_cut_twice_after_one_checkpoint(corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path, first: int) -> None:
+    for _ in range(2):
+        loop, _, _ = loop_in(tmp_path, corpus, cut=first)
+        with pytest.raises(CutError):
+            loop.train()
+    loop, setup, _ = loop_in(tmp_path, corpus)
+    loop.train()
+    assert torch.equal(setup.method.answer_rows(), undisturbed)
+
+
+def test_an_index_nobody_can_build_ends_the_run_at_once(corpus: Corpus, tmp_path: Path) -> None:
+    loop, _, _ = loop_in(tmp_path, corpus, "negatives.index=IVFx,Nonsense")
+    with pytest.raises(XmcrayError, match="IVFx,Nonsense"):
+        loop.train()
+
+
+def test_a_second_merge_does_not_undo_a_finished_version(corpus: Corpus, tmp_path: Path) -> None:
+    loop, setup, spec = loop_in(tmp_path, corpus)
+    loop.train()
+    (folder,) = [f for f in Ledger(tmp_path / "negatives").versions() if f.version == 2]
+    before = folder.shortlist().labels.copy()
+    merge_shards(folder, setup.data, spec)
+    assert (folder.shortlist().labels == before).all()
+    assert (before >= 0).any()
 
 
 def test_scheduled_waits_for_a_late_version(corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path) -> None:
