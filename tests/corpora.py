@@ -17,9 +17,14 @@ from xmcray.storage import new_artifact
 def planted_corpus(folder: Path, num_queries: int = 101, num_labels: int = 23, seed: int = 0, **planted: Any) -> Corpus:
     """A corpus of planted data in folder/corpus; its raw files are in folder/raw."""
     write_planted(folder / "raw", num_queries, num_labels, seed, **planted)
-    source, config = detect(str(folder / "raw"), None), PrepareConfig(vocab_size=2000)
-    with new_artifact(folder / "corpus", KIND, {"made_by": "tests"}) as target:
-        *_, (_, texts) = survey(source, 10_000, 0, False, 1000)
+    return corpus_of(folder / "raw", folder / "corpus", vocab_size=2000)
+
+
+def corpus_of(raw: Path, out: Path, **settings: Any) -> Corpus:
+    """The corpus of some raw files."""
+    source, config = detect(str(raw), None), PrepareConfig(**settings)
+    with new_artifact(out, KIND, {"made_by": "tests"}) as target:
+        *_, (_, texts) = survey(source, 100_000, 0, False, 1000)
         tokenizer = train_wordpiece(iter(texts), config.vocab_size, config.max_len)
         writer = CorpusWriter(target)
         filters = {split: sorted_pairs(source.filters(split)) for split in source.splits}
@@ -28,4 +33,4 @@ def planted_corpus(folder: Path, num_queries: int = 101, num_labels: int = 23, s
                 pairs = filters.get(split, sorted_pairs(source.filters("train")[:0]))
                 writer.add(pack_chunk(chunk, tokenizer, pairs, writer.num_rows["labels"], config.shard_rows))
         writer.finish(source, config, "planted", "none", tokenizer)
-    return Corpus.open(folder / "corpus")
+    return Corpus.open(out)
