@@ -126,10 +126,10 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
 
 
 def check_range(name: str, value: float, low: float | None = None, high: float | None = None) -> None:
-    """Raises ConfigError unless low <= value <= high."""
-    if (low is not None and value < low) or (high is not None and value > high):
+    """Raises ConfigError unless low <= value <= high; not a number is in no range."""
+    if not ((low is None or low <= value) and (high is None or value <= high)):
         bounds = " and ".join(f"{word} {x:g}" for word, x in (("at least", low), ("at most", high)) if x is not None)
-        raise ConfigError(f"{name} is {value:g}, expected {bounds}")
+        raise ConfigError(f"{name} is {value}, expected {bounds}")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -177,7 +177,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if hint is float and not isinstance(value, bool):
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name} is {value!r}, expected a number") from None
     if hint is Any or (isinstance(value, hint) and not (hint is int and isinstance(value, bool))):
         return value

@@ -39,6 +39,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_range("data.validation", self.validation, 0, 0.5)
+        check_range("data.seed", self.seed, low=0)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from xmcray.nn.row_table import RowOptimConfig, RowTable
 from xmcray.parallel import collectives
 
 _BUCKET = 8_000_000  # elements reduced together
+_BELOW_ONE, _ABOVE_ZERO = 0.999_999, 1e-30  # Adam divides by 1 - beta and by eps where a gradient is 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,15 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_range("optim.epochs", self.epochs, low=1)
+        check_range("optim.stop_epoch", self.stop_epoch, low=0)
         check_range("optim.batch_size", self.batch_size, low=1)
         check_range("optim.lr", self.lr, low=0)
         check_range("optim.token_lr", self.token_lr, low=0)
         check_range("optim.weight_decay", self.weight_decay, low=0)
         check_range("optim.warmup_steps", self.warmup_steps, low=0)
+        check_range("optim.beta1", self.beta1, 0, _BELOW_ONE)
+        check_range("optim.beta2", self.beta2, 0, _BELOW_ONE)
+        check_range("optim.eps", self.eps, low=_ABOVE_ZERO)
         check_range("optim.micro_batch", self.micro_batch, low=0)
         check_range("optim.seed", self.seed, low=0)
         check_choice("optim.schedule", self.schedule, ("cosine", "linear", "constant"))

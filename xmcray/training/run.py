@@ -115,14 +115,18 @@ class RunConfig:
         if method_name not in known:
             raise ConfigError(configs.unknown("method", method_name, list(known)))
         merged = configs.merge(values, overrides)
-        if merged.pop("method_name", method_name) != method_name:
-            raise ConfigError(f"the configuration is for {values['method_name']}, not for {method_name}")
-        method = configs.build(known[method_name].config_type, merged.pop("method", {}), "method.")
+        written_for = merged.pop("method_name", method_name)
+        if written_for != method_name:
+            raise ConfigError(f"the configuration is for method {written_for}, not for {method_name}; name that one")
+        settings = merged.pop("method", {})
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"method is {settings!r}, expected a section with the settings of {method_name}")
+        method = configs.build(known[method_name].config_type, settings, "method.")
         sections = {f.name: f for f in dataclasses.fields(cls)}
         merged = {"method_name": method_name, "method": method, **merged}
         unknown = [key for key in merged if key not in sections]
         if unknown:
-            raise ConfigError(configs.unknown("setting", unknown[0], list(sections)))
+            raise ConfigError(configs.unknown("setting", str(unknown[0]), list(sections)))
         return configs.build(cls, merged)
 
     def to_dict(self) -> dict[str, Any]:
