@@ -175,6 +175,10 @@ def _evaluate(options: argparse.Namespace) -> None:
     if options.predictions and kinds[0] == "predictions":
         raise ConfigError(f"--predictions: {options.path} already holds the answers; name a run or a bundle")
     from xmcray import storage
+
+    for path in (options.predictions, None if options.json == "-" else options.json):
+        if path:
+            storage.check_file(path)
     from xmcray.data.corpus import Corpus
     from xmcray.evaluation.evaluate import compare
 

@@ -13,20 +13,26 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from safetensors import SafetensorError
 
 from xmcray.errors import StorageError
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class MissingFolderError(StorageError, FileNotFoundError):
+    """The folder to write into is not there (any more); for those who expect that, the system's error too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +85,8 @@ def fsync(path: Path) -> None:
 
 
 def aside(path: Path) -> Path:
-    """A hidden name beside `path` that no other thread uses; it does not end as `path` does, so no glob finds it."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    """A hidden name beside `path` that nobody on any machine uses; it does not end as `path` does: no glob finds it."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
 def write_json(path: Path, value: object) -> None:
@@ -101,17 +107,51 @@ def write_json(path: Path, value: object) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
-    """Turns a full disk or a forbidden path into a StorageError that names it."""
+    """Turns a full disk, or a path that is forbidden or not there, into a StorageError that names it.
+
+    That something else is not there, such as a file that was to be read meanwhile, stays what it is.
+    """
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(
-                f"no space left while writing {path}: the disk is full; free some space or choose another folder"
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StorageError(f"{path} cannot be written ({error.strerror}); choose another folder") from error
+    except SafetensorError as error:  # no OSError, it has the system's number only in its words
+        if any(f"(os error {code})" in str(error) for code in _FULL) or "No space left" in str(error):
+            raise _full(path) from error
         raise
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _full(path) from error
+        message = f"{path} cannot be written ({error.strerror}); choose another folder"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StorageError(message) from error
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and _concerns(error.filename, Path(path)):
+            raise (MissingFolderError if error.errno == errno.ENOENT else StorageError)(message) from error
+        raise
+
+
+def check_file(path: str | Path) -> None:
+    """Raises StorageError if a file cannot be written there: asked before the work whose result it is to hold."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        found = "is not a folder" if folder.exists() else "does not exist"
+        raise StorageError(f"{path} cannot be written: folder {folder} {found}; make it or choose another")
+    if Path(path).is_dir():
+        raise StorageError(f"{path} is a folder, expected a file; choose another name")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"{path} cannot be written ({os.strerror(errno.EACCES)}); choose another folder")
+
+
+def _full(path: str | Path) -> StorageError:
+    return StorageError(
+        f"no space left while writing {path}: the disk is full; free some space or choose another folder"
+    )
+
+
+def _concerns(named: object, path: Path) -> bool:
+    """Whether an error names `path`, a folder above it, or a file beside it, where it is written first."""
+    if not isinstance(named, str | Path):
+        return False
+    name, whole = Path(named).absolute(), path.absolute()
+    return name in (whole, *whole.parents) or name.parent == whole.parent
 
 
 def finish_manifest(folder: Path, kind: str, about: Mapping[str, Any], known: Mapping[str, FileEntry]) -> Manifest:

@@ -217,6 +217,20 @@ def test_predictions_of_other_queries(folder: Path, shell: Shell, tmp_path: Path
     assert "already holds the answers" in both
 
 
+def test_evaluate_refuses_a_file_it_cannot_write_before_it_measures(
+    folder: Path, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_measure", lambda *_: pytest.fail("it measured"))
+    (tmp_path / "file").write_text("mine")
+    evaluate = ["evaluate", folder / "run", "--data", folder / "corpus"]
+    for option, name in (("--json", "m.json"), ("--predictions", "x.npz")):
+        missing = shell.error(*evaluate, option, tmp_path / "missing" / name)
+        assert f"folder {tmp_path}/missing does not exist; make it" in missing
+        assert f"folder {tmp_path}/file is not a folder" in shell.error(*evaluate, option, tmp_path / "file" / name)
+        assert f"{tmp_path} is a folder, expected a file" in shell.error(*evaluate, option, tmp_path)
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
 def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import sparse
 
 from xmcray.errors import DataError
-from xmcray.storage import disk_errors
+from xmcray.storage import aside, disk_errors
 from xmcray.types import Int64Array, Ragged, TopLabels
 
 
@@ -47,7 +47,7 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
             f"an answer is label {indices.max()}, expected less than {num_labels}: bundle and corpus differ"
         )
     matrix = sparse.csr_matrix((values, indices, indptr), shape=(len(indptr) - 1, num_labels))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = aside(path)
     with disk_errors(path):
         try:
             with temporary.open("wb") as file:
