@@ -154,8 +154,8 @@ class Run:
         """Starts a folder; it must not exist or be empty but for a lock."""
         run = cls(path.absolute(), secrets.token_hex(6), config, corpus.absolute(), corpus_sha256)
         body = {"id": run.id, "config": config.to_dict(), "corpus": str(run.corpus), "corpus_sha256": corpus_sha256}
-        (path / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
-        storage.write_json(path / "run.json", body)
+        storage.write_json(path / "run.json", body)  # first: with it alone the folder is a run already
+        run.write_config()
         return run
 
     @classmethod
@@ -175,6 +175,14 @@ class Run:
             raise RunError(f"{path} is not a run: it has no run.json; train with --out {path} first") from None
         except (ValueError, KeyError, TypeError):
             raise RunError(f"{path}/run.json is damaged; train again with another --out") from None
+
+    def write_config(self) -> None:
+        """Writes config.yaml if it is not there, whole or not at all."""
+        path = self.path / "config.yaml"
+        if not path.exists():
+            temporary = storage.aside(path)
+            temporary.write_text(yaml.safe_dump(self.config.to_dict(), sort_keys=False), encoding="utf-8")
+            temporary.replace(path)
 
     @property
     def checkpoints(self) -> Path:
@@ -196,7 +204,7 @@ class Run:
 
 
 def open_or_create(path: Path, config: RunConfig, corpus: Path, corpus_sha256: str, resume: str) -> Run:
-    """The run to train: a new one, or the one that was interrupted.
+    """The run to train: a new one, or the one that was interrupted. The caller holds the lock.
 
     Args:
         resume: "auto" continues a run of the same corpus and configuration; "never" demands an empty folder.
@@ -205,6 +213,8 @@ def open_or_create(path: Path, config: RunConfig, corpus: Path, corpus_sha256: s
     """
     if resume == "never":
         refuse_contents(path)
+    for left in [*path.glob(".run.json.*"), *path.glob(".config.yaml.*")]:  # by a process killed while it started
+        left.unlink()
     if _contents(path) <= {SELECTION}:
         path.mkdir(parents=True, exist_ok=True)
         return Run.create(path, config, corpus, corpus_sha256)
@@ -215,6 +225,7 @@ def open_or_create(path: Path, config: RunConfig, corpus: Path, corpus_sha256: s
     different = [change for change in different if not change.startswith(("cluster.", "log."))]
     if different:
         raise RunError(f"{path} was started with {different[0]}; use the same settings or another --out")
+    run.write_config()
     return dataclasses.replace(run, config=config)
 
 

@@ -1,0 +1,65 @@
+"""The folder of a run: what a kill while it is started leaves, and that it goes on from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from xmcray import storage
+from xmcray.errors import RunError
+from xmcray.training.run import Run, RunConfig, locked, open_or_create
+
+SHA = "0" * 64
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def start(path: Path, *settings: str) -> Run:
+    with locked(path):
+        return open_or_create(path, RunConfig.resolve("astra", {}, settings), path.parent / "corpus", SHA, "auto")
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.yaml"])
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_a_start_that_was_killed_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, moment: str
+) -> None:
+    replace, aside = Path.replace, storage.aside
+
+    def killed_before(path: Path) -> Path:
+        if path.name == name and moment == "before":
+            raise Killed
+        return aside(path)
+
+    def killed_at_rename(self: Path, target: Path) -> Any:
+        if target.name != name or moment == "before":
+            return replace(self, target)
+        if moment == "after":
+            replace(self, target)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "aside", killed_before)
+        patch.setattr(Path, "replace", killed_at_rename)
+        for tidy in ("unlink", "rmdir"):  # nobody does after a kill
+            patch.setattr(Path, tidy, lambda *_, **__: None)
+        with pytest.raises(Killed):
+            start(tmp_path / "r")
+    again = start(tmp_path / "r")
+    assert sorted(path.name for path in again.path.iterdir()) == ["config.yaml", "lock", "run.json"]
+    assert Run.open(tmp_path / "r") == again
+    assert RunConfig.resolve("astra", yaml.safe_load((again.path / "config.yaml").read_text())) == again.config
+
+
+def test_the_configuration_of_the_start_stays_when_only_the_machine_changes(tmp_path: Path) -> None:
+    first = start(tmp_path / "r", "cluster.workers=2")
+    before = {path.name: path.read_bytes() for path in first.path.iterdir()}
+    assert start(tmp_path / "r", "cluster.workers=3").config.cluster.workers == 3
+    assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
+    with pytest.raises(RunError, match=r"was started with optim\.epochs = 15, now 3"):
+        start(tmp_path / "r", "optim.epochs=3")
