@@ -83,7 +83,7 @@ def full_on_rank(chunk: int) -> tuple[float, Any]:
     return terms.value, weight_SD.grad.numpy()
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", [*RANKS, 5])
 @pytest.mark.parametrize("chunk", [4, 100])
 def test_full_bce_is_golden(num_ranks: int, chunk: int) -> None:
     g = golden("bce_full")
