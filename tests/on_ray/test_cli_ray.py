@@ -51,19 +51,6 @@ def test_from_raw_text_to_answers(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert json.loads(capfd.readouterr().out)[0]["answers"][0]["uid"] == "label0"
 
 
-def test_a_broken_line_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_planted(tmp_path / "raw", num_queries=30, num_labels=10)
-    train = tmp_path / "raw" / "train.jsonl"
-    rows = train.read_text().splitlines()
-    train.write_text("\n".join([*rows[:7], '{"uid": "far", "text": "x", "labels": [10]}', *rows[7:]]) + "\n")
-    assert cli.main(["prepare", str(tmp_path / "raw"), "--out", str(tmp_path / "c")]) == 2
-    _, err = capfd.readouterr()
-    assert err.startswith("error: ")
-    assert "train.jsonl:8: " in err
-    assert err.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
-
-
 def test_more_workers_than_cpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_planted(tmp_path / "raw", num_queries=30, num_labels=10)
     corpus, run = str(tmp_path / "corpus"), str(tmp_path / "run")
