@@ -88,12 +88,8 @@ class Encoder(nn.Module, abc.ABC):
         """Writes weights (safetensors) and settings (JSON) into `folder`, which `load_encoder` reads."""
 
     def sparse_parameters(self) -> list[str]:
-        """Names of parameters of which a step touches few rows: a row-sparse optimiser is much faster on them."""
+        """Names of parameters whose gradient is a sparse tensor, because a step touches few of their rows."""
         return []
-
-    def rows_read(self, tokens: Ragged) -> Int64Array:
-        """Rows of those parameters that `forward` reads for `tokens`, in any order, with repetitions."""
-        return tokens.values
 
 
 def build_encoder(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xmcray.config import check_choice, check_range
@@ -180,3 +181,23 @@ class RowTable:
         mean = state["mean"].lerp_(grad_UD, 1 - config.beta1)
         square = state["square"].mul_(config.beta2).addcmul_(grad_UD, grad_UD, value=1 - config.beta2)
         rows_UD.sub_(first_U1 * mean / (square / second_U1).sqrt_().add_(config.eps))
+
+
+def sum_by_row(
+    ids_T: Tensor, source_T: Tensor, dense_BD: Tensor, weight_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Adds up what is bound for the same row, always in the order of the entries: the same bits on every call.
+
+    Args:
+        ids_T: int64, row of each entry. source_T: int64, where in `dense_BD` its vector is. weight_T: its factor.
+    Returns:
+        int64 [U], distinct rows, ascending, and [U, D], their sums of weight_T * dense_BD[source_T].
+    """
+    sorted_T, order_T = torch.sort(ids_T, stable=True)
+    ids_U, count_U = torch.unique_consecutive(sorted_T, return_counts=True)
+    starts = F.pad(count_U.cumsum(0), (1, 0))
+    weight_T = None if weight_T is None else weight_T[order_T]
+    sum_UD = F.embedding_bag(
+        source_T[order_T], dense_BD, starts, mode="sum", per_sample_weights=weight_T, include_last_offset=True
+    )
+    return ids_U, sum_UD

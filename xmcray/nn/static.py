@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from xmcray.errors import BundleError
 from xmcray.nn.encoder import SETTINGS, WEIGHTS, Encoder
+from xmcray.nn.row_table import sum_by_row
 from xmcray.types import Int64Array, Ragged, to_torch
 
 _LEAD_TOKENS = 10.0  # positions over which the extra weight of a text's first tokens falls by a factor e
@@ -55,12 +56,8 @@ class StaticEncoder(Encoder):
                 nn.init.zeros_(zero)
 
     def sparse_parameters(self) -> list[str]:
-        """The embedding table: its gradient is zero outside the batch's tokens."""
+        """The embedding table: its gradient is a sparse tensor of the rows that the batch read."""
         return ["embedding.weight"]
-
-    def rows_read(self, tokens: Ragged) -> Int64Array:
-        """Tokens, and the hashes of their pairs."""
-        return self._rows(tokens)[0].values
 
     def _rows(self, tokens: Ragged) -> tuple[Ragged, Int64Array, Int64Array]:
         """Table rows of each text, and for each the places in `tokens` of the token and of its right neighbour."""
@@ -94,7 +91,8 @@ class StaticEncoder(Encoder):
         rows, weight_T = self._weighted(tokens)
         row_T = to_torch(rows.values).to(table_VD.device)
         start_B = to_torch(rows.offsets[:-1]).to(table_VD.device)
-        sum_BD = F.embedding_bag(row_T, table_VD, start_B, mode="sum", per_sample_weights=weight_T)
+        text_T = to_torch(rows.row_ids).to(table_VD.device)
+        sum_BD = cast(Tensor, _WeightedBag.apply(table_VD, row_T, start_B, text_T, weight_T))
         square_B1 = _bag_sums(weight_T.square(), start_B)
         query_BD = sum_BD * square_B1.clamp_min(1e-12).rsqrt()
         if self.hidden is None or self.out is None:
@@ -132,6 +130,23 @@ class StaticEncoder(Encoder):
             found = " ".join(str(error).split())[:200]
             raise BundleError(f"encoder in {folder} cannot be read ({found}); save or export it again") from None
         return encoder.eval()
+
+
+class _WeightedBag(torch.autograd.Function):
+    """F.embedding_bag with weights, and a gradient that holds the rows read only: no zeros of the table's size."""
+
+    @staticmethod
+    def forward(ctx: Any, table_VD: Tensor, row_T: Tensor, start_B: Tensor, text_T: Tensor, weight_T: Tensor) -> Tensor:
+        ctx.save_for_backward(row_T, text_T, weight_T)
+        ctx.shape = table_VD.shape
+        return F.embedding_bag(row_T, table_VD, start_B, mode="sum", per_sample_weights=weight_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        row_T, text_T, weight_T = ctx.saved_tensors
+        ids_U, sum_UD = sum_by_row(row_T, text_T, grads[0], weight_T)
+        grad_VD = torch.sparse_coo_tensor(ids_U[None], sum_UD, ctx.shape, is_coalesced=True, check_invariants=False)
+        return grad_VD, None, None, None, None
 
 
 def _hash(left: Int64Array, right: Int64Array) -> Int64Array:

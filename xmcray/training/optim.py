@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xmcray.config import check_choice, check_range
-from xmcray.nn.row_table import RowOptimConfig, RowTable
+from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
 from xmcray.parallel import collectives
 
 _BUCKET = 8_000_000  # elements reduced together
@@ -114,19 +114,14 @@ class EncoderOptimizer:
         for parameter in [*self.named.values(), *(p for p, _ in self.sparse.values())]:
             parameter.grad = None
 
-    def step(self, factor: float, touched: Tensor) -> None:
-        """One update with the gradients summed over ranks.
-
-        Args:
-            factor: share of the peak learning rates.
-            touched: int64, distinct rows of the token tables that this rank's texts read.
-        """
+    def step(self, factor: float) -> None:
+        """One update with the gradients summed over ranks; `factor` is the share of the peak learning rates."""
         self._sum_dense()
         for group in self.adam.param_groups:
             group["lr"] = self.config.lr * factor
         self.adam.step()
         for parameter, table in self.sparse.values():
-            rows, grad = _sum_rows(touched.to(parameter.device), parameter)
+            rows, grad = _sum_rows(parameter)
             table.rows(rows)
             table.update(table.config.lr * factor, grad)
 
@@ -171,13 +166,19 @@ class EncoderOptimizer:
                 bucket = []
 
 
-def _sum_rows(touched: Tensor, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-    """Distinct rows that any rank touched, ascending, and their gradients summed in rank order."""
+def _sum_rows(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+    """Distinct rows in any rank's gradient, ascending, and their gradients summed in rank order."""
     grad = parameter.grad
-    mine = parameter.new_zeros(len(touched), parameter.shape[1]) if grad is None else grad.index_select(0, touched)
+    if grad is None:
+        rows, values = (
+            torch.empty(0, dtype=torch.int64, device=parameter.device),
+            parameter.new_empty(0, *parameter.shape[1:]),
+        )
+    else:
+        grad = grad.coalesce()
+        rows, values = grad.indices()[0], grad.values()
     if collectives.num_ranks() == 1:
-        return touched, mine
-    rows = torch.cat(collectives.gather_ragged(touched))
-    grads = torch.cat(collectives.gather_ragged(mine))
-    distinct, index = torch.unique(rows, return_inverse=True)
-    return distinct, grads.new_zeros(len(distinct), grads.shape[1]).index_add_(0, index, grads)
+        return rows, values
+    rows = torch.cat(collectives.gather_ragged(rows))
+    values = torch.cat(collectives.gather_ragged(values))
+    return sum_by_row(rows, torch.arange(len(rows), device=rows.device), values)

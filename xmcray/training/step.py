@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,11 +27,9 @@ class Embedder:
     def __init__(self, encoder: Encoder, micro_batch: int) -> None:
         self.encoder, self.micro_batch = encoder, micro_batch
         self._kept: list[tuple[Ragged, Tensor, int]] = []
-        self.tokens: list[Ragged] = []
 
     def __call__(self, tokens: Ragged) -> Tensor:
         """Vectors [rows, D] that carry a gradient back to the encoder."""
-        self.tokens.append(tokens)
         if not self.micro_batch or len(tokens) <= self.micro_batch:
             return self.encoder(tokens)  # type: ignore[no-any-return]
         seed = int(torch.randint(2**62, (1,)))
@@ -55,12 +52,6 @@ class Embedder:
         """One chunk with the dropout of `seed`, on any device."""
         torch.manual_seed(seed)
         return self.encoder(chunk)  # type: ignore[no-any-return]
-
-    def touched(self) -> Tensor:
-        """int64, distinct rows of the token tables read since the last call, ascending."""
-        values = [self.encoder.rows_read(tokens) for tokens in self.tokens]
-        self.tokens.clear()
-        return torch.from_numpy(np.unique(np.concatenate(values)) if values else np.empty(0, np.int64))
 
 
 def encode_plain(encoder: Encoder, tokens: Ragged) -> Tensor:
@@ -100,7 +91,7 @@ class Stepper:
         (terms.total / terms.num_queries).backward()
         self.embedder.finish_backward()
         factor = lr_factor(self.config, batch.step, self.total_steps)
-        self.optimizer.step(factor, self.embedder.touched())
+        self.optimizer.step(factor)
         for table in self.method.tables.values():
             table.update(table.config.lr * factor)
         return terms

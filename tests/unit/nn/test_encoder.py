@@ -29,6 +29,13 @@ def encoder(tokenizer: TextTokenizer) -> StaticEncoder:
     return built
 
 
+def gradient_rows(encoder: StaticEncoder, tokens: Ragged) -> list[int]:
+    """Rows of the table in the gradient of a text's vector."""
+    encoder.zero_grad()
+    encoder(tokens).sum().backward()
+    return encoder.embedding.weight.grad.coalesce().indices()[0].tolist()
+
+
 def test_bag_is_the_idf_weighted_sum_over_the_length_of_the_weights() -> None:
     encoder = StaticEncoder(torch.tensor([1.0, 2.0, 5.0]), dim=2, residual=False)
     encoder.embedding.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [9.0, 9.0]])
@@ -54,10 +61,9 @@ def test_pairs_of_neighbours_have_rows_and_weigh_the_mean_of_their_tokens(tmp_pa
     length = torch.tensor([19.0, 1.0, 9.0, 14.0]).sqrt()
     expected = torch.tensor([[5.0, 4.0], [0.0, 0.0], [3.0, 0.0], [4.0, 2.0]])
     torch.testing.assert_close(encoder(texts), expected / length[:, None])
-    rows = encoder.rows_read(texts)
-    assert [len(encoder.rows_read(texts.slice(i, i + 1))) for i in range(4)] == [5, 0, 1, 3]
-    assert rows[1] != rows[3], "0 1 and 1 0 are different pairs"
-    assert rows[1] == rows[7], "a pair has the same row in every text"
+    pairs = [gradient_rows(encoder, texts.slice(i, i + 1))[2:] for i in (0, 3)]
+    assert len(pairs[0]) == 2, "0 1 and 1 0 are different pairs"
+    assert set(pairs[1]) < set(pairs[0]), "a pair has the same row in every text"
     encoder.save(tmp_path)
     assert torch.equal(load_encoder(tmp_path)(texts), encoder(texts))
 
@@ -92,7 +98,7 @@ def test_no_texts_at_all(encoder: StaticEncoder) -> None:
     vectors = encoder(Ragged.empty(0))
     assert vectors.shape == (0, 24)
     vectors.sum().backward()
-    assert not encoder.embedding.weight.grad.any()
+    assert gradient_rows(encoder, Ragged.empty(0)) == []
 
 
 def test_forward_and_backward_twice_give_the_same_bits(encoder: StaticEncoder) -> None:
@@ -102,7 +108,7 @@ def test_forward_and_backward_twice_give_the_same_bits(encoder: StaticEncoder) -
     for _ in range(2):
         encoder.zero_grad()
         encoder(tokens).square().sum().backward()
-        gradients.append([p.grad.clone() for p in encoder.parameters()])
+        gradients.append([p.grad.to_dense() for p in encoder.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert all(g.any() for g in gradients[0])
 
@@ -115,10 +121,13 @@ def test_gradient_is_right_and_zero_outside_the_batch(tokenizer: TextTokenizer) 
         return torch.func.functional_call(encoder, {"embedding.weight": table}, (tokens,))
 
     table = encoder.get_parameter("embedding.weight").detach().requires_grad_()
-    assert torch.autograd.gradcheck(vectors, (table,), fast_mode=True)
-    vectors(table).sum().backward()
+    generator = torch.Generator().manual_seed(0)
+    along, towards = (torch.randn(t.shape, generator=generator).double() for t in (table, vectors(table)))
+    (vectors(table) * towards).sum().backward()
+    moved = (vectors(table + 1e-6 * along) - vectors(table - 1e-6 * along)) / 2e-6
+    torch.testing.assert_close((table.grad.to_dense() * along).sum(), (moved * towards).sum(), rtol=1e-8, atol=0)
     assert encoder.sparse_parameters() == ["embedding.weight"]
-    assert table.grad.abs().sum(dim=1).nonzero().flatten().tolist() == [1, 2, 5]
+    assert table.grad.coalesce().indices()[0].tolist() == [1, 2, 5]
 
 
 @pytest.mark.parametrize("double", [False, True])

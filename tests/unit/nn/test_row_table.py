@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xmcray.nn.row_table import RowOptimConfig, RowTable
+from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
 
 KINDS = ["sgd", "adagrad", "adam"]
 
@@ -96,3 +96,17 @@ def test_state_restored_continues_with_the_same_bits(kind: str) -> None:
     whole.flush()
     again.flush()
     assert torch.equal(whole.weight_SD, again.weight_SD)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_entries_of_a_row_are_summed(weighted: bool) -> None:
+    ids, source = torch.tensor([7, 2, 7, 9, 2, 7]), torch.tensor([0, 1, 2, 0, 1, 1])
+    vectors = torch.arange(6.0).view(3, 2)
+    weight = torch.arange(1.0, 7.0) if weighted else torch.ones(6)
+    dense = torch.zeros(10, 2).index_add_(0, ids, vectors[source] * weight[:, None])
+    rows, sums = sum_by_row(ids, source, vectors, weight if weighted else None)
+    assert rows.tolist() == [2, 7, 9]
+    torch.testing.assert_close(sums, dense[rows])
+    rows, sums = sum_by_row(ids[:0], source[:0], vectors)
+    assert len(rows) == 0
+    assert sums.shape == (0, 2)
