@@ -13,6 +13,7 @@ from xmcray.data.pipeline import start_ray
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A quiet local cluster of four logical CPUs, which may be more than the machine has."""
+    ray.shutdown()  # a test of another folder may have left a cluster of another size
     start_ray(num_cpus=4, object_store_bytes=256 << 20)
     yield
     ray.shutdown()
