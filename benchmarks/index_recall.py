@@ -3,9 +3,10 @@
     python benchmarks/index_recall.py --rows 100000 1000000 --dim 64 256 --queries 100000
     python benchmarks/index_recall.py --file rows.safetensors     # tensors "rows" and, optionally, "queries"
 
-Without a file the rows are those of a classifier that is trained on the spot, 40 positives per label on average (at
-10^6 rows this takes a quarter of an hour). How many lists must be visited depends on the
-rows: few once labels are well apart, half of them on random vectors, where nothing beats a full search.
+Without a file the rows are those of a classifier that is trained on the spot, 40 positives per label on average, and
+kept in the cache (at 10^6 rows the training takes a quarter of an hour). How many lists must be visited depends on the
+rows: few once labels are well apart, half of them on random vectors, where nothing beats a full search. The index is
+tuned on 256 queries that are not measured, as the negative pool tunes it.
 Times are CPU seconds, which other processes on the machine disturb less than wall time. The full search is timed on a
 part of the queries and scaled, and is FAISS's own, the faster of the two we have.
 """
@@ -18,13 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import data_sets
 import faiss
 import numpy as np
 import torch
 from common import refuse_if_busy, write_table
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from xmcray.retrieval.index import build_index, resolve_factory
+from xmcray.retrieval.index import TUNE_QUERIES, build_index, resolve_factory
 
 K, FLAT_QUERIES = 50, 2000
 HEADER = [
@@ -50,7 +52,7 @@ def main() -> None:
     parser.add_argument("--positives", type=int, default=40, help="of the training, per label on average")
     parser.add_argument("--file", type=Path, help="measure these rows instead")
     parser.add_argument("--factory", default="auto")
-    parser.add_argument("--sample", action="store_true", help="tune the index on 256 real queries")
+    parser.add_argument("--stand-ins", action="store_true", help="tune on noisy rows, as an export does")
     parser.add_argument("--out", default="index_recall.md")
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
@@ -61,15 +63,13 @@ def main() -> None:
         tensors = load_file(arguments.file)
         rows = np.asarray(tensors["rows"], np.float32)
         queries = np.asarray(tensors.get("queries", rows[:: max(1, len(rows) // arguments.queries)]), np.float32)
-        measured = [measure(rows, queries[: arguments.queries], arguments)]
+        measured = [measure(rows, queries[: arguments.queries + TUNE_QUERIES], arguments)]
         origin = f"rows and queries of {arguments.file.name}"
     else:
         sizes = [(rows, dim) for rows in arguments.rows for dim in arguments.dim]
-        measured = [
-            measure(*trained(rows, dim, arguments.queries, arguments.positives), arguments) for rows, dim in sizes
-        ]
+        measured = [measure(*kept(rows, dim, arguments.queries, arguments.positives), arguments) for rows, dim in sizes]
         origin = f"rows of a classifier, {arguments.positives} positives per label (see the program)"
-    tuned = "a sample of the queries" if arguments.sample else "noisy rows"
+    tuned = "noisy rows" if arguments.stand_ins else f"{TUNE_QUERIES} other queries"
     notes = [
         f"{origin}; the index was tuned on {tuned}; one thread; CPU seconds",
         f"ratio: flat search over build and search together; flat timed on {FLAT_QUERIES} queries and scaled",
@@ -79,11 +79,12 @@ def main() -> None:
 
 
 def measure(rows: np.ndarray, queries: np.ndarray, arguments: argparse.Namespace) -> list[Any]:
+    sample, queries = queries[-TUNE_QUERIES:], queries[:-TUNE_QUERIES]
     few = queries[:FLAT_QUERIES]
     wanted, flat_s = timed(lambda: full_search(rows, few))
     flat_s *= len(queries) / len(few)
-    sample = queries[-256:] if arguments.sample else None
-    index, build_s = timed(lambda: build_index(rows, arguments.factory, seed=0, queries=sample))
+    chosen_by = None if arguments.stand_ins else sample
+    index, build_s = timed(lambda: build_index(rows, arguments.factory, seed=0, queries=chosen_by))
     (_, found), search_s = timed(lambda: index.search(queries, K))
     recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(found, wanted, strict=False)])
     name = resolve_factory(arguments.factory, *rows.shape)
@@ -96,6 +97,19 @@ def full_search(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
     flat = faiss.IndexFlatIP(rows.shape[1])
     flat.add(rows)
     return flat.search(queries, K)[1]
+
+
+def kept(rows: int, dim: int, queries: int, positives: int) -> tuple[np.ndarray, np.ndarray]:
+    """What `trained` gives, from the cache if it was trained before."""
+    path = data_sets.CACHE / "index" / f"{rows}x{dim}-{queries}-{positives}.safetensors"
+    if not path.is_file():
+        made = trained(rows, dim, queries + TUNE_QUERIES, positives)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".part")
+        save_file(dict(zip(("rows", "queries"), made, strict=True)), aside)
+        aside.replace(path)
+    found = load_file(path)
+    return found["rows"], found["queries"]
 
 
 def trained(num_labels: int, dim: int, num_queries: int, positives: int) -> tuple[np.ndarray, np.ndarray]:

@@ -123,7 +123,7 @@ def train(path: Path, corpus_path: Path, arguments: argparse.Namespace) -> None:
         settings["negatives"]["index"] = "auto"
     config = RunConfig.resolve("astra", settings)
     corpus = Corpus.open(corpus_path)
-    run = open_or_create(path / "run", config, corpus.path, corpus.sha256, "never")
+    run = open_or_create(path / "run", config, corpus, "never")
     peaks: dict[str, float] = {"imported": peak_mb()}
     setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
     peaks["built"] = peak_mb()

@@ -114,7 +114,7 @@ def on_ray(path: Path, config: RunConfig, corpus: Corpus) -> None:
 
 def on_processes(path: Path, config: RunConfig, corpus: Corpus) -> None:
     path.mkdir()
-    Run.create(path, config, corpus.path, corpus.sha256)
+    Run.create(path, config, corpus)
     environment = {**os.environ, **ENVIRONMENT}
     command = [sys.executable, __file__, "--rank"]
     ranks = [subprocess.Popen([*command, str(rank), str(path)], env=environment) for rank in range(RANKS)]

@@ -113,6 +113,8 @@ class _Figures:
             parts += [f"loss {values['loss']:.4g}", f"{values['queries_per_s']:,.0f} queries/s"]
         if values.get("negatives_age") is not None:
             parts.append(f"negatives {values['negatives_age']:,} steps old")
+        if values.get("schedule_broken_at_step") is not None:
+            parts.append(f"late since step {values['schedule_broken_at_step']:,}: the run cannot be repeated exactly")
         if "P@1" in values:
             parts.append(f"validation P@1 {100 * values['P@1']:.1f}")
         return ", ".join(parts)

@@ -14,7 +14,7 @@ from rich.console import Console
 from xmcray import config, storage
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
-from xmcray.data.pipeline import prepare
+from xmcray.data.pipeline import prepare, ray_session
 from xmcray.data.sample import write_sample
 from xmcray.evaluation.baselines import NearestQueries
 from xmcray.evaluation.evaluate import SEARCH_K, Evaluation
@@ -40,6 +40,11 @@ QUOTED: dict[str, dict[str, Any]] = {"XR-Linear (quoted, not measured)": {"P@1":
 
 def quickstart(out: str) -> None:
     """Trains and answers in the folder `out`; a finished run found there is used again."""
+    with ray_session():
+        _quickstart(out)
+
+
+def _quickstart(out: str) -> None:
     started, folder = time.perf_counter(), Path(out)
     console = Console(highlight=False) if Console().is_terminal else Console(highlight=False, width=160)
     console.print("1/4 corpus: documentation of the installed numpy, scipy and pandas", markup=False)

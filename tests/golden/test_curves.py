@@ -37,7 +37,7 @@ def test_curve(name: str, tmp_path: Path) -> None:
     config = RunConfig.resolve("astra", {}, [*common, *SETTINGS[name], "data.validation=0.2", "log.every=1"])
     data = TrainingData(corpus, config.data)
     setup = build(config, data, torch.device("cpu"))
-    run = Run(tmp_path / "run", "golden", config, corpus.path, corpus.sha256)
+    run = Run(tmp_path / "run", "golden", config, corpus.origin, corpus.sha256)
     run.path.mkdir()
     loop = Loop(run, setup, ThreadRefresher(data, RefreshSpec(1, config.negatives, 0)))
     loop.last_step = STEPS

@@ -60,7 +60,7 @@ def undisturbed_on_rank(corpus: Path, folder: Path, settings: list[str]) -> None
     data = TrainingData(opened, config.data)
     setup = build(config, data, torch.device("cpu"))
     refresher = ThreadRefresher(data, RefreshSpec(2, config.negatives, config.optim.seed))
-    Loop(Run(folder, "undisturbed", config, corpus, opened.sha256), setup, refresher).train()
+    Loop(Run(folder, "undisturbed", config, opened.origin, opened.sha256), setup, refresher).train()
 
 
 @pytest.fixture(scope="module")

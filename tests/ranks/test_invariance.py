@@ -49,7 +49,7 @@ def train_on_rank(corpus: Path, folder: Path, settings: list[str]) -> tuple[list
     config = RunConfig.resolve("astra", {}, [*COMMON, *settings])
     opened = Corpus.open(corpus, verify=False)
     data = TrainingData(opened, config.data)
-    run = Run(folder, "test", config, corpus, opened.sha256)
+    run = Run(folder, "test", config, opened.origin, opened.sha256)
     setup = build(config, data, torch.device("cpu"))
     losses: list[float] = []
     step = setup.stepper.step

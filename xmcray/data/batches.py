@@ -59,8 +59,7 @@ class TrainingData:
 
     def __post_init__(self) -> None:
         train = self.corpus.split("train")
-        rows = np.arange(len(train), dtype=np.int64)
-        rows = rows[train.positives(rows).lengths > 0]
+        rows = np.flatnonzero(train.num_positives())
         held_out = np.zeros(len(train), dtype=bool)
         num_held_out = round(self.config.validation * len(train))
         held_out[draws.generator(self.config.seed, "validation").permutation(len(train))[:num_held_out]] = True
@@ -68,9 +67,8 @@ class TrainingData:
         if not len(ids):
             raise DataError(f"{self.corpus.path} has no training query with a positive; check the label ids")
         if self.config.augment_with_labels:
-            labels = np.arange(self.num_labels, dtype=np.int64)
-            has_text = self.corpus.label_tokens(self.corpus.label_order).lengths > 0
-            ids = np.concatenate([ids, self.num_train + labels[has_text]])
+            num_tokens = self.corpus.num_label_tokens()[self.corpus.label_order]
+            ids = np.concatenate([ids, self.num_train + np.flatnonzero(num_tokens)])
         object.__setattr__(self, "query_ids", ids)
         object.__setattr__(self, "validation_rows", rows[held_out[rows]])
 

@@ -24,7 +24,7 @@ import yaml
 from xmcray.data.shards import ShardedRows, by_shard, shard_stem
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError
-from xmcray.storage import open_artifact
+from xmcray.storage import is_url, open_artifact
 from xmcray.types import Int64Array, Ragged
 
 KIND = "corpus"
@@ -94,6 +94,7 @@ class Corpus:
     """A corpus on disk; see the module's text for its files.
 
     Attributes:
+        origin: where it was opened, an absolute path or a URL; any node can open it there.
         path: local folder (a URL was copied to the cache).
         sha256: names the content.
         label_order: int64 [L], internal id -> source id.
@@ -101,8 +102,8 @@ class Corpus:
         train_counts: int64 [L] by source id, training queries that carry the label, none augmented.
     """
 
-    def __init__(self, path: Path, sha256: str) -> None:
-        self.path, self.sha256 = path, sha256
+    def __init__(self, origin: str, path: Path, sha256: str) -> None:
+        self.origin, self.path, self.sha256 = origin, path, sha256
         self.card = Card.load(path / "card.yaml")
         self.label_order: Int64Array = np.load(path / "label_order.npy")
         self.label_rank: Int64Array = np.empty_like(self.label_order)
@@ -121,7 +122,7 @@ class Corpus:
             StorageError: not a complete corpus, or a file was altered.
         """
         folder, manifest = open_artifact(path, KIND, contents=verify)
-        return cls(folder, manifest.sha256)
+        return cls(str(path) if is_url(path) else str(folder), folder, manifest.sha256)
 
     def split(self, name: str) -> Split:
         """The rows of "train" or "test".
@@ -139,6 +140,10 @@ class Corpus:
     def label_tokens(self, source_ids: Int64Array) -> Ragged:
         """Token ids of label texts."""
         return self._labels.tokens(source_ids)
+
+    def num_label_tokens(self) -> Int64Array:
+        """int64 [L] by source id, tokens of every label text."""
+        return self._labels.num_tokens()
 
     def label_texts(self, source_ids: Int64Array) -> list[str]:
         """Texts of labels."""
@@ -170,6 +175,14 @@ class Split:
     def tokens(self, rows: Int64Array) -> Ragged:
         """Token ids of rows, in the order asked for."""
         return self._tokens.take(rows)
+
+    def num_tokens(self) -> Int64Array:
+        """int64 [rows], tokens of every row, without reading them."""
+        return self._tokens.lengths()
+
+    def num_positives(self) -> Int64Array:
+        """int64 [rows], positives of every row, without reading them."""
+        return self._labels.lengths()
 
     def positives(self, rows: Int64Array) -> Ragged:
         """Source label ids of rows, ascending, without filter pairs."""

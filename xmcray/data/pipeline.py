@@ -36,7 +36,7 @@ from xmcray.errors import ResourceError, XmcrayError
 from xmcray.storage import new_artifact
 from xmcray.types import Int64Array
 
-__all__ = ["PrepareConfig", "prepare", "start_ray", "statistics_table"]
+__all__ = ["PrepareConfig", "prepare", "ray_session", "start_ray", "statistics_table"]
 
 SAMPLE_TEXTS = 200_000  # texts the vocabulary is trained on
 READ_CPUS = 0.1  # a reading task mostly waits for the tokenisers
@@ -76,6 +76,17 @@ def start_ray(num_cpus: int | None = None, object_store_bytes: int | None = None
             **quiet,
         )
     return True
+
+
+@contextlib.contextmanager
+def ray_session() -> Iterator[None]:
+    """Ray for a block; a connection made here ends with it."""
+    started = start_ray()
+    try:
+        yield
+    finally:
+        if started:
+            ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -120,10 +131,9 @@ def prepare(
         StorageError: `out` exists, or the disk is full.
     """
     config = PrepareConfig(**settings)
-    start_ray()
     about = {"name": name, "source": source.path.name, "format": source.format, "licence": licence, **asdict(config)}
     about["tokenizer"] = short_name(config.tokenizer)
-    with new_artifact(out, KIND, about) as folder, _bar(progress) as bar:
+    with ray_session(), new_artifact(out, KIND, about) as folder, _bar(progress) as bar:
         run, writer = _Pipeline(source, config, parallelism, stall_s, bar), CorpusWriter(folder)
         tokenizer = run.tokenizer()
         for shard in run.shards(["labels"], tokenizer, {}, 0):

@@ -87,6 +87,11 @@ class ShardedRows:
         inverse[order] = np.arange(len(order))
         return Ragged(values, bounds).take(inverse)
 
+    def lengths(self) -> Int64Array:
+        """int64 [rows], length of every row."""
+        shards = range(-(-self._num_rows // self._shard_rows))
+        return np.concatenate([np.zeros(0, np.int64), *(np.diff(self._open(shard)[1]) for shard in shards)])
+
     def _open(self, shard: int) -> tuple[Array, Array]:
         pair = self._shards.get(shard)
         if pair is None:

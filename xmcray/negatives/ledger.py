@@ -140,9 +140,12 @@ class VersionFolder:
 
     def new_shortlist(self, num_query_ids: int, width: int) -> np.memmap[Any, np.dtype[np.int32]]:
         """An int32 [num_query_ids, width] file filled with -1, to be filled and given to `finish`."""
+        path = storage.aside(self.path / "shortlist.npy")
         labels: np.memmap[Any, np.dtype[np.int32]] = np.lib.format.open_memmap(
-            storage.aside(self.path / "shortlist.npy"), mode="w+", dtype=np.int32, shape=(num_query_ids, width)
+            path, mode="w+", dtype=np.int32, shape=(num_query_ids, width)
         )
+        with storage.disk_errors(path), path.open("r+b") as file:  # a full disk is a signal under a map without this
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         labels[:] = -1
         return labels
 

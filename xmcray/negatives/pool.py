@@ -84,14 +84,14 @@ class NegativePool:
     """The actors of one run, created and ended by the driver.
 
     Args:
-        run_id: names them. corpus: path. data: section `data`. spec: shards, threads, index.
+        run_id: names them. corpus: path or URL. data: section `data`. spec: shards, threads, index.
         nice: how far the actors yield the CPU to the trainer. gpus: GPUs of each index actor.
     """
 
     def __init__(
         self,
         run_id: str,
-        corpus: Path,
+        corpus: str,
         data: DataConfig,
         num_labels: int,
         spec: RefreshSpec,
@@ -109,7 +109,7 @@ class NegativePool:
         coordinator = ray.remote(**_RESTARTS)(Coordinator)
         self.coordinator = coordinator.options(
             name=coordinator_name(run_id), max_concurrency=4, runtime_env=environment
-        ).remote(run_id, str(corpus), data, spec, nice)
+        ).remote(run_id, corpus, data, spec, nice)
 
     def close(self) -> None:
         """Ends the actors."""

@@ -28,6 +28,7 @@ from xmcray.types import Batch, Float32Array, Int64Array, Shortlist
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 16 << 20
+_EAGER_EVERY = 8  # steps between looks for a newer version: one costs a broadcast
 
 
 class ShortlistFeed:
@@ -73,7 +74,8 @@ class ShortlistFeed:
             return None
         started = time.perf_counter()
         if self.config.schedule == "eager":
-            self._take(self._newest())
+            if self.current is None or step % _EAGER_EVERY == 0:
+                self._take(self._newest())
         elif step % self.steps_per_epoch == 0:
             self._switch_on_schedule(step)
         self.blocked_s += time.perf_counter() - started

@@ -59,10 +59,10 @@ def gather_ragged(tensor: Tensor) -> list[Tensor]:
     counts = [torch.zeros_like(count) for _ in range(num_ranks())]
     dist.all_gather(counts, count)
     sizes = [int(c) for c in counts]
-    padded = _padded(tensor, max(sizes))
-    parts = padded.new_empty((num_ranks() * max(sizes), *tensor.shape[1:]))
-    _all_gather(parts, padded)
-    return [part[:size] for part, size in zip(parts.split(max(max(sizes), 1)), sizes, strict=False)]
+    width = max(sizes)
+    parts = tensor.new_empty((num_ranks() * width, *tensor.shape[1:]))
+    _all_gather(parts, _padded(tensor, width))
+    return [parts[r * width : r * width + size] for r, size in enumerate(sizes)]
 
 
 def gather_objects(value: T) -> list[T]:

@@ -176,10 +176,6 @@ def _guard(write: Callable[[], Any], path: Path) -> Any:
             return write()
     except XmcrayError as error:
         return str(error)
-    except Exception as error:  # safetensors reports a full disk in its own words
-        if "No space left" in str(error) or "os error 28" in str(error):
-            return f"no space left while writing {path}: the disk is full; free some space or choose another folder"
-        raise
 
 
 def _folders(folder: Path) -> list[Path]:

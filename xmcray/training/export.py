@@ -14,6 +14,7 @@ from xmcray.methods.base import methods
 from xmcray.nn.encoder import load_encoder
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
+from xmcray.storage import is_url
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.run import Run
@@ -87,7 +88,7 @@ def open_corpus(run: Run) -> Corpus:
         RunError: it is no longer there.
         StorageError: it was altered.
     """
-    if not run.corpus.exists():
+    if not is_url(run.corpus) and not Path(run.corpus).exists():
         raise RunError(f"{run.path} was trained on {run.corpus}, which does not exist; name the corpus with --data")
     return Corpus.open(run.corpus)
 

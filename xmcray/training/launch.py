@@ -19,7 +19,7 @@ import torch
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.data.pipeline import start_ray
+from xmcray.data.pipeline import ray_session
 from xmcray.errors import ConfigError, ResourceError, XmcrayError
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
@@ -90,10 +90,10 @@ def train(
         if resume == "never":
             refuse_contents(path)
         if refit:
-            chosen = open_or_create(path / SELECTION, config, opened.path, opened.sha256, "auto")
+            chosen = open_or_create(path / SELECTION, config, opened, "auto")
             _train_one(chosen, opened, watch)
             config = refit_config(chosen)
-        run = open_or_create(path, config, opened.path, opened.sha256, "auto")
+        run = open_or_create(path, config, opened, "auto")
         _train_one(run, opened, watch)
     return run
 
@@ -145,16 +145,14 @@ def _train_on_ray(run: Run, corpus: Corpus) -> None:
     """Runs the workers and the pool; raises what they report as the user's mistake."""
     for name, value in _RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    started = start_ray()
     forget_mistake(run)
     try:
-        use_gpu = _check_resources(run.config)
-        threads = _threads(run.config)
-        with _pool(run, corpus, threads, use_gpu):
-            _fit(_trainer(run, threads, use_gpu))
+        with ray_session():
+            use_gpu = _check_resources(run.config)
+            threads = _threads(run.config)
+            with _pool(run, corpus, threads, use_gpu):
+                _fit(_trainer(run, threads, use_gpu))
     finally:
-        if started:
-            ray.shutdown()
         mistake = noted_mistake(run)
         forget_mistake(run)
         if mistake is not None:
@@ -178,7 +176,7 @@ def _trainer(run: Run, threads: int, use_gpu: bool) -> Any:
     settings = WorkerSettings(
         run=str(run.path),
         run_id=run.id,
-        corpus=str(run.corpus),
+        corpus=run.corpus,
         corpus_sha256=run.corpus_sha256,
         config=run.config.to_dict(),
         threads=threads,
@@ -215,7 +213,7 @@ def _pool(run: Run, corpus: Corpus, threads: int, use_gpu: bool) -> Iterator[Non
     spec = RefreshSpec(workers, run.config.negatives, run.config.optim.seed, threads, gpu=0 if spare else None)
     nice = run.config.cluster.index_nice
     pool = NegativePool(
-        run.id, corpus.path, run.config.data, len(corpus.label_order), spec, nice, gpus=1 if spare else 0
+        run.id, corpus.origin, run.config.data, len(corpus.label_order), spec, nice, gpus=1 if spare else 0
     )
     try:
         yield
@@ -229,18 +227,17 @@ def _check_resources(config: RunConfig) -> bool:
     Raises:
         ResourceError: the cluster has less than what is asked for; without this check Ray waits for ever.
     """
-    cluster, has = config.cluster, ray.cluster_resources()
-    gpus = has.get("GPU", 0)
+    cluster, gpus = config.cluster, ray.cluster_resources().get("GPU", 0)
     if cluster.device == "gpu" and gpus < cluster.workers:
         raise ResourceError(
             f"{cluster.workers} workers ask for a GPU each, the cluster has {gpus:g}; lower --workers or set"
             " cluster.device=cpu"
         )
-    need, cpus = cluster.workers * cluster.cpus_per_worker, has.get("CPU", 0)
-    if need > cpus:
+    each, cpus = cluster.cpus_per_worker, [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    if each and sum(has // each for has in cpus) < cluster.workers:  # a worker's CPUs are those of one node
         raise ResourceError(
-            f"{cluster.workers} workers ask for {need:g} CPUs, the cluster has {cpus:g}; lower --workers or"
-            " cluster.cpus_per_worker"
+            f"{cluster.workers} workers ask for {each:g} CPUs each, the cluster's nodes have"
+            f" {', '.join(f'{has:g}' for has in cpus)}; lower --workers or cluster.cpus_per_worker"
         )
     return cluster.device == "gpu" or (cluster.device == "auto" and gpus >= cluster.workers > 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from xmcray import __version__, storage
@@ -128,6 +128,11 @@ def finish(run: Run, corpus: Corpus, evaluate_test: bool = True, progress: Progr
     return found
 
 
+def _punctuality(result: Mapping[str, Any]) -> str:
+    late = result.get("schedule_broken_at_step")
+    return "always in time" if late is None else f"late since step {late:,}: the run cannot be repeated exactly"
+
+
 def record(run: Run, corpus: Corpus, evaluation: Evaluation | None) -> None:
     """Writes RUN/metrics.json, if there is an evaluation, and RUN/report.html.
 
@@ -145,6 +150,7 @@ def record(run: Run, corpus: Corpus, evaluation: Evaluation | None) -> None:
         "steps": f"{result.get('steps', 0):,}",
         "seconds of training": f"{result.get('seconds', 0.0):.1f}",
         "peak memory of a trainer": f"{result.get('peak_memory_mb', 0.0):,.0f} MB",
+        "hard negatives": _punctuality(result),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.system()}",
         "versions": ", ".join(
             [f"xmcray {__version__}", f"Python {platform.python_version()}"]

@@ -30,6 +30,7 @@ from xmcray import config as configs
 from xmcray import errors, storage
 from xmcray.config import check_choice, check_range
 from xmcray.data.batches import DataConfig
+from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, XmcrayError
 from xmcray.methods.base import methods
 from xmcray.negatives.plan import NegativesConfig
@@ -139,21 +140,21 @@ class Run:
     """A run's folder.
 
     Attributes:
-        path: absolute. id: random, names the run's actors and Ray storage. config: resolved. corpus: path of the data.
-        corpus_sha256: hash of the corpus it was started with.
+        path: absolute. id: random, names the run's actors and Ray storage. config: resolved. corpus: absolute path
+            or URL of the data. corpus_sha256: hash of the corpus it was started with.
     """
 
     path: Path
     id: str
     config: RunConfig
-    corpus: Path
+    corpus: str
     corpus_sha256: str
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, corpus: Path, corpus_sha256: str) -> Run:
+    def create(cls, path: Path, config: RunConfig, corpus: Corpus) -> Run:
         """Starts a folder; it must not exist or be empty but for a lock."""
-        run = cls(path.absolute(), secrets.token_hex(6), config, corpus.absolute(), corpus_sha256)
-        body = {"id": run.id, "config": config.to_dict(), "corpus": str(run.corpus), "corpus_sha256": corpus_sha256}
+        run = cls(path.absolute(), secrets.token_hex(6), config, corpus.origin, corpus.sha256)
+        body = {"id": run.id, "config": config.to_dict(), "corpus": run.corpus, "corpus_sha256": run.corpus_sha256}
         storage.write_json(path / "run.json", body)  # first: with it alone the folder is a run already
         run.write_config()
         return run
@@ -170,7 +171,7 @@ class Run:
             body = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             values = body["config"]
             config = RunConfig.resolve(values["method_name"], values)
-            return cls(folder, body["id"], config, Path(body["corpus"]), body["corpus_sha256"])
+            return cls(folder, body["id"], config, str(body["corpus"]), body["corpus_sha256"])
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(f"{path} is not a run: it has no run.json; train with --out {path} first") from None
         except (ValueError, KeyError, TypeError):
@@ -203,7 +204,7 @@ class Run:
         return body
 
 
-def open_or_create(path: Path, config: RunConfig, corpus: Path, corpus_sha256: str, resume: str) -> Run:
+def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -> Run:
     """The run to train: a new one, or the one that was interrupted. The caller holds the lock.
 
     Args:
@@ -217,9 +218,9 @@ def open_or_create(path: Path, config: RunConfig, corpus: Path, corpus_sha256: s
         left.unlink()
     if _contents(path) <= {SELECTION}:
         path.mkdir(parents=True, exist_ok=True)
-        return Run.create(path, config, corpus, corpus_sha256)
+        return Run.create(path, config, corpus)
     run = Run.open(path)
-    if run.corpus_sha256 != corpus_sha256:
+    if run.corpus_sha256 != corpus.sha256:
         raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")
     different = sorted(_differences(run.config.to_dict(), config.to_dict()))
     different = [change for change in different if not change.startswith(("cluster.", "log."))]

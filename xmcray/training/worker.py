@@ -22,7 +22,7 @@ class WorkerSettings:
     """All a worker is told; plain values, paths absolute.
 
     Attributes:
-        run: folder. run_id: names the pool. corpus: folder. config: of RunConfig.to_dict. threads: of this process.
+        run: folder. run_id: names the pool. corpus: path or URL. config: of RunConfig.to_dict. threads: of a process.
     """
 
     run: str
@@ -42,7 +42,7 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
     told = WorkerSettings(**settings)
     torch.set_num_threads(told.threads)
     config = RunConfig.resolve(told.config["method_name"], told.config)
-    run = Run(Path(told.run), told.run_id, config, Path(told.corpus), told.corpus_sha256)
+    run = Run(Path(told.run), told.run_id, config, told.corpus, told.corpus_sha256)
     if noted_mistake(run) is not None:
         return {}
     device = (

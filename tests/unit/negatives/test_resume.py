@@ -79,7 +79,7 @@ def loop_in(folder: Path, corpus: Corpus, *extra: str, cut: int = 0) -> tuple[Lo
             raise CutError
 
     folder.mkdir(exist_ok=True)
-    run = Run(folder, "test", config, corpus.path, corpus.sha256)
+    run = Run(folder, "test", config, corpus.origin, corpus.sha256)
     return Loop(run, setup, ThreadRefresher(data, spec), on_step if cut else None), setup, spec
 
 

@@ -31,7 +31,7 @@ def loop_in(folder: Path, corpus: Corpus, *extra: str) -> tuple[Loop, Setup]:
     config = RunConfig.resolve("astra", {}, [*SETTINGS, *extra])
     data = TrainingData(corpus, config.data)
     setup = build(config, data, torch.device("cpu"))
-    run = Run(folder, "test", config, corpus.path, corpus.sha256)
+    run = Run(folder, "test", config, corpus.origin, corpus.sha256)
     return Loop(run, setup, ThreadRefresher(data, RefreshSpec(1, config.negatives, 0))), setup
 
 

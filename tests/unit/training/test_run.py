@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from xmcray import storage
 from xmcray.errors import RunError
 from xmcray.training.run import Run, RunConfig, locked, open_or_create
 
-SHA = "0" * 64
+
+@dataclass
+class AnyCorpus:
+    origin: str
+    sha256: str = "0" * 64
 
 
 class Killed(BaseException):
@@ -20,8 +25,9 @@ class Killed(BaseException):
 
 
 def start(path: Path, *settings: str) -> Run:
+    corpus: Any = AnyCorpus(str(path.parent / "corpus"))
     with locked(path):
-        return open_or_create(path, RunConfig.resolve("astra", {}, settings), path.parent / "corpus", SHA, "auto")
+        return open_or_create(path, RunConfig.resolve("astra", {}, settings), corpus, "auto")
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.yaml"])
