@@ -57,6 +57,8 @@ def test_more_workers_than_cpus(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert cli.main(["prepare", str(tmp_path / "raw"), "--out", corpus]) == 0
     capfd.readouterr()
     assert cli.main(["train", "astra", "--data", corpus, "--out", run, "--workers", "9"]) == 2
-    expected = "error: 9 workers ask for 9 CPUs, the cluster has 4; lower --workers or cluster.cpus_per_worker\n"
+    expected = (
+        "error: 9 workers ask for 1 CPUs each, the cluster's nodes have 4; lower --workers or cluster.cpus_per_worker\n"
+    )
     assert capfd.readouterr().err == expected
     assert not Path(run).exists()
