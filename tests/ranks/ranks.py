@@ -1,4 +1,4 @@
-"""Runs a function of a test module on several Gloo ranks and returns what each rank returned."""
+"""Runs a function of a test module on several Gloo ranks and returns what each rank returned; reads golden vectors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+ORACLE = Path(__file__).parents[1] / "oracle" / "data"
+
+
+def golden(name: str) -> dict[str, np.ndarray]:
+    """Inputs and expected results of one golden vector."""
+    with np.load(ORACLE / f"{name}.npz", allow_pickle=False) as file:
+        return {key: file[key] for key in file.files}
 
 
 def on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:

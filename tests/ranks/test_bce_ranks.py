@@ -1,12 +1,11 @@
 """Losses over label shards equal the golden vectors, gradients included, on any number of ranks."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import golden, on_ranks
 
 from xmcray.losses.bce import full_bce, sampled_bce
 from xmcray.negatives.sampler import gather_candidates
@@ -16,13 +15,7 @@ from xmcray.parallel.collectives import gather_rows
 from xmcray.parallel.partition import LabelPartition, share
 from xmcray.types import Batch, Ragged
 
-ORACLE = Path(__file__).parents[1] / "oracle" / "data"
 RANKS = [1, 2, 3, 4]
-
-
-def golden(name: str) -> dict[str, np.ndarray]:
-    with np.load(ORACLE / f"{name}.npz", allow_pickle=False) as file:
-        return {key: file[key] for key in file.files}
 
 
 def rows_of(mask: np.ndarray) -> Ragged:
