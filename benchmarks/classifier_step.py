@@ -26,8 +26,9 @@ from common import refuse_if_busy, write_table
 
 from xmcray import draws
 from xmcray.losses.bce import full_bce, sampled_bce
+from xmcray.losses.pairs import pair_scores
 from xmcray.negatives.sampler import gather_candidates
-from xmcray.nn.classifier import ShardedClassifier, pair_scores
+from xmcray.nn.classifier import ShardedClassifier
 from xmcray.nn.row_table import RowOptimConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.types import Batch, Ragged

@@ -95,7 +95,8 @@ def _gpus() -> list[str]:
 
 def _commit() -> str:
     commit = _run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]).strip()
-    changed = _run(["git", "-C", str(Path(__file__).parent), "status", "--porcelain", "--untracked-files=no"]).strip()
+    status = ["git", "-C", str(Path(__file__).parent), "status", "--porcelain", "--untracked-files=no"]
+    changed = _run([*status, "--", ".", "..", ":!results"]).strip()  # another benchmark's table changes nothing
     return (commit or "unknown") + (" with local changes" if changed else "")
 
 

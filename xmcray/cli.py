@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from xmcray.data.corpus import Corpus
     from xmcray.evaluation.evaluate import Evaluation
 
-METHODS = ("astra",)  # a test holds this to methods.base, which is slow to import
+METHODS = ("astra", "dexml", "unidec")  # a test holds this to methods.base, which is slow to import
 
 
 class _Parser(argparse.ArgumentParser):

@@ -8,6 +8,7 @@ import pytest
 from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
+from xmcray.nn.heads import NormalisedHead
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.retriever import Retriever
@@ -27,7 +28,7 @@ def bundle(tmp_path_factory):
     order = np.random.default_rng(0).permutation(len(TEXTS))
     spec = IndexSpec(factory="IVF8,PQ16x4fs")
     uids = [f"u{number}" for number in range(len(TEXTS))]
-    write_bundle(path, encoder, tokenizer, uids, TEXTS, order, [vectors[order]], spec, {}, normalise=True)
+    write_bundle(path, encoder, NormalisedHead(encoder.dim), tokenizer, uids, TEXTS, order, [vectors[order]], spec, {})
     return path
 
 

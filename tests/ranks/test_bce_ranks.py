@@ -8,8 +8,8 @@ import torch
 from ranks import golden, on_ranks
 
 from xmcray.losses.bce import full_bce, sampled_bce
+from xmcray.losses.pairs import pair_scores
 from xmcray.negatives.sampler import gather_candidates
-from xmcray.nn.classifier import pair_scores
 from xmcray.parallel import collectives
 from xmcray.parallel.collectives import gather_rows
 from xmcray.parallel.partition import LabelPartition, share

@@ -1,4 +1,4 @@
-"""ASTRA for 20 steps on 1-4 ranks: the same parameters, whatever the optimiser of the rows."""
+"""Every method on 1-4 ranks: the same parameters; ASTRA whatever the optimiser of its rows."""
 
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,14 @@ from xmcray.parallel import collectives
 from xmcray.training.loop import Loop, build
 from xmcray.training.run import Run, RunConfig
 
-STEPS = 20
 COMMON = [
     "encoder.dim=12",
     "encoder.lead=2",
     "encoder.pairs=40",
-    "method.init=texts",
     "optim.batch_size=33",  # neither the queries nor the labels nor 33 divide by 2, 3 or 4
     "optim.epochs=4",
     "optim.warmup_steps=3",
     "optim.lr=0.01",
-    "method.dropout=0.5",
-    "method.max_positives=2",
-    "method.importance_weight=unbiased",
-    "method.classifier.weight_decay=0.01",
-    "negatives.uniform=9",
     "negatives.hard=3",
     "negatives.start_epoch=2",
     "negatives.refresh_every=1",
@@ -38,6 +31,28 @@ COMMON = [
     "data.validation=0.1",
     "log.every=1",
 ]
+ASTRA = [
+    "method.init=texts",
+    "method.dropout=0.5",
+    "method.max_positives=2",
+    "method.importance_weight=unbiased",
+    "method.classifier.weight_decay=0.01",
+    "negatives.uniform=9",
+]
+OTHERS = {  # name: method, steps, settings
+    "dexml": ("dexml", 10, ["negatives.hard=0"]),
+    "dexml, hard": ("dexml", 16, ["method.columns=hard", "method.hard_per_query=2", "method.num_positives=1"]),
+    "dexml, softmax": ("dexml", 10, ["negatives.hard=0", "method.loss=softmax", "method.num_positives=1"]),
+    "dexml, soft top k": ("dexml", 10, ["negatives.hard=0", "method.loss=soft_top_k", "method.temperature=0.5"]),
+    "dexml, bce": ("dexml", 10, ["negatives.hard=0", "method.loss=bce", "method.columns=in_batch"]),
+    "unidec": ("unidec", 16, ["method.num_positives=1", "method.hard_per_query=2", "method.init=random"]),
+    "unidec, pos-clf": (
+        "unidec",
+        16,
+        ["method.num_positives=1", "method.hard_per_query=2", "method.classifier_positives=1", "method.balance=0.3"],
+    ),
+    "supcon": ("unidec", 10, ["method.balance=1", "method.num_positives=0", "negatives.hard=0", "method.dropout=0"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +60,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return planted_corpus(tmp_path_factory.mktemp("invariance"), num_queries=131, num_labels=23).path
 
 
-def train_on_rank(corpus: Path, folder: Path, settings: list[str]) -> tuple[list[float], dict[str, Any]]:
-    config = RunConfig.resolve("astra", {}, [*COMMON, *settings])
+def train_on_rank(
+    corpus: Path, folder: Path, settings: list[str], method: str, steps: int
+) -> tuple[list[float], dict[str, Any]]:
+    config = RunConfig.resolve(method, {}, [*COMMON, *settings])
     opened = Corpus.open(corpus, verify=False)
     data = TrainingData(opened, config.data)
     run = Run(folder, "test", config, opened.origin, opened.sha256)
@@ -62,16 +79,21 @@ def train_on_rank(corpus: Path, folder: Path, settings: list[str]) -> tuple[list
     setup.stepper.step = recording  # type: ignore[method-assign]
     refresher = ThreadRefresher(data, RefreshSpec(collectives.num_ranks(), config.negatives, 0))
     loop = Loop(run, setup, refresher)
-    loop.last_step = STEPS
+    loop.last_step = steps
     loop.train()
-    assert loop.feed.current is not None, "hard negatives were never used: the comparison would show little"
-    encoder = {f"encoder.{n}": p.detach().numpy() for n, p in setup.stepper.encoder.named_parameters()}
-    return losses, {**encoder, "rows": setup.method.answer_rows().numpy()}
+    if config.negatives.hard:
+        assert loop.feed.current is not None, "hard negatives were never used: the comparison would show little"
+    modules = setup.stepper.modules.items()
+    shared = {f"{m}.{n}": p.detach().numpy() for m, module in modules for n, p in module.named_parameters()}
+    return losses, {**shared, "rows": setup.method.answer_rows().detach().numpy()}
 
 
-def trained(corpus: Path, folder: Path, num_ranks: int, settings: list[str]) -> tuple[list[float], dict[str, Any]]:
+def trained(
+    corpus: Path, folder: Path, num_ranks: int, settings: list[str], method: str = "astra", steps: int = 20
+) -> tuple[list[float], dict[str, Any]]:
     folder.mkdir(parents=True)
-    results = on_ranks(train_on_rank, num_ranks, corpus, folder, settings)
+    common = ASTRA if method == "astra" else []
+    results = on_ranks(train_on_rank, num_ranks, corpus, folder, [*common, *settings], method, steps)
     parameters = dict(results[0][1])
     parameters["rows"] = np.concatenate([r[1]["rows"] for r in results])
     for _, other in results[1:]:
@@ -83,9 +105,19 @@ def trained(corpus: Path, folder: Path, num_ranks: int, settings: list[str]) -> 
 def test_ranks_train_the_same_model(corpus: Path, tmp_path: Path, kind: str) -> None:
     lr = {"sgd": "3.0", "adagrad": "0.1", "adam": "0.01"}[kind]
     settings = ["optim.precision=float64", f"method.classifier.kind={kind}", f"method.classifier.lr={lr}"]
-    losses, parameters = trained(corpus, tmp_path / "1", 1, settings)
+    check_ranks(corpus, tmp_path, settings, "astra", 20)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_train_the_same_model_with_every_method(corpus: Path, tmp_path: Path, name: str) -> None:
+    method, steps, settings = OTHERS[name]
+    check_ranks(corpus, tmp_path, ["optim.precision=float64", *settings], method, steps)
+
+
+def check_ranks(corpus: Path, folder: Path, settings: list[str], method: str, steps: int) -> None:
+    losses, parameters = trained(corpus, folder / "1", 1, settings, method, steps)
     for num_ranks in (2, 3, 4):
-        others, found = trained(corpus, tmp_path / str(num_ranks), num_ranks, settings)
+        others, found = trained(corpus, folder / str(num_ranks), num_ranks, settings, method, steps)
         np.testing.assert_allclose(others, losses, rtol=1e-9)
         for name, value in parameters.items():
             scale = np.abs(value).max()
@@ -99,9 +131,11 @@ def test_float32_losses_agree(corpus: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(three, one, rtol=1e-5)
 
 
-def test_micro_batches_change_nothing(corpus: Path, tmp_path: Path) -> None:
-    settings = ["optim.precision=float64", "method.classifier.kind=sgd", "method.classifier.lr=3.0"]
-    _, whole = trained(corpus, tmp_path / "whole", 2, settings)
-    _, cut = trained(corpus, tmp_path / "cut", 2, [*settings, "optim.micro_batch=5"])
+@pytest.mark.parametrize("method", ["astra", "dexml"])
+def test_micro_batches_change_nothing(corpus: Path, tmp_path: Path, method: str) -> None:
+    rows = ["method.classifier.kind=sgd", "method.classifier.lr=3.0"] if method == "astra" else ["negatives.hard=0"]
+    settings = ["optim.precision=float64", *rows]
+    _, whole = trained(corpus, tmp_path / "whole", 2, settings, method)
+    _, cut = trained(corpus, tmp_path / "cut", 2, [*settings, "optim.micro_batch=5"], method)
     for name, value in whole.items():
         np.testing.assert_allclose(cut[name], value, rtol=1e-9, atol=1e-12, err_msg=name)

@@ -14,6 +14,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 from xmcray.evaluation.metrics import remove_pairs
+from xmcray.nn.heads import Head
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import validation
@@ -64,7 +65,8 @@ def validated_on_rank(name: str, block: int) -> dict[str, float]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "_ROWS", block)
-        return validation.validate(UnitVectors(num_queries), data, row_SD, part)  # type: ignore[arg-type]
+        method: Any = SimpleNamespace(head=Head(num_queries), answer_rows=lambda: row_SD)
+        return validation.validate(UnitVectors(num_queries), method, data, part)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])  # 60 labels on 7 ranks: unequal, none has ten

@@ -6,31 +6,11 @@ calls it divides. Scores are inner products times `scale` = 1 / temperature.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from xmcray.losses.columns import log_sum_exp, top_k_threshold
-from xmcray.nn.classifier import pair_scores
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Pairs of a query and a column of this rank.
-
-    Attributes:
-        rows: int64 [P], queries, ascending. columns: int64 [P].
-    """
-
-    rows: Tensor
-    columns: Tensor
-
-    @staticmethod
-    def union(*parts: Pairs) -> Pairs:
-        """All pairs of the parts."""
-        return Pairs(torch.cat([p.rows for p in parts]), torch.cat([p.columns for p in parts]))
+from xmcray.losses.pairs import Pairs, pair_scores
 
 
 def decoupled_softmax(

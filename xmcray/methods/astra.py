@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from xmcray import draws
 from xmcray.config import check_range
 from xmcray.losses.bce import full_bce, sampled_bce
+from xmcray.losses.pairs import pair_scores
 from xmcray.methods.base import Parts
 from xmcray.negatives.sampler import Candidates, capped_positives, gather_candidates
-from xmcray.nn.classifier import ShardedClassifier, pair_scores
+from xmcray.nn.classifier import ShardedClassifier
+from xmcray.nn.heads import Head
 from xmcray.nn.row_table import RowOptimConfig, RowTable
 from xmcray.parallel.collectives import gather_rows
 from xmcray.types import Batch, LossTerms, Ragged, Shortlist
@@ -91,6 +93,7 @@ class Astra:
             self.classifier.table.weight_SD.copy_(self._label_vectors() * (config.init_std * math.sqrt(parts.dim)))
         self.tables: Mapping[str, RowTable] = {"classifier": self.classifier.table}
         self.modules: Mapping[str, nn.Module] = {}
+        self.head = Head(parts.dim)
         self.offset = self._prior() if config.offset == "prior" else float(config.offset)
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from xmcray.data.batches import TrainingData
 from xmcray.negatives.plan import NegativesConfig
+from xmcray.nn.heads import Head
 from xmcray.nn.row_table import RowTable
 from xmcray.parallel.partition import LabelPartition
 from xmcray.types import Batch, LossTerms, Ragged, Shortlist
@@ -39,31 +40,19 @@ class Parts:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-@dataclass(frozen=True, slots=True)
-class BundleSpec:
-    """How answers are found with what a method trained.
-
-    Attributes:
-        table: the method's table whose rows answer.
-        predictor: "labels": inner product of the query vector with one vector per label.
-        normalise_queries: whether the query vector is l2-normalised before the search.
-    """
-
-    table: str = "classifier"
-    predictor: str = "labels"
-    normalise_queries: bool = False
-
-
 class Method(Protocol):
     """One training method.
 
     Attributes:
         tables: label rows by name, split over ranks by the partition, each with its own optimiser.
         modules: data-parallel modules besides the encoder, trained with the encoder's optimiser.
+        head: makes the encoder's output the vector that is searched for among `answer_rows`; one of `modules` if it
+            is trained.
     """
 
     tables: Mapping[str, RowTable]
     modules: Mapping[str, nn.Module]
+    head: Head
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """This rank's sum of the loss of a global batch; collects gradients in rows of `tables`."""
@@ -80,15 +69,28 @@ MethodFactory = Callable[[Any, Parts], Method]
 
 @dataclass(frozen=True, slots=True)
 class MethodEntry:
-    """How to make one method: its settings (section `method`), its class, and how its result answers queries."""
+    """How to make one method.
+
+    Attributes:
+        config_type: its settings, section `method`. factory: its class.
+        defaults: settings of other sections that it has by default, by section.
+    """
 
     config_type: type[Any]
     factory: MethodFactory
-    bundle_spec: BundleSpec = field(default_factory=BundleSpec)
+    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def methods() -> Mapping[str, MethodEntry]:
     """The methods by name."""
     from xmcray.methods.astra import Astra, AstraConfig
+    from xmcray.methods.dexml import Dexml, DexmlConfig
+    from xmcray.methods.unidec import Unidec, UnidecConfig
 
-    return {"astra": MethodEntry(AstraConfig, Astra)}
+    # a label's text as a query of its own label teaches nothing where both are encoded by one encoder
+    dual = {"data": {"augment_with_labels": False}, "negatives": {"uniform": 0, "hard": 0}}
+    return {
+        "astra": MethodEntry(AstraConfig, Astra),
+        "dexml": MethodEntry(DexmlConfig, Dexml, dual),
+        "unidec": MethodEntry(UnidecConfig, Unidec, {**dual, "negatives": {"uniform": 0, "hard": 30}}),
+    }

@@ -87,21 +87,33 @@ def capped_positives(batch: Batch, cap: int, seed: int, unbiased: bool) -> tuple
     """At most `cap` positives of each query, drawn uniformly, and the weight |P_i| / cap that keeps the sum unbiased.
 
     Args:
-        cap: 0 keeps all. seed: of the draws, keyed by (step, position in the global batch).
+        cap: 0 keeps all. seed: of the draws, keyed by the step.
         unbiased: whether the drawn positives are weighted.
     Returns:
         The positives, and float64 [G] weights or None when all are 1.
     """
     lengths = batch.positives.lengths
-    long = np.flatnonzero(lengths > cap) if cap else np.empty(0, np.int64)
-    if not len(long):
+    if not cap or lengths.max(initial=0) <= cap:
         return batch.positives, None
-    rows = [batch.positives[i] for i in range(len(lengths))]
-    for i in long:
-        drawn = draws.generator(seed, "positives", batch.step, int(i)).choice(rows[i], cap, replace=False)
-        rows[i] = np.sort(drawn)
-    weight = np.where(lengths > cap, lengths / max(cap, 1), 1.0) if unbiased else None
-    return Ragged.from_rows(rows), weight
+    weight = np.where(lengths > cap, lengths / cap, 1.0) if unbiased else None
+    return draw_from_rows(batch.positives, cap, draws.generator(seed, "positives", batch.step)), weight
+
+
+def draw_from_rows(
+    rows: Ragged, count: int, generator: np.random.Generator, weight_T: Float64Array | None = None
+) -> Ragged:
+    """At most `count` values of each row, drawn without replacement, in their old order.
+
+    Args:
+        weight_T: float [T] > 0; a value is drawn next with probability proportional to its weight, uniformly if not
+            given.
+    """
+    waits = generator.exponential(size=len(rows.values))  # of a race: the first `count` to arrive are drawn
+    arrival = waits if weight_T is None else waits / weight_T
+    order = np.lexsort((arrival, rows.row_ids))
+    place = np.arange(len(order)) - np.repeat(rows.offsets[:-1], rows.lengths)
+    drawn = np.sort(order[place < count])
+    return Ragged(rows.values[drawn], np.concatenate([[0], np.cumsum(np.minimum(rows.lengths, count))]))
 
 
 def _skipped(pool: Int64Array, lists: list[Ragged]) -> tuple[Int64Array, Int64Array]:

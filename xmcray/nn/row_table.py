@@ -176,11 +176,11 @@ class RowTable:
         if ids_U is not None:
             self.touches_S.index_copy_(0, ids_U, touches)
         age_U1 = touches.double().unsqueeze(1)  # 1 - beta^age loses all its digits in float32
-        first_U1 = (lr / (1 - config.beta1**age_U1)).to(rows_UD.dtype)
-        second_U1 = (1 - config.beta2**age_U1).to(rows_UD.dtype)
+        first_U1 = (-lr / (1 - config.beta1**age_U1)).to(rows_UD.dtype)
+        second_U1 = (1 - config.beta2**age_U1).rsqrt().to(rows_UD.dtype)
         mean = state["mean"].lerp_(grad_UD, 1 - config.beta1)
         square = state["square"].mul_(config.beta2).addcmul_(grad_UD, grad_UD, value=1 - config.beta2)
-        rows_UD.sub_(first_U1 * mean / (square / second_U1).sqrt_().add_(config.eps))
+        rows_UD.addcdiv_(first_U1 * mean, square.sqrt().mul_(second_U1).add_(config.eps))
 
 
 def sum_by_row(

@@ -13,6 +13,7 @@ import torch
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.encoder import Encoder, load_encoder
+from xmcray.nn.heads import Head, load_head
 from xmcray.retrieval.bundle import KIND, Settings, open_shards, read_labels, read_settings
 from xmcray.retrieval.exact import as_tensor, from_keys, nothing, to_keys
 from xmcray.retrieval.index import Index
@@ -49,6 +50,7 @@ class Retriever:
     def __init__(
         self,
         encoder: Encoder,
+        head: Head,
         tokenizer: TextTokenizer,
         labels: pa.Table,
         label_order: Int64Array,
@@ -57,7 +59,8 @@ class Retriever:
         sha256: str = "",
     ) -> None:
         self.settings, self.tokenizer, self.sha256 = settings, tokenizer, sha256
-        self._encoder, self._labels, self._order, self._shards = encoder, labels, label_order, list(shards)
+        self._encoder, self._head, self._labels, self._order = encoder, head, labels, label_order
+        self._shards = list(shards)
         self._rank = np.empty_like(label_order)  # source -> internal
         self._rank[label_order] = np.arange(len(label_order))
 
@@ -84,13 +87,18 @@ class Retriever:
         settings = read_settings(folder)
         labels, order = read_labels(folder, settings.num_labels)
         encoder = load_encoder(folder / "encoder").to(where).eval()
-        if encoder.dim != settings.dim:
-            raise BundleError(f"{path}: encoder of width {encoder.dim}, vectors of width {settings.dim}; export again")
+        head = load_head(folder / "head").to(where)
+        if (encoder.dim, head.out_dim) != (head.dim, settings.dim):
+            raise BundleError(
+                f"{path}: encoder of width {encoder.dim}, head from {head.dim} to {head.out_dim}, vectors of width"
+                f" {settings.dim}; export again"
+            )
         shards = list(open_shards(folder, manifest, settings, threads or torch.get_num_threads()))
         if where.type != "cpu":
             for shard in shards:
                 shard.vectors = shard.vectors.to(where)
-        return cls(encoder, TextTokenizer.load(folder / "tokenizer"), labels, order, shards, settings, manifest.sha256)
+        tokenizer = TextTokenizer.load(folder / "tokenizer")
+        return cls(encoder, head, tokenizer, labels, order, shards, settings, manifest.sha256)
 
     @property
     def num_labels(self) -> int:
@@ -106,9 +114,7 @@ class Retriever:
             else:
                 tokens = self.tokenizer.encode(list(texts[start : start + CHUNK]))
             with torch.inference_mode():
-                query_BD = self._encoder(tokens).float()
-                if self.settings.normalise:
-                    query_BD = torch.nn.functional.normalize(query_BD, dim=1)
+                query_BD = self._head(self._encoder(tokens)).float()
             parts.append(query_BD.cpu().numpy())
         return np.concatenate(parts)
 

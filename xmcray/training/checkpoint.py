@@ -112,7 +112,20 @@ def open_checkpoint(path: Path, contents: bool = True) -> Checkpoint:
 
 def load(checkpoint: Checkpoint, stepper: Stepper, part: LabelPartition) -> None:
     """Restores a rank's encoder, optimisers and its rows, whatever the number of ranks that saved them."""
-    path = checkpoint.path
+    _load_modules(checkpoint.path, stepper)
+    stepper.optimizer.load(load_file(checkpoint.path / "optimizer.safetensors"), checkpoint.step)
+    for name, table in stepper.method.tables.items():
+        table.load(read_rows(checkpoint.path, name, part.start, part.stop), checkpoint.step)
+
+
+def load_weights(checkpoint: Checkpoint, stepper: Stepper, part: LabelPartition) -> None:
+    """Restores what answers queries, and nothing of the optimisers."""
+    _load_modules(checkpoint.path, stepper)
+    for name, table in stepper.method.tables.items():
+        table.weight_SD.copy_(read_rows(checkpoint.path, name, part.start, part.stop, only="weight")["weight"])
+
+
+def _load_modules(path: Path, stepper: Stepper) -> None:
     stepper.encoder.load_state_dict(load_encoder(path / "encoder").state_dict())
     others = {name: module for name, module in stepper.modules.items() if name != "encoder"}
     if others:
@@ -120,9 +133,6 @@ def load(checkpoint: Checkpoint, stepper: Stepper, part: LabelPartition) -> None
         for name, module in others.items():
             prefix = f"{name}/"
             module.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
-    stepper.optimizer.load(load_file(path / "optimizer.safetensors"), checkpoint.step)
-    for name, table in stepper.method.tables.items():
-        table.load(read_rows(path, name, part.start, part.stop), checkpoint.step)
 
 
 def read_rows(path: Path, name: str, start: int, stop: int, only: str | None = None) -> dict[str, Tensor]:

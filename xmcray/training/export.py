@@ -6,22 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from xmcray import storage
+from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import RunError
-from xmcray.methods.base import methods
-from xmcray.nn.encoder import load_encoder
+from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.storage import is_url
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
+from xmcray.training.loop import Setup, build
 from xmcray.training.run import Run
-from xmcray.training.step import encode_plain
-from xmcray.types import Float32Array, Int64Array
+from xmcray.training.step import answer_queries
+from xmcray.types import Float32Array
 
-_BLOCK = 65_536  # labels read at once
+_BLOCK = 65_536  # labels whose texts are read at once
+_ROWS = 1_000_000  # labels whose vectors are made at once
 _TUNE_QUERIES = 256  # training queries that the index is tuned by
 
 
@@ -39,17 +42,19 @@ def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
     last = last_checkpoint(run)
     corpus = open_corpus(run) if corpus is None else corpus
     check_corpus(run, corpus)
-    spec = methods()[run.config.method_name].bundle_spec
-    labels = range(0, corpus.card.num_labels, _BLOCK)
-    ids = [np.arange(start, min(start + _BLOCK, corpus.card.num_labels), dtype=np.int64) for start in labels]
+    data = TrainingData(corpus, run.config.data)
+    num_labels = corpus.card.num_labels
+    first = _finished(run, last, data, LabelPartition(num_labels, _blocks(num_labels), 0))
+    ids = [np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64) for start in range(0, num_labels, _BLOCK)]
     write_bundle(
         out,
         last.path / "encoder",
+        first.method.head,
         corpus.tokenizer(),
         (uid for block in ids for uid in corpus.label_uids(block)),
         (text for block in ids for text in corpus.label_texts(block)),
         corpus.label_order,
-        _vectors(last, spec.table, ids),
+        _vectors(run, last, data),
         IndexSpec(seed=run.config.optim.seed),
         about={
             "run": run.id,
@@ -59,8 +64,7 @@ def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
             "config": run.config.to_dict(),
         },
         method=run.config.method_name,
-        normalise=spec.normalise_queries,
-        queries=_sample_queries(last, corpus, run.config.optim.seed),
+        queries=_sample_queries(first, data, run.config.optim.seed),
     )
 
 
@@ -102,16 +106,27 @@ def check_corpus(run: Run, corpus: Corpus) -> None:
         )
 
 
-def _vectors(last: Checkpoint, table: str, blocks: list[Int64Array]) -> Iterator[Float32Array]:
-    """Label vectors float32 [n, D] in internal order, whatever ranks wrote them."""
-    for block in blocks:
-        rows = checkpoints.read_rows(last.path, table, int(block[0]), int(block[-1]) + 1, only="weight")
-        yield rows["weight"].float().numpy()
+def _blocks(num_labels: int) -> int:
+    return -(-num_labels // _ROWS)
 
 
-def _sample_queries(last: Checkpoint, corpus: Corpus, seed: int) -> Float32Array:
+def _finished(run: Run, last: Checkpoint, data: TrainingData, part: LabelPartition) -> Setup:
+    """The trained method with a block of the labels, as one of many ranks would hold it."""
+    device = torch.device("cuda" if torch.cuda.is_available() and run.config.cluster.device != "cpu" else "cpu")
+    setup = build(run.config, data, device, part)
+    checkpoints.load_weights(last, setup.stepper, part)
+    return setup
+
+
+def _vectors(run: Run, last: Checkpoint, data: TrainingData) -> Iterator[Float32Array]:
+    """Label vectors float32 [n, D] in internal order, whatever ranks trained them."""
+    num_blocks = _blocks(data.num_labels)
+    for block in range(num_blocks):
+        setup = _finished(run, last, data, LabelPartition(data.num_labels, num_blocks, block))
+        yield setup.method.answer_rows().detach().float().cpu().numpy()
+
+
+def _sample_queries(setup: Setup, data: TrainingData, seed: int) -> Float32Array:
     """float32 [Q, D], vectors of a seeded sample of training queries."""
-    train = corpus.split("train")
-    chosen = np.random.default_rng(seed).choice(len(train), min(_TUNE_QUERIES, len(train)), replace=False)
-    query_QD = encode_plain(load_encoder(last.path / "encoder"), train.tokens(np.sort(chosen)))
-    return query_QD.float().cpu().numpy()
+    rows = np.random.default_rng(seed).choice(data.num_train, min(_TUNE_QUERIES, data.num_train), replace=False)
+    return answer_queries(setup.stepper.encoder, setup.method, data.tokens(np.sort(rows))).float().cpu().numpy()

@@ -115,7 +115,7 @@ class RunConfig:
         known = methods()
         if method_name not in known:
             raise ConfigError(configs.unknown("method", method_name, list(known)))
-        merged = configs.merge(values, overrides)
+        merged = configs.merge(configs.overlay(known[method_name].defaults, values), overrides)
         written_for = merged.pop("method_name", method_name)
         if written_for != method_name:
             raise ConfigError(f"the configuration is for method {written_for}, not for {method_name}; name that one")

@@ -11,7 +11,7 @@ from xmcray import draws
 from xmcray.methods.base import Method
 from xmcray.nn.encoder import Encoder
 from xmcray.parallel import collectives
-from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor
+from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor, sparse_parameters
 from xmcray.types import Batch, LossTerms, Ragged, Shortlist
 
 _PLAIN_ROWS = 1024  # texts encoded at once where no graph is kept
@@ -61,7 +61,17 @@ def encode_plain(encoder: Encoder, tokens: Ragged) -> Tensor:
     with torch.no_grad():
         parts = [encoder(chunk) for chunk in _chunks(tokens, _PLAIN_ROWS)]
     encoder.train(training)
-    return torch.cat(parts) if parts else torch.zeros(0, encoder.dim)
+    return torch.cat(parts) if parts else next(encoder.parameters()).new_zeros(0, encoder.dim)
+
+
+def answer_queries(encoder: Encoder, method: Method, tokens: Ragged) -> Tensor:
+    """Vectors that `method.answer_rows` are searched with; no graph, no dropout."""
+    training = method.head.training
+    method.head.eval()
+    with torch.no_grad():
+        query_BD: Tensor = method.head(encode_plain(encoder, tokens))
+    method.head.train(training)
+    return query_BD
 
 
 class Stepper:
@@ -78,8 +88,8 @@ class Stepper:
         self.encoder, self.embedder, self.method = encoder, embedder, method
         self.config, self.total_steps = config, total_steps
         self.modules: dict[str, nn.Module] = {"encoder": encoder, **method.modules}
-        sparse = [f"encoder.{name}" for name in encoder.sparse_parameters()]
-        self.optimizer = EncoderOptimizer(self.modules, config, sparse)
+        sparse = [f"{m}.{p}" for m, module in self.modules.items() for p in sparse_parameters(module)]
+        self.optimizer = EncoderOptimizer(self.modules, config, sparse, getattr(method, "lr_factors", None))
 
     def step(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """Loss, gradients and one update of everything; returns this rank's terms of the loss."""

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from xmcray.data.batches import TrainingData
 from xmcray.evaluation.metrics import Metrics
+from xmcray.methods.base import Method
 from xmcray.nn.encoder import Encoder
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition, share
-from xmcray.training.step import encode_plain
+from xmcray.training.step import answer_queries
 from xmcray.types import Ragged, TopLabels
 
 _KEPT = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10")
@@ -19,11 +20,12 @@ _K = 10
 _ROWS = 256  # queries scored at once
 
 
-def validate(encoder: Encoder, data: TrainingData, row_SD: Tensor, part: LabelPartition) -> dict[str, float]:
+def validate(encoder: Encoder, method: Method, data: TrainingData, part: LabelPartition) -> dict[str, float]:
     """Metrics on `data.validation_rows`; collective, the same result on every rank."""
+    row_SD = method.answer_rows()
     rows = data.validation_rows
     start, stop = share(len(rows), part.rank, part.num_ranks)
-    query_BD = encode_plain(encoder, data.tokens(rows[start:stop])).to(row_SD)
+    query_BD = answer_queries(encoder, method, data.tokens(rows[start:stop])).to(row_SD)
     query_GD = torch.cat(collectives.gather_ragged(query_BD))
     excluded = data.excluded(rows)
     ids, scores = _top_rows(query_GD, row_SD, part, excluded)

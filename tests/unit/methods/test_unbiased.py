@@ -5,8 +5,8 @@ import torch
 
 from xmcray import draws
 from xmcray.losses.bce import full_bce, sampled_bce
+from xmcray.losses.pairs import pair_scores
 from xmcray.negatives.sampler import gather_candidates
-from xmcray.nn.classifier import pair_scores
 from xmcray.parallel.partition import LabelPartition
 from xmcray.types import Batch, Ragged
 

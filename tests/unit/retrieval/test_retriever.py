@@ -8,6 +8,7 @@ import pytest
 from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, ConfigError, DataError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
+from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.retriever import Retriever
@@ -34,7 +35,8 @@ def make(parts, path, vectors=None, order=None, uids=None, **options):
     uids = [f"uid{number}" for number in range(LABELS)] if uids is None else uids
     spec = options.pop("spec", IndexSpec())
     blocks = (vectors[order][start : start + 70] for start in range(0, LABELS, 70))
-    write_bundle(path, encoder, tokenizer, uids, TEXTS, order, blocks, spec, {"command": "test"}, **options)
+    head = options.pop("head", Head)(encoder.dim)
+    write_bundle(path, encoder, head, tokenizer, uids, TEXTS, order, blocks, spec, {"command": "test"}, **options)
     return path
 
 
@@ -115,7 +117,7 @@ def test_texts_and_their_tokens_are_encoded_alike_in_any_chunk(bundle, monkeypat
 
 
 def test_normalised_queries(parts, tmp_path):
-    retriever = Retriever.load(make(parts, tmp_path / "b", normalise=True))
+    retriever = Retriever.load(make(parts, tmp_path / "b", head=NormalisedHead))
     np.testing.assert_allclose(np.linalg.norm(retriever.encode(["label 3", "b"]), axis=1), 1, rtol=1e-5)
 
 
