@@ -1,4 +1,4 @@
-"""Which queries form step s: a pure function of (seed, epoch, step), the same on every rank and after every restart.
+"""Which queries form step s: a pure function of (seed, epoch, clusters, step), on every rank, after every restart.
 
 Training speaks internal label ids and one id space for queries: ids below N are rows of the training split, id N + l
 is the text of label l added as a query whose only positive is l (ASTRA, section 3; methods without it see N ids).
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from xmcray import draws
 from xmcray.config import check_range
@@ -138,9 +139,26 @@ class TrainingData:
         return parts.take(position)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryClusters:
+    """Groups of alike queries that stay together in an epoch.
+
+    Attributes:
+        version: of the negatives they were made with. num_clusters: how many there are.
+        cluster: int32 [query ids], the cluster of each query id; -1 for queries in none.
+    """
+
+    version: int
+    num_clusters: int
+    cluster: npt.NDArray[np.int32]
+
+
 @dataclass(frozen=True)
 class BatchSampler:
     """Steps of an epoch over a fixed set of query ids; every id once an epoch, the last step takes what is left.
+
+    The order of an epoch is random. With clusters it is one of clusters: theirs is random, and so is that of their
+    members; queries in none come last (NGAME, section 3).
 
     Attributes:
         data: what is sampled. batch_size: G, queries of the global batch. seed: of the order.
@@ -149,24 +167,34 @@ class BatchSampler:
     data: TrainingData
     batch_size: int
     seed: int
-    _order: dict[int, Int64Array] = field(default_factory=dict, compare=False)
+    _order: dict[tuple[int, int], Int64Array] = field(default_factory=dict, compare=False)
 
     @property
     def steps_per_epoch(self) -> int:
         """ceil(queries / batch_size)."""
         return -(-len(self.data.query_ids) // self.batch_size)
 
-    def query_ids(self, step: int) -> Int64Array:
-        """Global query ids of a step, counted over the whole run."""
+    def query_ids(self, step: int, clusters: QueryClusters | None = None) -> Int64Array:
+        """Global query ids of a step, counted over the whole run; `clusters` are those of the step's epoch."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        if epoch not in self._order:
+        key = epoch, -1 if clusters is None else clusters.version
+        if key not in self._order:
             self._order.clear()
-            self._order[epoch] = draws.generator(self.seed, "order", epoch).permutation(self.data.query_ids)
-        return self._order[epoch][position * self.batch_size : (position + 1) * self.batch_size]
+            self._order[key] = self._ordered(epoch, clusters)
+        return self._order[key][position * self.batch_size : (position + 1) * self.batch_size]
 
-    def batch(self, step: int, rank: int, num_ranks: int) -> Batch:
+    def _ordered(self, epoch: int, clusters: QueryClusters | None) -> Int64Array:
+        generator = draws.generator(self.seed, "order", epoch)
+        ids = generator.permutation(self.data.query_ids)
+        if clusters is None:
+            return ids
+        place = np.append(generator.permutation(clusters.num_clusters), clusters.num_clusters)  # -1 is the last one
+        order = np.argsort(place[clusters.cluster[ids]], kind="stable")
+        return ids[order]
+
+    def batch(self, step: int, rank: int, num_ranks: int, clusters: QueryClusters | None = None) -> Batch:
         """The global batch of a step with the tokens of this rank's slice."""
-        ids = self.query_ids(step)
+        ids = self.query_ids(step, clusters)
         start, stop = share(len(ids), rank, num_ranks)
         return Batch(
             epoch=step // self.steps_per_epoch,

@@ -5,6 +5,7 @@
         rows/0000065536.safetensors         label vectors from label 65536 on
         published-0001.json                 rank 1 has written all it has to write
         found/0000/...                      what index shard 0 found, a file per query block
+        clusters.npy                        cluster of each query, where batches are made of clusters
         shortlist.npy, complete.json        the finished version
 
 Files are written aside and renamed; a name that is there is whole, and two actors that do the same work do no harm. A
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -32,6 +34,7 @@ from xmcray.errors import ShortlistError, StorageError
 from xmcray.types import Float32Array, Int64Array, Shortlist
 
 ROW_BLOCK_BYTES = 64 << 20
+_CLUSTERS = "clusters.npy"
 
 
 class VersionFolder:
@@ -127,6 +130,8 @@ class VersionFolder:
         entry = storage.hash_file(part)
         storage.fsync(part)
         part.replace(self.path / "shortlist.npy")
+        if self.has_clusters:
+            about = {**about, "clusters_sha256": storage.hash_file(self.path / _CLUSTERS).sha256}
         marks = [_read_json(path) for path in sorted(self.path.glob("published-*.json"))]
         snapshot_step = int(marks[0]["snapshot_step"])
         body = {**about, "snapshot_step": snapshot_step, "size": entry.size, "sha256": entry.sha256}
@@ -156,10 +161,37 @@ class VersionFolder:
             ShortlistError: altered since it was written.
         """
         about = _read_json(self.path / "complete.json")
-        path = self.path / "shortlist.npy"
-        if storage.hash_file(path) != storage.FileEntry(int(about["size"]), str(about["sha256"])):
+        labels = self._finished("shortlist.npy", str(about["sha256"]))
+        return Shortlist(self.version, int(about["snapshot_step"]), labels)
+
+    def write_clusters(self, cluster: npt.NDArray[np.int32]) -> None:
+        """Keeps the cluster of each query id, int32 [num_query_ids], -1 for none."""
+        path = self.path / _CLUSTERS
+        temporary = storage.aside(path)
+        with storage.disk_errors(path), temporary.open("wb") as file:
+            np.save(file, cluster)
+        storage.fsync(temporary)
+        temporary.replace(path)
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether they were written before."""
+        return (self.path / _CLUSTERS).is_file()
+
+    def clusters(self) -> npt.NDArray[np.int32]:
+        """The clusters of the finished version, memory-mapped, their bytes compared with the hash.
+
+        Raises:
+            ShortlistError: altered since they were written.
+        """
+        return self._finished(_CLUSTERS, str(_read_json(self.path / "complete.json")["clusters_sha256"]))
+
+    def _finished(self, name: str, sha256: str) -> npt.NDArray[np.int32]:
+        path = self.path / name
+        if storage.hash_file(path).sha256 != sha256:
             raise ShortlistError(f"{path} was altered after it was written; resume from an earlier copy of the run")
-        return Shortlist(self.version, int(about["snapshot_step"]), np.load(path, mmap_mode="r"))
+        values: npt.NDArray[np.int32] = np.load(path, mmap_mode="r")
+        return values
 
     def _found(self, shard: int, block: str) -> Path:
         return self.path / "found" / f"{shard:04d}" / f"{block}.safetensors"

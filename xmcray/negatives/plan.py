@@ -1,4 +1,4 @@
-"""What a method asks for: how many negatives of which kind, and when they are refreshed."""
+"""What a method asks for: how many negatives of which kind, in which batches, and when they are refreshed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ class NegativesConfig:
         uniform_epochs: first epochs that have the uniform pool; 0 is all of them. With `start_epoch` here, hard
             negatives take the place of uniform ones.
         hard: h, hard negatives of a query; 0 switches the index off.
-        start_epoch: e0, first epoch that uses hard negatives (>= 2: one to collect queries, one to build and search).
+        cluster_size: batches are made of whole clusters of at least so many alike queries (NGAME), so that in-batch
+            negatives are hard; 0 draws batches at random. Clusters are refreshed with the hard negatives.
+        cluster_doubles: epochs from which on the clusters are twice as large.
+        start_epoch: e0, first epoch that uses hard negatives or clusters (>= 2: one to collect queries, one to build
+            and search).
         refresh_every: epochs between refreshes.
         curriculum: epochs over which the number of hard negatives grows to `hard`; 0 uses all of them at once.
         index: FAISS factory string, or "auto" by size; "Flat" searches exactly.
@@ -31,6 +35,8 @@ class NegativesConfig:
     uniform: int = 2000
     uniform_epochs: int = 0
     hard: int = 50
+    cluster_size: int = 0
+    cluster_doubles: tuple[int, ...] = (10, 25, 50, 75, 100, 125, 150, 200)
     start_epoch: int = 5
     refresh_every: int = 5
     curriculum: int = 0
@@ -44,6 +50,8 @@ class NegativesConfig:
         check_range("negatives.uniform", self.uniform, low=0)
         check_range("negatives.uniform_epochs", self.uniform_epochs, low=0)
         check_range("negatives.hard", self.hard, 0, 10_000)
+        check_range("negatives.cluster_size", self.cluster_size, low=0)
+        check_range("negatives.cluster_doubles", min(self.cluster_doubles, default=1), low=1)
         check_range("negatives.start_epoch", self.start_epoch, low=2)
         check_range("negatives.refresh_every", self.refresh_every, low=1)
         check_range("negatives.curriculum", self.curriculum, low=0)
@@ -51,6 +59,11 @@ class NegativesConfig:
         check_range("negatives.wait_s", self.wait_s, low=0)
         check_range("negatives.max_age", self.max_age, low=1)
         check_range("negatives.keep_recall", self.keep_recall, low=0)
+
+    @property
+    def refreshed(self) -> bool:
+        """Whether there is anything to collect query vectors for."""
+        return self.hard > 0 or self.cluster_size > 0
 
     @property
     def schedule_of(self) -> Schedule:
@@ -68,6 +81,11 @@ class NegativesConfig:
         if not self.curriculum:
             return self.hard
         return min(self.hard, -(-self.hard * (epoch - self.start_epoch + 1) // self.curriculum))
+
+    def num_clusters_at(self, epoch: int, num_queries: int) -> int:
+        """Clusters of an epoch: the largest power of two that leaves each as many queries as the epoch asks for."""
+        size = self.cluster_size << sum(epoch >= doubling for doubling in self.cluster_doubles)
+        return 1 << max(0, (num_queries // size).bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)

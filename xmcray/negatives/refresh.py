@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from xmcray import draws
 from xmcray.data.batches import TrainingData
+from xmcray.negatives.clusters import balanced_clusters
 from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
@@ -57,6 +59,8 @@ class RefreshSpec:
 
 def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: RefreshSpec) -> None:
     """Builds the index of one shard and searches all query blocks of a version with it."""
+    if not spec.negatives.hard:
+        return
     part = LabelPartition(num_labels, spec.num_shards, shard)
     blocks = [block for block in folder.query_blocks if not folder.has_found(shard, block)]
     if not blocks:
@@ -74,12 +78,12 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
 
 
 def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
-    """Merges what all shards found: positives and filter pairs out, the h best of each query in; then complete."""
+    """Merges what all shards found: positives and filter pairs out, the h best of each query in; clusters; complete."""
     if folder.complete:  # by someone else: the inputs may be gone, and a merge of nothing would pass for a version
         return
     labels = folder.new_shortlist(data.num_query_ids, spec.negatives.hard)
     blocks = folder.query_blocks
-    for block in blocks:
+    for block in blocks if spec.negatives.hard else []:
         ids, _, _ = folder.read_queries(block)
         found = [folder.read_found(shard, block) for shard in range(spec.num_shards)]
         candidate = np.concatenate([ids_ for ids_, _ in found], axis=1)
@@ -88,7 +92,24 @@ def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -
         labels[ids] = best_allowed(candidate, score, forbidden, data.num_labels, spec.negatives.hard)
     if not blocks or folder.query_blocks != blocks:
         raise FileNotFoundError(f"query blocks of {folder.path} vanished while they were merged")
+    if spec.negatives.cluster_size and not folder.has_clusters:
+        folder.write_clusters(_cluster_queries(folder, blocks, data.num_query_ids, spec))
     folder.finish(labels, {"recall": _read_recall(folder), "blocks": len(blocks)})
+
+
+def _cluster_queries(
+    folder: VersionFolder, blocks: list[str], num_query_ids: int, spec: RefreshSpec
+) -> npt.NDArray[np.int32]:
+    """int32 [num_query_ids], the cluster of each collected query as small as the version's first epoch wants them."""
+    ids = np.sort(np.concatenate([folder.read_queries(block)[0] for block in blocks]))
+    vectors = np.empty((len(ids), folder.read_queries(blocks[0])[1].shape[1]), np.float32)
+    for block in blocks:  # by id: what is in which block depends on the number of ranks
+        some, rows, _ = folder.read_queries(block)
+        vectors[np.searchsorted(ids, some)] = rows
+    epoch = spec.negatives.schedule_of.use_epoch(folder.version)
+    cluster = np.full(num_query_ids, -1, np.int32)
+    cluster[ids] = balanced_clusters(vectors, spec.negatives.num_clusters_at(epoch, len(ids)), spec.seed)
+    return cluster
 
 
 def best_allowed(

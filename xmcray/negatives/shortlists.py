@@ -1,4 +1,4 @@
-"""The trainer's side of the negatives: collects query vectors, publishes label vectors, switches versions.
+"""The trainer's side of the negatives: collects query vectors, publishes label vectors, switches versions and orders.
 
 A rank never waits for an index to be built, except under `scheduled` at a step that names a version which is late.
 Files are written by a background thread; a checkpoint waits for it.
@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from xmcray import storage
+from xmcray.data.batches import QueryClusters
 from xmcray.errors import ShortlistError
 from xmcray.negatives.ledger import Ledger, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
@@ -32,7 +33,7 @@ _EAGER_EVERY = 8  # steps between looks for a newer version: one costs a broadca
 
 
 class ShortlistFeed:
-    """What the loop asks for hard negatives, one per rank.
+    """What the loop asks for hard negatives and for the clusters that batches are made of, one per rank.
 
     Args:
         ledger: of the run. config: section `negatives`. refresher: finishes versions; used by rank 0 only.
@@ -54,6 +55,7 @@ class ShortlistFeed:
         self.steps_per_epoch, self.num_epochs = steps_per_epoch, num_epochs
         self.index_rows, self.first_label = index_rows, first_label
         self.current: Shortlist | None = None
+        self.clusters: QueryClusters | None = None
         self.blocked_s = 0.0
         self.broken_at_step: int | None = None
         self._writer = _Writer(ledger)
@@ -61,11 +63,11 @@ class ShortlistFeed:
 
     @property
     def active(self) -> bool:
-        """Whether the method asked for hard negatives at all."""
-        return self.config.hard > 0
+        """Whether the method asked for hard negatives or clusters at all."""
+        return self.config.refreshed
 
     def before_step(self, step: int) -> Shortlist | None:
-        """The hard negatives of a step; switches versions where the schedule says so.
+        """The hard negatives of a step; switches versions where the schedule says so, and clusters where epochs start.
 
         Raises:
             ShortlistError: the negatives in use are older than `max_age` epochs.
@@ -78,6 +80,8 @@ class ShortlistFeed:
                 self._take(self._newest())
         elif step % self.steps_per_epoch == 0:
             self._switch_on_schedule(step)
+        if step % self.steps_per_epoch == 0 and self.current is not None:  # within an epoch its order stays
+            self._order_by(self.current.version, step)
         self.blocked_s += time.perf_counter() - started
         self._check_age(step)
         return self.current
@@ -115,6 +119,7 @@ class ShortlistFeed:
             "inputs": {name: sha for name, sha in inputs.items() if name.split("/", 1)[0] in incomplete},
             "published": [folder.version for folder in versions if folder.published],
             "version": None if self.current is None else self.current.version,
+            "clusters_version": None if self.clusters is None else self.clusters.version,
             "broken_at_step": self.broken_at_step,
         }
 
@@ -130,6 +135,8 @@ class ShortlistFeed:
         self.broken_at_step = state.get("broken_at_step")
         if state.get("version") is not None:
             self._take(int(state["version"]))
+        if state.get("clusters_version") is not None:
+            self._order_by(int(state["clusters_version"]), step)
         if collectives.rank() == 0:
             for folder in self.ledger.versions():
                 if folder.published and not folder.complete:
@@ -153,10 +160,11 @@ class ShortlistFeed:
 
     def _publish(self, version: int, step: int) -> None:
         self._flush(version, step)
-        rows = self.index_rows().detach().float().cpu().numpy().copy()
         folder = self.ledger.version(version)
         rank, num_ranks = collectives.rank(), collectives.num_ranks()
-        self._writer.put(lambda: folder.write_rows(self.first_label, rows))
+        if self.config.hard:
+            rows = self.index_rows().detach().float().cpu().numpy().copy()
+            self._writer.put(lambda: folder.write_rows(self.first_label, rows))
         self._writer.put(lambda: [folder.publish(rank, num_ranks, step + 1)])
         if rank == 0:
             self.refresher.start(folder.path)
@@ -201,6 +209,15 @@ class ShortlistFeed:
     def _take(self, version: int) -> None:
         if version >= 0 and (self.current is None or version > self.current.version):
             self.current = self.ledger.version(version).shortlist()
+
+    def _order_by(self, version: int, step: int) -> None:
+        """Takes the clusters of a version, as large as the epoch of `step` wants them."""
+        if self.config.cluster_size:
+            leaf = self.ledger.version(version).clusters()
+            wanted = self.config.num_clusters_at(step // self.steps_per_epoch, int((leaf >= 0).sum()))
+            halvings = max(0, int(leaf.max()).bit_length() + 1 - wanted.bit_length())
+            cluster = leaf >> halvings  # -1 stays -1
+            self.clusters = QueryClusters(version, int(cluster.max()) + 1, cluster)
 
     def _check_age(self, step: int) -> None:
         age = self.age(step)

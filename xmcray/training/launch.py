@@ -204,8 +204,8 @@ def _trainer(run: Run, threads: int, use_gpu: bool) -> Any:
 
 @contextlib.contextmanager
 def _pool(run: Run, corpus: Corpus, threads: int, use_gpu: bool) -> Iterator[None]:
-    """The negative pool while a run trains; none where the method wants no hard negatives."""
-    if not run.config.negatives.hard:
+    """The negative pool while a run trains; none where the method wants neither hard negatives nor clusters."""
+    if not run.config.negatives.refreshed:
         yield
         return
     workers = run.config.cluster.workers
@@ -245,5 +245,5 @@ def _check_resources(config: RunConfig) -> bool:
 def _threads(config: RunConfig) -> int:
     """Threads of each process, so that workers and index actors together do not exceed the cores."""
     cluster = config.cluster
-    processes = cluster.workers * (2 if config.negatives.hard else 1)
+    processes = cluster.workers * (2 if config.negatives.refreshed else 1)
     return cluster.threads_per_process or max(1, (os.cpu_count() or 1) // processes)

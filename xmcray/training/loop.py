@@ -41,10 +41,16 @@ class Setup:
     stepper: Stepper
 
 
-def build(config: RunConfig, data: TrainingData, device: torch.device) -> Setup:
-    """Encoder, method and optimisers of this rank; the same start values whatever the number of ranks."""
+def build(
+    config: RunConfig, data: TrainingData, device: torch.device, partition: LabelPartition | None = None
+) -> Setup:
+    """Encoder, method and optimisers of this rank; the same start values whatever the number of ranks.
+
+    Args:
+        partition: the labels it holds; those of this rank if not given.
+    """
     optim = config.optim
-    partition = LabelPartition(data.num_labels, collectives.num_ranks(), collectives.rank())
+    partition = partition or LabelPartition(data.num_labels, collectives.num_ranks(), collectives.rank())
     tokenizer = data.corpus.tokenizer()
     encoder = build_encoder(config.encoder, tokenizer, data.token_counts(tokenizer.vocab_size), optim.seed).to(
         device, optim.dtype
@@ -117,7 +123,8 @@ class Loop:
 
     def _step(self, step: int) -> LossTerms:
         shortlist = self.feed.before_step(step)
-        batch = self.setup.sampler.batch(step, collectives.rank(), collectives.num_ranks())
+        ranks = collectives.rank(), collectives.num_ranks()
+        batch = self.setup.sampler.batch(step, *ranks, self.feed.clusters)
         terms = self.setup.stepper.step(batch, shortlist)
         self.feed.after_step(batch, terms.query_BD)
         return terms
@@ -152,7 +159,8 @@ class Loop:
         ]
         kept = [state["negatives"] for state in states if state["negatives"]]
         if kept and all(state["version"] is not None for state in kept):
-            self.feed.ledger.retire(min(state["version"] for state in kept))
+            used = [state.get(name) for state in kept for name in ("version", "clusters_version")]
+            self.feed.ledger.retire(min(version for version in used if version is not None))
         for folder in self.feed.ledger.versions() if kept else []:
             if folder.complete and all(folder.version in state["published"] for state in kept):
                 folder.drop_inputs()
@@ -181,9 +189,7 @@ class Loop:
     def _validate(self, step: int) -> None:
         if not len(self.setup.data.validation_rows):
             return
-        values = validate(
-            self.setup.stepper.encoder, self.setup.data, self.setup.method.answer_rows(), self.setup.partition
-        )
+        values = validate(self.setup.stepper.encoder, self.setup.method, self.setup.data, self.setup.partition)
         if collectives.rank() == 0:
             self.records.add({"step": step, "epoch": (step - 1) // self.steps_per_epoch, **values})
 
