@@ -87,6 +87,7 @@ class Stepper:
     ) -> None:
         self.encoder, self.embedder, self.method = encoder, embedder, method
         self.config, self.total_steps = config, total_steps
+        torch.set_float32_matmul_precision("medium" if config.matmul == "bf16" else "highest")
         self.modules: dict[str, nn.Module] = {"encoder": encoder, **method.modules}
         sparse = [f"{m}.{p}" for m, module in self.modules.items() for p in sparse_parameters(module)]
         self.optimizer = EncoderOptimizer(self.modules, config, sparse, getattr(method, "lr_factors", None))
