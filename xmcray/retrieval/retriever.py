@@ -9,18 +9,29 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
+import torch.nn.functional as F
 
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.nn.heads import Head, load_head
-from xmcray.retrieval.bundle import KIND, Settings, open_shards, read_labels, read_settings
-from xmcray.retrieval.exact import as_tensor, from_keys, nothing, to_keys
+from xmcray.retrieval.bundle import KIND, Settings, read_labels, read_settings
 from xmcray.retrieval.index import Index
+from xmcray.retrieval.memory import Memory, MemoryConfig, Neighbours
+from xmcray.retrieval.shards import open_shards, search_shards
 from xmcray.storage import open_artifact
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 CHUNK = 1024  # queries encoded and searched at once
+
+
+@dataclass(frozen=True, slots=True)
+class Voter:
+    """A training query that voted for an answer, and its part of the answer's probability."""
+
+    uid: str
+    text: str
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +40,17 @@ class Answer:
 
     Attributes:
         label_id: source id, the label's line in the user's files.
-        score: inner product of query and label vector.
+        score: inner product of query and label vector; with a memory the probability, or a negative number where nobody
+            voted for the label and it only completes the list.
+        voters: where asked for, the training queries that voted for it, the largest weight first; what their weights
+            lack of the probability is the vote of the label's own text.
     """
 
     label_id: int
     uid: str
     text: str
     score: float
+    voters: tuple[Voter, ...] | None = None
 
 
 class Retriever:
@@ -45,6 +60,7 @@ class Retriever:
         settings: the bundle's settings.
         sha256: names the bundle's content.
         tokenizer: makes `Ragged` queries for `top_labels`.
+        memory: training queries that vote for labels, or None: labels are found by their own vectors.
     """
 
     def __init__(
@@ -57,8 +73,9 @@ class Retriever:
         shards: Sequence[Index],
         settings: Settings,
         sha256: str = "",
+        memory: Memory | None = None,
     ) -> None:
-        self.settings, self.tokenizer, self.sha256 = settings, tokenizer, sha256
+        self.settings, self.tokenizer, self.sha256, self.memory = settings, tokenizer, sha256, memory
         self._encoder, self._head, self._labels, self._order = encoder, head, labels, label_order
         self._shards = list(shards)
         self._rank = np.empty_like(label_order)  # source -> internal
@@ -93,12 +110,17 @@ class Retriever:
                 f"{path}: encoder of width {encoder.dim}, head from {head.dim} to {head.out_dim}, vectors of width"
                 f" {settings.dim}; export again"
             )
-        shards = list(open_shards(folder, manifest, settings, threads or torch.get_num_threads()))
+        num_threads = threads or torch.get_num_threads()
+        shards = list(open_shards(folder, manifest, settings.shards, settings.dim, num_threads))
+        memory = None
+        if settings.predictor["kind"] == "memory":
+            known = settings.predictor, settings.num_labels, settings.dim
+            memory = Memory.load(folder, manifest, *known, num_threads)
         if where.type != "cpu":
-            for shard in shards:
+            for shard in [*shards, *(memory.indexes if memory else ())]:
                 shard.vectors = shard.vectors.to(where)
         tokenizer = TextTokenizer.load(folder / "tokenizer")
-        return cls(encoder, head, tokenizer, labels, order, shards, settings, manifest.sha256)
+        return cls(encoder, head, tokenizer, labels, order, shards, settings, manifest.sha256, memory)
 
     @property
     def num_labels(self) -> int:
@@ -113,31 +135,48 @@ class Retriever:
                 tokens = texts.slice(start, min(start + CHUNK, len(texts)))
             else:
                 tokens = self.tokenizer.encode(list(texts[start : start + CHUNK]))
-            with torch.inference_mode():
-                query_BD = self._head(self._encoder(tokens)).float()
-            parts.append(query_BD.cpu().numpy())
+            parts.append(embed(self._encoder, self._head, tokens, normalised=self.memory is not None))
         return np.concatenate(parts)
 
-    def search(self, texts: Sequence[str], k: int = 10) -> list[list[Answer]]:
+    def search(
+        self, texts: Sequence[str], k: int = 10, *, memory: MemoryConfig | None = None, explain: bool = False
+    ) -> list[list[Answer]]:
         """The k best labels of each text, best first.
 
+        Args:
+            memory: how training queries vote, in place of the bundle's own settings. explain: name them.
         Raises:
-            ConfigError: k is not in 1 .. L, or `texts` is a single string.
+            ConfigError: k is not in 1 .. L, `texts` is a single string, or there is no memory.
         """
         if isinstance(texts, str):
             raise ConfigError("search was given one string, expected a list of texts; write search([text])")
         self._check(k)
+        voting = self._voting(memory, explain)
         answers: list[list[Answer]] = []
         for start in range(0, len(texts), CHUNK):
-            top = self.nearest(self.encode(texts[start : start + CHUNK]), k)
+            query_BD = self.encode(texts[start : start + CHUNK])
+            if voting is None:
+                top, voters = self._labels_near(query_BD, k), None
+            else:
+                remembering, config = voting
+                near = self._neighbours(remembering, query_BD, k, config)
+                top = remembering.answer(near, k, config)
+                voters = _voters(remembering, near, top, config) if explain else None
             known = self._labels.take(pa.array(np.maximum(top.ids, 0).ravel())).to_pydict()
             for row, (ids, scores) in enumerate(zip(top.ids.tolist(), top.scores.tolist(), strict=True)):
                 uids, texts_ = (known[name][row * k : (row + 1) * k] for name in ("uid", "text"))
-                found = zip(ids, uids, texts_, scores, strict=True)
+                found = zip(ids, uids, texts_, scores, voters[row] if voters else [None] * k, strict=True)
                 answers.append([Answer(*values) for values in found if values[0] >= 0])
         return answers
 
-    def top_labels(self, tokens: Ragged, k: int, exclude: Ragged | None = None, exact: bool = False) -> TopLabels:
+    def top_labels(
+        self,
+        tokens: Ragged,
+        k: int,
+        exclude: Ragged | None = None,
+        exact: bool = False,
+        memory: MemoryConfig | None = None,
+    ) -> TopLabels:
         """The k best labels of tokenised queries, as source ids; equal scores by lower source id.
 
         Args:
@@ -145,38 +184,85 @@ class Retriever:
             k: answers per query, 1 .. L.
             exclude: B rows of source label ids that are masked before the k best are taken.
             exact: compare all labels, whatever the index: tells the index's error from the model's.
+            memory: how training queries vote, in place of the bundle's own settings.
         Raises:
-            ConfigError: k is not in 1 .. L.
+            ConfigError: k is not in 1 .. L, or there is no memory.
         """
         self._check(k)
         parts = []
         for start in range(0, len(tokens), CHUNK):
             stop = min(start + CHUNK, len(tokens))
             hide = None if exclude is None else exclude.slice(start, stop)
-            parts.append(self.nearest(self.encode(tokens.slice(start, stop)), k, hide, exact))
+            parts.append(self.nearest(self.encode(tokens.slice(start, stop)), k, hide, exact, memory))
         ids = [np.empty((0, k), np.int64), *(part.ids for part in parts)]
         scores = [np.empty((0, k), np.float32), *(part.scores for part in parts)]
         return TopLabels(np.concatenate(ids), np.concatenate(scores))
 
-    def nearest(self, query_BD: Float32Array, k: int, exclude: Ragged | None = None, exact: bool = False) -> TopLabels:
+    def nearest(
+        self,
+        query_BD: Float32Array,
+        k: int,
+        exclude: Ragged | None = None,
+        exact: bool = False,
+        memory: MemoryConfig | None = None,
+    ) -> TopLabels:
         """As `top_labels`, for query vectors float32 [B, D]."""
         self._check(k)
-        keys = [nothing(len(query_BD), k)]
-        for shard, rows in zip(self.settings.shards, self._shards, strict=True):
-            hidden = None if exclude is None else self._inside(exclude, shard.start, shard.stop)
-            names = self._order[shard.start : shard.stop]
-            scores, ids = rows.search(query_BD, min(k, len(rows)), names, hidden, exact)
-            keys.append(to_keys(as_tensor(scores), as_tensor(np.maximum(ids, 0), np.int64)))
-        scores, ids = from_keys(torch.cat(keys, dim=1).topk(k, dim=1).values)
-        return TopLabels(ids, scores)
+        voting = self._voting(memory)
+        if voting is None:
+            return self._labels_near(query_BD, k, exclude, exact)
+        remembering, config = voting
+        near = self._neighbours(remembering, query_BD, k, config, exclude, exact)
+        return remembering.answer(near, k, config, exclude)
 
-    def _inside(self, exclude: Ragged, start: int, stop: int) -> Ragged:
-        """Rows of a shard that carry the excluded source ids."""
-        internal = self._rank[exclude.values]
-        inside = (internal >= start) & (internal < stop)
-        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(inside)])
-        return Ragged(internal[inside] - start, before[exclude.offsets])
+    def _labels_near(
+        self, query_BD: Float32Array, k: int, exclude: Ragged | None = None, exact: bool = False
+    ) -> TopLabels:
+        """The labels whose own vectors are nearest."""
+        hidden = None if exclude is None else Ragged(self._rank[exclude.values], exclude.offsets)
+        shards = self.settings.shards
+        return search_shards(shards, self._shards, query_BD, k, names=self._order, hidden=hidden, exact=exact)
+
+    def _neighbours(
+        self,
+        memory: Memory,
+        query_BD: Float32Array,
+        k: int,
+        config: MemoryConfig,
+        exclude: Ragged | None = None,
+        exact: bool = False,
+    ) -> Neighbours:
+        def search_labels(width: int) -> TopLabels:
+            return self._labels_near(query_BD, width, exclude, exact)
+
+        return memory.neighbours(query_BD, search_labels, k, config, exact)
+
+    def _voting(self, asked: MemoryConfig | None, explain: bool = False) -> tuple[Memory, MemoryConfig] | None:
+        """The memory and its settings for one request; None where there is no memory."""
+        if self.memory is not None:
+            return self.memory, asked or self.memory.config
+        if asked is not None or explain:
+            raise ConfigError("this bundle has no memory of training queries; make one with `xmcray memory`")
+        return None
 
     def _check(self, k: int) -> None:
         if not 1 <= k <= self.num_labels:
             raise ConfigError(f"k is {k}, expected 1 .. {self.num_labels} (the number of labels)")
+
+
+def embed(encoder: Encoder, head: Head, tokens: Ragged, normalised: bool) -> Float32Array:
+    """Vectors float32 [B, D] of one chunk of texts; a memory's have length 1 whatever the head makes."""
+    with torch.inference_mode():
+        vector_BD = head(encoder(tokens)).float()
+        if normalised:
+            vector_BD = F.normalize(vector_BD, dim=-1)
+    vectors: Float32Array = vector_BD.cpu().numpy()
+    return vectors
+
+
+def _voters(memory: Memory, near: Neighbours, top: TopLabels, config: MemoryConfig) -> list[list[tuple[Voter, ...]]]:
+    """Of each answer in `top`."""
+    found = memory.voters(near, config)
+    rows = [[of_label.get(label, []) for label in ids] for of_label, ids in zip(found, top.ids.tolist(), strict=True)]
+    texts = memory.texts(row for answers in rows for voters in answers for row, _ in voters)
+    return [[tuple(Voter(*texts[row], weight) for row, weight in voters) for voters in answers] for answers in rows]
