@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -195,9 +196,9 @@ class EmbeddingCache:
         self.table.weight_SD.index_copy_(0, local_U, vector_UD.detach())
 
 
-def _largest(value_S: np.ndarray[Any, Any], ids: Int64Array, count: int) -> Int64Array:
+def _largest(value_S: npt.NDArray[np.floating[Any]], ids: Int64Array, count: int) -> Int64Array:
     """The ids of the `count` largest values that are not negative; of equal ones the lower ids."""
-    if 0 < count < len(value_S):
+    if count < len(value_S):
         least = np.partition(value_S, len(value_S) - count)[len(value_S) - count]
         value_S, ids = value_S[value_S >= least], ids[value_S >= least]
     value_S, ids = value_S[value_S >= 0], ids[value_S >= 0]
