@@ -25,8 +25,8 @@ class OptimConfig:
     Attributes:
         epochs: passes over the training queries. batch_size: queries of a global batch.
         stop_epoch: end after so many epochs of the same schedule; 0 is all of them.
-        lr: peak learning rate of the encoder. token_lr: of a static encoder's token table and of free vectors (PRIME); 0
-            means lr.
+        lr: peak learning rate of the encoder. token_lr: of a static encoder's token table and of PRIME's free
+            vectors; 0 means lr.
         weight_decay: of the encoder, except biases, normalisations and token tables.
         schedule: "cosine", "linear" or "constant" after the warm-up, for all parameters.
         warmup_steps: steps from 0 to the peak.
