@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from corpora import planted_corpus
+from refreshers import HeldRefresher
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ShortlistError, XmcrayError
-from xmcray.negatives.ledger import Ledger, VersionFolder
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, merge_shards, run_version, wait_published
+from xmcray.negatives.ledger import Ledger
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, merge_shards
 from xmcray.training.loop import Loop, Setup, build, read_records
 from xmcray.training.run import Run, RunConfig
 
@@ -40,27 +41,6 @@ SETTINGS = [
 
 class CutError(Exception):
     """Stands for a kill."""
-
-
-class HeldRefresher:
-    """Finishes versions only when told to."""
-
-    def __init__(self, data: TrainingData, spec: RefreshSpec) -> None:
-        self.data, self.spec = data, spec
-        self.asked: list[VersionFolder] = []
-
-    def start(self, folder: Path) -> None:
-        self.asked.append(VersionFolder(folder))
-
-    def check(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def finish(self) -> None:
-        while self.asked:
-            folder = self.asked.pop()
-            wait_published(folder)
-            run_version(folder, self.data, self.spec)
 
 
 @pytest.fixture(scope="module")
