@@ -39,12 +39,18 @@ ASTRA = [
     "method.classifier.weight_decay=0.01",
     "negatives.uniform=9",
 ]
+PRIME = ["method.feed_forward=16", "method.dropout=0.3", "optim.token_lr=0.03"]
 OTHERS = {  # name: method, steps, settings
     "dexml": ("dexml", 10, ["negatives.hard=0"]),
     "dexml, hard": ("dexml", 16, ["method.columns=hard", "method.hard_per_query=2", "method.num_positives=1"]),
     "dexml, softmax": ("dexml", 10, ["negatives.hard=0", "method.loss=softmax", "method.num_positives=1"]),
     "dexml, soft top k": ("dexml", 10, ["negatives.hard=0", "method.loss=soft_top_k", "method.temperature=0.5"]),
     "dexml, bce": ("dexml", 10, ["negatives.hard=0", "method.loss=bce", "method.columns=in_batch"]),
+    "dexml, cache": ("dexml", 10, ["negatives.hard=0", "method.columns=cache", "method.cache_hard=4"]),
+    "dexml, clusters": ("dexml", 16, ["negatives.hard=0", "method.columns=in_batch", "negatives.cluster_size=4"]),
+    "prime": ("prime", 10, ["negatives.hard=0", "method.num_negatives=4", "method.free_vectors=4", *PRIME]),
+    "prime, hard": ("prime", 16, ["method.reduction=mean", "method.num_negatives=0", "method.num_positives=1", *PRIME]),
+    "rae": ("rae", 16, ["method.hard_per_query=2"]),
     "unidec": ("unidec", 16, ["method.num_positives=1", "method.hard_per_query=2", "method.init=random"]),
     "unidec, pos-clf": (
         "unidec",
@@ -81,8 +87,10 @@ def train_on_rank(
     loop = Loop(run, setup, refresher)
     loop.last_step = steps
     loop.train()
-    if config.negatives.hard:
+    if config.negatives.refreshed:
         assert loop.feed.current is not None, "hard negatives were never used: the comparison would show little"
+    if config.negatives.cluster_size:
+        assert loop.feed.clusters is not None
     modules = setup.stepper.modules.items()
     shared = {f"{m}.{n}": p.detach().numpy() for m, module in modules for n, p in module.named_parameters()}
     return losses, {**shared, "rows": setup.method.answer_rows().detach().numpy()}
