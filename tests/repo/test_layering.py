@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "losses": {"parallel"},
     "retrieval": {"parallel", "nn", "losses", "data"},
     "negatives": {"parallel", "nn", "losses", "data", "retrieval"},
-    "methods": {"parallel", "nn", "losses", "data", "retrieval", "negatives"},
+    "methods": {"parallel", "nn", "losses", "data", "retrieval", "negatives", "evaluation.metrics"},
     "training": {"parallel", "nn", "losses", "data", "retrieval", "negatives", "methods", "evaluation"},
 }
 WITH_RAY = {"data.pipeline", "negatives.pool", "training.worker", "training.launch"}

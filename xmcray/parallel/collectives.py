@@ -44,6 +44,17 @@ def gather_rows(rows_BD: Tensor, total: int) -> Tensor:
     return cast(Tensor, _GatherRows.apply(rows_BD, total))
 
 
+def gather_parts(rows_UD: Tensor) -> Tensor:
+    """All ranks' rows in rank order, any number of each.
+
+    Returns:
+        [P, D]. Backward: a rank gets the gradients of its rows summed over all ranks.
+    """
+    if num_ranks() == 1:
+        return rows_UD
+    return cast(Tensor, _GatherParts.apply(rows_UD))
+
+
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """`tensor` summed over ranks, in place; no gradient."""
     if num_ranks() > 1:
@@ -101,6 +112,19 @@ class _GatherRows(torch.autograd.Function):
         _reduce_scatter(own, padded)
         start, stop = spans[rank()]
         return own[: stop - start], None
+
+
+class _GatherParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_UD: Tensor) -> Tensor:
+        parts = gather_ragged(rows_UD)
+        start = sum(len(part) for part in parts[: rank()])
+        ctx.own = slice(start, start + len(rows_UD))
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return sum_over_ranks(grads[0].clone(memory_format=torch.contiguous_format))[ctx.own]
 
 
 def _spans(total: int) -> Sequence[tuple[int, int]]:

@@ -1,0 +1,84 @@
+"""Label prototypes: a transformer layer over three tokens of a label, its text, centroid and free vector (PRIME)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xmcray.nn.row_table import sum_by_row
+
+
+class PrototypeNetwork(nn.Module):
+    """z_l = l2norm(mean(g([h_l, c_l, v_l]))), g an encoder layer with one head, GELU and post-norm.
+
+    Dropout comes as a mask, so that a label's is the same whichever rank owns it.
+
+    Args:
+        dim: D. feed_forward: width of the layer's network. num_labels: L.
+        num_vectors: rows of the bank of free vectors. seed: of the start values.
+    Attributes:
+        cluster_L: int64, the row of the bank that a label shares with its cluster.
+        mask_width: values of a dropout mask that a label needs.
+    """
+
+    cluster_L: Tensor
+
+    def __init__(self, dim: int, feed_forward: int, num_labels: int, num_vectors: int, seed: int) -> None:
+        super().__init__()
+        self.into = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, feed_forward), nn.Linear(feed_forward, dim)
+        self.bank = nn.Embedding(num_vectors, dim, sparse=True)
+        self.register_buffer("cluster_L", torch.zeros(num_labels, dtype=torch.int64))
+        self._mask_sizes = [9, 3 * dim, 3 * feed_forward, 3 * dim]
+        self.mask_width = sum(self._mask_sizes)
+        generator = torch.Generator().manual_seed(seed)
+        for linear in (self.into, self.out, self.up, self.down):
+            nn.init.xavier_uniform_(linear.weight, generator=generator)
+            nn.init.zeros_(linear.bias)
+        nn.init.xavier_uniform_(self.bank.weight, generator=generator)
+
+    def sparse_parameters(self) -> list[str]:
+        """The bank: a batch touches few of its rows, and they have no weight decay."""
+        return ["bank.weight"]
+
+    def forward(self, text_UD: Tensor, centroid_UD: Tensor, label_ids_U: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Prototypes [U, D] of length 1.
+
+        Args:
+            text_UD, centroid_UD: h and c of the labels. label_ids_U: int64 [U], their global ids.
+            keep: [U, mask_width], 0 for what is dropped and 1 / (1 - rate) for what is kept; None drops nothing.
+        """
+        dim = text_UD.shape[1]
+        token_UTD = torch.stack([text_UD, centroid_UD, self.bank(self.cluster_L[label_ids_U])], dim=1)
+        masks = [None] * 4 if keep is None else keep.split(self._mask_sizes, dim=1)
+        query_UTD, key_UTD, value_UTD = self.into(token_UTD).chunk(3, dim=2)
+        weight_UTT = (query_UTD @ key_UTD.transpose(1, 2) / math.sqrt(dim)).softmax(dim=2)
+        found_UTD = self.out(_drop(weight_UTT, masks[0]) @ value_UTD)
+        token_UTD = self.norm1(token_UTD + _drop(found_UTD, masks[1]))
+        hidden_UTF = _drop(F.gelu(self.up(token_UTD)), masks[2])
+        token_UTD = self.norm2(token_UTD + _drop(self.down(hidden_UTF), masks[3]))
+        return F.normalize(token_UTD.mean(dim=1), dim=-1)
+
+
+def move_centroids(centroid_SD: Tensor, label_T: Tensor, query_GD: Tensor, query_T: Tensor, momentum: float) -> None:
+    """c <- momentum c + (1 - momentum) h_q in place, once for each entry, in the order of the entries.
+
+    Args:
+        label_T, query_T: int64, row of `centroid_SD` and of `query_GD` of each entry.
+    """
+    order_T = torch.argsort(label_T, stable=True)
+    _, count_U = label_T[order_T].unique_consecutive(return_counts=True)
+    later_T = count_U.cumsum(0).repeat_interleave(count_U) - 1 - torch.arange(len(order_T), device=order_T.device)
+    weight_T = torch.empty_like(order_T, dtype=query_GD.dtype)
+    weight_T[order_T] = (1 - momentum) * momentum ** later_T.to(query_GD)
+    ids_U, sum_UD = sum_by_row(label_T, query_T, query_GD, weight_T)
+    centroid_SD[ids_U] = centroid_SD[ids_U] * momentum ** count_U.to(query_GD)[:, None] + sum_UD
+
+
+def _drop(value: Tensor, keep: Tensor | None) -> Tensor:
+    return value if keep is None else value * keep.view_as(value)
