@@ -72,8 +72,9 @@ def _split(rows: Float32Array, order: Int64Array, starts: Int64Array, sizes: Int
         norms_C = np.linalg.norm(first_CD, axis=1) + np.linalg.norm(second_CD, axis=1)
         gained = norms_C / sizes[active] - similarity_C[active] >= _MIN_GAIN
         similarity_C[active] = norms_C / sizes[active]
-        pull_CD = (_normalised(first_CD) - _normalised(second_CD))[gained]
-        vectors_CMD, active = vectors_CMD[gained], active[gained]
+        pull_CD = _normalised(first_CD) - _normalised(second_CD)
+        if not gained.all():  # a copy of what goes on
+            vectors_CMD, active, pull_CD = vectors_CMD[gained], active[gained], pull_CD[gained]
     order[places_CM[filled_CM]] = np.take_along_axis(members_CM, ranked_CM, axis=1)[filled_CM]
 
 
