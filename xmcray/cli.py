@@ -20,8 +20,11 @@ from xmcray.errors import ConfigError, RunError, XmcrayError
 if TYPE_CHECKING:
     from xmcray.data.corpus import Corpus
     from xmcray.evaluation.evaluate import Evaluation
+    from xmcray.retrieval.memory import MemoryConfig
 
-METHODS = ("astra", "dexml", "unidec")  # a test holds this to methods.base, which is slow to import
+METHODS = ("astra", "dexml", "prime", "rae", "unidec")  # a test holds this to methods.base, which is slow to import
+MEMORY = "a setting of the memory: weight, temperature, keys or joint"
+VOTERS = 3  # printed under an answer
 
 
 class _Parser(argparse.ArgumentParser):
@@ -248,10 +251,40 @@ def _export(options: argparse.Namespace) -> None:
     _next(["xmcray", "search", options.out, "TEXT"])
 
 
+def _memory_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("encoder", metavar="ENCODER", help="a run, a bundle, the folder of an encoder, or a hub id")
+    verb.add_argument("--data", required=True, metavar="CORPUS", help="whose training queries are remembered")
+    verb.add_argument("--out", required=True, metavar="BUNDLE", help="folder or URL to write")
+    verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
+
+
+def _memory(options: argparse.Namespace) -> None:
+    from xmcray import storage
+    from xmcray.data.corpus import Corpus
+    from xmcray.training.memory import memory_bundle
+
+    settings = _memory_config(options)
+    storage.refuse_existing(options.out)
+    memory_bundle(options.encoder, Corpus.open(options.data), options.out, settings)
+    _next(["xmcray", "search", options.out, "TEXT", "--explain"])
+
+
+def _memory_config(options: argparse.Namespace, base: MemoryConfig | None = None) -> MemoryConfig | None:
+    """The settings of --memory over `base` or the defaults; None if there are none."""
+    if not options.memory:
+        return None
+    from xmcray.retrieval.memory import MemoryConfig
+
+    values = config.merge(config.dump(base or MemoryConfig()), options.memory)
+    return config.build(MemoryConfig, values, "memory.")
+
+
 def _search_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="BUNDLE", help="a bundle, or a finished run")
     verb.add_argument("texts", metavar="TEXT", nargs="+")
     verb.add_argument("-k", type=int, default=10, metavar="N", help="answers per text (default: %(default)s)")
+    verb.add_argument("--explain", action="store_true", help="with a memory: name the training queries that voted")
+    verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
     verb.add_argument("--json", action="store_true", help="print the answers as JSON")
 
 
@@ -268,15 +301,23 @@ def _search(options: argparse.Namespace) -> None:
         from xmcray.training.run import Run
 
         path = bundle_of(Run.open(path))
-    found = Retriever.load(path).search(options.texts, options.k)
-    pairs = list(zip(options.texts, found, strict=True))
+    retriever = Retriever.load(path)
+    memory = _memory_config(options, retriever.memory.config if retriever.memory else None)
+    found = retriever.search(options.texts, options.k, memory=memory, explain=options.explain)
     if options.json:
-        _print_json([{"query": text, "answers": [dataclasses.asdict(a) for a in answers]} for text, answers in pairs])
+        plain = [[dataclasses.asdict(answer) for answer in answers] for answers in found]
+        for values in (a for answers in plain for a in answers if a["voters"] is None):
+            del values["voters"]  # not asked for
+        _print_json([{"query": text, "answers": a} for text, a in zip(options.texts, plain, strict=True)])
         return
     from xmcray.evaluation.table import answer_table
 
-    for text, answers in pairs:
-        _print(answer_table(text, [(a.score, a.uid, a.text) for a in answers]))
+    for text, answers in zip(options.texts, found, strict=True):
+        rows = []
+        for answer in answers:
+            rows.append((answer.score, answer.uid, answer.text))
+            rows += [(v.weight, f"  by {v.uid}", v.text) for v in (answer.voters or ())[:VOTERS]]
+        _print(answer_table(text, rows))
 
 
 def _print(what: Any) -> None:
@@ -336,6 +377,12 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Callable[[argparse.
         "xmcray evaluate runs/a --data corpora/msdocs --compare runs/b",
     ),
     "export": (_export, _export_options, "write the bundle of a finished run", "xmcray export runs/a --out bundles/a"),
+    "memory": (
+        _memory,
+        _memory_options,
+        "let the training queries of a corpus vote, with any encoder and without training",
+        "xmcray memory runs/a --data corpora/msdocs --out bundles/a-memory --memory weight=0.5",
+    ),
     "search": (
         _search,
         _search_options,

@@ -12,6 +12,8 @@ from torch import Tensor
 from xmcray.losses.columns import log_sum_exp, top_k_threshold
 from xmcray.losses.pairs import Pairs, pair_scores
 
+_LINEAR = 40.0  # from here log(1 + e^x) is x in float64; torch's own 20 is a relative error of 1e-9 in the gradient
+
 
 def decoupled_softmax(
     query_GD: Tensor, column_UD: Tensor, positives: Pairs, not_negatives: Pairs, scale: float
@@ -24,7 +26,7 @@ def decoupled_softmax(
     """
     log_z_G = log_sum_exp(query_GD, column_UD, not_negatives.rows, not_negatives.columns, scale)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
-    return F.softplus(log_z_G[positives.rows] - score_P).sum()
+    return F.softplus(log_z_G[positives.rows] - score_P, threshold=_LINEAR).sum()
 
 
 def softmax(
@@ -47,4 +49,4 @@ def soft_top_k(
     """sum over positives of -log z, z = sigmoid(alpha * (s + t)) and sum of z = k over all columns (DEXML, Eq. 6)."""
     threshold_G = top_k_threshold(query_GD, column_UD, skipped.rows, skipped.columns, k, alpha, scale)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
-    return F.softplus(-alpha * (score_P + threshold_G[positives.rows])).sum()
+    return F.softplus(-alpha * (score_P + threshold_G[positives.rows]), threshold=_LINEAR).sum()

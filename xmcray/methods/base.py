@@ -45,7 +45,8 @@ class Method(Protocol):
 
     Attributes:
         tables: label rows by name, split over ranks by the partition, each with its own optimiser.
-        modules: data-parallel modules besides the encoder, trained with the encoder's optimiser.
+        modules: data-parallel modules besides the encoder, trained with the encoder's optimiser. A method may have
+            `lr_factors`, learning rates of some of them as multiples of the encoder's, by name.
         head: makes the encoder's output the vector that is searched for among `answer_rows`; one of `modules` if it
             is trained.
     """
@@ -85,12 +86,19 @@ def methods() -> Mapping[str, MethodEntry]:
     """The methods by name."""
     from xmcray.methods.astra import Astra, AstraConfig
     from xmcray.methods.dexml import Dexml, DexmlConfig
+    from xmcray.methods.prime import Prime, PrimeConfig
+    from xmcray.methods.rae import Rae, RaeConfig
     from xmcray.methods.unidec import Unidec, UnidecConfig
 
     # a label's text as a query of its own label teaches nothing where both are encoded by one encoder
-    dual = {"data": {"augment_with_labels": False}, "negatives": {"uniform": 0, "hard": 0}}
+    dual: Mapping[str, Mapping[str, Any]] = {
+        "data": {"augment_with_labels": False},
+        "negatives": {"uniform": 0, "hard": 0},
+    }
     return {
         "astra": MethodEntry(AstraConfig, Astra),
         "dexml": MethodEntry(DexmlConfig, Dexml, dual),
+        "prime": MethodEntry(PrimeConfig, Prime, dual),
+        "rae": MethodEntry(RaeConfig, Rae, {**dual, "negatives": {"uniform": 0, "hard": 50}}),
         "unidec": MethodEntry(UnidecConfig, Unidec, {**dual, "negatives": {"uniform": 0, "hard": 30}}),
     }

@@ -1,4 +1,4 @@
-"""A finished run becomes a bundle: encoder, tokenizer, label texts and the label vectors of its last checkpoint."""
+"""A finished run becomes a bundle: encoder, tokenizer, label texts, and the vectors of its last checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from xmcray.errors import RunError
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.memory import remember
 from xmcray.storage import is_url
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import Run
 from xmcray.training.step import answer_queries
-from xmcray.types import Float32Array
+from xmcray.types import Float32Array, Ragged
 
 _BLOCK = 65_536  # labels whose texts are read at once
 _ROWS = 1_000_000  # labels whose vectors are made at once
@@ -45,6 +46,8 @@ def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
     data = TrainingData(corpus, run.config.data)
     num_labels = corpus.card.num_labels
     first = _finished(run, last, data, LabelPartition(num_labels, _blocks(num_labels), 0))
+    spec = IndexSpec(seed=run.config.optim.seed)
+    memory = getattr(run.config.method, "memory", None)  # of a method whose training queries vote
     ids = [np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64) for start in range(0, num_labels, _BLOCK)]
     write_bundle(
         out,
@@ -55,7 +58,7 @@ def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
         (text for block in ids for text in corpus.label_texts(block)),
         corpus.label_order,
         _vectors(run, last, data),
-        IndexSpec(seed=run.config.optim.seed),
+        spec,
         about={
             "run": run.id,
             "step": last.step,
@@ -65,6 +68,7 @@ def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
         },
         method=run.config.method_name,
         queries=_sample_queries(first, data, run.config.optim.seed),
+        predictor=memory and remember(corpus.split("train"), lambda t: _query_vectors(first, t), memory, spec),
     )
 
 
@@ -129,4 +133,9 @@ def _vectors(run: Run, last: Checkpoint, data: TrainingData) -> Iterator[Float32
 def _sample_queries(setup: Setup, data: TrainingData, seed: int) -> Float32Array:
     """float32 [Q, D], vectors of a seeded sample of training queries."""
     rows = np.random.default_rng(seed).choice(data.num_train, min(_TUNE_QUERIES, data.num_train), replace=False)
-    return answer_queries(setup.stepper.encoder, setup.method, data.tokens(np.sort(rows))).float().cpu().numpy()
+    return _query_vectors(setup, data.tokens(np.sort(rows)))
+
+
+def _query_vectors(setup: Setup, tokens: Ragged) -> Float32Array:
+    vectors: Float32Array = answer_queries(setup.stepper.encoder, setup.method, tokens).float().cpu().numpy()
+    return vectors
