@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from xmcray import draws
 from xmcray.config import check_choice, check_range
+from xmcray.errors import ConfigError
 from xmcray.losses.bce import full_bce
 from xmcray.losses.softmax import decoupled_softmax, soft_top_k, softmax
 from xmcray.methods.base import Parts
@@ -81,6 +82,8 @@ class Dexml:
     """Fulfils `methods.base.Method`."""
 
     def __init__(self, config: DexmlConfig, parts: Parts) -> None:
+        if config.columns == "hard" and not parts.negatives.hard:
+            raise ConfigError("method.columns is hard, but negatives.hard is 0; say how many the index is to find")
         self.config, self.parts = config, parts
         self.modules: Mapping[str, nn.Module] = {}
         self.head: Head = (NormalisedHead if config.normalised else Head)(parts.dim)

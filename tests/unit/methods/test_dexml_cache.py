@@ -10,6 +10,7 @@ import torch
 from corpora import planted_corpus
 
 from xmcray.data.batches import TrainingData
+from xmcray.errors import ConfigError
 from xmcray.methods.dexml import Dexml, EmbeddingCache
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint
@@ -108,3 +109,9 @@ def test_a_cut_run_goes_on_with_its_cache(data: TrainingData, tmp_path: Path) ->
             one.stepper.step(one.sampler.batch(step, 0, 1), None)
     assert torch.equal(method.answer_rows(), other.answer_rows())
     assert torch.equal(cache.table.weight_SD, restored.table.weight_SD)
+
+
+def test_hard_columns_without_an_index_are_refused(data: TrainingData) -> None:
+    config = RunConfig.resolve("dexml", {}, [*SETTINGS, "method.columns=hard"])
+    with pytest.raises(ConfigError, match="negatives.hard is 0"):
+        build(config, data, torch.device("cpu"))
