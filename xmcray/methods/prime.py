@@ -214,7 +214,7 @@ class Prime:
         first = int(np.searchsorted(pool.ids, self.parts.partition.start))
         span = first, first + len(pool.own)
         keep = draws.keep_mask(self.parts.seed, "prototypes", batch.step, *span, self.network.mask_width, rate)
-        return torch.from_numpy(keep).to(self.parts.device, self.parts.dtype) / (1 - rate)
+        return torch.from_numpy(keep).to(self.parts.device).to(self.parts.dtype) / (1 - rate)  # bytes travel
 
     def _own(self, lists: Ragged) -> tuple[Tensor, Tensor]:
         """Row and local label of each entry that is a label of this rank."""
