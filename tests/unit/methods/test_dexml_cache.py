@@ -113,5 +113,5 @@ def test_a_cut_run_goes_on_with_its_cache(data: TrainingData, tmp_path: Path) ->
 
 def test_hard_columns_without_an_index_are_refused(data: TrainingData) -> None:
     config = RunConfig.resolve("dexml", {}, [*SETTINGS, "method.columns=hard"])
-    with pytest.raises(ConfigError, match="negatives.hard is 0"):
+    with pytest.raises(ConfigError, match="hard is 0"):
         build(config, data, torch.device("cpu"))
