@@ -1,5 +1,6 @@
 """PRIME's start values, moving centroids, draws and loss against plain loops; its state in checkpoints and bundles."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from corpora import planted_corpus
+from corpora import corpus_of, planted_corpus
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, DataError
 from xmcray.evaluation.metrics import inverse_propensity
 from xmcray.methods.prime import Prime, PrimeConfig
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
@@ -143,6 +144,15 @@ def test_settings_that_cannot_be_are_refused_or_clipped(corpus: Corpus, caplog: 
         method.loss(setup.sampler.batch(0, 0, 1), None)
     assert method.network.bank.weight.shape == (16, 8)
     assert "free_vectors is 64, clipped to 16 for 23 labels" in caplog.text
+
+
+def test_labels_without_any_text_are_refused(tmp_path: Path) -> None:
+    planted_corpus(tmp_path, num_queries=20, num_labels=5)
+    lines = [json.dumps({"uid": f"label{label}", "text": ""}) for label in range(5)]
+    (tmp_path / "raw" / "labels.jsonl").write_text("\n".join(lines) + "\n")
+    bare = corpus_of(tmp_path / "raw", tmp_path / "bare", vocab_size=2000)
+    with pytest.raises(DataError, match="no label text"):
+        built(bare)
 
 
 def test_a_batch_of_one_has_no_negative_and_no_nan(corpus: Corpus) -> None:
