@@ -127,6 +127,11 @@ class Retriever:
         """L."""
         return self.settings.num_labels
 
+    @property
+    def indexed(self) -> bool:
+        """Whether some search compares a query with a part of the vectors only."""
+        return not all(index.is_exact for index in [*self._shards, *(self.memory.indexes if self.memory else ())])
+
     def encode(self, texts: Sequence[str] | Ragged) -> Float32Array:
         """Query vectors float32 [B, D]; texts or token ids, encoded in chunks. An empty text is legal."""
         parts = [np.empty((0, self.settings.dim), np.float32)]

@@ -75,7 +75,7 @@ def measure_bundle(
         DataError: bundle and corpus do not belong together, or there is no such split.
     """
     check_fits(retriever, corpus)
-    indexed = not exact and any(shard.indexed for shard in retriever.settings.shards)
+    indexed = not exact and retriever.indexed
     answers: list[TopLabels] = []
     first = searcher(retriever, corpus, split, exact)
 

@@ -235,6 +235,7 @@ def test_exact_search_does_without_the_index(corpus: Corpus, bundle: Path, tmp_p
     config = MemoryConfig(keys=5, weight=1)
     indexed, flat = Retriever.load(make(corpus, tmp_path / "b", spec)), Retriever.load(bundle)
     assert (tmp_path / "b" / "memory" / "index" / "00000.faiss").is_file()
+    assert (indexed.indexed, flat.indexed) == (True, False)
     tokens = corpus.split("test").tokens(np.arange(40))
     exact = indexed.top_labels(tokens, 5, exact=True, memory=config)
     np.testing.assert_array_equal(exact.ids, flat.top_labels(tokens, 5, memory=config).ids)
