@@ -261,11 +261,14 @@ def _memory_options(verb: argparse.ArgumentParser) -> None:
 def _memory(options: argparse.Namespace) -> None:
     from xmcray import storage
     from xmcray.data.corpus import Corpus
+    from xmcray.progress import counting
     from xmcray.training.memory import memory_bundle
 
     settings = _memory_config(options)
     storage.refuse_existing(options.out)
-    memory_bundle(options.encoder, Corpus.open(options.data), options.out, settings)
+    corpus = Corpus.open(options.data)
+    with counting("training queries and labels", corpus.card.num_train + corpus.card.num_labels) as progress:
+        memory_bundle(options.encoder, corpus, options.out, settings, progress=progress)
     _next(["xmcray", "search", options.out, "TEXT", "--explain"])
 
 

@@ -34,13 +34,20 @@ Encode = Callable[[Ragged], Float32Array]
 
 
 def memory_bundle(
-    encoder: str, corpus: Corpus, out: str | Path, config: MemoryConfig | None = None, threads: int = 1
+    encoder: str,
+    corpus: Corpus,
+    out: str | Path,
+    config: MemoryConfig | None = None,
+    *,
+    threads: int = 1,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Writes a bundle whose answers are votes of the corpus' training queries and label texts; trains nothing.
 
     Args:
         encoder: a run, a bundle, a folder of an encoder, or a hub id. Its head is kept; vectors get length 1.
         config: how they vote where a request does not say otherwise.
+        threads: of building an index. progress: called with the number of texts encoded so far.
     Raises:
         ConfigError: no such encoder. DataError: it needs other tokens than the corpus has.
         StorageError: `out` is not empty, or the disk is full.
@@ -49,7 +56,7 @@ def memory_bundle(
     model, head = open_encoder(encoder, corpus)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, head = model.to(device), head.to(device)
-    encode, order, num_labels = encoder_of(model, head), corpus.label_order, corpus.card.num_labels
+    encode, order, num_labels = encoder_of(model, head, progress), corpus.label_order, corpus.card.num_labels
     blocks = [np.arange(i, min(i + _BLOCK, num_labels), dtype=np.int64) for i in range(0, num_labels, _BLOCK)]
     spec = IndexSpec()
     train = corpus.split("train")
@@ -80,7 +87,8 @@ def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
     """
     folder = Path(path)
     if (folder / "run.json").is_file():
-        path = bundle_of(Run.open(folder))
+        run = Run.open(folder)
+        path = bundle_of(run, corpus if run.corpus_sha256 == corpus.sha256 else None)
     if "://" in path or (Path(path) / storage.MANIFEST).is_file():
         folder, _ = storage.open_artifact(path, bundles.KIND)
         encoder, head = load_encoder(folder / "encoder"), load_head(folder / "head")
@@ -100,13 +108,20 @@ def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
     return encoder.eval(), head.eval()
 
 
-def encoder_of(encoder: Encoder, head: Head) -> Encode:
-    """Token ids -> float32 vectors of length 1, in bounded memory."""
+def encoder_of(encoder: Encoder, head: Head, progress: Callable[[int], None] | None = None) -> Encode:
+    """Token ids -> float32 vectors of length 1, in bounded memory; `progress` hears how many texts it encoded."""
+    done = 0
 
     def encode(tokens: Ragged) -> Float32Array:
-        starts = range(0, len(tokens), CHUNK)
-        parts = [embed(encoder, head, tokens.slice(i, min(i + CHUNK, len(tokens))), normalised=True) for i in starts]
-        return np.concatenate([np.empty((0, head.out_dim), np.float32), *parts])
+        nonlocal done
+        parts = [np.empty((0, head.out_dim), np.float32)]
+        for start in range(0, len(tokens), CHUNK):
+            chunk = tokens.slice(start, min(start + CHUNK, len(tokens)))
+            parts.append(embed(encoder, head, chunk, normalised=True))
+            done += len(chunk)
+            if progress is not None:
+                progress(done)
+        return np.concatenate(parts)
 
     return encode
 
