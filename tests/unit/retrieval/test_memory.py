@@ -6,16 +6,19 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from corpora import planted_corpus
 from ranks import golden
 
 from xmcray import cli
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
+from xmcray.data.tokens import TextTokenizer, from_transformer
 from xmcray.errors import BundleError, ConfigError, DataError
 from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.encoder import EncoderConfig, build_encoder
@@ -27,7 +30,7 @@ from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.memory import MemoryConfig, Neighbours, count_votes, ranked, remember, sweep
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage import finish_manifest, read_manifest
-from xmcray.training.memory import encoder_of, memory_bundle, sweep_memory
+from xmcray.training.memory import encoder_of, memory_bundle, open_encoder, sweep_memory
 from xmcray.types import Ragged, TopLabels
 
 SETTINGS = [
@@ -307,6 +310,28 @@ def test_the_sweep_measures_held_out_queries(corpus: Corpus, bundle: Path, tmp_p
         assert metrics["P@5"] == pytest.approx(measured.result()["P@5"], abs=0.02)
     with pytest.raises(DataError, match="held out"):
         sweep_memory(encode, TrainingData(corpus, dataclasses.replace(data.config, validation=0)), SETTINGS)
+
+
+def test_a_transformer_fits_the_tokens_it_was_trained_with(corpus: Corpus, tmp_path: Path) -> None:
+    def model(name: str, words: list[str]) -> Path:
+        vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])}
+        transformers.BertTokenizer(vocab=vocabulary).save_pretrained(tmp_path / name)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    def prepared_with(tokenizer: TextTokenizer) -> Any:
+        return SimpleNamespace(tokenizer=lambda: tokenizer, path="corpus")
+
+    one, other = model("one", ["sort", "an", "array"]), model("other", ["array", "sort", "an"])
+    prepared = prepared_with(from_transformer(str(one), max_len=16))
+    encoder, head = open_encoder(str(one), prepared)
+    assert (encoder.dim, head.kind) == (16, "plain")
+    encoder.save(tmp_path / "saved")
+    open_encoder(str(tmp_path / "saved"), prepared)
+    for path, found in ((other, prepared), (one, corpus)):
+        with pytest.raises(DataError, match="other tokens than encoder"):
+            open_encoder(str(path), found)
 
 
 class TestCommand:
