@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -69,6 +70,13 @@ def preset(name: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def fingerprint(config: RunConfig, corpus: Corpus) -> str:
-    """Names a training: equal for equal settings and data, wherever it runs."""
+    """Names a training: equal for equal settings and data, wherever it runs, also when a release adds settings."""
+    usual = RunConfig.resolve(config.method_name, {}).to_dict()
     settings = {key: value for key, value in config.to_dict().items() if key not in ("cluster", "log")}
-    return hashlib.sha256(json.dumps([settings, corpus.sha256]).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps([changed(settings, usual), corpus.sha256]).encode()).hexdigest()[:12]
+
+
+def changed(settings: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the defaults."""
+    kept = {k: changed(v, usual[k]) if isinstance(v, dict) else v for k, v in settings.items() if v != usual.get(k)}
+    return dict(sorted(kept.items()))

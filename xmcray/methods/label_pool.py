@@ -55,7 +55,8 @@ class LabelPool:
             return np.empty(0, np.int64)
         columns = np.minimum(np.searchsorted(self.own, lists.values), len(self.own) - 1)
         hit = self.own[columns] == lists.values
-        return lists.row_ids[hit] * len(self.own) + columns[hit]
+        flat: Int64Array = lists.row_ids[hit] * len(self.own) + columns[hit]
+        return flat
 
     def count(self, lists: Ragged) -> Int64Array:
         """int64 [G], how many labels of each query's list are in the pool, on whatever rank."""

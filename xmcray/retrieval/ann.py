@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xmcray.errors import BundleError, ConfigError, ResourceError
-from xmcray.types import Float32Array
+from xmcray.types import Float32Array, Int64Array
 
 TRAIN_ROWS_PER_LIST = 64
 MAX_LISTS = 1 << 22
@@ -39,9 +39,11 @@ def use_threads(threads: int) -> None:
     import_faiss().omp_set_num_threads(threads)
 
 
-def create(rows: Float32Array, factory: str, seed: int, threads: int) -> Any:
+def create(rows: Float32Array, ids: Int64Array | None, factory: str, seed: int, threads: int) -> Any:
     """A trained FAISS index that holds `rows` float32 [n, D], the same whatever the timing of threads.
 
+    Args:
+        ids: int64 [n], what an index with lists calls the rows; their positions if not given.
     Raises:
         ConfigError: FAISS does not accept the factory string for these rows.
     """
@@ -52,7 +54,7 @@ def create(rows: Float32Array, factory: str, seed: int, threads: int) -> Any:
     try:
         found = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
         found.train(_training_rows(found, rows, seed))
-        found.add(rows)
+        found.add(rows) if ids is None else found.add_with_ids(rows, ids)
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"index factory {factory!r} does not fit {num_rows} vectors of width {dim} ({_one_line(error)}); use auto"
@@ -78,6 +80,18 @@ def lists_of(found: Any) -> Any | None:
         return import_faiss().extract_index_ivf(found)
     except RuntimeError:
         return None
+
+
+def read_lists(lists: Any) -> tuple[Float32Array, Int64Array, list[int]]:
+    """Centroids float32 [C, D], ids of the rows list after list, and where each list begins, [C + 1]."""
+    faiss = import_faiss()
+    sizes = [int(lists.invlists.list_size(number)) for number in range(lists.nlist)]
+    ids = [
+        faiss.rev_swig_ptr(lists.invlists.get_ids(number), size).copy() if size else np.empty(0, np.int64)
+        for number, size in enumerate(sizes)
+    ]
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+    return lists.quantizer.reconstruct_n(0, lists.nlist), np.concatenate(ids), offsets
 
 
 def to_gpu(found: Any, gpu: int) -> Any:

@@ -1,11 +1,13 @@
-"""Nearest rows by inner product: exact for small shards, FAISS for large ones. Also finds the hard negatives.
+"""Nearest rows by inner product: exact for small shards, inverted lists for large ones. Also finds the hard negatives.
 
-An approximate index only proposes candidates. Their scores are then computed from the float32 vectors themselves, so
-the index can hold short codes, and every score that leaves this file is an inner product.
+FAISS makes the index and answers few queries. It only proposes candidates: their scores are then computed from the
+float32 vectors themselves, so the index can hold short codes, and every score that leaves this file is an inner
+product. Many queries at once scan the same lists with matrix products (lists.py).
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ import torch
 from torch import Tensor
 
 from xmcray.config import check_range
-from xmcray.errors import ResourceError
+from xmcray.errors import BundleError, ResourceError
 from xmcray.retrieval import ann
 from xmcray.retrieval.exact import as_tensor, exact_search, from_keys, to_keys
+from xmcray.retrieval.lists import Lists, long_rows
 from xmcray.types import Float32Array, Int64Array, Ragged
 
-FLAT_ROWS = 100_000  # up to here a search of all rows costs no more than building, tuning and searching lists
+FLAT_ROWS = 50_000  # up to here a search of all rows costs no more than building, tuning and searching lists
+LONG_SHARE = 0.05  # the longest rows, which are in no list
+BATCH_QUERIES = 256  # from here on lists are scanned with matrix products
 TUNE_QUERIES, TUNE_K, TUNE_NOISE = 256, 50, 0.5
+CODE_LOSS = 0.005  # recall that short codes may cost where lists cost more
 CANDIDATE_FLOATS = 1 << 22  # vectors gathered at once when scores are made exact
 
 
@@ -52,21 +58,17 @@ class IndexSpec:
         check_range("index.ef_search", self.ef_search, low=1)
 
 
-def resolve_factory(factory: str, rows: int, dim: int) -> str:
+def resolve_factory(factory: str, rows: int) -> str:
     """The factory string that `auto` stands for; any other is returned as it is.
 
-    Large shards get inverted lists with 4-bit codes, whose candidates are scored exactly: per visited row about a tenth
-    of the time of float lists. benchmarks/index_recall.py measures it. HNSW is never chosen: its graph depends on the
-    order in which threads insert.
+    Large shards get inverted lists; benchmarks/index_recall.py measures them. HNSW is never chosen: its graph depends
+    on the order in which threads insert.
     """
     if factory != "auto":
         return factory
     if rows <= FLAT_ROWS:
         return "Flat"
-    lists = 1 << round(np.log2(2.5 * rows**0.5))
-    # Two bits per component, one where there are many components.
-    codes = dim // 2 if dim <= 128 else dim // 4
-    return f"IVF{lists},PQ{codes}x4fs" if codes and dim % codes == 0 else f"IVF{lists},SQfp16"
+    return f"IVF{1 << round(np.log2(2.5 * rows**0.5))},SQfp16"
 
 
 def build_index(
@@ -93,19 +95,26 @@ def build_index(
         ResourceError: no FAISS, or no such GPU.
     """
     spec = spec or IndexSpec()
-    num_rows, dim = vectors.shape
+    num_rows = len(vectors)
     device = _device(gpu)
     if factory == "auto" and device.type == "cuda":
         factory = "Flat"
-    factory = resolve_factory(factory, num_rows, dim)
+    factory = resolve_factory(factory, num_rows)
     if factory == "Flat" or num_rows == 0:
         return Index(as_tensor(vectors).to(device), None, threads=threads)
     rows = np.ascontiguousarray(vectors, np.float32)
-    found = ann.create(rows, factory, seed, threads)
+    long_ids = long_rows(rows, LONG_SHARE) if "IVF" in factory else np.empty(0, np.int64)
+    if len(long_ids):
+        ids = np.setdiff1d(np.arange(num_rows), long_ids, assume_unique=True)
+        found = ann.create(rows[ids], ids, factory, seed, threads)
+    else:
+        found = ann.create(rows, None, factory, seed, threads)
     ann.set_search(found, spec.nprobe, spec.ef_search)
-    index = Index(as_tensor(rows), found, threads=threads)
+    index = Index(as_tensor(rows), found, long_ids=long_ids, threads=threads)
     index.tune(_stand_ins(rows, seed) if queries is None or not len(queries) else queries, spec)
-    return index if gpu is None else Index(index.vectors, ann.to_gpu(found, gpu), candidates=index.candidates)
+    if gpu is None:
+        return index
+    return Index(index.vectors, ann.to_gpu(found, gpu), long_ids=long_ids, candidates=index.candidates)
 
 
 class Index:
@@ -114,12 +123,22 @@ class Index:
     Args:
         vectors: float32 [n, D] tensor; on a GPU for an exhaustive search there.
         found: a FAISS index over the same rows, or None to search all of them.
+        long_ids: int64 [H], positions of rows that `found` lacks and every query meets.
         candidates: candidates per answer that FAISS proposes.
         threads: of a search.
     """
 
-    def __init__(self, vectors: Tensor, found: Any | None, *, candidates: int = 1, threads: int = 1) -> None:
+    def __init__(
+        self,
+        vectors: Tensor,
+        found: Any | None,
+        *,
+        long_ids: Int64Array | None = None,
+        candidates: int = 1,
+        threads: int = 1,
+    ) -> None:
         self.vectors, self.candidates, self.threads = vectors, candidates, threads
+        self.long_ids = np.empty(0, np.int64) if long_ids is None else long_ids
         self._faiss = found
 
     def __len__(self) -> int:
@@ -159,7 +178,10 @@ class Index:
         width = (max(k, TUNE_K) + most_hidden) * self.candidates
         if exact or self.is_exact or width >= len(self) // 2 or not len(queries):
             return exact_search(self.vectors, queries, k, ids, hidden)
-        scores, answers = self._rescore(queries, self._propose(queries, width), k, ids, hidden)
+        if len(queries) >= BATCH_QUERIES and self._lists is not None:
+            scores, answers = self._scan(queries, k, ids, hidden)
+        else:
+            scores, answers = self._ask(queries, width, k, ids, hidden)
         # Too few rows in the visited lists: search these queries exhaustively rather than answer less than k.
         short = np.flatnonzero(answers[:, -1] < 0)
         if len(short):
@@ -177,27 +199,29 @@ class Index:
             return 1.0
         queries, k = np.ascontiguousarray(queries[:TUNE_QUERIES], np.float32), min(TUNE_K, len(self))
         _, wanted = exact_search(self.vectors, queries, k)
-        lists = ann.lists_of(self._faiss)
-        num_lists = int(lists.nlist) if lists is not None else 1
-        probes = [spec.nprobe] if spec.nprobe or lists is None else _steps(num_lists)
-        recall = 0.0
+        lists, recall = ann.lists_of(self._faiss), 0.0
+        for probe in [spec.nprobe] if spec.nprobe or lists is None else _steps(int(lists.nlist)):
+            if lists is not None:
+                lists.nprobe = min(probe, int(lists.nlist))
+                recall = _recall(self._scan(queries, k, None, None)[1], wanted)
+                if recall >= spec.recall:
+                    break
+        # what the codes lose besides: more candidates, until they cost less recall than the lists
         for candidates in [spec.candidates] if spec.candidates else [2, 4, 8, 16]:
             self.candidates = candidates
-            for probe in probes:
-                if lists is not None:
-                    lists.nprobe = min(probe, num_lists)
-                _, answer = self._rescore(queries, self._propose(queries, k * candidates), k, None, None)
-                before, recall = recall, _recall(answer, wanted)
-                if recall >= spec.recall:
-                    return recall
-                if probe > 16 and recall - before < 0.002:
-                    break  # what is missing is lost in the codes: more candidates are needed, not more lists
-        return recall
+            coded = _recall(self._ask(queries, k * candidates, k, None, None)[1], wanted)
+            if coded >= (recall - CODE_LOSS if lists is not None else spec.recall):
+                break
+        return coded if lists is None else recall
 
     def save(self, path: Path) -> None:
-        """Writes the FAISS index; the vectors are stored by whoever owns them. An exact index has nothing to write."""
+        """Writes the FAISS index and, beside it, which rows it lacks; an exact index has nothing to write.
+
+        The vectors are stored by whoever owns them.
+        """
         assert self._faiss is not None, "an exact index is its vectors"
         ann.write(self._faiss, path)
+        np.save(_beside(path), self.long_ids)
 
     @classmethod
     def load(cls, path: Path, max_bytes: int, vectors: Tensor, candidates: int = 1, threads: int = 1) -> Index:
@@ -208,7 +232,50 @@ class Index:
             ResourceError: no FAISS.
         """
         rows, dim = vectors.shape
-        return cls(vectors, ann.read(path, max_bytes, rows, dim), candidates=candidates, threads=threads)
+        try:
+            long_ids = np.load(_beside(path))
+            fits = long_ids.dtype == np.int64 and np.array_equal(long_ids, np.unique(long_ids.clip(0, rows - 1)))
+        except (OSError, ValueError):
+            fits = False
+        if not fits:
+            raise BundleError(f"{_beside(path)} is missing or malformed; export it again")
+        found = ann.read(path, max_bytes, rows - len(long_ids), dim)
+        return cls(vectors, found, long_ids=long_ids, candidates=candidates, threads=threads)
+
+    @functools.cached_property
+    def _lists(self) -> Lists | None:
+        """The lists of the FAISS index as arrays, or None where it has none or lies on a GPU."""
+        lists = ann.lists_of(self._faiss)
+        if lists is None or not hasattr(lists, "invlists") or self.vectors.is_cuda:
+            return None
+        centroids, row_ids, offsets = ann.read_lists(lists)
+        long_ids = torch.from_numpy(self.long_ids)
+        return Lists(self.vectors, torch.from_numpy(centroids), torch.from_numpy(row_ids), offsets, long_ids)
+
+    @functools.cached_property
+    def _long_vectors(self) -> Tensor:
+        return self.vectors[torch.from_numpy(self.long_ids)]
+
+    def _scan(
+        self, queries: Float32Array, k: int, ids: Int64Array | None, hidden: Ragged | None
+    ) -> tuple[Float32Array, Int64Array]:
+        """The k best rows of the visited lists and of the long rows, by matrix products."""
+        assert self._lists is not None
+        name_N = torch.arange(len(self)) if ids is None else as_tensor(ids, np.int64)
+        return from_keys(self._lists.search(as_tensor(queries), k, self.nprobe, name_N, hidden))
+
+    def _ask(
+        self, queries: Float32Array, width: int, k: int, ids: Int64Array | None, hidden: Ragged | None
+    ) -> tuple[Float32Array, Int64Array]:
+        """The k best of `width` candidates that FAISS proposes and of the long rows."""
+        scores, answers = self._rescore(queries, self._propose(queries, width), k, ids, hidden)
+        if not len(self.long_ids):
+            return scores, answers
+        names = self.long_ids if ids is None else ids[self.long_ids]
+        hide = None if hidden is None else _renumbered(hidden, self.long_ids)
+        parts = (scores, answers), exact_search(self._long_vectors, queries, k, names, hide)
+        keys = [to_keys(torch.from_numpy(s), torch.from_numpy(np.maximum(a, 0))) for s, a in parts]
+        return from_keys(torch.cat(keys, dim=1).topk(k, dim=1).values)
 
     def _propose(self, queries: Float32Array, width: int) -> Int64Array:
         """int64 [Q, width] row positions in the index's own order, -1 padded."""
@@ -257,6 +324,17 @@ def _steps(num_lists: int) -> list[int]:
 def _recall(found: Int64Array, wanted: Int64Array) -> float:
     hits = sum(len(np.intersect1d(a, b)) for a, b in zip(found, wanted, strict=True))
     return hits / max(1, wanted.size)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_suffix(".long.npy")
+
+
+def _renumbered(hidden: Ragged, rows: Int64Array) -> Ragged:
+    """The entries that are in `rows` (ascending), as places in it."""
+    place = np.minimum(np.searchsorted(rows, hidden.values), len(rows) - 1)
+    inside = rows[place] == hidden.values
+    return Ragged(place[inside], np.concatenate([[0], np.cumsum(inside)])[hidden.offsets])
 
 
 def _device(gpu: int | None) -> torch.device:

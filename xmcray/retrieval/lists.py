@@ -1,0 +1,145 @@
+"""Many queries against inverted lists at once: each list is multiplied with all queries that visit it.
+
+A search one query at a time reads a list once for each query and scores its rows one by one; here a list meets its
+queries in one matrix product, so that scanning costs what an exhaustive search costs per row, on a small share of the
+rows, and every score is exact. The hard negatives of a whole epoch are such a search.
+
+Rows much longer than others have large inner products with queries anywhere (labels of the head of the distribution);
+they are in no list, and every query meets them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xmcray.retrieval.exact import nothing, scores_of, to_keys
+from xmcray.types import Int64Array, Ragged
+
+CHUNK = 16_384  # queries at once, at most 2^16: the more, the larger the products
+_ROUNDS = (1, 8)  # lists visited before the next; the K-th best of a round is the bar of the next one
+_PIECE = 1024  # rows of long rows, and queries, at once
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Rows by list.
+
+    Attributes:
+        vector_ND: all rows, by position.
+        centroid_CD: one per list.
+        row_ids: int64 [n], positions list after list. offsets: int64 [C + 1].
+        long_ids: int64 [H], positions of the rows that are in no list.
+    """
+
+    vector_ND: Tensor
+    centroid_CD: Tensor
+    row_ids: Tensor
+    offsets: list[int]
+    long_ids: Tensor
+
+    def search(self, query_QD: Tensor, k: int, num_lists: int, name_N: Tensor, hidden: Ragged | None) -> Tensor:
+        """Keys int64 [Q, k] (exact.to_keys) of the best rows in each query's `num_lists` nearest lists.
+
+        Args:
+            name_N: int64 [N], what rows are called in the keys. hidden: positions that each query must not get.
+        """
+        parts = [torch.empty((0, k), dtype=torch.int64)]
+        for start in range(0, len(query_QD), CHUNK):
+            chunk = query_QD[start : start + CHUNK]
+            hide = None if hidden is None else hidden.slice(start, start + len(chunk))
+            parts.append(_Search(self, chunk, k, name_N, hide).run(num_lists))
+        return torch.cat(parts)
+
+
+class _Search:
+    """One chunk of queries: the best keys so far, and the hits of the present round."""
+
+    def __init__(self, lists: Lists, query_BD: Tensor, k: int, name_N: Tensor, hidden: Ragged | None) -> None:
+        self.lists, self.query_BD, self.name_N = lists, query_BD, name_N
+        self.best_BK = nothing(len(query_BD), k).clone()
+        rows = len(lists.vector_ND)
+        self.hidden = np.unique(hidden.row_ids * rows + hidden.values) if hidden and len(hidden.values) else None
+        self.hits: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def run(self, num_lists: int) -> Tensor:
+        nearest_BV = self._nearest(num_lists)
+        edges = [0, *(edge for edge in _ROUNDS if edge < num_lists), num_lists]
+        for first, last in itertools.pairwise(edges):
+            self._visit(nearest_BV[:, first:last])
+            self._merge()
+            if last == edges[:3][-1]:  # by now nearly every query has K rows, and the bar is high
+                self._visit_long_rows()
+                self._merge()
+        return self.best_BK
+
+    def _nearest(self, num_lists: int) -> Tensor:
+        """int64 [B, num_lists], lists by inner product with their centroids, best first."""
+        pieces = self.query_BD.split(_PIECE)
+        return torch.cat([(piece @ self.lists.centroid_CD.T).topk(num_lists, dim=1).indices for piece in pieces])
+
+    def _visit(self, list_BV: Tensor) -> None:
+        width = list_BV.shape[1]
+        order = torch.argsort(list_BV.reshape(-1), stable=True)
+        counts = torch.bincount(list_BV.reshape(-1), minlength=len(self.lists.centroid_CD)).tolist()
+        bar_B, offsets, place = scores_of(self.best_BK[:, -1]), self.lists.offsets, 0
+        score = self._begin if width == 1 and self.hidden is None else self._score
+        for number, count in enumerate(counts):
+            who = order[place : place + count] // width
+            place += count
+            if count and offsets[number] < offsets[number + 1]:
+                score(who, self.lists.row_ids[offsets[number] : offsets[number + 1]], bar_B)
+
+    def _begin(self, who: Tensor, rows: Tensor, _: Tensor) -> None:
+        """The first list of a query: nothing to compare with yet, so its best rows are taken at once."""
+        score = self.query_BD.index_select(0, who) @ self.lists.vector_ND.index_select(0, rows).T
+        best, place = score.topk(min(self.best_BK.shape[1], len(rows)), dim=1)
+        self.best_BK[who, : best.shape[1]] = to_keys(best, self.name_N[rows[place]])
+
+    def _visit_long_rows(self) -> None:
+        bar_B = scores_of(self.best_BK[:, -1])
+        for who in torch.arange(len(self.query_BD)).split(_PIECE):
+            for rows in self.lists.long_ids.split(_PIECE):
+                self._score(who, rows, bar_B)
+
+    def _score(self, who: Tensor, rows: Tensor, bar_B: Tensor) -> None:
+        score = self.query_BD.index_select(0, who) @ self.lists.vector_ND.index_select(0, rows).T
+        at = (score >= bar_B.index_select(0, who)[:, None]).view(-1).nonzero().squeeze(1)
+        if len(at):
+            self.hits.append((who[at // len(rows)], rows[at % len(rows)], score.view(-1)[at]))
+
+    def _merge(self) -> None:
+        """The best of what was known and of the hits, a few queries at a time."""
+        if not self.hits:
+            return
+        query_P, row_P, score_P = (torch.cat(parts) for parts in zip(*self.hits, strict=True))
+        self.hits.clear()
+        if self.hidden is not None:
+            seen = np.isin((query_P * len(self.lists.vector_ND) + row_P).numpy(), self.hidden)
+            kept = torch.from_numpy(np.flatnonzero(~seen))
+            query_P, row_P, score_P = query_P[kept], row_P[kept], score_P[kept]
+        order = torch.from_numpy(np.argsort(query_P.numpy().astype(np.uint16), kind="stable"))  # a radix sort
+        query_P, key_P = query_P[order], to_keys(score_P[order], self.name_N[row_P[order]])
+        count_B = torch.bincount(query_P, minlength=len(self.best_BK))
+        end_B = count_B.cumsum(0)
+        slot_P = torch.arange(len(query_P)) - (end_B - count_B)[query_P]
+        for start in range(0, len(self.best_BK), _PIECE):
+            piece = slice(start, min(start + _PIECE, len(self.best_BK)))
+            low, high = int(end_B[start] - count_B[start]), int(end_B[piece.stop - 1])
+            new_BW = nothing(piece.stop - start, int(count_B[piece].max())).clone()
+            new_BW[query_P[low:high] - start, slot_P[low:high]] = key_P[low:high]
+            best = torch.cat([self.best_BK[piece], new_BW], dim=1)
+            self.best_BK[piece] = best.topk(self.best_BK.shape[1], dim=1).values
+
+
+def long_rows(vectors: np.ndarray[tuple[int, ...], np.dtype[np.float32]], share: float) -> Int64Array:
+    """int64, ascending: positions of the `share` longest rows."""
+    count = int(share * len(vectors))
+    if not count:
+        return np.empty(0, np.int64)
+    lengths = np.linalg.norm(vectors, axis=1)
+    return np.sort(np.lexsort((np.arange(len(lengths)), -lengths))[:count])
