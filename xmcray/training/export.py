@@ -27,6 +27,7 @@ from xmcray.types import Float32Array, Ragged
 _BLOCK = 65_536  # labels whose texts are read at once
 _ROWS = 1_000_000  # labels whose vectors are made at once
 _TUNE_QUERIES = 256  # training queries that the index is tuned by
+_RECALL = 0.99  # of the index: answers are for users, hard negatives may miss more
 
 
 def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:

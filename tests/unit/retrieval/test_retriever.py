@@ -84,7 +84,7 @@ def test_approximate_index_and_exact(parts, tmp_path):
     vectors = rng.standard_normal((LABELS, DIM)).astype(np.float32)
     spec = IndexSpec(factory="IVF8,Flat", nprobe=1, candidates=1)
     path = make(parts, tmp_path / "b", vectors=vectors, spec=spec, shard_rows=200)
-    assert sorted(p.name for p in (path / "index").iterdir()) == ["00000.faiss", "00001.faiss"]
+    assert sorted(p.name for p in (path / "index").glob("*.faiss")) == ["00000.faiss", "00001.faiss"]
     retriever = Retriever.load(path)
     queries = rng.standard_normal((50, DIM)).astype(np.float32)
     exact = retriever.nearest(queries, 5, exact=True)
