@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from xmcray.evaluation.evaluate import Evaluation
     from xmcray.retrieval.memory import MemoryConfig
 
-METHODS = ("astra", "dexml", "prime", "rae", "unidec")  # a test holds this to methods.base, which is slow to import
+METHODS = (
+    "astra",
+    "dexml",
+    "prime",
+    "rae",
+    "renee",
+    "unidec",
+)  # a test holds this to methods.base, which is slow to import
 MEMORY = "a setting of the memory: weight, temperature, keys or joint"
 VOTERS = 3  # printed under an answer
 

@@ -41,6 +41,7 @@ ASTRA = [
 ]
 PRIME = ["method.feed_forward=16", "method.dropout=0.3", "optim.token_lr=0.03"]
 OTHERS = {  # name: method, steps, settings
+    "renee": ("renee", 10, ["method.classifier.lr=3.0", "method.init=centroids", "negatives.hard=0"]),
     "dexml": ("dexml", 10, ["negatives.hard=0"]),
     "dexml, hard": ("dexml", 16, ["method.columns=hard", "method.hard_per_query=2", "method.num_positives=1"]),
     "dexml, softmax": ("dexml", 10, ["negatives.hard=0", "method.loss=softmax", "method.num_positives=1"]),

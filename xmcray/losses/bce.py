@@ -105,7 +105,7 @@ class _ChunkedBce(torch.autograd.Function):
         total = query_GD.new_zeros(())
         grad_query_GD, grad_row_SD = torch.zeros_like(query_GD), torch.empty_like(row_SD)
         for start in range(0, len(row_SD), chunk_labels):
-            rows = row_SD[start : start + chunk_labels]
+            rows = row_SD[start : start + chunk_labels].to(query_GD.dtype)  # stored narrower, perhaps
             score_GC = (query_GD @ rows.T).add_(offset)
             skip = (skip_labels >= start) & (skip_labels < start + len(rows))
             score_GC[skip_rows[skip], skip_labels[skip] - start] = -torch.inf
@@ -115,7 +115,7 @@ class _ChunkedBce(torch.autograd.Function):
             grad_GC = score_GC.sigmoid_()
             grad_GC[at] -= 1
             grad_query_GD.addmm_(grad_GC, rows)
-            torch.mm(grad_GC.T, query_GD, out=grad_row_SD[start : start + len(rows)])
+            grad_row_SD[start : start + len(rows)] = grad_GC.T @ query_GD
         ctx.save_for_backward(grad_query_GD, grad_row_SD)
         return total
 

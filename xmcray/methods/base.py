@@ -88,6 +88,7 @@ def methods() -> Mapping[str, MethodEntry]:
     from xmcray.methods.dexml import Dexml, DexmlConfig
     from xmcray.methods.prime import Prime, PrimeConfig
     from xmcray.methods.rae import Rae, RaeConfig
+    from xmcray.methods.renee import Renee, ReneeConfig
     from xmcray.methods.unidec import Unidec, UnidecConfig
 
     # a label's text as a query of its own label teaches nothing where both are encoded by one encoder
@@ -100,5 +101,6 @@ def methods() -> Mapping[str, MethodEntry]:
         "dexml": MethodEntry(DexmlConfig, Dexml, dual),
         "prime": MethodEntry(PrimeConfig, Prime, dual),
         "rae": MethodEntry(RaeConfig, Rae, {**dual, "negatives": {"uniform": 0, "hard": 50}}),
+        "renee": MethodEntry(ReneeConfig, Renee, {"negatives": {"uniform": 0, "hard": 0}}),
         "unidec": MethodEntry(UnidecConfig, Unidec, {**dual, "negatives": {"uniform": 0, "hard": 30}}),
     }

@@ -40,7 +40,7 @@ class ShardedClassifier:
         weight_SD = torch.zeros(partition.size, dim, dtype=dtype, device=device)
         if init_std:
             _fill_normal(weight_SD, partition.start, init_std, seed)
-        self.table = RowTable(weight_SD, config)
+        self.table = RowTable(weight_SD, config, partition.start)
 
 
 def _fill_normal(weight_SD: Tensor, start: int, std: float, seed: int) -> None:

@@ -8,6 +8,7 @@ padding (`Ragged`), give a text the same vector whatever its neighbours, and are
 from __future__ import annotations
 
 import abc
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,8 +34,9 @@ class EncoderConfig:
     """Section `encoder`.
 
     Attributes:
-        name: "static", the id of a model on the Hugging Face hub, or a folder (plain transformers,
-            sentence-transformers, or one that an encoder of ours was saved in).
+        name: "static", the id of a model on the Hugging Face hub, or a folder: plain transformers,
+            sentence-transformers, one that an encoder of ours was saved in, or a run or bundle whose encoder is the
+            start.
         dim: width of the vectors. For a transformer 0 keeps its own width; any other adds a bias-free projection.
         pooling: transformer only; "auto" is what the folder declares, and the mean where it declares nothing.
         idf: static only; weigh tokens by inverse document frequency.
@@ -108,11 +110,13 @@ def build_encoder(
     if config.name != "static":
         from xmcray.nn import transformer  # its library takes seconds to import, which the static encoder spares
 
-        if (Path(config.name) / SETTINGS).is_file():
-            encoder = StaticEncoder.load(Path(config.name))
+        folder = start_folder(config.name)
+        if (folder / SETTINGS).is_file():
+            encoder = StaticEncoder.load(folder)
             _check_start(encoder, config, tokenizer)
             return encoder.train()
-        return transformer.build(config, tokenizer, seed)
+        name = str(folder) if folder.is_dir() else config.name
+        return transformer.build(dataclasses.replace(config, name=name), tokenizer, seed)
     weight_V = np.ones(tokenizer.vocab_size)
     if config.idf and token_counts is not None:
         assert len(token_counts) == tokenizer.vocab_size, "counts of another vocabulary"
@@ -127,6 +131,13 @@ def build_encoder(
         with torch.no_grad():
             encoder.embedding.weight[: tokenizer.vocab_size].copy_(fit_width(table_VH, config.dim))
     return encoder
+
+
+def start_folder(name: str) -> Path:
+    """The folder of the encoder itself where `name` is a run (its newest checkpoint) or a bundle, else `name`."""
+    checkpoints = sorted(Path(name).glob("checkpoints/step-*/encoder"))
+    within = [*checkpoints[-1:], Path(name) / "encoder"]
+    return next((folder for folder in within if folder.is_dir()), Path(name))
 
 
 def load_encoder(folder: Path) -> Encoder:

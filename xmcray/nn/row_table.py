@@ -20,6 +20,7 @@ from torch import Tensor
 
 from xmcray.config import check_choice, check_range
 
+_MIX = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64, wrapping
 _STATE_NAMES: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum",),
     "adagrad": ("square_sum",),
@@ -35,6 +36,8 @@ class RowOptimConfig:
         kind: "sgd" (with momentum), "adagrad" or "adam".
         lr: peak learning rate of the global batch. weight_decay: decoupled, per step times lr.
         momentum: of SGD; 0 keeps no state. beta1, beta2, eps: of Adam (eps of Adagrad too).
+        storage: "bfloat16" halves the rows' memory: updates are computed in float32 and rounded up or down with
+            probabilities that keep them unbiased (ELMO, Zhang et al.); the optimiser's state stays float32.
     """
 
     kind: Literal["sgd", "adagrad", "adam"] = "sgd"
@@ -44,27 +47,34 @@ class RowOptimConfig:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    storage: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, tuple(_STATE_NAMES))
         check_range("lr", self.lr, low=0)
         check_range("weight_decay", self.weight_decay, low=0)
         check_range("momentum", self.momentum, 0, 0.9999)
+        check_range("beta1", self.beta1, 0, 0.999_999)
+        check_range("beta2", self.beta2, 0, 0.999_999)
+        check_range("eps", self.eps, low=1e-30)
+        check_choice("storage", self.storage, ("float32", "bfloat16"))
 
 
 class RowTable:
     """Vectors with their optimiser state.
 
     Args:
-        weight_SD: the rows; kept, not copied.
+        weight_SD: the rows; kept, not copied, unless they are stored otherwise.
         config: update rule.
+        first_row: number of the first row among those of all ranks; keys the rounding of bfloat16.
     """
 
-    def __init__(self, weight_SD: Tensor, config: RowOptimConfig) -> None:
-        self.config = config
-        self.weight_SD = weight_SD
+    def __init__(self, weight_SD: Tensor, config: RowOptimConfig, first_row: int = 0) -> None:
+        self.config, self.first_row = config, first_row
+        self.rounded = config.storage == "bfloat16"
+        self.weight_SD = weight_SD.bfloat16() if self.rounded else weight_SD
         names = () if config.kind == "sgd" and config.momentum == 0 else _STATE_NAMES[config.kind]
-        self.state = {name: torch.zeros_like(weight_SD) for name in names}
+        self.state = {name: torch.zeros_like(weight_SD) for name in names}  # of the width that is computed with
         rows = len(weight_SD)
         self.last_step_S = torch.zeros(rows, dtype=torch.int32, device=weight_SD.device)
         self.touches_S = torch.zeros(rows if config.kind == "adam" else 0, dtype=torch.int32, device=weight_SD.device)
@@ -85,7 +95,7 @@ class RowTable:
             self.flush()
             leaf = self.weight_SD.detach()
         else:
-            leaf = self.weight_SD.index_select(0, ids_U)
+            leaf = self._wide(self.weight_SD.index_select(0, ids_U))
             if self.config.weight_decay:
                 leaf *= self._pending_decay(self.last_step_S.index_select(0, ids_U))
         self._open = (ids_U, leaf.requires_grad_())
@@ -107,13 +117,16 @@ class RowTable:
         rows_UD = leaf.detach()
         if grad_UD is None or not len(rows_UD):
             return
+        rows_UD, grad_UD = self._wide(rows_UD), self._wide(grad_UD)
         if decay != 1.0:
             rows_UD.mul_(decay)
         self._step(ids_U, rows_UD, grad_UD, lr)
         if ids_U is None:
+            if self.rounded:
+                self.weight_SD.copy_(self._rounded(None, rows_UD))
             self.last_step_S.fill_(self.num_steps)
         else:
-            self.weight_SD.index_copy_(0, ids_U, rows_UD)
+            self.weight_SD.index_copy_(0, ids_U, self._rounded(ids_U, rows_UD))
             self.last_step_S.index_fill_(0, ids_U, self.num_steps)
 
     @property
@@ -126,7 +139,8 @@ class RowTable:
         if self.config.weight_decay and self.num_steps:
             stale = (self.last_step_S < self.num_steps).nonzero().squeeze(1)
             for ids in stale.split(1 << 16):
-                self.weight_SD[ids] *= self._pending_decay(self.last_step_S[ids])
+                rows = self._wide(self.weight_SD[ids]) * self._pending_decay(self.last_step_S[ids])
+                self.weight_SD[ids] = self._rounded(ids, rows)
         self._up_to_date(self.num_steps)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -148,7 +162,24 @@ class RowTable:
     def _pending_decay(self, last_step_U: Tensor) -> Tensor:
         sums = torch.frombuffer(self.log_decay, dtype=torch.float64).to(last_step_U.device)
         factor_U = torch.exp(sums[-1] - sums[last_step_U.long()])
-        return factor_U.to(self.weight_SD.dtype).unsqueeze(1)
+        return factor_U.to(torch.float32 if self.rounded else self.weight_SD.dtype).unsqueeze(1)
+
+    def _wide(self, rows: Tensor) -> Tensor:
+        """Rows as they are computed with."""
+        return rows.float() if self.rounded else rows
+
+    def _rounded(self, ids_U: Tensor | None, rows_UD: Tensor) -> Tensor:
+        """Rows as they are stored; rounding is a function of step, row and column, whoever holds the row."""
+        if not self.rounded:
+            return rows_UD
+        ids = torch.arange(len(rows_UD), device=rows_UD.device) if ids_U is None else ids_U
+        columns = torch.arange(rows_UD.shape[1], device=rows_UD.device)
+        step = self.num_steps * _MIX[1] & (1 << 62) - 1
+        key = ((ids + self.first_row)[:, None] * rows_UD.shape[1] + columns) * _MIX[0] + step
+        key = (key ^ (key >> 30)) * _MIX[2]
+        noise = ((key >> 40) & 0xFFFF).to(torch.int32)  # of the 16 bits that bfloat16 lacks
+        bits = (rows_UD.contiguous().view(torch.int32) + noise) & ~0xFFFF
+        return bits.view(torch.float32).bfloat16()
 
     def _step(self, ids_U: Tensor | None, rows_UD: Tensor, grad_UD: Tensor, lr: float) -> None:
         config = self.config

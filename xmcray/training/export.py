@@ -47,7 +47,7 @@ def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
     data = TrainingData(corpus, run.config.data)
     num_labels = corpus.card.num_labels
     first = _finished(run, last, data, LabelPartition(num_labels, _blocks(num_labels), 0))
-    spec = IndexSpec(seed=run.config.optim.seed)
+    spec = IndexSpec(recall=_RECALL, seed=run.config.optim.seed)
     memory = getattr(run.config.method, "memory", None)  # of a method whose training queries vote
     ids = [np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64) for start in range(0, num_labels, _BLOCK)]
     write_bundle(

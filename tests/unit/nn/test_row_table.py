@@ -110,3 +110,19 @@ def test_entries_of_a_row_are_summed(weighted: bool) -> None:
     rows, sums = sum_by_row(ids[:0], source[:0], vectors)
     assert len(rows) == 0
     assert sums.shape == (0, 2)
+
+
+def test_bfloat16_rows_are_rounded_without_bias_and_alike_on_any_rank() -> None:
+    start = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    config = RowOptimConfig(kind="sgd", momentum=0.0, storage="bfloat16")
+    whole, right = RowTable(start.clone(), config), RowTable(start[40:].clone(), config, first_row=40)
+    gradient = torch.full((64, 8), 1e-3)  # far below what bfloat16 holds beside a weight of about 1
+    for _ in range(400):
+        whole.rows(torch.arange(64))
+        whole.update(0.1, gradient)
+        right.rows(torch.arange(24))
+        right.update(0.1, gradient[40:])
+    assert whole.weight_SD.dtype == torch.bfloat16
+    assert torch.equal(whole.weight_SD[40:], right.weight_SD)
+    moved = (start - whole.weight_SD.float()).mean()
+    assert moved == pytest.approx(0.04, rel=0.15)
