@@ -7,6 +7,7 @@ product. Many queries at once scan the same lists with matrix products (lists.py
 
 from __future__ import annotations
 
+import bisect
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,12 +201,15 @@ class Index:
         queries, k = np.ascontiguousarray(queries[:TUNE_QUERIES], np.float32), min(TUNE_K, len(self))
         _, wanted = exact_search(self.vectors, queries, k)
         lists, recall = ann.lists_of(self._faiss), 0.0
-        for probe in [spec.nprobe] if spec.nprobe or lists is None else _steps(int(lists.nlist)):
-            if lists is not None:
-                lists.nprobe = min(probe, int(lists.nlist))
-                recall = _recall(self._scan(queries, k, None, None)[1], wanted)
-                if recall >= spec.recall:
-                    break
+        if lists is not None:
+            steps = [min(spec.nprobe, int(lists.nlist))] if spec.nprobe else _steps(int(lists.nlist))
+
+            def reached(probe: int) -> float:
+                lists.nprobe = probe
+                return _recall(self._scan(queries, k, None, None)[1], wanted)
+
+            place = bisect.bisect_left(steps[:-1], spec.recall, key=reached)  # recall grows with the lists
+            recall = reached(steps[place])
         # what the codes lose besides: more candidates, until they cost less recall than the lists
         for candidates in [spec.candidates] if spec.candidates else [2, 4, 8, 16]:
             self.candidates = candidates
@@ -316,9 +320,9 @@ def _stand_ins(rows: Float32Array, seed: int) -> Float32Array:
 
 
 def _steps(num_lists: int) -> list[int]:
-    """4, 6, 8, 12, 16 ... up to a quarter of the lists."""
-    steps = [4 << i // 2 if i % 2 == 0 else 6 << i // 2 for i in range(40)]
-    return [step for step in steps if step <= max(4, num_lists // 4)]
+    """4, 5, 6, 7, 8, 10, 12, 14, 16 ... up to half of the lists."""
+    steps = [(4 + i % 4) << i // 4 for i in range(80)]
+    return [step for step in steps if step <= max(4, num_lists // 2)]
 
 
 def _recall(found: Int64Array, wanted: Int64Array) -> float:
