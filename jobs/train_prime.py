@@ -1,0 +1,15 @@
+"""Trains PRIME, as a job of a Ray cluster.
+
+    ray job submit --working-dir . --runtime-env jobs/runtime_env.yaml -- \\
+        python jobs/train_prime.py --data CORPUS --out RUN --workers 8 --refit
+
+Options are those of `xmcray train prime`.
+RUN lies in a folder that all nodes share; the same job continues an interrupted run.
+"""
+
+import sys
+
+from xmcray.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", "prime", *sys.argv[1:]]))
