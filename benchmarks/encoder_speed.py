@@ -97,10 +97,12 @@ def compare(name: str, model: str, options: argparse.Namespace) -> list[list[obj
 
     def encode_ours(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         i = starts[step % len(starts)]
-        # Without padding there is no reason to keep long and short texts in calls of their own.
-        texts = Ragged.concatenate([query_tokens.slice(i, i + batch), label_tokens.slice(i, i + batch)])
-        query_BD, label_BD = ours(texts).chunk(2)
-        return query_BD, label_BD
+        # As methods/label_pool.py does: a label that several queries have is encoded once. Without padding there is no
+        # reason to keep long and short texts in calls of their own.
+        _, first, place = np.unique(labels[i : i + batch], return_index=True, return_inverse=True)
+        texts = Ragged.concatenate([query_tokens.slice(i, i + batch), label_tokens.take(i + first)])
+        query_BD, label_UD = ours(texts).split([batch, len(first)])
+        return query_BD, label_UD[torch.from_numpy(place)]
 
     def encode_theirs(step: int) -> list[torch.Tensor]:
         with torch.autocast(device.type, torch.bfloat16, enabled=options.autocast == "bf16"):

@@ -18,7 +18,7 @@ run's encoder with `optim.lr=0`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -35,17 +35,17 @@ from xmcray.losses.pairs import Pairs
 from xmcray.losses.triplet import regulariser, triplet
 from xmcray.methods.base import Parts
 from xmcray.methods.label_pool import LabelPool
+from xmcray.methods.starts import BLOCK, encoded, label_centroids
 from xmcray.negatives.clusters import balanced_clusters
 from xmcray.negatives.sampler import draw_from_rows
 from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.nn.prototypes import PrototypeNetwork, move_centroids
-from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
+from xmcray.nn.row_table import RowOptimConfig, RowTable
 from xmcray.parallel import collectives
 from xmcray.parallel.collectives import gather_parts, gather_rows
 from xmcray.types import Batch, Int64Array, LossTerms, Ragged, Shortlist
 
 logger = logging.getLogger(__name__)
-_BLOCK = 1024  # texts encoded together before the first step, the same ones whatever the number of ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +178,8 @@ class Prime:
         ids = np.arange(self.parts.partition.start, self.parts.partition.stop)
         text_SD = self._texts(ids)
         with torch.no_grad():
-            blocks = range(0, max(len(ids), 1), _BLOCK)
-            return torch.cat([self._prototypes(text_SD[i : i + _BLOCK], ids[i : i + _BLOCK], None) for i in blocks])
+            blocks = range(0, max(len(ids), 1), BLOCK)
+            return torch.cat([self._prototypes(text_SD[i : i + BLOCK], ids[i : i + BLOCK], None) for i in blocks])
 
     def _drawn(self, batch: Batch) -> Ragged:
         generator = draws.generator(self.parts.seed, "positives", batch.step)
@@ -230,37 +230,14 @@ class Prime:
         if first and self.num_vectors < self.config.free_vectors:
             message = "method.free_vectors is %d, clipped to %d for %d labels"
             logger.warning(message, self.config.free_vectors, self.num_vectors, data.num_labels)
-        encoded = self._encoded(data.label_query_ids(0, data.num_labels))
-        texts = [vectors.float().cpu() for _, vectors in encoded if first]  # on one rank only, and for this moment
+        encoding = encoded(self.parts, data.label_query_ids(0, data.num_labels), self.head)
+        texts = [vectors.float().cpu() for _, vectors in encoding if first]  # on one rank only, and for this moment
         clusters = np.empty(0, np.int64)
         if first:
             clusters = balanced_clusters(torch.cat(texts).numpy(), self.num_vectors, self.parts.seed)
         found = collectives.gather_ragged(torch.from_numpy(clusters).to(self.parts.device))
         self.network.cluster_L.copy_(torch.cat(found))
-        self._fill_centroids()
-
-    def _fill_centroids(self) -> None:
-        """The mean of a label's training queries; its text where it has none."""
-        data, part, centroid_SD = self.parts.data, self.parts.partition, self.centroids.weight_SD
-        centroid_SD.zero_()
-        count_S = torch.zeros(part.size, dtype=torch.int64, device=self.parts.device)
-        for ids, query_BD in self._encoded(data.query_ids):
-            rows, labels = self._own(data.positives(ids))
-            ids_U, sum_UD = sum_by_row(labels, rows, query_BD)
-            centroid_SD.index_add_(0, ids_U, sum_UD)
-            count_S += torch.bincount(labels, minlength=part.size)
-        centroid_SD /= count_S.clamp_min(1)[:, None]
-        unmet = (count_S == 0).nonzero().squeeze(1)
-        centroid_SD[unmet] = self._texts(unmet.cpu().numpy() + part.start)
-
-    def _encoded(self, query_ids: Int64Array) -> Iterator[tuple[Int64Array, Tensor]]:
-        """Blocks of ids with their vectors on every rank; each block is encoded by one of them; collective."""
-        for start in range(0, len(query_ids), _BLOCK * collectives.num_ranks()):
-            first = start + _BLOCK * collectives.rank()
-            own_BD = self.head(self.parts.encode_plain(self.parts.data.tokens(query_ids[first : first + _BLOCK])))
-            for i, vectors in enumerate(collectives.gather_ragged(own_BD.to(self.centroids.weight_SD))):
-                at = start + _BLOCK * i
-                yield query_ids[at : at + _BLOCK], vectors
+        self.centroids.weight_SD.copy_(label_centroids(self.parts, self.head))
 
     def _texts(self, label_ids: Int64Array) -> Tensor:
         """[n, D], vectors of label texts; no graph."""

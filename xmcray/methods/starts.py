@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,22 +12,23 @@ from xmcray.nn.row_table import sum_by_row
 from xmcray.parallel import collectives
 from xmcray.types import Int64Array
 
-_BLOCK = 1024  # texts encoded together, the same ones whatever the number of ranks
+BLOCK = 1024  # texts encoded together, the same ones whatever the number of ranks
 
 
-def label_centroids(parts: Parts) -> Tensor:
+def label_centroids(parts: Parts, head: Callable[[Tensor], Tensor] = lambda vectors: vectors) -> Tensor:
     """[S, D], for each label of this rank the mean of its training queries' vectors, its text's where it has none.
 
-    Collective.
+    Args:
+        head: what follows the encoder. Collective.
     """
     part, data = parts.partition, parts.data
     ids = data.label_query_ids(part.start, part.stop)
-    texts_SD = [parts.encode_plain(data.tokens(ids[i : i + _BLOCK])) for i in range(0, part.size, _BLOCK)]
+    texts_SD = [head(parts.encode_plain(data.tokens(ids[i : i + BLOCK]))) for i in range(0, part.size, BLOCK)]
     texts = torch.cat(texts_SD) if texts_SD else torch.zeros(0, parts.dim)
     text_SD = texts.to(parts.device, parts.dtype)
     centroid_SD = torch.zeros_like(text_SD)
     count_S = torch.zeros(part.size, dtype=torch.int64, device=parts.device)
-    for query_ids, query_BD in encoded(parts, data.query_ids[data.query_ids < data.num_train]):
+    for query_ids, query_BD in encoded(parts, data.query_ids[data.query_ids < data.num_train], head):
         positives = data.positives(query_ids)
         own = part.owns(positives.values)
         rows, labels = positives.row_ids[own], part.to_local(positives.values[own])
@@ -38,11 +39,13 @@ def label_centroids(parts: Parts) -> Tensor:
     return torch.where(count_S[:, None] > 0, centroid_SD / count_S.clamp_min(1)[:, None], text_SD)
 
 
-def encoded(parts: Parts, query_ids: Int64Array) -> Iterator[tuple[Int64Array, Tensor]]:
+def encoded(
+    parts: Parts, query_ids: Int64Array, head: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[Int64Array, Tensor]]:
     """Blocks of ids with their vectors on every rank; each block is encoded by one of them. Collective."""
-    for start in range(0, len(query_ids), _BLOCK * collectives.num_ranks()):
-        first = start + _BLOCK * collectives.rank()
-        own_BD = parts.encode_plain(parts.data.tokens(query_ids[first : first + _BLOCK]))
+    for start in range(0, len(query_ids), BLOCK * collectives.num_ranks()):
+        first = start + BLOCK * collectives.rank()
+        own_BD = head(parts.encode_plain(parts.data.tokens(query_ids[first : first + BLOCK])))
         for i, vectors in enumerate(collectives.gather_ragged(own_BD.to(parts.device, parts.dtype))):
-            at = start + _BLOCK * i
-            yield query_ids[at : at + _BLOCK], vectors
+            at = start + BLOCK * i
+            yield query_ids[at : at + BLOCK], vectors
