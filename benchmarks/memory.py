@@ -45,6 +45,10 @@ class ProcessRefresher:
     def start(self, folder: Path) -> None:
         self.started.append(subprocess.Popen([sys.executable, __file__, "--refresh", str(folder), str(self.run)]))
 
+    def check(self) -> None:
+        if any(process.poll() for process in self.started):
+            raise SystemExit("a refreshing process failed; its message is above")
+
     def close(self) -> None:
         """Nothing to end: a version that is needed is waited for in the ledger."""
 

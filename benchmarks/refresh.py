@@ -99,6 +99,7 @@ def main() -> None:
         raise SystemExit(2)
     overrides = [
         f"optim.epochs={arguments.epochs}",
+        "negatives.hard=50",
         "negatives.start_epoch=2",
         "negatives.refresh_every=1",
         "negatives.schedule=scheduled",
