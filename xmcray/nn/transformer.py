@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from xmcray.errors import BundleError, ConfigError
+from xmcray.nn import packed
 from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig
 from xmcray.types import Int64Array, Ragged, to_torch
 
@@ -39,8 +40,9 @@ HUB_FILES = ["*.json", "*.txt", "*.model", "model*.safetensors", "*/config.json"
 class TransformerEncoder(Encoder):
     """A transformer, its pooled last hidden states, and optionally a bias-free projection to fewer dimensions.
 
-    Texts are sorted by length and cut into padded micro-batches where that costs least, so that next to nothing is
-    spent on padding; the order is restored at the end. Pooling and projection are float32 also under autocast.
+    Texts are sorted by length and run one after another without padding (packed.py) where the model can, and in padded
+    micro-batches cut where that costs least where it cannot; the order is restored at the end. Pooling and projection
+    are float32 also under autocast.
 
     Args:
         model: a transformers model with `last_hidden_state`, without pooler.
@@ -64,12 +66,18 @@ class TransformerEncoder(Encoder):
         self.model, self.tokenizer, self.projection = model, tokenizer, projection
         self.pooling, self.normalize, self.autocast = pooling, normalize, autocast
         self.dim = projection.out_features if projection is not None else int(model.config.hidden_size)
+        self.packed = packed.try_on(model)
 
     def forward(self, tokens: Ragged) -> Tensor:
         """query_BD; a text without tokens is the zero vector."""
         lookup = self.model.get_input_embeddings()
         device: torch.device = lookup.weight.device
-        batches = micro_batches(tokens.lengths, *_costs(device, self.training))
+        call_tokens, max_tokens = _costs(device, self.training)
+        batches = (
+            token_batches(tokens.lengths, max_tokens)
+            if self.packed
+            else micro_batches(tokens.lengths, call_tokens, max_tokens)
+        )
         if not batches:  # a rank without texts still takes part in the step: its gradient is zero, not absent
             return cast(Tensor, lookup.weight[:0].sum() + lookup.weight.new_zeros(len(tokens), self.dim))
         # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so once is enough.
@@ -88,8 +96,16 @@ class TransformerEncoder(Encoder):
         return query_BD.new_zeros(len(tokens), self.dim).index_copy(0, row_B, query_BD)
 
     def _pooled(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
-        """One micro-batch of texts, none of them empty, padded and through the transformer: pooled_BH."""
+        """One micro-batch of texts, none of them empty, through the transformer: pooled_BH."""
         device = token_TH.device
+        if self.packed:
+            with self._autocast(device):
+                state_TH = packed.run(self.model, token_TH, lengths)
+            if state_TH.dtype == torch.bfloat16:
+                state_TH = state_TH.float()
+            if self.pooling == "cls":
+                return state_TH[to_torch(np.cumsum(lengths) - lengths).to(device)]
+            return packed.means(state_TH, lengths)
         mask = np.arange(lengths.max()) < lengths[:, None]
         mask_BT = to_torch(mask).to(device)
         attention_BT: Tensor | None = mask_BT.long()
@@ -99,9 +115,7 @@ class TransformerEncoder(Encoder):
             cell_T = to_torch(np.flatnonzero(mask)).to(device)
             padded_BTH = token_TH.new_zeros(mask.size, token_TH.shape[1]).index_copy(0, cell_T, token_TH)
             padded_BTH = padded_BTH.view(*mask.shape, -1)
-        supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        bf16 = self.autocast == "bf16" or (self.autocast == "auto" and supported)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with self._autocast(device):
             output = self.model(inputs_embeds=padded_BTH, attention_mask=attention_BT)
         state_BTH: Tensor = output.last_hidden_state
         if state_BTH.dtype == torch.bfloat16:
@@ -111,6 +125,11 @@ class TransformerEncoder(Encoder):
         if attention_BT is None:
             return state_BTH.mean(dim=1)
         return (state_BTH * mask_BT[..., None]).sum(dim=1) / mask_BT.sum(dim=1, keepdim=True)
+
+    def _autocast(self, device: torch.device) -> torch.autocast:
+        supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        bf16 = self.autocast == "bf16" or (self.autocast == "auto" and supported)
+        return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
     def save(self, folder: Path) -> None:
         """Writes a folder that sentence-transformers loads unchanged."""
@@ -152,6 +171,14 @@ def _costs(device: torch.device, training: bool) -> tuple[int, int]:
     if device.type != "cpu":
         return 4096, 131072
     return (64, 8192) if training else (32, 1024)
+
+
+def token_batches(lengths: Int64Array, max_tokens: int) -> list[Int64Array]:
+    """Rows of texts, shortest first, in runs of about `max_tokens` tokens; empty texts are left out."""
+    order = np.argsort(lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    run = (np.cumsum(lengths[order]) - 1) // max_tokens
+    return np.split(order, np.flatnonzero(np.diff(run)) + 1) if len(order) else []
 
 
 def micro_batches(lengths: Int64Array, call_tokens: int, max_tokens: int) -> list[Int64Array]:

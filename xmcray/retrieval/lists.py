@@ -66,6 +66,7 @@ class _Search:
         rows = len(lists.vector_ND)
         self.hidden = np.unique(hidden.row_ids * rows + hidden.values) if hidden and len(hidden.values) else None
         self.hits: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.buffer = query_BD.new_empty(0)
 
     def run(self, num_lists: int) -> Tensor:
         nearest_BV = self._nearest(num_lists)
@@ -109,7 +110,12 @@ class _Search:
 
     def _score(self, who: Tensor, rows: Tensor, bar_B: Tensor) -> None:
         padded = torch.cat([rows, rows[-1:].expand(-len(rows) % _GROUP)])
-        score = self.query_BD.index_select(0, who) @ self.lists.vector_ND.index_select(0, padded).T
+        # One buffer for all products: fresh memory costs as much as the product that fills it.
+        size = len(who) * len(padded)
+        if size > len(self.buffer):
+            self.buffer = self.query_BD.new_empty(2 * size)
+        score = self.buffer[:size].view(len(who), len(padded))
+        torch.mm(self.query_BD.index_select(0, who), self.lists.vector_ND.index_select(0, padded).T, out=score)
         score[:, len(rows) :] = -torch.inf
         bar = bar_B.index_select(0, who)
         # Few scores reach the bar. Maxima of groups find them in one pass, twice as fast as comparing every score.
