@@ -8,7 +8,6 @@ other parts (position embeddings above all) work on such a row is tried when it 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def run(model: Any, token_TH: Tensor, lengths: Int64Array) -> Tensor:
     Args:
         lengths: int64 [B] > 0, ascending.
     """
-    spans = list(_spans(lengths))
+    spans = _spans(lengths)
     position = np.arange(len(token_TH)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     position_T = torch.from_numpy(position).to(token_TH.device)
     output = model(inputs_embeds=token_TH[None], position_ids=position_T[None], packed_spans=spans)
@@ -41,7 +40,9 @@ def run(model: Any, token_TH: Tensor, lengths: Int64Array) -> Tensor:
 
 def means(state_TH: Tensor, lengths: Int64Array) -> Tensor:
     """[B, H], the mean state of each text."""
-    return torch.cat([state_TH[s].unflatten(0, (-1, width)).mean(dim=1) for s, width in _spans(lengths)])
+    sizes, widths = _spans(lengths)
+    parts = zip(state_TH.split(sizes), widths, strict=True)
+    return torch.cat([part.unflatten(0, (-1, width)).mean(dim=1) for part, width in parts])
 
 
 def try_on(model: Any) -> bool:
@@ -78,26 +79,26 @@ def _attend(
     mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_spans: list[tuple[slice, int]] | None = None,
+    packed_spans: tuple[list[int], list[int]] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention within each text; query, key and value are [1, heads, T, d]. Returns [1, T, heads, d]."""
     if packed_spans is None:  # whoever calls the model itself, with padding
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **others)
+    sizes, widths = packed_spans
     parts = []
-    for span, width in packed_spans:
-        q, k, v = (x[0, :, span].unflatten(1, (-1, width)).transpose(0, 1) for x in (query, key, value))
+    # split, not slices: the backward of a slice fills a tensor of the whole row with zeros, once for each length
+    for width, *spans in zip(widths, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True):
+        q, k, v = (x.unflatten(1, (-1, width)).transpose(0, 1) for x in spans)
         found = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
         parts.append(found.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)[None], None
 
 
-def _spans(lengths: Int64Array) -> Iterator[tuple[slice, int]]:
-    """Tokens of the texts of each length, and the length."""
+def _spans(lengths: Int64Array) -> tuple[list[int], list[int]]:
+    """For each length that occurs, ascending: the tokens of its texts together, and the length."""
     widths, counts = np.unique(lengths, return_counts=True)
-    ends = np.cumsum(widths * counts)
-    for width, count, end in zip(widths.tolist(), counts.tolist(), ends.tolist(), strict=True):
-        yield slice(end - width * count, end), width
+    return (widths * counts).tolist(), widths.tolist()
 
 
 AttentionInterface.register(NAME, _attend)

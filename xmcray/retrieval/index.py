@@ -254,6 +254,7 @@ class Index:
             return None
         centroids, row_ids, offsets = ann.read_lists(lists)
         long_ids = torch.from_numpy(self.long_ids)
+        long_ids = long_ids[torch.argsort(self._long_vectors.norm(dim=1), descending=True, stable=True)]
         return Lists(self.vectors, torch.from_numpy(centroids), torch.from_numpy(row_ids), offsets, long_ids)
 
     @functools.cached_property

@@ -20,8 +20,10 @@ from torch import Tensor
 from xmcray.retrieval.exact import nothing, scores_of, to_keys
 from xmcray.types import Int64Array, Ragged
 
-CHUNK = 16_384  # queries at once, at most 2^16: the more, the larger the products
-_ROUNDS = (1, 8)  # lists visited before the next; the K-th best of a round is the bar of the next one
+CHUNK = 1 << 16  # queries at once: the more, the larger the products; numbers of 16 bits sort fastest
+# Lists visited before the next, and long rows in turn with them: the K-th best so far is the bar of the next round.
+_ROUNDS = (1, 8)
+_LONG_ROUNDS = (512, 4096)
 _GROUP = 32
 _PIECE = 1024  # rows of long rows, and queries, at once
 
@@ -34,7 +36,7 @@ class Lists:
         vector_ND: all rows, by position.
         centroid_CD: one per list.
         row_ids: int64 [n], positions list after list. offsets: int64 [C + 1].
-        long_ids: int64 [H], positions of the rows that are in no list.
+        long_ids: int64 [H], positions of the rows that are in no list, longest first.
     """
 
     vector_ND: Tensor
@@ -71,11 +73,12 @@ class _Search:
     def run(self, num_lists: int) -> Tensor:
         nearest_BV = self._nearest(num_lists)
         edges = [0, *(edge for edge in _ROUNDS if edge < num_lists), num_lists]
+        long_rows = iter(torch.tensor_split(self.lists.long_ids, _LONG_ROUNDS))
         for first, last in itertools.pairwise(edges):
             self._visit(nearest_BV[:, first:last])
             self._merge()
-            if last == edges[:3][-1]:  # by now nearly every query has K rows, and the bar is high
-                self._visit_long_rows()
+            for rows in itertools.islice(long_rows, None if last == num_lists else 1):
+                self._visit_rows(rows)
                 self._merge()
         return self.best_BK
 
@@ -102,10 +105,10 @@ class _Search:
         best, place = score.topk(min(self.best_BK.shape[1], len(rows)), dim=1)
         self.best_BK[who, : best.shape[1]] = to_keys(best, self.name_N[rows[place]])
 
-    def _visit_long_rows(self) -> None:
+    def _visit_rows(self, row_ids: Tensor) -> None:
         bar_B = scores_of(self.best_BK[:, -1])
         for who in torch.arange(len(self.query_BD)).split(_PIECE):
-            for rows in self.lists.long_ids.split(_PIECE):
+            for rows in row_ids.split(_PIECE) if len(row_ids) else ():
                 self._score(who, rows, bar_B)
 
     def _score(self, who: Tensor, rows: Tensor, bar_B: Tensor) -> None:
