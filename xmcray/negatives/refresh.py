@@ -22,10 +22,9 @@ from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import IndexSpec, build_index
+from xmcray.retrieval.index import build_index
 from xmcray.types import Float32Array, Int64Array, Ragged
 
-_FLAT_ROWS = 16_000  # many queries at once are faster through lists from here on
 _TUNING_QUERIES = 256  # an approximate index chooses its settings on these
 
 
@@ -68,9 +67,7 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
         return
     rows = folder.read_rows(part.start, part.stop)
     sample = _sample(folder, _TUNING_QUERIES, spec.seed)
-    index = build_index(
-        rows, spec.negatives.index, spec.seed, spec.threads, spec.gpu, IndexSpec(flat_rows=_FLAT_ROWS), sample
-    )
+    index = build_index(rows, spec.negatives.index, spec.seed, threads=spec.threads, gpu=spec.gpu, queries=sample)
     for block in blocks:
         _, vectors, extra = folder.read_queries(block)
         width = min(spec.negatives.hard + extra, part.size)

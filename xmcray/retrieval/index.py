@@ -24,6 +24,7 @@ from xmcray.retrieval.exact import as_tensor, exact_search, from_keys, to_keys
 from xmcray.retrieval.lists import Lists, long_rows
 from xmcray.types import Float32Array, Int64Array, Ragged
 
+FLAT_ROWS = 50_000  # up to here a search of all rows costs no more than building, tuning and searching lists
 LONG_SHARE = 0.05  # the longest rows, which are in no list
 BATCH_QUERIES = 256  # from here on lists are scanned with matrix products
 TUNE_QUERIES, TUNE_K, TUNE_NOISE = 256, 50, 0.5
@@ -42,7 +43,6 @@ class IndexSpec:
         candidates: candidates per answer whose exact score is computed; 0 chooses it when the index is built.
         ef_search: breadth of a search in an HNSW index.
         seed: of the training sample and of k-means.
-        flat_rows: up to here `auto` searches all rows: answers to users are worth it.
     """
 
     factory: str = "auto"
@@ -51,7 +51,6 @@ class IndexSpec:
     candidates: int = 0
     ef_search: int = 128
     seed: int = 0
-    flat_rows: int = 50_000
 
     def __post_init__(self) -> None:
         check_range("index.recall", self.recall, low=0, high=1)
@@ -60,7 +59,7 @@ class IndexSpec:
         check_range("index.ef_search", self.ef_search, low=1)
 
 
-def resolve_factory(factory: str, rows: int, flat_rows: int = IndexSpec.flat_rows) -> str:
+def resolve_factory(factory: str, rows: int) -> str:
     """The factory string that `auto` stands for; any other is returned as it is.
 
     Large shards get inverted lists; benchmarks/index_recall.py measures them. HNSW is never chosen: its graph depends
@@ -68,7 +67,7 @@ def resolve_factory(factory: str, rows: int, flat_rows: int = IndexSpec.flat_row
     """
     if factory != "auto":
         return factory
-    if rows <= flat_rows:
+    if rows <= FLAT_ROWS:
         return "Flat"
     return f"IVF{1 << round(np.log2(2.5 * rows**0.5))},SQfp16"
 
@@ -101,7 +100,7 @@ def build_index(
     device = _device(gpu)
     if factory == "auto" and device.type == "cuda":
         factory = "Flat"
-    factory = resolve_factory(factory, num_rows, spec.flat_rows)
+    factory = resolve_factory(factory, num_rows)
     if factory == "Flat" or num_rows == 0:
         return Index(as_tensor(vectors).to(device), None, threads=threads)
     rows = np.ascontiguousarray(vectors, np.float32)
