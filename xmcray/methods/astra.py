@@ -75,7 +75,7 @@ class Astra(OneVsAll):
 
     def index_rows(self) -> Tensor:
         """Classifier rows, or embeddings of the label texts."""
-        return self.answer_rows() if self.config.index_on == "classifier" else self.label_vectors()
+        return self.answer_rows() if self.config.index_on == "classifier" else self.parts.label_vectors()
 
     def _sampled(self, query_GD: Tensor, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         found = self._candidates(batch, shortlist)

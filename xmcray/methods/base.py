@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from xmcray import draws
 from xmcray.data.batches import TrainingData
 from xmcray.negatives.plan import NegativesConfig
+from xmcray.negatives.sampler import draw_from_rows
 from xmcray.nn.heads import Head
 from xmcray.nn.row_table import RowTable
 from xmcray.parallel.partition import LabelPartition
@@ -38,6 +40,19 @@ class Parts:
     seed: int
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def label_vectors(self) -> Tensor:
+        """[S, D], the encoder's vectors of the texts of this rank's labels; no graph."""
+        ids = self.data.label_query_ids(self.partition.start, self.partition.stop)
+        return self.encode_plain(self.data.tokens(ids))
+
+    def drawn_hard(self, batch: Batch, shortlist: Shortlist | None, count: int) -> Ragged:
+        """`count` hard negatives of each of the G queries, drawn from those its shortlist has in this epoch."""
+        width = self.negatives.hard_at(batch.epoch)
+        if shortlist is None or not width:
+            return Ragged.empty(len(batch.query_ids))
+        generator = draws.generator(self.seed, "hard", batch.step)
+        return draw_from_rows(shortlist.take(batch.query_ids, width), count, generator)
 
 
 class Method(Protocol):

@@ -125,8 +125,7 @@ class Dexml:
 
     def answer_rows(self) -> Tensor:
         """Vectors of this rank's label texts."""
-        part, data = self.parts.partition, self.parts.data
-        label_SD: Tensor = self.head(self.parts.encode_plain(data.tokens(data.label_query_ids(part.start, part.stop))))
+        label_SD: Tensor = self.head(self.parts.label_vectors())
         return label_SD
 
     def _drawn(self, batch: Batch) -> Ragged:
@@ -138,11 +137,9 @@ class Dexml:
     def _pool(self, batch: Batch, positives: Ragged, shortlist: Shortlist | None) -> LabelPool:
         if self.config.columns == "all":
             return LabelPool.everything(self.parts.partition)
-        width = self.parts.negatives.hard_at(batch.epoch) if self.config.columns == "hard" else 0
-        if shortlist is None or not width:
+        if self.config.columns != "hard":
             return LabelPool.of(self.parts.partition, positives)
-        generator = draws.generator(self.parts.seed, "hard", batch.step)
-        hard = draw_from_rows(shortlist.take(batch.query_ids, width), self.config.hard_per_query, generator)
+        hard = self.parts.drawn_hard(batch, shortlist, self.config.hard_per_query)
         return LabelPool.of(self.parts.partition, positives, hard)
 
     def _total(self, query_GD: Tensor, column_UD: Tensor, batch: Batch, positives: Ragged, pool: LabelPool) -> Tensor:

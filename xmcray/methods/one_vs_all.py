@@ -67,7 +67,7 @@ class OneVsAll:
         )
         rows_SD = self.classifier.table.weight_SD
         if config.init in ("texts", "centroids"):
-            start_SD = self.label_vectors() if config.init == "texts" else label_centroids(parts)
+            start_SD = self.parts.label_vectors() if config.init == "texts" else label_centroids(parts)
             rows_SD.copy_(start_SD * (config.init_std * math.sqrt(parts.dim)))
         self.tables: Mapping[str, RowTable] = {"classifier": self.classifier.table}
         self.modules: Mapping[str, nn.Module] = {}
@@ -82,11 +82,6 @@ class OneVsAll:
         """Classifier rows, up to date."""
         self.classifier.table.flush()
         return self.classifier.table.weight_SD
-
-    def label_vectors(self) -> Tensor:
-        """[S, D], vectors of the texts of this rank's labels; no graph."""
-        part, data = self.parts.partition, self.parts.data
-        return self.parts.encode_plain(data.tokens(data.label_query_ids(part.start, part.stop)))
 
     def drop(self, query_BD: Tensor, batch: Batch) -> Tensor:
         """Dropout by position in the global batch: the same mask whoever encodes a query."""

@@ -150,7 +150,8 @@ class Prime:
             self._start()
         config, data, num_queries = self.config, self.parts.data, len(batch.query_ids)
         drawn = self._drawn(batch)
-        pool = LabelPool.of(self.parts.partition, drawn, self._hard(batch, shortlist))
+        hard = self.parts.drawn_hard(batch, shortlist, config.hard_per_query)
+        pool = LabelPool.of(self.parts.partition, drawn, hard)
         tokens = Ragged.concatenate([batch.tokens, data.tokens(data.num_train + pool.own)])
         query_BD, text_UD = self.head(self.parts.encode(tokens)).split([len(batch.tokens), len(pool.own)])
         prototype_UD = self._prototypes(text_UD, pool.own, self._keep(batch, pool))
@@ -185,13 +186,6 @@ class Prime:
         generator = draws.generator(self.parts.seed, "positives", batch.step)
         weight_T = self.label_weight_L[batch.positives.values]
         return draw_from_rows(batch.positives, self.config.num_positives, generator, weight_T)
-
-    def _hard(self, batch: Batch, shortlist: Shortlist | None) -> Ragged:
-        width = self.parts.negatives.hard_at(batch.epoch)
-        if shortlist is None or not width:
-            return Ragged.empty(len(batch.query_ids))
-        generator = draws.generator(self.parts.seed, "hard", batch.step)
-        return draw_from_rows(shortlist.take(batch.query_ids, width), self.config.hard_per_query, generator)
 
     def _pairs(self, batch: Batch, drawn: Ragged, pool: LabelPool) -> tuple[tuple[Pairs, Pairs], tuple[Pairs, Pairs]]:
         """Positives, and all that is no negative: of its own queries among all labels, and the other way round."""

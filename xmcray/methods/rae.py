@@ -69,7 +69,8 @@ class Rae:
         """One drawn positive of each query against the labels and the queries of the global batch (Eq. 10)."""
         data, config = self.parts.data, self.config
         drawn = draw_from_rows(batch.positives, 1, draws.generator(self.parts.seed, "positives", batch.step))
-        pool = LabelPool.of(self.parts.partition, drawn, self._hard(batch, shortlist))
+        hard = self.parts.drawn_hard(batch, shortlist, config.hard_per_query)
+        pool = LabelPool.of(self.parts.partition, drawn, hard)
         tokens = Ragged.concatenate([batch.tokens, data.tokens(data.num_train + pool.own)])
         vectors = self.head(self.parts.encode(tokens))
         query_BD, label_UD = vectors.split([len(batch.tokens), len(pool.own)])
@@ -82,16 +83,8 @@ class Rae:
 
     def answer_rows(self) -> Tensor:
         """Vectors of this rank's label texts."""
-        part, data = self.parts.partition, self.parts.data
-        label_SD: Tensor = self.head(self.parts.encode_plain(data.tokens(data.label_query_ids(part.start, part.stop))))
+        label_SD: Tensor = self.head(self.parts.label_vectors())
         return label_SD
-
-    def _hard(self, batch: Batch, shortlist: Shortlist | None) -> Ragged:
-        width = self.parts.negatives.hard_at(batch.epoch)
-        if shortlist is None or not width:
-            return Ragged.empty(len(batch.query_ids))
-        generator = draws.generator(self.parts.seed, "hard", batch.step)
-        return draw_from_rows(shortlist.take(batch.query_ids, width), self.config.hard_per_query, generator)
 
 
 def rae_loss(

@@ -130,7 +130,7 @@ class Unidec:
             )
             self.tables = {"classifier": rows.table}
             if config.init == "texts":
-                text_SE = F.normalize(self.heads.classifier(self._label_vectors()).detach(), dim=-1)
+                text_SE = F.normalize(self.heads.classifier(self.parts.label_vectors()).detach(), dim=-1)
                 rows.table.weight_SD.copy_(text_SE * (config.init_std * math.sqrt(head_dim)))
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
@@ -161,7 +161,7 @@ class Unidec:
     def index_rows(self) -> Tensor:
         """Phi_D of the label texts."""
         with torch.no_grad():
-            return self.heads.text(self._label_vectors())
+            return self.heads.text(self.parts.label_vectors())
 
     def answer_rows(self) -> Tensor:
         """Phi_D of the label texts beside the rows, both of length 1, or one of them."""
@@ -171,11 +171,6 @@ class Unidec:
             self.tables["classifier"].flush()
             parts.append(F.normalize(self.tables["classifier"].weight_SD, dim=-1))
         return torch.cat(parts, dim=1)
-
-    def _label_vectors(self) -> Tensor:
-        """[S, D], the encoder's vectors of the texts of this rank's labels; no graph."""
-        part, data = self.parts.partition, self.parts.data
-        return self.parts.encode_plain(data.tokens(data.label_query_ids(part.start, part.stop)))
 
     def _keep(self, purpose: str, batch: Batch, start: int, stop: int) -> Tensor | None:
         """Dropout's factors for positions start .. stop - 1 of the batch's queries, or of its pool."""
@@ -188,11 +183,7 @@ class Unidec:
     def _pools(self, batch: Batch, shortlist: Shortlist | None) -> tuple[LabelPool, LabelPool]:
         """L_B of the dual encoder, and of the classifier."""
         config, part = self.config, self.parts.partition
-        width = self.parts.negatives.hard_at(batch.epoch)
-        hard = Ragged.empty(len(batch.query_ids))
-        if shortlist is not None and width:
-            generator = draws.generator(self.parts.seed, "hard", batch.step)
-            hard = draw_from_rows(shortlist.take(batch.query_ids, width), config.hard_per_query, generator)
+        hard = self.parts.drawn_hard(batch, shortlist, config.hard_per_query)
 
         def drawn(count: int) -> Ragged:
             """The same draw for any count: the first of a larger one are the smaller one."""
