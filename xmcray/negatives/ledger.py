@@ -45,16 +45,16 @@ class VersionFolder:
         version, attempt = path.name[1:].split("-")
         self.version, self.attempt = int(version), int(attempt)
 
-    def write_queries(self, step: int, rank: int, ids: Int64Array, vectors: Float32Array, extra: int) -> Path:
+    def write_queries(self, step: int, rank: int, ids: Int64Array, vectors: Float32Array, extra: Int64Array) -> Path:
         """Adds a block of query vectors.
 
         Args:
             ids: int64 [B], query ids. vectors: float32 [B, D].
             step: last step whose queries are in the block.
-            extra: the largest number of labels that any of these queries may not have as a negative.
+            extra: int64 [B], the number of labels that each query may not have as a negative.
         """
         path = self.path / "queries" / f"{step:08d}-{rank:04d}.safetensors"
-        _save(path, {"ids": ids, "vectors": vectors}, {"extra": str(extra)})
+        _save(path, {"ids": ids, "vectors": vectors, "extra": extra})
         return path
 
     def write_rows(self, start: int, rows: Float32Array) -> list[Path]:
@@ -93,10 +93,10 @@ class VersionFolder:
         """Names of the query blocks, in order."""
         return sorted(p.stem for p in (self.path / "queries").glob("*.safetensors"))
 
-    def read_queries(self, block: str) -> tuple[Int64Array, Float32Array, int]:
-        """ids int64 [B], vectors float32 [B, D], extra of one block."""
+    def read_queries(self, block: str) -> tuple[Int64Array, Float32Array, Int64Array]:
+        """ids int64 [B], vectors float32 [B, D], extra int64 [B] of one block."""
         with safe_open(self.path / "queries" / f"{block}.safetensors", framework="numpy") as file:
-            return file.get_tensor("ids"), file.get_tensor("vectors"), int(file.metadata()["extra"])
+            return file.get_tensor("ids"), file.get_tensor("vectors"), file.get_tensor("extra")
 
     def read_rows(self, start: int, stop: int) -> Float32Array:
         """Label vectors float32 [stop - start, D], read block by block."""

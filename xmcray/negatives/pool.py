@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
@@ -38,6 +39,7 @@ class IndexShard:
 
     def __init__(self, shard: int, num_labels: int, spec: RefreshSpec, nice: int) -> None:
         os.nice(nice)
+        torch.set_float32_matmul_precision("medium" if spec.matmul == "bf16" else "highest")
         self.shard, self.num_labels, self.spec = shard, num_labels, spec
 
     def search(self, folder: str) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import build_index
+from xmcray.retrieval.index import Index, build_index
 from xmcray.types import Float32Array, Int64Array, Ragged
 
 _TUNING_QUERIES = 256  # an approximate index chooses its settings on these
@@ -48,6 +48,7 @@ class RefreshSpec:
     Attributes:
         num_shards: index shards, one per classifier shard. threads: per index.
         negatives: section `negatives`. seed: of index training. gpu: device number for the index, or None.
+        matmul: as `optim.matmul`; an index actor computes its products as the trainer does.
     """
 
     num_shards: int
@@ -55,6 +56,7 @@ class RefreshSpec:
     seed: int
     threads: int = 1
     gpu: int | None = None
+    matmul: Literal["float32", "bf16"] = "float32"
 
 
 def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: RefreshSpec) -> None:
@@ -70,11 +72,25 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
     index = build_index(rows, spec.negatives.index, spec.seed, threads=spec.threads, gpu=spec.gpu, queries=sample)
     for block in blocks:
         _, vectors, extra = folder.read_queries(block)
-        width = min(spec.negatives.hard + extra, part.size)
-        scores, local = index.search(vectors, width)
+        scores, local = _search(index, vectors, np.minimum(spec.negatives.hard + _rounded_up(extra), part.size))
         folder.write_found(shard, block, np.where(local >= 0, part.to_global(local), -1), scores)
     if spec.negatives.keep_recall and folder.query_blocks:
         _write_recall(folder, shard, rows, index.search, spec)
+
+
+def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> tuple[Float32Array, Int64Array]:
+    """The `width_B[i]` best rows of query i, padded to the largest width: few queries need many more than the rest."""
+    shape = len(vectors), int(width_B.max(initial=1))
+    scores, rows = np.full(shape, -np.inf, np.float32), np.full(shape, -1, np.int64)
+    for width in np.unique(width_B):
+        at = np.flatnonzero(width_B == width)
+        scores[at, :width], rows[at, :width] = index.search(vectors[at], int(width))
+    return scores, rows
+
+
+def _rounded_up(extra: Int64Array) -> Int64Array:
+    """To 4, 8, 16, 32 ...: few widths, so that many queries are searched at once."""
+    return 1 << np.ceil(np.log2(np.maximum(extra, 4))).astype(np.int64)
 
 
 def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:

@@ -59,7 +59,7 @@ class ShortlistFeed:
         self.blocked_s = 0.0
         self.broken_at_step: int | None = None
         self._writer = _Writer(ledger)
-        self._collected: list[tuple[Int64Array, Float32Array, int]] = []
+        self._collected: list[tuple[Int64Array, Float32Array, Int64Array]] = []
 
     @property
     def active(self) -> bool:
@@ -95,7 +95,7 @@ class ShortlistFeed:
         ids = batch.query_ids[batch.start : batch.stop]
         forbidden = (batch.positives.lengths + batch.excluded.lengths)[batch.start : batch.stop]
         vectors = query_BD.float().cpu().numpy().copy()
-        self._collected.append((ids, vectors, int(forbidden.max(initial=0))))
+        self._collected.append((ids, vectors, forbidden))
         if (batch.step + 1) % self.steps_per_epoch == 0:
             self._publish(version, batch.step)
         elif sum(v.nbytes for _, v, _ in self._collected) > _BLOCK_BYTES:
@@ -170,9 +170,7 @@ class ShortlistFeed:
             self.refresher.start(folder.path)
 
     def _flush(self, version: int, step: int) -> None:
-        ids = np.concatenate([part[0] for part in self._collected])
-        vectors = np.concatenate([part[1] for part in self._collected])
-        extra = max(part[2] for part in self._collected)
+        ids, vectors, extra = (np.concatenate(parts) for parts in zip(*self._collected, strict=True))
         self._collected.clear()
         folder, rank = self.ledger.version(version), collectives.rank()
         if len(ids):

@@ -10,7 +10,7 @@ the one update.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -148,10 +148,16 @@ class RowTable:
         touches = {"touches": self.touches_S} if len(self.touches_S) else {}
         return {"weight": self.weight_SD, **self.state, **touches}
 
-    def load(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores what `tensors` gave, after `num_steps` updates (all rows were flushed then)."""
-        for name, mine in self.tensors().items():
-            mine.copy_(tensors[name])
+    def load(self, blocks: Iterable[tuple[int, Mapping[str, Tensor]]], num_steps: int) -> None:
+        """Restores what `tensors` gave, after `num_steps` updates (all rows were flushed then).
+
+        Args:
+            blocks: the first row of each block, and its tensors.
+        """
+        own = self.tensors()
+        for first, tensors in blocks:
+            for name, mine in own.items():
+                mine[first : first + len(tensors[name])] = tensors[name]
         self._up_to_date(num_steps)
 
     def _up_to_date(self, num_steps: int) -> None:

@@ -14,7 +14,7 @@ from xmcray.types import Float32Array, Int64Array, Ragged
 
 # Queries and rows of one block: 4 MiB of scores on a CPU (they stay near its caches), 512 MiB on a GPU.
 CPU_BLOCK, GPU_BLOCK = (256, 1 << 12), (1024, 1 << 17)
-GROUP = 64
+GROUP = 32
 LOW_BITS = 0x7FFFFFFF
 
 

@@ -4,7 +4,7 @@ checkpoints/step-00000340/
     encoder/                               as `Encoder.save` writes it
     modules.safetensors                    other data-parallel modules, where a method has some
     optimizer.safetensors                  state of the encoder's optimiser
-    classifier-0000000000.safetensors      rows from label 0 on, with their optimiser state: one file per rank
+    classifier-0000000000.safetensors      rows from label 0 on, with their optimiser state: files of at most 64 MB
     state.json                             step, epoch, ranks, rows, negatives
     manifest.json
 """
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,6 +31,7 @@ from xmcray.storage import FileEntry
 from xmcray.training.step import Stepper
 
 KIND = "checkpoint"
+ROW_BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,15 @@ def load(checkpoint: Checkpoint, stepper: Stepper, part: LabelPartition) -> None
     _load_modules(checkpoint.path, stepper)
     stepper.optimizer.load(load_file(checkpoint.path / "optimizer.safetensors"), checkpoint.step)
     for name, table in stepper.method.tables.items():
-        table.load(read_rows(checkpoint.path, name, part.start, part.stop), checkpoint.step)
+        table.load(row_blocks(checkpoint.path, name, part.start, part.stop), checkpoint.step)
 
 
 def load_weights(checkpoint: Checkpoint, stepper: Stepper, part: LabelPartition) -> None:
     """Restores what answers queries, and nothing of the optimisers."""
     _load_modules(checkpoint.path, stepper)
     for name, table in stepper.method.tables.items():
-        table.weight_SD.copy_(read_rows(checkpoint.path, name, part.start, part.stop, only="weight")["weight"])
+        for first, tensors in row_blocks(checkpoint.path, name, part.start, part.stop, only="weight"):
+            table.weight_SD[first : first + len(tensors["weight"])] = tensors["weight"]
 
 
 def _load_modules(path: Path, stepper: Stepper) -> None:
@@ -135,31 +136,34 @@ def _load_modules(path: Path, stepper: Stepper) -> None:
             module.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
 
 
-def read_rows(path: Path, name: str, start: int, stop: int, only: str | None = None) -> dict[str, Tensor]:
-    """Rows start .. stop - 1 of a table by tensor name ("weight", "momentum" ...), read as slices.
+def row_blocks(
+    path: Path, name: str, start: int, stop: int, only: str | None = None
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Rows start .. stop - 1 of a table, a file at a time: the first row's place after `start`, and tensors by name.
 
     Args:
-        only: one tensor name, to read nothing else.
+        only: one tensor name ("weight", "momentum" ...), to read nothing else.
     """
-    parts: dict[str, list[Tensor]] = {}
     for file_path in sorted(path.glob(f"{name}-*.safetensors")):
         first = int(file_path.stem.rsplit("-", 1)[1])
         with safe_open(file_path, framework="pt") as file:
-            for key in [only] if only else list(file.keys()):
-                rows = file.get_slice(key)
-                low, high = max(start - first, 0), min(stop - first, rows.get_shape()[0])
-                if low < high or not parts.get(key):
-                    parts.setdefault(key, []).append(rows[max(low, 0) : max(low, high)])
-    return {key: torch.cat(pieces) for key, pieces in parts.items()}
+            slices = {key: file.get_slice(key) for key in ([only] if only else list(file.keys()))}
+            height = next(iter(slices.values())).get_shape()[0]
+            low, high = max(start - first, 0), min(stop - first, height)
+            if low < high:
+                yield first + low - start, {key: rows[low:high] for key, rows in slices.items()}
 
 
 def _write_rows(folder: Path, stepper: Stepper, part: LabelPartition) -> dict[str, list[Any]]:
     written: dict[str, list[Any]] = {}
     for name, table in stepper.method.tables.items():
         table.flush()
-        file = folder / f"{name}-{part.start:010d}.safetensors"
-        if part.size:
-            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in table.tensors().items()}, file)
+        tensors = {key: tensor.detach() for key, tensor in table.tensors().items()}
+        row_bytes = sum(tensor[:1].nbytes for tensor in tensors.values())
+        height = max(1, ROW_BLOCK_BYTES // max(1, row_bytes))
+        for low in range(0, part.size, height):  # in blocks: what is written is copied in memory
+            file = folder / f"{name}-{part.start + low:010d}.safetensors"
+            save_file({key: tensor[low : low + height].cpu().contiguous() for key, tensor in tensors.items()}, file)
             storage.fsync(file)
             entry = storage.hash_file(file)
             written[file.name] = [entry.size, entry.sha256]

@@ -210,7 +210,8 @@ def _pool(run: Run, corpus: Corpus, threads: int, use_gpu: bool) -> Iterator[Non
         return
     workers = run.config.cluster.workers
     spare = use_gpu and ray.cluster_resources().get("GPU", 0) >= 2 * workers
-    spec = RefreshSpec(workers, run.config.negatives, run.config.optim.seed, threads, gpu=0 if spare else None)
+    negatives, optim, gpu = run.config.negatives, run.config.optim, 0 if spare else None
+    spec = RefreshSpec(workers, negatives, optim.seed, threads, gpu=gpu, matmul=optim.matmul)
     nice = run.config.cluster.index_nice
     pool = NegativePool(
         run.id, corpus.origin, run.config.data, len(corpus.label_order), spec, nice, gpus=1 if spare else 0

@@ -166,7 +166,7 @@ class EncoderOptimizer:
         for name, (_, table) in self.sparse.items():
             kept: dict[str, Any] = {"weight": table.weight_SD}
             kept |= {k: tensors[f"{name}/{k}"] for k in table.tensors() if k != "weight"}
-            table.load(kept, num_steps)
+            table.load([(0, kept)], num_steps)
 
     def _sum_dense(self) -> None:
         parameters = list(self.named.values())

@@ -234,7 +234,7 @@ def test_clusters_do_not_depend_on_how_the_blocks_were_cut(corpus: Corpus, tmp_p
     for name, parts in blocks.items():
         folder = Ledger(tmp_path / name).version(0)
         for rank, some in enumerate(parts):
-            folder.write_queries(0, rank, data.query_ids[some], vectors[some], 0)
+            folder.write_queries(0, rank, data.query_ids[some], vectors[some], np.zeros(len(some), np.int64))
             folder.publish(rank, len(parts), 1)
         run_version(folder, data, RefreshSpec(2, config, 0))
         found.append(np.array(folder.clusters()))
