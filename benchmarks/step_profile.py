@@ -1,0 +1,206 @@
+"""Where the time of a training step goes, for each method: encoder, loss, backward, optimiser, and all the rest.
+
+    python benchmarks/step_profile.py                                      # the embedded sample
+    python benchmarks/step_profile.py --method prime --data cdnjs-keywords
+
+Each method trains in this process with its preset (of the sample, where a set has none of the method's own), and the
+functions of the library are wrapped from outside: a phase has the time within its functions, without that of phases
+called in them. What is averaged is one full cycle of refreshes, from the first epoch with hard negatives to the next
+version: hard negatives are in use, query vectors are collected and the index is built beside the training.
+Checkpoints, validation and evaluation are no part of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import data_sets
+import numpy as np
+import torch
+from common import refuse_if_busy, write_table
+
+from xmcray import config as configs
+from xmcray import draws
+from xmcray.data.batches import BatchSampler, TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.methods import rae
+from xmcray.methods.base import Parts, methods
+from xmcray.methods.label_pool import LabelPool
+from xmcray.negatives import sampler
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.negatives.shortlists import ShortlistFeed
+from xmcray.nn.row_table import RowTable
+from xmcray.training import loop as loops
+from xmcray.training.optim import EncoderOptimizer
+from xmcray.training.run import Run, RunConfig
+from xmcray.training.step import Embedder, Stepper
+
+COMPUTING = ("encoder", "scores and loss", "backward", "optimiser")
+BESIDE = ("batch", "tokens", "draws", "label pool", "negatives", "log", "rest")
+LIMIT = 0.1  # of a step, for each phase that is not computing
+WARM_STEPS = 20
+
+
+class Clock:
+    """Seconds by phase; time within a phase called from another counts for the inner one only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.thread = device, threading.get_ident()
+        self.seconds: Counter[str] = Counter()
+        self._phase, self._last = "rest", time.perf_counter()
+
+    def switch(self, phase: str) -> str:
+        """Enters a phase and returns the one before."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[self._phase] += now - self._last
+        before, self._phase, self._last = self._phase, phase, now
+        return before
+
+    def timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread:  # an index is built in another one
+                return function(*args, **kwargs)
+            before = self.switch(phase)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.switch(before)
+
+        return run
+
+    def watch(self, owner: Any, names: str, phase: str) -> None:
+        """Wraps methods of a class, or functions of a module wherever they were imported to."""
+        for name in names.split():
+            function = getattr(owner, name)
+            timed = self.timed(function, phase)
+            if isinstance(owner, type):
+                setattr(owner, name, staticmethod(timed) if hasattr(function, "__self__") else timed)
+                continue
+            for module in [m for n, m in list(sys.modules.items()) if n.startswith("xmcray.")]:
+                if getattr(module, name, None) is function:
+                    setattr(module, name, timed)
+
+
+def watch_all(clock: Clock) -> None:
+    clock.watch(BatchSampler, "batch", "batch")
+    clock.watch(TrainingData, "tokens", "tokens")
+    clock.watch(draws, "generator torch_seed uniform_labels keep_mask", "draws")
+    clock.watch(sampler, "draw_from_rows capped_positives", "draws")
+    clock.watch(Parts, "drawn_hard", "draws")
+    clock.watch(LabelPool, "of everything pairs count", "label pool")
+    clock.watch(sampler, "gather_candidates", "label pool")
+    clock.watch(rae, "sharing_queries", "label pool")
+    clock.watch(Embedder, "__call__", "encoder")
+    for entry in methods().values():
+        clock.watch(entry.factory, "loss", "scores and loss")
+    clock.watch(torch.Tensor, "backward", "backward")
+    clock.watch(Embedder, "finish_backward", "backward")
+    clock.watch(EncoderOptimizer, "step zero_grad", "optimiser")
+    clock.watch(RowTable, "update", "optimiser")
+    clock.watch(ShortlistFeed, "before_step after_step", "negatives")
+    clock.watch(loops._Window, "add", "log")
+    clock.watch(loops.Loop, "_record", "log")
+    clock.watch(Stepper, "step", "rest")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="+", default=["sample"], metavar="CORPUS")
+    parser.add_argument("--method", nargs="+", default=sorted(methods()), choices=sorted(methods()))
+    parser.add_argument("--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the presets")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("step_profile.md"))
+    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine too")
+    arguments = parser.parse_args()
+    load = refuse_if_busy(arguments.anyway)
+    torch.set_num_threads(arguments.threads)
+    clock = Clock(torch.device("cuda" if arguments.device == "gpu" else "cpu"))
+    watch_all(clock)
+    rows, notes = [], []
+    for name in arguments.data:
+        corpus = data_sets.corpus(name)
+        for method in arguments.method if corpus else []:
+            config, preset = settings(method, name, arguments)
+            steps, share = profile(corpus, config, clock)
+            worst = max(BESIDE, key=lambda phase: share[phase])
+            rows.append([name, method, f"{1000 * steps.mean():.1f}", *(f"{100 * share[p]:.1f}" for p in COMPUTING)])
+            rows[-1] += [*(f"{100 * share[p]:.1f}" for p in BESIDE), f"{worst} {100 * share[worst]:.1f}"]
+            label = "held" if share[worst] <= LIMIT else "broken"
+            notes.append(
+                f"{name}, {method}: {len(steps)} steps of {config.optim.batch_size} queries, {preset}; {label}"
+            )
+            print(" ".join(map(str, rows[-1])), flush=True)
+    header = ["set", "method", "step, ms", *(f"{p}, %" for p in (*COMPUTING, *BESIDE)), "largest beside computing"]
+    notes += [
+        f"limit: no phase but {', '.join(COMPUTING)} above {100 * LIMIT:.0f} %",
+        "batch: ids, positives and what is no negative; draws: positives, hard and uniform negatives, dropout masks;"
+        " label pool: which labels are columns, and which pairs are positive; log: the loss as a number, records",
+        f"static encoder, {arguments.device}, {arguments.threads} thread(s); means over a cycle of refreshes",
+        load,
+    ]
+    write_table(arguments.out, "Where the time of a step goes", header, rows, notes)
+
+
+def settings(method: str, name: str, arguments: argparse.Namespace) -> tuple[RunConfig, str]:
+    """The preset of a set, else the method's of the sample, else its defaults with ASTRA's encoder of the sample."""
+    found = next((p for p in (f"{method}/{name}", f"{method}/sample") if p in configs.presets()), "")
+    values = configs.load_yaml(f"preset:{found or 'astra/sample'}")
+    if not found:
+        values = {section: values[section] for section in ("encoder", "optim")}
+    base = RunConfig.resolve(method, values, arguments.override).negatives
+    common = [
+        f"optim.epochs={base.start_epoch + base.refresh_every + 1}",
+        "data.validation=0",
+        "cluster.workers=0",
+        "log.validate_every=0",
+        f"log.checkpoint_every={10**9}",
+        *arguments.override,
+    ]
+    return RunConfig.resolve(method, values, common), f"preset {found}" if found else "default settings of the method"
+
+
+def profile(corpus: Corpus, config: RunConfig, clock: Clock) -> tuple[np.ndarray, dict[str, float]]:
+    """Seconds of each measured step, and the share of each phase in their sum."""
+    data = TrainingData(corpus, config.data)
+    setup = loops.build(config, data, clock.device)
+    per_epoch, plan = setup.sampler.steps_per_epoch, config.negatives
+    first = max(WARM_STEPS, plan.start_epoch * per_epoch)
+    last = first + plan.refresh_every * per_epoch
+    ends: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder), "profile", config, corpus.origin, corpus.sha256)
+        refresher = ThreadRefresher(data, RefreshSpec(1, plan, config.optim.seed))
+
+        def on_step(step: int) -> None:
+            clock.switch("rest")
+            if step == first:
+                clock.seconds.clear()
+            if first <= step <= last:
+                ends.append(time.perf_counter())
+            if step == last:
+                kept.update(clock.seconds)
+
+        kept: Counter[str] = Counter()
+        try:
+            loops.Loop(run, setup, refresher, on_step).train()
+        finally:
+            refresher.close()
+    total = sum(kept.values())
+    return np.diff(ends), {phase: kept[phase] / total for phase in (*COMPUTING, *BESIDE)}
+
+
+if __name__ == "__main__":
+    main()
