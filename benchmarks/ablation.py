@@ -26,7 +26,7 @@ from pathlib import Path
 import data_sets
 import numpy as np
 import torch
-from common import refuse_if_busy, write_table
+from common import mean_and_half_width, refuse_if_busy, write_table
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
@@ -54,7 +54,6 @@ GRID: dict[str, list[str]] = {
     "mixture, weight L/c": ["method.importance_weight=unbiased"],
     "mixture, index on labels": ["method.index_on=labels"],
 }
-STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile by number of seeds
 
 
 def main() -> None:
@@ -213,11 +212,8 @@ def comparisons(name: str, results: Mapping[tuple[str, str], Sequence[Mapping[st
 
 def spread(values: Sequence[float]) -> str:
     """Mean and half width of its interval, in percent."""
-    mean, number = 100 * float(np.mean(values)), len(values)
-    if number < 2:
-        return f"{mean:.1f}"
-    half = STUDENT_T.get(number, 2.6) * 100 * float(np.std(values, ddof=1)) / math.sqrt(number)
-    return f"{mean:.1f} ± {half:.1f}"
+    mean, half = mean_and_half_width(values)
+    return f"{100 * mean:.1f}" + (f" ± {100 * half:.1f}" if len(values) > 1 else "")
 
 
 def median_minutes(found: Sequence[Mapping[str, float]]) -> str:

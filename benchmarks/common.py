@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+import scipy.stats
 
 RESULTS = Path(__file__).parent / "results"
 MAX_LOAD_PER_CORE = 0.5
@@ -51,6 +55,15 @@ def refuse_if_busy(anyway: bool) -> str:
         )
         raise SystemExit(2)
     return f"**busy machine**: load average {load:.2f} on {cores} cores at the start (run with --anyway)"
+
+
+def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
+    """The mean over seeds and the half width of its 95 % interval (Student's t); infinite for a single value."""
+    mean, number = float(np.mean(values)), len(values)
+    if number < 2:
+        return mean, math.inf
+    quantile = float(scipy.stats.t.ppf(0.975, number - 1))
+    return mean, quantile * float(np.std(values, ddof=1)) / math.sqrt(number)
 
 
 def write_table(
