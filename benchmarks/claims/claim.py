@@ -59,12 +59,17 @@ class Variant(Protocol):
         """Measures it; may take minutes."""
 
 
-def answers(run: Run, corpus: Corpus, split: str = "test") -> dict[str, float]:
-    """The metrics of a finished run by exact search."""
-    bundle = run.path / "bundle"
-    if not bundle.exists():
-        export_run(run, bundle, corpus)
-    found = measure_bundle(Retriever.load(bundle), corpus, split, exact=True)
+def present(*names: str) -> list[str]:
+    """Those corpora that this machine has or can make; says which are missing."""
+    return [name for name in names if data_sets.corpus(name) is not None]
+
+
+def answers(run: Run, corpus: Corpus, split: str = "test", bundle: str = "bundle") -> dict[str, float]:
+    """The metrics of a finished run by exact search; `bundle` is its folder in the run's."""
+    folder = run.path / bundle
+    if not folder.exists():
+        export_run(run, folder, corpus)
+    found = measure_bundle(Retriever.load(folder), corpus, split, exact=True)
     return {name: value for name, value in found.metrics.items() if value is not None}
 
 
