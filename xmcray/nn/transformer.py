@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import huggingface_hub
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from xmcray.errors import BundleError, ConfigError
 from xmcray.nn import packed
 from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig
+from xmcray.nn.frozen import KnownTexts
 from xmcray.types import Int64Array, Ragged, to_torch
 
 if TYPE_CHECKING:
@@ -51,7 +52,11 @@ class TransformerEncoder(Encoder):
         projection: bias-free linear layer, or None.
         normalize: divide by the length, as a sentence-transformers folder may ask for.
         autocast: as in EncoderConfig.
+    Attributes:
+        frozen: only the projection learns. known: then, vectors of the texts that are trained with.
     """
+
+    known: KnownTexts | None = None
 
     def __init__(
         self,
@@ -67,10 +72,36 @@ class TransformerEncoder(Encoder):
         self.pooling, self.normalize, self.autocast = pooling, normalize, autocast
         self.dim = projection.out_features if projection is not None else int(model.config.hidden_size)
         self.packed = packed.try_on(model)
+        self.frozen = False
 
     def forward(self, tokens: Ragged) -> Tensor:
         """query_BD; a text without tokens is the zero vector."""
+        pooled_BH = self.pooled(tokens)
+        query_BD = pooled_BH if self.projection is None else self.projection(pooled_BH)
+        return F.normalize(query_BD, dim=-1) if self.normalize else query_BD
+
+    def freeze(self) -> None:
+        """Only the projection learns from now on."""
+        self.frozen = True
+        self.model.requires_grad_(False)
+        self.model.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """A frozen transformer has no dropout in training either."""
+        super().train(mode)
+        self.model.train(mode and not self.frozen)
+        return self
+
+    def remember(self, folder: Path, num_texts: int, tokens_of: Callable[[Int64Array], Ragged]) -> None:
+        """A frozen transformer runs once over each text that training asks for."""
+        if self.frozen:
+            self.known = KnownTexts(folder, num_texts, tokens_of, self.pooled)
+
+    def pooled(self, tokens: Ragged) -> Tensor:
+        """[B, H], pooled states of texts, before projection and normalisation."""
         lookup = self.model.get_input_embeddings()
+        if self.known is not None:
+            return self.known(tokens).to(lookup.weight)
         device: torch.device = lookup.weight.device
         call_tokens, max_tokens = _costs(device, self.training)
         batches = (
@@ -79,7 +110,7 @@ class TransformerEncoder(Encoder):
             else micro_batches(tokens.lengths, call_tokens, max_tokens)
         )
         if not batches:  # a rank without texts still takes part in the step: its gradient is zero, not absent
-            return cast(Tensor, lookup.weight[:0].sum() + lookup.weight.new_zeros(len(tokens), self.dim))
+            return cast(Tensor, lookup.weight[:0].sum() + lookup.weight.new_zeros(len(tokens), lookup.weight.shape[1]))
         # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so once is enough.
         sorted_tokens = tokens.take(np.concatenate(batches))
         token_TH = lookup(to_torch(sorted_tokens.values).to(device))
@@ -89,11 +120,9 @@ class TransformerEncoder(Encoder):
             lengths = tokens.lengths[rows]
             pooled.append(self._pooled(token_TH[first : first + int(lengths.sum())], lengths))
             first += int(lengths.sum())
-        query_BD = torch.cat(pooled) if self.projection is None else self.projection(torch.cat(pooled))
-        if self.normalize:
-            query_BD = F.normalize(query_BD, dim=-1)
+        pooled_BH = torch.cat(pooled)
         row_B = to_torch(np.concatenate(batches)).to(device)
-        return query_BD.new_zeros(len(tokens), self.dim).index_copy(0, row_B, query_BD)
+        return pooled_BH.new_zeros(len(tokens), pooled_BH.shape[1]).index_copy(0, row_B, pooled_BH)
 
     def _pooled(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
         """One micro-batch of texts, none of them empty, through the transformer: pooled_BH."""
@@ -165,12 +194,11 @@ class TransformerEncoder(Encoder):
 def _costs(device: torch.device, training: bool) -> tuple[int, int]:
     """What one more call costs, in tokens, and the most tokens of a call (benchmarks/encoder_speed.py).
 
-    A CPU encodes fastest while the activations stay in its cache; in training they leave it anyway. It must not depend
-    on whether there is a graph: gradient caching encodes a text twice and replays its dropout.
+    It must not depend on whether there is a graph: gradient caching encodes a text twice and replays its dropout.
     """
     if device.type != "cpu":
         return 4096, 131072
-    return (64, 8192) if training else (32, 1024)
+    return (64, 8192) if training else (32, 4096)
 
 
 def token_batches(lengths: Int64Array, max_tokens: int) -> list[Int64Array]:
@@ -221,9 +249,10 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
     encoder = _open(find(config.name), ConfigError, config.dropout)
     _check_vocabulary(encoder.model, config.name, tokenizer)
     hidden = int(encoder.model.config.hidden_size)
-    if config.dim == hidden:
+    untrained = config.frozen and config.dim > 0 and encoder.projection is None
+    if config.dim == hidden and not config.frozen:
         encoder.projection = None
-    elif config.dim not in (0, encoder.dim):
+    elif config.dim not in (0, encoder.dim) or untrained:
         encoder.projection = nn.Linear(hidden, config.dim, bias=False)
         # Orthogonal rows keep inner products best while nothing is learned yet.
         nn.init.orthogonal_(encoder.projection.weight, generator=torch.Generator().manual_seed(seed))
@@ -232,6 +261,8 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
     encoder.autocast = config.autocast
     encoder.normalize = False  # the method decides whether vectors have length 1
     encoder.tokenizer.model_max_length = tokenizer.max_len
+    if config.frozen:
+        encoder.freeze()
     return encoder.train()
 
 
