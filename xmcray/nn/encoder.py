@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,6 +48,8 @@ class EncoderConfig:
         init_from: static only; a transformer whose input embeddings are the start ("" is from scratch).
         autocast: transformer only; "auto" is bfloat16 on CUDA devices that have it.
         dropout: transformer only; replaces the model's own rates. None keeps them.
+        frozen: transformer only; the projection to `dim` is all that learns. Each text is encoded once, into the run's
+            folder.
     """
 
     name: str = "static"
@@ -59,6 +62,7 @@ class EncoderConfig:
     init_from: str = ""
     autocast: Literal["auto", "bf16", "none"] = "auto"
     dropout: float | None = None
+    frozen: bool = False
 
     def __post_init__(self) -> None:
         check_range("encoder.dim", self.dim, low=1 if self.name == "static" else 0)
@@ -68,6 +72,8 @@ class EncoderConfig:
             check_range("encoder.dropout", self.dropout, low=0, high=1)
             if self.name == "static":
                 raise ConfigError("encoder.dropout is set but encoder.name is static; drop it or name a transformer")
+        if self.frozen and self.name == "static":
+            raise ConfigError("encoder.frozen is set but encoder.name is static; drop it or name a transformer")
         if self.init_from and self.name != "static":
             raise ConfigError(f"encoder.init_from needs encoder.name=static, found {self.name!r}; set only one of them")
 
@@ -93,6 +99,13 @@ class Encoder(nn.Module, abc.ABC):
         """Names of parameters whose gradient is a sparse tensor, because a step touches few of their rows."""
         return []
 
+    def remember(self, folder: Path, num_texts: int, tokens_of: Callable[[Int64Array], Ragged]) -> None:
+        """Told before training which texts it will be asked for, by number; collective.
+
+        Args:
+            folder: for what it computes of them, shared by all ranks and kept over restarts.
+        """
+
 
 def build_encoder(
     config: EncoderConfig, tokenizer: TextTokenizer, token_counts: Int64Array | None, seed: int
@@ -113,6 +126,10 @@ def build_encoder(
         folder = start_folder(config.name)
         if (folder / SETTINGS).is_file():
             encoder = StaticEncoder.load(folder)
+            if config.frozen:
+                raise ConfigError(
+                    f"encoder {config.name} is static, which encoder.frozen cannot keep; drop that setting"
+                )
             _check_start(encoder, config, tokenizer)
             return encoder.train()
         name = str(folder) if folder.is_dir() else config.name

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -95,6 +96,7 @@ def train(
             config = refit_config(chosen)
         run = open_or_create(path, config, opened, "auto")
         _train_one(run, opened, watch)
+        shutil.rmtree(run.vectors, ignore_errors=True)
     return run
 
 
@@ -134,7 +136,7 @@ def train_here(run: Run, corpus: Corpus, on_step: Callable[[int], None] | None =
     gpu = cluster.device != "cpu" and torch.cuda.is_available()
     data = TrainingData(corpus, run.config.data)
     refresher = ThreadRefresher(data, RefreshSpec(1, run.config.negatives, run.config.optim.seed, threads))
-    setup = build(run.config, data, torch.device("cuda" if gpu else "cpu"))
+    setup = build(run.config, data, torch.device("cuda" if gpu else "cpu"), vectors=run.vectors)
     try:
         return Loop(run, setup, refresher, on_step).train()
     finally:

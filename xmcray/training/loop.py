@@ -42,12 +42,17 @@ class Setup:
 
 
 def build(
-    config: RunConfig, data: TrainingData, device: torch.device, partition: LabelPartition | None = None
+    config: RunConfig,
+    data: TrainingData,
+    device: torch.device,
+    partition: LabelPartition | None = None,
+    vectors: Path | None = None,
 ) -> Setup:
     """Encoder, method and optimisers of this rank; the same start values whatever the number of ranks.
 
     Args:
         partition: the labels it holds; those of this rank if not given.
+        vectors: folder for what a frozen encoder computes once; without it computes as often as it is asked.
     """
     optim = config.optim
     partition = partition or LabelPartition(data.num_labels, collectives.num_ranks(), collectives.rank())
@@ -55,6 +60,8 @@ def build(
     encoder = build_encoder(config.encoder, tokenizer, data.token_counts(tokenizer.vocab_size), optim.seed).to(
         device, optim.dtype
     )
+    if vectors is not None:
+        encoder.remember(vectors, data.num_train + data.num_labels, data.tokens)
     embedder = Embedder(encoder, optim.micro_batch)
     parts = Parts(
         encode=embedder,

@@ -110,7 +110,9 @@ class EncoderOptimizer:
         sparse: Iterable[str],
         lr_factors: Mapping[str, float] | None = None,
     ) -> None:
-        named = {f"{m}.{n}": p for m, module in modules.items() for n, p in module.named_parameters()}
+        named = {
+            f"{m}.{n}": p for m, module in modules.items() for n, p in module.named_parameters() if p.requires_grad
+        }
         rows = RowOptimConfig(
             kind="adam", lr=config.token_lr or config.lr, beta1=config.beta1, beta2=config.beta2, eps=config.eps
         )

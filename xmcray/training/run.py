@@ -8,6 +8,7 @@ RUN/negatives/        the ledger (negatives/ledger.py)
 RUN/result.json       what the finished run came to: steps, seconds, validation
 RUN/bundle/           the finished run as a bundle; RUN/metrics.json, RUN/report.html: its evaluation
 RUN/selection/        of a refit: the run with validation that chose the number of epochs
+RUN/vectors/          of a frozen encoder, until the run is finished: the vectors of all texts (nn/frozen.py)
 RUN/lock              held by the process that trains
 """
 
@@ -38,7 +39,7 @@ from xmcray.nn.encoder import EncoderConfig
 from xmcray.training.optim import OptimConfig
 
 _MISTAKE = "mistake.json"
-SELECTION = "selection"
+SELECTION, VECTORS = "selection", "vectors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +196,11 @@ class Run:
         """Folder of the ledger."""
         return self.path / "negatives"
 
+    @property
+    def vectors(self) -> Path:
+        """Folder of a frozen encoder's vectors; a refit and its selection have one."""
+        return (self.path.parent if self.path.name == SELECTION else self.path) / VECTORS
+
     def result(self) -> dict[str, Any] | None:
         """result.json, or None while the run is not finished."""
         try:
@@ -216,7 +222,7 @@ def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -
         refuse_contents(path)
     for left in [*path.glob(".run.json.*"), *path.glob(".config.yaml.*")]:  # by a process killed while it started
         left.unlink()
-    if _contents(path) <= {SELECTION}:
+    if _contents(path) <= {SELECTION, VECTORS}:
         path.mkdir(parents=True, exist_ok=True)
         return Run.create(path, config, corpus)
     run = Run.open(path)
@@ -239,7 +245,7 @@ def refuse_contents(path: Path) -> None:
 def discard(run: Run) -> None:
     """Removes the files of a run that never reached a checkpoint, so that its folder can be used again."""
     if not run.checkpoints.exists():
-        for name in ("run.json", "config.yaml", "metrics.jsonl", "negatives", "ray"):
+        for name in ("run.json", "config.yaml", "metrics.jsonl", "negatives", "ray", VECTORS):
             path = run.path / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if not any(run.path.iterdir()):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from xmcray import draws
+from xmcray.errors import ConfigError
 from xmcray.methods.base import Method
 from xmcray.nn.encoder import Encoder
 from xmcray.parallel import collectives
@@ -91,6 +92,10 @@ class Stepper:
         self.modules: dict[str, nn.Module] = {"encoder": encoder, **method.modules}
         sparse = [f"{m}.{p}" for m, module in self.modules.items() for p in sparse_parameters(module)]
         self.optimizer = EncoderOptimizer(self.modules, config, sparse, getattr(method, "lr_factors", None))
+        if not (self.optimizer.named or sparse or any(table.config.lr for table in method.tables.values())):
+            raise ConfigError(
+                "encoder.frozen leaves this method nothing to train without a projection; set encoder.dim"
+            )
 
     def step(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """Loss, gradients and one update of everything; returns this rank's terms of the loss."""

@@ -50,7 +50,7 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
     )
     try:
         data = TrainingData(Corpus.open(run.corpus, verify=False), config.data)
-        result = Loop(run, build(config, data, device), PoolRefresher(run.id)).train()
+        result = Loop(run, build(config, data, device, vectors=run.vectors), PoolRefresher(run.id)).train()
     except XmcrayError as error:
         note_mistake(run, error)
         raise

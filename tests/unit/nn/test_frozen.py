@@ -1,0 +1,102 @@
+"""A frozen transformer: each text is encoded once, also after a restart, and only the projection learns."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from xmcray.data.tokens import TextTokenizer, from_transformer
+from xmcray.errors import ConfigError
+from xmcray.nn import frozen
+from xmcray.nn.encoder import EncoderConfig, build_encoder
+from xmcray.nn.transformer import TransformerEncoder
+from xmcray.training.optim import EncoderOptimizer, OptimConfig
+from xmcray.types import Ragged
+
+WORDS = ["sort", "an", "array", "of", "numbers", "find", "the", "largest", "element"]
+TEXTS = ["sort an array", "", "find", " ".join(WORDS), "the largest element", "an array of numbers"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT of one layer with dropout."""
+    folder = tmp_path_factory.mktemp("bert")
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
+    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> TextTokenizer:
+    return from_transformer(str(folder), max_len=16)
+
+
+def make(folder: Path, tokenizer: TextTokenizer) -> TransformerEncoder:
+    config = EncoderConfig(name=str(folder), dim=16, frozen=True)  # as wide as the model: it is projected all the same
+    encoder = build_encoder(config, tokenizer, None, seed=1)
+    assert isinstance(encoder, TransformerEncoder)
+    return encoder
+
+
+def never(*_: object, **__: object) -> None:
+    raise AssertionError("a text was encoded again")
+
+
+def test_vectors_come_from_the_files_and_only_the_projection_learns(
+    folder: Path, tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "_FILE_ROWS", 4)
+    monkeypatch.setattr(frozen, "_ROWS", 3)
+    tokens = tokenizer.encode(TEXTS)
+    plain = make(folder, tokenizer)
+    expected = plain.eval()(tokens)
+    encoder = make(folder, tokenizer)
+    encoder.remember(tmp_path, len(TEXTS), tokens.take)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000.npy", "00000001.npy"]
+    restarted = make(folder, tokenizer)
+    monkeypatch.setattr(restarted.model, "forward", never)
+    restarted.remember(tmp_path, len(TEXTS), tokens.take)
+    order = np.array([5, 1, 3, 0, 2, 4, 3])
+    restarted.train()
+    found = restarted(tokens.take(order))
+    torch.testing.assert_close(found, expected[torch.from_numpy(order)], rtol=0, atol=1e-6)
+    before = {name: tensor.clone() for name, tensor in restarted.state_dict().items()}
+    optimizer = EncoderOptimizer({"encoder": restarted}, OptimConfig(), [])
+    found.square().sum().backward()
+    optimizer.step(1.0)
+    moved = [name for name, tensor in restarted.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert moved == ["projection.weight"]
+
+
+def test_a_file_that_a_kill_left_out_is_made_again_with_the_same_bytes(
+    folder: Path, tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "_FILE_ROWS", 2)
+    tokens = tokenizer.encode(TEXTS)
+    make(folder, tokenizer).remember(tmp_path, len(TEXTS), tokens.take)
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "00000001.npy").unlink()
+    make(folder, tokenizer).remember(tmp_path, len(TEXTS), tokens.take)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == kept
+
+
+def test_keys_tell_texts_apart() -> None:
+    rows = [row for n in range(4) for row in itertools.product([0, 1, 2, 30_000], repeat=n)]
+    keys = frozen.text_keys(Ragged.from_rows(rows))
+    assert len(set(keys.tolist())) == len(rows)
+    assert frozen.text_keys(Ragged.from_rows(rows[::-1])).tolist() == keys[::-1].tolist()
+
+
+def test_a_static_encoder_cannot_be_frozen() -> None:
+    with pytest.raises(ConfigError, match=r"encoder\.frozen"):
+        EncoderConfig(frozen=True)
