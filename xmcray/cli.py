@@ -289,6 +289,24 @@ def _memory_config(options: argparse.Namespace, base: MemoryConfig | None = None
     return config.build(MemoryConfig, values, "memory.")
 
 
+def _labels_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("change", metavar="add|remove", choices=("add", "remove"))
+    verb.add_argument("path", metavar="BUNDLE", help="changes at one moment; a search that has it open goes on with it")
+    verb.add_argument("what", metavar="LABELS.jsonl|UID", nargs="+", help="add: files of uid and text; remove: uids")
+    verb.add_argument("--out", metavar="NEW", help="write another bundle, folder or URL, and leave BUNDLE as it is")
+
+
+def _labels(options: argparse.Namespace) -> None:
+    from xmcray.retrieval.labels import add_labels, read_new_labels, remove_labels
+
+    if options.change == "add":
+        left = add_labels(options.path, read_new_labels(options.what), options.out)
+    else:
+        left = remove_labels(options.path, options.what, options.out)
+    _print(f"bundle {options.out or options.path} has {left:,} labels")
+    _next(["xmcray", "search", options.out or options.path, "TEXT"])
+
+
 def _search_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="BUNDLE", help="a bundle, or a finished run")
     verb.add_argument("texts", metavar="TEXT", nargs="+")
@@ -392,6 +410,12 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Callable[[argparse.
         _memory_options,
         "let the training queries of a corpus vote, with any encoder and without training",
         "xmcray memory runs/a --data corpora/msdocs --out bundles/a-memory --memory weight=0.5",
+    ),
+    "labels": (
+        _labels,
+        _labels_options,
+        "add labels to a bundle, or remove some, without training",
+        "xmcray labels add bundles/a new_labels.jsonl",
     ),
     "search": (
         _search,

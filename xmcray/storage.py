@@ -9,14 +9,16 @@ not exist for a reader.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from xmcray.errors import StorageError
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_HERE, _EXCHANGE = -100, 2  # of renameat2: names from the working folder, swapped
 
 
 class MissingFolderError(StorageError, FileNotFoundError):
@@ -177,15 +180,26 @@ def finish_manifest(folder: Path, kind: str, about: Mapping[str, Any], known: Ma
 
 
 @contextlib.contextmanager
-def new_artifact(destination: str | Path, kind: str, about: Mapping[str, Any]) -> Iterator[Path]:
+def new_artifact(
+    destination: str | Path,
+    kind: str,
+    about: Mapping[str, Any],
+    known: Mapping[str, FileEntry] | None = None,
+    replacing: bool = False,
+) -> Iterator[Path]:
     """A folder to fill; when the block ends it is hashed, synced and takes the name `destination`.
 
-    `about` is read at the end, so the block may still add to it. If the block fails nothing is left behind.
+    `about` and `known` are read at the end, so the block may still add to them. If the block fails nothing is left
+    behind.
 
+    Args:
+        known: entries of files that need no hashing and syncing, from `link_files`.
+        replacing: the destination, a local folder, exists; it changes from the old to the new one at one moment.
     Raises:
         StorageError: the destination exists and is not empty, or the disk is full.
     """
-    refuse_existing(destination)
+    if not replacing:
+        refuse_existing(destination)
     remote = is_url(destination)
     parent = Path(tempfile.gettempdir()) if remote else Path(destination).absolute().parent
     with disk_errors(destination):
@@ -195,9 +209,11 @@ def new_artifact(destination: str | Path, kind: str, about: Mapping[str, Any]) -
         try:
             folder.chmod(0o755)
             yield folder
-            finish_manifest(folder, kind, about, {})
+            finish_manifest(folder, kind, about, known or {})
             if remote:
                 _upload(folder, str(destination))
+            elif replacing:
+                exchange(folder, Path(destination).absolute())
             else:
                 publish(folder, Path(destination).absolute())
         finally:
@@ -210,6 +226,53 @@ def publish(folder: Path, destination: Path) -> None:
         destination.rmdir()
     folder.rename(destination)
     fsync(destination.parent)
+
+
+def exchange(folder: Path, destination: Path) -> None:
+    """Two folders swap names: whoever opens `destination` finds the old or the new one, and keeps what it has open."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None or rename(_HERE, os.fsencode(folder), _HERE, os.fsencode(destination), _EXCHANGE):
+        old = aside(destination)  # where the system has no such call there is no `destination` for a moment
+        destination.rename(old)
+        folder.rename(destination)
+        old.rename(folder)
+    fsync(destination.parent)
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Nobody else changes an artifact meanwhile; the system ends that when the process dies. Readers do not care.
+
+    Raises:
+        StorageError: another process is changing it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):  # it was exchanged before we held it
+            raise BlockingIOError
+        yield
+    except BlockingIOError:
+        raise StorageError(f"{folder} is being changed by another process; try again when that is done") from None
+    finally:
+        os.close(descriptor)
+
+
+def link_files(source: Path, manifest: Manifest, folder: Path, without: Collection[str]) -> dict[str, FileEntry]:
+    """Gives `folder` all files of a verified artifact but some, under a second name; never write into those.
+
+    Returns:
+        The entries of the files that are as safe on disk as those of `source`; others, on another disk, are copies.
+    """
+    known: dict[str, FileEntry] = {}
+    for name in manifest.files.keys() - set(without):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source / name, folder / name)
+            known[name] = manifest.files[name]
+        except OSError:
+            shutil.copyfile(source / name, folder / name)
+    return known
 
 
 def refuse_existing(destination: str | Path) -> None:

@@ -14,8 +14,10 @@ from xmcray.data.batches import TrainingData
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.sampler import draw_from_rows
 from xmcray.nn.heads import Head
+from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowTable
 from xmcray.parallel.partition import LabelPartition
+from xmcray.retrieval.memory import MemoryConfig
 from xmcray.types import Batch, LossTerms, Ragged, Shortlist
 
 
@@ -46,6 +48,20 @@ class Parts:
         ids = self.data.label_query_ids(self.partition.start, self.partition.stop)
         return self.encode_plain(self.data.tokens(ids))
 
+    def keep_mask(self, purpose: str, step: int, start: int, stop: int, width: int, rate: float) -> Tensor | None:
+        """Dropout by place in the global batch or pool, bool [stop - start, width]; None where nothing is dropped.
+
+        A place has the same mask whichever rank holds it.
+        """
+        if not rate:
+            return None
+        return torch.from_numpy(draws.keep_mask(self.seed, purpose, step, start, stop, width, rate)).to(self.device)
+
+    def keep_factors(self, purpose: str, step: int, start: int, stop: int, width: int, rate: float) -> Tensor | None:
+        """`keep_mask` as factors, 0 or 1 / (1 - rate)."""
+        keep = self.keep_mask(purpose, step, start, stop, width, rate)
+        return None if keep is None else keep.to(self.dtype) / (1 - rate)
+
     def drawn_hard(self, batch: Batch, shortlist: Shortlist | None, count: int) -> Ragged:
         """`count` hard negatives of each of the G queries, drawn from those its shortlist has in this epoch."""
         width = self.negatives.hard_at(batch.epoch)
@@ -55,20 +71,36 @@ class Parts:
         return draw_from_rows(shortlist.take(batch.query_ids, width), count, generator)
 
 
+@dataclass(frozen=True, slots=True)
+class BundleSpec:
+    """What the bundle of a finished run needs besides encoder, head and label vectors.
+
+    Attributes:
+        label_side: how a label that joins later gets its vector.
+        memory: how the training queries vote, of a method that answers with them.
+    """
+
+    label_side: LabelSide = field(default_factory=LabelSide)
+    memory: MemoryConfig | None = None
+
+
 class Method(Protocol):
     """One training method.
 
     Attributes:
         tables: label rows by name, split over ranks by the partition, each with its own optimiser.
-        modules: data-parallel modules besides the encoder, trained with the encoder's optimiser. A method may have
-            `lr_factors`, learning rates of some of them as multiples of the encoder's, by name.
+        modules: data-parallel modules besides the encoder, trained with the encoder's optimiser.
+        lr_factors: learning rates of some of them as multiples of the encoder's, by name.
         head: makes the encoder's output the vector that is searched for among `answer_rows`; one of `modules` if it
             is trained.
+        bundle_spec: what export needs.
     """
 
     tables: Mapping[str, RowTable]
     modules: Mapping[str, nn.Module]
+    lr_factors: Mapping[str, float]
     head: Head
+    bundle_spec: BundleSpec
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """This rank's sum of the loss of a global batch; collects gradients in rows of `tables`."""

@@ -29,7 +29,7 @@ from xmcray.config import check_choice, check_range
 from xmcray.errors import ConfigError
 from xmcray.losses.bce import full_bce
 from xmcray.losses.softmax import decoupled_softmax, soft_top_k, softmax
-from xmcray.methods.base import Parts
+from xmcray.methods.base import BundleSpec, Parts
 from xmcray.methods.label_pool import LabelPool
 from xmcray.negatives.sampler import draw_from_rows
 from xmcray.nn.heads import Head, NormalisedHead
@@ -86,6 +86,8 @@ class Dexml:
             raise ConfigError("method.columns is hard, but negatives.hard is 0; say how many the index is to find")
         self.config, self.parts = config, parts
         self.modules: Mapping[str, nn.Module] = {}
+        self.lr_factors: Mapping[str, float] = {}
+        self.bundle_spec = BundleSpec()
         self.head: Head = (NormalisedHead if config.normalised else Head)(parts.dim)
         self.cache = EmbeddingCache(parts.partition, self.answer_rows()) if config.columns == "cache" else None
         self.tables: Mapping[str, RowTable] = {"cache": self.cache.table} if self.cache else {}

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from xmcray import draws
 from xmcray.config import check_choice, check_range
 from xmcray.losses.bce import full_bce
-from xmcray.methods.base import Parts
+from xmcray.methods.base import BundleSpec, Parts
 from xmcray.methods.label_pool import LabelPool
 from xmcray.methods.starts import label_centroids
 from xmcray.nn.classifier import ShardedClassifier
 from xmcray.nn.heads import Head
+from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowOptimConfig, RowTable
 from xmcray.types import Batch, LossTerms
 
@@ -71,7 +71,9 @@ class OneVsAll:
             rows_SD.copy_(start_SD * (config.init_std * math.sqrt(parts.dim)))
         self.tables: Mapping[str, RowTable] = {"classifier": self.classifier.table}
         self.modules: Mapping[str, nn.Module] = {}
+        self.lr_factors: Mapping[str, float] = {}
         self.head = Head(parts.dim)
+        self.bundle_spec = BundleSpec(LabelSide(row_columns=parts.dim))
         self.offset = 0.0 if config.offset == "prior" else float(config.offset)
 
     def index_rows(self) -> Tensor:
@@ -85,11 +87,9 @@ class OneVsAll:
 
     def drop(self, query_BD: Tensor, batch: Batch) -> Tensor:
         """Dropout by position in the global batch: the same mask whoever encodes a query."""
-        if not self.rate:
-            return query_BD
-        width, seed = query_BD.shape[1], self.parts.seed
-        keep = draws.keep_mask(seed, "dropout", batch.step, batch.start, batch.stop, width, self.rate)
-        return query_BD * torch.from_numpy(keep).to(query_BD.device) / (1 - self.rate)
+        place = batch.step, batch.start, batch.stop
+        keep = self.parts.keep_mask("dropout", *place, query_BD.shape[1], self.rate)
+        return query_BD if keep is None else query_BD * keep / (1 - self.rate)
 
     def exact(self, query_GD: Tensor, batch: Batch) -> LossTerms:
         """Binary cross-entropy over all labels, in label chunks (Renée)."""

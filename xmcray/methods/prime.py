@@ -33,12 +33,13 @@ from xmcray.errors import ConfigError, DataError
 from xmcray.evaluation.metrics import inverse_propensity
 from xmcray.losses.pairs import Pairs
 from xmcray.losses.triplet import regulariser, triplet
-from xmcray.methods.base import Parts
+from xmcray.methods.base import BundleSpec, Parts
 from xmcray.methods.label_pool import LabelPool
 from xmcray.methods.starts import BLOCK, encoded, label_centroids
 from xmcray.negatives.clusters import balanced_clusters
 from xmcray.negatives.sampler import draw_from_rows
 from xmcray.nn.heads import Head, NormalisedHead
+from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork, move_centroids
 from xmcray.nn.row_table import RowOptimConfig, RowTable
 from xmcray.parallel import collectives
@@ -124,6 +125,8 @@ class Prime:
         self.centroids = RowTable(rows_SD, RowOptimConfig(kind="sgd", momentum=0.0))  # kept, but never optimised
         self.tables: Mapping[str, RowTable] = {"centroids": self.centroids}
         self.modules: Mapping[str, nn.Module] = {"prototypes": self.network}
+        self.lr_factors: Mapping[str, float] = {}
+        self.bundle_spec = BundleSpec(LabelSide(prototypes=self.network))
         self.label_weight_L = np.ones(data.num_labels)
         if config.positives == "inverse_propensity":
             card, counts = data.corpus.card, data.corpus.train_counts[data.corpus.label_order]
@@ -204,13 +207,9 @@ class Prime:
 
     def _keep(self, batch: Batch, pool: LabelPool) -> Tensor | None:
         """Dropout mask of this rank's labels by their place among the pool's: the same whoever owns them."""
-        rate = self.config.dropout
-        if not rate:
-            return None
         first = int(np.searchsorted(pool.ids, self.parts.partition.start))
-        span = first, first + len(pool.own)
-        keep = draws.keep_mask(self.parts.seed, "prototypes", batch.step, *span, self.network.mask_width, rate)
-        return torch.from_numpy(keep).to(self.parts.device).to(self.parts.dtype) / (1 - rate)  # bytes travel
+        place = batch.step, first, first + len(pool.own)
+        return self.parts.keep_factors("prototypes", *place, self.network.mask_width, self.config.dropout)
 
     def _own(self, lists: Ragged) -> tuple[Tensor, Tensor]:
         """Row and local label of each entry that is a label of this rank."""

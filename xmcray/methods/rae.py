@@ -25,7 +25,7 @@ from xmcray import draws
 from xmcray.config import check_range
 from xmcray.losses.pairs import Pairs
 from xmcray.losses.softmax import decoupled_softmax
-from xmcray.methods.base import Parts
+from xmcray.methods.base import BundleSpec, Parts
 from xmcray.methods.label_pool import LabelPool
 from xmcray.negatives.sampler import draw_from_rows
 from xmcray.nn.heads import Head, NormalisedHead
@@ -63,7 +63,9 @@ class Rae:
         self.config, self.parts = config, parts
         self.tables: Mapping[str, RowTable] = {}
         self.modules: Mapping[str, nn.Module] = {}
+        self.lr_factors: Mapping[str, float] = {}
         self.head: Head = NormalisedHead(parts.dim)
+        self.bundle_spec = BundleSpec(memory=config.memory)
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """One drawn positive of each query against the labels and the queries of the global batch (Eq. 10)."""

@@ -29,11 +29,12 @@ from xmcray import draws
 from xmcray.config import check_choice, check_range
 from xmcray.errors import ConfigError, DataError
 from xmcray.losses.psl import Normaliser, Picked, Reduction, pick_some_labels
-from xmcray.methods.base import Parts
+from xmcray.methods.base import BundleSpec, Parts
 from xmcray.methods.label_pool import LabelPool
 from xmcray.negatives.sampler import draw_from_rows
 from xmcray.nn.classifier import ShardedClassifier
 from xmcray.nn.heads import Head, TwoHeads
+from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowOptimConfig, RowTable
 from xmcray.parallel.collectives import gather_rows
 from xmcray.types import Batch, LossTerms, Ragged, Shortlist
@@ -115,7 +116,8 @@ class Unidec:
         self.heads.reset(parts.seed)
         self.head: Head = self.heads.to(parts.device, parts.dtype)
         self.modules: Mapping[str, nn.Module] = {"head": self.head}
-        self.lr_factors = {"head": config.head_lr}
+        self.lr_factors: Mapping[str, float] = {"head": config.head_lr}
+        self.bundle_spec = BundleSpec(LabelSide(row_columns=0 if config.answers == "text" else head_dim))
         self.tables: Mapping[str, RowTable] = {}
         if config.balance < 1:
             std = config.init_std if config.init == "random" else 0.0
@@ -174,11 +176,8 @@ class Unidec:
 
     def _keep(self, purpose: str, batch: Batch, start: int, stop: int) -> Tensor | None:
         """Dropout's factors for positions start .. stop - 1 of the batch's queries, or of its pool."""
-        rate, seed = self.config.dropout, self.parts.seed
-        if not rate:
-            return None
-        keep = draws.keep_mask(seed, f"dropout {purpose}", batch.step, start, stop, self.heads.head_dim, rate)
-        return torch.from_numpy(keep).to(self.parts.device, self.parts.dtype) / (1 - rate)
+        place = batch.step, start, stop
+        return self.parts.keep_factors(f"dropout {purpose}", *place, self.heads.head_dim, self.config.dropout)
 
     def _pools(self, batch: Batch, shortlist: Shortlist | None) -> tuple[LabelPool, LabelPool]:
         """L_B of the dual encoder, and of the classifier."""

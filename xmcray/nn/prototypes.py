@@ -18,7 +18,7 @@ class PrototypeNetwork(nn.Module):
 
     Args:
         dim: D. feed_forward: width of the layer's network. num_labels: L.
-        num_vectors: rows of the bank of free vectors. seed: of the start values.
+        num_vectors: rows of the bank of free vectors. seed: of the start values; None leaves them to be loaded.
     Attributes:
         cluster_L: int64, the row of the bank that a label shares with its cluster.
         mask_width: values of a dropout mask that a label needs.
@@ -26,7 +26,7 @@ class PrototypeNetwork(nn.Module):
 
     cluster_L: Tensor
 
-    def __init__(self, dim: int, feed_forward: int, num_labels: int, num_vectors: int, seed: int) -> None:
+    def __init__(self, dim: int, feed_forward: int, num_labels: int, num_vectors: int, seed: int | None) -> None:
         super().__init__()
         self.into = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
@@ -36,6 +36,8 @@ class PrototypeNetwork(nn.Module):
         self.register_buffer("cluster_L", torch.zeros(num_labels, dtype=torch.int64))
         self._mask_sizes = [9, 3 * dim, 3 * feed_forward, 3 * dim]
         self.mask_width = sum(self._mask_sizes)
+        if seed is None:
+            return
         generator = torch.Generator().manual_seed(seed)
         for linear in (self.into, self.out, self.up, self.down):
             nn.init.xavier_uniform_(linear.weight, generator=generator)

@@ -2,16 +2,19 @@
 
     encoder/                    as Encoder.save writes it
     head/                       as Head.save writes it: from the encoder's output to the vector that is searched
+    label_side/                 as LabelSide.save writes it: from the text of a label that joins later to its vector
     tokenizer/                  as TextTokenizer.save writes it
     labels.parquet              uid and text of each label, by source id
-    label_order.npy             int64 [L], internal -> source id
+    label_order.npy             int64 [rows], internal -> source id; -1 for a row that is not used yet
+    removed.npy                 int64, ascending: source ids that are no answers any more; absent if there are none
     vectors/00000.safetensors   float32 "vectors", consecutive rows in internal order; the range is in the metadata
     index/00000.faiss           the FAISS index over the same rows; absent where a shard is searched exhaustively
     memory/                     training queries that vote for their labels, where there are any (memory.py)
     settings.json               how to search (Settings)
     manifest.json               sizes and SHA-256 (storage.py)
 
-Rows are internal because contiguous ranges of that order are statistically alike; every answer has source ids.
+Rows are internal because contiguous ranges of that order are statistically alike; every answer has source ids. Labels
+that joined later (labels.py) have rows, and shards, after those of the export.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import BundleError, DataError
 from xmcray.nn.encoder import Encoder
 from xmcray.nn.heads import Head
+from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.shards import SHARD_ROWS, Shard, read_shards, write_shards
 from xmcray.storage import new_artifact
@@ -50,11 +54,13 @@ class Settings:
     """What settings.json holds.
 
     Attributes:
-        num_labels: L. dim: D, the width of vectors and queries.
+        num_labels: L, source ids given so far, also to labels removed since.
+        dim: D, the width of vectors and queries.
         method: which method trained the bundle; for the reader only.
         factory: how indexes were asked for.
         predictor: what is made of the neighbours; "labels" answers with them, "memory" lets them vote (memory.py).
         shards: the files of vectors, in internal order.
+        first_added: the first source id of a label that joined after the export; None if none did.
     """
 
     num_labels: int
@@ -63,6 +69,7 @@ class Settings:
     factory: str = "auto"
     predictor: Mapping[str, Any] = field(default_factory=lambda: LABELS)
     shards: tuple[Shard, ...] = ()
+    first_added: int | None = None
 
 
 def write_bundle(
@@ -78,6 +85,7 @@ def write_bundle(
     about: Mapping[str, Any],
     *,
     method: str = "",
+    label_side: LabelSide | None = None,
     queries: Float32Array | None = None,
     predictor: Callable[[Path], Mapping[str, Any]] | None = None,
     shard_rows: int = SHARD_ROWS,
@@ -93,6 +101,7 @@ def write_bundle(
         spec: how each shard is indexed.
         about: what made the bundle, for its manifest.
         method: see Settings.
+        label_side: how a label that joins later gets its vector; from its text as a query does, if not given.
         queries: float32 [Q, D], a sample of query vectors by which the index is tuned; noisy rows if not given.
         predictor: writes into the bundle's folder what its predictor needs besides and returns `Settings.predictor`;
             labels are the answers if not given.
@@ -111,6 +120,7 @@ def write_bundle(
         else:
             shutil.copytree(encoder, folder / "encoder")
         head.save(folder / "head")
+        (label_side or LabelSide()).save(folder / "label_side")
         tokenizer.save(folder / "tokenizer")
         _write_labels(folder / "labels.parquet", label_uids, label_texts, num_labels)
         np.save(folder / "label_order.npy", label_order)
@@ -125,8 +135,13 @@ def write_bundle(
             predictor=LABELS if predictor is None else predictor(folder),
             shards=shards,
         )
-        text = json.dumps(dataclasses.asdict(settings), indent=1, sort_keys=True)
-        (folder / "settings.json").write_text(text + "\n", encoding="utf-8")
+        write_settings(folder, settings)
+
+
+def write_settings(folder: Path, settings: Settings) -> None:
+    """Writes settings.json."""
+    text = json.dumps(dataclasses.asdict(settings), indent=1, sort_keys=True)
+    (folder / "settings.json").write_text(text + "\n", encoding="utf-8")
 
 
 def read_settings(folder: Path) -> Settings:
@@ -137,12 +152,13 @@ def read_settings(folder: Path) -> Settings:
     """
     try:
         values = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-        shards = read_shards(values.pop("shards"), values["num_labels"])
+        listed = values.pop("shards")
+        shards = read_shards(listed, listed[-1]["stop"])
         settings = Settings(**values, shards=shards or ())
         kind = settings.predictor["kind"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise BundleError(f"{folder}/settings.json is malformed ({type(error).__name__}); export it again") from None
-    if shards is None:
+    if shards is None or shards[-1].stop < settings.num_labels:
         raise BundleError(f"{folder}/settings.json: its shards do not cover {settings.num_labels} labels; export again")
     if kind not in PREDICTORS:
         known = " and ".join(map(repr, PREDICTORS))
@@ -150,23 +166,28 @@ def read_settings(folder: Path) -> Settings:
     return settings
 
 
-def read_labels(folder: Path, num_labels: int) -> tuple[pa.Table, Int64Array]:
-    """Label uids and texts by source id, and the order int64 [L] (internal -> source).
+def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array, Int64Array]:
+    """Label uids and texts by source id; the order int64 [rows] (internal -> source, or -1); the ids removed since.
 
     Raises:
         BundleError: they are malformed or of another number of labels.
     """
+    num_labels = settings.num_labels
     try:
         labels = pq.read_table(folder / "labels.parquet", schema=LABEL_SCHEMA, memory_map=True)
-        order = np.load(folder / "label_order.npy")
-        fits = labels.num_rows == num_labels and np.array_equal(np.sort(order), np.arange(num_labels))
+        order, removed = np.load(folder / "label_order.npy"), np.empty(0, np.int64)
+        if (folder / "removed.npy").is_file():
+            removed = np.load(folder / "removed.npy")
+        fits = labels.num_rows == num_labels and np.array_equal(np.sort(order[order >= 0]), np.arange(num_labels))
+        fits = fits and order.shape == (settings.shards[-1].stop,)
+        fits = fits and np.array_equal(removed, np.unique(removed[(removed >= 0) & (removed < num_labels)]))
     except (OSError, ValueError, pa.ArrowException) as error:
         raise BundleError(f"{folder}: labels cannot be read ({type(error).__name__}); export it again") from None
     if not fits:
         raise BundleError(
-            f"{folder}: labels.parquet or label_order.npy does not hold {num_labels} labels; export again"
+            f"{folder}: labels.parquet, label_order.npy or removed.npy does not hold {num_labels} labels; export again"
         )
-    return labels, np.asarray(order, np.int64)
+    return labels, np.asarray(order, np.int64), np.asarray(removed, np.int64)
 
 
 def _write_labels(path: Path, uids: Iterable[str], texts: Iterable[str], num_labels: int) -> None:

@@ -28,10 +28,11 @@ def exact_search(
     """The k rows with the largest inner product, best first; equal scores by lower id.
 
     Args:
-        vectors: float32 [n, D], possibly memory-mapped, or a tensor on the device to compute on.
+        vectors: float32 [n, D], possibly memory-mapped, or a tensor (of any float type) on the device to compute on.
         queries: float32 [Q, D].
         k: answers per query, at least 1.
-        ids: int64 [n] in [0, 2**31), what the rows are called in the answer; their positions if not given.
+        ids: int64 [n] below 2**31, what the rows are called in the answer; their positions if not given. A row with a
+            negative one is never answered, and leaves the scores of the others as they are, bit for bit.
         hidden: Q rows of positions in `vectors` that must not be answered.
     Returns:
         Scores float32 [Q, k] and ids int64 [Q, k]; -inf and -1 where there is no further row.
@@ -39,6 +40,8 @@ def exact_search(
     vector_ND = vectors if isinstance(vectors, Tensor) else as_tensor(vectors)
     device = vector_ND.device
     id_N = torch.arange(len(vector_ND), device=device) if ids is None else as_tensor(ids, np.int64).to(device)
+    nameless_N = id_N < 0
+    some_nameless = bool(nameless_N.any())
     query_QD = as_tensor(queries)
     num_queries, num_rows = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
     num_rows = min(num_rows, -(-len(vector_ND) // GROUP) * GROUP)  # few rows need no full block
@@ -50,11 +53,13 @@ def exact_search(
         # One buffer for all blocks: fresh memory costs more than the product that fills it.
         score_BR = query_BD.new_full((len(query_BD), num_rows), -torch.inf)
         for first in range(0, len(vector_ND), max(1, num_rows)):
-            vector_RD = vector_ND[first : first + num_rows]
+            vector_RD = vector_ND[first : first + num_rows].to(query_BD.dtype)
             if len(vector_RD) == num_rows:
                 torch.mm(query_BD, vector_RD.T, out=score_BR)
             else:
                 score_BR.fill_(-torch.inf)[:, : len(vector_RD)] = query_BD @ vector_RD.T
+            if some_nameless:
+                score_BR[:, : len(vector_RD)].masked_fill_(nameless_N[first : first + num_rows], -torch.inf)
             if hide is not None:
                 _hide(score_BR, hide, first)
             best_BK = _improve(best_BK, score_BR, id_N[first : first + num_rows])
@@ -69,8 +74,8 @@ def as_tensor(array: Float32Array | Int64Array, kind: type[np.generic] = np.floa
 
 
 def to_keys(score: Tensor, ids: Tensor) -> Tensor:
-    """int64 keys of float32 scores and broadcastable int64 ids; larger is better. NaN counts as -inf."""
-    score = torch.where(score.isnan(), -torch.inf, score) + 0.0  # + 0.0 turns -0.0 into 0.0
+    """int64 keys of float32 scores and broadcastable int64 ids; larger is better. NaN and ids below 0 count as -inf."""
+    score = torch.where(score.isnan() | (ids < 0), -torch.inf, score) + 0.0  # + 0.0 turns -0.0 into 0.0
     bits = score.contiguous().view(torch.int32)
     # IEEE floats order like integers once the magnitude bits of negative ones are inverted.
     return ((bits ^ ((bits >> 31) & LOW_BITS)).to(torch.int64) << 32) | (LOW_BITS - ids)

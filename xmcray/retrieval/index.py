@@ -168,7 +168,8 @@ class Index:
         Args:
             queries: float32 [Q, D].
             k: answers per query, at least 1.
-            ids: int64 [n], what the rows are called in the answer; their positions if not given.
+            ids: int64 [n], what the rows are called in the answer, negative for those that are no answers; their
+                positions if not given.
             hidden: Q rows of positions that are masked before the k best are taken.
             exact: compare all rows, whatever the index.
         Returns:

@@ -49,7 +49,8 @@ class Lists:
         """Keys int64 [Q, k] (exact.to_keys) of the best rows in each query's `num_lists` nearest lists.
 
         Args:
-            name_N: int64 [N], what rows are called in the keys. hidden: positions that each query must not get.
+            name_N: int64 [N], what rows are called in the keys, negative for those that are no answers.
+            hidden: positions that each query must not get.
         """
         parts = [torch.empty((0, k), dtype=torch.int64)]
         for start in range(0, len(query_QD), CHUNK):
@@ -64,6 +65,7 @@ class _Search:
 
     def __init__(self, lists: Lists, query_BD: Tensor, k: int, name_N: Tensor, hidden: Ragged | None) -> None:
         self.lists, self.query_BD, self.name_N = lists, query_BD, name_N
+        self.some_nameless = bool((name_N < 0).any())
         self.best_BK = nothing(len(query_BD), k).clone()
         rows = len(lists.vector_ND)
         self.hidden = np.unique(hidden.row_ids * rows + hidden.values) if hidden and len(hidden.values) else None
@@ -102,8 +104,11 @@ class _Search:
     def _begin(self, who: Tensor, rows: Tensor, _: Tensor) -> None:
         """The first list of a query: nothing to compare with yet, so its best rows are taken at once."""
         score = self.query_BD.index_select(0, who) @ self.lists.vector_ND.index_select(0, rows).T
+        names = self.name_N[rows]
+        if self.some_nameless:
+            score.masked_fill_(names < 0, -torch.inf)
         best, place = score.topk(min(self.best_BK.shape[1], len(rows)), dim=1)
-        self.best_BK[who, : best.shape[1]] = to_keys(best, self.name_N[rows[place]])
+        self.best_BK[who, : best.shape[1]] = to_keys(best, names[place])
 
     def _visit_rows(self, row_ids: Tensor) -> None:
         bar_B = scores_of(self.best_BK[:, -1])

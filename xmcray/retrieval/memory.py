@@ -41,6 +41,7 @@ from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 Float64Array = npt.NDArray[np.float64]
 ROWS = 8192  # training queries that are encoded, written and read at once
 VOTERS = 128  # queries whose votes are counted at once
+_MAX_POWER = 700.0  # exp of more is no float64
 _QUERIES = pa.schema([("uid", pa.large_string()), ("text", pa.large_string())])
 
 
@@ -72,15 +73,20 @@ class Neighbours:
     """The nearest keys of B queries, best first; -1 and -inf where there are no more.
 
     Attributes:
-        queries: rows of the memory. labels: source ids; also complete answers for which too few keys voted.
+        queries: rows of the memory. labels: source ids.
+        joined: labels that joined after the export, source ids; no keys, see `joined_weights`. None: there are none.
+        completing: labels that complete answers for which too few keys voted; those of `labels` if not given.
     """
 
     queries: TopLabels
     labels: TopLabels
+    joined: TopLabels | None = None
+    completing: TopLabels | None = None
 
     def slice(self, start: int, stop: int) -> Neighbours:
         """Those of queries start .. stop - 1."""
-        return Neighbours(*(TopLabels(t.ids[start:stop], t.scores[start:stop]) for t in (self.queries, self.labels)))
+        lists = self.queries, self.labels, self.joined, self.completing
+        return Neighbours(*(t and TopLabels(t.ids[start:stop], t.scores[start:stop]) for t in lists))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,39 +117,73 @@ def key_weights(near: Neighbours, config: MemoryConfig) -> tuple[Float64Array, F
     return both[:, : query_BK.shape[1]], both[:, query_BK.shape[1] :]
 
 
+def joined_weights(near: Neighbours, joined: TopLabels, config: MemoryConfig) -> Float64Array:
+    """Weights [B, Kj] of labels that joined later, in the proportion to the keys that the softmax would give them.
+
+    They are no part of its sum, and take no key's place among the b nearest, so that every other label keeps its
+    probability. One that is farther than the b nearest keys does not vote, as no key does.
+    """
+    score_BK, weight_BK = near.labels.scores, key_weights(near, config)[1]
+    if config.joint and config.weight:
+        score_BK = np.concatenate([near.queries.scores, score_BK], axis=1)
+        weight_BK = np.concatenate(key_weights(near, config), axis=1)
+    if config.weight == 1 or not score_BK.shape[1]:
+        return np.zeros(joined.scores.shape)
+    best_B1 = score_BK.max(axis=1, keepdims=True).astype(np.float64)
+    last_B1 = (
+        -np.sort(-score_BK, axis=1)[:, config.keys - 1 : config.keys] if score_BK.shape[1] >= config.keys else -2.0
+    )
+    votes = (joined.scores >= last_B1) & (joined.scores > -np.inf) & (best_B1 > -np.inf)
+    power = np.where(votes, joined.scores, 0) - np.where(votes, best_B1, 0)
+    weight = weight_BK.max(axis=1, keepdims=True) * np.exp(np.minimum(power / config.temperature, _MAX_POWER))
+    return np.where(votes, weight, 0.0)
+
+
 def count_votes(
-    near: Neighbours, positives: Ragged, config: MemoryConfig, num_labels: int, exclude: Ragged | None = None
+    near: Neighbours,
+    positives: Ragged,
+    config: MemoryConfig,
+    num_labels: int,
+    exclude: Ragged | None = None,
+    removed: npt.NDArray[np.bool_] | None = None,
 ) -> Votes:
     """softmax(q K^T / tau) V, the two halves of V apart (Eq. 8).
 
     Args:
         positives: source label ids of each row of the memory (Y).
         num_labels: L. exclude: B rows of source label ids that nobody can vote for.
+        removed: bool [L], labels that are keys as ever, but no answers.
     """
     weight_QK, weight_LK = key_weights(near, config)
+    label_LK = near.labels.ids
+    if near.joined is not None:
+        weight_LK = np.concatenate([weight_LK, joined_weights(near, near.joined, config)], axis=1)
+        label_LK = np.concatenate([label_LK, near.joined.ids], axis=1)
     query, place = np.nonzero(weight_QK)
     voted = positives.take(near.queries.ids[query, place])
     voter = voted.row_ids
     own_query, own_place = np.nonzero(weight_LK)
     pair = np.concatenate(
-        [query[voter] * num_labels + voted.values, own_query * num_labels + near.labels.ids[own_query, own_place]]
+        [query[voter] * num_labels + voted.values, own_query * num_labels + label_LK[own_query, own_place]]
     )
     pairs, entry = np.unique(pair, return_inverse=True)
     split = len(voter)
     of_queries = np.bincount(entry[:split], weight_QK[query, place][voter], len(pairs)).astype(np.float64)
     of_labels = np.bincount(entry[split:], weight_LK[own_query, own_place], len(pairs)).astype(np.float64)
+    kept = np.ones(len(pairs), bool) if removed is None else ~removed[pairs % num_labels]
     if exclude is not None and len(exclude.values):
-        kept = ~np.isin(pairs, exclude.row_ids * num_labels + exclude.values)
-        return Votes(pairs[kept], of_queries[kept], of_labels[kept])
-    return Votes(pairs, of_queries, of_labels)
+        kept &= ~np.isin(pairs, exclude.row_ids * num_labels + exclude.values)
+    return Votes(pairs[kept], of_queries[kept], of_labels[kept])
 
 
 def ranked(votes: Votes, weight: float, k: int, labels: TopLabels, num_labels: int) -> TopLabels:
     """The k most probable labels, equal ones by lower source id; float32 probabilities.
 
-    Fewer than k are completed by `labels` in their order. Nobody voted for those: their scores are -1, -2 ...
+    Fewer than k are completed by `labels` in their order. Nobody voted for those: their scores are inner products less
+    2, thus negative. A weight above 1, of a label that joined later, is shown as 1 plus its logarithm.
     """
     share = votes.share(weight)
+    share = np.where(share > 1, 1 + np.log(np.maximum(share, 1)), share)
     voted = np.flatnonzero(share)
     query, label = np.divmod(votes.pairs[voted], num_labels)
     order = np.lexsort((label, -share[voted], query))
@@ -161,7 +201,7 @@ def ranked(votes: Votes, weight: float, k: int, labels: TopLabels, num_labels: i
     place_BW = count_B[:, None] + rank_BW - 1
     row, column = np.nonzero(fresh_BW & (place_BW < k))
     ids[row, place_BW[row, column]] = labels.ids[row, column]
-    scores[row, place_BW[row, column]] = -rank_BW[row, column]
+    scores[row, place_BW[row, column]] = labels.scores[row, column] - 2
     return TopLabels(ids, scores)
 
 
@@ -192,7 +232,7 @@ class Memory:
     Args:
         config: how they vote where a request does not say otherwise.
         shards, indexes: their vectors. positives: their source label ids. num_labels: L.
-        texts: file of uids and texts, if there is one.
+        texts: file of uids and texts, if there is one. removed: source ids of labels that are no answers any more.
     """
 
     def __init__(
@@ -203,14 +243,23 @@ class Memory:
         positives: Ragged,
         num_labels: int,
         texts: Path | None = None,
+        removed: Int64Array | None = None,
     ) -> None:
         self.config, self.shards, self.indexes = config, shards, indexes
         self.positives, self.num_labels = positives, num_labels
         self._texts = texts
+        self._removed = np.isin(np.arange(num_labels), removed) if removed is not None and len(removed) else None
 
     @classmethod
     def load(
-        cls, bundle: Path, manifest: Manifest, predictor: Mapping[str, Any], num_labels: int, dim: int, threads: int
+        cls,
+        bundle: Path,
+        manifest: Manifest,
+        predictor: Mapping[str, Any],
+        num_labels: int,
+        dim: int,
+        threads: int,
+        removed: Int64Array | None = None,
     ) -> Memory:
         """The memory of a verified bundle; vectors and positives stay on disk.
 
@@ -231,7 +280,8 @@ class Memory:
         if not fits or shards is None:
             raise BundleError(f"{bundle}: the files of its memory do not fit settings.json; make it again")
         indexes = list(open_shards(bundle, manifest, shards, dim, threads, "memory/"))
-        return cls(config, shards, indexes, Ragged(labels, offsets), num_labels, bundle / "memory" / "queries.parquet")
+        texts = bundle / "memory" / "queries.parquet"
+        return cls(config, shards, indexes, Ragged(labels, offsets), num_labels, texts, removed)
 
     def neighbours(
         self,
@@ -259,8 +309,8 @@ class Memory:
         for start in range(0, len(near.labels.ids), VOTERS):
             part = near.slice(start, start + VOTERS)
             hide = None if exclude is None else exclude.slice(start, start + len(part.labels.ids))
-            votes = count_votes(part, self.positives, config, self.num_labels, hide)
-            parts.append(ranked(votes, config.weight, k, part.labels, self.num_labels))
+            votes = count_votes(part, self.positives, config, self.num_labels, hide, self._removed)
+            parts.append(ranked(votes, config.weight, k, part.completing or part.labels, self.num_labels))
         return TopLabels(np.concatenate([p.ids for p in parts]), np.concatenate([p.scores for p in parts]))
 
     def voters(self, near: Neighbours, config: MemoryConfig) -> list[dict[int, list[tuple[int, float]]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,9 @@ class Answer:
 
     Attributes:
         label_id: source id, the label's line in the user's files.
-        score: inner product of query and label vector; with a memory the probability, or a negative number where nobody
-            voted for the label and it only completes the list.
+        score: inner product of query and label vector. With a memory the probability; above 1 for a label that joined
+            later and is nearer than all keys; where nobody voted for the label and it only completes the list, the
+            inner product less 2.
         voters: where asked for, the training queries that voted for it, the largest weight first; what their weights
             lack of the probability is the vote of the label's own text.
     """
@@ -61,6 +63,7 @@ class Retriever:
         sha256: names the bundle's content.
         tokenizer: makes `Ragged` queries for `top_labels`.
         memory: training queries that vote for labels, or None: labels are found by their own vectors.
+        rank: int64 [L], row of each label by source id, also of those removed since.
     """
 
     def __init__(
@@ -74,12 +77,18 @@ class Retriever:
         settings: Settings,
         sha256: str = "",
         memory: Memory | None = None,
+        removed: Int64Array | None = None,
     ) -> None:
         self.settings, self.tokenizer, self.sha256, self.memory = settings, tokenizer, sha256, memory
         self._encoder, self._head, self._labels, self._order = encoder, head, labels, label_order
         self._shards = list(shards)
-        self._rank = np.empty_like(label_order)  # source -> internal
-        self._rank[label_order] = np.arange(len(label_order))
+        self._removed = np.empty(0, np.int64) if removed is None else removed
+        self._num_exported = sum(shard.start < (settings.first_added or shard.stop) for shard in settings.shards)
+        rows = np.flatnonzero(label_order >= 0)
+        self.rank = np.empty(len(rows), np.int64)
+        self.rank[label_order[rows]] = rows
+        self._names = label_order.copy()
+        self._names[self.rank[self._removed]] = -1
 
     @classmethod
     def load(cls, path: str | Path, threads: int | None = None, device: str | None = None) -> Retriever:
@@ -102,7 +111,7 @@ class Retriever:
             raise ConfigError(f"device {device!r} is not available on this machine; use 'cpu'") from None
         folder, manifest = open_artifact(path, KIND)
         settings = read_settings(folder)
-        labels, order = read_labels(folder, settings.num_labels)
+        labels, order, removed = read_labels(folder, settings)
         encoder = load_encoder(folder / "encoder").to(where).eval()
         head = load_head(folder / "head").to(where)
         if (encoder.dim, head.out_dim) != (head.dim, settings.dim):
@@ -115,17 +124,22 @@ class Retriever:
         memory = None
         if settings.predictor["kind"] == "memory":
             known = settings.predictor, settings.num_labels, settings.dim
-            memory = Memory.load(folder, manifest, *known, num_threads)
+            memory = Memory.load(folder, manifest, *known, num_threads, removed)
         if where.type != "cpu":
             for shard in [*shards, *(memory.indexes if memory else ())]:
                 shard.vectors = shard.vectors.to(where)
         tokenizer = TextTokenizer.load(folder / "tokenizer")
-        return cls(encoder, head, tokenizer, labels, order, shards, settings, manifest.sha256, memory)
+        return cls(encoder, head, tokenizer, labels, order, shards, settings, manifest.sha256, memory, removed)
 
     @property
     def num_labels(self) -> int:
-        """L."""
-        return self.settings.num_labels
+        """Labels that can be answered: L without those that were removed."""
+        return self.settings.num_labels - len(self._removed)
+
+    @property
+    def changed(self) -> bool:
+        """Whether labels joined or were removed since the export."""
+        return self.settings.first_added is not None or len(self._removed) > 0
 
     @property
     def indexed(self) -> bool:
@@ -220,13 +234,55 @@ class Retriever:
         near = self._neighbours(remembering, query_BD, k, config, exclude, exact)
         return remembering.answer(near, k, config, exclude)
 
+    def exported_near(
+        self, query_BD: Float32Array, k: int, exclude: Ragged | None = None, exact: bool = False
+    ) -> TopLabels:
+        """As `nearest` by labels' own vectors, among all labels of the export, also those removed since."""
+        return self._search(slice(self._num_exported), self._order, query_BD, k, exclude, exact)
+
+    def label_ids(self) -> dict[str, int]:
+        """Source ids by uid, of the labels that can be answered."""
+        gone = set(self._removed.tolist())
+        return {uid: i for i, uid in enumerate(self._labels["uid"].to_pylist()) if i not in gone}
+
+    def label_texts(self, label_ids: Int64Array) -> list[str]:
+        """Texts of labels by source id."""
+        texts: list[str] = self._labels["text"].take(pa.array(label_ids)).to_pylist()
+        return texts
+
+    def label_vectors(self, label_ids: Int64Array) -> Float32Array:
+        """float32 [n, D], vectors of labels by source id."""
+        rows = self.rank[label_ids]
+        vectors = np.empty((len(rows), self.settings.dim), np.float32)
+        for number, shard in enumerate(self.settings.shards):
+            inside = (rows >= shard.start) & (rows < shard.stop)
+            vectors[inside] = self.vectors(number)[rows[inside] - shard.start]
+        return vectors
+
+    def vectors(self, shard: int) -> Float32Array:
+        """float32 [rows, D] of one shard."""
+        vectors: Float32Array = self._shards[shard].vectors.cpu().numpy()
+        return vectors
+
     def _labels_near(
         self, query_BD: Float32Array, k: int, exclude: Ragged | None = None, exact: bool = False
     ) -> TopLabels:
         """The labels whose own vectors are nearest."""
-        hidden = None if exclude is None else Ragged(self._rank[exclude.values], exclude.offsets)
-        shards = self.settings.shards
-        return search_shards(shards, self._shards, query_BD, k, names=self._order, hidden=hidden, exact=exact)
+        return self._search(slice(None), self._names, query_BD, k, exclude, exact)
+
+    def _search(
+        self,
+        shards: slice,
+        names: Int64Array,
+        query_BD: Float32Array,
+        k: int,
+        exclude: Ragged | None = None,
+        exact: bool = False,
+    ) -> TopLabels:
+        """The nearest rows of some of the shards."""
+        hidden = None if exclude is None else Ragged(self.rank[exclude.values], exclude.offsets)
+        searched = self.settings.shards[shards], self._shards[shards]
+        return search_shards(*searched, query_BD, k, names=names, hidden=hidden, exact=exact)
 
     def _neighbours(
         self,
@@ -237,10 +293,17 @@ class Retriever:
         exclude: Ragged | None = None,
         exact: bool = False,
     ) -> Neighbours:
-        def search_labels(width: int) -> TopLabels:
-            return self._labels_near(query_BD, width, exclude, exact)
+        """The keys are those of the export, whatever labels joined or were removed since: so no probability changes."""
 
-        return memory.neighbours(query_BD, search_labels, k, config, exact)
+        def search_labels(width: int) -> TopLabels:
+            return self.exported_near(query_BD, width, exclude, exact)
+
+        near = memory.neighbours(query_BD, search_labels, k, config, exact)
+        if not self.changed:
+            return near
+        width = min(config.keys, self.settings.num_labels)
+        joined = self._search(slice(self._num_exported, None), self._names, query_BD, width, exclude, exact)
+        return dataclasses.replace(near, joined=joined, completing=self._labels_near(query_BD, k, exclude, exact))
 
     def _voting(self, asked: MemoryConfig | None, explain: bool = False) -> tuple[Memory, MemoryConfig] | None:
         """The memory and its settings for one request; None where there is no memory."""

@@ -62,14 +62,19 @@ def write_shards(
     for number, rows in enumerate(_pieces(blocks, shard_rows)):
         start, dim = shards[-1].stop if shards else 0, rows.shape[1]
         stop = start + len(rows)
-        # one entry of metadata: safetensors writes several in an order that changes from file to file
-        save_file({"vectors": rows}, folder / _vectors(number), metadata={"rows": f"{start}:{stop}"})
+        save_vectors(folder, number, rows, start)
         index = build_index(rows, spec.factory, spec.seed, threads=threads, spec=spec, queries=queries)
         if not index.is_exact:
             (folder / "index").mkdir(exist_ok=True)
             index.save(folder / _index(number))
         shards.append(Shard(start, stop, not index.is_exact, index.candidates))
     return tuple(shards), dim
+
+
+def save_vectors(folder: Path, number: int, rows: Float32Array, start: int) -> None:
+    """Writes the vectors of one shard, whose rows begin at `start`."""
+    # one entry of metadata: safetensors writes several in an order that changes from file to file
+    save_file({"vectors": rows}, folder / vectors_name(number), metadata={"rows": f"{start}:{start + len(rows)}"})
 
 
 def read_shards(values: Sequence[Mapping[str, Any]], rows: int) -> tuple[Shard, ...] | None:
@@ -90,7 +95,7 @@ def open_shards(
         BundleError: a file is malformed, or does not fit the settings.
     """
     for number, shard in enumerate(shards):
-        vectors = _read_vectors(bundle / within / _vectors(number), shard.stop - shard.start, dim)
+        vectors = _read_vectors(bundle / within / vectors_name(number), shard.stop - shard.start, dim)
         if not shard.indexed:
             yield Index(vectors, None, threads=threads)
             continue
@@ -114,7 +119,8 @@ def search_shards(
     """The k best rows of all shards, best first, equal scores by lower id.
 
     Args:
-        names: int64 [rows], what rows are called in the answer; their numbers if not given.
+        names: int64 [rows], what rows are called in the answer, -1 for those that are no answers; their numbers if not
+            given.
         hidden: B lists of row numbers that are masked before the k best are taken.
         exact: compare all rows, whatever the index.
     Returns:
@@ -168,7 +174,8 @@ def _read_vectors(path: Path, rows: int, dim: int) -> Tensor:
     return vectors
 
 
-def _vectors(number: int) -> str:
+def vectors_name(number: int) -> str:
+    """The file of the vectors of one shard."""
     return f"vectors/{number:05d}.safetensors"
 
 

@@ -48,7 +48,7 @@ def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
     num_labels = corpus.card.num_labels
     first = _finished(run, last, data, LabelPartition(num_labels, _blocks(num_labels), 0))
     spec = IndexSpec(recall=_RECALL, seed=run.config.optim.seed)
-    memory = getattr(run.config.method, "memory", None)  # of a method whose training queries vote
+    memory = first.method.bundle_spec.memory
     ids = [np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64) for start in range(0, num_labels, _BLOCK)]
     write_bundle(
         out,
@@ -68,6 +68,7 @@ def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
             "config": run.config.to_dict(),
         },
         method=run.config.method_name,
+        label_side=first.method.bundle_spec.label_side,
         queries=_sample_queries(first, data, run.config.optim.seed),
         predictor=memory and remember(corpus.split("train"), lambda t: _query_vectors(first, t), memory, spec),
     )

@@ -112,6 +112,8 @@ def stored_answers(path: str, corpus: Corpus, split: str) -> Search:
 def check_fits(retriever: Retriever, corpus: Corpus) -> None:
     """Raises DataError unless the corpus has the labels and the token ids that the bundle knows."""
     ours, theirs = retriever.num_labels, corpus.card.num_labels
+    if retriever.changed:
+        raise DataError("labels joined or were removed since the bundle was exported; evaluate the bundle as it was")
     if ours != theirs:
         raise DataError(f"the bundle has {ours:,} labels, corpus {corpus.path} has {theirs:,}; name its own corpus")
     if retriever.tokenizer.to_files() != corpus.tokenizer().to_files():

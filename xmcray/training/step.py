@@ -91,7 +91,7 @@ class Stepper:
         torch.set_float32_matmul_precision("medium" if config.matmul == "bf16" else "highest")
         self.modules: dict[str, nn.Module] = {"encoder": encoder, **method.modules}
         sparse = [f"{m}.{p}" for m, module in self.modules.items() for p in sparse_parameters(module)]
-        self.optimizer = EncoderOptimizer(self.modules, config, sparse, getattr(method, "lr_factors", None))
+        self.optimizer = EncoderOptimizer(self.modules, config, sparse, method.lr_factors)
         if not (self.optimizer.named or sparse or any(table.config.lr for table in method.tables.values())):
             raise ConfigError(
                 "encoder.frozen leaves this method nothing to train without a projection; set encoder.dim"

@@ -100,7 +100,7 @@ def test_any_setting_equals_the_formula(arrays: tuple[Any, Any, Any], config: Me
         np.testing.assert_array_equal(top.ids[row, :num_voted], order)
         rest = [label for label in near.labels.ids[row] if not found[row, label]]
         assert top.ids[row, num_voted:].tolist() == rest, "completed in order of inner product"
-        assert top.scores[row, num_voted:].tolist() == [-1.0 - i for i in range(len(rest))]
+        assert top.scores[row, num_voted:].tolist() == [label_score_BL[row, label] - 2 for label in rest]
 
 
 def test_a_sweep_equals_one_search_per_setting(arrays: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

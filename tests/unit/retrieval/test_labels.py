@@ -1,0 +1,263 @@
+"""Labels join and leave a bundle: found at once by their own text, and nobody else's score changes by a bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import planted_corpus
+
+from xmcray import cli, storage
+from xmcray.data.tokens import train_wordpiece
+from xmcray.errors import BundleError, DataError, StorageError
+from xmcray.nn.encoder import EncoderConfig, build_encoder
+from xmcray.nn.heads import Head, NormalisedHead, TwoHeads
+from xmcray.nn.label_side import LabelSide
+from xmcray.nn.prototypes import PrototypeNetwork
+from xmcray.retrieval import labels as module
+from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
+from xmcray.retrieval.memory import MemoryConfig
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.memory import memory_bundle
+from xmcray.types import TopLabels
+
+WORDS = "matrix vector norm solve inverse trace rank eigen sparse dense random sample mean median sort join".split()  # noqa: SIM905
+TEXTS = [f"{a} {b} {c}" for i, a in enumerate(WORDS) for j, b in enumerate(WORDS[:i]) for c in WORDS[:j]]
+NEW = [NewLabel(f"new{i}", f"{a} {a} {b} {b} {b} {b}") for i, (a, b) in enumerate(zip(WORDS, WORDS[7:], strict=False))]
+PLANTED = [NewLabel(f"new{i}", f"w{i}x1 w{i}x1 w{i + 9}x2") for i in range(9)]
+DIM, K = 16, 20
+IVF = IndexSpec(factory="IVF8,Flat", nprobe=2, candidates=1)
+
+
+def write(path: Path, kind: str) -> Path:
+    """A bundle of an untrained encoder whose label vectors are of one kind; indexed where its name says so."""
+    tokenizer = train_wordpiece(iter(TEXTS), vocab_size=400, max_len=16)
+    encoder = build_encoder(EncoderConfig(dim=DIM), tokenizer, None, seed=0).eval()
+    head: Head = TwoHeads(DIM, DIM) if kind == "both" else Head(DIM) if kind.startswith("rows") else NormalisedHead(DIM)
+    if isinstance(head, TwoHeads):
+        head.reset(0)
+    rng, side = np.random.default_rng(0), LabelSide()
+    with torch.no_grad():
+        vectors = head(encoder(tokenizer.encode(TEXTS))).numpy()
+    # as training makes them: long, with a part that all have and one that follows the text
+    way = vectors[:, -DIM:] - vectors[:, -DIM:].mean(axis=0)
+    row = 5 * way / np.linalg.norm(way, axis=1, keepdims=True) - 1 + 0.1 * rng.standard_normal(way.shape, np.float32)
+    if kind.startswith("rows"):
+        vectors, side = row, LabelSide(DIM)
+    elif kind == "both":
+        vectors[:, DIM:], side = row / np.linalg.norm(row, axis=1, keepdims=True), LabelSide(DIM)
+    elif kind == "prototypes":
+        side = LabelSide(prototypes=PrototypeNetwork(DIM, 8, len(TEXTS), 4, seed=0))
+    order = rng.permutation(len(TEXTS))
+    spec = IVF if kind.endswith("IVF") else IndexSpec()
+    uids = [f"u{i}" for i in range(len(TEXTS))]
+    made = [vectors[order]]
+    write_bundle(path, encoder, head, tokenizer, uids, TEXTS, order, made, spec, {"by": "test"}, label_side=side)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Bundles by kind, each made once."""
+    folder, made = tmp_path_factory.mktemp("labels"), {}
+
+    def bundle(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = write(folder / kind, kind) if kind != "memory" else folder / "memory"
+            if kind == "memory":
+                corpus = planted_corpus(folder, num_queries=300, num_labels=47)
+                build_encoder(EncoderConfig(dim=DIM), corpus.tokenizer(), None, seed=0).save(folder / "encoder")
+                memory_bundle(str(folder / "encoder"), corpus, made[kind], MemoryConfig(keys=25))
+        return made[kind]
+
+    return bundle
+
+
+def queries_of(retriever: Retriever, new: list[NewLabel]) -> Any:
+    """So many queries that lists are scanned; fewer are answered by FAISS one by one."""
+    return retriever.encode([*TEXTS[:250], *(label.text for label in new), *(f"w{i}x0 w{i}x1" for i in range(20))])
+
+
+def bits(top: TopLabels) -> list[list[tuple[int, bytes]]]:
+    """Of each query: answers in order, each with the bits of its score."""
+    return [
+        [(label, score.tobytes()) for label, score in zip(ids, scores, strict=True) if label >= 0]
+        for ids, scores in zip(top.ids.tolist(), top.scores, strict=True)
+    ]
+
+
+def same_but(wanted: TopLabels, found: TopLabels, strangers: set[int]) -> int:
+    """Asserts that both rank the labels that are no strangers alike, bit for bit; returns how many were met."""
+    met = 0
+    for one, other in zip(bits(wanted), bits(found), strict=True):
+        known = [[answer for answer in answers if answer[0] not in strangers] for answers in (one, other)]
+        depth = min(map(len, known))
+        assert known[0][:depth] == known[1][:depth]
+        met += len(one) + len(other) - len(known[0]) - len(known[1])
+    return met
+
+
+@pytest.mark.parametrize("kind", ["texts", "textsIVF", "rows", "rowsIVF", "both", "prototypes", "memory"])
+def test_labels_join_and_leave(kind: str, bundles: Any, tmp_path: Path) -> None:
+    source = bundles(kind)
+    first = Retriever.load(source, threads=1)
+    new = PLANTED if kind == "memory" else NEW
+    own = first.encode([label.text for label in new])
+    asked = [queries_of(first, new), own]
+    depth = first.num_labels if kind == "memory" else K
+    before = [first.nearest(query_BD, depth) for query_BD in asked]
+    assert add_labels(source, new[:2], tmp_path / "b") == first.num_labels + 2
+    assert add_labels(tmp_path / "b", new[2:]) == first.num_labels + len(new)
+    second = Retriever.load(tmp_path / "b", threads=1)
+    assert (second.indexed, second.changed, first.changed) == (kind.endswith("IVF"), True, False)
+    joined = set(range(first.num_labels, second.num_labels))
+    for query_BD, top in zip(asked, before, strict=True):
+        assert same_but(top, second.nearest(query_BD, depth), joined) > 0
+    for label, answers in zip(new, second.search([label.text for label in new], K), strict=True):
+        if kind != "prototypes":  # an untrained network makes them
+            assert (answers[0].uid, answers[0].text) == (label.uid, label.text)
+    # some of the export's best answers, and some that joined, leave
+    gone = {*before[1].ids[:3, :2].ravel().tolist(), min(joined)}
+    uids = [uid for uid, label in second.label_ids().items() if label in gone]
+    assert remove_labels(tmp_path / "b", uids) == second.num_labels - len(gone)
+    third = Retriever.load(tmp_path / "b", threads=1)
+    for query_BD in asked:
+        found = third.nearest(query_BD, depth)
+        assert not np.isin(found.ids, list(gone)).any()
+        assert (found.ids[:, : depth - len(gone)] >= 0).all()
+        assert same_but(second.nearest(query_BD, depth), found, gone) > 0
+    assert third.label_ids() == {uid: label for uid, label in second.label_ids().items() if label not in gone}
+    assert storage.open_artifact(tmp_path / "b", "bundle")[1].about["changes"][-1]["removed"] == len(gone)
+
+
+def test_a_removed_label_may_come_back_under_a_new_number(bundles: Any, tmp_path: Path) -> None:
+    remove_labels(bundles("texts"), ["u3"], tmp_path / "b")
+    add_labels(tmp_path / "b", [NewLabel("u3", NEW[0].text)])
+    answer = Retriever.load(tmp_path / "b").search([NEW[0].text], 1)[0][0]
+    assert (answer.uid, answer.label_id) == ("u3", len(TEXTS))
+
+
+def test_more_labels_than_a_shard_has_room_for(bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROOM", 4)
+    add_labels(bundles("texts"), NEW[:6], tmp_path / "parts")
+    add_labels(tmp_path / "parts", NEW[6:])
+    retriever = Retriever.load(tmp_path / "parts")
+    assert [shard.stop - len(TEXTS) for shard in retriever.settings.shards] == [0, 8, 12]
+    add_labels(bundles("texts"), NEW, tmp_path / "whole")
+    found = [Retriever.load(tmp_path / name).search([n.text for n in NEW], 3) for name in ("parts", "whole")]
+    assert found[0] == found[1]
+
+
+def test_prototypes_share_the_free_vector_of_the_nearest(bundles: Any, tmp_path: Path) -> None:
+    network = PrototypeNetwork(DIM, 8, len(TEXTS), 4, seed=0)
+    network.cluster_L.copy_(torch.arange(len(TEXTS)) % 4)
+    retriever = Retriever.load(bundles("prototypes"))
+    text = retriever.encode([NEW[0].text])
+    row = int(retriever.rank[retriever.nearest(text, 1).ids[0, 0]])
+    with torch.no_grad():
+        expected = network(torch.from_numpy(text), torch.from_numpy(text), torch.tensor([row]))
+    made = module.label_vectors(retriever, LabelSide(prototypes=network), [NEW[0].text])
+    np.testing.assert_array_equal(made, expected.numpy())
+
+
+@pytest.mark.parametrize("system", ["exchanges", "renames"])
+def test_a_bundle_changes_at_one_moment(
+    system: str, bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if system == "renames":
+        monkeypatch.setattr(storage, "_EXCHANGE", 1 << 20)  # refused, as by a system without the call
+    shutil.copytree(bundles("texts"), tmp_path / "b")
+    reader = Retriever.load(tmp_path / "b")
+    answers = reader.search(TEXTS[:5], 3)
+    sha256 = reader.sha256
+    monkeypatch.setattr(np, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left")))
+    with pytest.raises(StorageError, match="disk is full"):
+        add_labels(tmp_path / "b", NEW)
+    monkeypatch.undo()
+    with storage.exclusive(tmp_path / "b"), pytest.raises(StorageError, match="is being changed by another process"):
+        remove_labels(tmp_path / "b", ["u1"])
+    assert storage.open_artifact(tmp_path / "b", "bundle")[1].sha256 == sha256
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    remove_labels(tmp_path / "b", [reader.search(TEXTS[:1], 1)[0][0].uid])
+    assert reader.search(TEXTS[:5], 3) == answers, "a reader goes on with what it opened"
+    assert Retriever.load(tmp_path / "b").search(TEXTS[:5], 3) != answers
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+BAD = {
+    "broken JSON": ('{"uid": "a", "te', "new.jsonl:2: broken JSON"),
+    "no uid": ('{"text": "x"}', "new.jsonl:2: no uid"),
+    "uid twice": ('{"uid": "new0", "text": "x"}', "new.jsonl:2: duplicate uid 'new0'"),
+    "no text": ('{"uid": "a", "text": " "}', "new.jsonl:2: label 'a' has no text"),
+    "no token": ('{"uid": "a", "text": "\\u0000"}', "has no token; reword it"),
+    "known uid": ('{"uid": "u7", "text": "x"}', "label 'u7' is in "),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_labels_are_one_line(name: str, bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line, message = BAD[name]
+    (tmp_path / "new.jsonl").write_text(json.dumps({"uid": "new0", "text": "sort"}) + "\n" + line)
+    refused(["labels", "add", bundles("texts"), tmp_path / "new.jsonl", "--out", tmp_path / "b"], message, capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["new.jsonl"]
+
+
+def test_other_mistakes_are_one_line(bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = bundles("texts")
+    refused(["labels", "remove", bundle, "u1", "nobody"], "label 'nobody' is not in", capsys)
+    refused(["labels", "remove", bundle, *(f"u{i}" for i in range(len(TEXTS)))], "these are all 560 labels", capsys)
+    refused(["labels", "add", bundle, tmp_path / "none.jsonl"], "none.jsonl is no file", capsys)
+    refused(["labels", "remove", bundle, "u1", "--out", bundle], "exists and is not empty", capsys)
+    refused(["labels", "remove", "memory://b", "u1"], "is a URL", capsys)
+    refused(["labels", "remove", tmp_path / "none", "u1"], "does not exist; expected a bundle", capsys)
+    refused(["labels", "drop", bundle, "u1"], "invalid choice: 'drop'", capsys)
+    shutil.copytree(bundle, tmp_path / "old", ignore=shutil.ignore_patterns("label_side", "manifest.json"))
+    storage.finish_manifest(tmp_path / "old", "bundle", {}, {})
+    with pytest.raises(BundleError, match=r"label side in .* cannot be read"):
+        add_labels(tmp_path / "old", NEW)
+    rows = write_texts_without(tmp_path / "empty")
+    with pytest.raises(DataError, match="no label of the bundle has a text"):
+        add_labels(rows, NEW)
+
+
+def write_texts_without(path: Path) -> Path:
+    """A bundle of rows whose labels have no text."""
+    tokenizer = train_wordpiece(iter(TEXTS), vocab_size=400, max_len=16)
+    encoder = build_encoder(EncoderConfig(dim=DIM), tokenizer, None, seed=0).eval()
+    rows = [np.eye(DIM, dtype=np.float32)]
+    uids = map(str, range(DIM))
+    write_bundle(
+        path, encoder, Head(DIM), tokenizer, uids, [""] * DIM, np.arange(DIM), rows, IndexSpec(), {},
+        label_side=LabelSide(DIM),
+    )  # fmt: skip
+    return path
+
+
+def refused(arguments: list[Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_the_command(bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "new.jsonl").write_text(json.dumps({"uid": "n", "title": "sort sort", "content": "norm norm"}))
+    bundle = str(tmp_path / "b")
+    assert cli.main(["labels", "add", str(bundles("rows")), str(tmp_path / "new.jsonl"), "--out", bundle]) == 0
+    assert "has 561 labels" in capsys.readouterr().out
+    assert cli.main(["search", bundle, "sort sort norm norm", "-k", "1", "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)[0]["answers"]
+    assert (answer["uid"], answer["label_id"]) == ("n", 560)
+    assert cli.main(["labels", "remove", bundle, "n"]) == 0
+    capsys.readouterr()
+    assert cli.main(["search", bundle, "sort sort norm norm", "-k", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["answers"][0]["uid"] != "n"
