@@ -17,6 +17,7 @@ from xmcray.evaluation.metrics import remove_pairs
 from xmcray.nn.heads import Head
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
+from xmcray.retrieval import exact
 from xmcray.training import validation
 from xmcray.types import Ragged
 
@@ -38,7 +39,7 @@ def rows_of(ids: list[Any]) -> Ragged:
     return Ragged.from_rows([np.sort(np.asarray(row, np.int64)) for row in ids])
 
 
-def validated_on_rank(name: str, block: int) -> dict[str, float]:
+def validated_on_rank(name: str, block: tuple[int, int]) -> dict[str, float]:
     """The golden scores as rows of the classifier, in an order of labels that is not the source's."""
     with np.load(ORACLE / f"metrics_{name}.npz", allow_pickle=False) as file:
         g = {key: file[key] for key in file.files}
@@ -64,7 +65,7 @@ def validated_on_rank(name: str, block: int) -> dict[str, float]:
         excluded=rows_of([rank_of[ids] for ids in filtered]).take,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "_ROWS", block)
+        patch.setattr(exact, "CPU_BLOCK", block)
         method: Any = SimpleNamespace(head=Head(num_queries), answer_rows=lambda: row_SD)
         return validation.validate(UnitVectors(num_queries), method, data, part)  # type: ignore[arg-type]
 
@@ -73,7 +74,7 @@ def validated_on_rank(name: str, block: int) -> dict[str, float]:
 @pytest.mark.parametrize("name", ["default", "amazon"])
 def test_validation_is_golden(name: str, num_ranks: int) -> None:
     expected = json.loads((ORACLE / f"metrics_{name}.json").read_text())
-    for found in on_ranks(validated_on_rank, num_ranks, name, 7):  # 40 queries in blocks of 7
+    for found in on_ranks(validated_on_rank, num_ranks, name, (7, 32)):  # 40 queries in blocks of 7
         assert found.keys() == set(validation._KEPT)
         for key, value in found.items():
             assert value == pytest.approx(expected[key], rel=1e-9), key
