@@ -1,13 +1,14 @@
-"""Twenty SIGKILLs of workers and drivers, in every phase of a refresh; each run, resumed, must end byte for byte alike.
+"""Twenty SIGKILLs per method, in every phase of a refresh; each run, resumed, must end byte for byte alike.
 
-    python benchmarks/soak.py               # half an hour
-    python benchmarks/soak.py --kills 2     # does it work?
+    python benchmarks/soak.py                             # two hours
+    python benchmarks/soak.py --method astra              # twenty minutes
+    python benchmarks/soak.py --kills 1                   # does it work? one for each method
 
 A planted corpus, 2 workers, `scheduled`, CPU. Every trial is a run of its own with one kill, of a worker (Ray Train
 restarts the group, which goes on from the newest checkpoint) or of the driver (the same command is started again at
 once, beside whatever the killed one left behind). The moments take turns: a random step, while queries are collected,
 published but not yet searched, searching, and the step at which a version is switched. What a kill really met is read
-from the ledger at that moment and printed. The undisturbed run is trained first, in the same way.
+from the ledger at that moment and printed. The undisturbed run of each method is trained first, in the same way.
 """
 
 from __future__ import annotations
@@ -49,11 +50,6 @@ SETTINGS = [
     "optim.batch_size=128",
     f"optim.epochs={EPOCHS}",
     "optim.warmup_steps=10",
-    "method.classifier.kind=adagrad",
-    "method.classifier.lr=0.1",
-    "method.classifier.weight_decay=0.001",
-    "negatives.uniform=100",
-    "negatives.hard=10",
     "negatives.start_epoch=2",
     "negatives.refresh_every=1",
     "negatives.wait_s=120",
@@ -61,6 +57,15 @@ SETTINGS = [
     "log.checkpoint_every=17",
     "log.validate_every=0",
 ]
+ROWS = ["method.classifier.kind=adagrad", "method.classifier.lr=0.1", "method.classifier.weight_decay=0.001"]
+OF_METHOD = {  # each with something to refresh
+    "astra": [*ROWS, "negatives.uniform=100", "negatives.hard=10"],
+    "renee": [*ROWS, "negatives.cluster_size=8"],
+    "dexml": ["method.columns=hard", "method.hard_per_query=3", "negatives.hard=10"],
+    "unidec": ["negatives.hard=10", "negatives.cluster_size=8"],
+    "prime": ["method.free_vectors=64", "method.feed_forward=64", "negatives.cluster_size=8"],
+    "rae": ["negatives.hard=10"],
+}
 PATIENCE_S = 300  # a run takes half a minute
 MOMENTS = ("any step", "collecting", "building", "searching", "switching")
 
@@ -69,6 +74,7 @@ MOMENTS = ("any step", "collecting", "building", "searching", "switching")
 class Trial:
     """What is killed and when it should be. Step: random, of the run's steps."""
 
+    method: str
     target: str
     moment: str
     step: int
@@ -88,60 +94,65 @@ class Trial:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--method", nargs="+", choices=OF_METHOD, default=list(OF_METHOD))
+    parser.add_argument("--kills", type=int, default=20, help="of each method (default: %(default)s)")
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("soak.md"))
-    parser.add_argument("--train", nargs=2, metavar=("CORPUS", "RUN"), help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs=3, metavar=("METHOD", "CORPUS", "RUN"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
         start_ray(num_cpus=4, object_store_bytes=256 << 20)
-        train(arguments.train[0], arguments.train[1], RunConfig.resolve("astra", {}, SETTINGS))
+        method, corpus_path, out = arguments.train
+        train(corpus_path, out, RunConfig.resolve(method, {}, [*SETTINGS, *OF_METHOD[method]]))
         return
     load = refuse_if_busy(anyway=True)
     corpus = data_sets.prepared("soak", lambda raw: write_planted(raw, num_queries=6000, num_labels=2000)).path
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
     rows: list[list[object]] = []
     try:
-        run = folder / "undisturbed"
-        wait(start(corpus, run))
-        expected, steps = final_weights(run), Run.open(run).result()["steps"]  # type: ignore[index]
-        for number, trial in enumerate(trials(arguments, steps), 1):
-            rows.append(
-                [number, trial.target, trial.moment, *kill_and_resume(trial, corpus, folder / str(number), expected)]
-            )
-            print(*rows[-1], sep=" | ", flush=True)
-            if rows[-1][-1] == "yes":
-                shutil.rmtree(folder / str(number))
+        for method in arguments.method:
+            run = folder / method
+            wait(start(method, corpus, run))
+            expected, steps = final_weights(run), Run.open(run).result()["steps"]  # type: ignore[index]
+            for number, trial in enumerate(trials(arguments, method, steps), 1):
+                killed = folder / f"{method}-{number}"
+                rows.append(
+                    [method, number, trial.target, trial.moment, *kill_and_resume(trial, corpus, killed, expected)]
+                )
+                print(*rows[-1], sep=" | ", flush=True)
+                if rows[-1][-1] == "yes":
+                    shutil.rmtree(killed)
     finally:
         equal = sum(row[-1] == "yes" for row in rows)
         if equal == len(rows):
             shutil.rmtree(folder, ignore_errors=True)
-        met = Counter(str(row[3]) for row in rows)
+        met = Counter(str(row[4]) for row in rows)
         notes = [
             f"{equal} of {len(rows)} runs ended with the weights of the undisturbed run, byte for byte",
             "met: " + ", ".join(f"{phase} {count}" for phase, count in sorted(met.items())),
-            "planted corpus of 2,000 labels, 2 workers, scheduled, CPU, a refresh in every epoch, adagrad",
+            "planted corpus of 2,000 labels, 2 workers, scheduled, CPU, a refresh in every epoch",
             load,
         ]
-        header = ["kill", "of", "aimed at", "met", "at step", "seconds", "byte-equal"]
+        header = ["method", "kill", "of", "aimed at", "met", "at step", "seconds", "byte-equal"]
         write_table(arguments.out, "Killed and resumed", header, rows, notes)
-    if equal < arguments.kills:
-        raise SystemExit(f"error: {equal} of {arguments.kills} runs are as the undisturbed one; the others: {folder}")
+    if equal < (wanted := arguments.kills * len(arguments.method)):
+        raise SystemExit(f"error: {equal} of {wanted} runs are as the undisturbed one; the others: {folder}")
 
 
-def trials(arguments: argparse.Namespace, steps: int) -> list[Trial]:
+def trials(arguments: argparse.Namespace, method: str, steps: int) -> list[Trial]:
     """Workers and drivers in turn, moments in turn, at random steps not too close to the end."""
     draw, per_epoch = random.Random(arguments.seed), steps // EPOCHS
     pairs = [(target, moment) for moment in arguments.moments for target in ("worker", "driver")]
     chosen = [pairs[i % len(pairs)] for i in range(arguments.kills)]
-    return [Trial(target, moment, draw.randrange(1, steps - 2 * per_epoch), per_epoch) for target, moment in chosen]
+    last = steps - 2 * per_epoch
+    return [Trial(method, target, moment, draw.randrange(1, last), per_epoch) for target, moment in chosen]
 
 
 def kill_and_resume(trial: Trial, corpus: Path, run: Path, expected: dict[str, str]) -> list[object]:
     """What the kill met, at which step, seconds in all, and whether the weights are the expected ones."""
     started, met = time.perf_counter(), ["nothing", 0]
-    driver = start(corpus, run)
+    driver = start(trial.method, corpus, run)
     family: dict[int, str] = {}
 
     def strike() -> None:
@@ -156,7 +167,7 @@ def kill_and_resume(trial: Trial, corpus: Path, run: Path, expected: dict[str, s
     wait(driver)
     watcher.close()
     if trial.target == "driver" and watcher.done:
-        driver = start(corpus, run)
+        driver = start(trial.method, corpus, run)
         wait(driver)
     for pid, command in family.items():  # ours, should something have outlived its driver
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
@@ -166,10 +177,10 @@ def kill_and_resume(trial: Trial, corpus: Path, run: Path, expected: dict[str, s
     return [*met, f"{time.perf_counter() - started:.0f}", "yes" if alike else "no"]
 
 
-def start(corpus: Path, run: Path) -> subprocess.Popen[bytes]:
+def start(method: str, corpus: Path, run: Path) -> subprocess.Popen[bytes]:
     """A driver in a process of its own; what it and Ray say of the kill goes to a file beside the run."""
     with run.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen([sys.executable, __file__, "--train", str(corpus), str(run)], stderr=log)
+        return subprocess.Popen([sys.executable, __file__, "--train", method, str(corpus), str(run)], stderr=log)
 
 
 def wait(driver: subprocess.Popen[bytes]) -> None:
