@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 TIER_P := $(wildcard $(addprefix tests/,unit oracle repo ranks golden behaviour gpu on_ray))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check soak golden clean
+.PHONY: help setup quickstart test check soak claims golden clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -34,6 +34,10 @@ check: setup  ## style, formatting and strict types
 soak: export OMP_NUM_THREADS = 1
 soak: setup  ## tier N: kills, sweeps and load for hours; the last table goes to benchmarks/results
 	$(BIN)/python benchmarks/soak.py
+
+claims: export OMP_NUM_THREADS = 1
+claims: setup  ## the papers' claims on small data: measures what is missing, writes docs/claims.md
+	$(BIN)/python benchmarks/claims/all.py
 
 golden: export OMP_NUM_THREADS = 1
 golden: export XMCRAY_RENEW_GOLDEN = 1

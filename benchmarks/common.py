@@ -77,13 +77,18 @@ def write_table(
         notes: lines under the table: settings, load, what was not run. Machine, commit, date and command are added.
     """
     table = [header, ["---"] * len(header), *[[_cell(value) for value in row] for row in rows]]
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    about = [*notes, f"machine: {machine()}", f"commit {_commit()}, {datetime.date.today()}, `{command}`"]
+    about = [*notes, *provenance()]
     lines = [f"# {title}", "", *["| " + " | ".join(row) + " |" for row in table], "", *[f"- {note}" for note in about]]
     target = RESULTS / path
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
+
+
+def provenance() -> list[str]:
+    """Machine, commit, date and command, as notes."""
+    command = " ".join(["python", os.path.relpath(sys.argv[0], Path(__file__).parents[1]), *sys.argv[1:]])
+    return [f"machine: {machine()}", f"commit {_commit()}, {datetime.date.today()}, `{command}`"]
 
 
 def _cell(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -46,8 +47,13 @@ def corpus(name: str) -> Corpus | None:
 def prepared(name: str, raw: Path | Callable[[Path], None], **settings: object) -> Corpus:
     """The corpus of raw files, or of what a function writes, with the defaults of `prepare`; made at the first call."""
     target = CACHE / "corpora" / name
-    if not target.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_dir():
+        return Corpus.open(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one preparation at a time: each takes all cores
+        if target.is_dir():
+            return Corpus.open(target)
         folder = raw if isinstance(raw, Path) else CACHE / "raw" / name
         if not isinstance(raw, Path):
             raw(folder)

@@ -16,10 +16,10 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +32,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the other benchmarks' part
 
 import data_sets
 from common import mean_and_half_width
+from pictures import rows_of_intervals
 
 from xmcray import config as configs
 from xmcray.data.corpus import Corpus
 from xmcray.errors import XmcrayError
-from xmcray.evaluation.charts import Series, bar_chart, short_number
+from xmcray.evaluation.charts import short_number
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
@@ -229,19 +230,22 @@ class Claim:
         """The plot, as the charts give it."""
         if self.plot is not None:
             return self.plot(results)
-        names = [name for name in self.variants if results.get(name)]
-        series = [
-            Series(metric, np.zeros(len(names)), np.array([mean(results[name], metric) for name in names]))
-            for metric in self.metrics
-        ]
-        unit = "percent" if all("@" in metric for metric in self.metrics) else ""
-        return bar_chart(self.title, names, series, y_title=unit, x_title="") if names else ""
+        blocks: dict[str, dict[str, tuple[float, float]]] = {}
+        for metric in self.metrics:
+            found = {name: shown(by_seed, metric) for name, by_seed in results.items()}
+            blocks[metric] = {name: mean_and_half_width(values) for name, values in found.items() if values}
+        return rows_of_intervals(self.title, blocks)
+
+
+def shown(by_seed: Mapping[int, Result], metric: str) -> list[float]:
+    """The values of the seeds, in percent for shares."""
+    return [(100.0 if "@" in metric else 1.0) * found[metric] for found in by_seed.values() if metric in found]
 
 
 def mean(by_seed: Mapping[int, Result], metric: str) -> float:
     """The mean over seeds, in percent for shares; nan if it was not measured."""
-    values = [result[metric] for result in by_seed.values() if metric in result]
-    return (100.0 if "@" in metric else 1.0) * float(np.mean(values)) if values else math.nan
+    values = shown(by_seed, metric)
+    return float(np.mean(values)) if values else math.nan
 
 
 def _folder() -> Path:
@@ -259,8 +263,8 @@ def measured(variant: Variant, seed: int) -> Result:
     path = result_file(variant, seed)
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-    started = time.process_time()
-    found = {**variant.measure(seed), "cpu_s": time.process_time() - started}
+    started = sum(os.times()[:4])  # its children's time too
+    found = {**variant.measure(seed), "cpu_s": sum(os.times()[:4]) - started}
     aside = path.with_suffix(".part")
     aside.write_text(json.dumps(found), encoding="utf-8")
     aside.replace(path)
@@ -286,11 +290,8 @@ def section(claim: Claim, results: Mapping[str, Mapping[int, Result]]) -> list[s
     header = ["variant", "seeds", *claim.metrics, "CPU s"]
     lines += ["", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for name, by_seed in results.items():
-        cells = [name, str(len(by_seed))]
-        for metric in claim.metrics:
-            scale = 100.0 if "@" in metric else 1.0
-            cells.append(interval([scale * found[metric] for found in by_seed.values() if metric in found]))
-        cells.append(short_number(mean(by_seed, "cpu_s")))
+        cells = [name, str(len(by_seed)), *(interval(shown(by_seed, metric)) for metric in claim.metrics)]
+        cells.append(short_number(mean(by_seed, "cpu_s")) if by_seed else "-")
         lines.append(f"| {' | '.join(cells)} |")
     if claim.reason and claim.verdict(results) != HOLDS:
         lines += ["", f"Likely reason: {claim.reason}"]
@@ -329,8 +330,8 @@ def main(make: Callable[[bool], Claim]) -> None:
         missing = due(claim, arguments.seeds, arguments.only)
         for number, (name, seed) in enumerate(missing, 1):
             found = measured(claim.variants[name], seed)
-            shown = ", ".join(f"{m} {mean({0: found}, m):.4g}" for m in claim.metrics if m in found)
-            print(f"{number}/{len(missing)} {name}, seed {seed}: {shown}; {found['cpu_s']:.0f} s", flush=True)
+            values = ", ".join(f"{m} {mean({0: found}, m):.4g}" for m in claim.metrics if m in found)
+            print(f"{number}/{len(missing)} {name}, seed {seed}: {values}; {found['cpu_s']:.0f} s", flush=True)
     except XmcrayError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,0 +1,83 @@
+"""Claim 3 (ASTRA): the time of a step does not grow with the number of labels, that of the exact loss does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from claim import Claim, Comparison, Measured, Result, main, mean
+from classifier_step import HARD, POOL, POSITIVES, QUERIES, Case
+
+from xmcray.evaluation.charts import Series, line_chart
+
+DIM = 64
+
+
+def make(full: bool) -> Claim:
+    sizes = [10**5, 10**6, 10**7] if full else [10**5, 3 * 10**5, 10**6]
+    few, many = sizes[0], sizes[-1]
+
+    def measured(labels: int, exact: bool) -> Measured:
+        settings = {"labels": labels, "exact": exact, "steps": 3 if exact else 20}
+        return Measured(function=step_time, settings=settings)
+
+    growth = many // few
+    return Claim(
+        number=3,
+        title="ASTRA: step time by labels",
+        statement="A step on sampled labels takes the same time for any number of labels, one on all grows with it",
+        source="ASTRA, Table 3",
+        variants={
+            **{f"sampled, {labels:,}": measured(labels, False) for labels in sizes},
+            **{f"exact, {labels:,}": measured(labels, True) for labels in sizes},
+        },
+        comparisons=[
+            Comparison(
+                of=f"sampled, {many:,}",
+                metric="ms",
+                against=f"sampled, {few:,}",
+                ratio=True,
+                high=2,
+                paper="49 / 38 ms from 131,000 to 20 million",
+            ),
+            Comparison(
+                of=f"exact, {many:,}",
+                metric="ms",
+                against=f"exact, {few:,}",
+                ratio=True,
+                low=growth / 2,
+                paper="275 / 35 ms, encoder included",
+            ),
+        ],
+        setup=f"The classifier's part of a step (drawing, reading rows, scores, loss, gradients, SGD with momentum) on"
+        f" one thread: {QUERIES} queries, {POSITIVES} positives and {HARD} hard negatives each, {POOL:,} uniform"
+        f" labels, rows of {DIM}; median of a few steps. The paper's times are of the whole step. That flat means at"
+        f" most twice and linear at least {growth / 2:g} times for {growth} times the labels is ours."
+        " `benchmarks/classifier_step.py` has the finer measurement.",
+        metrics=("ms",),
+        plot=lambda results: by_labels(results, sizes),
+    )
+
+
+def by_labels(results: Mapping[str, Mapping[int, Result]], sizes: list[int]) -> str:
+    """Milliseconds against the number of labels."""
+    series = [
+        Series(kind, np.array(sizes, float), np.array([mean(results.get(f"{kind}, {n:,}", {}), "ms") for n in sizes]))
+        for kind in ("sampled", "exact")
+    ]
+    return line_chart("ASTRA: the classifier's part of a step", series, y_title="ms", x_title="labels")
+
+
+def step_time(seed: int, labels: int, exact: bool, steps: int) -> Result:
+    """Median time of a step, after two that do not count."""
+    torch.set_num_threads(1)
+    case = Case(labels, DIM)
+    case.step = 1000 * seed  # other queries and labels
+    for number in range(steps + 2):
+        (case.exact if exact else case.sampled)(keep=number >= 2)
+    return {"ms": 1e3 * case.median}
+
+
+if __name__ == "__main__":
+    main(make)

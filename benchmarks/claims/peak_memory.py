@@ -1,0 +1,57 @@
+"""How much memory a stretch of code needs at its peak, in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+HERE = Path(__file__).parent
+# Freed blocks go back to the system at once: what counts is what is held.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+
+
+class Peak:
+    """Context that measures what its body needs beyond what was there: `mb`, of 10^6 bytes.
+
+    On a GPU the allocator's peak; else the peak of the resident memory, which the system resets on request (Linux).
+    """
+
+    mb: float
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.cuda = device == "cuda"
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        peak = torch.cuda.max_memory_allocated() if self.cuda else _status("VmHWM")
+        self.mb = (peak - self._before) / 1e6
+
+
+def in_child(module: str, function: str, **settings: Any) -> dict[str, float]:
+    """What a function of a script of this folder returns, run in a fresh process."""
+    code = f"import json, sys, {module}; print(json.dumps({module}.{function}(**json.loads(sys.argv[1]))))"
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
+    command = [sys.executable, "-c", code, json.dumps(settings)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return cast(dict[str, float], json.loads(done.stdout.splitlines()[-1]))
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -1,0 +1,40 @@
+"""The verdict on a paper's claim is read off the interval over seeds, and pairs the seeds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def claim(monkeypatch: pytest.MonkeyPatch) -> Any:
+    folder = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.setattr(sys, "path", [str(folder / "claims"), str(folder), *sys.path])
+    import claim
+
+    return claim
+
+
+def test_verdicts_follow_the_interval_of_paired_differences(claim: Any) -> None:
+    # differences 1.0, 1.2, 0.8 points: 1.0 ± 0.497 (Student's t, 2 degrees of freedom), though each varies by 30
+    a = {0: {"P@1": 0.51}, 1: {"P@1": 0.812}, 2: {"P@1": 0.308}, 3: {"P@1": 0.9}}
+    b = {0: {"P@1": 0.50}, 1: {"P@1": 0.800}, 2: {"P@1": 0.300}}
+    results = {"a": a, "b": b}
+
+    def verdict(**limits: float) -> str:
+        return claim.Comparison(of="a", against="b", **limits).verdict(results)  # type: ignore[no-any-return]
+
+    assert claim.Comparison(of="a", against="b").values(results) == pytest.approx([1.0, 1.2, 0.8])
+    assert [verdict(low=low) for low in (0.5, 0.51, 1.49, 1.5)] == ["holds", *["inconclusive"] * 2, "fails"]
+    assert [verdict(high=high) for high in (1.5, 1.49, 0.5)] == ["holds", "inconclusive", "fails"]
+    assert verdict(low=-1, high=1) == "inconclusive"
+    ratio = claim.Comparison(of="a", against="b", ratio=True, low=1)
+    assert ratio.values(results) == pytest.approx([1.02, 1.015, 1.02667], abs=1e-4)
+    assert ratio.verdict(results) == "holds"
+
+
+def test_one_seed_decides_nothing(claim: Any) -> None:
+    assert claim.Comparison(of="a", low=0).verdict({"a": {0: {"P@1": 0.5}}}) == "inconclusive"
