@@ -8,10 +8,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import data_sets
 import numpy as np
 import torch
 from claim import Claim, Comparison, Measured, Result, main, present
+from data_sets import CACHE, preset
+from data_sets import corpus as open_corpus
 
 from xmcray.data.batches import TrainingData
 from xmcray.evaluation.charts import Series, line_chart
@@ -73,11 +74,11 @@ def over_time(seed: int, corpus: str, settings: Sequence[str], seconds: float, d
 
     CPU time counts the index that is built beside the training too, and not what other processes take.
     """
-    opened = data_sets.corpus(corpus)
+    opened = open_corpus(corpus)
     assert opened is not None
     common = [f"optim.seed={seed}", "data.validation=0.02", "cluster.workers=0", "log.validate_every=0"]
-    config = data_sets.preset(corpus, [*common, f"log.checkpoint_every={10**9}", *settings])
-    folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
+    config = preset(corpus, [*common, f"log.checkpoint_every={10**9}", *settings])
+    folder = Path(tempfile.mkdtemp(dir=CACHE))
     data = TrainingData(opened, config.data)
     clock = time.process_time if device == "cpu" else time.perf_counter
     found: dict[str, list[float]] = {"P@1": [], "P@5": []}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
+import fcntl
+import importlib.util
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import data_sets
 import numpy as np
 import torch
 from claim import Measured, Result, Training, mean, present
+from data_sets import CACHE, prepared
+from data_sets import corpus as open_corpus
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
@@ -55,7 +57,16 @@ def untrained(corpus: str) -> Measured:
 
 def untrained_minilm() -> Measured | None:
     """MiniLM as it is, on the sample; None where its weights are not installed."""
-    return Measured(function=minilm_memory) if importlib.util.find_spec(MINILM) else None
+    if importlib.util.find_spec(MINILM) is None:
+        return None
+    minilm()  # here, as several processes may measure
+    return Measured(function=minilm_memory)
+
+
+def minilm() -> tuple[str, Corpus]:
+    """The folder of its weights, and the sample for its tokenizer."""
+    folder = str(importlib.import_module(MINILM).MODEL_DIR)
+    return folder, prepared("sample-minilm", write_sample, tokenizer=folder)
 
 
 def by_memory(run: Run, corpus: Corpus) -> Result:
@@ -64,11 +75,11 @@ def by_memory(run: Run, corpus: Corpus) -> Result:
 
 
 def static_memory(seed: int, corpus: str) -> Result:
-    opened = data_sets.corpus(corpus)
+    opened = open_corpus(corpus)
     assert opened is not None
     config = RunConfig.resolve("rae", {"encoder": {"residual": False}}, [f"optim.seed={seed}"])
     encoder = build(config, TrainingData(opened, config.data), torch.device("cpu")).stepper.encoder
-    folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
+    folder = Path(tempfile.mkdtemp(dir=CACHE))
     try:
         encoder.save(folder / "encoder")
         memory_bundle(str(folder / "encoder"), opened, folder / "bundle")
@@ -81,11 +92,12 @@ def minilm_memory(seed: int) -> Result:
     """Nothing is drawn here: a seed is another fifth of the test queries."""
     if not 0 <= seed < FOLDS:
         raise SystemExit(f"error: seed {seed}, expected less than {FOLDS}: there are as many parts of the test split")
-    folder = str(importlib.import_module(MINILM).MODEL_DIR)
-    corpus = data_sets.prepared("sample-minilm", write_sample, tokenizer=folder)
-    bundle = data_sets.CACHE / "claims" / "sample-minilm"
-    if not bundle.exists():
-        memory_bundle(folder, corpus, bundle)
+    folder, corpus = minilm()
+    bundle = CACHE / "claims" / "sample-minilm"
+    with bundle.with_suffix(".lock").open("w") as lock:  # of several processes that measure, one encodes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not bundle.exists():
+            memory_bundle(folder, corpus, bundle)
     return vote(Retriever.load(bundle), corpus, np.arange(seed, len(corpus.split("test")), FOLDS))
 
 
@@ -120,15 +132,12 @@ def curves(
     setting: str,
     values: Sequence[float],
 ) -> str:
-    """A chart for each metric: a line for each variant over the values of lambda or b (by its logarithm)."""
+    """A chart with a line for each variant and metric over the values of lambda or b (by its logarithm)."""
     x = np.log10(values) if setting == "b" else np.array(values)
+    series = [
+        Series(f"{name}, {metric}", x, np.array([mean(found, f"{metric} {setting}={value:g}") for value in values]))
+        for metric in metrics
+        for name, found in results.items()
+    ]
     x_title = "log10 of b" if setting == "b" else setting
-    charts = []
-    for metric in metrics:
-        names = {
-            name: np.array([mean(found, f"{metric} {setting}={v:g}") for v in values])
-            for name, found in results.items()
-        }
-        series = [Series(name, x, y) for name, y in names.items()]
-        charts.append(line_chart(f"{title}: {metric}", series, y_title="percent", x_title=x_title, from_zero=False))
-    return "".join(charts)
+    return line_chart(title, series, y_title="percent", x_title=x_title, from_zero=False)
