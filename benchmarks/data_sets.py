@@ -62,17 +62,17 @@ def prepared(name: str, raw: Path | Callable[[Path], None], **settings: object) 
     return Corpus.open(target)
 
 
-def preset(name: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The committed preset of a set; the defaults, with a message, where there is none.
+def preset(name: str, overrides: Sequence[str] = (), method: str = "astra") -> RunConfig:
+    """The committed preset of a set; the method's defaults, with a message, where there is none.
 
     Args:
         overrides: dotted settings laid over it.
     """
-    known = f"astra/{name}" in configs.presets()
+    known = f"{method}/{name}" in configs.presets()
     if not known:
-        print(f"no preset astra/{name}: default settings")
-    values = configs.load_yaml(f"preset:astra/{name}") if known else {}
-    return RunConfig.resolve("astra", values, overrides)
+        print(f"no preset {method}/{name}: default settings")
+    values = configs.load_yaml(f"preset:{method}/{name}") if known else {}
+    return RunConfig.resolve(method, values, overrides)
 
 
 def fingerprint(config: RunConfig, corpus: Corpus) -> str:
