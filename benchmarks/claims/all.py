@@ -11,7 +11,6 @@ import argparse
 import importlib
 import math
 import os
-import sys
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -131,5 +130,4 @@ def spent(variants: dict[str, Variant], results: dict[str, dict[int, dict[str, f
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
     main()

@@ -9,7 +9,7 @@ REFRESHES = ("negatives.start_epoch=2", "negatives.refresh_every=2")
 
 
 def make(full: bool) -> Claim:
-    corpus, epochs = ("msdocs-seealso", 20) if full else ("sample", 8)
+    corpus, epochs = ("msdocs-seealso", 20) if full else ("sample", 6)
 
     def training(*settings: str) -> Training:
         common = [f"optim.epochs={epochs}"]

@@ -46,7 +46,11 @@ def save_transformer(folder: Path, vocabulary: int, seed: int, layers: int, widt
         attention_probs_dropout_prob=0.0,
     )
     torch.manual_seed(seed)
-    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+    model = transformers.BertModel(config, add_pooling_layer=False)
+    with torch.no_grad():  # what all texts share would make their first vectors nearly the same
+        model.embeddings.token_type_embeddings.weight.zero_()
+        model.embeddings.position_embeddings.weight.mul_(0.1)
+    model.save_pretrained(folder)
 
 
 def words(vocabulary: int) -> list[str]:
