@@ -134,7 +134,7 @@ def prepare(
     about = {"name": name, "source": source.path.name, "format": source.format, "licence": licence, **asdict(config)}
     about["tokenizer"] = short_name(config.tokenizer)
     with ray_session(), new_artifact(out, KIND, about) as folder, _bar(progress) as bar:
-        run, writer = _Pipeline(source, config, parallelism, stall_s, bar), CorpusWriter(folder)
+        run, writer = _Pipeline(source, config, _share(parallelism), stall_s, bar), CorpusWriter(folder)
         tokenizer = run.tokenizer()
         for shard in run.shards(["labels"], tokenizer, {}, 0):
             writer.add(shard)
@@ -147,11 +147,14 @@ def prepare(
 
 @dataclass(slots=True)
 class _Pipeline:
-    """The Ray side: runs readers and packers, and watches that they move."""
+    """The Ray side: runs readers and packers, and watches that they move.
+
+    The share of the CPUs is taken once: just after a pass, Ray still counts some that are free again as taken.
+    """
 
     source: Source
     config: PrepareConfig
-    parallelism: int | None
+    share: tuple[int, float]
     stall_s: float
     bar: Progress
 
@@ -187,7 +190,7 @@ class _Pipeline:
             yield pack_chunk(chunk, packer, pairs.get(chunk.split, NO_PAIRS), num_labels, size)
 
         task = self.bar.add_task(" + ".join(splits), total=None)
-        tasks, cpus = _share(self.parallelism)
+        tasks, cpus = self.share
         with _context(self.stall_s) as beat:
             start = ray.data.from_items(list(splits), override_num_blocks=len(splits))
             for shard in _results(_map(_map(start, read, READ_CPUS), pack, cpus, concurrency=tasks), beat):
