@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=12, help="training steps measured per side and set")
     parser.add_argument("--texts", type=int, default=1024, help="texts encoded per round")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of encoding")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--autocast", choices=["auto", "bf16", "none"], default="none", help="ours and theirs alike")
@@ -53,7 +54,7 @@ def main() -> None:
     header = ["set", "what", "tokens per text", "xmcray", "sentence-transformers", "ratio", "largest difference"]
     notes = [
         f"batch {options.batch}, at most 32 tokens, {options.threads} threads, {options.device}, autocast"
-        f" {options.autocast}; medians of {options.steps} steps and 3 rounds of {options.texts} texts, alternating",
+        f" {options.autocast}; medians of {options.steps} steps and {options.rounds} rounds of {options.texts} texts, alternating",
         load,
     ]
     return write_table("encoder_speed.md", "Encoder speed: MiniLM, per second", header, rows, notes)
@@ -123,7 +124,7 @@ def compare(name: str, model: str, options: argparse.Namespace) -> list[list[obj
             return theirs.encode(queries[: options.texts], batch_size=batch, show_progress_bar=False)
 
     difference = float(np.abs(texts_ours(0).numpy() - texts_theirs(0)).max())
-    encoding = alternate(texts_ours, texts_theirs, 3, device)
+    encoding = alternate(texts_ours, texts_theirs, options.rounds, device)
     short = query_tokens.slice(0, options.texts).lengths.mean()
     both = np.concatenate([query_tokens.lengths, label_tokens.lengths]).mean()
     training = alternate(trainer(ours, encode_ours), trainer(theirs, encode_theirs), options.steps, device)

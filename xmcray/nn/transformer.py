@@ -198,7 +198,7 @@ def _costs(device: torch.device, training: bool) -> tuple[int, int]:
     """
     if device.type != "cpu":
         return 4096, 131072
-    return (64, 8192) if training else (32, 4096)
+    return (64, 8192) if training else (32, 2048)
 
 
 def token_batches(lengths: Int64Array, max_tokens: int) -> list[Int64Array]:
