@@ -122,11 +122,13 @@ class MethodEntry:
     Attributes:
         config_type: its settings, section `method`. factory: its class.
         defaults: settings of other sections that it has by default, by section.
+        at_most_labels: settings that count labels; more than there are is clipped, with a warning.
     """
 
     config_type: type[Any]
     factory: MethodFactory
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    at_most_labels: tuple[str, ...] = ()
 
 
 def methods() -> Mapping[str, MethodEntry]:
@@ -143,11 +145,12 @@ def methods() -> Mapping[str, MethodEntry]:
         "data": {"augment_with_labels": False},
         "negatives": {"uniform": 0, "hard": 0},
     }
+    hard = ("hard_per_query",)
     return {
         "astra": MethodEntry(AstraConfig, Astra),
-        "dexml": MethodEntry(DexmlConfig, Dexml, dual),
-        "prime": MethodEntry(PrimeConfig, Prime, dual),
-        "rae": MethodEntry(RaeConfig, Rae, {**dual, "negatives": {"uniform": 0, "hard": 50}}),
+        "dexml": MethodEntry(DexmlConfig, Dexml, dual, ("hard_per_query", "cache_hard", "top_k")),
+        "prime": MethodEntry(PrimeConfig, Prime, dual, hard),
+        "rae": MethodEntry(RaeConfig, Rae, {**dual, "negatives": {"uniform": 0, "hard": 50}}, hard),
         "renee": MethodEntry(ReneeConfig, Renee, {"negatives": {"uniform": 0, "hard": 0}}),
-        "unidec": MethodEntry(UnidecConfig, Unidec, {**dual, "negatives": {"uniform": 0, "hard": 30}}),
+        "unidec": MethodEntry(UnidecConfig, Unidec, {**dual, "negatives": {"uniform": 0, "hard": 30}}, hard),
     }

@@ -123,16 +123,16 @@ def joined_weights(near: Neighbours, joined: TopLabels, config: MemoryConfig) ->
     They are no part of its sum, and take no key's place among the b nearest, so that every other label keeps its
     probability. One that is farther than the b nearest keys does not vote, as no key does.
     """
-    score_BK, weight_BK = near.labels.scores, key_weights(near, config)[1]
+    weights = key_weights(near, config)
+    score_BK, weight_BK = near.labels.scores, weights[1]
     if config.joint and config.weight:
-        score_BK = np.concatenate([near.queries.scores, score_BK], axis=1)
-        weight_BK = np.concatenate(key_weights(near, config), axis=1)
+        score_BK, weight_BK = np.concatenate([near.queries.scores, score_BK], axis=1), np.concatenate(weights, axis=1)
     if config.weight == 1 or not score_BK.shape[1]:
         return np.zeros(joined.scores.shape)
-    best_B1 = score_BK.max(axis=1, keepdims=True).astype(np.float64)
-    last_B1 = (
-        -np.sort(-score_BK, axis=1)[:, config.keys - 1 : config.keys] if score_BK.shape[1] >= config.keys else -2.0
-    )
+    best_BK = -np.sort(-score_BK.astype(np.float64), axis=1)[:, : config.keys]
+    best_B1, last_B1 = best_BK[:, :1], best_BK[:, -1:]
+    if best_BK.shape[1] < config.keys:
+        last_B1 = np.full_like(best_B1, -np.inf)  # all keys vote
     votes = (joined.scores >= last_B1) & (joined.scores > -np.inf) & (best_B1 > -np.inf)
     power = np.where(votes, joined.scores, 0) - np.where(votes, best_B1, 0)
     weight = weight_BK.max(axis=1, keepdims=True) * np.exp(np.minimum(power / config.temperature, _MAX_POWER))

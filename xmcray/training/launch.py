@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import secrets
 import shutil
@@ -22,6 +23,7 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.pipeline import ray_session
 from xmcray.errors import ConfigError, ResourceError, XmcrayError
+from xmcray.methods.base import methods
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.storage import is_url
@@ -38,6 +40,8 @@ from xmcray.training.run import (
     refuse_contents,
 )
 from xmcray.training.worker import WorkerSettings, work
+
+logger = logging.getLogger(__name__)
 
 _SELECT_BY = "nDCG@5"
 _RAY_SETTINGS = {
@@ -87,6 +91,8 @@ def train(
         )
     path = Path(out).absolute()
     opened = Corpus.open(corpus)
+    for line in clipped(config, opened.card.num_train, opened.card.num_labels):
+        logger.warning(line)
     with locked(path):
         if resume == "never":
             refuse_contents(path)
@@ -98,6 +104,22 @@ def train(
         _train_one(run, opened, watch)
         shutil.rmtree(run.vectors, ignore_errors=True)
     return run
+
+
+def clipped(config: RunConfig, num_train: int, num_labels: int) -> Iterator[str]:
+    """Settings that ask for more than there is, as warnings: what is there is taken."""
+    entry, negatives = methods()[config.method_name], config.negatives
+    counts = {f"method.{name}": getattr(config.method, name) for name in entry.at_most_labels}
+    usual = {f"method.{name}": getattr(entry.config_type(), name) for name in entry.at_most_labels}
+    for name, value in {**counts, "negatives.hard": negatives.hard}.items():
+        if value > num_labels and value != usual.get(name):  # a default means "as many as make sense"
+            yield f"{name} is {value}, clipped to the number of labels, {num_labels}"
+    drawn = counts.get("method.hard_per_query", 0)
+    if 0 < negatives.hard < drawn <= num_labels:
+        yield f"method.hard_per_query is {drawn}, clipped to negatives.hard, {negatives.hard}"
+    if negatives.cluster_size > num_train:
+        size = negatives.cluster_size
+        yield f"negatives.cluster_size is {size}, clipped to the number of training queries, {num_train}"
 
 
 def refit_config(selection: Run) -> RunConfig:

@@ -218,6 +218,9 @@ def test_other_mistakes_are_one_line(bundles: Any, tmp_path: Path, capsys: pytes
     refused(["labels", "remove", "memory://b", "u1"], "is a URL", capsys)
     refused(["labels", "remove", tmp_path / "none", "u1"], "does not exist; expected a bundle", capsys)
     refused(["labels", "drop", bundle, "u1"], "invalid choice: 'drop'", capsys)
+    remove_labels(bundles("memory"), ["label1"], tmp_path / "less")
+    data = ["--data", bundles("memory").parent / "corpus"]
+    refused(["evaluate", tmp_path / "less", *data], "joined or were removed since the bundle was exported", capsys)
     shutil.copytree(bundle, tmp_path / "old", ignore=shutil.ignore_patterns("label_side", "manifest.json"))
     storage.finish_manifest(tmp_path / "old", "bundle", {}, {})
     with pytest.raises(BundleError, match=r"label side in .* cannot be read"):
