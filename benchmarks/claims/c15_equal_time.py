@@ -22,7 +22,7 @@ from xmcray.training.run import Run
 from xmcray.training.validation import validate
 
 POINTS = 6  # of a curve
-SECONDS = 60
+SECONDS = 45
 
 
 def make(full: bool) -> Claim:
@@ -42,10 +42,16 @@ def make(full: bool) -> Claim:
         title="ASTRA: ahead of exact training at equal time",
         statement="At every time the model trained with sampled labels is ahead of the one trained with all labels",
         source="ASTRA, Fig. 2",
-        variants={"sampled": measured(*sampled), "exact": measured(*exact)},
+        variants={
+            "sampled": measured(*sampled),
+            "exact": measured(*exact),
+            # all labels push a row far oftener than sampled ones do
+            "exact, rate / 10": measured(*exact, "method.classifier.lr=30"),
+        },
         comparisons=[
-            Comparison(of="sampled", metric=metric, against="exact", low=0)
-            for metric in ("P@1", "P@5", "half-time P@1", "half-time P@5")
+            Comparison(of="sampled", metric=metric, against=other, low=0)
+            for metric in ("P@1", "half-time P@1", "P@5")
+            for other in ("exact", "exact, rate / 10")
         ],
         setup=f"{corpus}, static encoder, {dim} dimensions, settings of `astra/{corpus}` with a constant learning rate;"
         f" a model is measured on held-out training queries {POINTS} times within {seconds} s of"
