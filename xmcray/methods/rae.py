@@ -9,7 +9,7 @@
 What is particular: at inference a query meets labels and training queries in one softmax, so in training it competes
 with both. The other queries of the global batch are columns beside the labels, except those that share a positive with
 it; whether they do is told by all positives, not by the drawn ones. Validation during training is that of lambda = 0,
-the labels alone.
+the labels alone: the memory would have to be encoded anew each time.
 """
 
 from __future__ import annotations
