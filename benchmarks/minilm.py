@@ -62,7 +62,7 @@ PARTS = {
         "optim.warmup_steps=20",
     ],
 }
-ROWS = ["method.init=centroids", "method.init_std=0.014", "method.classifier.lr=0.3", "method.dropout=0.3"]
+ROWS = ["method.init=centroids", "method.init_std=0.006", "method.classifier.lr=0.3", "method.dropout=0.3"]
 SETTINGS: dict[str, list[str]] = {
     "astra": [*ROWS, "negatives.uniform=500"],
     "dexml": ["method.columns=in_batch"],
