@@ -146,16 +146,16 @@ def sweep_memory(
         Metrics(corpus.train_counts, card.num_train, card.propensity_a, card.propensity_b, card.num_labels)
         for _ in grid
     ]
-    for rows, answers in held_out_answers(encode, data, grid):
+    for rows, answers in _answers(encode, data, grid):
         for metrics, top in zip(measured, answers, strict=True):
             metrics.update(top, train.positives(rows))
     return [(config, metrics.result()) for config, metrics in zip(grid, measured, strict=True)]
 
 
-def held_out_answers(
+def _answers(
     encode: Encode, data: TrainingData, grid: Sequence[MemoryConfig]
 ) -> Iterator[tuple[Int64Array, list[TopLabels]]]:
-    """Some validation rows at a time, and their best labels under each setting, filter pairs masked."""
+    """Some validation rows, and their answers under each setting."""
     corpus, held_out, num_labels = data.corpus, data.validation_rows, data.num_labels
     train = corpus.split("train")
     kept = data.query_ids[data.query_ids < data.num_train]
