@@ -107,7 +107,7 @@ def over_time(seed: int, corpus: str, settings: Sequence[str], seconds: float, d
             raise _TimeIsUpError
 
     steps: list[int] = []
-    run = Run.create(folder / "run", config, opened)
+    run = Run.create(folder, config, opened)
     started = clock()
     try:
         Loop(run, setup, refresher, on_step).train()
