@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -116,10 +117,10 @@ def main() -> None:
     notes += [f"{method}: {' '.join(values) or 'default settings'}" for method, values in SETTINGS.items()]
     notes += [
         "percent with 95 % bootstrap intervals over test queries; one seed; training: seconds on"
-        f" {arguments.threads} thread(s) in this process",
+        f" {arguments.threads} thread(s) in this process, on a machine with this load average (5 minutes) at the end",
         load,
     ]
-    header = ["set", "encoder", "method", *METRICS, "training, s"]
+    header = ["set", "encoder", "method", *METRICS, "training, s", "load"]
     return write_table(arguments.out, "MiniLM under the six methods", header, rows, notes)
 
 
@@ -198,7 +199,7 @@ def kept(target: Path, corpus: Corpus, make: Any, wanted: bool) -> dict[str, Any
         shutil.rmtree(out / "bundle", ignore_errors=True)
         seconds = make(out)
         found = measure_bundle(Retriever.load(out / "bundle"), corpus, "test", exact=True)
-        target.write_text(json.dumps({"seconds": seconds, **measures(found)}))
+        target.write_text(json.dumps({"seconds": seconds, "load": os.getloadavg()[1], **measures(found)}))
         shutil.rmtree(out)
         print(f"{target.stem}: {target.read_text()}", flush=True)
     return json.loads(target.read_text()) if target.is_file() else None
@@ -210,9 +211,10 @@ def measures(found: Evaluation) -> dict[str, list[float]]:
 
 def row(name: str, encoder: str, method: str, result: Mapping[str, Any] | None) -> list[object]:
     if result is None:
-        return [name, encoder, method, *("-" for _ in METRICS), "not run"]
+        return [name, encoder, method, *("-" for _ in METRICS), "not run", "-"]
     cells = [f"{100 * mid:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for mid, low, high in map(result.get, METRICS)]
-    return [name, encoder, method, *cells, f"{result['seconds']:.0f}" if result["seconds"] else "-"]
+    times = [f"{result['seconds']:.0f}", f"{result['load']:.1f}"] if result["seconds"] else ["-", "-"]
+    return [name, encoder, method, *cells, *times]
 
 
 if __name__ == "__main__":
