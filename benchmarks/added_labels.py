@@ -71,7 +71,8 @@ def compared(
     """Rows of the table for one bundle."""
     retriever, side = Retriever.load(bundle), load_label_side(bundle / "label_side")
     vector_LD = retriever.label_vectors(np.arange(retriever.num_labels))
-    test, found = corpus.split("test"), {}
+    test = corpus.split("test")
+    found: dict[str, list[list[float]]] = {}
     candidates = np.unique(test.positives(np.arange(len(test))).values)
     candidates = candidates[corpus.num_label_tokens()[candidates] > 0]
     for draw in range(arguments.draws):

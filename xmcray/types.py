@@ -171,6 +171,10 @@ class TopLabels:
         """K."""
         return int(self.ids.shape[1])
 
+    def slice(self, start: int, stop: int) -> TopLabels:
+        """Those of queries start .. stop - 1."""
+        return TopLabels(self.ids[start:stop], self.scores[start:stop])
+
 
 def to_torch(array: npt.NDArray[np.generic]) -> Tensor:
     """A tensor over a copy of `array` that owns its memory (memory-mapped arrays are read-only)."""

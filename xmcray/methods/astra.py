@@ -22,6 +22,7 @@ from torch import Tensor
 
 from xmcray import draws
 from xmcray.config import check_choice, check_range
+from xmcray.errors import ConfigError
 from xmcray.losses.bce import sampled_bce
 from xmcray.losses.pairs import pair_scores
 from xmcray.methods.base import Parts
@@ -59,6 +60,11 @@ class Astra(OneVsAll):
     """Fulfils `methods.base.Method`."""
 
     def __init__(self, config: AstraConfig, parts: Parts) -> None:
+        if not (config.exact or parts.negatives.hard or parts.negatives.uniform):
+            raise ConfigError(
+                "negatives.uniform and negatives.hard are 0: rows would only meet positives; raise one, or set"
+                " method.exact=true"
+            )
         super().__init__(config, parts)
         self.config = config
         if config.offset == "prior":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from xmcray import draws
 from xmcray.data.batches import TrainingData
+from xmcray.errors import DataError
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.sampler import draw_from_rows
 from xmcray.nn.heads import Head
@@ -47,6 +48,12 @@ class Parts:
         """[S, D], the encoder's vectors of the texts of this rank's labels; no graph."""
         ids = self.data.label_query_ids(self.partition.start, self.partition.stop)
         return self.encode_plain(self.data.tokens(ids))
+
+    def check_label_texts(self, method: str) -> None:
+        """For methods that encode label texts: raises DataError unless there are some."""
+        if not self.data.corpus.num_label_tokens().any():
+            path = self.data.corpus.path
+            raise DataError(f"{path} has no label text, expected some for {method}; train astra instead")
 
     def keep_mask(self, purpose: str, step: int, start: int, stop: int, width: int, rate: float) -> Tensor | None:
         """Dropout by place in the global batch or pool, bool [stop - start, width]; None where nothing is dropped.
@@ -123,12 +130,14 @@ class MethodEntry:
         config_type: its settings, section `method`. factory: its class.
         defaults: settings of other sections that it has by default, by section.
         at_most_labels: settings that count labels; more than there are is clipped, with a warning.
+        by_text: label vectors are made of label texts.
     """
 
     config_type: type[Any]
     factory: MethodFactory
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     at_most_labels: tuple[str, ...] = ()
+    by_text: bool = False
 
 
 def methods() -> Mapping[str, MethodEntry]:
@@ -148,9 +157,11 @@ def methods() -> Mapping[str, MethodEntry]:
     hard = ("hard_per_query",)
     return {
         "astra": MethodEntry(AstraConfig, Astra),
-        "dexml": MethodEntry(DexmlConfig, Dexml, dual, ("hard_per_query", "cache_hard", "top_k")),
-        "prime": MethodEntry(PrimeConfig, Prime, dual, hard),
-        "rae": MethodEntry(RaeConfig, Rae, {**dual, "negatives": {"uniform": 0, "hard": 50}}, hard),
+        "dexml": MethodEntry(DexmlConfig, Dexml, dual, ("hard_per_query", "cache_hard", "top_k"), by_text=True),
+        "prime": MethodEntry(PrimeConfig, Prime, dual, hard, by_text=True),
+        "rae": MethodEntry(RaeConfig, Rae, {**dual, "negatives": {"uniform": 0, "hard": 50}}, hard, by_text=True),
         "renee": MethodEntry(ReneeConfig, Renee, {"negatives": {"uniform": 0, "hard": 0}}),
-        "unidec": MethodEntry(UnidecConfig, Unidec, {**dual, "negatives": {"uniform": 0, "hard": 30}}, hard),
+        "unidec": MethodEntry(
+            UnidecConfig, Unidec, {**dual, "negatives": {"uniform": 0, "hard": 30}}, hard, by_text=True
+        ),
     }

@@ -82,6 +82,7 @@ class Dexml:
     """Fulfils `methods.base.Method`."""
 
     def __init__(self, config: DexmlConfig, parts: Parts) -> None:
+        parts.check_label_texts("dexml")
         if config.columns == "hard" and not parts.negatives.hard:
             raise ConfigError("method.columns is hard, but negatives.hard is 0; say how many the index is to find")
         self.config, self.parts = config, parts

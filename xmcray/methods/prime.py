@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from xmcray import draws
 from xmcray.config import check_choice, check_range
-from xmcray.errors import ConfigError, DataError
+from xmcray.errors import ConfigError
 from xmcray.evaluation.metrics import inverse_propensity
 from xmcray.losses.pairs import Pairs
 from xmcray.losses.triplet import regulariser, triplet
@@ -114,8 +114,7 @@ class Prime:
     def __init__(self, config: PrimeConfig, parts: Parts) -> None:
         self.config, self.parts = config, parts
         data, size = parts.data, parts.partition.size
-        if not data.corpus.num_label_tokens().any():
-            raise DataError(f"{data.corpus.path} has no label text, expected some for prime; train astra instead")
+        parts.check_label_texts("prime")
         self.num_vectors = min(config.free_vectors, 1 << data.num_labels.bit_length() - 1)
         self.head: Head = NormalisedHead(parts.dim)
         seed = draws.torch_seed(parts.seed, "prototypes")

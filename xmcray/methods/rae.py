@@ -60,6 +60,7 @@ class Rae:
     """Fulfils `methods.base.Method`."""
 
     def __init__(self, config: RaeConfig, parts: Parts) -> None:
+        parts.check_label_texts("rae")
         self.config, self.parts = config, parts
         self.tables: Mapping[str, RowTable] = {}
         self.modules: Mapping[str, nn.Module] = {}

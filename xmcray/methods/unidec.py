@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from xmcray import draws
 from xmcray.config import check_choice, check_range
-from xmcray.errors import ConfigError, DataError
+from xmcray.errors import ConfigError
 from xmcray.losses.psl import Normaliser, Picked, Reduction, pick_some_labels
 from xmcray.methods.base import BundleSpec, Parts
 from xmcray.methods.label_pool import LabelPool
@@ -106,10 +106,7 @@ class Unidec:
     """Fulfils `methods.base.Method`."""
 
     def __init__(self, config: UnidecConfig, parts: Parts) -> None:
-        if not parts.data.corpus.num_label_tokens().any():
-            raise DataError(
-                f"{parts.data.corpus.path} has no label text, expected some for unidec; train astra instead"
-            )
+        parts.check_label_texts("unidec")
         self.config, self.parts = config, parts
         head_dim = config.head_dim or parts.dim
         self.heads = TwoHeads(parts.dim, head_dim, config.answers)

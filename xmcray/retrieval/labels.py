@@ -115,8 +115,9 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
             pq.write_table(table, target / "labels.parquet", row_group_size=LABEL_BLOCK, compression="zstd")
             np.save(target / "label_order.npy", order)
             first = ids[0] if settings.first_added is None else settings.first_added
-            known = {"num_labels": settings.num_labels + len(new), "shards": shards, "first_added": int(first)}
-            write_settings(target, dataclasses.replace(settings, **known))
+            num_labels = settings.num_labels + len(new)
+            grown = dataclasses.replace(settings, num_labels=num_labels, shards=shards, first_added=int(first))
+            write_settings(target, grown)
 
         written = {"labels.parquet", "label_order.npy", "settings.json", *map(vectors_name, changed)}
         _publish(bundle, out, folder, manifest, {"added": len(new)}, written, write)

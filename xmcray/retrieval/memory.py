@@ -85,8 +85,9 @@ class Neighbours:
 
     def slice(self, start: int, stop: int) -> Neighbours:
         """Those of queries start .. stop - 1."""
-        lists = self.queries, self.labels, self.joined, self.completing
-        return Neighbours(*(t and TopLabels(t.ids[start:stop], t.scores[start:stop]) for t in lists))
+        joined, completing = self.joined and self.joined.slice(start, stop), self.completing
+        completing = completing and completing.slice(start, stop)
+        return Neighbours(self.queries.slice(start, stop), self.labels.slice(start, stop), joined, completing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
         method=run.config.method_name,
         label_side=first.method.bundle_spec.label_side,
         queries=_sample_queries(first, data, run.config.optim.seed),
-        predictor=memory and remember(corpus.split("train"), lambda t: _query_vectors(first, t), memory, spec),
+        predictor=remember(corpus.split("train"), lambda t: _query_vectors(first, t), memory, spec) if memory else None,
     )
 
 

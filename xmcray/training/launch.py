@@ -91,7 +91,8 @@ def train(
         )
     path = Path(out).absolute()
     opened = Corpus.open(corpus)
-    for line in clipped(config, opened.card.num_train, opened.card.num_labels):
+    without_text = int((opened.num_label_tokens() == 0).sum())
+    for line in clipped(config, opened.card.num_train, opened.card.num_labels, without_text):
         logger.warning(line)
     with locked(path):
         if resume == "never":
@@ -106,8 +107,12 @@ def train(
     return run
 
 
-def clipped(config: RunConfig, num_train: int, num_labels: int) -> Iterator[str]:
-    """Settings that ask for more than there is, as warnings: what is there is taken."""
+def clipped(config: RunConfig, num_train: int, num_labels: int, without_text: int = 0) -> Iterator[str]:
+    """Settings that ask for more than there is, as warnings: what is there is taken.
+
+    Args:
+        without_text: labels that have no token.
+    """
     entry, negatives = methods()[config.method_name], config.negatives
     counts = {f"method.{name}": getattr(config.method, name) for name in entry.at_most_labels}
     usual = {f"method.{name}": getattr(entry.config_type(), name) for name in entry.at_most_labels}
@@ -117,6 +122,8 @@ def clipped(config: RunConfig, num_train: int, num_labels: int) -> Iterator[str]
     drawn = counts.get("method.hard_per_query", 0)
     if 0 < negatives.hard < drawn <= num_labels:
         yield f"method.hard_per_query is {drawn}, clipped to negatives.hard, {negatives.hard}"
+    if entry.by_text and 0 < without_text < num_labels:
+        yield f"{without_text} of {num_labels} labels have no text, by which {config.method_name} would find them"
     if negatives.cluster_size > num_train:
         size = negatives.cluster_size
         yield f"negatives.cluster_size is {size}, clipped to the number of training queries, {num_train}"

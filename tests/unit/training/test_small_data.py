@@ -1,0 +1,90 @@
+"""Settings that ask for more than a small corpus has, for every method: clipped with a warning, never a NaN."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import corpus_of
+
+from xmcray.data.corpus import Corpus
+from xmcray.errors import ConfigError, DataError
+from xmcray.methods.base import methods
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.export import export_run
+from xmcray.training.launch import clipped, train
+from xmcray.training.loop import read_records
+from xmcray.training.run import RunConfig
+
+SETTINGS = ["encoder.dim=8", "cluster.workers=0", "cluster.threads_per_process=1", "optim.epochs=4", "log.every=1"]
+SETTINGS += ["negatives.start_epoch=2", "negatives.refresh_every=1", "negatives.hard=50", "negatives.cluster_size=40"]
+WORDS = ("apple", "bread", "candle", "door", "engine")
+
+
+def prepared(folder: Path, labels: list[str], filters: str = "") -> Corpus:
+    """Thirteen queries, one of them empty, on some labels; filter pairs as "query label" lines."""
+    raw = folder / "raw"
+    raw.mkdir(parents=True)
+    texts = [f"{WORDS[i % 5]} {WORDS[i * 2 % 5]}" if i else "" for i in range(13)]
+    rows = [{"uid": str(i), "text": text, "labels": [i % len(labels)]} for i, text in enumerate(texts)]
+    (raw / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (raw / "labels.jsonl").write_text("\n".join(json.dumps({"uid": f"l{i}", "text": t}) for i, t in enumerate(labels)))
+    (raw / "filter_labels_train.txt").write_text(filters)
+    return corpus_of(raw, folder / "corpus", vocab_size=200)
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Corpus]:
+    """Three labels, one without text, and a query whose only label is itself; and one label that has every query."""
+    folder = tmp_path_factory.mktemp("small")
+    three = prepared(folder / "three", ["apple bread", "", "door"], "3 0\n")
+    return {"three": three, "one": prepared(folder / "one", ["apple"])}
+
+
+@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize(("data", "batch_size"), [("three", 1), ("three", 11), ("one", 4)])
+def test_every_method_trains_on_few_labels(
+    name: str, data: str, batch_size: int, corpora: dict[str, Corpus], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus = corpora[data]
+    config = RunConfig.resolve(name, {}, [*SETTINGS, f"optim.batch_size={batch_size}"])
+    with caplog.at_level(logging.WARNING):
+        run = train(corpus.path, tmp_path / "run", config)
+    assert f"negatives.hard is 50, clipped to the number of labels, {corpus.card.num_labels}" in caplog.messages
+    assert "negatives.cluster_size is 40, clipped to the number of training queries, 13" in caplog.messages
+    by_text = f"1 of 3 labels have no text, by which {name} would find them"
+    assert (by_text in caplog.messages) == (methods()[name].by_text and data == "three")
+    losses = [record["loss"] for record in read_records(run.path / "metrics.jsonl") if "loss" in record]
+    assert np.isfinite(losses).all()
+    export_run(run, tmp_path / "bundle")
+    retriever = Retriever.load(tmp_path / "bundle")
+    for answers in retriever.search(["apple", ""], corpus.card.num_labels):
+        assert {answer.uid for answer in answers} == set(retriever.label_ids())
+        assert np.isfinite([answer.score for answer in answers]).all()
+
+
+@pytest.mark.parametrize("name", [name for name, entry in methods().items() if entry.by_text])
+def test_texts_are_needed_where_labels_are_made_of_them(name: str, tmp_path: Path) -> None:
+    corpus = prepared(tmp_path, ["", ""])
+    with pytest.raises(DataError, match=f"has no label text, expected some for {name}; train astra instead"):
+        train(corpus.path, tmp_path / "run", RunConfig.resolve(name, {}, SETTINGS))
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_need_negatives(corpora: dict[str, Corpus], tmp_path: Path) -> None:
+    config = RunConfig.resolve("astra", {}, [*SETTINGS, "negatives.hard=0", "negatives.uniform=0"])
+    with pytest.raises(ConfigError, match=r"rows would only meet positives; raise one, or set method\.exact=true"):
+        train(corpora["three"].path, tmp_path / "run", config)
+
+
+def test_what_is_clipped_is_said() -> None:
+    def lines(method: str, *settings: str) -> list[str]:
+        return list(clipped(RunConfig.resolve(method, {}, list(settings)), 100, 20))
+
+    assert lines("astra", "negatives.hard=20") == lines("dexml") == lines("renee") == []
+    assert lines("dexml", "method.top_k=21") == ["method.top_k is 21, clipped to the number of labels, 20"]
+    eta = ["method.hard_per_query=9", "negatives.hard=7"]
+    assert lines("unidec", *eta) == ["method.hard_per_query is 9, clipped to negatives.hard, 7"]
