@@ -55,7 +55,14 @@ COMMON = [
     "log.checkpoint_every=20",
 ]
 PARTS = {
-    "fine-tuned": ["encoder.dim=0", "optim.batch_size=128", "optim.epochs=3", "optim.lr=1e-4", "optim.warmup_steps=10"],
+    "fine-tuned": [
+        "encoder.dim=0",
+        "optim.batch_size=128",
+        "optim.epochs=3",
+        "optim.lr=1e-4",
+        "optim.warmup_steps=10",
+        "optim.matmul=bf16",
+    ],
     "frozen": [
         "encoder.frozen=true",
         "log.checkpoint_every=1000",
