@@ -19,7 +19,7 @@ from xmcray.training.launch import clipped, train
 from xmcray.training.loop import read_records
 from xmcray.training.run import RunConfig
 
-SETTINGS = ["encoder.dim=8", "cluster.workers=0", "cluster.threads_per_process=1", "optim.epochs=4", "log.every=1"]
+SETTINGS = ["encoder.dim=8", "cluster.workers=0", "cluster.threads_per_process=1", "optim.epochs=3", "log.every=1"]
 SETTINGS += ["negatives.start_epoch=2", "negatives.refresh_every=1", "negatives.hard=50", "negatives.cluster_size=40"]
 WORDS = ("apple", "bread", "candle", "door", "engine")
 
