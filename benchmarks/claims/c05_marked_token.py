@@ -12,10 +12,10 @@ from xmcray.data.corpus import Corpus
 
 VOCABULARY, LABELS, QUERIES, MARKED, SHARED = 1000, 5000, 1000, 100, 5
 SETTINGS = {
-    "method.temperature": 0.2,  # with 0.05 all training queries are learnt by heart before the token is singled out
+    "method.temperature": 0.05,
     "optim.lr": 1e-3,
     "optim.batch_size": 250,
-    "optim.epochs": 15,
+    "optim.epochs": 10,
     "optim.warmup_steps": 10,
     "optim.matmul": "bf16",
 }
