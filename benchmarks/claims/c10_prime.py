@@ -11,7 +11,7 @@ def make(full: bool) -> Claim:
     few, many = (64, 4096) if full else (1, 1024)
 
     def training(corpus: str, *settings: str) -> Training:
-        epochs = [] if full else ["optim.epochs=10"]
+        epochs = [] if full else ["optim.epochs=8"]
         return Training(method="prime", corpus=corpus, preset="prime/sample", settings=[*epochs, *settings], full=full)
 
     variants, comparisons = {}, []
@@ -49,7 +49,7 @@ def make(full: bool) -> Claim:
         variants=variants,
         comparisons=comparisons,
         setup=f"{' and '.join(here)}, static encoder, settings of `prime/sample` (64 free vectors, margin 0.2 to 0.4)"
-        f"{'' if full else ' for 10 epochs'}; each part is left out alone. On the dense set one positive of a query is"
+        f"{'' if full else ' for 8 epochs'}; each part is left out alone. On the dense set one positive of a query is"
         " drawn in each step. About equal: within a point.",
         metrics=("P@1", "P@5", "PSP@1", "PSP@5", "R@100"),
     )
