@@ -176,8 +176,8 @@ def main() -> None:
         f" {VOTES.keys} nearest training queries, softmax of cosines / {VOTES.temperature:g}; label texts: cosines;"
         f" untrained: a bag of random token vectors of {UNTRAINED.dim} dimensions, weighed as in TF-IDF",
         "floor: the best of TF-IDF nearest queries, label texts, both, and XR-Linear in each metric, from BASELINES.md",
-        "minutes: wall time of both trainings of a refit, whatever else the machine did (finished runs of accuracy.py, on"
-        " both cores, are used where there are any); a memory trains nothing",
+        "minutes: wall time of both trainings of a refit, whatever else the machine did (finished runs of accuracy.py,"
+        " on both cores, are used where there are any); a memory trains nothing",
         load,
     ]
     header = ["set", "method", "validation P@1 / P@5 / PSP@5", *METRICS, "above the floor", "minutes"]
