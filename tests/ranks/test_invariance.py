@@ -148,3 +148,29 @@ def test_micro_batches_change_nothing(corpus: Path, tmp_path: Path, method: str)
     _, cut = trained(corpus, tmp_path / "cut", 2, [*settings, "optim.micro_batch=5"], method)
     for name, value in whole.items():
         np.testing.assert_allclose(cut[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def train_all_on_rank(corpus: Path, folder: Path, variants: dict[str, tuple[str, list[str]]]) -> dict[str, Any]:
+    found = {}
+    for name, (method, settings) in variants.items():
+        (folder / name).mkdir(exist_ok=True)
+        found[name] = train_on_rank(corpus, folder / name, settings, method, 20)
+    return found
+
+
+def test_ranks_without_labels_and_without_queries(tmp_path: Path) -> None:
+    """Two labels on three ranks, and batches of one query: whoever has nothing takes part in everything."""
+    corpus = planted_corpus(tmp_path, num_queries=5, num_labels=2, only_in_test=0).path
+    settings = ["optim.precision=float64", "optim.batch_size=1", "negatives.cluster_size=1", "data.validation=0"]
+    variants = {name: (method, [*settings, *own]) for name, (method, _, own) in OTHERS.items()}
+    variants["astra"] = ("astra", [*ASTRA, *settings])
+    found = {}
+    for num_ranks in (1, 3):
+        (tmp_path / str(num_ranks)).mkdir()
+        found[num_ranks] = on_ranks(train_all_on_rank, num_ranks, corpus, tmp_path / str(num_ranks), variants)
+    for name in variants:
+        losses, parameters = found[1][0][name]
+        assert np.isfinite(losses).all(), name
+        rows = np.concatenate([rank[name][1]["rows"] for rank in found[3]])
+        np.testing.assert_allclose(found[3][0][name][0], losses, rtol=1e-9, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(rows, parameters["rows"], rtol=1e-9, atol=1e-9, err_msg=name)
