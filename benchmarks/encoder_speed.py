@@ -54,7 +54,8 @@ def main() -> None:
     header = ["set", "what", "tokens per text", "xmcray", "sentence-transformers", "ratio", "largest difference"]
     notes = [
         f"batch {options.batch}, at most 32 tokens, {options.threads} threads, {options.device}, autocast"
-        f" {options.autocast}; medians of {options.steps} steps and {options.rounds} rounds of {options.texts} texts, alternating",
+        f" {options.autocast}; medians of {options.steps} steps and"
+        f" {options.rounds} rounds of {options.texts} texts, alternating",
         load,
     ]
     return write_table("encoder_speed.md", "Encoder speed: MiniLM, per second", header, rows, notes)
