@@ -47,7 +47,7 @@ from xmcray.training.run import Run, RunConfig
 Result = Mapping[str, Any]
 """Measures by name: numbers (those with an @ are shares and shown in percent), or lists of numbers for a curve."""
 
-HOLDS, FAILS, INCONCLUSIVE = "holds", "fails", "inconclusive"
+HOLDS, FAILS, INCONCLUSIVE, MISSING = "holds", "fails", "inconclusive", "not measured"
 
 
 class Variant(Protocol):
@@ -174,10 +174,10 @@ class Comparison:
         return [a / b if self.ratio else scale * (a - b) for a, b in pairs]
 
     def verdict(self, results: Mapping[str, Mapping[int, Result]]) -> str:
-        """`holds` if the whole interval is in the range, `fails` if none of it is."""
+        """`holds` if the whole interval is in the range, `fails` if none of it is; fewer than two seeds have none."""
         values = self.values(results)
         if len(values) < 2:
-            return INCONCLUSIVE
+            return MISSING
         mean, half = mean_and_half_width(values)
         if self.low <= mean - half and mean + half <= self.high:
             return HOLDS
@@ -222,9 +222,10 @@ class Claim:
     plot: Callable[[Mapping[str, Mapping[int, Result]]], str] | None = None
 
     def verdict(self, results: Mapping[str, Mapping[int, Result]]) -> str:
-        """`fails` if one comparison does, `holds` if all do."""
+        """`fails` if one comparison does, `holds` if all do; not before all are measured."""
         found = {comparison.verdict(results) for comparison in self.comparisons}
-        return FAILS if FAILS in found else HOLDS if found == {HOLDS} else INCONCLUSIVE
+        order = (FAILS, MISSING, INCONCLUSIVE, HOLDS)
+        return next(verdict for verdict in order if verdict in found)
 
     def chart(self, results: Mapping[str, Mapping[int, Result]]) -> str:
         """The plot, as the charts give it."""
