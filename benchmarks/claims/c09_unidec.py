@@ -54,9 +54,9 @@ def make(full: bool) -> Claim:
         comparisons=comparisons,
         setup=f"The settings of `unidec/sample` with the static encoder on {' and '.join(here)}; on the dense set with"
         " half the loss for the classifier. The heads are compared on the same trained model.",
-        reason="hard negatives raise PSP here too. cdnjs-keywords has a few labels a query, not dozens as the paper's dense"
-        " set: few of the hardest labels are unlabelled positives, and rare labels are told apart by the same negatives."
-        " What is open is open by seeds: PAL and PAL-N differ by less.",
+        reason="hard negatives raise PSP here too. cdnjs-keywords has a few labels a query, not dozens as the paper's"
+        " dense set: few of the hardest labels are unlabelled positives, and rare labels are told apart by the same"
+        " negatives. What is open is open by seeds: PAL and PAL-N differ by less.",
         metrics=("P@1", "text P@1", "classifier P@1", "P@5", "PSP@1", "PSP@5"),
     )
 
