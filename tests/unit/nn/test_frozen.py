@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
+from models import write_bert
 
 from xmcray.data.tokens import TextTokenizer, from_transformer
 from xmcray.errors import ConfigError
@@ -25,15 +25,7 @@ TEXTS = ["sort an array", "", "find", " ".join(WORDS), "the largest element", "a
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random BERT of one layer with dropout."""
-    folder = tmp_path_factory.mktemp("bert")
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
-    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    transformers.BertModel(config).save_pretrained(folder)
-    return folder
+    return write_bert(tmp_path_factory.mktemp("bert"), WORDS)
 
 
 @pytest.fixture(scope="module")

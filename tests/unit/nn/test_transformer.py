@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from models import write_bert
 
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.errors import BundleError, ConfigError
@@ -20,15 +21,7 @@ TEXTS = ["sort an array", "", "find", " ".join(WORDS), "the largest element", "r
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random BERT of one layer, in the form in which such models come."""
-    folder = tmp_path_factory.mktemp("bert")
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
-    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    transformers.BertModel(config).save_pretrained(folder)
-    return folder
+    return write_bert(tmp_path_factory.mktemp("bert"), WORDS)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
+from models import write_bert
 from torch import Tensor
 
 from xmcray.data.tokens import from_transformer
@@ -21,14 +21,7 @@ CHUNK = 3
 @pytest.fixture(scope="module")
 def encoder_and_tokens(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerEncoder, Ragged]:
     """A random BERT of two layers with dropout, in float64."""
-    folder = tmp_path_factory.mktemp("bert")
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
-    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
-    transformers.BertModel(config).save_pretrained(folder)
+    folder = write_bert(tmp_path_factory.mktemp("bert"), WORDS, layers=2)
     tokenizer = from_transformer(str(folder), max_len=16)
     encoder = build_encoder(EncoderConfig(name=str(folder), dim=6, dropout=0.3), tokenizer, None, seed=1)
     assert isinstance(encoder, TransformerEncoder)
