@@ -1,0 +1,248 @@
+"""What goes over the wire: requests, answers and problems. The OpenAPI description is made from these classes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+MAX_BODY = 1 << 20  # bytes
+MAX_TEXTS = 64
+MAX_K = 1000
+MAX_LIST = 10_000  # uids in an allow or deny list
+MAX_OPERATIONS = 1000
+
+Text = Annotated[str, StringConstraints(max_length=100_000)]
+Uid = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=100)]
+Scalar = str | bool | int | float
+Attributes = dict[Name, Scalar]
+
+
+class Schema(BaseModel):
+    """A part of a request: a field that nobody reads is a mistake of the sender."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Range(Schema):
+    """Values of a number: every bound that is given holds."""
+
+    gt: float | None = None
+    gte: float | None = None
+    lt: float | None = None
+    lte: float | None = None
+
+
+class Filter(Schema):
+    """Which labels may be answered; all parts that are given hold.
+
+    Attributes:
+        allow: uids, and no other. deny: uids that are left out. Unknown ones are ignored.
+        attributes: of each name the value, one of several values, or a range; a label without the attribute fails.
+    """
+
+    allow: Annotated[list[Uid], Field(max_length=MAX_LIST)] | None = None
+    deny: Annotated[list[Uid], Field(max_length=MAX_LIST)] = []
+    attributes: Annotated[
+        dict[Name, Scalar | Annotated[list[Scalar], Field(max_length=1000)] | Range], Field(max_length=8)
+    ] = {}
+
+
+class MemorySettings(Schema):
+    """How training queries vote, in place of the bundle's own settings (methods.md: lambda, tau, b)."""
+
+    weight: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[float, Field(gt=0)] | None = None
+    keys: Annotated[int, Field(ge=1, le=10_000)] | None = None
+
+
+FieldName = Literal["uid", "text", "label_id", "score", "attributes"]
+
+
+class SearchRequest(Schema):
+    """POST /v1/search.
+
+    Attributes:
+        texts: what to search for; an empty text is legal.
+        k: answers per text; fewer come back where fewer labels pass the filter.
+        fields: of each answer.
+        model: name of the bundle where several are served; the first one if not given.
+        explain: name the training queries that voted (memory bundles).
+        timeout_ms: answer within that time or with 504.
+    """
+
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
+    k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
+    fields: list[FieldName] = ["uid", "text", "score"]
+    model: Name | None = None
+    filter: Filter | None = None
+    memory: MemorySettings | None = None
+    explain: bool = False
+    timeout_ms: Annotated[int, Field(ge=1, le=600_000)] | None = None
+
+
+class Voter(BaseModel):
+    """A training query that voted for an answer, and its part of the answer's probability."""
+
+    uid: str
+    text: str
+    weight: float
+
+
+class Answer(BaseModel):
+    """One label; only the fields that were asked for are there.
+
+    Attributes:
+        score: as `Retriever.search` gives it.
+        completed: true where a memory had no vote for the label and it only completes the list.
+        voters: with `explain`.
+    """
+
+    uid: str | None = None
+    text: str | None = None
+    label_id: int | None = None
+    score: float | None = None
+    attributes: Attributes | None = None
+    completed: bool | None = None
+    voters: list[Voter] | None = None
+
+
+class Result(BaseModel):
+    """The answers of one text, best first; `truncated` if the text was longer than the model reads."""
+
+    answers: list[Answer]
+    truncated: bool = False
+
+
+class Pinned(BaseModel):
+    """Which model answered: name, version of the bundle (its SHA-256) and number of the last label operation."""
+
+    model: str
+    version: str
+    label_log: int
+
+
+class SearchResponse(Pinned):
+    """One result per text, in the order of the request."""
+
+    request_id: str
+    took_ms: float
+    results: list[Result]
+
+
+class EncodeRequest(Schema):
+    """POST /v1/encode: the vectors by which labels are searched."""
+
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
+    model: Name | None = None
+
+
+class EncodeResponse(Pinned):
+    """float32 vectors [texts, dim]."""
+
+    request_id: str
+    dim: int
+    vectors: list[list[float]]
+
+
+class LabelResponse(Pinned):
+    """GET /v1/labels/{uid}."""
+
+    uid: str
+    text: str
+    label_id: int
+    attributes: Attributes
+
+
+class Model(Pinned):
+    """One served bundle."""
+
+    method: str
+    predictor: str
+    num_labels: int
+    dim: int
+    max_len: int
+    attributes: list[str]
+
+
+class ModelsResponse(BaseModel):
+    """GET /v1/models; the first one answers where a request names none."""
+
+    models: list[Model]
+
+
+class SwapRequest(Schema):
+    """POST /admin/v1/swap: answer from another bundle.
+
+    Attributes:
+        bundle: folder or fsspec URL.
+        recall_floor: least share of the current bundle's ten best labels that the new one must find for the probe
+            queries; 0 for a bundle of other labels.
+        version: refuse any other content than this SHA-256.
+    """
+
+    bundle: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    model: Name | None = None
+    recall_floor: Annotated[float, Field(ge=0, le=1)] | None = None
+    version: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")] | None = None
+
+
+class SwapResponse(BaseModel):
+    """What was replaced by what."""
+
+    model: str
+    previous: str
+    version: str
+    recall: float | None
+    seconds: float
+
+
+class Operation(Schema):
+    """One change of the labels. `add` and `update` need a text; an attribute set replaces the one before."""
+
+    op: Literal["add", "update", "delete"]
+    uid: Uid
+    text: Text | None = None
+    attributes: Annotated[Attributes, Field(max_length=32)] | None = None
+
+
+class OperationsRequest(Schema):
+    """POST /admin/v1/labels: all of these operations or none."""
+
+    operations: Annotated[list[Operation], Field(min_length=1, max_length=MAX_OPERATIONS)]
+    model: Name | None = None
+
+
+class OperationsResponse(BaseModel):
+    """Number of the last operation: durable now, and in every answer whose `label_log` is at least that."""
+
+    model: str
+    label_log: int
+
+
+class CompactRequest(Schema):
+    """POST /admin/v1/compact: write the labels as they are now into a new bundle at `out` (folder or URL)."""
+
+    out: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    model: Name | None = None
+
+
+class CompactResponse(BaseModel):
+    """The new bundle: swap to it to let the log begin anew."""
+
+    model: str
+    bundle: str
+    version: str
+    label_log: int
+
+
+class Problem(BaseModel):
+    """application/problem+json (RFC 9457); `type` names the kind of problem, `detail` says what to do."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    request_id: str | None = None
+    errors: list[dict[str, Any]] | None = None
