@@ -81,7 +81,7 @@ class Neighbourhood:
         """The nearest queries and the nearest label texts, with their cosines."""
         query_BD, width = self.encode(tokens), min(SEARCH_K, self.num_labels)
         scores, ids = exact_search(self.label_LD, query_BD, width, hidden=hidden)
-        return self.memory.neighbours(query_BD, lambda _: TopLabels(ids, scores), width, config, exact=True)
+        return Neighbours(self.memory.search(query_BD, config, exact=True), TopLabels(ids, scores))
 
     def shares(self, tokens: Ragged, hidden: Ragged) -> list[Pairs]:
         """Votes of queries, and cosines of label texts."""

@@ -166,6 +166,11 @@ class TopLabels:
     ids: Int64Array
     scores: Float32Array
 
+    @classmethod
+    def nothing(cls, rows: int) -> TopLabels:
+        """No answer to `rows` queries: K is 0."""
+        return cls(np.empty((rows, 0), np.int64), np.empty((rows, 0), np.float32))
+
     @property
     def width(self) -> int:
         """K."""

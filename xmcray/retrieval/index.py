@@ -191,6 +191,10 @@ class Index:
             scores[short], answers[short] = exact_search(self.vectors, queries[short], k, ids, part)
         return scores, answers
 
+    def only(self, rows: Int64Array) -> Index:
+        """The same rows, of which only a few (ascending positions) are answered: compared one by one, in a copy."""
+        return _Few(self, rows)
+
     def tune(self, queries: Float32Array, spec: IndexSpec) -> float:
         """Sets the settings that are 0 in `spec` to the cheapest that reach its recall, and returns the recall.
 
@@ -310,6 +314,29 @@ class Index:
             key_BC = to_keys(score_BC, known_BC if name_N is None else name_N[known_BC])
             keys.append(key_BC.topk(k, dim=1).values.cpu())
         return from_keys(torch.cat(keys))
+
+
+class _Few(Index):
+    """An exact index over some rows of another one, which go by their positions there."""
+
+    def __init__(self, whole: Index, rows: Int64Array) -> None:
+        super().__init__(whole.vectors[as_tensor(rows, np.int64)], None, threads=whole.threads)
+        self._rows, self._num_rows = rows, len(whole)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def search(
+        self,
+        queries: Float32Array,
+        k: int,
+        ids: Int64Array | None = None,
+        hidden: Ragged | None = None,
+        exact: bool = False,
+    ) -> tuple[Float32Array, Int64Array]:
+        names = self._rows if ids is None else ids[self._rows]
+        inside = _renumbered(hidden, self._rows) if hidden is not None and len(self._rows) else None
+        return exact_search(self.vectors, queries, k, names, inside)
 
 
 def _stand_ins(rows: Float32Array, seed: int) -> Float32Array:

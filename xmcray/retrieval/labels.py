@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from xmcray.data.formats.base import BadRow, BadValue, Row
 from xmcray.data.formats.json_lines import Fields, Record, read_records, row_maker, rows_of
 from xmcray.errors import ConfigError, DataError
 from xmcray.nn.label_side import LabelSide, load_label_side
-from xmcray.retrieval.bundle import KIND, LABEL_BLOCK, LABEL_SCHEMA, read_labels, write_settings
+from xmcray.retrieval.bundle import KIND, LABEL_BLOCK, LABEL_SCHEMA, write_settings
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import Shard, save_vectors, vectors_name
 from xmcray.storage import Manifest
@@ -89,39 +89,12 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
         StorageError: the bundle is damaged or being changed, `out` is not empty, or the disk is full.
     """
     with _opened(bundle, out) as (retriever, folder, manifest):
-        settings = retriever.settings
-        labels, order, _ = read_labels(folder, settings)
         taken = {label.uid for label in new} & retriever.label_ids().keys()
         if taken:
             raise DataError(f"label {min(taken)!r} is in {bundle} already; remove it first, or choose another uid")
-        vectors = label_vectors(retriever, load_label_side(folder / "label_side"), [label.text for label in new])
-        ids = settings.num_labels + np.arange(len(new))
-        rows, shards = _rows_for(len(new), order, settings.shards)
-        order = np.concatenate([order, np.full(shards[-1].stop - len(order), -1)])
-        order[rows] = ids
-        changed = [i for i, shard in enumerate(shards) if rows[0] < shard.stop]
-        columns = [pa.array([getattr(n, name) for n in new], pa.large_string()) for name in ("uid", "text")]
-
-        def write(target: Path) -> None:
-            for number in changed:
-                shard = shards[number]
-                held = np.zeros((shard.stop - shard.start, settings.dim), np.float32)
-                if number < len(settings.shards):
-                    held[:] = retriever.vectors(number)
-                inside = (rows >= shard.start) & (rows < shard.stop)
-                held[rows[inside] - shard.start] = vectors[inside]
-                save_vectors(target, number, held, shard.start)
-            table = pa.concat_tables([labels, pa.table(columns, schema=LABEL_SCHEMA)])
-            pq.write_table(table, target / "labels.parquet", row_group_size=LABEL_BLOCK, compression="zstd")
-            np.save(target / "label_order.npy", order)
-            first = ids[0] if settings.first_added is None else settings.first_added
-            num_labels = settings.num_labels + len(new)
-            grown = dataclasses.replace(settings, num_labels=num_labels, shards=shards, first_added=int(first))
-            write_settings(target, grown)
-
-        written = {"labels.parquet", "label_order.npy", "settings.json", *map(vectors_name, changed)}
-        _publish(bundle, out, folder, manifest, {"added": len(new)}, written, write)
-        return retriever.num_labels + len(new)
+        changed = with_labels(retriever, load_label_side(folder / "label_side"), new)
+        _publish(bundle, out, folder, manifest, {"added": len(new)}, retriever, changed)
+        return changed.num_labels
 
 
 def remove_labels(bundle: str | Path, uids: Sequence[str], out: str | Path | None = None) -> int:
@@ -138,13 +111,53 @@ def remove_labels(bundle: str | Path, uids: Sequence[str], out: str | Path | Non
         gone = np.array([known[uid] for uid in set(uids)], np.int64)
         if len(gone) == len(known):
             raise DataError(f"these are all {len(known):,} labels of {bundle}, expected some to be left")
-        removed = np.union1d(read_labels(folder, retriever.settings)[2], gone)
-
-        def write(target: Path) -> None:
-            np.save(target / "removed.npy", removed)
-
-        _publish(bundle, out, folder, manifest, {"removed": len(gone)}, {"removed.npy"}, write)
+        _publish(bundle, out, folder, manifest, {"removed": len(gone)}, retriever, retriever.without(gone))
         return len(known) - len(gone)
+
+
+def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) -> Retriever:
+    """A view of a bundle with labels that join, numbered from L on; their rows are held in memory.
+
+    Raises:
+        DataError: a text has no token.
+    """
+    settings = retriever.settings
+    vectors = label_vectors(retriever, side, [label.text for label in new])
+    ids = settings.num_labels + np.arange(len(new))
+    rows, shards = _rows_for(len(new), retriever.label_order, settings.shards)
+    order = np.concatenate([retriever.label_order, np.full(shards[-1].stop - len(retriever.label_order), -1)])
+    order[rows] = ids
+    changed: dict[int, Float32Array] = {}
+    for number in [i for i, shard in enumerate(shards) if len(rows) and rows[0] < shard.stop]:
+        shard = shards[number]
+        held = np.zeros((shard.stop - shard.start, settings.dim), np.float32)
+        if number < len(settings.shards):
+            held[:] = retriever.vectors(number)
+        inside = (rows >= shard.start) & (rows < shard.stop)
+        held[rows[inside] - shard.start] = vectors[inside]
+        changed[number] = held
+    columns = [pa.array([getattr(n, name) for n in new], pa.large_string()) for name in ("uid", "text")]
+    first = settings.first_added if settings.first_added is not None else settings.num_labels
+    grown = dataclasses.replace(settings, num_labels=settings.num_labels + len(new), shards=shards, first_added=first)
+    return retriever.with_rows(grown, pa.table(columns, schema=LABEL_SCHEMA), order, changed)
+
+
+def write_changes(before: Retriever, after: Retriever, target: Path) -> set[str]:
+    """Writes the files of a bundle in which a view of it differs; returns their names."""
+    written: set[str] = set()
+    if after.settings != before.settings:
+        pq.write_table(after.labels, target / "labels.parquet", row_group_size=LABEL_BLOCK, compression="zstd")
+        np.save(target / "label_order.npy", after.label_order)
+        write_settings(target, after.settings)
+        written |= {"labels.parquet", "label_order.npy", "settings.json"}
+    if len(after.removed):
+        np.save(target / "removed.npy", after.removed)
+        written.add("removed.npy")
+    (target / "vectors").mkdir(exist_ok=True)
+    for number in after.new_shards(before):
+        save_vectors(target, number, after.vectors(number), after.settings.shards[number].start)
+        written.add(vectors_name(number))
+    return written
 
 
 def label_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> Float32Array:
@@ -233,14 +246,12 @@ def _publish(
     folder: Path,
     manifest: Manifest,
     change: dict[str, Any],
-    written: set[str],
-    write: Callable[[Path], None],
+    before: Retriever,
+    after: Retriever,
 ) -> None:
     """Writes some files anew, the others get a second name; the manifest says what was changed since the export."""
     about = {**manifest.about, "changes": [*manifest.about.get("changes", []), {**change, "of": manifest.sha256}]}
     known: dict[str, storage.FileEntry] = {}
     with storage.new_artifact(out or bundle, KIND, about, known, replacing=out is None) as target:
+        written = write_changes(before, after, target)
         known |= storage.link_files(folder, manifest, target, written)
-        for name in written:
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-        write(target)

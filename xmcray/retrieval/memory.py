@@ -18,6 +18,7 @@ every request. What votes for a label is known, so an answer can name the traini
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from xmcray.config import check_range
 from xmcray.data.corpus import Split
 from xmcray.errors import BundleError, ConfigError, DataError
 from xmcray.retrieval.index import Index, IndexSpec
-from xmcray.retrieval.shards import Shard, open_shards, read_shards, search_shards, write_shards
+from xmcray.retrieval.shards import Shard, merge, open_shards, read_shards, search_shards, write_shards
 from xmcray.storage import Manifest
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
@@ -82,6 +83,17 @@ class Neighbours:
     labels: TopLabels
     joined: TopLabels | None = None
     completing: TopLabels | None = None
+
+    @staticmethod
+    def combined(parts: Sequence[Neighbours]) -> Neighbours:
+        """What parts of the shards found, as if one search had found it in all of them."""
+
+        def merged(name: str) -> TopLabels | None:
+            tops = [getattr(part, name) for part in parts]
+            return None if tops[0] is None else merge(tops)
+
+        queries, labels = merge([part.queries for part in parts]), merge([part.labels for part in parts])
+        return Neighbours(queries, labels, merged("joined"), merged("completing"))
 
     def slice(self, start: int, stop: int) -> Neighbours:
         """Those of queries start .. stop - 1."""
@@ -284,25 +296,27 @@ class Memory:
         texts = bundle / "memory" / "queries.parquet"
         return cls(config, shards, indexes, Ragged(labels, offsets), num_labels, texts, removed)
 
-    def neighbours(
-        self,
-        query_BD: Float32Array,
-        search_labels: Callable[[int], TopLabels],
-        k: int,
-        config: MemoryConfig,
-        exact: bool = False,
-    ) -> Neighbours:
-        """The keys that may vote, and labels enough to complete k answers.
-
-        Args:
-            search_labels: number of labels -> the nearest ones of these queries.
-        """
+    def search(
+        self, query_BD: Float32Array, config: MemoryConfig, exact: bool = False, part: tuple[int, int] = (0, 1)
+    ) -> TopLabels:
+        """The training queries that may vote, by row of the memory; in part i of n: in shards i, i + n ... only."""
         width = min(config.keys, len(self.positives)) if config.weight > 0 else 0
-        if width:
-            near = search_shards(self.shards, self.indexes, query_BD, width, exact=exact)
-        else:
-            near = TopLabels(np.empty((len(query_BD), 0), np.int64), np.empty((len(query_BD), 0), np.float32))
-        return Neighbours(near, search_labels(min(max(k, config.keys if config.weight < 1 else 0), self.num_labels)))
+        shards, indexes = self.shards[part[0] :: part[1]], self.indexes[part[0] :: part[1]]
+        return search_shards(shards, indexes, query_BD, width, exact=exact)
+
+    def width(self, k: int, config: MemoryConfig) -> int:
+        """How many labels may vote for themselves or complete k answers."""
+        return min(max(k, config.keys if config.weight < 1 else 0), self.num_labels)
+
+    def with_labels(self, num_labels: int, removed: Int64Array) -> Memory:
+        """The same keys where there are L labels, of which some (source ids) are no answers."""
+        return Memory(self.config, self.shards, self.indexes, self.positives, num_labels, self._texts, removed)
+
+    def without(self, labels: npt.NDArray[np.bool_]) -> Memory:
+        """The same memory with fewer answers; bool [L]."""
+        memory = copy.copy(self)
+        memory._removed = labels if self._removed is None else labels | self._removed
+        return memory
 
     def answer(self, near: Neighbours, k: int, config: MemoryConfig, exclude: Ragged | None = None) -> TopLabels:
         """The k most probable labels (Eq. 8); see `ranked`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import copy
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 import torch.nn.functional as F
@@ -17,13 +19,14 @@ from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.nn.heads import Head, load_head
 from xmcray.retrieval.bundle import KIND, Settings, read_labels, read_settings
-from xmcray.retrieval.index import Index
+from xmcray.retrieval.index import FLAT_ROWS, Index
 from xmcray.retrieval.memory import Memory, MemoryConfig, Neighbours
 from xmcray.retrieval.shards import open_shards, search_shards
 from xmcray.storage import open_artifact
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 CHUNK = 1024  # queries encoded and searched at once
+WHOLE: tuple[int, int] = (0, 1)  # part 0 of 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,9 @@ class Retriever:
         sha256: names the bundle's content.
         tokenizer: makes `Ragged` queries for `top_labels`.
         memory: training queries that vote for labels, or None: labels are found by their own vectors.
-        rank: int64 [L], row of each label by source id, also of those removed since.
+        labels: uid and text of each label by source id, also of those removed since.
+        label_order: int64 [rows], source id of each row, -1 for one that is not used yet. rank: int64 [L], its inverse.
+        removed: int64, ascending: source ids that are no answers any more.
     """
 
     def __init__(
@@ -80,15 +85,16 @@ class Retriever:
         removed: Int64Array | None = None,
     ) -> None:
         self.settings, self.tokenizer, self.sha256, self.memory = settings, tokenizer, sha256, memory
-        self._encoder, self._head, self._labels, self._order = encoder, head, labels, label_order
+        self._encoder, self._head, self.labels, self.label_order = encoder, head, labels, label_order
         self._shards = list(shards)
-        self._removed = np.empty(0, np.int64) if removed is None else removed
+        self.removed = np.empty(0, np.int64) if removed is None else removed
         self._num_exported = sum(shard.start < (settings.first_added or shard.stop) for shard in settings.shards)
         rows = np.flatnonzero(label_order >= 0)
         self.rank = np.empty(len(rows), np.int64)
         self.rank[label_order[rows]] = rows
         self._names = label_order.copy()
-        self._names[self.rank[self._removed]] = -1
+        self._names[self.rank[self.removed]] = -1
+        self._answering, self._filtered = self._shards, False  # see `restricted`
 
     @classmethod
     def load(cls, path: str | Path, threads: int | None = None, device: str | None = None) -> Retriever:
@@ -134,12 +140,12 @@ class Retriever:
     @property
     def num_labels(self) -> int:
         """Labels that can be answered: L without those that were removed."""
-        return self.settings.num_labels - len(self._removed)
+        return self.settings.num_labels - len(self.removed)
 
     @property
     def changed(self) -> bool:
         """Whether labels joined or were removed since the export."""
-        return self.settings.first_added is not None or len(self._removed) > 0
+        return self.settings.first_added is not None or len(self.removed) > 0
 
     @property
     def indexed(self) -> bool:
@@ -170,22 +176,25 @@ class Retriever:
         if isinstance(texts, str):
             raise ConfigError("search was given one string, expected a list of texts; write search([text])")
         self._check(k)
-        voting = self._voting(memory, explain)
+        self._voting(memory, explain)
         answers: list[list[Answer]] = []
         for start in range(0, len(texts), CHUNK):
-            query_BD = self.encode(texts[start : start + CHUNK])
-            if voting is None:
-                top, voters = self._labels_near(query_BD, k), None
-            else:
-                remembering, config = voting
-                near = self._neighbours(remembering, query_BD, k, config)
-                top = remembering.answer(near, k, config)
-                voters = _voters(remembering, near, top, config) if explain else None
-            known = self._labels.take(pa.array(np.maximum(top.ids, 0).ravel())).to_pydict()
-            for row, (ids, scores) in enumerate(zip(top.ids.tolist(), top.scores.tolist(), strict=True)):
-                uids, texts_ = (known[name][row * k : (row + 1) * k] for name in ("uid", "text"))
-                found = zip(ids, uids, texts_, scores, voters[row] if voters else [None] * k, strict=True)
-                answers.append([Answer(*values) for values in found if values[0] >= 0])
+            near = self.find(self.encode(texts[start : start + CHUNK]), k, memory)
+            answers += self.answers(near, k, memory=memory, explain=explain)
+        return answers
+
+    def answers(
+        self, near: Neighbours, k: int, *, memory: MemoryConfig | None = None, explain: bool = False
+    ) -> list[list[Answer]]:
+        """As `search`, from what `find` found."""
+        voting, top = self._voting(memory, explain), self.fuse(near, k, memory)
+        voters = _voters(voting[0], near, top, voting[1]) if voting and explain else None
+        known = self.labels.take(pa.array(np.maximum(top.ids, 0).ravel())).to_pydict()
+        answers = []
+        for row, (ids, scores) in enumerate(zip(top.ids.tolist(), top.scores.tolist(), strict=True)):
+            uids, texts = (known[name][row * k : (row + 1) * k] for name in ("uid", "text"))
+            found = zip(ids, uids, texts, scores, voters[row] if voters else [None] * k, strict=True)
+            answers.append([Answer(*values) for values in found if values[0] >= 0])
         return answers
 
     def top_labels(
@@ -226,28 +235,112 @@ class Retriever:
         memory: MemoryConfig | None = None,
     ) -> TopLabels:
         """As `top_labels`, for query vectors float32 [B, D]."""
+        return self.fuse(self.find(query_BD, k, memory, exclude, exact), k, memory, exclude)
+
+    def find(
+        self,
+        query_BD: Float32Array,
+        k: int,
+        memory: MemoryConfig | None = None,
+        exclude: Ragged | None = None,
+        exact: bool = False,
+        part: tuple[int, int] = WHOLE,
+    ) -> Neighbours:
+        """The first half of `nearest`: what lies near the queries, in all shards or in one part of them.
+
+        Args:
+            part: (i, n): shards i, i + n, i + 2 n ... only; what n parts found, `combined`, is what one finds in all.
+        """
         self._check(k)
         voting = self._voting(memory)
+        near = functools.partial(self._search, query_BD=query_BD, exclude=exclude, exact=exact, part=part)
         if voting is None:
-            return self._labels_near(query_BD, k, exclude, exact)
+            return Neighbours(TopLabels.nothing(len(query_BD)), near(k))
         remembering, config = voting
-        near = self._neighbours(remembering, query_BD, k, config, exclude, exact)
-        return remembering.answer(near, k, config, exclude)
+        # The keys are those of the export, whatever labels joined or were removed since: so no probability changes.
+        queries = remembering.search(query_BD, config, exact, part)
+        labels = near(remembering.width(k, config), shards=slice(self._num_exported), names=self.label_order)
+        if not self.changed and not self._filtered:
+            return Neighbours(queries, labels)
+        joined = near(min(config.keys, self.settings.num_labels), shards=slice(self._num_exported, None))
+        return Neighbours(queries, labels, joined, completing=near(k))
 
-    def exported_near(
-        self, query_BD: Float32Array, k: int, exclude: Ragged | None = None, exact: bool = False
+    def fuse(
+        self, near: Neighbours, k: int, memory: MemoryConfig | None = None, exclude: Ragged | None = None
     ) -> TopLabels:
-        """As `nearest` by labels' own vectors, among all labels of the export, also those removed since."""
-        return self._search(slice(self._num_exported), self._order, query_BD, k, exclude, exact)
+        """The second half of `nearest`: the k best labels among what was found."""
+        voting = self._voting(memory)
+        return near.labels if voting is None else voting[0].answer(near, k, voting[1], exclude)
+
+    def restricted(self, allowed: npt.NDArray[np.bool_]) -> Retriever:
+        """The same bundle with fewer answers: a view that shares everything else. In a memory all keys go on to vote.
+
+        Args:
+            allowed: bool [source ids], which labels may be answered; none at all is legal.
+        """
+        view = copy.copy(self)
+        view._names = np.where((self._names >= 0) & allowed[self._names], self._names, -1)
+        view._filtered = True
+        if self.memory is not None:
+            view.memory = self.memory.without(~allowed)
+        # A long list of candidates would hold few that are allowed, or none: compare just these where they are few.
+        rows = [np.flatnonzero(view._names[shard.start : shard.stop] >= 0) for shard in self.settings.shards]
+        view._answering = [
+            index.only(few) if len(few) <= max(FLAT_ROWS, len(index) // 16) < len(index) else index
+            for index, few in zip(self._shards, rows, strict=True)
+        ]
+        return view
+
+    def without(self, label_ids: Int64Array) -> Retriever:
+        """A view of the bundle in which some labels are no answers any more."""
+        return self._changed(self.settings, self.labels, self.label_order, {}, np.union1d(self.removed, label_ids))
+
+    def with_rows(
+        self, settings: Settings, labels: pa.Table, label_order: Int64Array, vectors: Mapping[int, Float32Array]
+    ) -> Retriever:
+        """A view of the bundle with more labels; see `labels.with_labels`.
+
+        Args:
+            settings: with the shards there are then. labels: uid and text of the new ones.
+            label_order: int64 [rows]. vectors: of the shards that are new or changed, by number.
+        """
+        return self._changed(settings, pa.concat_tables([self.labels, labels]), label_order, vectors, self.removed)
+
+    def new_shards(self, before: Retriever) -> list[int]:
+        """The shards that another view of the bundle does not have, or has with other vectors."""
+        theirs = set(map(id, before._shards))
+        return [number for number, index in enumerate(self._shards) if id(index) not in theirs]
+
+    def _changed(
+        self,
+        settings: Settings,
+        labels: pa.Table,
+        label_order: Int64Array,
+        vectors: Mapping[int, Float32Array],
+        removed: Int64Array,
+    ) -> Retriever:
+        one = self._shards[0]
+        held = {
+            number: Index(torch.from_numpy(rows).to(one.vectors.device), None, threads=one.threads)
+            for number, rows in vectors.items()
+        }
+        shards = [held[n] if n in held else self._shards[n] for n in range(len(settings.shards))]
+        memory = self.memory and self.memory.with_labels(settings.num_labels, removed)
+        parts = self._encoder, self._head, self.tokenizer, labels, label_order
+        return Retriever(*parts, shards, settings, self.sha256, memory, removed)
+
+    def exported_near(self, query_BD: Float32Array, k: int) -> TopLabels:
+        """The labels whose own vectors are nearest among all of the export, also those removed since."""
+        return self._search(k, slice(self._num_exported), self.label_order, query_BD=query_BD)
 
     def label_ids(self) -> dict[str, int]:
         """Source ids by uid, of the labels that can be answered."""
-        gone = set(self._removed.tolist())
-        return {uid: i for i, uid in enumerate(self._labels["uid"].to_pylist()) if i not in gone}
+        gone = set(self.removed.tolist())
+        return {uid: i for i, uid in enumerate(self.labels["uid"].to_pylist()) if i not in gone}
 
     def label_texts(self, label_ids: Int64Array) -> list[str]:
         """Texts of labels by source id."""
-        texts: list[str] = self._labels["text"].take(pa.array(label_ids)).to_pylist()
+        texts: list[str] = self.labels["text"].take(pa.array(label_ids)).to_pylist()
         return texts
 
     def label_vectors(self, label_ids: Int64Array) -> Float32Array:
@@ -264,46 +357,30 @@ class Retriever:
         vectors: Float32Array = self._shards[shard].vectors.cpu().numpy()
         return vectors
 
-    def _labels_near(
-        self, query_BD: Float32Array, k: int, exclude: Ragged | None = None, exact: bool = False
-    ) -> TopLabels:
-        """The labels whose own vectors are nearest."""
-        return self._search(slice(None), self._names, query_BD, k, exclude, exact)
-
     def _search(
         self,
-        shards: slice,
-        names: Int64Array,
-        query_BD: Float32Array,
         k: int,
+        shards: slice = slice(None),
+        names: Int64Array | None = None,
+        *,
+        query_BD: Float32Array,
         exclude: Ragged | None = None,
         exact: bool = False,
+        part: tuple[int, int] = WHOLE,
     ) -> TopLabels:
-        """The nearest rows of some of the shards."""
+        """The labels whose own vectors are nearest in some shards, of those that may be answered, or by `names`."""
         hidden = None if exclude is None else Ragged(self.rank[exclude.values], exclude.offsets)
-        searched = self.settings.shards[shards], self._shards[shards]
-        return search_shards(*searched, query_BD, k, names=names, hidden=hidden, exact=exact)
-
-    def _neighbours(
-        self,
-        memory: Memory,
-        query_BD: Float32Array,
-        k: int,
-        config: MemoryConfig,
-        exclude: Ragged | None = None,
-        exact: bool = False,
-    ) -> Neighbours:
-        """The keys are those of the export, whatever labels joined or were removed since: so no probability changes."""
-
-        def search_labels(width: int) -> TopLabels:
-            return self.exported_near(query_BD, width, exclude, exact)
-
-        near = memory.neighbours(query_BD, search_labels, k, config, exact)
-        if not self.changed:
-            return near
-        width = min(config.keys, self.settings.num_labels)
-        joined = self._search(slice(self._num_exported, None), self._names, query_BD, width, exclude, exact)
-        return dataclasses.replace(near, joined=joined, completing=self._labels_near(query_BD, k, exclude, exact))
+        indexes = self._answering if names is None else self._shards
+        numbers = [n for n in range(len(indexes))[shards] if n % part[1] == part[0]]
+        return search_shards(
+            [self.settings.shards[n] for n in numbers],
+            [indexes[n] for n in numbers],
+            query_BD,
+            k,
+            names=self._names if names is None else names,
+            hidden=hidden,
+            exact=exact,
+        )
 
     def _voting(self, asked: MemoryConfig | None, explain: bool = False) -> tuple[Memory, MemoryConfig] | None:
         """The memory and its settings for one request; None where there is no memory."""

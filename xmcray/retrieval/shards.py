@@ -126,13 +126,25 @@ def search_shards(
     Returns:
         Ids and inner products; -1 and -inf where no row is left.
     """
+    if not k:
+        return TopLabels.nothing(len(query_BD))
     keys = [nothing(len(query_BD), k)]
     for shard, index in zip(shards, indexes, strict=True):
         known = np.arange(shard.start, shard.stop) if names is None else names[shard.start : shard.stop]
         hide = None if hidden is None else _inside(hidden, shard)
         scores, ids = index.search(query_BD, min(k, len(index)), known, hide, exact)
         keys.append(to_keys(as_tensor(scores), as_tensor(np.maximum(ids, 0), np.int64)))
-    scores, ids = from_keys(torch.cat(keys, dim=1).topk(k, dim=1).values)
+    return _best(keys, k)
+
+
+def merge(parts: Sequence[TopLabels]) -> TopLabels:
+    """The best of several answers to the same queries, as wide as the first; equal scores by lower id."""
+    keys = [to_keys(as_tensor(part.scores), as_tensor(np.maximum(part.ids, 0), np.int64)) for part in parts]
+    return _best(keys, parts[0].width)
+
+
+def _best(keys: Sequence[torch.Tensor], k: int) -> TopLabels:
+    scores, ids = from_keys(torch.cat(list(keys), dim=1).topk(k, dim=1).values)
     return TopLabels(ids, scores)
 
 

@@ -22,7 +22,7 @@ from xmcray.nn.heads import Head, load_head
 from xmcray.retrieval import bundle as bundles
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index, IndexSpec
-from xmcray.retrieval.memory import VOTERS, Memory, MemoryConfig, remember, sweep
+from xmcray.retrieval.memory import VOTERS, Memory, MemoryConfig, Neighbours, remember, sweep
 from xmcray.retrieval.retriever import CHUNK, embed
 from xmcray.retrieval.shards import Shard
 from xmcray.training.outcome import bundle_of
@@ -167,12 +167,8 @@ def _answers(
     for start in range(0, len(held_out), VOTERS):
         rows = held_out[start : start + VOTERS]
         query_BD, exclude = encode(train.tokens(rows)), train.filters(rows)
-
-        def search_labels(width: int, query_BD: Float32Array = query_BD, hidden: Ragged = exclude) -> TopLabels:
-            scores, ids = exact_search(label_LD, query_BD, width, hidden=hidden)
-            return TopLabels(ids, scores)
-
-        near = memory.neighbours(query_BD, search_labels, k, widest)
+        scores, ids = exact_search(label_LD, query_BD, memory.width(k, widest), hidden=exclude)
+        near = Neighbours(memory.search(query_BD, widest), TopLabels(ids, scores))
         yield rows, [top for _, top in sweep(near, memory.positives, grid, k, num_labels, exclude)]
 
 

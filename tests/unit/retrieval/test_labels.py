@@ -23,7 +23,7 @@ from xmcray.retrieval import labels as module
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
-from xmcray.retrieval.memory import MemoryConfig
+from xmcray.retrieval.memory import MemoryConfig, Neighbours
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.memory import memory_bundle
 from xmcray.types import TopLabels
@@ -264,3 +264,40 @@ def test_the_command(bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture
     capsys.readouterr()
     assert cli.main(["search", bundle, "sort sort norm norm", "-k", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["answers"][0]["uid"] != "n"
+
+
+@pytest.mark.parametrize("kind", ["texts", "rowsIVF", "memory"])
+def test_parts_of_the_shards_find_together_what_one_search_finds(
+    kind: str, bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROOM", 2)
+    new = PLANTED if kind == "memory" else NEW
+    add_labels(bundles(kind), new[:2], tmp_path / "b")
+    for start in (2, 4, 6):
+        add_labels(tmp_path / "b", new[start : start + 2])
+    retriever = Retriever.load(tmp_path / "b", threads=1)
+    assert len(retriever.settings.shards) == 5
+    query_BD = queries_of(retriever, NEW)
+    wanted = retriever.nearest(query_BD, K)
+    for parts in (2, 3, 9):
+        found = [retriever.find(query_BD, K, part=(i, parts)) for i in range(parts)]
+        assert bits(retriever.fuse(Neighbours.combined(found), K)) == bits(wanted)
+
+
+@pytest.mark.parametrize("kind", ["texts", "rowsIVF", "memory"])
+@pytest.mark.parametrize("share", [0.5, 0.05, 0.0])
+def test_only_allowed_labels_are_answered(kind: str, share: float, bundles: Any) -> None:
+    retriever = Retriever.load(bundles(kind), threads=1)
+    allowed = np.random.default_rng(3).random(retriever.num_labels) < share
+    query_BD, k = queries_of(retriever, NEW), 10
+    found = retriever.restricted(allowed).nearest(query_BD, k)
+    assert allowed[found.ids[found.ids >= 0]].all()
+    assert ((found.ids >= 0).sum(axis=1) == min(k, allowed.sum())).all()
+    # the best of all labels, without those that are not allowed
+    everything = retriever.nearest(query_BD, retriever.num_labels, exact=True)
+    wanted = [ids[allowed[ids]][:k] for ids in everything.ids]
+    hits = [len(np.intersect1d(a, b)) for a, b in zip(found.ids, wanted, strict=True)]
+    plain = retriever.nearest(query_BD, k).ids
+    recall = np.mean([len(np.intersect1d(a, b[:k])) / k for a, b in zip(plain, everything.ids, strict=True)])
+    assert sum(hits) >= 0.9 * recall * sum(map(len, wanted))
+    assert recall == 1 or kind == "rowsIVF"

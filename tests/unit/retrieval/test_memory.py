@@ -193,7 +193,7 @@ def test_weight_zero_is_the_dual_encoder(corpus: Corpus, bundle: Path) -> None:
     retriever = Retriever.load(bundle, threads=1)
     query_BD = retriever.encode(corpus.split("test").tokens(np.arange(20)))
     top = retriever.nearest(query_BD, 10, memory=MemoryConfig(weight=0))
-    np.testing.assert_array_equal(top.ids, retriever._labels_near(query_BD, 10).ids)
+    np.testing.assert_array_equal(top.ids, retriever.exported_near(query_BD, 10).ids)
 
 
 def test_an_answer_names_who_voted(corpus: Corpus, bundle: Path) -> None:
