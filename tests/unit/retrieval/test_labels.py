@@ -10,57 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import planted_corpus
+from bundles import DIM, TEXTS, WORDS, write_bundle_of, write_memory
 
 from xmcray import cli, storage
 from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, DataError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
-from xmcray.nn.heads import Head, NormalisedHead, TwoHeads
+from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval import labels as module
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
-from xmcray.retrieval.memory import MemoryConfig, Neighbours
+from xmcray.retrieval.memory import Neighbours
 from xmcray.retrieval.retriever import Retriever
-from xmcray.training.memory import memory_bundle
 from xmcray.types import TopLabels
 
-WORDS = "matrix vector norm solve inverse trace rank eigen sparse dense random sample mean median sort join".split()  # noqa: SIM905
-TEXTS = [f"{a} {b} {c}" for i, a in enumerate(WORDS) for j, b in enumerate(WORDS[:i]) for c in WORDS[:j]]
 NEW = [NewLabel(f"new{i}", f"{a} {a} {b} {b} {b} {b}") for i, (a, b) in enumerate(zip(WORDS, WORDS[7:], strict=False))]
 PLANTED = [NewLabel(f"new{i}", f"w{i}x1 w{i}x1 w{i + 9}x2") for i in range(9)]
-DIM, K = 16, 20
-IVF = IndexSpec(factory="IVF8,Flat", nprobe=2, candidates=1)
-
-
-def write(path: Path, kind: str) -> Path:
-    """A bundle of an untrained encoder whose label vectors are of one kind; indexed where its name says so."""
-    tokenizer = train_wordpiece(iter(TEXTS), vocab_size=400, max_len=16)
-    encoder = build_encoder(EncoderConfig(dim=DIM), tokenizer, None, seed=0).eval()
-    head: Head = TwoHeads(DIM, DIM) if kind == "both" else Head(DIM) if kind.startswith("rows") else NormalisedHead(DIM)
-    if isinstance(head, TwoHeads):
-        head.reset(0)
-    rng, side = np.random.default_rng(0), LabelSide()
-    with torch.no_grad():
-        vectors = head(encoder(tokenizer.encode(TEXTS))).numpy()
-    # as training makes them: long, with a part that all have and one that follows the text
-    way = vectors[:, -DIM:] - vectors[:, -DIM:].mean(axis=0)
-    row = 5 * way / np.linalg.norm(way, axis=1, keepdims=True) - 1 + 0.1 * rng.standard_normal(way.shape, np.float32)
-    if kind.startswith("rows"):
-        vectors, side = row, LabelSide(DIM)
-    elif kind == "both":
-        vectors[:, DIM:], side = row / np.linalg.norm(row, axis=1, keepdims=True), LabelSide(DIM)
-    elif kind == "prototypes":
-        side = LabelSide(prototypes=PrototypeNetwork(DIM, 8, len(TEXTS), 4, seed=0))
-    order = rng.permutation(len(TEXTS))
-    spec = IVF if kind.endswith("IVF") else IndexSpec()
-    uids = [f"u{i}" for i in range(len(TEXTS))]
-    made = [vectors[order]]
-    write_bundle(path, encoder, head, tokenizer, uids, TEXTS, order, made, spec, {"by": "test"}, label_side=side)
-    return path
+K = 20
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +39,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def bundle(kind: str) -> Path:
         if kind not in made:
-            made[kind] = write(folder / kind, kind) if kind != "memory" else folder / "memory"
-            if kind == "memory":
-                corpus = planted_corpus(folder, num_queries=300, num_labels=47)
-                build_encoder(EncoderConfig(dim=DIM), corpus.tokenizer(), None, seed=0).save(folder / "encoder")
-                memory_bundle(str(folder / "encoder"), corpus, made[kind], MemoryConfig(keys=25))
+            made[kind] = write_memory(folder) if kind == "memory" else write_bundle_of(folder / kind, kind)
         return made[kind]
 
     return bundle
