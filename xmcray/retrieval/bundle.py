@@ -6,6 +6,7 @@
     tokenizer/                  as TextTokenizer.save writes it
     labels.parquet              uid and text of each label, by source id
     label_order.npy             int64 [rows], internal -> source id; -1 for a row that is not used yet
+    attributes.parquet          what answers can be filtered by (attributes.py); absent if no label has any
     removed.npy                 int64, ascending: source ids that are no answers any more; absent if there are none
     vectors/00000.safetensors   float32 "vectors", consecutive rows in internal order; the range is in the metadata
     index/00000.faiss           the FAISS index over the same rows; absent where a shard is searched exhaustively
@@ -37,6 +38,8 @@ from xmcray.errors import BundleError, DataError
 from xmcray.nn.encoder import Encoder
 from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
+from xmcray.retrieval.attributes import FILE as ATTRIBUTES
+from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.shards import SHARD_ROWS, Shard, read_shards, write_shards
 from xmcray.storage import new_artifact
@@ -188,6 +191,24 @@ def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array,
             f"{folder}: labels.parquet, label_order.npy or removed.npy does not hold {num_labels} labels; export again"
         )
     return labels, np.asarray(order, np.int64), np.asarray(removed, np.int64)
+
+
+def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
+    """The attributes of all labels of a verified bundle; none where it has no file of them.
+
+    Raises:
+        BundleError: they are malformed or of another number of labels.
+    """
+    path = folder / ATTRIBUTES
+    if not path.is_file():
+        return LabelAttributes(settings.num_labels)
+    try:
+        attributes = LabelAttributes.load(path)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise BundleError(f"{path} cannot be read ({type(error).__name__}); annotate the labels again") from None
+    if attributes.num_labels != settings.num_labels:
+        raise BundleError(f"{path} has {attributes.num_labels} rows, expected {settings.num_labels}; annotate again")
+    return attributes
 
 
 def _write_labels(path: Path, uids: Iterable[str], texts: Iterable[str], num_labels: int) -> None:

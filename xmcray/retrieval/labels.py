@@ -4,6 +4,7 @@ A label that joins gets the vector that its method's label side makes of its tex
 of ROOM rows that exists before its labels do: products have the shapes they had, so they have the same bits, and an
 index over the rows of the export is left alone; rows beside it meet every query. A label that leaves keeps its row and
 loses its name: it is scored as ever and never answered. In a memory it goes on to be a key, but gets no votes.
+Attributes (attributes.py) come with a label that joins, or are given to one that is there.
 
 Source ids stay what they are: labels that join are numbered from L on, and no number is given twice. Exporting again is
 what makes one index of all rows.
@@ -13,10 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +29,8 @@ from xmcray.data.formats.base import BadRow, BadValue, Row
 from xmcray.data.formats.json_lines import Fields, Record, read_records, row_maker, rows_of
 from xmcray.errors import ConfigError, DataError
 from xmcray.nn.label_side import LabelSide, load_label_side
-from xmcray.retrieval.bundle import KIND, LABEL_BLOCK, LABEL_SCHEMA, write_settings
+from xmcray.retrieval.attributes import LabelAttributes, Scalar, attribute_set
+from xmcray.retrieval.bundle import KIND, LABEL_BLOCK, LABEL_SCHEMA, read_attributes, write_settings
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import Shard, save_vectors, vectors_name
 from xmcray.storage import Manifest
@@ -38,6 +40,7 @@ ROOM = 1024  # rows of a shard for labels that join
 SAMPLE = 4096  # labels of the export by which the row of a new one is placed
 RIDGE = 0.3  # of that map, in mean squares of the texts' coordinates
 _TINY = 1e-12
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +49,64 @@ class NewLabel:
 
     uid: str
     text: str
+    attributes: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 def read_new_labels(paths: Iterable[str | Path]) -> list[NewLabel]:
-    """Labels of files of JSON lines with `uid` and `text`, or `title` and `content`.
+    """Labels of files of JSON lines with `uid`, `text` or `title` and `content`, and maybe `attributes`.
 
     Raises:
         DataError: a line is malformed, repeats a uid or has no text; naming file and line.
     """
-    known = row_maker(Fields(), None, dict)
 
-    def make(record: Record, number: int) -> Row:
+    def make(row: Row, record: Record) -> NewLabel:
+        if not row.text:
+            raise BadValue(f"label {row.uid[:80]!r} has no text, expected some: its vector is made of it")
+        attributes = record.get("attributes")
+        return NewLabel(row.uid, row.text, {} if attributes is None else attribute_set(attributes))
+
+    return _read(paths, "uid and text", make)
+
+
+def read_attribute_sets(paths: Iterable[str | Path]) -> dict[str, dict[str, Scalar]]:
+    """Attributes by uid of files of JSON lines with `uid` and `attributes`.
+
+    Raises:
+        DataError: a line is malformed or repeats a uid; naming file and line.
+    """
+
+    def make(row: Row, record: Record) -> tuple[str, dict[str, Scalar]]:
+        if "attributes" not in record:
+            raise BadValue("no attributes, expected an object of names and values, {} for none")
+        return row.uid, attribute_set(record["attributes"])
+
+    return dict(_read(paths, "uid and attributes", make))
+
+
+def _read(paths: Iterable[str | Path], fields: str, make: Callable[[Row, Record], T]) -> list[T]:
+    """What is made of each line of files, about one label each."""
+    known = row_maker(Fields(), None, dict)
+    made: list[T] = []
+
+    def keep(record: Record, number: int) -> Row:
         if record.get("uid") is None:
             raise BadValue("no uid, expected one that names the label in answers")
         row = known(record, number)
-        if not row.text:
-            raise BadValue(f"label {row.uid[:80]!r} has no text, expected some: its vector is made of it")
+        try:
+            made.append(make(row, record))
+        except ConfigError as error:
+            raise BadValue(str(error)) from None
         return row
 
     def refuse(bad: BadRow) -> NoReturn:
         raise DataError(str(bad))
 
-    labels: list[NewLabel] = []
     for path in map(Path, paths):
         if not path.is_file():
-            raise DataError(f"{path} is no file, expected JSON lines with uid and text, one per label")
-        before = len(labels)
-        labels += [NewLabel(row.uid, row.text) for row in rows_of(read_records(path), path, make, refuse)]
-        if len(labels) == before:
-            raise DataError(f"{path} is empty, expected JSON lines with uid and text, one per label")
-    return labels
+            raise DataError(f"{path} is no file, expected JSON lines with {fields}, one per label")
+        if not list(rows_of(read_records(path), path, keep, refuse)):
+            raise DataError(f"{path} is empty, expected JSON lines with {fields}, one per label")
+    return made
 
 
 def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | None = None) -> int:
@@ -85,16 +116,35 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
         out: folder or URL of the new bundle; the bundle itself if not given.
     Raises:
         DataError: a uid is taken, or a text has no token.
-        ConfigError: the bundle is at a URL and there is no `out`.
+        ConfigError: the bundle is at a URL and there is no `out`; or attributes do not fit those of other labels.
         StorageError: the bundle is damaged or being changed, `out` is not empty, or the disk is full.
     """
     with _opened(bundle, out) as (retriever, folder, manifest):
+        settings = retriever.settings
         taken = {label.uid for label in new} & retriever.label_ids().keys()
         if taken:
             raise DataError(f"label {min(taken)!r} is in {bundle} already; remove it first, or choose another uid")
         changed = with_labels(retriever, load_label_side(folder / "label_side"), new)
-        _publish(bundle, out, folder, manifest, {"added": len(new)}, retriever, changed)
+        rows = {i: label.attributes for i, label in enumerate(new, settings.num_labels) if label.attributes}
+        attributes = read_attributes(folder, settings).with_rows(changed.settings.num_labels, rows)
+        _publish(bundle, out, folder, manifest, {"added": len(new)}, retriever, changed, attributes)
         return changed.num_labels
+
+
+def annotate_labels(bundle: str | Path, sets: Mapping[str, Mapping[str, Scalar]], out: str | Path | None = None) -> int:
+    """Gives labels of a bundle new attributes in place of all they had; returns how many it has. As `add_labels`.
+
+    Args:
+        sets: by uid.
+    Raises:
+        DataError: a uid is unknown.
+    """
+    with _opened(bundle, out) as (retriever, folder, manifest):
+        known, settings = _known(retriever, sets, bundle), retriever.settings
+        rows = {known[uid]: attributes for uid, attributes in sets.items()}
+        attributes = read_attributes(folder, settings).with_rows(settings.num_labels, rows)
+        _publish(bundle, out, folder, manifest, {"annotated": len(sets)}, retriever, retriever, attributes)
+        return retriever.num_labels
 
 
 def remove_labels(bundle: str | Path, uids: Sequence[str], out: str | Path | None = None) -> int:
@@ -104,15 +154,25 @@ def remove_labels(bundle: str | Path, uids: Sequence[str], out: str | Path | Non
         DataError: a uid is unknown, or no label would be left.
     """
     with _opened(bundle, out) as (retriever, folder, manifest):
-        known = retriever.label_ids()
-        unknown = [uid for uid in uids if uid not in known]
-        if unknown:
-            raise DataError(f"label {unknown[0]!r} is not in {bundle}, expected a label's uid; look for it with search")
+        known = _known(retriever, uids, bundle)
         gone = np.array([known[uid] for uid in set(uids)], np.int64)
         if len(gone) == len(known):
             raise DataError(f"these are all {len(known):,} labels of {bundle}, expected some to be left")
         _publish(bundle, out, folder, manifest, {"removed": len(gone)}, retriever, retriever.without(gone))
         return len(known) - len(gone)
+
+
+def _known(retriever: Retriever, uids: Iterable[str], bundle: str | Path) -> dict[str, int]:
+    """Source ids by uid, of all labels; each of `uids` must be one.
+
+    Raises:
+        DataError: one is not.
+    """
+    known = retriever.label_ids()
+    for uid in uids:
+        if uid not in known:
+            raise DataError(f"label {uid!r} is not in {bundle}, expected a label's uid; look for it with search")
+    return known
 
 
 def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) -> Retriever:
@@ -248,10 +308,13 @@ def _publish(
     change: dict[str, Any],
     before: Retriever,
     after: Retriever,
+    attributes: LabelAttributes | None = None,
 ) -> None:
     """Writes some files anew, the others get a second name; the manifest says what was changed since the export."""
     about = {**manifest.about, "changes": [*manifest.about.get("changes", []), {**change, "of": manifest.sha256}]}
     known: dict[str, storage.FileEntry] = {}
     with storage.new_artifact(out or bundle, KIND, about, known, replacing=out is None) as target:
         written = write_changes(before, after, target)
+        if attributes is not None:
+            written |= attributes.save(target)
         known |= storage.link_files(folder, manifest, target, written)
