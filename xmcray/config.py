@@ -170,6 +170,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         return build(cast(type[Any], hint), value, f"{name}.")
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_convert(inner[0], item, name) for item in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {_convert(inner[0], key, name): _convert(inner[1], v, f"{name}.{key}") for key, v in value.items()}
     if origin is typing.Literal:
         if value not in inner:
             raise ConfigError(f"{name} is {value!r}, expected one of {', '.join(map(str, inner))}")
@@ -179,6 +181,6 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             return float(value)
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name} is {value!r}, expected a number") from None
-    if hint is Any or (isinstance(value, hint) and not (hint is int and isinstance(value, bool))):
+    if hint in (Any, object) or (origin is None and isinstance(value, hint) and not (hint is int and isinstance(value, bool))):
         return value
     raise ConfigError(f"{name} is {value!r}, expected {getattr(hint, '__name__', hint)}")

@@ -273,6 +273,7 @@ class Memory:
         dim: int,
         threads: int,
         removed: Int64Array | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> Memory:
         """The memory of a verified bundle; vectors and positives stay on disk.
 
@@ -292,7 +293,7 @@ class Memory:
             raise BundleError(f"{bundle}: its memory cannot be read ({type(error).__name__}); make it again") from None
         if not fits or shards is None:
             raise BundleError(f"{bundle}: the files of its memory do not fit settings.json; make it again")
-        indexes = list(open_shards(bundle, manifest, shards, dim, threads, "memory/"))
+        indexes = list(open_shards(bundle, manifest, shards, dim, threads, "memory/", part))
         texts = bundle / "memory" / "queries.parquet"
         return cls(config, shards, indexes, Ragged(labels, offsets), num_labels, texts, removed)
 

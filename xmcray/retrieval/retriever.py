@@ -97,13 +97,20 @@ class Retriever:
         self._answering, self._filtered = self._shards, False  # see `restricted`
 
     @classmethod
-    def load(cls, path: str | Path, threads: int | None = None, device: str | None = None) -> Retriever:
+    def load(
+        cls,
+        path: str | Path,
+        threads: int | None = None,
+        device: str | None = None,
+        part: tuple[int, int] = WHOLE,
+    ) -> Retriever:
         """Opens a bundle: every file is compared with its hash before it is used; vectors stay on disk.
 
         Args:
             path: folder or fsspec URL.
             threads: of torch and FAISS in this process; torch's own setting if not given.
             device: of the encoder and of exhaustive searches, such as "cuda:0"; the CPU if not given.
+            part: the part of the shards that is going to be searched (see `find`); other indexes are not read.
         Raises:
             StorageError: a file is missing or altered (named), or this is no bundle.
             BundleError: a file is malformed or does not fit the others.
@@ -126,11 +133,11 @@ class Retriever:
                 f" {settings.dim}; export again"
             )
         num_threads = threads or torch.get_num_threads()
-        shards = list(open_shards(folder, manifest, settings.shards, settings.dim, num_threads))
+        shards = list(open_shards(folder, manifest, settings.shards, settings.dim, num_threads, part=part))
         memory = None
         if settings.predictor["kind"] == "memory":
             known = settings.predictor, settings.num_labels, settings.dim
-            memory = Memory.load(folder, manifest, *known, num_threads, removed)
+            memory = Memory.load(folder, manifest, *known, num_threads, removed, part)
         if where.type != "cpu":
             for shard in [*shards, *(memory.indexes if memory else ())]:
                 shard.vectors = shard.vectors.to(where)

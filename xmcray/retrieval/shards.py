@@ -85,18 +85,25 @@ def read_shards(values: Sequence[Mapping[str, Any]], rows: int) -> tuple[Shard, 
 
 
 def open_shards(
-    bundle: Path, manifest: Manifest, shards: Sequence[Shard], dim: int, threads: int, within: str = ""
+    bundle: Path,
+    manifest: Manifest,
+    shards: Sequence[Shard],
+    dim: int,
+    threads: int,
+    within: str = "",
+    part: tuple[int, int] = (0, 1),
 ) -> Iterator[Index]:
     """One index per shard over memory-mapped vectors.
 
     Args:
         within: folder inside the bundle, such as "memory/".
+        part: (i, n): only shards i, i + n, i + 2 n ... are going to be searched, the indexes of others are not read.
     Raises:
         BundleError: a file is malformed, or does not fit the settings.
     """
     for number, shard in enumerate(shards):
         vectors = _read_vectors(bundle / within / vectors_name(number), shard.stop - shard.start, dim)
-        if not shard.indexed:
+        if not shard.indexed or number % part[1] != part[0]:
             yield Index(vectors, None, threads=threads)
             continue
         name = within + _index(number)

@@ -1,0 +1,78 @@
+"""A served application in this process: coordinator, one replica and HTTP, without Ray and without a port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from xmcray.serving.coordinator import Coordinator
+from xmcray.serving.follower import Follower
+from xmcray.serving.http import create_app
+from xmcray.serving.metrics import Metrics
+from xmcray.serving.security import Tokens, new_token_file
+from xmcray.serving.service import Service
+from xmcray.serving.settings import ServeConfig
+
+TOKEN, ADMIN = "token" * 4, "admin" * 4
+
+
+class Served:
+    """What a gateway's replica has, and clients with and without rights."""
+
+    def __init__(self, config: ServeConfig, coordinator: Coordinator, follower: Follower, folder: Path) -> None:
+        self.service, self.metrics, self.admin = Service(config, follower), Metrics(), coordinator
+        for name, token in (("token", TOKEN), ("admin-token", ADMIN)):
+            new_token_file(folder / name).write_text(token)
+        self.tokens, self.admin_tokens = Tokens(folder / "token"), Tokens(folder / "admin-token")
+        self.follower = follower
+        self.app = create_app(self)
+
+    async def metrics_text(self) -> str:
+        return self.metrics.text()
+
+    async def ask(self, path: str, body: Any = None, token: str | None = TOKEN, **options: Any) -> httpx.Response:
+        """One request; GET without a body."""
+        headers = {**({"Authorization": f"Bearer {token}"} if token else {}), **options.pop("headers", {})}
+        if body is not None:
+            options["json"] = body
+        method = options.pop("method", "GET" if body is None and "content" not in options else "POST")
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, headers=headers, **options)
+
+    async def search(self, texts: list[str], **fields: Any) -> Any:
+        """The body of a search that must work."""
+        answer = await self.ask("/v1/search", {"texts": texts, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def change(self, *operations: Mapping[str, Any]) -> httpx.Response:
+        """Label operations."""
+        return await self.ask("/admin/v1/labels", {"operations": list(operations)}, ADMIN)
+
+    async def reached(self, number: int) -> None:
+        """Waits until answers have an operation."""
+        snapshot = self.follower.current(None)
+        await self.follower.pinned(self.follower.resolve(None), snapshot.version, number, 10)
+
+
+@contextlib.asynccontextmanager
+async def served(folder: Path, bundles: Mapping[str, Path], **settings: Any) -> AsyncIterator[Served]:
+    """Bundles by name, with their state in `folder`/state."""
+    paths = {name: str(path) for name, path in bundles.items()}
+    config = ServeConfig(bundles=paths, state_dir=str(folder / "state"), **settings)
+    coordinator = Coordinator(config)
+    await coordinator.start()
+    follower = Follower(config, coordinator.follow, coordinator.operations)
+    await follower.start()
+    task = asyncio.create_task(follower.run())
+    try:
+        yield Served(config, coordinator, follower, folder / "state")
+    finally:
+        task.cancel()
+        coordinator.close()

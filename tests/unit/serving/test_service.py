@@ -1,0 +1,279 @@
+"""Answers over HTTP are those of the retriever; limits, tokens, filters, swaps and live labels."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bundles import DIM, TEXTS, write_bundle_of, write_memory
+from served import ADMIN, TOKEN, Served, served
+
+from xmcray.retrieval.labels import remove_labels
+from xmcray.retrieval.memory import MemoryConfig
+from xmcray.retrieval.retriever import Retriever
+
+KINDS = ("texts", "rowsIVF", "both", "prototypes", "memory")
+ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("served")
+    made = {kind: write_bundle_of(folder / kind, kind) for kind in KINDS if kind != "memory"}
+    return {**made, "memory": write_memory(folder)}
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Callable[..., None]:
+    """Runs a coroutine of a served application."""
+
+    def run(test: Callable[[Served], Coroutine[Any, Any, None]], bundles: dict[str, Path], **settings: Any) -> None:
+        async def main() -> None:
+            async with served(tmp_path, bundles, **settings) as one:
+                await test(one)
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_answers_are_the_retrievers(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+    async def test(one: Served) -> None:
+        for kind, path in bundles.items():
+            fields = ["uid", "text", "label_id", "score"]
+            body = await one.search(ASKED, k=7, model=kind, fields=fields, explain=kind == "memory")
+            wanted = Retriever.load(path, threads=1).search(ASKED, 7, explain=kind == "memory")
+            assert body["model"] == kind
+            for result, answers in zip(body["results"], wanted, strict=True):
+                assert [a["uid"] for a in result["answers"]] == [a.uid for a in answers]
+                assert [a["label_id"] for a in result["answers"]] == [a.label_id for a in answers]
+                scores = [[a["score"] for a in result["answers"]], [a.score for a in answers]]
+                np.testing.assert_allclose(*scores, atol=1e-6)
+                if kind == "memory":
+                    voters = [[v.uid for v in a.voters or ()] for a in answers]
+                    assert [[v["uid"] for v in a["voters"]] for a in result["answers"]] == voters
+                    assert [a["completed"] for a in result["answers"]] == [a.score < 0 for a in answers]
+            encoded = (await one.ask("/v1/encode", {"texts": ASKED, "model": kind})).json()
+            np.testing.assert_allclose(encoded["vectors"], Retriever.load(path).encode(ASKED), atol=1e-6)
+
+    serving(test, bundles)
+
+
+def test_memory_settings_of_a_request(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+    async def test(one: Served) -> None:
+        body = await one.search(ASKED, k=5, memory={"weight": 0.0, "keys": 9})
+        retriever = Retriever.load(bundles["memory"], threads=1)
+        known = retriever.memory.config if retriever.memory else MemoryConfig()
+        config = MemoryConfig(weight=0.0, keys=9, temperature=known.temperature, joint=known.joint)
+        wanted = retriever.search(ASKED, 5, memory=config)
+        assert [[a["uid"] for a in r["answers"]] for r in body["results"]] == [[a.uid for a in r] for r in wanted]
+
+    serving(test, {"memory": bundles["memory"]})
+
+
+def test_every_route_wants_its_token(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+    async def test(one: Served) -> None:
+        search = {"texts": ["a"]}
+        reading = [("/v1/search", search), ("/v1/encode", search), ("/v1/labels/u1", None), ("/v1/models", None)]
+        reading += [(path, None) for path in ("/metrics", "/openapi.json", "/", "/docs", "/page/app.js", "/nowhere")]
+        admin = [
+            ("/admin/v1/labels", {"operations": [{"op": "delete", "uid": "u1"}]}),
+            ("/admin/v1/swap", {"bundle": "x"}),
+            ("/admin/v1/compact", {"out": "x"}),
+            ("/admin/nowhere", None),
+        ]
+        routes = {route.path for route in one.app.routes if hasattr(route, "methods")}
+        asked = {path for path, _ in [*reading, *admin]} | {"/healthz"}
+        assert {r.replace("{uid:path}", "u1").replace("{name}", "app.js") for r in routes} <= asked
+        basic = base64.b64encode(f"me:{TOKEN}".encode()).decode()
+        for path, body in [*reading, *admin]:
+            for header in (None, "Bearer wrong", "Bearer ", TOKEN, "Basic !", f"Bearer {TOKEN}x"):
+                answer = await one.ask(path, body, None, headers={"Authorization": header} if header else {})
+                assert answer.status_code == 401, (path, header)
+                assert answer.headers["content-type"] == "application/problem+json"
+                assert "Bearer" in answer.headers["www-authenticate"]
+        for path, body in reading:
+            for header in (f"Bearer {TOKEN}", f"Basic {basic}"):
+                answer = await one.ask(path, body, None, headers={"Authorization": header})
+                assert answer.status_code == (404 if path == "/nowhere" else 200), path
+        for path, body in admin:
+            assert (await one.ask(path, body, TOKEN)).status_code == 403
+            answer = await one.ask(path, body, None, headers={"Authorization": f"Basic {basic}"})
+            assert answer.status_code == 401
+        assert (await one.ask("/healthz", token=None)).json() == {"status": "ok"}
+
+    serving(test, {"a": bundles["texts"]})
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "detail"),
+    [
+        ({"texts": []}, 422, "invalid", "texts"),
+        ({"texts": "one"}, 422, "invalid", "texts"),
+        ({"texts": ["a"] * 65}, 422, "invalid", "texts"),
+        ({"texts": ["a"], "k": 0}, 422, "invalid", "k"),
+        ({"texts": ["a"], "k": 1001}, 422, "invalid", "k"),
+        ({"texts": ["a"], "kk": 1}, 422, "invalid", "kk"),
+        ({"texts": ["a"], "model": "b"}, 404, "not-found", "expected one of: a"),
+        ({"texts": ["a"], "explain": True}, 422, "invalid", "no memory"),
+        ({"texts": ["a"], "memory": {"weight": 0.5}}, 422, "invalid", "no memory"),
+        ({"texts": ["a"], "filter": {"attributes": {"lang": "en"}}}, 422, "invalid", "'lang'"),
+        ({"texts": ["x" * 2_000_000]}, 413, "too-large", "1,048,576"),
+        ({"texts": ["matrix " * 500]}, 422, "too-long", "text 0"),
+    ],
+)
+def test_requests_that_are_refused(
+    body: dict[str, Any], status: int, kind: str, detail: str, bundles: dict[str, Path], serving: Callable[..., None]
+) -> None:
+    async def test(one: Served) -> None:
+        answer = await one.ask("/v1/search", body, headers={"X-Request-ID": "me-1"})
+        problem = answer.json()
+        assert (answer.status_code, problem["status"], problem["type"]) == (status, status, f"urn:xmcray:{kind}")
+        assert detail in problem["detail"]
+        assert problem["request_id"] == answer.headers["x-request-id"] == "me-1"
+
+    serving(test, {"a": bundles["texts"]}, long_texts="refuse")
+
+
+def test_a_long_text_is_cut_and_says_so(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+    async def test(one: Served) -> None:
+        body = await one.search(["matrix " * 17, "matrix " * 16, "x"], k=1)
+        assert [result["truncated"] for result in body["results"]] == [True, False, False]
+
+    serving(test, {"a": bundles["texts"]})
+
+
+def test_too_many_requests_and_too_little_time(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+    async def test(one: Served) -> None:
+        release = asyncio.get_running_loop().create_future()
+
+        async def stuck(*_: Any) -> Any:
+            await release
+
+        right, one.service._run = one.service._run, stuck  # type: ignore[method-assign,assignment]
+        body = {"texts": ["a"], "timeout_ms": 30}
+        answers = await asyncio.gather(*(one.ask("/v1/search", body) for _ in range(5)))
+        statuses = sorted(answer.status_code for answer in answers)
+        assert statuses == [503, 503, 503, 504, 504]
+        refused = next(answer for answer in answers if answer.status_code == 503)
+        assert (refused.headers["retry-after"], refused.json()["type"]) == ("1", "urn:xmcray:overloaded")
+        one.service._run = right  # type: ignore[method-assign]
+        assert (await one.ask("/v1/search", body | {"timeout_ms": 9000})).status_code == 200
+        assert one.service.working == 0
+
+    serving(test, {"a": bundles["texts"]}, in_flight=2)
+
+
+def test_allow_and_deny(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+    async def test(one: Served) -> None:
+        allow = [f"u{i}" for i in range(0, len(TEXTS), 50)]
+        body = await one.search(ASKED[:3], k=100, filter={"allow": [*allow, "unknown"], "deny": allow[:2]})
+        for result in body["results"]:
+            assert {answer["uid"] for answer in result["answers"]} == set(allow[2:])
+        assert [r["answers"] for r in (await one.search(["a"], filter={"allow": []}))["results"]] == [[]]
+
+    serving(test, {"a": bundles["rowsIVF"]})
+
+
+def test_labels_change_while_they_are_served(bundles: dict[str, Path], tmp_path: Path) -> None:
+    async def main() -> None:
+        names = {"a": bundles["texts"]}
+        async with served(tmp_path, names) as one:
+            before = await one.search(["sort"], k=560)
+            answer = await one.change({"op": "add", "uid": "n1", "text": "sort sort join"}, {"op": "delete", "uid": "u9"})
+            assert answer.json() == {"model": "a", "label_log": 2}
+            await one.reached(2)
+            after = await one.search(["sort"], k=560)
+            assert (before["label_log"], after["label_log"]) == (0, 2)
+            scores = [{a["uid"]: a["score"] for a in body["results"][0]["answers"]} for body in (before, after)]
+            assert scores[0].keys() - scores[1].keys() == {"u9"}
+            assert scores[1].keys() - scores[0].keys() == {"n1"}
+            assert all(scores[1][uid] == scores[0][uid] for uid in scores[0].keys() & scores[1].keys())
+            assert (await one.search(["sort sort join"], k=1))["results"][0]["answers"][0]["uid"] == "n1"
+            assert (await one.ask("/v1/labels/n1")).json()["text"] == "sort sort join"
+            for operation, reason in [
+                ({"op": "add", "uid": "n1", "text": "x"}, "there already"),
+                ({"op": "delete", "uid": "u9"}, "not there"),
+                ({"op": "update", "uid": "u9", "text": "x"}, "not there"),
+                ({"op": "add", "uid": "n2", "text": " "}, "no text"),
+            ]:
+                refused = await one.change({"op": "delete", "uid": "u10"}, operation)
+                assert refused.status_code == 409
+                assert reason in refused.json()["detail"]
+            assert (await one.ask("/v1/labels/u10")).status_code == 200, "all of a batch or nothing"
+            assert (await one.change({"op": "update", "uid": "n1", "text": "median"})).json()["label_log"] == 3
+            compact = await one.ask("/admin/v1/compact", {"out": str(tmp_path / "compact")}, ADMIN)
+            assert (compact.status_code, compact.json()["label_log"]) == (200, 3)
+        # the same state folder again: the log is replayed
+        async with served(tmp_path, names) as one:
+            answer = (await one.search(["median"], k=1))["results"][0]["answers"][0]
+            assert (answer["uid"], (await one.ask("/v1/labels/u9")).status_code) == ("n1", 404)
+            everything = await one.search(ASKED, k=560)
+            await one.change({"op": "add", "uid": "late", "text": "trace trace"})
+            swapped = await one.ask("/admin/v1/swap", {"bundle": str(tmp_path / "compact")}, ADMIN)
+            assert (swapped.status_code, swapped.json()["recall"]) == (200, 1.0)
+            assert (await one.search(["trace trace"], k=1))["results"][0]["answers"][0]["uid"] == "late"
+            again = await one.search(ASKED, k=560, filter={"deny": ["late"]})
+            assert again["version"] != everything["version"]
+            assert again["results"] == everything["results"]
+        # what was swapped in stays
+        async with served(tmp_path, names) as one:
+            assert (await one.search(["trace trace"], k=1))["version"] == again["version"]
+            assert (await one.ask("/v1/labels/late")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_swaps_that_are_refused(bundles: dict[str, Path], tmp_path: Path, serving: Callable[..., None]) -> None:
+    damaged = {name: shutil.copytree(bundles["texts"], tmp_path / name) for name in ("flipped", "missing")}
+    vectors = damaged["flipped"] / "vectors" / "00000.safetensors"
+    data = bytearray(vectors.read_bytes())
+    data[-7] ^= 1
+    vectors.write_bytes(data)
+    (damaged["missing"] / "vectors" / "00000.safetensors").unlink()
+    write_bundle_of(tmp_path / "wide", "texts", dim=2 * DIM)
+    worse = tmp_path / "worse"
+    remove_labels(bundles["texts"], [f"u{i}" for i in range(300)], worse)
+
+    async def test(one: Served) -> None:
+        before = await one.search(ASKED, k=9)
+        for name, reason in [
+            ("flipped", "was altered"),
+            ("missing", "is missing"),
+            ("wide", "width 32, expected 16"),
+            ("worse", "of the best labels"),
+            ("nowhere", "does not exist"),
+        ]:
+            answer = await one.ask("/admin/v1/swap", {"bundle": str(tmp_path / name), "recall_floor": 0.9}, ADMIN)
+            assert (answer.status_code, answer.json()["type"]) == (409, "urn:xmcray:refused")
+            assert reason in answer.json()["detail"]
+            assert (await one.search(ASKED, k=9))["results"] == before["results"]
+        answer = await one.ask("/admin/v1/swap", {"bundle": str(worse), "recall_floor": 0.1}, ADMIN)
+        assert answer.status_code == 200
+        assert (await one.search(["a"]))["version"] == answer.json()["version"] != before["version"]
+
+    serving(test, {"a": bundles["texts"]})
+
+
+def test_pages_and_description(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+    async def test(one: Served) -> None:
+        page = await one.ask("/")
+        assert "script-src 'self'" in page.headers["content-security-policy"]
+        assert page.headers["x-content-type-options"] == "nosniff"
+        assert (await one.ask("/page/..%2f..%2fschema.py")).status_code == 404
+        described = (await one.ask("/openapi.json")).json()
+        assert {"/v1/search", "/v1/encode", "/v1/models", "/admin/v1/swap"} <= described["paths"].keys()
+        await one.search(["a", "b"])
+        text = (await one.ask("/metrics")).text
+        assert 'xmcray_texts_total{model="a"} 2.0' in text
+        assert 'xmcray_requests_total{route="/v1/search",status="200"} 1.0' in text
+        assert json.dumps(TOKEN) not in text
+
+    serving(test, {"a": bundles["texts"]})

@@ -1,0 +1,269 @@
+"""The application on Ray Serve: `build` makes it from settings.
+
+    Coordinator    one replica: what is served, and the log of label operations
+    Gateway        the ingress. "single": encodes and searches itself. "composed": asks
+    Encoder          texts -> vectors, requests that arrive together in one batch
+    Searcher0 ...    one for each part of the index shards; the gateway merges what they find
+
+The classes here only connect; what they do is in coordinator.py, follower.py, service.py and http.py. Serve awaits
+their constructors, which type checkers do not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayTaskError
+from ray.serve import Application
+from ray.serve.config import BackpressureConfig
+from ray.serve.handle import DeploymentHandle
+
+from xmcray import storage
+from xmcray.config import build as build_config
+from xmcray.retrieval.bundle import KIND, read_settings
+from xmcray.retrieval.memory import Neighbours
+from xmcray.serving import http, metrics, rpc, schema, service
+from xmcray.serving.coordinator import Coordinator, Known, News, Numbered
+from xmcray.serving.follower import Follower
+from xmcray.serving.problems import RETRY_AFTER_S
+from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
+from xmcray.serving.security import Tokens, new_token_file
+from xmcray.serving.service import Pin, Service
+from xmcray.serving.settings import COMPOSED_LABELS, ServeConfig
+from xmcray.types import Float32Array
+
+NAME = "xmcray"
+Handle = DeploymentHandle[Any]
+NO_PART = (-1, 1)  # of the shards: none
+MAX_PARTS = 8
+BATCH, BATCH_WAIT_S = 32, 0.001
+CPUS = 0.1  # reserved by each process; set others in `options`
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """The application for `serve run` and for `args` of a Serve config file: the fields of ServeConfig."""
+    config = build_config(ServeConfig, dict(args))
+    config = dataclasses.replace(config, state_dir=str(Path(config.state_dir).absolute()))
+    coordinator = _deployment(config, CoordinatorDeployment, "Coordinator", max_ongoing_requests=1000).bind(config)
+    ingress = _ingress(config)
+    shards = composed_parts(config)
+    if not shards:
+        alone: Application = ingress.bind(config, coordinator)
+        return alone
+    encoder = _deployment(config, EncoderDeployment, "Encoder").bind(config, coordinator)
+    searchers = [
+        _deployment(config, SearcherDeployment, f"Searcher{i}").bind(config, coordinator, (i, shards))
+        for i in range(shards)
+    ]
+    composed: Application = ingress.bind(config, coordinator, encoder, searchers)
+    return composed
+
+
+def composed_parts(config: ServeConfig) -> int:
+    """Searchers of the composed mode; 0 in the single mode."""
+    if config.mode == "single":
+        return 0
+    settings = [read_settings(storage.open_artifact(b, KIND, contents=False)[0]) for b in config.bundles.values()]
+    if config.mode == "auto" and max(s.num_labels for s in settings) < COMPOSED_LABELS:
+        return 0
+    return config.parts or min(MAX_PARTS, max(len(s.shards) for s in settings))
+
+
+class CoordinatorDeployment(Coordinator):
+    """The coordinator behind a handle."""
+
+    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]
+        super().__init__(config)
+        await self.start()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Following:
+    """A replica that holds what the coordinator decided; ready when all of it is loaded."""
+
+    async def _start(self, config: ServeConfig, coordinator: Handle, part: tuple[int, int]) -> Follower:
+        self._coordinator = coordinator
+        follower = Follower(config, self._follow, self._operations, part)
+        await follower.start()
+        self._task = asyncio.create_task(follower.run())
+        return follower
+
+    async def _follow(self, replica: str, known: Mapping[str, Known], wait_s: float) -> dict[str, News]:
+        found: dict[str, News] = await _called(self._coordinator.follow.remote(replica, known, wait_s))
+        return found
+
+    async def _operations(self, model: str, since: int) -> list[Numbered]:
+        found: list[Numbered] = await _called(self._coordinator.operations.remote(model, since))
+        return found
+
+
+class GatewayDeployment(_Following):
+    """The ingress: HTTP in front of a Service."""
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        config: ServeConfig,
+        coordinator: Handle,
+        encoder: Handle | None = None,
+        searchers: list[Handle] | None = None,
+    ) -> None:
+        folder = Path(config.state_dir)
+        self.tokens = Tokens(Path(config.token_file) if config.token_file else new_token_file(folder / "token"))
+        admin_file = (
+            Path(config.admin_token_file) if config.admin_token_file else new_token_file(folder / "admin-token")
+        )
+        self.admin_tokens, self.metrics = Tokens(admin_file), metrics.Metrics()
+        self.admin: http.Admin = _Admin(coordinator)
+        follower = await self._start(config, coordinator, NO_PART if encoder else (0, 1))
+        parts = _Parts(config, encoder, searchers or []) if encoder else None
+        self.service = Service(config, follower, parts)
+        for name in config.bundles:  # a probe through all parts
+            await self.service.search(
+                schema.SearchRequest(texts=follower.current(name).probes[:1], model=name), "probe"
+            )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return http.create_app(self, tells_request_id=False)
+
+    async def Search(self, request: SearchRequest, grpc_context: Any) -> SearchResponse:  # noqa: N802
+        """The gRPC method of search.proto; Serve calls it by that name."""
+        return await rpc.search(self.service, self.tokens, request, grpc_context)
+
+    async def own_metrics(self) -> tuple[str, str]:
+        """This replica's name and its metrics."""
+        for model in self.service.models().models:
+            self.metrics.version.clear()
+            self.metrics.number.labels(model.model).set(model.label_log)
+            self.metrics.labels.labels(model.model).set(model.num_labels)
+        for model in self.service.models().models:
+            self.metrics.version.labels(model.model, model.version).set(1)
+        return serve.get_replica_context().replica_tag, self.metrics.text()
+
+    async def metrics_text(self) -> str:
+        """The metrics of all ingress replicas, and of the coordinator."""
+        context = serve.get_replica_context()
+        handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        texts = await handle.broadcast("own_metrics").results_async()
+        return metrics.combined(texts)
+
+    def check_health(self) -> None:
+        """Serve replaces a replica that raises here."""
+        if self._task.done():
+            raise RuntimeError("this replica does not follow the coordinator any more")
+
+
+class EncoderDeployment(_Following):
+    """Texts to vectors, in batches."""
+
+    async def __init__(self, config: ServeConfig, coordinator: Handle) -> None:  # type: ignore[misc]
+        self._config, self._thread = config, ThreadPoolExecutor(1, "encode")
+        self._follower = await self._start(config, coordinator, NO_PART)
+
+    @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=BATCH_WAIT_S)
+    async def encode(self, asked: list[tuple[Pin, list[str]]]) -> list[tuple[Float32Array, list[bool]]]:
+        """As `Snapshot.encode` for each of the requests; those of the same version at once."""
+        found: list[Any] = [None] * len(asked)
+        for key in {(pin.model, pin.version) for pin, _ in asked}:
+            places = [i for i, (pin, _) in enumerate(asked) if (pin.model, pin.version) == key]
+            pin = asked[places[0]][0]
+            snapshot = await self._follower.any_of(pin.model, pin.version, self._config.deadline_ms / 1000)
+            texts = [text for i in places for text in asked[i][1]]
+            loop = asyncio.get_running_loop()
+            vectors, longer = await loop.run_in_executor(self._thread, snapshot.encode, texts, self._config.max_tokens)
+            ends = np.cumsum([0, *(len(asked[i][1]) for i in places)]).tolist()
+            for i, first, last in zip(places, ends, ends[1:], strict=False):
+                found[i] = vectors[first:last], longer[first:last]
+        return found
+
+
+class SearcherDeployment(_Following):
+    """One part of the index shards."""
+
+    async def __init__(  # type: ignore[misc]
+        self, config: ServeConfig, coordinator: Handle, part: tuple[int, int]
+    ) -> None:
+        self._config, self._part, self._thread = config, part, ThreadPoolExecutor(1, "search")
+        self._follower = await self._start(config, coordinator, part)
+
+    async def find(self, pin: Pin, query_BD: Float32Array, request: schema.SearchRequest, k: int) -> Neighbours:
+        """See `service.find`."""
+        snapshot = await self._follower.pinned(pin.model, pin.version, pin.number, self._config.deadline_ms / 1000)
+        arguments = snapshot, request, query_BD, k, self._part
+        return await asyncio.get_running_loop().run_in_executor(self._thread, service.find, *arguments)
+
+
+class _Parts:
+    """Encoder and searchers behind handles."""
+
+    def __init__(self, config: ServeConfig, encoder: Handle, searchers: list[Handle]) -> None:
+        self._encoder, self._searchers = encoder, searchers
+
+    async def encode(self, pin: Pin, texts: list[str]) -> tuple[Float32Array, list[bool]]:
+        found: tuple[Float32Array, list[bool]] = await _called(self._encoder.encode.remote((pin, texts)))
+        return found
+
+    async def find(self, pin: Pin, query_BD: Float32Array, request: schema.SearchRequest, k: int) -> Neighbours:
+        slim = request.model_copy(update={"texts": [""]})  # they have been encoded
+        calls = [_called(searcher.find.remote(pin, query_BD, slim, k)) for searcher in self._searchers]
+        return Neighbours.combined(await asyncio.gather(*calls))
+
+
+class _Admin:
+    """The coordinator behind a handle."""
+
+    def __init__(self, coordinator: Handle) -> None:
+        self._handle = coordinator
+
+    async def operate(self, model: str, operations: list[schema.Operation]) -> int:
+        return int(await _called(self._handle.operate.remote(model, operations)))
+
+    async def swap(self, model: str, request: schema.SwapRequest) -> schema.SwapResponse:
+        found: schema.SwapResponse = await _called(self._handle.swap.remote(model, request))
+        return found
+
+    async def compact(self, model: str, out: str) -> schema.CompactResponse:
+        found: schema.CompactResponse = await _called(self._handle.compact.remote(model, out))
+        return found
+
+
+async def _called(response: Any) -> Any:
+    """The result of a call; what was raised there is raised here."""
+    try:
+        return await response
+    except RayTaskError as error:
+        if isinstance(error.cause, Exception):
+            raise error.cause from None
+        raise
+
+
+def _deployment(config: ServeConfig, kind: type, name: str, **options: Any) -> Any:
+    """A class as a deployment, with the options that the settings give it."""
+    given: dict[str, Any] = {
+        "max_ongoing_requests": config.in_flight,
+        "max_queued_requests": config.in_flight,
+        "ray_actor_options": {"num_cpus": CPUS},
+        "health_check_period_s": 2,
+        "graceful_shutdown_timeout_s": 10,
+        **options,
+        **dict(config.options.get(name, {})),
+    }
+    return serve.deployment(kind, name=name, **given)
+
+
+def _ingress(config: ServeConfig) -> Any:
+    options: dict[str, Any] = {"num_replicas": config.replicas}
+    if config.max_replicas > config.replicas:
+        options = {"autoscaling_config": {"min_replicas": config.replicas, "max_replicas": config.max_replicas}}
+    options["backpressure_config"] = BackpressureConfig(status_code=503, retry_after_s=RETRY_AFTER_S)
+    options["max_ongoing_requests"] = 2 * config.in_flight  # so that most refusals are ours, with a reason
+    return _deployment(config, serve.ingress()(GatewayDeployment), "Gateway", **options)

@@ -1,0 +1,55 @@
+"""Counters of one replica for Prometheus, and the text of several replicas as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+disable_created_metrics()  # a moment for each sample that nobody asks for
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """What one ingress replica counts."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "xmcray_requests", "Requests by route and status.", ["route", "status"], registry=registry
+        )
+        self.seconds = Histogram(
+            "xmcray_request_seconds", "Time from request to answer.", ["route"], buckets=SECONDS, registry=registry
+        )
+        self.texts = Counter("xmcray_texts", "Texts that were searched for.", ["model"], registry=registry)
+        self.working = Gauge("xmcray_requests_in_flight", "Requests that are being worked on.", registry=registry)
+        self.version = Gauge("xmcray_bundle", "1 for the bundle that answers.", ["model", "version"], registry=registry)
+        self.number = Gauge(
+            "xmcray_label_log_number", "Last label operation in the answers.", ["model"], registry=registry
+        )
+        self.labels = Gauge("xmcray_labels", "Labels that can be answered.", ["model"], registry=registry)
+
+    def text(self) -> str:
+        """In Prometheus' text format."""
+        return generate_latest(self.registry).decode()
+
+
+def combined(texts: Sequence[tuple[str, str]]) -> str:
+    """One text of several (replica, text), each sample with the label `replica`."""
+    heads: dict[str, str] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in texts:
+        for family in text_string_to_metric_families(text):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            heads.setdefault(name, f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}")
+            for sample in family.samples:
+                labels = {**sample.labels, "replica": replica}
+                shown = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
+                samples.setdefault(name, []).append(f"{sample.name}{{{shown}}} {sample.value}")
+    return "".join(f"{head}\n" + "\n".join(samples.get(name, [])) + "\n" for name, head in heads.items())
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -1,0 +1,51 @@
+"""What a request can be told instead of an answer (RFC 9457)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xmcray.errors import XmcrayError
+
+STATUS = {
+    "unauthorized": 401,
+    "forbidden": 403,
+    "not-found": 404,
+    "refused": 409,
+    "too-large": 413,
+    "too-long": 422,
+    "invalid": 422,
+    "internal": 500,
+    "overloaded": 503,
+    "not-ready": 503,
+    "timeout": 504,
+}
+TITLE = {
+    "unauthorized": "No valid token",
+    "forbidden": "Not with this token",
+    "not-found": "Not found",
+    "refused": "Refused",
+    "too-large": "Request too large",
+    "too-long": "Text too long",
+    "invalid": "Invalid request",
+    "internal": "Our mistake",
+    "overloaded": "Too many requests at a time",
+    "not-ready": "Not ready",
+    "timeout": "Not answered in time",
+}
+RETRY_AFTER_S = 1
+
+
+class ProblemError(XmcrayError):
+    """Ends a request. The message says what was found, what was expected and what to do.
+
+    Args:
+        kind: a key of STATUS.
+        errors: of an invalid request, where in it.
+    """
+
+    def __init__(self, kind: str, detail: str, errors: list[dict[str, Any]] | None = None) -> None:
+        super().__init__(detail)
+        self.kind, self.detail, self.errors = kind, detail, errors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProblemError, (self.kind, self.detail, self.errors)

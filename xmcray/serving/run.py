@@ -1,0 +1,134 @@
+"""`xmcray serve`: a local Ray with the application in it, until it is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+from xmcray import storage
+from xmcray.config import dump
+from xmcray.errors import ConfigError, ResourceError
+from xmcray.retrieval.bundle import KIND
+from xmcray.serving.settings import ServeConfig
+
+HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+
+
+def serve_forever(
+    config: ServeConfig,
+    host: str,
+    port: int,
+    *,
+    grpc_port: int = 0,
+    accept_open_ports: bool = False,
+    ready: Callable[[str], None] = print,
+) -> None:
+    """Serves until SIGTERM or SIGINT.
+
+    Args:
+        ready: told the address when every model answers.
+    Raises:
+        ConfigError: an address beyond loopback without a token of the user's own, or a proxy that opens more ports.
+        ResourceError: the port is taken.
+        StorageError: a bundle is missing or damaged.
+    """
+    check_address(config, host, grpc_port, accept_open_ports)
+    for bundle in config.bundles.values():
+        storage.open_artifact(bundle, KIND, contents=False)
+    done = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: done.set())
+    with serving(config, host, port, grpc_port) as url:
+        ready(url)
+        done.wait()
+
+
+@contextlib.contextmanager
+def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> Iterator[str]:
+    """The application on the Ray of this process, which is started if there is none; yields its address.
+
+    Args:
+        grpc_port: also answer gRPC there, on all interfaces: Ray Serve knows no other way. 0: no gRPC.
+    Raises:
+        ResourceError: the port is taken.
+    """
+    check_port(host, port)
+    # Before Ray Serve is imported: fewer threads and hops in each process; our work is done in threads of our own.
+    os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+    import ray
+    from ray import serve
+    from ray.serve.config import HTTPOptions, gRPCOptions
+
+    from xmcray.data.pipeline import start_ray
+    from xmcray.serving.application import NAME, build
+    from xmcray.serving.rpc import SERVICER
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    application = build(dump(config))
+    started = start_ray()
+    try:
+        timeout_s = config.deadline_ms / 1000 + 5
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options=HTTPOptions(host=host, port=port, request_timeout_s=timeout_s),
+            grpc_options=gRPCOptions(port=grpc_port, grpc_servicer_functions=[SERVICER]) if grpc_port else None,
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+        serve.run(application, name=NAME, blocking=False)
+        yield f"http://{host}:{port}"
+    finally:
+        with contextlib.suppress(Exception):
+            serve.shutdown()
+        if started:
+            ray.shutdown()
+
+
+def check_address(config: ServeConfig, host: str, grpc_port: int, accept_open_ports: bool) -> None:
+    """Refuses what would open more than was meant.
+
+    Raises:
+        ConfigError: see `serve_forever`.
+    """
+    if os.environ.get(HA_PROXY, "0") not in ("", "0") and not accept_open_ports:
+        raise ConfigError(
+            f"{HA_PROXY} is set: that proxy opens ports 8404 and 9101 on all interfaces; unset it, or say"
+            " --accept-open-ports"
+        )
+    if grpc_port and not accept_open_ports:
+        raise ConfigError(
+            f"gRPC on port {grpc_port} would be reachable on all interfaces (each call needs the token); leave it out,"
+            " or say --accept-open-ports"
+        )
+    if not is_loopback(host) and not (config.token_file and config.admin_token_file):
+        raise ConfigError(
+            f"host {host} is not this machine alone, expected --token-file and --admin-token-file of your own; or use"
+            " 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ResourceError if somebody listens there already."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ResourceError(
+                f"{host}:{port} cannot be listened on ({error.strerror}); choose another --port"
+            ) from None

@@ -1,0 +1,237 @@
+"""Requests become answers: limits, deadlines, and the three steps of a search, here or in other deployments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from xmcray.retrieval.memory import Neighbours
+from xmcray.serving import schema
+from xmcray.serving.follower import Follower
+from xmcray.serving.problems import ProblemError
+from xmcray.serving.settings import ServeConfig
+from xmcray.serving.snapshot import Snapshot
+from xmcray.types import Float32Array
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What a request began with: every part of its answer comes from there."""
+
+    model: str
+    version: str
+    number: int
+
+
+class Parts(Protocol):
+    """Encoder and searchers that run elsewhere (composed mode)."""
+
+    async def encode(self, pin: Pin, texts: list[str]) -> tuple[Float32Array, list[bool]]:
+        """As `Snapshot.encode`."""
+
+    async def find(self, pin: Pin, query_BD: Float32Array, request: schema.SearchRequest, k: int) -> Neighbours:
+        """As `Retriever.find` on the view of the request's filter, over all shards."""
+
+
+class Service:
+    """Answers requests about the models that a follower holds.
+
+    Args:
+        follower: started.
+        parts: who encodes and searches; this process if not given.
+    """
+
+    def __init__(self, config: ServeConfig, follower: Follower, parts: Parts | None = None) -> None:
+        self.config, self.follower, self._parts = config, follower, parts
+        self.working = 0
+        self._thread = ThreadPoolExecutor(1, "search")  # torch uses `config.threads` inside
+
+    async def search(self, request: schema.SearchRequest, request_id: str) -> schema.SearchResponse:
+        """The best labels of each text.
+
+        Raises:
+            ProblemError: the request is refused, or there was no time.
+        """
+        begin, snapshot, model = time.perf_counter(), self.follower.current(request.model), self._name(request.model)
+        self._check(request, snapshot)
+        k = min(request.k, snapshot.retriever.num_labels)
+        async with self._admitted(request.timeout_ms) as until:
+            if self._parts is None:
+                found = await self._run(until, self._search, snapshot, request, k)
+            else:
+                pin = Pin(model, snapshot.version, snapshot.number)
+                query_BD, longer = await self._parts.encode(pin, request.texts)
+                near = await self._parts.find(pin, query_BD, request, k)
+                self._refuse_long(longer)
+                found = await self._run(until, _results, snapshot, request, near, k, longer)
+        return schema.SearchResponse(
+            **pinned(model, snapshot),
+            request_id=request_id,
+            took_ms=round(1000 * (time.perf_counter() - begin), 3),
+            results=found,
+        )
+
+    async def encode(self, request: schema.EncodeRequest, request_id: str) -> schema.EncodeResponse:
+        """The vectors of texts.
+
+        Raises:
+            ProblemError: as `search`.
+        """
+        snapshot, model = self.follower.current(request.model), self._name(request.model)
+        self._check_number(request.texts)
+        async with self._admitted(None) as until:
+            if self._parts is None:
+                query_BD, longer = await self._run(until, snapshot.encode, request.texts, self.config.max_tokens)
+            else:
+                pin = Pin(model, snapshot.version, snapshot.number)
+                query_BD, longer = await self._parts.encode(pin, request.texts)
+        self._refuse_long(longer)
+        return schema.EncodeResponse(
+            **pinned(model, snapshot), request_id=request_id, dim=query_BD.shape[1], vectors=query_BD.tolist()
+        )
+
+    def label(self, uid: str, name: str | None) -> schema.LabelResponse:
+        """One label.
+
+        Raises:
+            ProblemError: there is none of that uid.
+        """
+        snapshot = self.follower.current(name)
+        label = snapshot.label_id(uid)
+        if label is None:
+            raise ProblemError("not-found", f"label {uid[:80]!r} is not in model {self._name(name)!r}")
+        return schema.LabelResponse(
+            **pinned(self._name(name), snapshot),
+            uid=uid,
+            text=snapshot.text(label),
+            label_id=label,
+            attributes=snapshot.attributes.of([label])[0],
+        )
+
+    def models(self) -> schema.ModelsResponse:
+        """What is served."""
+        found = []
+        for name in self.config.bundles:
+            snapshot = self.follower.current(name)
+            retriever = snapshot.retriever
+            found.append(
+                schema.Model(
+                    **pinned(name, snapshot),
+                    method=retriever.settings.method,
+                    predictor=str(retriever.settings.predictor["kind"]),
+                    num_labels=retriever.num_labels,
+                    dim=retriever.settings.dim,
+                    max_len=retriever.tokenizer.max_len,
+                    attributes=list(snapshot.attributes.names),
+                )
+            )
+        return schema.ModelsResponse(models=found)
+
+    def _search(self, snapshot: Snapshot, request: schema.SearchRequest, k: int) -> list[schema.Result]:
+        query_BD, longer = snapshot.encode(request.texts, self.config.max_tokens)
+        self._refuse_long(longer)
+        return _results(snapshot, request, find(snapshot, request, query_BD, k), k, longer)
+
+    def _check(self, request: schema.SearchRequest, snapshot: Snapshot) -> None:
+        self._check_number(request.texts)
+        if request.k > self.config.max_k:
+            raise ProblemError("invalid", f"k is {request.k}, expected at most {self.config.max_k}")
+        memory = snapshot.retriever.memory
+        if memory is None and (request.explain or request.memory is not None):
+            raise ProblemError(
+                "invalid", "this model has no memory of training queries; leave `explain` and `memory` out"
+            )
+        names = set(request.filter.attributes if request.filter else ()) - set(snapshot.attributes.names)
+        if names:
+            known = ", ".join(snapshot.attributes.names) or "none"
+            raise ProblemError("invalid", f"no label has an attribute {min(names)[:80]!r}; there are: {known}")
+
+    def _check_number(self, texts: list[str]) -> None:
+        if len(texts) > self.config.max_texts:
+            raise ProblemError(
+                "invalid", f"{len(texts)} texts in one request, expected at most {self.config.max_texts}"
+            )
+
+    def _refuse_long(self, longer: list[bool]) -> None:
+        if self.config.long_texts == "refuse" and any(longer):
+            raise ProblemError(
+                "too-long", f"text {longer.index(True)} has more tokens than the model reads; shorten or split it"
+            )
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, timeout_ms: int | None) -> AsyncIterator[float]:
+        """A place among those that are worked on, for a limited time; yields the moment at which it ends.
+
+        Raises:
+            ProblemError: there is no place, or the time is over.
+        """
+        if self.working >= self.config.in_flight:
+            raise ProblemError("overloaded", f"{self.working} requests are being worked on; ask again a little later")
+        wait_s = min(timeout_ms or self.config.deadline_ms, self.config.deadline_ms) / 1000
+        self.working += 1
+        try:
+            async with asyncio.timeout(wait_s):
+                yield time.monotonic() + wait_s
+        except TimeoutError:
+            raise ProblemError("timeout", f"no answer within {1000 * wait_s:.0f} ms; ask for less, or later") from None
+        finally:
+            self.working -= 1
+
+    async def _run(self, until: float, function: Callable[..., T], *arguments: Any) -> T:
+        """In the thread of searches; not at all if the request's time is over before its turn comes."""
+
+        def work() -> T:
+            if time.monotonic() > until:
+                raise TimeoutError
+            return function(*arguments)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _name(self, name: str | None) -> str:
+        return self.follower.resolve(name)
+
+
+def find(
+    snapshot: Snapshot,
+    request: schema.SearchRequest,
+    query_BD: Float32Array,
+    k: int,
+    part: tuple[int, int] = (0, 1),
+) -> Neighbours:
+    """What lies near the queries in a part of the shards, of what the request's filter lets pass."""
+    return snapshot.view(request.filter).find(query_BD, k, snapshot.voting(request.memory), part=part)
+
+
+def pinned(model: str, snapshot: Snapshot) -> dict[str, Any]:
+    """The fields of `schema.Pinned`."""
+    return {"model": model, "version": snapshot.version, "label_log": snapshot.number}
+
+
+def _results(
+    snapshot: Snapshot, request: schema.SearchRequest, near: Neighbours, k: int, longer: list[bool]
+) -> list[schema.Result]:
+    retriever, fields = snapshot.view(request.filter), set(request.fields)
+    voting = snapshot.voting(request.memory)
+    found = retriever.answers(near, k, memory=voting, explain=request.explain)
+    results = []
+    for answers, truncated in zip(found, longer, strict=True):
+        attributes = snapshot.attributes.of([a.label_id for a in answers]) if "attributes" in fields else None
+        shown = []
+        for place, answer in enumerate(answers):
+            values: dict[str, Any] = {name: getattr(answer, name) for name in fields - {"attributes"}}
+            if attributes is not None:
+                values["attributes"] = attributes[place]
+            if retriever.memory is not None:
+                values["completed"] = answer.score < 0
+            if answer.voters is not None:
+                values["voters"] = [{"uid": v.uid, "text": v.text, "weight": v.weight} for v in answer.voters]
+            shown.append(schema.Answer.model_validate(values))
+        results.append(schema.Result(answers=shown, truncated=truncated))
+    return results
