@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+import queue
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 
 from xmcray.serving.coordinator import Coordinator
 from xmcray.serving.follower import Follower
@@ -76,3 +79,37 @@ async def served(folder: Path, bundles: Mapping[str, Path], **settings: Any) -> 
     finally:
         task.cancel()
         coordinator.close()
+
+
+@contextlib.contextmanager
+def listening(folder: Path, bundles: Mapping[str, Path], **settings: Any) -> Iterator[str]:
+    """As `served`, in a thread and on a port of this machine; yields the address."""
+    began, stop = queue.Queue[Any](), threading.Event()
+
+    async def main() -> None:
+        async with served(folder, bundles, **settings) as one:
+            server = uvicorn.Server(uvicorn.Config(one.app, port=0, log_level="critical", lifespan="off"))
+            task = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.01)
+            began.put(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}")
+            await asyncio.to_thread(stop.wait)
+            server.should_exit = True
+            await task
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            began.put(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    address = began.get(timeout=60)
+    if isinstance(address, BaseException):
+        raise address
+    try:
+        yield address
+    finally:
+        stop.set()
+        thread.join(20)

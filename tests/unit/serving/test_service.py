@@ -187,7 +187,8 @@ def test_labels_change_while_they_are_served(bundles: dict[str, Path], tmp_path:
         names = {"a": bundles["texts"]}
         async with served(tmp_path, names) as one:
             before = await one.search(["sort"], k=560)
-            answer = await one.change({"op": "add", "uid": "n1", "text": "sort sort join"}, {"op": "delete", "uid": "u9"})
+            added = {"op": "add", "uid": "n1", "text": "sort sort join"}
+            answer = await one.change(added, {"op": "delete", "uid": "u9"})
             assert answer.json() == {"model": "a", "label_log": 2}
             await one.reached(2)
             after = await one.search(["sort"], k=560)
