@@ -30,6 +30,7 @@ METHODS = (
     "renee",
     "unidec",
 )  # a test holds this to methods.base, which is slow to import
+VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa")
 MEMORY = "a setting of the memory: weight, temperature, keys or joint"
 VOTERS = 3  # printed under an answer
 
@@ -242,12 +243,19 @@ def _kind(path: str) -> str:
 
 
 def _export_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="RUN", help="folder of a finished run")
+    verb.add_argument("path", metavar="RUN", help="folder of a finished run; with --to also a bundle")
     verb.add_argument("--out", required=True, metavar="BUNDLE", help="folder or URL to write")
     verb.add_argument("--data", metavar="CORPUS", help="where the corpus is now (default: where the run found it)")
+    verb.add_argument("--to", choices=VECTOR_SYSTEMS, help="label vectors for a vector database, in place of a bundle")
 
 
 def _export(options: argparse.Namespace) -> None:
+    if options.to:
+        from xmcray.retrieval.vector_export import export_vectors
+
+        count = export_vectors(_bundle(options.path, options.data), options.out, options.to)
+        _print(f"{count:,} label vectors; {options.out}/README.md says how {options.to} takes them")
+        return
     from xmcray.training.run import Run
 
     run = Run.open(options.path)
@@ -290,17 +298,20 @@ def _memory_config(options: argparse.Namespace, base: MemoryConfig | None = None
 
 
 def _labels_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("change", metavar="add|remove", choices=("add", "remove"))
+    verb.add_argument("change", metavar="add|remove|annotate", choices=("add", "remove", "annotate"))
     verb.add_argument("path", metavar="BUNDLE", help="changes at one moment; a search that has it open goes on with it")
-    verb.add_argument("what", metavar="LABELS.jsonl|UID", nargs="+", help="add: files of uid and text; remove: uids")
+    files = "add: files of uid, text, attributes; annotate: of uid and attributes; remove: uids"
+    verb.add_argument("what", metavar="LABELS.jsonl|UID", nargs="+", help=files)
     verb.add_argument("--out", metavar="NEW", help="write another bundle, folder or URL, and leave BUNDLE as it is")
 
 
 def _labels(options: argparse.Namespace) -> None:
-    from xmcray.retrieval.labels import add_labels, read_new_labels, remove_labels
+    from xmcray.retrieval.labels import add_labels, annotate_labels, read_attribute_sets, read_new_labels, remove_labels
 
     if options.change == "add":
         left = add_labels(options.path, read_new_labels(options.what), options.out)
+    elif options.change == "annotate":
+        left = annotate_labels(options.path, read_attribute_sets(options.what), options.out)
     else:
         left = remove_labels(options.path, options.what, options.out)
     _print(f"bundle {options.out or options.path} has {left:,} labels")
@@ -323,13 +334,7 @@ def _search(options: argparse.Namespace) -> None:
 
     from xmcray.retrieval.retriever import Retriever
 
-    path = options.path
-    if (Path(path) / "run.json").is_file():
-        from xmcray.training.outcome import bundle_of
-        from xmcray.training.run import Run
-
-        path = bundle_of(Run.open(path))
-    retriever = Retriever.load(path)
+    retriever = Retriever.load(_bundle(options.path))
     memory = _memory_config(options, retriever.memory.config if retriever.memory else None)
     found = retriever.search(options.texts, options.k, memory=memory, explain=options.explain)
     if options.json:
@@ -346,6 +351,78 @@ def _search(options: argparse.Namespace) -> None:
             rows.append((answer.score, answer.uid, answer.text))
             rows += [(v.weight, f"  by {v.uid}", v.text) for v in (answer.voters or ())[:VOTERS]]
         _print(answer_table(text, rows))
+
+
+def _predict_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("path", metavar="BUNDLE", help="a bundle, or a finished run")
+    verb.add_argument("queries", metavar="QUERIES", help="file or folder of text, or title and content: Parquet, JSONL")
+    verb.add_argument("--out", required=True, metavar="DIR", help="folder or URL for predictions.npz and Parquet files")
+    verb.add_argument("-k", type=int, default=10, metavar="N", help="answers per query (default: %(default)s)")
+    verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
+    verb.add_argument("--texts", action="store_true", help="also write the queries' texts")
+    verb.add_argument("--workers", type=int, metavar="N", help="processes that answer (default: free CPUs, at most 8)")
+
+
+def _predict(options: argparse.Namespace) -> None:
+    from xmcray.predict import predict
+
+    how: dict[str, Any] = {"memory": options.memory, "texts": options.texts, "workers": options.workers}
+    rows = predict(_bundle(options.path), options.queries, options.out, options.k, **how)
+    _print(f"{rows:,} queries answered in {options.out}: predictions.npz, predictions-*.parquet")
+    _next(["xmcray", "evaluate", f"{options.out}/predictions.npz", "--data", "CORPUS"])
+
+
+def _bundle(path: str, data: str | None = None) -> str:
+    """The bundle at a path, or in the folder of a finished run; `data`: where the run's corpus is now."""
+    if not (Path(path) / "run.json").is_file():
+        return path
+    from xmcray.data.corpus import Corpus
+    from xmcray.training.outcome import bundle_of
+    from xmcray.training.run import Run
+
+    return bundle_of(Run.open(path), Corpus.open(data) if data else None)
+
+
+def _serve_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("bundles", metavar="[NAME=]BUNDLE", nargs="+", help="folders or URLs; the first is the default")
+    verb.add_argument("--host", default="127.0.0.1", help="beyond loopback only with tokens of your own")
+    verb.add_argument("--port", type=int, default=8000, metavar="N", help="(default: %(default)s)")
+    verb.add_argument("--grpc-port", type=int, default=0, metavar="N", help="gRPC too; needs --accept-open-ports")
+    verb.add_argument("--mode", help="single, composed or auto (default: by the number of labels)")
+    verb.add_argument("--replicas", type=int, metavar="N", help="processes that answer (default: 1)")
+    verb.add_argument("--threads", type=int, metavar="N", help="of each process (default: 1)")
+    verb.add_argument("--state-dir", metavar="DIR", help="label log, swaps and tokens (default: serve-state)")
+    verb.add_argument("--token-file", metavar="FILE", help="mode 0600 (default: made in the state folder)")
+    verb.add_argument("--admin-token-file", metavar="FILE", help="mode 0600 (default: made in the state folder)")
+    verb.add_argument("--upload", metavar="URL", help="keep a copy of the label log there")
+    verb.add_argument("--set", action="append", default=[], metavar="A=B", help="any other setting of the server")
+    verb.add_argument("--accept-open-ports", action="store_true", help="allow a proxy that opens ports to everyone")
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from xmcray.serving.run import serve_forever
+    from xmcray.serving.settings import ServeConfig
+
+    named = [(name, path) if equals else ("default", name) for name, equals, path in map(_parted, options.bundles)]
+    bundles = dict(named)
+    if len(bundles) < len(named):
+        raise ConfigError("several bundles go by one name; write each as NAME=BUNDLE")
+    names = ("mode", "replicas", "threads", "state_dir", "token_file", "admin_token_file", "upload")
+    values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    settings = config.build(ServeConfig, config.merge({**values, "bundles": bundles}, options.set))
+
+    def ready(url: str) -> None:
+        print(f"serving {', '.join(bundles)} on {url}", flush=True)
+        print(f"token: {settings.token_file or Path(settings.state_dir) / 'token'}", flush=True)
+
+    ports = {"grpc_port": options.grpc_port, "accept_open_ports": options.accept_open_ports}
+    serve_forever(settings, options.host, options.port, **ports, ready=ready)
+
+
+def _parted(bundle: str) -> tuple[str, str, str]:
+    """NAME=BUNDLE; a path or URL may hold an equals sign of its own."""
+    name, equals, path = bundle.partition("=")
+    return (name, equals, path) if equals and not set("/.:") & set(name) else (bundle, "", "")
 
 
 def _print(what: Any) -> None:
@@ -404,7 +481,12 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Callable[[argparse.
         "measure a run or a bundle, and compare it with another",
         "xmcray evaluate runs/a --data corpora/msdocs --compare runs/b",
     ),
-    "export": (_export, _export_options, "write the bundle of a finished run", "xmcray export runs/a --out bundles/a"),
+    "export": (
+        _export,
+        _export_options,
+        "write the bundle of a finished run, or with --to label vectors for a vector database",
+        "xmcray export runs/a --out bundles/a",
+    ),
     "memory": (
         _memory,
         _memory_options,
@@ -414,7 +496,7 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Callable[[argparse.
     "labels": (
         _labels,
         _labels_options,
-        "add labels to a bundle, or remove some, without training",
+        "add labels to a bundle, remove some, or say what they can be filtered by, without training",
         "xmcray labels add bundles/a new_labels.jsonl",
     ),
     "search": (
@@ -422,5 +504,17 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Callable[[argparse.
         _search_options,
         "answer texts from a bundle",
         'xmcray search bundles/a "solve a sparse linear system" -k 5',
+    ),
+    "predict": (
+        _predict,
+        _predict_options,
+        "answer a file of queries; the same command continues an interrupted one",
+        "xmcray predict bundles/a queries.parquet --out predictions/a -k 100",
+    ),
+    "serve": (
+        _serve,
+        _serve_options,
+        "answer over HTTP, on Ray Serve",
+        "xmcray serve bundles/a --port 8000",
     ),
 }

@@ -6,8 +6,11 @@ import os
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy import sparse
 
 from xmcray.errors import DataError
@@ -30,25 +33,25 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
     """
     path = Path(path)
     path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
-    ids, scores, lengths = [], [], [np.zeros(1, np.int64)]
-    for part in parts:
-        # Column ids ascend within a row, as CSR readers expect; a row's ranking is its scores.
-        order = np.argsort(part.ids, axis=1, kind="stable")
-        part_ids = np.take_along_axis(part.ids, order, 1)
-        present = part_ids >= 0
-        ids.append(part_ids[present])
-        scores.append(np.take_along_axis(part.scores, order, 1)[present])
-        lengths.append(present.sum(1))
-    indptr = np.cumsum(np.concatenate(lengths))
-    values = np.concatenate(scores) if scores else np.empty(0, np.float32)
-    indices = np.concatenate(ids) if ids else np.empty(0, np.int64)
-    if len(indices) and indices.max() >= num_labels:
-        raise DataError(
-            f"an answer is label {indices.max()}, expected less than {num_labels}: bundle and corpus differ"
-        )
-    matrix = sparse.csr_matrix((values, indices, indptr), shape=(len(indptr) - 1, num_labels))
     temporary = aside(path)
-    with disk_errors(path):
+    # Answers of more queries than fit in memory wait in files without a name beside the destination.
+    with disk_errors(path), TemporaryFile(dir=path.parent) as ids, TemporaryFile(dir=path.parent) as scores:
+        lengths = [np.zeros(1, np.int64)]
+        for part in parts:
+            # Column ids ascend within a row, as CSR readers expect; a row's ranking is its scores.
+            order = np.argsort(part.ids, axis=1, kind="stable")
+            part_ids = np.take_along_axis(part.ids, order, 1)
+            if (largest := part_ids.max(initial=-1)) >= num_labels:
+                raise DataError(
+                    f"an answer is label {largest}, expected less than {num_labels}: bundle and corpus differ"
+                )
+            present = part_ids >= 0
+            ids.write(part_ids[present].astype(np.int32).tobytes())
+            scores.write(np.take_along_axis(part.scores, order, 1)[present].astype(np.float32).tobytes())
+            lengths.append(present.sum(1))
+        indptr = np.cumsum(np.concatenate(lengths))
+        values = _mapped(scores, np.float32), _mapped(ids, np.int32), indptr
+        matrix = sparse.csr_matrix(values, shape=(len(indptr) - 1, num_labels))
         try:
             with temporary.open("wb") as file:
                 sparse.save_npz(file, matrix)
@@ -59,6 +62,12 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
             temporary.unlink(missing_ok=True)
             raise
     return path
+
+
+def _mapped(file: IO[bytes], kind: type[np.generic]) -> npt.NDArray[Any]:
+    """What was written to a file, left on disk."""
+    file.flush()
+    return np.memmap(file, kind, "r") if file.tell() else np.empty(0, kind)
 
 
 def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> sparse.csr_matrix:

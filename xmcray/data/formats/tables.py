@@ -139,6 +139,21 @@ def _records(batches: Iterator[Any]) -> Iterator[Mapping[str, Any] | BadValue]:
                     yield BadValue("not UTF-8")
 
 
+def read_rows(path: Path) -> Iterator[Mapping[str, Any] | BadValue]:
+    """Rows of a Parquet file as dictionaries of the columns that are known here; one that is none as the reason.
+
+    Raises:
+        DataError: no Parquet file, or one with other types than are allowed, or without text.
+    """
+    return _records(_parquet_batches(path))
+
+
+def count_rows(path: Path) -> int:
+    """Rows of a Parquet file; raises as `read_rows`."""
+    with _open_parquet(path) as file:
+        return int(file.metadata.num_rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Tables:
     """A layout of column files: patterns for "train", "test" and "labels"."""
@@ -185,8 +200,7 @@ class Tables:
     def _num_rows(self, path: Path) -> int:
         if self.arrow:
             return sum(batch.num_rows for batch in _arrow_batches(path))
-        with _open_parquet(path) as file:
-            return int(file.metadata.num_rows)
+        return count_rows(path)
 
     def _paths(self, folder: Path, key: str) -> list[Path]:
         if not self.arrow:

@@ -1,0 +1,66 @@
+"""Filters over an index of inverted lists: nothing that does not pass is answered, and what does is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xmcray.data.tokens import train_wordpiece
+from xmcray.nn.encoder import EncoderConfig, build_encoder
+from xmcray.nn.heads import Head
+from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.labels import annotate_labels
+from xmcray.serving.schema import Filter, Range
+from xmcray.serving.snapshot import Snapshot
+
+LABELS, DIM, GROUPS, K = 60_000, 24, 300, 10
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    """Labels in groups, as real ones are; attribute "share" is uniform in [0, 1), "side" is "left" or "right"."""
+    folder, rng = tmp_path_factory.mktemp("filters"), np.random.default_rng(0)
+    tokenizer = train_wordpiece(["a b c"] * 3, vocab_size=40, max_len=8)
+    encoder = build_encoder(EncoderConfig(dim=DIM), tokenizer, None, seed=0).eval()
+    centre = rng.standard_normal((GROUPS, DIM))
+    vectors = (centre[rng.integers(GROUPS, size=LABELS)] + 0.5 * rng.standard_normal((LABELS, DIM))).astype(np.float32)
+    uids = [f"u{i}" for i in range(LABELS)]
+    order, spec = rng.permutation(LABELS), IndexSpec(factory="IVF128,SQfp16")
+    write_bundle(folder / "b", encoder, Head(DIM), tokenizer, uids, uids, order, [vectors], spec, {}, threads=2)
+    shares = rng.random(LABELS)
+    sets = [{"share": share, "side": "left" if share < 0.5 else "right"} for share in shares.tolist()]
+    annotate_labels(folder / "b", dict(zip(uids, sets, strict=True)))
+    return Snapshot.load(str(folder / "b"), "a", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "share"),
+    [
+        (Filter(attributes={"side": "left"}), 0.5),
+        (Filter(attributes={"side": ["left", "middle"], "share": Range(gte=0.1)}), 0.4),
+        (Filter(attributes={"share": Range(lt=0.05)}), 0.05),
+        (Filter(attributes={"share": Range(gte=0.5, lt=0.501)}), 0.001),
+    ],
+)
+@pytest.mark.parametrize("queries", [1, 300])
+def test_recall_and_violations(wanted: Filter, share: float, queries: int, snapshot: Snapshot, tmp_path: Path) -> None:
+    rng = np.random.default_rng(queries)
+    retriever = snapshot.retriever
+    query_BD = retriever.label_vectors(rng.integers(LABELS, size=300)) + 0.3 * rng.standard_normal((300, DIM))
+    query_BD = query_BD.astype(np.float32)
+    view = snapshot.view(wanted)
+    parts = [view.nearest(query_BD[i : i + queries], K).ids for i in range(0, 300, queries)]
+    found = np.concatenate(parts)
+    allowed = snapshot.attributes.mask(wanted.attributes)
+    assert abs(allowed.mean() - share) < 0.01
+    assert (found >= 0).all()
+    assert allowed[found].all()
+    rows = np.flatnonzero(allowed)
+    scores = query_BD @ retriever.label_vectors(rows).T
+    best = rows[np.argsort(-scores, axis=1)[:, :K]]
+    recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(found, best, strict=True)])
+    assert recall >= 0.95
+    assert snapshot.view(wanted) is view, "views of the last filters are kept"
