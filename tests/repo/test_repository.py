@@ -34,6 +34,8 @@ def lines_with(pattern: re.Pattern[str], suffixes: set[str], but_not: str = "") 
     found = []
     for path in tracked():
         name = path.relative_to(ROOT).as_posix()
+        if name.endswith("_pb2_grpc.py"):  # made by protoc
+            continue
         if (suffixes and path.suffix not in suffixes) or (but_not and name.startswith(but_not)):
             continue
         try:

@@ -11,6 +11,7 @@ import pytest
 from bundles import write_memory
 
 from xmcray import cli, storage
+from xmcray.cli.training import VECTOR_SYSTEMS
 from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
@@ -151,7 +152,7 @@ def test_a_memory_gives_its_labels_and_says_so(tmp_path: Path, capsys: pytest.Ca
         assert cli.main(["export", str(memory), "--to", system, "--out", str(tmp_path / system)]) == 0
         assert "47 label vectors" in capsys.readouterr().out
         assert "memory of training queries" in (tmp_path / system / "README.md").read_text()
-    assert tuple(SYSTEMS) == cli.VECTOR_SYSTEMS
+    assert tuple(SYSTEMS) == VECTOR_SYSTEMS
     table = pq.read_table(tmp_path / "parquet" / "labels-00000.parquet")
     retriever = Retriever.load(memory)
     query_BD = retriever.encode([f"w{number}x1 w{number}x2" for number in range(20)])
