@@ -12,6 +12,7 @@ their constructors, which type checkers do not know.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from xmcray.config import build as build_config
 from xmcray.retrieval.bundle import KIND, read_settings
 from xmcray.retrieval.memory import Neighbours
 from xmcray.serving import http, metrics, rpc, schema, service
-from xmcray.serving.coordinator import Coordinator, Known, News, Numbered
+from xmcray.serving.coordinator import Coordinator, Known, News, Numbered, Status
 from xmcray.serving.follower import Follower
 from xmcray.serving.problems import RETRY_AFTER_S
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
@@ -45,6 +46,7 @@ Handle = DeploymentHandle[Any]
 NO_PART = (-1, 1)  # of the shards: none
 MAX_PARTS = 8
 BATCH, BATCH_WAIT_S = 32, 0.001
+STATUS_S = 2.0
 CPUS = 0.1  # reserved by each process; set others in `options`
 
 
@@ -153,7 +155,10 @@ class GatewayDeployment(_Following):
         """The metrics of all ingress replicas, and of the coordinator."""
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        texts = await handle.broadcast("own_metrics").results_async()
+        texts = list(await handle.broadcast("own_metrics").results_async())
+        with contextlib.suppress(Exception):  # it is being started again: the others are worth having
+            status: Status = await asyncio.wait_for(_called(self._coordinator.status.remote()), STATUS_S)
+            texts.append(("coordinator", metrics.of_coordinator(status.replicas, status.copy_seconds)))
         return metrics.combined(texts)
 
     def check_health(self) -> None:

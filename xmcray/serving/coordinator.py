@@ -74,6 +74,14 @@ class News:
     operations: Sequence[Numbered]
 
 
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How many replicas follow, and by how many seconds the copy of each model's label log is behind."""
+
+    replicas: int
+    copy_seconds: Mapping[str, float]
+
+
 @dataclass(slots=True)
 class _Model:
     head: Head
@@ -201,13 +209,9 @@ class Coordinator:
             raise ProblemError("refused", str(error)) from None
         return schema.CompactResponse(model=model, bundle=out, version=version, label_log=snapshot.number)
 
-    async def status(self) -> dict[str, Any]:
-        """Numbers for the metrics: replicas, and of each model its head, last operation and the log's lag."""
-        models = {
-            name: {"version": m.head.version, "label_log": m.log.last, "lag": m.log.lag()}
-            for name, m in self._models.items()
-        }
-        return {"replicas": len(self._alive()), "models": models}
+    async def status(self) -> Status:
+        """How it stands, for the metrics."""
+        return Status(len(self._alive()), {name: model.log.lag().seconds for name, model in self._models.items()})
 
     def close(self) -> None:
         """Lets others use the state folder."""

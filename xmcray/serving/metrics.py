@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,6 +34,18 @@ class Metrics:
     def text(self) -> str:
         """In Prometheus' text format."""
         return generate_latest(self.registry).decode()
+
+
+def of_coordinator(replicas: int, copy_seconds: Mapping[str, float]) -> str:
+    """What only the coordinator knows, in the same format."""
+    registry = CollectorRegistry()
+    Gauge("xmcray_replicas", "Processes that follow the coordinator.", registry=registry).set(replicas)
+    seconds = Gauge(
+        "xmcray_label_log_copy_seconds", "Age of what the copy of the log lacks.", ["model"], registry=registry
+    )
+    for model, value in copy_seconds.items():
+        seconds.labels(model).set(value)
+    return generate_latest(registry).decode()
 
 
 def combined(texts: Sequence[tuple[str, str]]) -> str:

@@ -1,0 +1,73 @@
+"""What operators get: metrics of several replicas as one text, alert rules and a dashboard that ask for what is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from ray.serve.schema import ServeDeploySchema
+
+from xmcray import config as configs
+from xmcray.serving import metrics
+from xmcray.serving.settings import ServeConfig
+
+SERVE = Path(__file__).parents[3] / "serve"
+
+
+def known() -> set[str]:
+    """Names of all samples."""
+    one = metrics.Metrics()
+    one.requests.labels("/v1/search", "200").inc()
+    one.seconds.labels("/v1/search").observe(0.01)
+    for gauge in (one.number, one.labels):
+        gauge.labels('a"b\\c').set(3)
+    one.version.labels("a", "v").set(1)
+    one.texts.labels("a").inc(2)
+    text = metrics.combined([("r1", one.text()), ("r2", one.text()), ("c", metrics.of_coordinator(2, {"a": 1.5}))])
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families), "a family stands at one place"
+    samples = [sample for family in families for sample in family.samples]
+    assert sum(s.value for s in samples if s.name == "xmcray_requests_total") == 2
+    assert {s.labels["replica"] for s in samples} == {"r1", "r2", "c"}
+    assert any(s.labels.get("model") == 'a"b\\c' for s in samples)
+    return {sample.name for sample in samples}
+
+
+def test_rules_and_dashboard_ask_for_what_is_counted() -> None:
+    names = known()
+    rules = yaml.safe_load((SERVE / "alerts.yaml").read_text())
+    expressions = [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    panels = json.loads((SERVE / "grafana.json").read_text())["panels"]
+    expressions += [target["expr"] for panel in panels for target in panel["targets"]]
+    asked = {name for expression in expressions for name in re.findall(r"\bxmcray_\w+", expression)}
+    assert len(expressions) >= 15
+    assert asked <= names
+
+
+def test_the_config_is_one_that_serve_takes() -> None:
+    values = yaml.safe_load((SERVE / "config.yaml").read_text())
+    parsed = ServeDeploySchema.model_validate(values)
+    assert parsed.http_options.host == "127.0.0.1"
+    (application,) = parsed.applications
+    settings = configs.build(ServeConfig, application.args)
+    assert settings.token_file
+    assert settings.admin_token_file
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mode": "both"}, "mode"),
+        ({"bundles": {}}, "no bundle"),
+        ({"in_flight": 0}, "in_flight"),
+        ({"recall_floor": 2}, "recall_floor"),
+        ({"max_k": 5000}, "max_k"),
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(configs.ConfigError, match=reason):
+        configs.build(ServeConfig, {"bundles": {"a": "b"}, **changes})
