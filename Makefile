@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # From quick to slow, so that a plain mistake is seen first.
-TIER_P := $(wildcard $(addprefix tests/,unit oracle repo ranks golden behaviour gpu on_ray))
+TIER_P := $(wildcard $(addprefix tests/,unit oracle repo ranks golden behaviour gpu browser on_ray))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test check soak claims golden clean
@@ -24,6 +24,7 @@ quickstart: setup  ## sample corpus, training, metrics and a few answers in minu
 # One thread per process: with more, the processes of a rank test or a Ray cluster wait for each other's threads.
 test: export OMP_NUM_THREADS = 1
 test: setup  ## tier P: at most 9 minutes on 2 cores
+	sh tests/browser/install.sh
 	$(BIN)/python -m pytest $(TIER_P)
 
 check: setup  ## style, formatting and strict types

@@ -122,12 +122,13 @@ def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
     wanted = {r.sha256: [[a.uid for a in answers] for answers in r.search(TEXTS[:40], K)] for r in versions.values()}
     config = ServeConfig(bundles={"a": str(bundles["texts"])}, mode="single", replicas=2, state_dir=str(tmp_path / "s"))
     mixed, seen, killed = list[str](), set[str](), list[int]()
-    done = threading.Event()
+    swapped, done = threading.Event(), threading.Event()
 
-    def ask(seed: int, count: int) -> None:
-        draw = random.Random(seed)
+    def ask(seed: int) -> None:
+        draw, asked = random.Random(seed), 0
         with client_of(url, tmp_path / "s") as client:
-            for _ in range(count):
+            while asked < 125 or not swapped.is_set():
+                asked += 1
                 place = draw.randrange(0, 38)
                 found = client.search(TEXTS[place : place + 2], K, filter={"deny": ["live"]})
                 answers = [[a.uid for a in result.answers] for result in found.results]
@@ -135,13 +136,13 @@ def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
                     mixed.append(found.version)
 
     def kill() -> None:
-        while not done.wait(3.0):
+        while not done.wait(2.0):
             if len(found := replicas("Gateway")) == 2:
                 os.kill(found[0], signal.SIGKILL)
                 killed.append(found[0])
 
     with serving(config, "127.0.0.1", port) as url, client_of(url, tmp_path / "s") as admin:
-        askers = [threading.Thread(target=ask, args=(seed, 125), daemon=True) for seed in range(4)]
+        askers = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(4)]
         killer = threading.Thread(target=kill, daemon=True)
         for thread in [*askers, killer]:
             thread.start()
@@ -149,6 +150,7 @@ def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
         assert admin.change_labels(live).label_log == 1
         for bundle in [tmp_path / "other", bundles["texts"], tmp_path / "other"]:
             insist(functools.partial(admin.swap, str(bundle)))
+        swapped.set()
         for asker in askers:
             asker.join()
         done.set()

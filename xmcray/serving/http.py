@@ -43,7 +43,7 @@ SECURITY = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-CHALLENGE = 'Basic realm="xmcray", Bearer'
+CHALLENGE = 'Basic realm="xmcray", Bearer realm="xmcray"'  # Chromium asks for no password without the second realm
 
 
 class Admin(Protocol):

@@ -1,4 +1,4 @@
-"""What operators get: metrics of several replicas as one text, alert rules and a dashboard that ask for what is there."""
+"""What operators get: metrics of several replicas as one text, alert rules and a dashboard that fit them."""
 
 from __future__ import annotations
 

@@ -97,14 +97,16 @@ function endpoint(method, path, operation, schemas) {
   if (parameters.length) section.append(make("h3", "verb", "Parameters"), fieldList(parameters));
   const sent = schemaOf(operation.requestBody?.content);
   if (sent) section.append(...bodyFields("Send", sent, schemas));
-  const answers = Object.entries(operation.responses ?? {}), good = answers.filter(([status]) => status.startsWith("2"));
+  const answers = Object.entries(operation.responses ?? {});
+  const good = answers.filter(([status]) => status.startsWith("2"));
   for (const schema of good.map(([, answer]) => schemaOf(answer.content)).filter((schema) => schema?.$ref)) {
     section.append(...bodyFields("Receive", schema, schemas));
   }
   const errors = answers.filter((answer) => !good.includes(answer));
   const told = errors.map(([status, answer]) => `${status} ${answer.description ?? ""}`).join(", ");
-  const problem = errors.map(([, answer]) => schemaOf(answer.content)).find((schema) => schema?.$ref);
-  if (told) section.append(make("p", "errors", `Or ${told}`, ...(problem ? [": ", ...typeOf(problem)] : []), "."));
+  const kinds = new Set(errors.map(([, answer]) => schemaOf(answer.content)?.$ref).filter(Boolean));
+  const problem = kinds.size ? [": ", ...typeOf({ anyOf: [...kinds].map(($ref) => ({ $ref })) })] : [];
+  if (told) section.append(make("p", "errors", `Or ${told}`, ...problem, "."));
   return section;
 }
 

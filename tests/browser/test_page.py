@@ -1,0 +1,479 @@
+"""The page at / and the API page in headless Chromium, against a small server that answers by the schema.
+
+answers.json holds recorded answers. XMCRAY_SCREENSHOTS=FOLDER writes pictures of what is tested into FOLDER.
+"""
+
+import base64
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+from xmcray.serving.http import CHALLENGE, SECURITY
+from xmcray.serving.schema import MAX_K, ModelsResponse, Problem, SearchRequest, SearchResponse
+
+PAGE = Path(__file__).parents[2] / "xmcray" / "serving" / "page"
+RECORDED = json.loads(Path(__file__).with_name("answers.json").read_text(encoding="utf-8"))
+PEAKS, FILL = RECORDED["answers"]
+LABELS, MEMORY = (model["model"] for model in RECORDED["models"])
+MARKUP = "<img src=x onerror=alert(1)>"
+TOKEN = "a token"
+
+
+class Server:
+    """Answers recorded queries; `markup`, `broken`, `slow` and `long` behave in their own way, others find nothing.
+
+    Attributes:
+        bodies: of the searches, as they came.
+        ready: whether the models can be listed.
+        answers_slow: lets the query `slow` be answered.
+    """
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.ready = True
+        self.slow_came, self.answers_slow = threading.Event(), threading.Event()
+        self._socket = socket.create_server(("127.0.0.1", 0))  # listens from now on: nobody has to wait for the thread
+        self.origin = "http://{}:{}".format(*self._socket.getsockname())
+        self._server = uvicorn.Server(uvicorn.Config(self._app(), log_level="critical", lifespan="off"))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.answers_slow.set()
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+
+    def url(self, path: str = "/", **settings: object) -> str:
+        """With user and token, as a link that somebody passed on."""
+        address = self.origin.replace("//", f"//anyone:{TOKEN.replace(' ', '%20')}@")
+        return f"{address}{path}#{urlencode(settings)}"
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(title="xmcray", docs_url=None, redoc_url=None, responses={422: {"model": Problem}})
+
+        @app.middleware("http")
+        async def guard(request: Request, call: Callable[[Request], Any]) -> Response:
+            kind, _, secret = request.headers.get("authorization", "").partition(" ")
+            known = kind == "Basic" and base64.b64decode(secret).decode().partition(":")[2] == TOKEN
+            response = await call(request) if known else Response(status_code=401)
+            response.headers.update({**SECURITY, "WWW-Authenticate": CHALLENGE})
+            return response
+
+        @app.get("/", include_in_schema=False)
+        async def page() -> FileResponse:
+            return FileResponse(PAGE / "index.html")
+
+        @app.get("/docs", include_in_schema=False)
+        async def docs() -> FileResponse:
+            return FileResponse(PAGE / "docs.html")
+
+        @app.get("/page/{file}", include_in_schema=False)
+        async def asset(file: str) -> FileResponse:
+            return FileResponse(PAGE / file)
+
+        @app.get("/v1/models", response_model=ModelsResponse)
+        async def models() -> Any:
+            listed = [{**model, "attributes": ["package", "year"]} for model in RECORDED["models"]]
+            return {"models": listed} if self.ready else problem("not-ready", "no model is loaded yet")
+
+        @app.post("/v1/search", response_model=SearchResponse, response_model_exclude_none=True)
+        def search(request: SearchRequest) -> Any:
+            """Ranks the labels for each text."""
+            return self._search(request)
+
+        return app
+
+    def _search(self, request: SearchRequest) -> Any:
+        self.bodies.append(request.model_dump(exclude_unset=True))
+        model = next(model for model in RECORDED["models"] if model["model"] == request.model)
+        assert request.explain == (model["predictor"] == "memory"), "only a memory can explain"
+        text, result, took_ms = request.texts[0], {"answers": [], "truncated": request.texts == ["long"]}, 0.4
+        if text == "broken":
+            return problem("overloaded", "all 8 places of the queue are taken; send the request again in 2 s")
+        if text == "slow":
+            self.slow_came.set()
+            self.answers_slow.wait(20)
+        if text == "markup":
+            answer = {"uid": "u<b>1</b>", "text": MARKUP, "score": 0.5, "attributes": {"package": MARKUP}}
+            voters = [{"uid": MARKUP, "text": MARKUP, "weight": 0.25}]
+            result["answers"] = [{**answer, "voters": voters} if request.explain else answer]
+        if text == "long":
+            voters = {"completed": True, "voters": []} if request.explain else {}
+            result["answers"] = [{"uid": "u", "text": "u", "score": -1.5, **voters}]
+        query = next((query for query in RECORDED["answers"] if text and query.startswith(text)), None)
+        if query:
+            found = RECORDED["answers"][query][model["model"]]
+            wanted = request.filter.attributes.get("package") if request.filter else None
+            kept = [one for one in found["answers"] if not wanted or one["attributes"]["package"] in wanted]
+            result["answers"], took_ms = kept[: request.k], found["took_ms"]
+        pinned = {"model": model["model"], "version": model["version"], "label_log": model["label_log"]}
+        return {**pinned, "request_id": "1", "took_ms": took_ms, "results": [result]}
+
+
+def problem(kind: str, detail: str) -> JSONResponse:
+    described = Problem(type=f"urn:xmcray:{kind}", title=kind, status=503, detail=detail)
+    return JSONResponse(described.model_dump(exclude_none=True), 503, media_type="application/problem+json")
+
+
+class Browser:
+    """Chromium with what the tests ask of it again and again."""
+
+    def __init__(self, chromium: str, chromedriver: str, profile: str) -> None:
+        options = webdriver.ChromeOptions()
+        options.binary_location = chromium
+        for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars"):
+            options.add_argument(f"--{argument}")
+        options.add_argument(f"--user-data-dir={profile}")
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(options, webdriver.ChromeService(chromedriver))
+        self.network: list[dict[str, Any]] = []
+
+    def open(self, url: str) -> None:
+        self.driver.get("about:blank")  # a change of the hash alone would not load the page anew
+        self.device(1280, 900)
+        self.driver.get(url)
+        assert self.all("main"), "the page did not come; Chromium wants each challenge of a 401 with a realm"
+
+    def device(self, width: int, height: int, scheme: str = "light", scale: int = 1) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+    def all(self, css: str) -> list[WebElement]:
+        return self.driver.find_elements(By.CSS_SELECTOR, css)
+
+    def one(self, css: str) -> WebElement:
+        return self.driver.find_element(By.CSS_SELECTOR, css)
+
+    def texts(self, css: str) -> list[str]:
+        """What a reader sees in all elements, in one go."""
+        every = "return [...document.querySelectorAll(arguments[0])]"
+        return self.js(f"{every}.filter((one) => one.checkVisibility()).map((one) => one.innerText)", css)
+
+    def said(self) -> str:
+        """What a screen reader was told last."""
+        return str(self.js("return document.getElementById('status').textContent"))
+
+    def js(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        return WebDriverWait(self.driver, 10, poll_frequency=0.02).until(lambda _: condition())
+
+    def ask(self, text: str) -> None:
+        box = self.one("#query")
+        box.clear()
+        box.send_keys(text, Keys.ENTER)
+
+    def press(self, *keys: str) -> WebElement:
+        """Returns the element that has the focus then."""
+        webdriver.ActionChains(self.driver, duration=0).send_keys(*keys).perform()
+        return self.driver.switch_to.active_element
+
+    def messages(self) -> list[str]:
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def read_network(self) -> list[dict[str, Any]]:
+        self.network += [json.loads(one["message"])["message"] for one in self.driver.get_log("performance")]
+        return self.network
+
+    def picture(self, name: str, width: int = 1280, height: int = 800, scheme: str = "light") -> None:
+        if folder := os.environ.get("XMCRAY_SCREENSHOTS"):
+            self.device(width, height, scheme)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.driver.save_screenshot(str(Path(folder) / f"{name}.png"))
+            self.device(1280, 900)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
+    missing = [name for name, found in zip(("chromium", "chromium-driver"), programs, strict=True) if not found]
+    if missing:
+        pytest.skip(f"Debian package {' and '.join(missing)} is missing: run tests/browser/install.sh as root")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(str(programs[0]), str(programs[1]), profile)
+        yield browser
+        browser.driver.quit()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def page(chromium: Browser, server: Server) -> Iterator[Browser]:
+    """After each test: no breach of the CSP, nothing else in the console, and no other origin was asked for."""
+    chromium.messages()  # of the test before, and its requests
+    chromium.read_network().clear()
+    yield chromium
+    assert chromium.messages() == []
+    asked = [one["params"]["request"]["url"] for one in chromium.read_network() if "request" in one["params"]]
+    others = {url for url in asked if not url.startswith(("data:", "about:", "chrome"))}  # chrome: the first empty tab
+    assert {urlsplit(url).netloc.rpartition("@")[2] for url in others} == {urlsplit(server.origin).netloc}
+
+
+def recorded(query: str, model: str) -> list[dict[str, Any]]:
+    answers: list[dict[str, Any]] = RECORDED["answers"][query][model]["answers"]
+    return answers
+
+
+def uids(query: str, model: str) -> list[str]:
+    return [answer["uid"] for answer in recorded(query, model)]
+
+
+def test_answers_come_while_typing_in_order_with_scores_and_times(page: Browser, server: Server) -> None:
+    page.open(server.url())
+    page.until(lambda: page.one("#welcome").text)
+    assert "2,200 labels" in page.one("#welcome").text
+    page.picture("welcome")
+    page.one("#query").send_keys(PEAKS)  # and no Enter
+    page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
+    assert page.texts(".text")[0] == "Find peaks inside a signal based on peak properties."
+    assert page.texts(".number") == [f"{answer['score']:.3f}" for answer in recorded(PEAKS, LABELS)]
+    shares = page.js("return [...document.querySelectorAll('.bar > span')].map((bar) => parseFloat(bar.style.width))")
+    scores = [answer["score"] for answer in recorded(PEAKS, LABELS)]
+    assert shares == pytest.approx([100 * score / scores[0] for score in scores], abs=0.01)
+    version = RECORDED["models"][0]["version"]
+    meta = page.one(".meta").text
+    assert version[:8] in meta
+    assert page.one(".meta code").get_attribute("title") == f"Bundle {version}"
+    assert f"label log {RECORDED['models'][0]['label_log']}" in meta
+    assert f"{RECORDED['answers'][PEAKS][LABELS]['took_ms']:.1f} ms on the server" in meta
+    assert page.said().startswith(f"10 answers from {LABELS}")
+    page.picture("search_labels")
+
+
+def test_texts_of_others_are_text_and_no_markup(page: Browser, server: Server) -> None:
+    page.open(server.url(q="markup", model=MEMORY))
+    page.until(lambda: page.texts(".title") == [MARKUP])
+    assert page.texts(".text") == ["u<b>1</b>"]
+    assert MARKUP in page.texts(".facts")[0]
+    page.one(".why").click()
+    assert MARKUP in page.texts(".voters")[0]
+    assert page.all("main img") == page.all("main b") == []  # an alert would fail the line above
+    assert not any("innerHTML" in path.read_text(encoding="utf-8") for path in PAGE.glob("*.js"))
+
+
+def test_a_keyboard_is_enough(page: Browser, server: Server) -> None:
+    page.open(server.url(q=PEAKS, model=MEMORY))
+    page.until(lambda: len(page.all(".answer")) == 10)
+    box, answers, dialog = page.one("#query"), page.all(".answer"), page.one("#help")
+    page.js("document.activeElement.blur()")
+    assert page.press("/") == box
+    assert page.press(Keys.ARROW_DOWN, Keys.ARROW_DOWN) == answers[1]
+    assert page.press(Keys.ARROW_UP) == answers[0]
+    page.press(Keys.ENTER)
+    assert answers[0].find_element(By.CSS_SELECTOR, ".why").get_attribute("aria-expanded") == "true"
+    assert answers[0].find_element(By.CSS_SELECTOR, ".voters").is_displayed()
+    page.press(Keys.ENTER)
+    assert not answers[0].find_element(By.CSS_SELECTOR, ".voters").is_displayed()
+    assert page.press(Keys.END) == answers[9]
+    assert page.press(Keys.ESCAPE) == box
+    page.press(Keys.ARROW_DOWN, "?")
+    assert dialog.is_displayed()
+    page.picture("help")
+    page.press(Keys.ESCAPE)
+    assert not dialog.is_displayed()
+    page.press(Keys.ARROW_DOWN, "c")
+    page.until(lambda: f"10 answers from {LABELS}" in page.said() and MEMORY in page.said())
+    assert page.press(Keys.HOME) == page.all(".answer")[0]  # still in the list, though it was filled anew
+    assert page.press(Keys.ARROW_RIGHT) == page.all(".answer")[10]
+    page.press("c", "/", "c?/")  # in the box a key is a letter
+    assert (box.get_attribute("value"), dialog.is_displayed()) == ("c?/", False)
+    assert page.one("#compare").get_attribute("aria-pressed") == "false"
+    page.one("#help-button").click()
+    page.one("#single-keys").click()
+    page.one("#help-close").click()
+    page.press("c", "?")
+    assert not dialog.is_displayed()
+    assert page.one("#compare").get_attribute("aria-pressed") == "false"
+    page.js("localStorage.clear()")
+
+
+def test_two_models_side_by_side(page: Browser, server: Server) -> None:
+    page.open(server.url(q=PEAKS))
+    page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
+    page.one("#compare").click()
+    left, right = uids(PEAKS, LABELS), uids(PEAKS, MEMORY)
+    page.until(lambda: page.texts(".title") == left + right)
+    marks = page.js("return [...document.querySelectorAll('.foot')].map((one) => one.firstElementChild.innerText)")
+    expected = [
+        "only here"
+        if uid not in other
+        else f"no. {other.index(uid) + 1} on the {where}"
+        if other.index(uid) != row
+        else "scipy"
+        for mine, other, where in ((left, right, "right"), (right, left, "left"))
+        for row, uid in enumerate(mine)
+    ]
+    assert [mark.removeprefix("package ") for mark in marks] == expected
+    assert {"only here", "no. 2 on the right", "scipy"} <= set(expected)
+    assert parse_qs(urlsplit(page.driver.current_url).fragment)["with"] == [MEMORY]
+    page.all(".side + .side .why")[1].click()
+    page.picture("search_page", 1280, 860)
+    page.picture("search_page_dark", 1280, 860, scheme="dark")
+    page.one(f".side .model option[value={MEMORY}]").click()  # now the same on the left
+    page.until(lambda: page.texts(".title") == right + right)
+    assert "only here" not in page.texts(".foot")
+
+
+def test_a_memory_tells_why(page: Browser, server: Server) -> None:
+    page.open(server.url(q=FILL, model=MEMORY))
+    page.until(lambda: page.texts(".title") == uids(FILL, MEMORY))
+    best = recorded(FILL, MEMORY)[0]
+    assert page.texts(".number")[0] == f"{100 * best['score']:.1f} %"
+    page.all(".why")[0].click()
+    why = page.all(".voters")[0]
+    assert f"{len(best['voters'])} training queries voted" in why.text
+    lines = page.texts(".voters li")
+    shown = [f"{100 * voter['weight']:.1f} %\n{voter['uid']}" for voter in best["voters"][:8]]
+    assert [line.rpartition("\n")[0] for line in lines[:8]] == shown
+    rest = sum(voter["weight"] for voter in best["voters"][8:])
+    assert lines[8] == f"{100 * rest:.1f} %\n{len(best['voters']) - 8} more, together"
+    own = best["score"] - sum(voter["weight"] for voter in best["voters"])
+    assert lines[9].startswith(f"{100 * own:.1f} %")
+    assert (lines[9].endswith("own text"), len(lines)) == (True, 10)
+    page.picture("why")
+    page.picture("why_320", width=320, height=800)
+    page.ask("long")
+    page.until(lambda: page.texts(".number") == ["no vote"])
+    assert page.one(".note").text.startswith("Only 1 label found. The model reads 128 tokens;")
+
+
+def test_an_error_is_one_sentence_and_leaves_with_the_next_search(page: Browser, server: Server) -> None:
+    page.open(server.url(q="broken"))
+    error = ".side:not([hidden]) .error"
+    page.until(lambda: page.texts(error) == ["All 8 places of the queue are taken; send the request again in 2 s."])
+    page.picture("error")
+    [message] = page.messages()
+    assert "503" in message  # Chromium reports the answer; nothing else is there
+    page.ask(PEAKS)
+    page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
+    assert page.texts(error) == []
+    page.ask("none")
+    page.until(lambda: page.texts(".side:not([hidden]) .note") == ["No label found."])
+
+
+def test_a_server_that_is_not_ready_is_asked_again_with_enter(page: Browser, server: Server) -> None:
+    server.ready = False
+    page.open(server.url(k=5))
+    page.until(lambda: page.texts("#error") == ["No model is loaded yet."])
+    server.ready = True
+    page.ask(PEAKS)
+    page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS)[:5])
+    assert page.texts("#error") == []
+    assert all("503" in message for message in page.messages())
+
+
+def test_the_address_holds_the_search_and_filters_are_sent(page: Browser, server: Server) -> None:
+    page.open(server.url(q=PEAKS, k=20, model=MEMORY, where="package", **{"is": "scipy"}))
+    kept = [uid for uid in uids(PEAKS, MEMORY) if uid.startswith("scipy.")]
+    page.until(lambda: page.texts(".title") == kept)
+    assert server.bodies[-1]["k"] == 20
+    assert page.one(".note").text == f"Only {len(kept)} labels passed the filter."
+    value = page.one("#value")
+    for name, text, condition in (
+        ("package", "numpy, scipy", ["numpy", "scipy"]),
+        ("package", "7", ["7"]),  # a text, as the answers have shown
+        ("year", '7, "7"', [7, "7"]),
+        ("year", "true", [True]),
+        ("year", "-1.5..2e3", {"gte": -1.5, "lte": 2000}),
+        ("year", "..3", {"lte": 3}),
+        ("year", "> 3", {"gt": 3}),
+        ("year", "<=0.5", {"lte": 0.5}),
+    ):
+        page.one(f"#attribute option[value={name}]").click()
+        value.clear()
+        value.send_keys(text)
+        page.until(lambda f={name: condition}: server.bodies[-1].get("filter") == {"attributes": f})
+    settings = parse_qs(urlsplit(page.driver.current_url).fragment)
+    assert settings == {"q": [PEAKS], "k": ["20"], "model": [MEMORY], "where": ["year"], "is": ["<=0.5"]}
+    page.js("location.hash = arguments[0]", urlencode({"q": FILL, "k": 5}))
+    page.until(lambda: page.texts(".title") == uids(FILL, LABELS)[:5])
+    assert "filter" not in server.bodies[-1]
+
+
+def test_a_late_answer_to_an_earlier_query_is_dropped(page: Browser, server: Server) -> None:
+    page.open(server.url(q="slow"))
+    assert server.slow_came.wait(10)
+    page.ask(PEAKS)
+    page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
+    page.until(lambda: any(one["params"].get("canceled") for one in page.read_network()))
+    server.answers_slow.set()
+    assert page.texts(".title") == uids(PEAKS, LABELS)
+
+
+# The contrast of each text with what is painted behind it (WCAG 2), the smallest first.
+CONTRAST = """
+const light = (color) => {
+  const [r, g, b] = color.match(/[\\d.]+/g).map(Number).map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const behind = (one) => {
+  for (; one; one = one.parentElement) {
+    const color = getComputedStyle(one).backgroundColor;
+    if (!/, 0\\)$/.test(color)) return color;
+  }
+  return "rgb(255, 255, 255)";
+};
+return [...document.querySelectorAll("body *")]
+  .filter((one) => one.checkVisibility() && [...one.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))
+  .map((one) => [light(getComputedStyle(one).color), light(behind(one)), one.className || one.tagName])
+  .map(([a, b, name]) => [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), name]).sort((a, b) => a[0] - b[0]);
+"""
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_readable_in_light_and_dark_and_on_a_small_screen(page: Browser, server: Server, path: str) -> None:
+    page.open(server.url(path, **{"q": PEAKS, "with": MEMORY} if path == "/" else {}))
+    page.until(lambda: len(page.all(".answer" if path == "/" else ".endpoint")) > 8)
+    papers = []
+    for scheme in ("light", "dark"):
+        page.device(1280, 900, scheme)
+        contrasts = page.js(CONTRAST)
+        assert contrasts[0][0] >= 4.5, contrasts[:5]
+        assert len(contrasts) > 40
+        papers.append(page.js("return getComputedStyle(document.body).backgroundColor"))
+    assert papers[0] != papers[1]
+    page.device(320, 640)
+    assert page.js("return document.documentElement.scrollWidth") <= 320
+
+
+def test_the_api_page_names_every_endpoint_and_field(page: Browser, server: Server) -> None:
+    page.open(server.url("/docs"))
+    page.until(lambda: page.one("#main").get_attribute("aria-busy") == "false")
+    assert [text for text in page.texts("h2 code") if text] == ["GET /v1/models", "POST /v1/search"]
+    names = page.texts("#post-v1-search dt code")
+    assert names == [*SearchRequest.model_fields, *SearchResponse.model_fields]
+    fields = dict(zip(names, page.texts("#post-v1-search dd"), strict=True))
+    about = "answers per text; fewer come back where fewer labels pass the filter."
+    assert fields["k"] == f"integer, 1 to {MAX_K:,}, default 10\n{about}"
+    assert page.one("#post-v1-search a[href='#Filter']").text == "Filter"
+    assert page.texts("#post-v1-search .errors") == ["Or 422 Unprocessable Entity: Problem."]
+    assert {"Problem", "Filter", "Answer", "Voter", "Range"} <= set(page.texts("h3 code"))
+    assert "SearchRequest" not in page.texts("h3 code")  # told where it is sent
+    page.picture("docs")
+    page.picture("docs_dark", scheme="dark")
