@@ -54,7 +54,9 @@ def build(args: Mapping[str, Any]) -> Application:
     """The application for `serve run` and for `args` of a Serve config file: the fields of ServeConfig."""
     config = build_config(ServeConfig, dict(args))
     config = dataclasses.replace(config, state_dir=str(Path(config.state_dir).absolute()))
-    coordinator = _deployment(config, CoordinatorDeployment, "Coordinator", max_ongoing_requests=1000).bind(config)
+    coordinator = _deployment(
+        config, CoordinatorDeployment, "Coordinator", max_ongoing_requests=1000, graceful_shutdown_timeout_s=1
+    ).bind(config)
     ingress = _ingress(config)
     shards = composed_parts(config)
     if not shards:
@@ -258,7 +260,8 @@ def _deployment(config: ServeConfig, kind: type, name: str, **options: Any) -> A
         "max_queued_requests": config.in_flight,
         "ray_actor_options": {"num_cpus": CPUS},
         "health_check_period_s": 2,
-        "graceful_shutdown_timeout_s": 10,
+        "graceful_shutdown_timeout_s": 5,
+        "graceful_shutdown_wait_loop_s": 0.5,
         **options,
         **dict(config.options.get(name, {})),
     }

@@ -18,6 +18,8 @@ from xmcray.retrieval.bundle import KIND
 from xmcray.serving.settings import ServeConfig
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+# Each request would pass through a thread more on either side; our own work is done in threads of our own.
+FEWER_HOPS = ("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP")
 
 
 def serve_forever(
@@ -42,9 +44,9 @@ def serve_forever(
     for bundle in config.bundles.values():
         storage.open_artifact(bundle, KIND, contents=False)
     done = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: done.set())
     with serving(config, host, port, grpc_port) as url:
+        for number in (signal.SIGTERM, signal.SIGINT):  # now: Ray sets handlers of its own when it starts
+            signal.signal(number, lambda *_: done.set())
         ready(url)
         done.wait()
 
@@ -59,8 +61,8 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
         ResourceError: the port is taken.
     """
     check_port(host, port)
-    # Before Ray Serve is imported: fewer threads and hops in each process; our work is done in threads of our own.
-    os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+    for name in FEWER_HOPS:  # read when Ray Serve is imported, here and in every process that it starts
+        os.environ.setdefault(name, "0")
     import ray
     from ray import serve
     from ray.serve.config import HTTPOptions, gRPCOptions
