@@ -155,7 +155,7 @@ class Coordinator:
             try:
                 number = await self._run(found.log.append, operations)
             except StorageError as error:
-                raise ProblemError("refused", f"nothing was changed: {error}") from None
+                raise ProblemError("refused", f"the operations were not acknowledged: {error}") from None
             assert number == after.number
             found.snapshot = after
         await self._tell()

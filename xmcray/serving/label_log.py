@@ -4,7 +4,7 @@
     STATE_DIR/label_log/archive/NNNNNNNNNNNN.log  operations that a compacted bundle holds; for another bundle
     URL/label_log/...                             a second copy, behind by some seconds (log_copy.py)
 
-Operations of a model are numbered 1, 2, 3 ... for ever, whatever bundle they are applied to (`fold`). One line is one
+Operations of a model are numbered 1, 2, 3 ... for ever, whatever bundle they are applied to. One line is one
 commit: the batches of all threads that waited for the disk together; so it is all of a batch or nothing.
 """
 
@@ -12,53 +12,36 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import shutil
 import threading
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
 from xmcray import storage
 from xmcray.errors import StorageError
-from xmcray.serving.log_copy import ARCHIVE, FOLDER, LogCopy, Segment
+from xmcray.serving.log_copy import ARCHIVE, FOLDER, LogCopy
 from xmcray.serving.log_lines import (
-    DELETED,
-    Deleted,
-    Label,
     Line,
-    State,
+    after,
     check_operations,
     decode,
     encode,
-    fold,
     number_in,
+    read,
     scan,
 )
+from xmcray.serving.log_upload import Lag, Uploader
 from xmcray.serving.schema import Operation
 
-__all__ = [
-    "DELETED", "Deleted", "Label", "LabelLog", "Lag", "State", "check_operations", "fold", "number_in",
-]  # fmt: skip
+__all__ = ["LabelLog", "Lag", "check_operations", "number_in"]
 
 _NAME = re.compile(r"[0-9]{12,}")
-_LONGEST_WAIT_S = 60.0
-_CLOSING_S = 10.0  # for the last upload
-
-
-@dataclass(frozen=True, slots=True)
-class Lag:
-    """How far the copy is behind: in operations, in seconds since the oldest of them, and why ("" if it goes well)."""
-
-    operations: int = 0
-    seconds: float = 0.0
-    problem: str = ""
 
 
 @dataclass(slots=True)
@@ -102,39 +85,35 @@ class LabelLog:
                 older than the bundle or the copy; the disk is full; a copy is needed and cannot be read.
         """
         self.model, self.begin, self.last = model, start_after, start_after
-        self._every_s, self._segment_bytes = upload_every_s, segment_bytes
+        self._segment_bytes = segment_bytes
         self._state = Path(state_dir)
         self._folder = self._state / FOLDER
         self._lines: list[Line] = []  # grows, or is replaced, so that readers need no lock
         self._queue: deque[_Waiting] = deque()
-        self._writing, self._uploading, self._archiving = threading.Lock(), threading.Lock(), threading.Lock()
+        self._writing, self._archiving = threading.Lock(), threading.Lock()
         self._file, self._path, self._size, self._broken = -1, self._folder, 0, ""
-        self._uploaded: int | None = None  # None: what the copy holds is not known yet
-        self._archived, self._problem = 0, ""
-        self._wake, self._closing = threading.Event(), threading.Event()
-        self._uploader: threading.Thread | None = None
+        self._uploader: Uploader | None = None
         with contextlib.ExitStack() as stack, storage.disk_errors(self._state):
             new = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
             self._state.mkdir(parents=True, exist_ok=True)
             stack.enter_context(storage.exclusive(self._state))
-            self._copy = LogCopy(upload_url) if upload_url else None
+            copy = LogCopy(upload_url) if upload_url else None
             for unfinished in self._state.glob(f".{FOLDER}.*"):
                 shutil.rmtree(unfinished)
             if not self._files():
                 if self._folder.is_dir() and any(self._folder.iterdir()):
                     raise StorageError(f"{self._folder} has files but no log; restore it, or move it away")
-                if self._copy:
-                    self._fetch(self._copy)
+                if copy:
+                    self._fetch(copy)
             self._recover(start_after)
             for path in new:
                 storage.fsync(path.parent)
             stack.callback(self._close_file)
-            if self._copy:
-                self._try_upload(only_compare=True)
-                if self._broken:
-                    raise StorageError(self._broken)
-                self._uploader = threading.Thread(target=self._keep_uploading, name=f"label-log-{model}", daemon=True)
-                self._uploader.start()
+            if copy:
+                uploader = Uploader(self, copy, upload_every_s, segment_bytes)
+                self._check_broken()
+                uploader.start()
+                self._uploader = uploader
             self._stack = stack.pop_all()
 
     def __enter__(self) -> LabelLog:
@@ -147,12 +126,10 @@ class LabelLog:
 
     def close(self) -> None:
         """Uploads what is left, if that takes no longer than some seconds, and lets others open the log."""
-        self._closing.set()
-        self._wake.set()
         if self._uploader:
-            self._uploader.join(_CLOSING_S)
+            self._uploader.close()
         with self._writing:
-            self._broken = self._broken or f"the log in {self._folder} is closed; open it again"
+            self.refuse(f"the log in {self._folder} is closed; open it again")
             self._stack.close()
 
     def append(self, operations: Sequence[Operation]) -> int:
@@ -183,18 +160,18 @@ class LabelLog:
             StorageError: there is no such number yet, a file is damaged, or some of them are archived and not here.
         """
         while True:
-            lines, begin, last = self._lines, self.begin, self.last
+            (lines, begin), last = self.lines(), self.last
             if number > last:
                 raise StorageError(
                     f"the label log of model {self.model!r} ends with operation {last}, not yet {number}"
                 )
             try:
                 known = lines if number >= begin else [*self._archived_lines(number, begin), *lines]
-                chosen = known[_index(known, number) :]
+                chosen = known[after(known, number) :]
                 if limit is not None:
                     enough = number + max(limit, 1)
                     chosen = [line for i, line in enumerate(chosen) if i == 0 or line.last <= enough]
-                found = (operation for line, data in self._read(chosen) for operation in decode(data, line))
+                found = (operation for line, data in read(chosen) for operation in decode(data, line))
                 return [operation for operation in found if operation[0] > number]
             except FileNotFoundError as error:
                 if self._lines is lines:  # if not, it was archived meanwhile
@@ -207,7 +184,7 @@ class LabelLog:
         """
         with self._writing:
             self._check_broken()
-            limit = min(up_to, self.last if self._copy is None else self._uploaded or 0)
+            limit = min(up_to, self._uploader.uploaded if self._uploader else self.last)
             if self._size and limit == self.last:
                 self._rotate()
             files = self._files()
@@ -218,12 +195,12 @@ class LabelLog:
                 (self._folder / ARCHIVE).mkdir(exist_ok=True)
                 begin = int(files[len(done)].stem) - 1
                 self.begin = begin  # first: a reader that sees the shorter list must see this too
-                self._lines = self._lines[_index(self._lines, begin) :]
+                self._lines = self._lines[after(self._lines, begin) :]
                 for file in done:  # the oldest first: what a crash leaves has no gap
                     file.rename(self._folder / ARCHIVE / file.name)
                 storage.fsync(self._folder / ARCHIVE)
                 storage.fsync(self._folder)
-        self._wake.set()
+        self._hurry()
         return begin
 
     def upload(self) -> int:
@@ -232,30 +209,22 @@ class LabelLog:
         Raises:
             StorageError: the URL cannot be used, or its log is another one.
         """
-        if self._copy is None:
+        if self._uploader is None:
             raise StorageError(f"the log of model {self.model!r} has no URL to be uploaded to; give it one")
-        with self._uploading:
-            if self._uploaded is None:
-                self._uploaded = self._compare(self._copy)
-            while lines := self._not_uploaded(self._uploaded):
-                data = b"".join(data for _, data in self._read(lines))
-                self._copy.put(Segment.of(lines[0].first, lines[-1].last, data), data)
-                self._uploaded = lines[-1].last
-            if self.begin > self._archived:
-                begin = self.begin
-                self._copy.archive(begin)
-                self._archived = begin
-            return self._uploaded
+        return self._uploader.upload()
 
     def lag(self) -> Lag:
         """How far the copy is behind; of a log without a copy, nothing."""
-        if self._copy is None:
-            return Lag()
-        lines, uploaded = self._lines, self._uploaded or self.begin
-        waiting = lines[_index(lines, uploaded) :]
-        if not waiting:
-            return Lag(problem=self._problem)
-        return Lag(waiting[-1].last - uploaded, max(0.0, time.time() - waiting[0].at), self._problem)
+        return Lag() if self._uploader is None else self._uploader.lag()
+
+    def lines(self) -> tuple[list[Line], int]:
+        """What is durable and not archived, and the number after which it begins; the list may grow."""
+        lines = self._lines  # before `begin`, which is changed first
+        return lines, self.begin
+
+    def refuse(self, reason: str) -> None:
+        """From now on nobody appends."""
+        self._broken = self._broken or reason
 
     def _commit(self, batches: Sequence[_Waiting]) -> None:
         """Writes batches as one line and tells each of them how it went."""
@@ -264,7 +233,7 @@ class LabelLog:
             self._check_broken()
             if self._size >= self._segment_bytes:
                 self._rotate()
-                self._wake.set()
+                self._hurry()
             first, at = self.last + 1, round(time.time(), 3)
             data = encode(self.model, first, at, operations)
             line = Line(str(self._path), self._size, len(data), first, self.last + len(operations), at)
@@ -304,6 +273,10 @@ class LabelLog:
         except BaseException as error:
             self._broken = f"{self._path} could not be written ({error}); see to the disk and restart the writer"
             raise
+
+    def _hurry(self) -> None:
+        if self._uploader:
+            self._uploader.hurry()
 
     def _check_broken(self) -> None:
         if self._broken:
@@ -373,14 +346,6 @@ class LabelLog:
             )
         return lines
 
-    def _read(self, lines: Sequence[Line]) -> Iterator[tuple[Line, bytes]]:
-        """Lines with their bytes."""
-        for source, group in groupby(lines, key=lambda line: line.source):
-            with Path(source).open("rb") as file:
-                for line in group:
-                    file.seek(line.offset)
-                    yield line, file.read(line.size)
-
     def _fetch(self, copy: LogCopy) -> None:
         """Makes the folder from the copy, whole or not at all; leaves it alone if there is no copy."""
         archived, segments = copy.segments()
@@ -400,78 +365,8 @@ class LabelLog:
             storage.fsync(path)
         storage.publish(staged, self._folder)
 
-    def _compare(self, copy: LogCopy) -> int:
-        """The last number of the copy, which must be one of this log.
-
-        Raises:
-            StorageError: it is not, and so nobody may write any more; or the URL cannot be read.
-        """
-        archived, segments = copy.segments()
-        last = max([archived, *(segment.last for segment in segments)])
-        newest = next((segment for segment in segments if segment.last == last), None)
-        if last < self.begin:
-            if last:
-                raise StorageError(
-                    f"{copy.url} ends with operation {last}, the log in {self._folder} begins after {self.begin};"
-                    " choose an empty URL"
-                )
-            copy.begin_after(self.begin)
-            last = self.begin
-        differs = last > self.last
-        if newest and newest.first > self.begin and not differs:
-            lines = self._lines[_index(self._lines, newest.first - 1) : _index(self._lines, newest.last)]
-            data = b"".join(data for _, data in self._read(lines))
-            differs = Segment.of(newest.first, newest.last, data) != newest
-        if differs:
-            self._broken = (
-                f"{copy.url} holds operations up to {last} that the log in {self._folder}, which ends with {self.last},"
-                " lacks: an old copy of that folder, or the URL of another one; move it away to start from the URL"
-            )
-            raise StorageError(self._broken)
-        return last
-
-    def _not_uploaded(self, uploaded: int) -> list[Line]:
-        """The next lines to upload together."""
-        lines, size = list[Line](), 0
-        for line in self._lines[_index(self._lines, uploaded) :]:
-            if size >= self._segment_bytes:
-                break
-            lines.append(line)
-            size += line.size
-        return lines
-
-    def _try_upload(self, only_compare: bool = False) -> bool:
-        """Uploads, or only looks what the copy holds; whether that went well is in `lag` too."""
-        try:
-            if only_compare:
-                assert self._copy is not None
-                self._uploaded = self._compare(self._copy)
-            else:
-                self.upload()
-        except Exception as error:  # whatever it is, appends go on
-            self._problem = " ".join(str(error).split()) or type(error).__name__
-            return False
-        self._problem = ""
-        return True
-
-    def _keep_uploading(self) -> None:
-        failures, wait_s, closing = 0, self._every_s, False
-        while not closing:
-            self._wake.wait(wait_s)
-            self._wake.clear()
-            closing = self._closing.is_set()  # asked before the upload, which is then the last
-            failures = 0 if self._try_upload() else failures + 1
-            wait_s = self._every_s
-            if failures:  # apart from other writers that wait for the same server
-                wait_s = min(_LONGEST_WAIT_S, self._every_s * 2**failures) * random.uniform(0.5, 1.0)
-
 
 def _in_order(folder: Path) -> list[Path]:
     """Files of operations in a folder, by their first numbers."""
     found = [path for path in folder.glob("*.log") if _NAME.fullmatch(path.stem)]
     return sorted(found, key=lambda path: int(path.stem))
-
-
-def _index(lines: Sequence[Line], number: int) -> int:
-    """Of the first line with an operation after `number`."""
-    return bisect_left(lines, number + 1, key=lambda line: line.last)

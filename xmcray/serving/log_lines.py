@@ -9,16 +9,18 @@ bit changed is damage, wherever it is, and no line is ever skipped.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from xmcray.errors import DataError, StorageError
-from xmcray.serving.schema import Attributes, Operation
+from xmcray.serving.schema import Operation
 
 _LINE = re.compile(rb"([0-9a-f]{32}) ([0-9]+) (.*)\n", re.DOTALL)
 _BEGUN = re.compile(rb"[0-9a-f]{0,31}|[0-9a-f]{32}(?: [0-9]*| ([0-9]+) (.*))?", re.DOTALL)
@@ -50,7 +52,7 @@ def decode(data: bytes, line: Line) -> list[tuple[int, Operation]]:
     Raises:
         StorageError: they are others than when the log was opened.
     """
-    body = _read(data, line.source, line.offset)
+    body = _parse(data, line.source, line.offset)
     return list(enumerate(map(Operation.model_validate, body["operations"]), body["first"]))
 
 
@@ -71,7 +73,7 @@ def scan(data: bytes, source: str, model: str, first: int, unfinished: bool = Fa
         stop = data.find(b"\n", offset, end) + 1
         if not stop and unfinished and _is_begun(data[offset:end]):
             break
-        body = _read(data[offset : stop or end], source, offset)
+        body = _parse(data[offset : stop or end], source, offset)
         if body["model"] != model:
             raise StorageError(
                 f"{source} is the label log of model {body['model']!r}, expected {model!r}; give each its own folder"
@@ -87,7 +89,21 @@ def scan(data: bytes, source: str, model: str, first: int, unfinished: bool = Fa
     return lines, offset
 
 
-def _read(data: bytes, source: str, offset: int) -> Mapping[str, Any]:
+def read(lines: Sequence[Line]) -> Iterator[tuple[Line, bytes]]:
+    """Lines of local files with their bytes."""
+    for source, group in groupby(lines, key=lambda line: line.source):
+        with Path(source).open("rb") as file:
+            for line in group:
+                file.seek(line.offset)
+                yield line, file.read(line.size)
+
+
+def after(lines: Sequence[Line], number: int) -> int:
+    """Place of the first line with an operation after `number`."""
+    return bisect_left(lines, number + 1, key=lambda line: line.last)
+
+
+def _parse(data: bytes, source: str, offset: int) -> Mapping[str, Any]:
     match = _LINE.fullmatch(data)
     if not match or len(match[3]) != int(match[2]) or _digest(match[3]) != match[1].decode():
         raise StorageError(f"{source}, byte {offset}: the line is damaged (its hash differs); restore the file")
@@ -105,55 +121,6 @@ def _digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:32]
 
 
-class Deleted(enum.Enum):
-    """Tells a label that was deleted from one that no operation names."""
-
-    DELETED = "deleted"
-
-
-DELETED: Final = Deleted.DELETED
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What operations made of a label; attributes None: those that the bundle gives it, if it has the label."""
-
-    text: str
-    attributes: Attributes | None
-
-
-State = dict[str, Label | Deleted]
-
-
-def fold(operations: Iterable[tuple[int, Operation]], start_after: int = 0, state: State | None = None) -> State:
-    """What numbered operations, in order, come to: the last word on each uid they name, for any bundle.
-
-    To apply it to a bundle that holds some of them already does no harm: a label that the bundle has takes the text
-    and the attributes given here, one that it lacks is added, and one that is deleted and not there is no mistake.
-
-    Args:
-        start_after: number of the last operation that the bundle holds; those up to it are passed over.
-        state: what came before them; it is not changed.
-    Raises:
-        DataError: an addition or update has no text; `check_operations` keeps such a one out of a log.
-    """
-    state = dict(state or {})
-    for number, operation in operations:
-        if number <= start_after:
-            continue
-        uid, attributes = operation.uid, operation.attributes
-        if operation.op == "delete":
-            state[uid] = DELETED
-            continue
-        if operation.text is None:
-            raise DataError(f"operation {number}: {operation.op} of label {uid[:80]!r} has no text")
-        before = state.get(uid)
-        if attributes is None and before is not None:
-            attributes = before.attributes if isinstance(before, Label) else {}
-        state[uid] = Label(operation.text, attributes)
-    return state
-
-
 def check_operations(operations: Sequence[Operation], known: Callable[[str], bool]) -> None:
     """Whether operations, one after the other, make sense where the labels are `known`; asked before `append`.
 
@@ -168,7 +135,8 @@ def check_operations(operations: Sequence[Operation], known: Callable[[str], boo
             raise DataError(f"{what}, which is {'there already; update it' if added else 'not there; add it first'}")
         if operation.op == "delete" and (operation.text is not None or operation.attributes is not None):
             raise DataError(f"{what} has a text or attributes, expected the uid alone")
-        if operation.op != "delete" and not (operation.text or "").strip():
+        only_attributes = operation.op == "update" and operation.text is None and operation.attributes is not None
+        if operation.op != "delete" and not only_attributes and not (operation.text or "").strip():
             raise DataError(f"{what} has no text, expected some: its vector is made of it")
         changed[uid] = operation.op != "delete"
 

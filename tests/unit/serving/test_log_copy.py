@@ -1,0 +1,222 @@
+"""The copy of a label log at a URL: whole or refused, and never in the way."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from operations import ALL, BATCHES, add, delete, files
+
+from xmcray.errors import StorageError
+from xmcray.serving.label_log import LabelLog, Lag
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    root = "/label-log-test" if request.param == "memory" else f"{tmp_path}/copy"
+    yield f"{request.param}://{root}"
+    fsspec.filesystem("memory").store.clear()
+
+
+def objects(url: str, within: str = "label_log") -> dict[str, str]:
+    """Paths of the segments by name."""
+    filesystem, root = fsspec.core.url_to_fs(url)
+    found = filesystem.ls(f"{root}/{within}", detail=False) if filesystem.exists(f"{root}/{within}") else []
+    return {path.rsplit("/", 1)[-1]: path for path in found if path.endswith(".log")}
+
+
+def copied(url: str, state: Path, **options: Any) -> LabelLog:
+    """A log that uploads only when it is told to, with three segments at the URL."""
+    log = LabelLog(state, "m", upload_url=url, upload_every_s=1000, **options)
+    for batch in BATCHES:
+        log.append(batch)
+        log.upload()
+    return log
+
+
+def test_an_empty_folder_takes_the_copy(url: str, tmp_path: Path) -> None:
+    log = copied(url, tmp_path / "one")
+    assert [name[:25] for name in sorted(objects(url))] == [
+        f"{a:012}-{b:012}" for a, b in ((1, 2), (3, 3), (4, 6))
+    ]  # fmt: skip
+    assert log.lag() == Lag()
+    assert log.append([add("late")]) == 7
+    assert log.lag().operations == 1
+    log.close()  # uploads the rest
+    for segment_bytes in (1, 1 << 20):
+        shutil.rmtree(tmp_path / "one")
+        (tmp_path / "one" / ".label_log.unfinished").mkdir(parents=True)
+        with LabelLog(tmp_path / "one", "m", upload_url=url, segment_bytes=segment_bytes) as log:
+            assert log.since(0) == [*ALL, (7, add("late"))]
+            assert log.append([delete("late")]) == 8 if segment_bytes > 1 else log.last == 7
+        assert len(files(tmp_path / "one")) == (4 if segment_bytes == 1 else 1)
+        assert [path.name for path in (tmp_path / "one").iterdir()] == ["label_log"]
+    with LabelLog(tmp_path / "one", "m", upload_url=url) as log:
+        assert log.upload() == 8
+
+
+def without(url: str) -> None:
+    filesystem, _ = fsspec.core.url_to_fs(url)
+    filesystem.rm(next(path for name, path in objects(url).items() if "3-" in name[:14]))
+
+
+def flip(url: str) -> None:
+    filesystem, _ = fsspec.core.url_to_fs(url)
+    path = max(objects(url).values())
+    filesystem.pipe_file(path, filesystem.cat_file(path).replace(b"x", b"y"))
+
+
+def first_gone(url: str) -> None:
+    filesystem, _ = fsspec.core.url_to_fs(url)
+    filesystem.rm(min(objects(url).values()))
+
+
+def another_writer(url: str) -> None:
+    filesystem, root = fsspec.core.url_to_fs(url)
+    with LabelLog(f"{root}-other", "m", upload_url=f"{url}-other") as log:
+        log.append([add("q"), add("r")])
+        log.upload()
+    for name, path in objects(f"{url}-other").items():
+        filesystem.pipe_file(f"{root}/label_log/{name}", filesystem.cat_file(path))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (without, "found operation 4, expected 3: a segment is missing"),
+        (first_gone, "found operation 3, expected 1: a segment is missing"),
+        (flip, "is damaged (its SHA-256 differs from its name)"),
+        (another_writer, "two writers used this URL"),
+    ],
+)
+def test_a_copy_that_is_not_whole_is_not_taken(harm: Callable[[str], None], message: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/copy"
+    copied(url, tmp_path / "one").close()
+    harm(url)
+    with pytest.raises(StorageError) as caught:
+        LabelLog(tmp_path / "two", "m", upload_url=url)
+    assert message in str(caught.value)
+    assert "file:///" in str(caught.value)
+    assert not (tmp_path / "two" / "label_log").exists(), "the next start asks again"
+    LabelLog(tmp_path / "one", "m").close()
+
+
+def test_an_upload_that_arrived_although_it_failed_does_no_harm(url: str, tmp_path: Path) -> None:
+    filesystem, root = fsspec.core.url_to_fs(url)
+    with copied(url, tmp_path / "one") as log:
+        log._uploader.uploaded = 0
+        log.upload()  # one segment of what three segments hold too
+        assert len(objects(url)) == 4
+    with LabelLog(tmp_path / "two", "m", upload_url=url) as log:
+        assert log.since(0) == ALL
+    name, path = min(objects(url).items())  # archiving it was interrupted, before the other one was removed
+    filesystem.makedirs(f"{root}/label_log/archive", exist_ok=True)
+    filesystem.pipe_file(f"{root}/label_log/archive/{name}", filesystem.cat_file(path))
+    with LabelLog(tmp_path / "three", "m", upload_url=url) as log:
+        assert (log.begin, log.since(2)) == (2, ALL[2:])
+
+
+def test_local_state_wins_but_not_over_a_newer_copy(url: str, tmp_path: Path) -> None:
+    with LabelLog(tmp_path / "old", "m") as log:
+        log.append(BATCHES[0])
+    copied(url, tmp_path / "one").close()
+    shutil.copytree(tmp_path / "one", tmp_path / "copied")
+    with LabelLog(tmp_path / "one", "m", upload_url=url) as log:
+        log.append([add("z")])
+    for state in ("old", "copied"):
+        with pytest.raises(
+            StorageError, match=r"ends with operation 7, is no copy of the local log, which ends with [26]:"
+        ):
+            LabelLog(tmp_path / state, "m", upload_url=url)
+    with LabelLog(tmp_path / "copied", "m") as log:
+        log.append([add("another 7")])
+    with pytest.raises(StorageError, match="ends with operation 7, is no copy of the local log, which ends with 7"):
+        LabelLog(tmp_path / "copied", "m", upload_url=url)
+
+
+def test_archiving_reaches_the_copy(url: str, tmp_path: Path) -> None:
+    with LabelLog(tmp_path / "none", "m", upload_url=f"{url}-other", upload_every_s=1000) as log:
+        log.append(BATCHES[0])
+        assert log.trim(2) == 0, "not uploaded"
+    with copied(url, tmp_path / "one", segment_bytes=1) as log:
+        assert log.trim(3) == 3
+        log.upload()
+        assert (len(objects(url)), len(objects(url, "label_log/archive"))) == (1, 2)
+    with LabelLog(tmp_path / "two", "m", upload_url=url, upload_every_s=1000) as log:
+        assert (log.begin, log.since(3)) == (3, ALL[3:])
+        log.trim(6)
+        log.upload()
+        assert len(objects(url)) == 0
+    with LabelLog(tmp_path / "old", "m") as log:
+        log.append(BATCHES[0])
+    with pytest.raises(StorageError, match="is no copy of the local log"):
+        LabelLog(tmp_path / "old", "m", upload_url=url)
+    with LabelLog(tmp_path / "three", "m", upload_url=url, start_after=6) as log:
+        assert (log.begin, log.append([add("z")])) == (6, 7)
+    with LabelLog(tmp_path / "three", "m", upload_url=f"{url}-new") as log:  # a log that begins late, and a new URL
+        assert log.upload() == 7
+    with LabelLog(tmp_path / "four", "m", upload_url=f"{url}-new") as log:
+        assert (log.begin, log.since(6)) == (6, [(7, add("z"))])
+
+
+class Server:
+    """Stands in front of the memory file system: down, or stuck, as a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.down, self.stuck, self.asked = False, threading.Event(), threading.Event()
+        self.stuck.set()
+        kind = type(fsspec.filesystem("memory"))
+        for name in ("pipe_file", "ls"):
+            monkeypatch.setattr(kind, name, self.guarding(getattr(kind, name)))
+
+    def guarding(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **options: Any) -> Any:
+            self.asked.set()
+            assert self.stuck.wait(10)
+            if self.down:
+                raise ConnectionError("nobody answers")
+            return real(*args, **options)
+
+        return act
+
+
+def test_a_server_that_is_down_or_slow_stops_no_append(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, server = "memory://down", Server(monkeypatch)
+    server.down = True
+    with pytest.raises(StorageError, match=r"memory://down/label_log cannot be used \(ConnectionError: nobody ans"):
+        LabelLog(tmp_path, "m", upload_url=url)
+    LabelLog(tmp_path, "m").close()
+    with LabelLog(tmp_path, "m", upload_url=url, upload_every_s=0.001) as log:  # there is a log: it is enough
+        assert log.append(BATCHES[0]) == 2
+        for _ in range(3):
+            server.asked.clear()
+            assert server.asked.wait(10), "it tries again by itself"
+        lag = log.lag()
+        assert lag.operations == 2
+        assert lag.seconds >= 0
+        assert "nobody answers" in lag.problem
+        server.stuck.clear()
+        server.down = False
+        server.asked.clear()
+        assert server.asked.wait(10)
+        assert log.append(BATCHES[1]) == 3, "while an upload hangs"
+        server.stuck.set()
+    assert log.lag() == Lag()
+    with LabelLog(tmp_path / "two", "m", upload_url=url) as log:
+        assert log.since(0) == ALL[:3]
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_closed_file_is_uploaded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch)
+    with LabelLog(tmp_path, "m", upload_url="memory://closed", upload_every_s=1000, segment_bytes=1) as log:
+        log.append(BATCHES[0])
+        server.asked.clear()
+        log.append(BATCHES[1])
+        assert server.asked.wait(10)
+    fsspec.filesystem("memory").store.clear()
