@@ -1,6 +1,6 @@
 """Memory and speed of `prepare` on N and 2 N synthetic rows of 32 tokens: memory must not grow with the rows.
 
-Memory is the PSS of the driver and of every Ray process, summed twice a second; the figure is its peak less what the
+Memory is the PSS of the driver and of every Ray process, summed every two seconds; the figure is its peak less what the
 idle cluster and the freshly started driver hold. Speed is compared with the tokenizer alone on the same cores.
 """
 
@@ -63,15 +63,16 @@ def measure(rows: int) -> dict[str, float]:
     """One corpus of `rows` rows in this process and a new cluster."""
     from xmcray.data import pipeline
     from xmcray.data.formats import detect
+    from xmcray.data.session import start_ray
 
     with tempfile.TemporaryDirectory() as folder:
         write_rows(Path(folder, "raw"), rows)
-        pipeline.start_ray()
+        start_ray()
         idle = total_pss()
         peaks, done = [idle], threading.Event()
 
         def watch() -> None:
-            while not done.wait(0.5):
+            while not done.wait(2.0):  # a look takes 20 ms of a core that is being measured
                 peaks.append(total_pss())
 
         watcher = threading.Thread(target=watch)

@@ -30,8 +30,8 @@ from pathlib import Path
 import data_sets
 from common import refuse_if_busy, write_table
 
-from xmcray.data.pipeline import start_ray
 from xmcray.data.planted import write_planted
+from xmcray.data.session import start_ray
 from xmcray.negatives.ledger import Ledger, VersionFolder
 from xmcray.storage import read_manifest
 from xmcray.training.launch import train

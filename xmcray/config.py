@@ -181,6 +181,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             return float(value)
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name} is {value!r}, expected a number") from None
-    if hint in (Any, object) or (origin is None and isinstance(value, hint) and not (hint is int and isinstance(value, bool))):
+    if hint in (Any, object):
+        return value
+    if origin is None and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise ConfigError(f"{name} is {value!r}, expected {getattr(hint, '__name__', hint)}")

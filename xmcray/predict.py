@@ -20,9 +20,8 @@ import ray.data
 from xmcray import config as configs
 from xmcray import storage
 from xmcray.config import check_range
-
-# The parts of `prepare`'s pipeline that any stream of chunks needs: stages, their share of the CPUs, the watchdog.
-from xmcray.data.pipeline import READ_CPUS, _bar, _context, _map, _results, _share, ray_session
+from xmcray.data.session import ray_session
+from xmcray.data.stream import READ_CPUS, mapped, progress_bar, results, share, watched
 from xmcray.errors import ConfigError, DataError, StorageError
 from xmcray.evaluation.predictions import write_predictions
 from xmcray.retrieval.bundle import KIND as BUNDLE
@@ -135,9 +134,9 @@ def _answer_all(
 ) -> End:
     """Adds the answers of all chunks that are not done yet."""
     done, end = frozenset(work.done), End(0, 0)
-    with ray_session(), _bar(progress) as bar, _context(stall_s) as beat:
+    with ray_session(), progress_bar(progress) as bar, watched(stall_s) as beat:
         free = max(1, int(ray.available_resources().get("CPU", 1.0)))
-        tasks, cpus = _share(workers or min(free, WORKERS))
+        tasks, cpus = share(workers or min(free, WORKERS))
         load = functools.partial(_retriever, bundle, job["bundle"], max(1, free // tasks))
 
         def read(_: int) -> Iterator[Chunk | End]:
@@ -151,8 +150,8 @@ def _answer_all(
                 yield from _with_signs_of_life(found)
 
         task = bar.add_task("queries", total=None)
-        stages = _map(_map(ray.data.from_items([0]), read, READ_CPUS), answer, cpus, concurrency=tasks)
-        for item in _results(stages, beat):
+        stages = mapped(mapped(ray.data.from_items([0]), read, READ_CPUS), answer, cpus, concurrency=tasks)
+        for item in results(stages, beat):
             if isinstance(item, End):
                 end = item
             elif item != ALIVE:

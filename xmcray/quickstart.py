@@ -14,8 +14,9 @@ from rich.console import Console
 from xmcray import config, storage
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
-from xmcray.data.pipeline import prepare, ray_session
+from xmcray.data.pipeline import prepare
 from xmcray.data.sample import write_sample
+from xmcray.data.session import ray_session
 from xmcray.evaluation.baselines import NearestQueries
 from xmcray.evaluation.evaluate import SEARCH_K, Evaluation
 from xmcray.evaluation.table import answer_table, metrics_table, segment_table

@@ -20,10 +20,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "retrieval": {"parallel", "nn", "losses", "data"},
     "negatives": {"parallel", "nn", "losses", "data", "retrieval"},
     "methods": {"parallel", "nn", "losses", "data", "retrieval", "negatives", "evaluation.metrics"},
-    "serving": {"nn", "retrieval", "data.pipeline"},
+    "serving": {"nn", "retrieval", "data.session"},
     "training": {"parallel", "nn", "losses", "data", "retrieval", "negatives", "methods", "evaluation"},
 }
-WITH_RAY = {"data.pipeline", "negatives.pool", "serving.application", "serving.run"}
+WITH_RAY = {"data.pipeline", "data.session", "data.stream", "negatives.pool", "serving.application", "serving.run"}
 WITH_RAY |= {"training.worker", "training.launch"}
 FILES = sorted((ROOT / "xmcray").rglob("*.py"))
 

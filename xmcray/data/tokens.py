@@ -27,6 +27,7 @@ from xmcray.types import Ragged
 PAD, UNKNOWN = "[PAD]", "[UNK]"
 MAX_VOCAB, MIN_FREQUENCY, MAX_ALPHABET = 32_000, 2, 1_000
 LABEL_MAX_LEN = 32
+ENCODE_BLOCK = 1024  # texts
 
 
 class TextTokenizer:
@@ -65,8 +66,9 @@ class TextTokenizer:
         """
         if not texts:
             return Ragged.empty(0)
-        encodings = self._truncating(max_len or self.max_len).encode_batch_fast(list(texts))
-        rows = [encoding.ids for encoding in encodings]
+        backend = self._truncating(max_len or self.max_len)
+        # A block at a time: the library's answer takes some kilobytes per text, of which the ids are a small part.
+        rows = [row.ids for block in _blocks(texts, ENCODE_BLOCK) for row in backend.encode_batch_fast(list(block))]
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         return Ragged(np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(offsets[-1])), offsets)

@@ -21,7 +21,7 @@ import torch
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.data.pipeline import ray_session
+from xmcray.data.session import ray_session
 from xmcray.errors import ConfigError, ResourceError, XmcrayError
 from xmcray.methods.base import methods
 from xmcray.negatives.pool import NegativePool

@@ -44,6 +44,16 @@ def test_vocabulary_obeys_its_size_and_minimum_frequency() -> None:
     assert letters.tokens("fox") == ["f", "##o", "##x"]
 
 
+def test_blocks_of_texts_join_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = train_wordpiece(TEXTS)
+    texts = ["the fox", "", "brown", "the the the", "fox"]
+    whole = tokenizer.encode(texts)
+    monkeypatch.setattr("xmcray.data.tokens.ENCODE_BLOCK", 2)
+    blocks = tokenizer.encode(texts)
+    assert blocks.values.tolist() == whole.values.tolist()
+    assert blocks.offsets.tolist() == whole.offsets.tolist() == [0, 2, 2, 3, 6, 7]
+
+
 def test_folder_gives_the_same_tokenizer_back(tmp_path: Path) -> None:
     tokenizer = train_wordpiece(TEXTS, max_len=5, label_max_len=2)
     tokenizer.save(tmp_path / "t")
