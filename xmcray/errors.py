@@ -8,7 +8,9 @@
     |-- ResourceError      the machine or the cluster lacks what was asked for
     |-- PartitionError     ranks that do not agree about who owns which label
     |-- ShortlistError     hard negatives that are missing or too old
-    `-- BundleError        a bundle that cannot be loaded or searched
+    |-- BundleError        a bundle that cannot be loaded or searched
+    |-- ProblemError       a request to a server that is not answered (serving/problems.py)
+    `-- ClientError        the same as the client sees it, and servers out of reach (client.py)
 
 Anything else that escapes is our own mistake and ends with a traceback and exit code 1.
 """

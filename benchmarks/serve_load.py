@@ -1,0 +1,413 @@
+"""What HTTP adds to `Retriever.search`: latency at half of the peak rate, throughput with 32 texts, and overload.
+
+    python benchmarks/serve_load.py                       # the sample and a synthetic bundle of 10^6 x 256, both modes
+    python benchmarks/serve_load.py --overload            # 5 x the peak rate for a minute, and how it ends
+    python benchmarks/serve_load.py --quick               # does it work?
+
+Starts `xmcray serve` itself. The peak is found with closed loops, a new request whenever one is answered; latency is
+measured with an open one, whose requests have intended start times drawn beforehand, as a Poisson process. It counts
+from the intended start, so a request that had to wait because the server, or this program, was late is not flattered.
+This program takes its share of the cores that the server runs on: what it costs is measured against a server that
+does nothing, and stands in the table. The same texts are asked in process, by a program of its own, on as many threads
+as the server has; the first answers must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+from common import refuse_if_busy, write_table
+from load import MAX_CONNECTIONS, Connections, Log, due_times, free_port, null_server, open_loop, peak
+
+ROOT = Path(__file__).parents[1]
+CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks")) / "serve"
+K, BATCH, QUERIES, SINGLES, CHECKED = 10, 32, 2048, 1024, 20
+BUNDLES = ("sample", "synthetic")
+LIMITS = {"single": (8.0, 50.0), "composed": (18.0, float("inf"))}  # added p50 and p99, ms
+LIMIT_SHARE = 0.7  # of the in-process throughput
+CLOSED, CLOSED_BATCH = (1, 2, 4, 8, 16, 32), (1, 2, 4)  # connections of the closed loops
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", dest="bundles", nargs="+", default=list(BUNDLES), choices=BUNDLES)
+    parser.add_argument("--mode", dest="modes", nargs="+", choices=list(LIMITS), default=list(LIMITS))
+    parser.add_argument("--labels", type=int, default=1_000_000, help="of the synthetic bundle")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a measurement")
+    parser.add_argument("--warmup", type=float, default=5.0, help="seconds before it, not counted")
+    parser.add_argument("--arrivals", choices=["poisson", "constant"], default="poisson")
+    parser.add_argument("--threads", type=int, default=1, help="of the server's process, and in process")
+    parser.add_argument("--overload", action="store_true", help="measure overload instead")
+    parser.add_argument("--times", type=float, default=5.0, help="the peak rate, with --overload")
+    parser.add_argument("--overload-seconds", type=float, default=60.0)
+    parser.add_argument("--server", default=f"{Path(sys.executable).parent / 'xmcray'} serve", help="command to start")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="short, the sample in one process, printed only")
+    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
+    parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--null", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.baseline:
+        print(json.dumps(in_process(options.baseline, options.threads)))
+        return
+    if options.null:
+        uvloop.run(null_server(options.null))
+        return
+    if options.quick:
+        options.bundles, options.modes, options.out = ["sample"], ["single"], Path(os.devnull)
+        options.seconds, options.warmup, options.overload_seconds = 3.0, 1.0, 5.0
+    folders = {name: bundle_folder(name, options.labels) for name in options.bundles}
+    load = refuse_if_busy(options.anyway or options.quick)
+    measure, tell = (overload, tell_overload) if options.overload else (usual, tell_usual)
+    rows = []
+    for name, folder in folders.items():
+        command = [sys.executable, __file__, "--baseline", str(folder), "--threads", str(options.threads)]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        alone = json.loads(output.splitlines()[-1])
+        for mode in options.modes:
+            with served(shlex.split(options.server), folder / "bundle", mode, options.threads) as (port, token):
+                found = uvloop.run(measure(port, token, mode, folder, alone, options))
+                rows.append({"bundle": f"{name}: {alone['size']}", "mode": mode, **found})
+    title, notes = tell(options)
+    header = list(rows[0])
+    name = "serve_overload.md" if options.overload else "serve_load.md"
+    write_table(options.out or name, title, header, [list(row.values()) for row in rows], [*notes, load])
+
+
+# ---- the bundles ----
+
+
+def bundle_folder(name: str, num_labels: int) -> Path:
+    """A folder with `bundle` and queries.json, from the cache if it was made before."""
+    folder = CACHE / (name if name == "sample" else f"{name}-{num_labels}")
+    if not (folder / "queries.json").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        queries = sample_bundle(folder) if name == "sample" else synthetic_bundle(folder / "bundle", num_labels)
+        (folder / "queries.json").write_text(json.dumps(queries), encoding="utf-8")
+    return folder
+
+
+def sample_bundle(folder: Path) -> list[str]:
+    """ASTRA with the committed preset on the embedded sample; its test queries."""
+    import data_sets
+
+    from xmcray.training.export import export_run
+    from xmcray.training.launch import train
+
+    corpus = data_sets.corpus("sample")
+    config = data_sets.preset("sample", ["cluster.workers=0"])
+    export_run(train(corpus.path, folder / "run", config), folder / "bundle", corpus)
+    test = corpus.split("test")
+    return test.texts(np.arange(min(len(test), QUERIES)))
+
+
+def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
+    """Labels of four words of one of num_labels / 100 topics and two of their own, found by their text's vector.
+
+    A query is a label's text with one of its own words replaced, so its best answers are the label and its topic.
+    """
+    import torch
+
+    from xmcray.data.tokens import train_wordpiece
+    from xmcray.nn.heads import Head
+    from xmcray.nn.static import StaticEncoder
+    from xmcray.retrieval.bundle import write_bundle
+    from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec
+
+    draw = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = sorted({"".join(draw.choices(letters, k=draw.randint(3, 9))) for _ in range(20_000)})
+    topics = [draw.choices(words, k=4) for _ in range(max(1, num_labels // 100))]
+    labels = [[*topics[i % len(topics)], *draw.choices(words, k=2)] for i in range(num_labels)]
+    texts = [" ".join(label) for label in labels]
+    queries = [" ".join([*label[:5], draw.choice(words)]) for label in draw.choices(labels, k=QUERIES + TUNE_QUERIES)]
+    tokenizer = train_wordpiece(words * 2, vocab_size=30_000, max_len=32)
+    encoder = StaticEncoder(torch.ones(tokenizer.vocab_size), dim, residual=False)
+    encoder.reset(0)
+
+    def vectors(block: Sequence[str]) -> np.ndarray:
+        with torch.inference_mode():
+            return encoder(tokenizer.encode(block)).float().numpy()
+
+    blocks = (vectors(texts[start : start + 8192]) for start in range(0, num_labels, 8192))
+    write_bundle(
+        path,
+        encoder,
+        Head(dim),
+        tokenizer,
+        (f"l{i}" for i in range(num_labels)),
+        texts,
+        np.arange(num_labels),
+        blocks,
+        IndexSpec(),
+        {"benchmark": "serve_load"},
+        method="synthetic",
+        queries=vectors(queries[QUERIES:]),
+        threads=os.cpu_count() or 1,
+    )
+    return queries[:QUERIES]
+
+
+# ---- in process ----
+
+
+def in_process(folder: Path, threads: int) -> dict[str, Any]:
+    """Latency of one text, ms; texts/s with 32 at once and with all; recall; the first answers."""
+    from xmcray.retrieval.retriever import Retriever
+
+    retriever, queries = Retriever.load(folder / "bundle", threads=threads), read_queries(folder)
+    batches = [queries[start : start + BATCH] for start in range(0, len(queries), BATCH)]
+    retriever.search(queries[:256], K)  # pages of the index are read
+    singles = np.asarray([timed(lambda t=text: retriever.search([t], K)) for text in queries[:SINGLES]])
+    batch_s = sum(timed(lambda b=batch: retriever.search(b, K)) for batch in batches)
+    all_s = timed(lambda: retriever.search(queries, K))
+    tokens = retriever.tokenizer.encode(queries[:512])
+    found, wanted = (retriever.top_labels(tokens, K, exact=exact).ids for exact in (False, True))
+    recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(found, wanted, strict=True)])
+    p50, p99 = 1000 * np.percentile(singles, [50, 99])
+    uids = [[answer.uid for answer in retriever.search([query], K)[0]] for query in queries[:CHECKED]]
+    rates = {"batch_texts_per_s": len(queries) / batch_s, "all_texts_per_s": len(queries) / all_s}
+    size = f"{retriever.num_labels:,} x {retriever.settings.dim}, {'IVF' if retriever.indexed else 'exhaustive'}"
+    return {"p50": p50, "p99": p99, **rates, "recall": float(recall), "uids": uids, "size": size}
+
+
+def read_queries(folder: Path) -> list[str]:
+    queries: list[str] = json.loads((folder / "queries.json").read_text(encoding="utf-8"))
+    return queries[: len(queries) // BATCH * BATCH]
+
+
+def timed(function: Any) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+# ---- the server ----
+
+
+@contextlib.contextmanager
+def served(command: list[str], bundle: Path, mode: str, threads: int) -> Iterator[tuple[int, str]]:
+    """Port and token of a server that is ready; stopped afterwards."""
+    with tempfile.TemporaryDirectory(prefix="xmcray-load.") as folder:
+        token, port, log = secrets.token_urlsafe(32), free_port(), Path(folder, "log")
+        with os.fdopen(os.open(f"{folder}/token", os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            file.write(token)
+        arguments = ["--port", str(port), "--mode", mode, "--threads", str(threads)]
+        arguments += ["--token-file", f"{folder}/token", "--state-dir", f"{folder}/state"]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [*command, str(bundle), *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            wait_until_ready(port, process, log)
+            yield port, token
+        finally:
+            stop(process)
+
+
+def wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5):
+            return
+        time.sleep(0.2)
+    print(log.read_text()[-2000:], file=sys.stderr)
+    raise SystemExit("error: the server did not become ready; its last words are above")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+# ---- the measurements ----
+
+
+async def usual(
+    port: int, token: str, mode: str, folder: Path, alone: dict[str, Any], options: argparse.Namespace
+) -> dict[str, object]:
+    """A row: one text a request at half of the peak rate, and 32 texts a request."""
+    queries = read_queries(folder)
+    requests = requests_of([[query] for query in queries], token, port)
+    await check(port, requests, alone["uids"])
+    best, connections = await peak(port, requests, CLOSED, max(1.0, options.seconds / 6))
+    due = due_times([(best / 2, options.warmup + options.seconds)], options.arrivals)
+    log = (await open_loop(port, requests, due)).part(options.warmup)
+    p50, p99 = np.percentile(log.latency_ms(), [50, 99])
+    null_p50, null_p99, cost_ms = await generator(requests, best / 2, options)
+    batches = requests_of([queries[i : i + BATCH] for i in range(0, len(queries), BATCH)], token, port)
+    batch_rate, _ = await peak(port, batches, CLOSED_BATCH, max(1.0, options.seconds / 6))
+    reached = BATCH * batch_rate / alone["batch_texts_per_s"]
+    added, limits = (p50 - alone["p50"], p99 - alone["p99"]), LIMITS[mode]
+    missed = [name for name, value, limit in zip(("p50", "p99"), added, limits, strict=True) if value > limit]
+    missed += ["throughput"] * (reached < LIMIT_SHARE)
+    missed += [f"answers ({others(log.status, {200})})"] * (set(log.status) != {200})
+    return {
+        "in process p50 / p99, ms": f"{alone['p50']:.2f} / {alone['p99']:.2f}",
+        "peak/s (connections)": f"{best:.0f} ({connections})",
+        "HTTP p50 / p99, ms": f"{p50:.2f} / {p99:.2f}",
+        "added p50 / p99, ms": f"{added[0]:.2f} / {added[1]:.2f}",
+        "generator alone p50 / p99, ms": f"{null_p50:.2f} / {null_p99:.2f}",
+        "its CPU a request, ms": f"{cost_ms:.3f}",
+        "sent late, p99, ms": f"{log.lag_ms():.2f}",
+        "texts/s in process, 32 (all) at once": f"{alone['batch_texts_per_s']:.0f} ({alone['all_texts_per_s']:.0f})",
+        "texts/s over HTTP, 32 a request": f"{BATCH * batch_rate:.0f}",
+        "share": f"{reached:.2f}",
+        "recall@10": f"{alone['recall']:.3f}",
+        "limits": f"missed: {', '.join(missed)}" if missed else "kept",
+    }
+
+
+def tell_usual(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """Title and notes."""
+    notes = [
+        f"k = {K}; static encoder",
+        f"HTTP: one text a request at half of the peak rate, {options.arrivals} arrivals, {options.seconds:g} s after"
+        f" {options.warmup:g} s of warm-up; latency from the intended start of each request",
+        "added: less the same percentile in process; nothing is subtracted for the generator, which shares the cores;"
+        " its own part was measured at the same rate against a server that does nothing",
+        f"limits: added p50 {LIMITS['single'][0]:g} ms and p99 {LIMITS['single'][1]:g} ms in one process, added p50"
+        f" {LIMITS['composed'][0]:g} ms composed;"
+        f" share of the in-process throughput (32 at once) {LIMIT_SHARE}",
+        f"threads in each process of the server, and in process: {options.threads}",
+    ]
+    return "Serving: what HTTP adds", notes
+
+
+async def overload(
+    port: int, token: str, mode: str, folder: Path, alone: dict[str, Any], options: argparse.Namespace
+) -> dict[str, object]:
+    """A row: some times the peak rate for a while, then half of it again."""
+    requests = requests_of([[query] for query in read_queries(folder)], token, port)
+    await check(port, requests, alone["uids"])
+    best, _ = await peak(port, requests, CLOSED, max(1.0, options.seconds / 6))
+    seconds, begin = options.overload_seconds, options.warmup + options.seconds
+    phases = [(best / 2, begin), (options.times * best, seconds), (best / 2, options.seconds)]
+    whole = await open_loop(port, requests, due_times(phases, options.arrivals))
+    before, after = whole.part(options.warmup, begin), whole.part(begin + seconds)
+    log = whole.part(begin, begin + seconds)
+    status = np.asarray(log.status)
+    accepted, refused = status == 200, np.isin(status, (429, 503))
+    refused_ms, told = log.latency_ms(refused), np.asarray(log.retry_after)[refused]
+    return {
+        "peak/s": f"{best:.0f}",
+        "offered/s": f"{len(status) / seconds:.0f}",
+        "before, p50 / p99, ms": percentiles(before.latency_ms()),
+        "accepted/s": f"{accepted.sum() / seconds:.0f}",
+        "accepted p50 / p99, ms": percentiles(log.latency_ms(accepted)),
+        "refused/s": f"{refused.sum() / seconds:.0f}",
+        "refused p50 / p99, ms": percentiles(refused_ms),
+        "refused within 100 ms": part_of(refused_ms <= 100),
+        "with Retry-After": part_of(told),
+        "anything else": others(log.status, {200, 429, 503}) or "none",
+        "sent late, p99, ms": f"{log.lag_ms():.1f}",
+        "normal after, s": recovery(before, after),
+    }
+
+
+def others(status: Sequence[int], expected: set[int]) -> str:
+    """How often there was another status."""
+    found = Counter(code or "no answer" for code in status if code not in expected)
+    return ", ".join(f"{number} x {code}" for code, number in found.items())
+
+
+def percentiles(latency_ms: np.ndarray) -> str:
+    return " / ".join(f"{value:.1f}" for value in np.percentile(latency_ms, [50, 99])) if len(latency_ms) else "-"
+
+
+def part_of(flags: np.ndarray) -> str:
+    return f"{100 * np.mean(flags):.2f} %" if len(flags) else "-"
+
+
+def recovery(before: Log, after: Log) -> str:
+    """Seconds from the end of the overload until all is as before: no refusal, and at most twice the p99."""
+    begin, end = min(after.due), max(after.due)
+    normal_ms = 2 * np.percentile(before.latency_ms(), 99)
+    for seconds in range(int(end - begin) // 2 + 1):
+        rest = after.part(begin + seconds)
+        if set(rest.status) == {200} and np.percentile(rest.latency_ms(), 99) <= normal_ms:
+            return str(seconds)
+    return f"not within {seconds}"
+
+
+def tell_overload(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """Title and notes."""
+    notes = [
+        f"{options.times:g} x the peak rate of a closed loop for {options.overload_seconds:g} s, {options.arrivals}"
+        f" arrivals, one text a request, at most {MAX_CONNECTIONS:,} connections; before and after: half of the peak",
+        "latency from the intended start of each request; it includes what this program was late, which shares the"
+        " cores with the server",
+        "normal: from then on no refusal, and a p99 of at most twice that before",
+        f"threads in each process of the server: {options.threads}",
+    ]
+    return "Serving: overload", notes
+
+
+def requests_of(texts: Sequence[Sequence[str]], token: str, port: int) -> list[bytes]:
+    """Whole HTTP requests, made beforehand."""
+    found = []
+    for group in texts:
+        body = json.dumps({"texts": list(group), "k": K}).encode()
+        head = f"POST /v1/search HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {token}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        found.append(head.encode() + body)
+    return found
+
+
+async def check(port: int, requests: Sequence[bytes], uids: Sequence[Sequence[str]]) -> None:
+    """The server must answer what `Retriever.search` answers."""
+    pool = Connections(port)
+    for request, wanted in zip(requests, uids, strict=False):
+        answer = await pool.ask(request)
+        if answer.status != 200:
+            raise SystemExit(f"error: the server answers {answer.status} {answer.body[:300]!r}, expected 200")
+        found = [label["uid"] for label in json.loads(answer.body)["results"][0]["answers"]]
+        if found != wanted:
+            raise SystemExit(f"error: the server answers {found}, in process it is {wanted}; not the same bundle?")
+    pool.close()
+
+
+async def generator(requests: Sequence[bytes], rate: float, options: argparse.Namespace) -> tuple[float, float, float]:
+    """This program alone, at the same rate against a server that does nothing: p50, p99 and processor time, in ms."""
+    port = free_port()
+    process = subprocess.Popen([sys.executable, __file__, "--null", str(port)])
+    try:
+        pool = Connections(port)
+        while (await pool.ask(requests[0])).status != 200:
+            await asyncio.sleep(0.1)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        log = await open_loop(port, requests, due_times([(rate, min(10.0, options.seconds))], options.arrivals))
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        pool.close()
+    finally:
+        stop(process)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    p50, p99 = np.percentile(log.latency_ms(), [50, 99])
+    return p50, p99, 1000 * used / len(log.due)
+
+
+if __name__ == "__main__":
+    main()
