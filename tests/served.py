@@ -16,27 +16,24 @@ import uvicorn
 from xmcray.serving.coordinator import Coordinator
 from xmcray.serving.follower import Follower
 from xmcray.serving.http import create_app
-from xmcray.serving.metrics import Metrics
-from xmcray.serving.security import Tokens, new_token_file
-from xmcray.serving.service import Service
+from xmcray.serving.local import LocalGateway
+from xmcray.serving.security import new_token_file
+from xmcray.serving.service import Models, Service
 from xmcray.serving.settings import ServeConfig
 
 TOKEN, ADMIN = "token" * 4, "admin" * 4
 
 
-class Served:
-    """What a gateway's replica has, and clients with and without rights."""
+class Served(LocalGateway):
+    """A gateway whose tokens are known, and clients with and without rights."""
 
-    def __init__(self, config: ServeConfig, coordinator: Coordinator, follower: Follower, folder: Path) -> None:
-        self.service, self.metrics, self.admin = Service(config, follower), Metrics(), coordinator
+    def __init__(self, config: ServeConfig, models: Models, coordinator: Coordinator) -> None:
         for name, token in (("token", TOKEN), ("admin-token", ADMIN)):
-            new_token_file(folder / name).write_text(token)
-        self.tokens, self.admin_tokens = Tokens(folder / "token"), Tokens(folder / "admin-token")
-        self.follower = follower
+            new_token_file(Path(config.state_dir) / name).write_text(token)
+        super().__init__(config, coordinator)
+        self.service = Service(config, models)
+        self.models = models
         self.app = create_app(self)
-
-    async def metrics_text(self) -> str:
-        return self.metrics.text()
 
     async def ask(self, path: str, body: Any = None, token: str | None = TOKEN, **options: Any) -> httpx.Response:
         """One request; GET without a body."""
@@ -60,8 +57,9 @@ class Served:
 
     async def reached(self, number: int) -> None:
         """Waits until answers have an operation."""
-        snapshot = self.follower.current(None)
-        await self.follower.pinned(self.follower.resolve(None), snapshot.version, number, 10)
+        async with asyncio.timeout(10):
+            while self.models.current(None).number < number:
+                await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager
@@ -75,7 +73,7 @@ async def served(folder: Path, bundles: Mapping[str, Path], **settings: Any) -> 
     await follower.start()
     task = asyncio.create_task(follower.run())
     try:
-        yield Served(config, coordinator, follower, folder / "state")
+        yield Served(config, follower, coordinator)
     finally:
         task.cancel()
         coordinator.close()

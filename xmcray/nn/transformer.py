@@ -110,7 +110,8 @@ class TransformerEncoder(Encoder):
             else micro_batches(tokens.lengths, call_tokens, max_tokens)
         )
         if not batches:  # a rank without texts still takes part in the step: its gradient is zero, not absent
-            return cast(Tensor, lookup.weight[:0].sum() + lookup.weight.new_zeros(len(tokens), lookup.weight.shape[1]))
+            nothing = lookup.weight[:0].sum() + lookup.weight.new_zeros(len(tokens), lookup.weight.shape[1])
+            return cast(Tensor, nothing.float())
         # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so once is enough.
         sorted_tokens = tokens.take(np.concatenate(batches))
         token_TH = lookup(to_torch(sorted_tokens.values).to(device))

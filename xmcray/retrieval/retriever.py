@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import BundleError, ConfigError
+from xmcray.nn.compact import compacted
 from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.nn.heads import Head, load_head
 from xmcray.retrieval.bundle import KIND, Settings, read_labels, read_settings
@@ -103,6 +104,7 @@ class Retriever:
         threads: int | None = None,
         device: str | None = None,
         part: tuple[int, int] = WHOLE,
+        encoder: str = "float32",
     ) -> Retriever:
         """Opens a bundle: every file is compared with its hash before it is used; vectors stay on disk.
 
@@ -111,10 +113,12 @@ class Retriever:
             threads: of torch and FAISS in this process; torch's own setting if not given.
             device: of the encoder and of exhaustive searches, such as "cuda:0"; the CPU if not given.
             part: the part of the shards that is going to be searched (see `find`); other indexes are not read.
+            encoder: how a transformer computes: "float32", "bfloat16" or "int8", see nn/compact.py; a static encoder
+                is float32 always.
         Raises:
             StorageError: a file is missing or altered (named), or this is no bundle.
             BundleError: a file is malformed or does not fit the others.
-            ConfigError: no such device.
+            ConfigError: no such device, or it cannot compute that way.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -125,11 +129,11 @@ class Retriever:
         folder, manifest = open_artifact(path, KIND)
         settings = read_settings(folder)
         labels, order, removed = read_labels(folder, settings)
-        encoder = load_encoder(folder / "encoder").to(where).eval()
+        model = compacted(load_encoder(folder / "encoder").to(where).eval(), encoder)
         head = load_head(folder / "head").to(where)
-        if (encoder.dim, head.out_dim) != (head.dim, settings.dim):
+        if (model.dim, head.out_dim) != (head.dim, settings.dim):
             raise BundleError(
-                f"{path}: encoder of width {encoder.dim}, head from {head.dim} to {head.out_dim}, vectors of width"
+                f"{path}: encoder of width {model.dim}, head from {head.dim} to {head.out_dim}, vectors of width"
                 f" {settings.dim}; export again"
             )
         num_threads = threads or torch.get_num_threads()
@@ -142,7 +146,7 @@ class Retriever:
             for shard in [*shards, *(memory.indexes if memory else ())]:
                 shard.vectors = shard.vectors.to(where)
         tokenizer = TextTokenizer.load(folder / "tokenizer")
-        return cls(encoder, head, tokenizer, labels, order, shards, settings, manifest.sha256, memory, removed)
+        return cls(model, head, tokenizer, labels, order, shards, settings, manifest.sha256, memory, removed)
 
     @property
     def num_labels(self) -> int:

@@ -27,24 +27,21 @@ from ray.serve import Application
 from ray.serve.config import BackpressureConfig
 from ray.serve.handle import DeploymentHandle
 
-from xmcray import storage
 from xmcray.config import build as build_config
-from xmcray.retrieval.bundle import KIND, read_settings
 from xmcray.retrieval.memory import Neighbours
 from xmcray.serving import http, metrics, rpc, schema, service
 from xmcray.serving.coordinator import Coordinator, Known, News, Numbered, Status
 from xmcray.serving.follower import Follower
+from xmcray.serving.local import tokens_of
 from xmcray.serving.problems import RETRY_AFTER_S
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
-from xmcray.serving.security import Tokens, new_token_file
 from xmcray.serving.service import Pin, Service
-from xmcray.serving.settings import COMPOSED_LABELS, ServeConfig
+from xmcray.serving.settings import ServeConfig, composed_parts
 from xmcray.types import Float32Array
 
 NAME = "xmcray"
 Handle = DeploymentHandle[Any]
 NO_PART = (-1, 1)  # of the shards: none
-MAX_PARTS = 8
 BATCH, BATCH_WAIT_S = 32, 0.001
 STATUS_S = 2.0
 CPUS = 0.1  # reserved by each process; set others in `options`
@@ -69,16 +66,6 @@ def build(args: Mapping[str, Any]) -> Application:
     ]
     composed: Application = ingress.bind(config, coordinator, encoder, searchers)
     return composed
-
-
-def composed_parts(config: ServeConfig) -> int:
-    """Searchers of the composed mode; 0 in the single mode."""
-    if config.mode == "single":
-        return 0
-    settings = [read_settings(storage.open_artifact(b, KIND, contents=False)[0]) for b in config.bundles.values()]
-    if config.mode == "auto" and max(s.num_labels for s in settings) < COMPOSED_LABELS:
-        return 0
-    return config.parts or min(MAX_PARTS, max(len(s.shards) for s in settings))
 
 
 class CoordinatorDeployment(Coordinator):
@@ -121,12 +108,8 @@ class GatewayDeployment(_Following):
         encoder: Handle | None = None,
         searchers: list[Handle] | None = None,
     ) -> None:
-        folder = Path(config.state_dir)
-        self.tokens = Tokens(Path(config.token_file) if config.token_file else new_token_file(folder / "token"))
-        admin_file = (
-            Path(config.admin_token_file) if config.admin_token_file else new_token_file(folder / "admin-token")
-        )
-        self.admin_tokens, self.metrics = Tokens(admin_file), metrics.Metrics()
+        self.tokens, self.admin_tokens = tokens_of(config)
+        self.metrics = metrics.Metrics()
         self.admin: http.Admin = _Admin(coordinator)
         follower = await self._start(config, coordinator, NO_PART if encoder else (0, 1))
         parts = _Parts(config, encoder, searchers or []) if encoder else None
@@ -145,12 +128,7 @@ class GatewayDeployment(_Following):
 
     async def own_metrics(self) -> tuple[str, str]:
         """This replica's name and its metrics."""
-        for model in self.service.models().models:
-            self.metrics.version.clear()
-            self.metrics.number.labels(model.model).set(model.label_log)
-            self.metrics.labels.labels(model.model).set(model.num_labels)
-        for model in self.service.models().models:
-            self.metrics.version.labels(model.model, model.version).set(1)
+        self.metrics.tell(self.service.models().models)
         return serve.get_replica_context().replica_tag, self.metrics.text()
 
     async def metrics_text(self) -> str:

@@ -29,7 +29,7 @@ from xmcray.retrieval.labels import write_changes
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving import schema
 from xmcray.serving.label_log import LabelLog, check_operations
-from xmcray.serving.problems import ProblemError
+from xmcray.serving.problems import ProblemError, unknown_model
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
@@ -107,7 +107,8 @@ class Coordinator:
             XmcrayError: a bundle or a log is damaged, or another coordinator uses the state folder.
         """
         for name, bundle in self._config.bundles.items():
-            self._models[name] = await self._run(self._open, name, bundle)
+            self._models[name] = found = await self._run(self._open, name, bundle)
+            await self._run(found.snapshot.probe, found.snapshot.probes)
 
     async def follow(self, replica: str, known: Mapping[str, Known], wait_s: float) -> dict[str, News]:
         """What a replica lacks, as soon as there is something; nothing after `wait_s`."""
@@ -213,6 +214,26 @@ class Coordinator:
         """How it stands, for the metrics."""
         return Status(len(self._alive()), {name: model.log.lag().seconds for name, model in self._models.items()})
 
+    @property
+    def ready(self) -> bool:
+        """Whether every model can be asked in this process."""
+        return len(self._models) == len(self._config.bundles)
+
+    def resolve(self, name: str | None) -> str:
+        """The model that a request means."""
+        return next(iter(self._config.bundles)) if name is None else name
+
+    def current(self, name: str | None) -> Snapshot:
+        """What a request that begins now is answered from, in this process.
+
+        Raises:
+            ProblemError: no such model.
+        """
+        found = self._models.get(self.resolve(name))
+        if found is None:
+            raise unknown_model(str(name), self._models)
+        return found.snapshot
+
     def close(self) -> None:
         """Lets others use the state folder."""
         for model in self._models.values():
@@ -227,7 +248,7 @@ class Coordinator:
             known = json.loads(state.read_text(encoding="utf-8"))
             if known["configured"] == configured:
                 bundle, expected = known["bundle"], known["version"]
-        snapshot = Snapshot.load(bundle, name, self._config.threads)
+        snapshot = Snapshot.load(bundle, name, self._config.threads, encoder=self._config.encoder)
         if expected not in (None, snapshot.version):
             log.warning("model %s: %s has changed since it was swapped in", name, bundle)
         upload = f"{self._config.upload.rstrip('/')}/{folder_name(name)}" if self._config.upload else None
@@ -236,7 +257,8 @@ class Coordinator:
         return _Model(Head(bundle, snapshot.version, _epoch()), snapshot, journal)
 
     def _load(self, model: str, bundle: str, journal: LabelLog) -> Snapshot:
-        return _caught_up(Snapshot.load(bundle, model, self._config.threads), journal)
+        snapshot = Snapshot.load(bundle, model, self._config.threads, encoder=self._config.encoder)
+        return _caught_up(snapshot, journal)
 
     def _write(self, model: str, snapshot: Snapshot, bundle: str, out: str) -> str:
         before = Retriever.load(snapshot.folder, threads=self._config.threads)

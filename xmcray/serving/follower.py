@@ -19,7 +19,7 @@ from typing import Any
 from xmcray.errors import XmcrayError
 from xmcray.retrieval.retriever import WHOLE
 from xmcray.serving.coordinator import Known, News, Numbered
-from xmcray.serving.problems import ProblemError
+from xmcray.serving.problems import ProblemError, unknown_model
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
@@ -91,8 +91,7 @@ class Follower:
         """
         model = self._models.get(self.resolve(name))
         if model is None:
-            known = ", ".join(self._models)
-            raise ProblemError("not-found", f"model {str(name)[:80]!r} is not served, expected one of: {known}")
+            raise unknown_model(str(name), self._models)
         if model.answering not in model.newest:
             raise ProblemError("not-ready", f"model {self.resolve(name)!r} is being loaded; ask again")
         return model.newest[model.answering]
@@ -169,7 +168,8 @@ class Follower:
         model.epoch = head.epoch
 
     async def _load(self, name: str, bundle: str, version: str) -> Snapshot:
-        snapshot: Snapshot = await self._run(Snapshot.load, bundle, name, self._config.threads, self._part)
+        config = self._config
+        snapshot: Snapshot = await self._run(Snapshot.load, bundle, name, config.threads, self._part, config.encoder)
         if snapshot.version != version:
             raise ProblemError("refused", f"{bundle} has SHA-256 {snapshot.version}, expected {version}")
         while operations := await self._operations(name, snapshot.number):

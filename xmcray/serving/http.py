@@ -122,7 +122,7 @@ def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
     @app.get("/healthz", tags=["operations"])
     async def healthz() -> dict[str, str]:
         """200 when every model is loaded and has answered a probe."""
-        if not service.follower.ready:
+        if not service.served.ready:
             raise ProblemError("not-ready", "bundles are being loaded; ask again")
         return {"status": "ok"}
 
@@ -134,8 +134,8 @@ def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
     @app.post("/admin/v1/labels", response_model=schema.OperationsResponse, tags=["admin"])
     async def change_labels(body: schema.OperationsRequest) -> Response:
         """Add, update and delete labels; durable when this is answered."""
-        name = service.follower.resolve(body.model)
-        service.follower.current(name)
+        name = service.served.resolve(body.model)
+        service.served.current(name)
         return _answer(
             schema.OperationsResponse(model=name, label_log=await gateway.admin.operate(name, body.operations))
         )
@@ -143,15 +143,15 @@ def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
     @app.post("/admin/v1/swap", response_model=schema.SwapResponse, tags=["admin"])
     async def swap(body: schema.SwapRequest) -> Response:
         """Answer from another bundle, without a lost request."""
-        name = service.follower.resolve(body.model)
-        service.follower.current(name)
+        name = service.served.resolve(body.model)
+        service.served.current(name)
         return _answer(await gateway.admin.swap(name, body))
 
     @app.post("/admin/v1/compact", response_model=schema.CompactResponse, tags=["admin"])
     async def compact(body: schema.CompactRequest) -> Response:
         """Write the labels as they are now into a new bundle."""
-        name = service.follower.resolve(body.model)
-        service.follower.current(name)
+        name = service.served.resolve(body.model)
+        service.served.current(name)
         return _answer(await gateway.admin.compact(name, body.out))
 
     @app.get("/openapi.json", include_in_schema=False)

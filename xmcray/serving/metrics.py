@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from xmcray.serving.schema import Model
+
 disable_created_metrics()  # a moment for each sample that nobody asks for
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -30,6 +32,14 @@ class Metrics:
             "xmcray_label_log_number", "Last label operation in the answers.", ["model"], registry=registry
         )
         self.labels = Gauge("xmcray_labels", "Labels that can be answered.", ["model"], registry=registry)
+
+    def tell(self, models: Sequence[Model]) -> None:
+        """Notes what is served now."""
+        self.version.clear()
+        for model in models:
+            self.version.labels(model.model, model.version).set(1)
+            self.number.labels(model.model).set(model.label_log)
+            self.labels.labels(model.model).set(model.num_labels)
 
     def text(self) -> str:
         """In Prometheus' text format."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from xmcray.errors import XmcrayError
@@ -49,3 +50,8 @@ class ProblemError(XmcrayError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProblemError, (self.kind, self.detail, self.errors)
+
+
+def unknown_model(name: str, known: Iterable[str]) -> ProblemError:
+    """For a request that names a model which is not served."""
+    return ProblemError("not-found", f"model {name[:80]!r} is not served, expected one of: {', '.join(known)}")

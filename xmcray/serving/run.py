@@ -1,4 +1,4 @@
-"""`xmcray serve`: a local Ray with the application in it, until it is interrupted."""
+"""`xmcray serve`: the application in this process, or on a Ray that it starts, until it is interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xmcray import storage
 from xmcray.config import dump
 from xmcray.errors import ConfigError, ResourceError
 from xmcray.retrieval.bundle import KIND
-from xmcray.serving.settings import ServeConfig
+from xmcray.serving.settings import ServeConfig, composed_parts
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 # Each request would pass through a thread more on either side; our own work is done in threads of our own.
@@ -40,9 +40,16 @@ def serve_forever(
         ResourceError: the port is taken.
         StorageError: a bundle is missing or damaged.
     """
-    check_address(config, host, grpc_port, accept_open_ports)
     for bundle in config.bundles.values():
         storage.open_artifact(bundle, KIND, contents=False)
+    alone = max(config.replicas, config.max_replicas) == 1 and not composed_parts(config)
+    check_address(config, host, 0 if alone else grpc_port, accept_open_ports)
+    check_port(host, port)
+    if alone:
+        from xmcray.serving.local import serve_local
+
+        serve_local(config, host, port, grpc_port, ready)
+        return
     done = threading.Event()
     with serving(config, host, port, grpc_port) as url:
         for number in (signal.SIGTERM, signal.SIGINT):  # now: Ray sets handlers of its own when it starts

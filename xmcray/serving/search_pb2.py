@@ -4,18 +4,15 @@
 # source: xmcray/serving/search.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
+
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
+
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC,
-    7,
-    35,
-    1,
-    '',
-    'xmcray/serving/search.proto'
+    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "xmcray/serving/search.proto"
 )
 # @@protoc_insertion_point(imports)
 
@@ -25,27 +22,29 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bxmcray/serving/search.proto\x12\x06xmcray\x1a\x1cgoogle/protobuf/struct.proto\"R\n\x06\x46ilter\x12\r\n\x05\x61llow\x18\x01 \x03(\t\x12\x0c\n\x04\x64\x65ny\x18\x02 \x03(\t\x12+\n\nattributes\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"v\n\x0eMemorySettings\x12\x13\n\x06weight\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04keys\x18\x03 \x01(\x05H\x02\x88\x01\x01\x42\t\n\x07_weightB\x0e\n\x0c_temperatureB\x07\n\x05_keys\"\xe3\x01\n\rSearchRequest\x12\r\n\x05texts\x18\x01 \x03(\t\x12\x0e\n\x01k\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x0e\n\x06\x66ields\x18\x03 \x03(\t\x12\x12\n\x05model\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x1e\n\x06\x66ilter\x18\x05 \x01(\x0b\x32\x0e.xmcray.Filter\x12&\n\x06memory\x18\x06 \x01(\x0b\x32\x16.xmcray.MemorySettings\x12\x0f\n\x07\x65xplain\x18\x07 \x01(\x08\x12\x17\n\ntimeout_ms\x18\x08 \x01(\x05H\x02\x88\x01\x01\x42\x04\n\x02_kB\x08\n\x06_modelB\r\n\x0b_timeout_ms\"2\n\x05Voter\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\"\xf2\x01\n\x06\x41nswer\x12\x10\n\x03uid\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04text\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x15\n\x08label_id\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\x05score\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12+\n\nattributes\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x16\n\tcompleted\x18\x06 \x01(\x08H\x04\x88\x01\x01\x12\x1d\n\x06voters\x18\x07 \x03(\x0b\x32\r.xmcray.VoterB\x06\n\x04_uidB\x07\n\x05_textB\x0b\n\t_label_idB\x08\n\x06_scoreB\x0c\n\n_completed\"<\n\x06Result\x12\x1f\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x0e.xmcray.Answer\x12\x11\n\ttruncated\x18\x02 \x01(\x08\"\x89\x01\n\x0eSearchResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\tlabel_log\x18\x03 \x01(\x03\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0f\n\x07took_ms\x18\x05 \x01(\x01\x12\x1f\n\x07results\x18\x06 \x03(\x0b\x32\x0e.xmcray.Result2D\n\tRetriever\x12\x37\n\x06Search\x12\x15.xmcray.SearchRequest\x1a\x16.xmcray.SearchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
+    b'\n\x1bxmcray/serving/search.proto\x12\x06xmcray\x1a\x1cgoogle/protobuf/struct.proto"R\n\x06\x46ilter\x12\r\n\x05\x61llow\x18\x01 \x03(\t\x12\x0c\n\x04\x64\x65ny\x18\x02 \x03(\t\x12+\n\nattributes\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct"v\n\x0eMemorySettings\x12\x13\n\x06weight\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04keys\x18\x03 \x01(\x05H\x02\x88\x01\x01\x42\t\n\x07_weightB\x0e\n\x0c_temperatureB\x07\n\x05_keys"\xe3\x01\n\rSearchRequest\x12\r\n\x05texts\x18\x01 \x03(\t\x12\x0e\n\x01k\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x0e\n\x06\x66ields\x18\x03 \x03(\t\x12\x12\n\x05model\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x1e\n\x06\x66ilter\x18\x05 \x01(\x0b\x32\x0e.xmcray.Filter\x12&\n\x06memory\x18\x06 \x01(\x0b\x32\x16.xmcray.MemorySettings\x12\x0f\n\x07\x65xplain\x18\x07 \x01(\x08\x12\x17\n\ntimeout_ms\x18\x08 \x01(\x05H\x02\x88\x01\x01\x42\x04\n\x02_kB\x08\n\x06_modelB\r\n\x0b_timeout_ms"2\n\x05Voter\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01"\xf2\x01\n\x06\x41nswer\x12\x10\n\x03uid\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04text\x18\x02 \x01(\tH\x01\x88\x01\x01\x12\x15\n\x08label_id\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\x05score\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12+\n\nattributes\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x16\n\tcompleted\x18\x06 \x01(\x08H\x04\x88\x01\x01\x12\x1d\n\x06voters\x18\x07 \x03(\x0b\x32\r.xmcray.VoterB\x06\n\x04_uidB\x07\n\x05_textB\x0b\n\t_label_idB\x08\n\x06_scoreB\x0c\n\n_completed"<\n\x06Result\x12\x1f\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x0e.xmcray.Answer\x12\x11\n\ttruncated\x18\x02 \x01(\x08"\x89\x01\n\x0eSearchResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\tlabel_log\x18\x03 \x01(\x03\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0f\n\x07took_ms\x18\x05 \x01(\x01\x12\x1f\n\x07results\x18\x06 \x03(\x0b\x32\x0e.xmcray.Result2D\n\tRetriever\x12\x37\n\x06Search\x12\x15.xmcray.SearchRequest\x1a\x16.xmcray.SearchResponseb\x06proto3'
+)
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'xmcray.serving.search_pb2', _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "xmcray.serving.search_pb2", _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
-  _globals['_FILTER']._serialized_start=69
-  _globals['_FILTER']._serialized_end=151
-  _globals['_MEMORYSETTINGS']._serialized_start=153
-  _globals['_MEMORYSETTINGS']._serialized_end=271
-  _globals['_SEARCHREQUEST']._serialized_start=274
-  _globals['_SEARCHREQUEST']._serialized_end=501
-  _globals['_VOTER']._serialized_start=503
-  _globals['_VOTER']._serialized_end=553
-  _globals['_ANSWER']._serialized_start=556
-  _globals['_ANSWER']._serialized_end=798
-  _globals['_RESULT']._serialized_start=800
-  _globals['_RESULT']._serialized_end=860
-  _globals['_SEARCHRESPONSE']._serialized_start=863
-  _globals['_SEARCHRESPONSE']._serialized_end=1000
-  _globals['_RETRIEVER']._serialized_start=1002
-  _globals['_RETRIEVER']._serialized_end=1070
+    DESCRIPTOR._loaded_options = None
+    _globals["_FILTER"]._serialized_start = 69
+    _globals["_FILTER"]._serialized_end = 151
+    _globals["_MEMORYSETTINGS"]._serialized_start = 153
+    _globals["_MEMORYSETTINGS"]._serialized_end = 271
+    _globals["_SEARCHREQUEST"]._serialized_start = 274
+    _globals["_SEARCHREQUEST"]._serialized_end = 501
+    _globals["_VOTER"]._serialized_start = 503
+    _globals["_VOTER"]._serialized_end = 553
+    _globals["_ANSWER"]._serialized_start = 556
+    _globals["_ANSWER"]._serialized_end = 798
+    _globals["_RESULT"]._serialized_start = 800
+    _globals["_RESULT"]._serialized_end = 860
+    _globals["_SEARCHRESPONSE"]._serialized_start = 863
+    _globals["_SEARCHRESPONSE"]._serialized_end = 1000
+    _globals["_RETRIEVER"]._serialized_start = 1002
+    _globals["_RETRIEVER"]._serialized_end = 1070
 # @@protoc_insertion_point(module_scope)

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 from xmcray.retrieval.memory import Neighbours
 from xmcray.serving import schema
-from xmcray.serving.follower import Follower
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
@@ -30,6 +29,20 @@ class Pin:
     number: int
 
 
+class Models(Protocol):
+    """Who holds what is served: a follower, or the coordinator itself."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model can be asked."""
+
+    def resolve(self, name: str | None) -> str:
+        """The model that a request means."""
+
+    def current(self, name: str | None) -> Snapshot:
+        """What a request that begins now is answered from."""
+
+
 class Parts(Protocol):
     """Encoder and searchers that run elsewhere (composed mode)."""
 
@@ -41,15 +54,15 @@ class Parts(Protocol):
 
 
 class Service:
-    """Answers requests about the models that a follower holds.
+    """Answers requests about models.
 
     Args:
-        follower: started.
+        models: what is served; started.
         parts: who encodes and searches; this process if not given.
     """
 
-    def __init__(self, config: ServeConfig, follower: Follower, parts: Parts | None = None) -> None:
-        self.config, self.follower, self._parts = config, follower, parts
+    def __init__(self, config: ServeConfig, models: Models, parts: Parts | None = None) -> None:
+        self.config, self.served, self._parts = config, models, parts
         self.working = 0
         self._thread = ThreadPoolExecutor(1, "search")  # torch uses `config.threads` inside
 
@@ -59,7 +72,7 @@ class Service:
         Raises:
             ProblemError: the request is refused, or there was no time.
         """
-        begin, snapshot, model = time.perf_counter(), self.follower.current(request.model), self._name(request.model)
+        begin, snapshot, model = time.perf_counter(), self.served.current(request.model), self._name(request.model)
         self._check(request, snapshot)
         k = min(request.k, snapshot.retriever.num_labels)
         async with self._admitted(request.timeout_ms) as until:
@@ -84,7 +97,7 @@ class Service:
         Raises:
             ProblemError: as `search`.
         """
-        snapshot, model = self.follower.current(request.model), self._name(request.model)
+        snapshot, model = self.served.current(request.model), self._name(request.model)
         self._check_number(request.texts)
         async with self._admitted(None) as until:
             if self._parts is None:
@@ -103,7 +116,7 @@ class Service:
         Raises:
             ProblemError: there is none of that uid.
         """
-        snapshot = self.follower.current(name)
+        snapshot = self.served.current(name)
         label = snapshot.label_id(uid)
         if label is None:
             raise ProblemError("not-found", f"label {uid[:80]!r} is not in model {self._name(name)!r}")
@@ -119,7 +132,7 @@ class Service:
         """What is served."""
         found = []
         for name in self.config.bundles:
-            snapshot = self.follower.current(name)
+            snapshot = self.served.current(name)
             retriever = snapshot.retriever
             found.append(
                 schema.Model(
@@ -195,7 +208,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _name(self, name: str | None) -> str:
-        return self.follower.resolve(name)
+        return self.served.resolve(name)
 
 
 def find(

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from xmcray import storage
 from xmcray.config import check_choice, check_range
 from xmcray.errors import ConfigError
+from xmcray.nn.compact import PRECISIONS
+from xmcray.retrieval.bundle import KIND, read_settings
 from xmcray.serving.schema import MAX_BODY, MAX_K, MAX_TEXTS
 
 MODES = ("auto", "single", "composed")
 LONG_TEXTS = ("truncate", "refuse")
+MAX_PARTS = 8
 COMPOSED_LABELS = 2_000_000  # from here on `auto` gives each part its own deployment
 
 
@@ -28,6 +32,7 @@ class ServeConfig:
         token_file, admin_token_file: see security.py; files in `state_dir` that are made if needed, if not given.
         upload: folder or URL that gets copies of the label log; nobody gets any if not given.
         threads: of one process.
+        encoder: how transformers compute, "float32", "bfloat16" or "int8" (see `Retriever.load`).
         in_flight: requests that one ingress replica works on or keeps waiting; more are refused with 503.
         deadline_ms: for requests that name no time of their own.
         max_texts, max_k, max_body, max_tokens: of a request, and of a text.
@@ -47,6 +52,7 @@ class ServeConfig:
     admin_token_file: str | None = None
     upload: str | None = None
     threads: int = 1
+    encoder: str = "float32"
     in_flight: int = 64
     deadline_ms: int = 10_000
     max_texts: int = MAX_TEXTS
@@ -64,6 +70,7 @@ class ServeConfig:
             raise ConfigError("no bundle to serve; name one, or several as NAME=BUNDLE")
         check_choice("mode", self.mode, MODES)
         check_choice("long_texts", self.long_texts, LONG_TEXTS)
+        check_choice("encoder", self.encoder, PRECISIONS)
         for name in ("replicas", "threads", "in_flight", "deadline_ms", "max_tokens"):
             check_range(name, getattr(self, name), low=1)
         check_range("parts", self.parts, 0, 256)
@@ -71,3 +78,13 @@ class ServeConfig:
         check_range("max_k", self.max_k, 1, MAX_K)
         check_range("max_body", self.max_body, 1024, MAX_BODY)
         check_range("recall_floor", self.recall_floor, 0, 1)
+
+
+def composed_parts(config: ServeConfig) -> int:
+    """Searchers of the composed mode; 0 in the single mode."""
+    if config.mode == "single":
+        return 0
+    settings = [read_settings(storage.open_artifact(b, KIND, contents=False)[0]) for b in config.bundles.values()]
+    if config.mode == "auto" and max(s.num_labels for s in settings) < COMPOSED_LABELS:
+        return 0
+    return config.parts or min(MAX_PARTS, max(len(s.shards) for s in settings))

@@ -58,15 +58,18 @@ class Snapshot:
         self._views: dict[str, Retriever] = {}
 
     @classmethod
-    def load(cls, bundle: str, model: str, threads: int, part: tuple[int, int] = WHOLE) -> Snapshot:
+    def load(
+        cls, bundle: str, model: str, threads: int, part: tuple[int, int] = WHOLE, encoder: str = "float32"
+    ) -> Snapshot:
         """A bundle as it was written; every file is compared with its hash.
 
         Args:
             model: whose operations the bundle may already hold. part: see `Retriever.find`; others cannot be searched.
+            encoder: see `Retriever.load`.
         Raises:
             StorageError, BundleError: missing, altered, malformed, or not a bundle.
         """
-        retriever = Retriever.load(bundle, threads=threads, part=part)
+        retriever = Retriever.load(bundle, threads=threads, part=part, encoder=encoder)
         folder, manifest = storage.open_artifact(bundle, KIND, contents=False)
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)

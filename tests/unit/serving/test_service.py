@@ -275,8 +275,8 @@ def test_pages_and_description(bundles: dict[str, Path], serving: Callable[..., 
         assert {"/v1/search", "/v1/encode", "/v1/models", "/admin/v1/swap"} <= described["paths"].keys()
         await one.search(["a", "b"])
         text = (await one.ask("/metrics")).text
-        assert 'xmcray_texts_total{model="a"} 2.0' in text
-        assert 'xmcray_requests_total{route="/v1/search",status="200"} 1.0' in text
+        assert 'xmcray_texts_total{model="a",replica="local"} 2.0' in text
+        assert 'xmcray_requests_total{route="/v1/search",status="200",replica="local"} 1.0' in text
         assert json.dumps(TOKEN) not in text
 
     serving(test, {"a": bundles["texts"]})

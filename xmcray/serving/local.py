@@ -1,0 +1,123 @@
+"""The whole application in this process, without Ray: what a bundle that fits one process needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvicorn
+
+from xmcray.serving import metrics, rpc
+from xmcray.serving.coordinator import Coordinator
+from xmcray.serving.http import Admin, create_app
+from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
+from xmcray.serving.search_pb2_grpc import RetrieverServicer, add_RetrieverServicer_to_server
+from xmcray.serving.security import Tokens, new_token_file
+from xmcray.serving.service import Service
+from xmcray.serving.settings import ServeConfig
+
+STOP_S = 5  # for requests that are being answered when the server is stopped
+
+
+class LocalGateway:
+    """What the routes need; requests are answered from the coordinator's own snapshots."""
+
+    def __init__(self, config: ServeConfig, coordinator: Coordinator) -> None:
+        self.service, self.metrics = Service(config, coordinator), metrics.Metrics()
+        self.admin: Admin = coordinator
+        self.tokens, self.admin_tokens = tokens_of(config)
+        self._coordinator = coordinator
+
+    async def metrics_text(self) -> str:
+        """This process and its coordinator."""
+        self.metrics.tell(self.service.models().models)
+        status = await self._coordinator.status()
+        own, theirs = self.metrics.text(), metrics.of_coordinator(1, status.copy_seconds)
+        return metrics.combined([("local", own), ("coordinator", theirs)])
+
+
+def tokens_of(config: ServeConfig) -> tuple[Tokens, Tokens]:
+    """Tokens of readers and of administrators; those that nobody gave are made in the state folder."""
+    folder = Path(config.state_dir)
+    reading = Path(config.token_file) if config.token_file else new_token_file(folder / "token")
+    admin = Path(config.admin_token_file) if config.admin_token_file else new_token_file(folder / "admin-token")
+    return Tokens(reading), Tokens(admin)
+
+
+@contextlib.asynccontextmanager
+async def local_gateway(config: ServeConfig) -> AsyncIterator[LocalGateway]:
+    """A gateway whose bundles are loaded.
+
+    Raises:
+        XmcrayError: a bundle, a log or a token file is missing or damaged.
+    """
+    coordinator = Coordinator(config)
+    try:
+        await coordinator.start()
+        yield LocalGateway(config, coordinator)
+    finally:
+        coordinator.close()
+
+
+def serve_local(config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]) -> None:
+    """Serves until SIGTERM or SIGINT; see `run.serve_forever`."""
+    asyncio.run(_serve(config, host, port, grpc_port, ready))
+
+
+async def _serve(config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]) -> None:
+    async with local_gateway(config) as gateway:
+        settings = uvicorn.Config(
+            create_app(gateway),
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=STOP_S,
+        )
+        server = _Server(settings)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
+        running = asyncio.create_task(server.serve())
+        while not server.started and not running.done():
+            await asyncio.sleep(0.01)
+        async with _grpc(gateway, host, grpc_port):
+            if server.started:
+                ready(f"http://{host}:{port}")
+            await running
+
+
+@contextlib.asynccontextmanager
+async def _grpc(gateway: LocalGateway, host: str, port: int) -> AsyncIterator[None]:
+    if not port:
+        yield
+        return
+    server = grpc.aio.server()
+    add_RetrieverServicer_to_server(_Servicer(gateway), server)
+    server.add_insecure_port(f"{host}:{port}")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(STOP_S)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn raises them again when it has stopped, and the process would end before its log."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Servicer(RetrieverServicer):
+    def __init__(self, gateway: LocalGateway) -> None:
+        self._gateway = gateway
+
+    async def Search(self, request: SearchRequest, context: Any) -> SearchResponse:  # noqa: N802
+        return await rpc.search(self._gateway.service, self._gateway.tokens, request, context)
