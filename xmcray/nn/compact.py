@@ -64,11 +64,13 @@ class Int8Encoder(Encoder):
         self.dim, self.pooling, self.normalize = encoder.dim, encoder.pooling, encoder.normalize
         self.projection: nn.Linear | None = encoder.projection
         self._hidden = int(encoder.model.config.hidden_size)
-        self._session, self.session_bytes = _session(encoder.model)
         length = min(13, int(getattr(encoder.model.config, "max_position_embeddings", 13)))
         trial = Ragged.from_rows([np.arange(length) % encoder.model.config.vocab_size])
         with torch.inference_mode():
-            cosine = float(F.cosine_similarity(self(trial), encoder(trial)))
+            wanted_BD = encoder(trial)
+        self._session, self.session_bytes = _session(encoder.model)
+        with torch.inference_mode():
+            cosine = float(F.cosine_similarity(self(trial), wanted_BD))
         if not cosine >= _LEAST_COSINE:
             raise ConfigError(f"encoder 'int8' loses too much of this model (cosine {cosine:.2f}); use 'bfloat16'")
 
@@ -104,7 +106,7 @@ def _session(model: Any) -> tuple[Any, int]:
         exact, compact = Path(folder) / "float32.onnx", Path(folder) / "int8.onnx"
         try:
             torch.onnx.export(
-                _States(model),
+                _States(model).eval(),  # the export leaves the model in the mode of the module it is given
                 (ids_BT,),
                 str(exact),
                 input_names=["ids"],
