@@ -197,6 +197,7 @@ def write(plan: Sequence[tuple[Corpus, str, int, RunConfig]], arguments: argpars
     notes += [
         "percent on the test split, exact search; mean over seeds with its 95 % interval (Student's t);"
         " differences are paired by seed",
+        *(f"{name}: {count:,} uniform negatives, chosen on validation queries" for name, count in UNIFORM.items()),
         "hard-only has uniform negatives in epochs 0 and 1, which the earliest index needs, and hard ones alone after",
         load,
     ]
