@@ -70,6 +70,7 @@ def _quickstart(out: str) -> None:
     console.print(f"{time.perf_counter() - started:.0f} s in all. Next:", markup=False)
     for command, why in (
         (f'xmcray search {out}/run/bundle "smooth a curve" -k 5', "your own question"),
+        (f"xmcray serve {out}/run/bundle", "a page to search with, and an API"),
         (f"xmcray train astra --data {out}/corpus --out runs/b --config {PRESET} --set optim.epochs=5", "a variation"),
         (f"xmcray evaluate runs/b --data {out}/corpus --compare {out}/run", "is it worse? a paired test"),
         ("xmcray prepare SRC --out CORPUS", "your own data"),
