@@ -112,7 +112,7 @@ class GatewayDeployment(_Following):
         self.metrics = metrics.Metrics()
         self.admin: http.Admin = _Admin(coordinator)
         follower = await self._start(config, coordinator, NO_PART if encoder else (0, 1))
-        parts = _Parts(config, encoder, searchers or []) if encoder else None
+        parts = _Parts(encoder, searchers or []) if encoder else None
         self.service = Service(config, follower, parts)
         for name in config.bundles:  # a probe through all parts
             await self.service.search(
@@ -190,7 +190,7 @@ class SearcherDeployment(_Following):
 class _Parts:
     """Encoder and searchers behind handles."""
 
-    def __init__(self, config: ServeConfig, encoder: Handle, searchers: list[Handle]) -> None:
+    def __init__(self, encoder: Handle, searchers: list[Handle]) -> None:
         self._encoder, self._searchers = encoder, searchers
 
     async def encode(self, pin: Pin, texts: list[str]) -> tuple[Float32Array, list[bool]]:
