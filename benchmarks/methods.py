@@ -43,9 +43,9 @@ from xmcray.retrieval.index import Index
 from xmcray.retrieval.memory import Float64Array, Memory, MemoryConfig, Neighbours, Votes, count_votes, ranked
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import Shard
-from xmcray.training.loop import read_records
 from xmcray.training.memory import Encode, encoder_of, open_encoder
 from xmcray.training.outcome import bundle_of, measure, measure_bundle
+from xmcray.training.records import read_records
 from xmcray.training.run import SELECTION, Run, RunConfig
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 

@@ -28,7 +28,8 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.training.launch import train
-from xmcray.training.loop import Loop, build, read_records
+from xmcray.training.loop import Loop, build
+from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
 RANKS, LIMIT = 2, 0.95

@@ -28,7 +28,7 @@ import numpy as np
 from common import refuse_if_busy, write_table
 
 from xmcray.training.launch import train
-from xmcray.training.loop import read_records
+from xmcray.training.records import read_records
 from xmcray.training.run import Run
 
 LIMIT_BLOCKED, LIMIT_SLOWER, EVERY = 0.01, 1.3, 5

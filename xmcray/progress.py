@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from xmcray.training.loop import read_records
+from xmcray.training.records import Record, following
 from xmcray.training.run import SELECTION, Run
-
-Record = dict[str, Any]
 
 
 @contextlib.contextmanager
 def watch_training(run: Run) -> Iterator[None]:
-    """Follows the run's records in a thread until the block ends."""
-    old = read_records(run.path / "metrics.jsonl")
-    first = int(old[-1]["step"]) if old else 0
+    """Shows the run's records until the block ends."""
     console = Console(stderr=True)
-    stop = threading.Event()
-    with _bar(run, console) if console.is_terminal else _lines(run) as show:
-
-        def on_record(record: Record) -> None:
-            if record["step"] > first:  # a resumed run repeats what was shown before
-                show(record)
-
-        thread = threading.Thread(target=tail_records, args=(run, on_record, stop), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join(timeout=5)
+    with (
+        _bar(run, console) if console.is_terminal else _lines(run) as show,
+        following(run.path / "metrics.jsonl", show),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -131,18 +116,3 @@ def _name(run: Run) -> str:
     if run.path.name == SELECTION and (run.path.parent / "lock").exists():
         return f"{run.config.method_name} (choosing epochs)"
     return f"{run.config.method_name} (refit)" if (run.path / SELECTION).is_dir() else run.config.method_name
-
-
-def tail_records(run: Run, on_record: Callable[[dict[str, Any]], None], stop: threading.Event) -> None:
-    """Calls `on_record` for each new record of a run's metrics.jsonl until `stop`; at its end once more."""
-    seen, size, path = 0, -1, run.path / "metrics.jsonl"
-    while True:
-        ended = stop.wait(0.3)
-        if size == (size := path.stat().st_size if path.exists() else -1) and not ended:
-            continue
-        records = read_records(path)
-        for record in records[min(seen, len(records)) :]:
-            on_record(record)
-        seen = len(records)
-        if ended:
-            return

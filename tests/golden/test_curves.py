@@ -13,7 +13,8 @@ from corpora import planted_corpus
 
 from xmcray.data.batches import TrainingData
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
-from xmcray.training.loop import Loop, build, read_records
+from xmcray.training.loop import Loop, build
+from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
 STEPS = 50

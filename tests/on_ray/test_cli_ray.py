@@ -9,7 +9,7 @@ import pytest
 
 from xmcray import cli
 from xmcray.data.planted import write_planted
-from xmcray.training.loop import read_records
+from xmcray.training.records import read_records
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

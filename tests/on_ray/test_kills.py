@@ -23,7 +23,8 @@ from xmcray.negatives.pool import shard_name
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.storage import read_manifest
 from xmcray.training.launch import train
-from xmcray.training.loop import Loop, build, read_records
+from xmcray.training.loop import Loop, build
+from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
 SETTINGS = [

@@ -27,7 +27,8 @@ from xmcray.methods.base import methods
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.storage import is_url
-from xmcray.training.loop import Loop, build, read_records
+from xmcray.training.loop import Loop, build
+from xmcray.training.records import read_records
 from xmcray.training.run import (
     SELECTION,
     Run,

@@ -24,6 +24,7 @@ from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.optim import lr_factor
+from xmcray.training.records import Records
 from xmcray.training.run import Run, RunConfig
 from xmcray.training.step import Embedder, Stepper, encode_plain
 from xmcray.training.validation import validate
@@ -104,7 +105,7 @@ class Loop:
             setup.method.index_rows,
             setup.partition.start,
         )
-        self.records = _Records(run.path / "metrics.jsonl")
+        self.records = Records(run.path / "metrics.jsonl")
 
     def train(self) -> dict[str, Any]:
         """Runs the remaining steps; returns the run's result, the same on every rank, also in result.json."""
@@ -245,35 +246,6 @@ class _Window:
     @property
     def blocked_s(self) -> float:
         return self._feed.blocked_s - self._blocked
-
-
-class _Records:
-    """metrics.jsonl: appended by rank 0, cut back to the checkpoint on resume."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        with storage.disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
-    def truncate(self, step: int) -> None:
-        if self.path.is_file():
-            kept = [record for record in read_records(self.path) if record["step"] <= step]
-            aside = self.path.with_name(f".metrics.{os.getpid()}")
-            aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-            aside.replace(self.path)
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line cut by a kill is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
 
 
 def _wire() -> str:

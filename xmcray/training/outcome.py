@@ -16,7 +16,7 @@ from xmcray.evaluation.predictions import predictions_to_top_labels, read_predic
 from xmcray.evaluation.report import write_report
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import check_corpus, export_run
-from xmcray.training.loop import read_records
+from xmcray.training.records import read_records
 from xmcray.training.run import SELECTION, Run
 from xmcray.types import Int64Array, TopLabels
 

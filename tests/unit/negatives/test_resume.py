@@ -15,7 +15,8 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import ShortlistError, XmcrayError
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, merge_shards
-from xmcray.training.loop import Loop, Setup, build, read_records
+from xmcray.training.loop import Loop, Setup, build
+from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
 SETTINGS = [

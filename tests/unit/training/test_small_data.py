@@ -16,7 +16,7 @@ from xmcray.methods.base import methods
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import clipped, train
-from xmcray.training.loop import read_records
+from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 
 SETTINGS = ["encoder.dim=8", "cluster.workers=0", "cluster.threads_per_process=1", "optim.epochs=3", "log.every=1"]
