@@ -1,6 +1,6 @@
 """Twenty SIGKILLs per method, in every phase of a refresh; each run, resumed, must end byte for byte alike.
 
-    python benchmarks/soak.py                             # two hours
+    python benchmarks/soak.py                             # two hours; finished trials are kept
     python benchmarks/soak.py --method astra              # twenty minutes
     python benchmarks/soak.py --kills 1                   # does it work? one for each method
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -24,12 +25,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import data_sets
 from common import refuse_if_busy, write_table
 
+from xmcray import storage
 from xmcray.data.planted import write_planted
 from xmcray.data.session import start_ray
 from xmcray.negatives.ledger import Ledger, VersionFolder
@@ -112,17 +115,7 @@ def main() -> None:
     rows: list[list[object]] = []
     try:
         for method in arguments.method:
-            run = folder / method
-            wait(start(method, corpus, run))
-            expected, steps = final_weights(run), Run.open(run).result()["steps"]  # type: ignore[index]
-            for number, trial in enumerate(trials(arguments, method, steps), 1):
-                killed = folder / f"{method}-{number}"
-                rows.append(
-                    [method, number, trial.target, trial.moment, *kill_and_resume(trial, corpus, killed, expected)]
-                )
-                print(*rows[-1], sep=" | ", flush=True)
-                if rows[-1][-1] == "yes":
-                    shutil.rmtree(killed)
+            rows += of_method(method, arguments, corpus, folder)
     finally:
         equal = sum(row[-1] == "yes" for row in rows)
         if equal == len(rows):
@@ -138,6 +131,36 @@ def main() -> None:
         write_table(arguments.out, "Killed and resumed", header, rows, notes)
     if equal < (wanted := arguments.kills * len(arguments.method)):
         raise SystemExit(f"error: {equal} of {wanted} runs are as the undisturbed one; the others: {folder}")
+
+
+def of_method(method: str, arguments: argparse.Namespace, corpus: Path, folder: Path) -> Iterator[list[object]]:
+    """A row for each trial of a method; those of a trial that was done before are read."""
+    kept = data_sets.CACHE / "soak" / f"{method}-seed-{arguments.seed}.json"
+    found = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    done: dict[str, list[object]] = found.get("rows", {})
+    expected: dict[str, str] | None = None
+
+    def undisturbed() -> dict[str, str]:
+        wait(start(method, corpus, folder / method))
+        found["steps"] = Run.open(folder / method).result()["steps"]  # type: ignore[index]
+        return final_weights(folder / method)
+
+    if not found:
+        expected = undisturbed()
+    for number, trial in enumerate(trials(arguments, method, found["steps"]), 1):
+        what = f"{number} {trial.target} {trial.moment}"
+        if what not in done:
+            expected = expected or undisturbed()
+            killed = folder / f"{method}-{number}"
+            row = [method, number, trial.target, trial.moment, *kill_and_resume(trial, corpus, killed, expected)]
+            print(*row, sep=" | ", flush=True)
+            if row[-1] != "yes":  # its folder stays, and it is tried again
+                yield row
+                continue
+            shutil.rmtree(killed)
+            done[what] = row
+            storage.write_json(kept, {"steps": found["steps"], "rows": done})
+        yield done[what]
 
 
 def trials(arguments: argparse.Namespace, method: str, steps: int) -> list[Trial]:
