@@ -2,11 +2,12 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 # From quick to slow, so that a plain mistake is seen first.
 TIER_P := $(wildcard $(addprefix tests/,unit oracle repo ranks golden behaviour gpu browser on_ray))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check soak claims golden clean
+.PHONY: help setup quickstart test check site soak claims golden clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -27,10 +28,14 @@ test: setup  ## tier P: at most 9 minutes on 2 cores
 	sh tests/browser/install.sh
 	$(BIN)/python -m pytest $(TIER_P)
 
-check: setup  ## style, formatting and strict types
+check: setup  ## style, formatting, strict types, and links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(SITE)
+
+site: setup  ## the documentation as pages: build/site/index.html
+	$(SITE)
 
 soak: export OMP_NUM_THREADS = 1
 soak: setup  ## tier N: kills, sweeps and load for hours; the last table goes to benchmarks/results

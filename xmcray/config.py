@@ -168,8 +168,9 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} is {value!r}, expected a section with settings")
         return build(cast(type[Any], hint), value, f"{name}.")
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_convert(inner[0], item, name) for item in value)
+    if origin is tuple:
+        items = value if isinstance(value, list | tuple) else [value]  # one item needs no brackets
+        return tuple(_convert(inner[0], item, name) for item in items)
     if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
         return {_convert(inner[0], key, name): _convert(inner[1], v, f"{name}.{key}") for key, v in value.items()}
     if origin is typing.Literal:

@@ -1,26 +1,31 @@
-"""What a user sees while something runs: one bar on a terminal, one line per epoch elsewhere; always on stderr."""
+"""What a user sees while something runs: one bar on a terminal, one line per epoch elsewhere; always on stderr.
+
+Programs get every record (logs.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from xmcray import logs
 from xmcray.training.records import Record, following
 from xmcray.training.run import SELECTION, Run
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def watch_training(run: Run) -> Iterator[None]:
     """Shows the run's records until the block ends."""
     console = Console(stderr=True)
-    with (
-        _bar(run, console) if console.is_terminal else _lines(run) as show,
-        following(run.path / "metrics.jsonl", show),
-    ):
+    how = _json(run) if logs.as_json() else _bar(run, console) if console.is_terminal else _lines(run)
+    with how as show, logs.about(run.id), following(run.path / "metrics.jsonl", show):
         yield
 
 
@@ -29,7 +34,8 @@ def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar for something that knows how many of `total` it has done; silent unless stderr is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    silent = logs.as_json() or not console.is_terminal
+    with Progress(*columns, console=console, disable=silent, transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.update(task, completed=done)
 
@@ -75,6 +81,20 @@ def _lines(run: Run) -> Iterator[Callable[[Record], None]]:
 
     yield show
     line()
+
+
+@contextlib.contextmanager
+def _json(run: Run) -> Iterator[Callable[[Record], None]]:
+    """Every record, for programs."""
+    figures = _Figures()
+
+    def show(record: Record) -> None:
+        if figures.goes_back(record):
+            logger.warning(_back(run, record))
+        figures.add(record)
+        logs.tell("step" if "loss" in record else "validation", record)
+
+    yield show
 
 
 class _Figures:

@@ -326,7 +326,7 @@ def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[P
     Raises:
         StorageError: naming the file that is missing or altered.
     """
-    folder = _download(str(path), kind) if is_url(path) else Path(path).absolute()
+    folder = local_copy(str(path), kind) if is_url(path) else Path(path).absolute()
     manifest = read_manifest(folder, kind)
     for name, entry in manifest.files.items():
         file = folder / name
@@ -352,31 +352,61 @@ def _upload(folder: Path, url: str) -> None:
         filesystem.put_file(str(path), target)
 
 
-def _download(url: str, kind: str) -> Path:
-    """Copies a remote artifact into a per-user cache keyed by its manifest's hash, and returns that folder."""
-    filesystem, root = fsspec.core.url_to_fs(url)
+def local_copy(source: str, kind: str) -> Path:
+    """An artifact of a URL or a folder, copied to this machine's cache if it is not there yet.
+
+    All processes of a machine share one copy: the first one makes it while the others wait, and it has its name only
+    when every byte has the hash of the manifest, which also names it. What a killed process left is removed.
+
+        CACHE/0123abcd...          a whole copy, named by its content; CACHE is XMCRAY_CACHE or ~/.cache/xmcray
+        CACHE/.0123abcd....part    one that is being made; CACHE/.0123abcd....lock is held meanwhile
+
+    Raises:
+        StorageError: not an artifact, altered, or no room for it.
+    """
+    filesystem, root = fsspec.core.url_to_fs(source)
     try:
         raw = filesystem.cat_file(f"{root}/{MANIFEST}")
         key = hashlib.sha256(raw).hexdigest()[:32]
-        names = list(json.loads(raw)["files"])
+        files = {name: FileEntry(int(e["size"]), str(e["sha256"])) for name, e in json.loads(raw)["files"].items()}
     except FileNotFoundError:
-        raise StorageError(f"{url} has no {MANIFEST}: it is not a complete {kind}") from None
-    except (ValueError, KeyError, TypeError):
-        raise StorageError(f"{url}/{MANIFEST} is damaged; make the {kind} again") from None
-    cache = Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray")) / key
-    if cache.is_dir():
-        return cache
-    if any(name.startswith("/") or ".." in name.split("/") for name in names):
-        raise StorageError(f"{url}/{MANIFEST} names a file outside its folder; do not use this {kind}")
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".download.", dir=cache.parent))
-    try:
-        with disk_errors(cache):
-            for name in [*names, MANIFEST]:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                filesystem.get_file(f"{root}/{name}", str(folder / name))
-            with contextlib.suppress(OSError):  # another process may have finished the same download
-                folder.rename(cache)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return cache
+        raise StorageError(f"{source} has no {MANIFEST}: it is not a complete {kind}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise StorageError(f"{source}/{MANIFEST} is damaged; make the {kind} again") from None
+    if any(name.startswith("/") or ".." in name.split("/") for name in files):
+        raise StorageError(f"{source}/{MANIFEST} names a file outside its folder; do not use this {kind}")
+    copy = Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray")) / key
+    with disk_errors(copy):
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with copy.with_name(f".{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees it when the process dies
+            if not copy.is_dir():
+                part = copy.with_name(f".{key}.part")
+                shutil.rmtree(part, ignore_errors=True)
+                try:
+                    _copy_files(filesystem, root, source, files, part)
+                    (part / MANIFEST).write_bytes(raw)
+                    fsync(part / MANIFEST)
+                    publish(part, copy)
+                finally:
+                    shutil.rmtree(part, ignore_errors=True)
+    return copy
+
+
+def _copy_files(filesystem: Any, root: str, source: str, files: Mapping[str, FileEntry], folder: Path) -> None:
+    folder.mkdir()
+    needed, free = sum(entry.size for entry in files.values()), shutil.disk_usage(folder).free
+    if needed > free:
+        raise StorageError(
+            f"{source} has {needed / 1e9:.1f} GB, {folder.parent} has room for {free / 1e9:.1f} GB; remove old copies"
+            " there or set XMCRAY_CACHE to a folder on another disk"
+        )
+    for name, entry in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            filesystem.get_file(f"{root}/{name}", str(folder / name))
+        except FileNotFoundError:
+            raise StorageError(f"{source}/{name} is missing; make it again") from None
+        if hash_file(folder / name) != entry:
+            raise StorageError(f"{source}/{name} was altered (SHA-256 differs from the manifest); make it again")
+        fsync(folder / name)

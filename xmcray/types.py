@@ -141,11 +141,13 @@ class Shortlist:
         version: counts refreshes from 0.
         snapshot_step: the step after which the indexed vectors were copied; the age counts from here.
         labels: int32 [query ids, h], internal label ids, best first; -1 where there are fewer. May be memory-mapped.
+        index_recall: share of the exact neighbours that the index finds, on a sample; None where it was not measured.
     """
 
     version: int
     snapshot_step: int
     labels: npt.NDArray[np.int32]
+    index_recall: float | None = None
 
     def take(self, query_ids: Int64Array, width: int) -> Ragged:
         """The first `width` hard negatives of some queries."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GROUND = {"types", "errors", "config", "storage", "draws"}
+GROUND = {"types", "errors", "config", "storage", "draws", "gauges", "logs", "credentials"}
 MAY_IMPORT: dict[str, set[str]] = {
     **{module: set() for module in GROUND},
     "data": {"parallel.partition"},
@@ -22,9 +22,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "methods": {"parallel", "nn", "losses", "data", "retrieval", "negatives", "evaluation.metrics"},
     "serving": {"nn", "retrieval", "data.session"},
     "training": {"parallel", "nn", "losses", "data", "retrieval", "negatives", "methods", "evaluation"},
+    "tuning": {"nn", "data", "retrieval", "evaluation", "training"},
+    "doctor": set(),
+    "cluster_files": set(),
+    "planning": {"nn", "data", "retrieval", "negatives", "training"},
 }
 WITH_RAY = {"data.pipeline", "data.session", "data.stream", "negatives.pool", "serving.application", "serving.run"}
-WITH_RAY |= {"training.worker", "training.launch"}
+WITH_RAY |= {"training.worker", "training.launch", "training.placement", "gauges"}
+WITH_RAY |= {"tuning.search", "tuning.trial"}
+WITH_RAY |= {"doctor.head", "cluster_files"}
 FILES = sorted((ROOT / "xmcray").rglob("*.py"))
 
 

@@ -1,20 +1,24 @@
 """The command line: `xmcray VERB ...`. Each verb imports what it needs when it runs, so that help and errors are quick.
 
-Exit codes: 0 done; 2 the user's mistake, one line on stderr; 130 interrupted; 1 anything else.
+Exit codes: 0 done; 2 the user's mistake, one line on stderr; 130 interrupted; 143 SIGTERM; 1 anything else.
+After 130 and 143 the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from xmcray import __version__, config
-from xmcray.cli import bundles, training
+from xmcray import __version__, config, credentials, logs
+from xmcray.cli import bundles, doctor, planning, training, tuning
 from xmcray.cli.training import METHODS
 from xmcray.errors import ConfigError, XmcrayError
+from xmcray.training.preemption import EXIT_CODE, Terminated, handling
 
 __all__ = ["METHODS", "VERBS", "main", "parser"]
 
@@ -30,20 +34,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        with handling(signal.SIGTERM, _terminate), logs.on_stderr():
+            return _run(arguments)
+    except ConfigError as error:  # of the variable that says how to log
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated("terminated; the same command starts it again")
+
+
+def _run(arguments: list[str]) -> int:
+    try:
         if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
             raise ConfigError(config.unknown("verb", arguments[0], list(VERBS)))
+        if "search" not in arguments[:1]:  # whose arguments are texts
+            credentials.refuse(arguments, "the command line")
         options = parser().parse_args(arguments)
         options.run(options)
         sys.stdout.flush()
     except XmcrayError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        _say(credentials.mask(" ".join(str(error).split())), logging.ERROR)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command starts it again (a training continues where it was)", file=sys.stderr)
+        _say("interrupted; the same command starts it again (a training continues where it was)", logging.WARNING)
         return 130
+    except Terminated as notice:
+        _say(str(notice), logging.WARNING)
+        return EXIT_CODE
     except BrokenPipeError:  # whoever read our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception:
+        if not logs.as_json():
+            raise
+        logging.getLogger("xmcray").exception("a mistake of xmcray itself")
+        return 1
     return 0
+
+
+def _say(last_words: str, level: int) -> None:
+    if logs.as_json():
+        logging.getLogger("xmcray").log(level, last_words)
+    else:
+        print(f"error: {last_words}" if level == logging.ERROR else last_words, file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,6 +117,18 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Callable[[argparse.
         training.train_options,
         "train a method on a corpus; the same command continues an interrupted run",
         "xmcray train astra --data corpora/msdocs --out runs/a --workers 2 --set optim.epochs=20",
+    ),
+    "plan": (
+        planning.plan,
+        planning.plan_options,
+        "memory, time and cost of a training before it runs",
+        "xmcray plan astra --labels 1.3e6 --queries 2.2e6 --tokens-per-text 12 --workers 8 --device a100-80gb",
+    ),
+    "tune": (
+        tuning.tune,
+        tuning.tune_options,
+        "search the settings of a method, or how a bundle answers, by validation; the same command continues it",
+        "xmcray tune astra --data corpora/msdocs --space tune/spaces/astra.yaml --out sweeps/a --trials 32",
     ),
     "evaluate": (
         training.evaluate,
@@ -125,5 +171,11 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Callable[[argparse.
         bundles.serve_options,
         "answer over HTTP, on Ray Serve",
         "xmcray serve bundles/a --port 8000",
+    ),
+    "doctor": (
+        doctor.doctor,
+        doctor.doctor_options,
+        "look at this machine, or at a cluster: what would break a run or let others in, and what to do",
+        "xmcray doctor --cluster http://127.0.0.1:8265 --gpus 8",
     ),
 }

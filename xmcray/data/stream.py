@@ -19,6 +19,7 @@ from ray.data.extensions import ArrowPythonObjectArray
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from xmcray import logs
 from xmcray.errors import ResourceError, XmcrayError
 
 READ_CPUS = 0.1  # a reading task mostly waits for those who work on what it reads
@@ -150,4 +151,4 @@ def progress_bar(progress: bool) -> Progress:
         TextColumn("{task.speed:,.0f} rows/s"),
         TimeElapsedColumn(),
     )
-    return Progress(*columns, console=console, disable=not (progress and console.is_terminal))
+    return Progress(*columns, console=console, disable=logs.as_json() or not (progress and console.is_terminal))

@@ -4,7 +4,7 @@
         queries/00000340-0001.safetensors   ids and vectors that rank 1 collected up to step 340
         rows/0000065536.safetensors         label vectors from label 65536 on
         published-0001.json                 rank 1 has written all it has to write
-        found/0000/...                      what index shard 0 found, a file per query block
+        found/0000000000-0000065536/...     what was found among labels 0 .. 65535, a file per query block
         clusters.npy                        cluster of each query, where batches are made of clusters
         shortlist.npy, complete.json        the finished version
 
@@ -31,6 +31,7 @@ from safetensors.numpy import save_file
 
 from xmcray import storage
 from xmcray.errors import ShortlistError, StorageError
+from xmcray.parallel.partition import LabelPartition
 from xmcray.types import Float32Array, Int64Array, Shortlist
 
 ROW_BLOCK_BYTES = 64 << 20
@@ -110,17 +111,20 @@ class VersionFolder:
                     parts.append(rows[low:high])
         return np.concatenate(parts) if parts else np.empty((0, 1), np.float32)
 
-    def write_found(self, shard: int, block: str, ids: Int64Array, scores: Float32Array) -> None:
-        """Keeps what one index shard found for one query block."""
-        _save(self._found(shard, block), {"ids": ids, "scores": scores})
+    def write_found(self, part: LabelPartition, block: str, ids: Int64Array, scores: Float32Array) -> None:
+        """Keeps what one index shard found for one query block.
 
-    def has_found(self, shard: int, block: str) -> bool:
+        The labels of the shard name it, not its number: a pool of another size does not take it for its own.
+        """
+        _save(self._found(part, block), {"ids": ids, "scores": scores})
+
+    def has_found(self, part: LabelPartition, block: str) -> bool:
         """Whether that was done before."""
-        return self._found(shard, block).is_file()
+        return self._found(part, block).is_file()
 
-    def read_found(self, shard: int, block: str) -> tuple[Int64Array, Float32Array]:
+    def read_found(self, part: LabelPartition, block: str) -> tuple[Int64Array, Float32Array]:
         """ids int64 [B, k] (internal labels, -1 padded) and scores float32 [B, k]."""
-        with safe_open(self._found(shard, block), framework="numpy") as file:
+        with safe_open(self._found(part, block), framework="numpy") as file:
             return file.get_tensor("ids"), file.get_tensor("scores")
 
     def finish(self, labels: np.memmap[Any, np.dtype[np.int32]], about: Mapping[str, Any]) -> None:
@@ -162,7 +166,7 @@ class VersionFolder:
         """
         about = _read_json(self.path / "complete.json")
         labels = self._finished("shortlist.npy", str(about["sha256"]))
-        return Shortlist(self.version, int(about["snapshot_step"]), labels)
+        return Shortlist(self.version, int(about["snapshot_step"]), labels, about.get("recall"))
 
     def write_clusters(self, cluster: npt.NDArray[np.int32]) -> None:
         """Keeps the cluster of each query id, int32 [num_query_ids], -1 for none."""
@@ -193,8 +197,8 @@ class VersionFolder:
         values: npt.NDArray[np.int32] = np.load(path, mmap_mode="r")
         return values
 
-    def _found(self, shard: int, block: str) -> Path:
-        return self.path / "found" / f"{shard:04d}" / f"{block}.safetensors"
+    def _found(self, part: LabelPartition, block: str) -> Path:
+        return self.path / "found" / f"{part.start:010d}-{part.stop:010d}" / f"{block}.safetensors"
 
 
 class Ledger:
@@ -278,10 +282,8 @@ class Ledger:
 
 
 def _save(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
-    if path.parent.name.isdigit():
-        path.parent.parent.mkdir(
-            exist_ok=True
-        )  # found/; never the version's own folder: a withdrawn attempt stays gone
+    if path.parent.parent.name == "found":  # never the version's own folder: a withdrawn attempt stays gone
+        path.parent.parent.mkdir(exist_ok=True)
     path.parent.mkdir(exist_ok=True)
     temporary = storage.aside(path)
     with storage.disk_errors(path):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ import ray
 import torch
 
 from xmcray.data.batches import DataConfig, TrainingData
-from xmcray.data.corpus import Corpus
+from xmcray.data.node_copy import CorpusSource, open_on_node
 from xmcray.errors import XmcrayError
+from xmcray.gauges import POOL, Gauges
 from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.refresh import RefreshSpec, merge_shards, search_shard, wait_published
 
@@ -61,56 +64,73 @@ class IndexShard:
 class Coordinator:
     """Starts searches when all ranks have published, merges, completes; an actor."""
 
-    def __init__(self, run_id: str, corpus: str, data: DataConfig, spec: RefreshSpec, nice: int) -> None:
+    def __init__(self, run_id: str, corpus: CorpusSource, data: DataConfig, spec: RefreshSpec, nice: int) -> None:
         os.nice(nice)
-        self.data = TrainingData(Corpus.open(corpus, verify=False), data)
+        self.data = TrainingData(open_on_node(corpus), data)
         # by name, not by handle: a handle among the arguments would be lost with the driver's object store
         self.shards = [ray.get_actor(shard_name(run_id, shard)) for shard in range(spec.num_shards)]
         self.spec = spec
+        self.gauges, self._queue = Gauges(run_id, POOL), set[str]()
 
     def run(self, folder: str) -> None:
         """One version from published to complete."""
-        version = VersionFolder(Path(folder))
-        wait_published(version)
-        if version.withdrawn or version.complete:
-            return
-        ray.get([shard.search.remote(folder) for shard in self.shards])
+        with self._queued(folder):
+            version = VersionFolder(Path(folder))
+            wait_published(version)
+            if version.withdrawn or version.complete:
+                return
+            started = time.perf_counter()
+            ray.get([shard.search.remote(folder) for shard in self.shards])
+            try:
+                merge_shards(version, self.data, self.spec)
+            except FileNotFoundError:
+                if not (version.withdrawn or version.complete):
+                    raise
+            self.gauges.show({"pool_version": version.version, "pool_refresh_s": time.perf_counter() - started})
+
+    @contextlib.contextmanager
+    def _queued(self, folder: str) -> Iterator[None]:
+        """Counts a version among those that are asked for while the block runs."""
+        self._queue.add(folder)
+        self.gauges.show({"pool_queue": len(self._queue)})
         try:
-            merge_shards(version, self.data, self.spec)
-        except FileNotFoundError:
-            if not (version.withdrawn or version.complete):
-                raise
+            yield
+        finally:
+            self._queue.discard(folder)
+            self.gauges.show({"pool_queue": len(self._queue)})
 
 
 class NegativePool:
     """The actors of one run, created and ended by the driver.
 
     Args:
-        run_id: names them. corpus: path or URL. data: section `data`. spec: shards, threads, index.
-        nice: how far the actors yield the CPU to the trainer. gpus: GPUs of each index actor.
+        run_id: names them. corpus: where it is. data: section `data`. spec: shards, threads, index.
+        nice: how far the actors yield the CPU to the trainer.
+        on_index, on_coordinator: Ray's options that say where the actors go, also when they are restarted.
     """
 
     def __init__(
         self,
         run_id: str,
-        corpus: str,
+        corpus: CorpusSource,
         data: DataConfig,
         num_labels: int,
         spec: RefreshSpec,
         nice: int,
-        gpus: float = 0,
+        on_index: Mapping[str, Any],
+        on_coordinator: Mapping[str, Any],
     ) -> None:
         environment = {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}
         index = ray.remote(**_RESTARTS)(IndexShard)
         self.shards = [
-            index.options(name=shard_name(run_id, i), num_gpus=gpus, runtime_env=environment).remote(
+            index.options(name=shard_name(run_id, i), runtime_env=environment, **on_index).remote(
                 i, num_labels, spec, nice
             )
             for i in range(spec.num_shards)
         ]
         coordinator = ray.remote(**_RESTARTS)(Coordinator)
         self.coordinator = coordinator.options(
-            name=coordinator_name(run_id), max_concurrency=4, runtime_env=environment
+            name=coordinator_name(run_id), max_concurrency=4, runtime_env=environment, **on_coordinator
         ).remote(run_id, corpus, data, spec, nice)
 
     def close(self) -> None:

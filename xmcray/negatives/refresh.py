@@ -46,7 +46,8 @@ class RefreshSpec:
     """What a refresh needs to know besides its folder.
 
     Attributes:
-        num_shards: index shards, one per classifier shard. threads: per index.
+        num_shards: index shards, one per classifier shard of the run at its largest; the number of workers that
+            publish a version may be another one. threads: per index.
         negatives: section `negatives`. seed: of index training. gpu: device number for the index, or None.
         matmul: as `optim.matmul`; an index actor computes its products as the trainer does.
     """
@@ -58,13 +59,17 @@ class RefreshSpec:
     gpu: int | None = None
     matmul: Literal["float32", "bf16"] = "float32"
 
+    def parts(self, num_labels: int) -> list[LabelPartition]:
+        """The labels of each index shard."""
+        return [LabelPartition(num_labels, self.num_shards, shard) for shard in range(self.num_shards)]
+
 
 def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: RefreshSpec) -> None:
     """Builds the index of one shard and searches all query blocks of a version with it."""
     if not spec.negatives.hard:
         return
-    part = LabelPartition(num_labels, spec.num_shards, shard)
-    blocks = [block for block in folder.query_blocks if not folder.has_found(shard, block)]
+    part = spec.parts(num_labels)[shard]
+    blocks = [block for block in folder.query_blocks if not folder.has_found(part, block)]
     if not blocks:
         return
     rows = folder.read_rows(part.start, part.stop)
@@ -73,9 +78,9 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
     for block in blocks:
         _, vectors, extra = folder.read_queries(block)
         scores, local = _search(index, vectors, np.minimum(spec.negatives.hard + _rounded_up(extra), part.size))
-        folder.write_found(shard, block, np.where(local >= 0, part.to_global(local), -1), scores)
+        folder.write_found(part, block, np.where(local >= 0, part.to_global(local), -1), scores)
     if spec.negatives.keep_recall and folder.query_blocks:
-        _write_recall(folder, shard, rows, index.search, spec)
+        _write_recall(folder, part, rows, index.search, spec)
 
 
 def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> tuple[Float32Array, Int64Array]:
@@ -101,7 +106,7 @@ def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -
     blocks = folder.query_blocks
     for block in blocks if spec.negatives.hard else []:
         ids, _, _ = folder.read_queries(block)
-        found = [folder.read_found(shard, block) for shard in range(spec.num_shards)]
+        found = [folder.read_found(part, block) for part in spec.parts(data.num_labels)]
         candidate = np.concatenate([ids_ for ids_, _ in found], axis=1)
         score = np.concatenate([scores for _, scores in found], axis=1)
         forbidden = [data.positives(ids), data.excluded(ids)]
@@ -110,7 +115,7 @@ def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -
         raise FileNotFoundError(f"query blocks of {folder.path} vanished while they were merged")
     if spec.negatives.cluster_size and not folder.has_clusters:
         folder.write_clusters(_cluster_queries(folder, blocks, data.num_query_ids, spec))
-    folder.finish(labels, {"recall": _read_recall(folder), "blocks": len(blocks)})
+    folder.finish(labels, {"recall": _read_recall(folder, spec.parts(data.num_labels)), "blocks": len(blocks)})
 
 
 def _cluster_queries(
@@ -207,7 +212,7 @@ def _sample(folder: VersionFolder, count: int, seed: int) -> Float32Array:
 
 def _write_recall(
     folder: VersionFolder,
-    shard: int,
+    part: LabelPartition,
     rows: Float32Array,
     search: Callable[[Float32Array, int], tuple[Float32Array, Int64Array]],
     spec: RefreshSpec,
@@ -220,11 +225,10 @@ def _write_recall(
     _, exact = exact_search(rows, sample, width)
     _, found = search(sample, width)
     hits = sum(len(np.intersect1d(a, b)) for a, b in zip(exact, found, strict=True))
-    folder.write_found(shard, "recall", np.array([hits, len(sample) * width]), np.empty(0, np.float32))
+    folder.write_found(part, "recall", np.array([hits, len(sample) * width]), np.empty(0, np.float32))
 
 
-def _read_recall(folder: VersionFolder) -> float | None:
-    shards = [int(path.name) for path in sorted((folder.path / "found").glob("*"))]
-    parts = [folder.read_found(shard, "recall")[0] for shard in shards if folder.has_found(shard, "recall")]
-    hits, total = np.sum(parts, axis=0) if parts else (0, 0)
+def _read_recall(folder: VersionFolder, parts: list[LabelPartition]) -> float | None:
+    counts = [folder.read_found(part, "recall")[0] for part in parts if folder.has_found(part, "recall")]
+    hits, total = np.sum(counts, axis=0) if counts else (0, 0)
     return float(hits / total) if total else None

@@ -18,16 +18,22 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
+from xmcray import credentials, logs
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
+from xmcray.data.node_copy import CorpusSource
 from xmcray.data.session import ray_session
 from xmcray.errors import ConfigError, ResourceError, XmcrayError
 from xmcray.methods.base import methods
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.storage import is_url
+from xmcray.training import trackers
 from xmcray.training.loop import Loop, build
+from xmcray.training.placement import Nodes, Placement, place
+from xmcray.training.preemption import StopFlag, terminated
 from xmcray.training.records import read_records
 from xmcray.training.run import (
     SELECTION,
@@ -40,6 +46,7 @@ from xmcray.training.run import (
     open_or_create,
     refuse_contents,
 )
+from xmcray.training.tracking import tracked
 from xmcray.training.worker import WorkerSettings, work
 
 logger = logging.getLogger(__name__)
@@ -49,8 +56,8 @@ _RAY_SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # the controller's poll; 2 s by default, and a report waits for it
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120",
 }
+_START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"  # how long a group waits for its nodes, at each try
 _ALLOCATOR = {  # glibc would give large blocks back after every step and fault them in again at the next
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
@@ -81,6 +88,7 @@ def train(
         watch: context around each training, for a progress bar.
     Raises:
         XmcrayError: the user's mistakes.
+        Terminated: SIGTERM came; what was trained is in a checkpoint.
     """
     if is_url(out):
         raise ConfigError(
@@ -90,6 +98,8 @@ def train(
         raise ConfigError(
             "--refit chooses the number of epochs on held-out queries, but data.validation is 0; raise it"
         )
+    trackers.check(config.log.track)
+    credentials.refuse([str(corpus), *credentials.texts(config.to_dict())], "what the run would keep")
     path = Path(out).absolute()
     opened = Corpus.open(corpus)
     without_text = int((opened.num_label_tokens() == 0).sum())
@@ -145,12 +155,17 @@ def refit_config(selection: Run) -> RunConfig:
 def _train_one(run: Run, corpus: Corpus, watch: Watch) -> None:
     if run.result() is not None:
         return
+    stop = StopFlag(run.path)
     try:
-        with watch(run):
-            if run.config.cluster.workers:
-                _train_on_ray(run, corpus)
-            else:
-                train_here(run, corpus)
+        with watch(run), tracked(run), stop.on_sigterm():
+            try:
+                if run.config.cluster.workers:
+                    _train_on_ray(run, corpus)
+                else:
+                    train_here(run, corpus)
+            finally:  # also where workers failed because their nodes are taken away too
+                if stop.raised:
+                    raise terminated(run.path)
     except XmcrayError:
         discard(run)
         raise
@@ -180,10 +195,10 @@ def _train_on_ray(run: Run, corpus: Corpus) -> None:
     forget_mistake(run)
     try:
         with ray_session():
-            use_gpu = _check_resources(run.config)
-            threads = _threads(run.config)
-            with _pool(run, corpus, threads, use_gpu):
-                _fit(_trainer(run, threads, use_gpu))
+            cluster = run.config.cluster
+            where = place(cluster, Nodes.of_cluster(), cluster.workers if run.config.negatives.refreshed else 0)
+            with _pool(run, corpus, where):
+                _fit(_trainer(run, where))
     finally:
         mistake = noted_mistake(run)
         forget_mistake(run)
@@ -192,42 +207,61 @@ def _train_on_ray(run: Run, corpus: Corpus) -> None:
 
 
 def _fit(trainer: Any) -> Any:
-    """Runs the trainer; an interrupt is a KeyboardInterrupt again (Ray makes it an exit with code 0)."""
+    """Runs the trainer; an interrupt is a KeyboardInterrupt again (Ray makes it an exit with code 0).
+
+    Raises:
+        ResourceError: the nodes for the workers are gone and did not come back.
+    """
     before = signal.getsignal(signal.SIGINT)
     try:
         return trainer.fit()
     except SystemExit:
         raise KeyboardInterrupt from None
+    except _train.ControllerError as error:
+        if not isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
+            raise
+        raise ResourceError(
+            "the cluster has no room for the workers any more: a node was lost and no other came; add one, lower"
+            " --workers or set cluster.min_workers, and the same command goes on from the newest checkpoint"
+        ) from None
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, before)
 
 
-def _trainer(run: Run, threads: int, use_gpu: bool) -> Any:
+def _trainer(run: Run, where: Placement) -> Any:
     cluster, negatives = run.config.cluster, run.config.negatives
+    elastic = (cluster.min_workers, cluster.workers) if cluster.min_workers else cluster.workers
+    # Ray chooses the size of an elastic group by the nodes it knows of, and may not know yet that one is lost.
+    os.environ[_START_TIMEOUT] = "10" if cluster.min_workers else "120"
+    patience = max(where.patience, 30) if cluster.min_workers else where.patience
     settings = WorkerSettings(
         run=str(run.path),
         run_id=run.id,
         corpus=run.corpus,
         corpus_sha256=run.corpus_sha256,
         config=run.config.to_dict(),
-        threads=threads,
+        threads=where.threads,
     )
-    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_ALLOCATOR}
+    environment = {"OMP_NUM_THREADS": str(where.threads), "TOKENIZERS_PARALLELISM": "false", **_ALLOCATOR}
+    environment[logs.VARIABLE] = os.environ.get(logs.VARIABLE, "")
     return _train.torch.TorchTrainer(
         work,
         train_loop_config=dataclasses.asdict(settings),
         torch_config=_train.torch.TorchConfig(
-            backend="nccl" if use_gpu else "gloo", timeout_s=int(negatives.wait_s) + 300
+            backend="nccl" if where.use_gpu else "gloo", timeout_s=int(negatives.wait_s) + 300
         ),
         scaling_config=_train.ScalingConfig(
-            num_workers=cluster.workers, use_gpu=use_gpu, resources_per_worker={"CPU": cluster.cpus_per_worker}
+            num_workers=elastic,
+            use_gpu=where.use_gpu,
+            resources_per_worker={"CPU": cluster.cpus_per_worker},
+            elastic_resize_monitor_interval_s=cluster.resize_every_s,
         ),
         run_config=_train.RunConfig(
             # Ray resumes a name it has seen without saying so: never reuse one. What counts is our own checkpoint.
             name=f"{run.id}-{secrets.token_hex(3)}",
             storage_path=str(run.path / "ray"),
-            failure_config=_train.FailureConfig(max_failures=cluster.max_failures, controller_failure_limit=2),
+            failure_config=_train.FailureConfig(max_failures=cluster.max_failures, controller_failure_limit=patience),
             logging_config=_train.LoggingConfig(log_level="ERROR"),
             worker_runtime_env={"env_vars": environment},
         ),
@@ -235,48 +269,34 @@ def _trainer(run: Run, threads: int, use_gpu: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _pool(run: Run, corpus: Corpus, threads: int, use_gpu: bool) -> Iterator[None]:
-    """The negative pool while a run trains; none where the method wants neither hard negatives nor clusters."""
-    if not run.config.negatives.refreshed:
+def _pool(run: Run, corpus: Corpus, where: Placement) -> Iterator[None]:
+    """The negative pool while a run trains; none where the method wants neither hard negatives nor clusters.
+
+    It has a shard for each worker of the full group, also while fewer train: versions do not depend on how many do.
+    """
+    config = run.config
+    if not config.negatives.refreshed:
         yield
         return
-    workers = run.config.cluster.workers
-    spare = use_gpu and ray.cluster_resources().get("GPU", 0) >= 2 * workers
-    negatives, optim, gpu = run.config.negatives, run.config.optim, 0 if spare else None
-    spec = RefreshSpec(workers, negatives, optim.seed, threads, gpu=gpu, matmul=optim.matmul)
-    nice = run.config.cluster.index_nice
+    spec = RefreshSpec(
+        config.cluster.workers,
+        config.negatives,
+        config.optim.seed,
+        where.threads,
+        gpu=where.index_gpu,
+        matmul=config.optim.matmul,
+    )
     pool = NegativePool(
-        run.id, corpus.origin, run.config.data, len(corpus.label_order), spec, nice, gpus=1 if spare else 0
+        run.id,
+        CorpusSource(run.corpus, run.corpus_sha256, config.cluster.copy_corpus),
+        config.data,
+        len(corpus.label_order),
+        spec,
+        config.cluster.index_nice,
+        where.index,
+        where.coordinator,
     )
     try:
         yield
     finally:
         pool.close()
-
-
-def _check_resources(config: RunConfig) -> bool:
-    """Whether workers get a GPU each.
-
-    Raises:
-        ResourceError: the cluster has less than what is asked for; without this check Ray waits for ever.
-    """
-    cluster, gpus = config.cluster, ray.cluster_resources().get("GPU", 0)
-    if cluster.device == "gpu" and gpus < cluster.workers:
-        raise ResourceError(
-            f"{cluster.workers} workers ask for a GPU each, the cluster has {gpus:g}; lower --workers or set"
-            " cluster.device=cpu"
-        )
-    each, cpus = cluster.cpus_per_worker, [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    if each and sum(has // each for has in cpus) < cluster.workers:  # a worker's CPUs are those of one node
-        raise ResourceError(
-            f"{cluster.workers} workers ask for {each:g} CPUs each, the cluster's nodes have"
-            f" {', '.join(f'{has:g}' for has in cpus)}; lower --workers or cluster.cpus_per_worker"
-        )
-    return cluster.device == "gpu" or (cluster.device == "auto" and gpus >= cluster.workers > 0)
-
-
-def _threads(config: RunConfig) -> int:
-    """Threads of each process, so that workers and index actors together do not exceed the cores."""
-    cluster = config.cluster
-    processes = cluster.workers * (2 if config.negatives.refreshed else 1)
-    return cluster.threads_per_process or max(1, (os.cpu_count() or 1) // processes)

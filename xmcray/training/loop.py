@@ -24,10 +24,12 @@ from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.optim import lr_factor
-from xmcray.training.records import Records
+from xmcray.training.preemption import StopFlag
+from xmcray.training.records import Record, Records
 from xmcray.training.run import Run, RunConfig
 from xmcray.training.step import Embedder, Stepper, encode_plain
 from xmcray.training.validation import validate
+from xmcray.training.watch import Watch
 from xmcray.types import LossTerms
 
 
@@ -87,13 +89,23 @@ class Loop:
     Args:
         run: its folder and configuration. setup: what is trained. refresher: finishes versions of hard negatives.
         on_step: called after each step with the step's number; tests kill and pause here.
+        watch: when to look for a flag to stop; the run's own flag if not given.
+        on_record: called on rank 0 with each record of metrics.jsonl.
     """
 
     def __init__(
-        self, run: Run, setup: Setup, refresher: Refresher, on_step: Callable[[int], None] | None = None
+        self,
+        run: Run,
+        setup: Setup,
+        refresher: Refresher,
+        on_step: Callable[[int], None] | None = None,
+        watch: Watch | None = None,
+        on_record: Callable[[Record], None] | None = None,
     ) -> None:
         self.run, self.setup, self.config = run, setup, run.config
         self.on_step = on_step
+        self.watch = watch or Watch(StopFlag(run.path))
+        self.saved_step = 0
         self.steps_per_epoch = setup.sampler.steps_per_epoch
         self.last_step = (self.config.optim.stop_epoch or self.config.optim.epochs) * self.steps_per_epoch
         self.feed = ShortlistFeed(
@@ -105,14 +117,24 @@ class Loop:
             setup.method.index_rows,
             setup.partition.start,
         )
-        self.records = Records(run.path / "metrics.jsonl")
+        self.records = Records(run.path / "metrics.jsonl", on_record)
 
     def train(self) -> dict[str, Any]:
-        """Runs the remaining steps; returns the run's result, the same on every rank, also in result.json."""
+        """Runs the remaining steps; returns the run's result, the same on every rank, also in result.json.
+
+        Told to stop, it saves a checkpoint and returns nothing.
+        """
         started = time.perf_counter()
         first = self._restore()
         window = _Window(self.feed)
         for step in range(first, self.last_step):
+            order = self.watch.look(step)
+            if order != "go on" and step > self.saved_step:
+                self._save(step)
+                window.pause()
+            if order == "stop":
+                self.feed.close()
+                return {}
             terms = self._step(step)
             window.add(terms)
             if (step + 1) % self.config.log.every == 0 or step + 1 == self.last_step:
@@ -147,7 +169,7 @@ class Loop:
             checkpoint = checkpoints.open_checkpoint(path, contents=False)
             checkpoints.load(checkpoint, self.setup.stepper, self.setup.partition)
             state = checkpoint.state["negatives"]
-        step = max(step, 0)
+        step = self.saved_step = max(step, 0)
         self.feed.restore(state, step)
         if collectives.rank() == 0:
             self.records.truncate(step)
@@ -157,6 +179,7 @@ class Loop:
         state = {"epoch": step // self.steps_per_epoch, "negatives": self.feed.state(step)}
         keep = self.config.log.keep
         checkpoints.save(self.run.checkpoints, step, self.setup.stepper, self.setup.partition, state, keep)
+        self.saved_step = step
         if collectives.rank() == 0:
             self._retire_versions()
 
@@ -188,6 +211,7 @@ class Loop:
                     "step_s": window.seconds / window.steps,
                     "negatives_version": None if current is None else current.version,
                     "negatives_age": self.feed.age(step),
+                    "index_recall": None if current is None else current.index_recall,
                     "schedule_broken_at_step": self.feed.broken_at_step,
                     "blocked_s": window.blocked_s,
                     "memory_mb": _resident_mb(),

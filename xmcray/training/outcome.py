@@ -15,6 +15,7 @@ from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, evaluate
 from xmcray.evaluation.predictions import predictions_to_top_labels, read_predictions, write_predictions
 from xmcray.evaluation.report import write_report
 from xmcray.retrieval.retriever import Retriever
+from xmcray.training import tracking
 from xmcray.training.export import check_corpus, export_run
 from xmcray.training.records import read_records
 from xmcray.training.run import SELECTION, Run
@@ -142,6 +143,7 @@ def record(run: Run, corpus: Corpus, evaluation: Evaluation | None) -> None:
     """
     if evaluation is not None:
         storage.write_json(run.path / "metrics.json", evaluation.to_json())
+        tracking.catch_up(run)
     steps = read_records(run.path / "metrics.jsonl")
     steps += [r for r in read_records(run.path / SELECTION / "metrics.jsonl") if "loss" not in r]
     result = run.result() or {}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,26 @@ Record = dict[str, Any]
 
 
 class Records:
-    """The file as rank 0 writes it: appended to, and cut back to the checkpoint on resume."""
+    """The file as rank 0 writes it: appended to, and cut back to the checkpoint on resume.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        path: of metrics.jsonl. on_record: is told each record after it was written.
+    """
+
+    def __init__(self, path: Path, on_record: Callable[[Record], None] | None = None) -> None:
+        self.path, self.on_record = path, on_record
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Appends one record.
+        """Appends one record, with the time (seconds since 1970).
 
         Raises:
             StorageError: the disk is full or the file cannot be written.
         """
+        timed = {**record, "time": round(time.time(), 3)}
         with storage.disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(timed) + "\n")
+        if self.on_record:
+            self.on_record(timed)
 
     def truncate(self, step: int) -> None:
         """Drops what was recorded after `step`."""

@@ -8,6 +8,7 @@ RUN/negatives/        the ledger (negatives/ledger.py)
 RUN/result.json       what the finished run came to: steps, seconds, validation
 RUN/bundle/           the finished run as a bundle; RUN/metrics.json, RUN/report.html: its evaluation
 RUN/selection/        of a refit: the run with validation that chose the number of epochs
+RUN/trackers/         files of TensorBoard and W&B; how far each tracker was told (training/tracking.py)
 RUN/vectors/          of a frozen encoder, until the run is finished: the vectors of all texts (nn/frozen.py)
 RUN/lock              held by the process that trains
 """
@@ -48,22 +49,36 @@ class ClusterConfig:
 
     Attributes:
         workers: training processes; 0 trains in this process, without Ray.
+        min_workers: training goes on with so few when nodes are lost, and with more, up to `workers`, when there is
+            room again; each change goes on from the newest checkpoint. 0 waits until there is room for all of them.
+        resize_every_s: seconds between two looks for room for more workers.
         device: "auto" gives each worker a GPU when the cluster has enough of them.
         cpus_per_worker: CPUs that Ray reserves for a worker.
-        threads_per_process: torch, OpenMP and FAISS threads of every process; 0 is cores / (workers + index actors).
-        max_failures: worker failures after which the run ends.
+        threads_per_process: torch, OpenMP and FAISS threads of every process; 0 is cores / (workers + index actors) on
+            one machine and `cpus_per_worker` on several.
+        max_failures: worker failures after which the run ends; a lost node is one.
+        index_resource: resource that marks nodes for index actors, one unit for each; where no node has it they go to
+            nodes without GPU, where there is none to any node.
         index_nice: how far index actors yield the CPU to the trainer (0-19).
+        copy_corpus: each node copies the corpus to its own disk once, though it lies in a folder; a URL is always
+            copied.
     """
 
     workers: int = 2
+    min_workers: int = 0
+    resize_every_s: float = 60.0
     device: Literal["auto", "cpu", "gpu"] = "auto"
     cpus_per_worker: float = 1.0
     threads_per_process: int = 0
     max_failures: int = 3
+    index_resource: str = "index"
     index_nice: int = 5
+    copy_corpus: bool = False
 
     def __post_init__(self) -> None:
         check_range("cluster.workers", self.workers, 0, 65_536)
+        check_range("cluster.min_workers", self.min_workers, 0, self.workers)
+        check_range("cluster.resize_every_s", self.resize_every_s, low=0)
         check_choice("cluster.device", self.device, ("auto", "cpu", "gpu"))
         check_range("cluster.cpus_per_worker", self.cpus_per_worker, low=0)
         check_range("cluster.threads_per_process", self.threads_per_process, low=0)
@@ -79,12 +94,14 @@ class LogConfig:
         every: steps between records of metrics.jsonl.
         checkpoint_every: steps between checkpoints; 0 is once an epoch. keep: checkpoints that stay.
         validate_every: epochs between validations; 0 is only at the end.
+        track: "tensorboard", "mlflow", "wandb" or a list of them: trackers that are told what is recorded.
     """
 
     every: int = 20
     checkpoint_every: int = 0
     keep: int = 2
     validate_every: int = 1
+    track: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ()
 
     def __post_init__(self) -> None:
         check_range("log.every", self.every, low=1)
@@ -245,7 +262,7 @@ def refuse_contents(path: Path) -> None:
 def discard(run: Run) -> None:
     """Removes the files of a run that never reached a checkpoint, so that its folder can be used again."""
     if not run.checkpoints.exists():
-        for name in ("run.json", "config.yaml", "metrics.jsonl", "negatives", "ray", VECTORS):
+        for name in ("run.json", "config.yaml", "metrics.jsonl", "negatives", "ray", "trackers", VECTORS):
             path = run.path / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if not any(run.path.iterdir()):

@@ -9,12 +9,16 @@ from typing import Any
 import ray.train
 import torch
 
+from xmcray import logs
 from xmcray.data.batches import TrainingData
-from xmcray.data.corpus import Corpus
+from xmcray.data.node_copy import CorpusSource, open_on_node
 from xmcray.errors import XmcrayError
+from xmcray.gauges import TRAINING, Gauges
 from xmcray.negatives.pool import PoolRefresher
 from xmcray.training.loop import Loop, build
+from xmcray.training.preemption import StopFlag
 from xmcray.training.run import Run, RunConfig, note_mistake, noted_mistake
+from xmcray.training.watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,18 @@ class WorkerSettings:
 
 
 def work(settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains to the end.
+    """Trains to the end, or until the driver's flag stops it; then the result is empty.
 
     A user's mistake may strike one rank while the others wait for it, so the rank notes it in the run and fails. Ray
-    then restarts all ranks, which find the note and end; the driver raises it.
+    then restarts all ranks, which find the note and end; the driver raises it. When Ray says that a node is about to be
+    taken away, a checkpoint is written at once; Ray restarts the ranks when the node is gone.
     """
     told = WorkerSettings(**settings)
+    with logs.on_stderr(), logs.about(told.run_id):
+        return _train(told)
+
+
+def _train(told: WorkerSettings) -> dict[str, Any]:
     torch.set_num_threads(told.threads)
     config = RunConfig.resolve(told.config["method_name"], told.config)
     run = Run(Path(told.run), told.run_id, config, told.corpus, told.corpus_sha256)
@@ -49,10 +59,19 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
         torch.device("cuda") if torch.cuda.is_available() and config.cluster.device != "cpu" else torch.device("cpu")
     )
     try:
-        data = TrainingData(Corpus.open(run.corpus, verify=False), config.data)
-        result = Loop(run, build(config, data, device, vectors=run.vectors), PoolRefresher(run.id)).train()
+        source = CorpusSource(run.corpus, run.corpus_sha256, config.cluster.copy_corpus)
+        data = TrainingData(open_on_node(source), config.data)
+        setup, refresher = build(config, data, device, vectors=run.vectors), PoolRefresher(run.id)
+        watch, gauges = Watch(StopFlag(run.path), leaving=_leaving), Gauges(run.id, TRAINING)
+        result = Loop(run, setup, refresher, watch=watch, on_record=gauges.show).train()
     except XmcrayError as error:
         note_mistake(run, error)
         raise
-    ray.train.report({"step": result["steps"]})
+    if result:
+        ray.train.report({"step": result["steps"]})
     return result
+
+
+def _leaving() -> bool:
+    train: Any = ray.train
+    return train.get_preemption_info() is not None

@@ -1,0 +1,79 @@
+"""Looks at the machine, at a cluster, or at the file that describes one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+from xmcray.cli.output import show, show_json
+from xmcray.errors import ConfigError, ResourceError
+
+if TYPE_CHECKING:
+    from xmcray.doctor.finding import Finding
+
+
+def doctor_options(verb: argparse.ArgumentParser) -> None:
+    """What it can be told."""
+    what = verb.add_mutually_exclusive_group()
+    what.add_argument(
+        "--cluster", metavar="URL", help="a cluster's dashboard, http://HOST:PORT, or its head, HOST:PORT"
+    )
+    what.add_argument("--cluster-file", metavar="FILE", help="check a cluster YAML or a Kubernetes manifest")
+    verb.add_argument("--gpus", type=int, default=0, metavar="N", help="with --cluster: GPUs that must be there")
+    verb.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def doctor(options: argparse.Namespace) -> None:
+    """Says what it found; the last line is an error if something must be mended."""
+    if options.gpus and not options.cluster:
+        raise ConfigError("--gpus counts those of a cluster, expected --cluster URL with it")
+    if options.cluster_file:
+        from xmcray.cluster_files import check_cluster_file
+
+        check_cluster_file(options.cluster_file)
+        show(f"{options.cluster_file} is fine")
+        return
+    from xmcray.doctor.finding import worst
+
+    findings = of_cluster(options.cluster, options.gpus) if options.cluster else of_machine()
+    if options.json:
+        show_json([dataclasses.asdict(finding) for finding in findings])
+    else:
+        for finding in findings:
+            print(f"{finding.level:<9}{finding}")  # whole lines, however long
+    if error := worst(findings):
+        raise ResourceError(error)
+
+
+def of_machine() -> list[Finding]:
+    """Everything about this machine."""
+    import os
+    from pathlib import Path
+
+    from xmcray.doctor import exposure, machine, software
+    from xmcray.doctor.sockets import listeners
+
+    environment, home = os.environ, Path.home()
+    return [
+        *software.versions(),
+        *machine.devices(),
+        *machine.cores(environment),
+        *machine.memory(),
+        *machine.disk(environment),
+        *machine.limits(),
+        *software.switches(environment),
+        *exposure.token_mode(environment, home),
+        *exposure.file_modes(environment, home, Path.cwd()),
+        *exposure.open_ports(listeners()),
+    ]
+
+
+def of_cluster(address: str, gpus: int) -> list[Finding]:
+    """A cluster that answers; raises ResourceError if none does."""
+    import os
+    from pathlib import Path
+
+    from xmcray.doctor import cluster
+
+    return list(cluster.findings(cluster.look_at(address, os.environ, Path.home()), gpus))

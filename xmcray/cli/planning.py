@@ -1,0 +1,117 @@
+"""Before anything runs: memory, time and money of a training."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xmcray import config as configs
+from xmcray.cli.output import show, show_json
+from xmcray.cli.training import METHODS
+from xmcray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from xmcray.planning.plan import Plan
+    from xmcray.planning.rates import Rates
+    from xmcray.planning.workload import DataSize
+    from xmcray.training.run import RunConfig
+
+
+def plan_options(verb: argparse.ArgumentParser) -> None:
+    """What it can be told."""
+    verb.add_argument("method", metavar="METHOD", help=", ".join(METHODS))
+    verb.add_argument("--data", metavar="CORPUS", help="count on a prepared corpus; or give the next three")
+    verb.add_argument("--labels", type=_number, metavar="L", help="number of labels, such as 1.3e6")
+    verb.add_argument("--queries", type=_number, metavar="N", help="number of training queries")
+    verb.add_argument("--tokens-per-text", type=_number, metavar="T", help="average of queries and label texts")
+    verb.add_argument("--positives", type=float, default=5.0, metavar="P", help="labels of a query (default: 5)")
+    verb.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML, or preset:METHOD/DATASET")
+    verb.add_argument("--set", action="append", default=[], metavar="A.B=C", help="one setting, over --config")
+    verb.add_argument("--workers", type=int, metavar="W", help="training processes")
+    verb.add_argument("--device", default="cpu", metavar="D", help="cpu (measured here), or one such as a100-80gb")
+    verb.add_argument("--memory-gb", type=float, metavar="M", help="memory of each worker")
+    verb.add_argument("--price-per-hour", type=float, metavar="P", help="of one worker with its share of a machine")
+    verb.add_argument("--probe", metavar="FILE", help="measured rates of this machine: read, or measured and written")
+    verb.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def plan(options: argparse.Namespace) -> None:
+    """Prints what a training takes, or refuses what cannot fit."""
+    if options.method not in METHODS:
+        raise ConfigError(configs.unknown("method", options.method, METHODS))
+    for name in ("memory_gb", "price_per_hour", "workers"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, expected more than 0")
+    values: dict[str, Any] = {}
+    for source in options.config:
+        values = configs.overlay(values, configs.load_yaml(source))
+    from xmcray.training.run import RunConfig
+
+    config = RunConfig.resolve(options.method, values, options.set)
+    data = _data(options)
+    from xmcray.planning.plan import plan
+
+    rates = _rates(options, config, data)
+    memory = None if options.memory_gb is None else int(options.memory_gb * 1e9)
+    made = plan(config, data, rates, options.workers, memory, options.price_per_hour)
+    if options.json:
+        show_json({**dataclasses.asdict(made), "worker_bytes": made.worker_bytes, "step_seconds": made.step_seconds})
+        return
+    for part in tables(made):
+        show(part)
+
+
+def _data(options: argparse.Namespace) -> DataSize:
+    from xmcray.planning import workload
+
+    if options.data:
+        from xmcray.data.corpus import Corpus
+
+        return workload.from_corpus(Corpus.open(options.data, verify=False))
+    given = options.labels, options.queries, options.tokens_per_text
+    if None in given:
+        raise ConfigError(
+            "nothing says how large the data is; give --data CORPUS, or --labels, --queries and --tokens-per-text"
+        )
+    return workload.from_numbers(*given, positives_per_query=options.positives)
+
+
+def _rates(options: argparse.Namespace, config: RunConfig, data: DataSize) -> Rates:
+    from xmcray.planning.devices import device_rates
+
+    if options.device != "cpu":
+        return device_rates(options.device, config.optim.matmul)
+    from xmcray import storage
+    from xmcray.planning.encoders import encoder_shape
+    from xmcray.planning.probe import probe
+    from xmcray.planning.rates import load_rates
+
+    shape, threads = encoder_shape(config.encoder, data.vocab_size), config.cluster.threads_per_process or 1
+    path = Path(options.probe) if options.probe else None
+    known = load_rates(path) if path and path.is_file() else None
+    if known is not None and shape.key in known.encoders:
+        return known
+    if path is not None:
+        storage.check_file(path)
+    measured = probe(shape, config.encoder, threads, known)
+    if path is not None:
+        measured.save(path)
+    return measured
+
+
+def tables(made: Plan) -> list[Any]:
+    """The plan for the eye."""
+    from xmcray.planning.tables import tables
+
+    return tables(made)
+
+
+def _number(text: str) -> int:
+    """1300000, 1.3e6 or 1_300_000."""
+    try:
+        return int(float(text))
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None

@@ -1,0 +1,77 @@
+"""Stopping in good order: SIGTERM raises a flag in the run's folder, and a checkpoint is what stays.
+
+    driver      SIGTERM  ->  RUN/stop has text in it
+    rank 0      looks at RUN/stop every two seconds, whatever a step takes (watch.py)
+    all ranks   stop before the same step, save, and end; the driver says so and exits with code 143
+
+RUN/stop is there while a run trains and is opened anew for each look: network file systems promise that a file opened
+after it was closed elsewhere shows what was written, but may hide a new name for a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+EXIT_CODE = 128 + signal.SIGTERM
+
+
+class Terminated(BaseException):  # like KeyboardInterrupt: no `except Exception` takes it for a failure
+    """SIGTERM asked the process to end. The message is its last line; the exit code is 143."""
+
+
+class StopFlag:
+    """RUN/stop, which asks the ranks of a run to stop: empty while it is down.
+
+    Args:
+        run: folder of the run.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "stop"
+
+    def hoist(self) -> None:
+        """Asks all ranks to stop."""
+        self.path.write_bytes(b"SIGTERM\n")
+
+    @property
+    def raised(self) -> bool:
+        """Whether ranks should stop; false if there is no file."""
+        try:
+            return bool(self.path.read_bytes())
+        except FileNotFoundError:
+            return False
+
+    @contextlib.contextmanager
+    def on_sigterm(self) -> Iterator[None]:
+        """SIGTERM raises the flag while the block runs; it is down before and gone afterwards."""
+        self.path.write_bytes(b"")
+        try:
+            with handling(signal.SIGTERM, lambda *_: self.hoist()):
+                yield
+        finally:
+            self.path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def handling(number: signal.Signals, handler: Callable[..., Any]) -> Iterator[None]:
+    """A signal has this handler while the block runs; outside a main thread, where none can be set, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before or signal.SIG_DFL)
+
+
+def terminated(run: Path) -> Terminated:
+    """What to say when the flag of a run has stopped it."""
+    steps = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")]
+    kept = f"at step {max(steps):,}, which is saved" if steps else "before its first step"
+    return Terminated(f"terminated: {run} stopped {kept}; the same command continues it")
