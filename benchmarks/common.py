@@ -17,7 +17,7 @@ import scipy.stats
 
 RESULTS = Path(__file__).parent / "results"
 MAX_LOAD_PER_CORE = 0.5
-PACKAGES = ("ray", "torch", "transformers", "tokenizers", "faiss-cpu", "faiss-gpu-cu12", "numpy", "pyarrow")
+PACKAGES = ("ray", "torch", "transformers", "tokenizers", "faiss-cpu", "faiss-gpu", "numpy", "pyarrow")
 
 
 def machine() -> str:

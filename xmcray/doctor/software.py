@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from xmcray import __version__
 from xmcray.doctor.finding import Finding, Level
 
-FAISS = ("faiss-cpu", "faiss-gpu-cu12")
+FAISS = ("faiss-cpu", "faiss-gpu")
 INSTALL = "pip install -c constraints.txt -e '.[cpu]', or '.[gpu]'"
 
 # name -> harmful value, how bad, what it does, what to do
