@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from xmcray.types import Batch, Float32Array, Int64Array, Shortlist
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 16 << 20
+_PENDING = ("ids", "vectors", "extra")
 _EAGER_EVERY = 8  # steps between looks for a newer version: one costs a broadcast
 
 
@@ -106,9 +107,6 @@ class ShortlistFeed:
         """What a checkpoint after `step` steps keeps; collective. All files it names are on disk when it returns."""
         if not self.active:
             return {}
-        version = self._collecting(step - 1)
-        if version is not None and self._collected:
-            self._flush(version, step - 1)
         self._writer.drain()
         inputs: dict[str, str] = {}
         for part in collectives.gather_objects(self._writer.hashes):
@@ -123,10 +121,30 @@ class ShortlistFeed:
             "broken_at_step": self.broken_at_step,
         }
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Continues after a checkpoint of `step` steps (or from the start); collective."""
+    def pending(self) -> dict[str, np.ndarray[Any, Any]]:
+        """What this rank has collected and not yet written to the ledger; a checkpoint keeps it.
+
+        So the blocks of the ledger are the same wherever checkpoints were written, and an approximate index, which
+        answers by blocks, answers alike.
+        """
+        if not self._collected:
+            return {}
+        parts = (np.concatenate(parts) for parts in zip(*self._collected, strict=True))
+        return dict(zip(_PENDING, parts, strict=True))
+
+    def restore(
+        self, state: Mapping[str, Any], step: int, pending: Sequence[Mapping[str, np.ndarray[Any, Any]]] = ()
+    ) -> None:
+        """Continues after a checkpoint of `step` steps (or from the start); collective.
+
+        Args:
+            pending: what ranks had pending then; each to one rank, whichever.
+        """
         if not self.active:
             return
+        for kept in pending:
+            ids, vectors, extra = (kept[name] for name in _PENDING)
+            self._collected.append((ids, vectors, extra))
         if collectives.rank() == 0:
             self.ledger.path.mkdir(parents=True, exist_ok=True)
             self.ledger.restore(state.get("inputs", {}), state.get("published", []))

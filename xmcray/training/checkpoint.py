@@ -4,6 +4,7 @@ checkpoints/step-00000340/
     encoder/                               as `Encoder.save` writes it
     modules.safetensors                    other data-parallel modules, where a method has some
     optimizer.safetensors                  state of the encoder's optimiser
+    collected-0001.safetensors             query vectors that rank 1 has collected for the negatives and not yet written
     classifier-0000000000.safetensors      rows from label 0 on, with their optimiser state: files of at most 64 MB
     state.json                             step, epoch, ranks, rows, negatives
     manifest.json
@@ -18,7 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import safe_open
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -47,9 +51,19 @@ class Checkpoint:
     state: Mapping[str, Any]
 
 
-def save(folder: Path, step: int, stepper: Stepper, part: LabelPartition, state: Mapping[str, Any], keep: int) -> None:
+def save(
+    folder: Path,
+    step: int,
+    stepper: Stepper,
+    part: LabelPartition,
+    state: Mapping[str, Any],
+    keep: int,
+    collected: Mapping[str, np.ndarray[Any, Any]] | None = None,
+) -> None:
     """Writes a checkpoint; collective. Older ones than the newest `keep` are removed.
 
+    Args:
+        collected: query vectors of this rank for the negatives, if there are any.
     Raises:
         StorageError: on every rank, if any rank could not write; nothing half-written stays.
     """
@@ -62,6 +76,8 @@ def save(folder: Path, step: int, stepper: Stepper, part: LabelPartition, state:
     def write() -> dict[str, list[Any]]:
         aside.mkdir(parents=True, exist_ok=True)
         written = _write_rows(aside, stepper, part)
+        if collected:
+            save_arrays(dict(collected), aside / f"collected-{collectives.rank():04d}.safetensors")
         if collectives.rank() == 0:
             _write_shared(aside, step, stepper, state)
         return written
@@ -124,6 +140,12 @@ def load_weights(checkpoint: Checkpoint, stepper: Stepper, part: LabelPartition)
     for name, table in stepper.method.tables.items():
         for first, tensors in row_blocks(checkpoint.path, name, part.start, part.stop, only="weight"):
             table.weight_SD[first : first + len(tensors["weight"])] = tensors["weight"]
+
+
+def collected(checkpoint: Checkpoint) -> list[dict[str, np.ndarray[Any, Any]]]:
+    """This rank's part of the query vectors that ranks had collected, whatever the number of ranks that saved them."""
+    files = sorted(checkpoint.path.glob("collected-*.safetensors"))
+    return [load_arrays(file) for file in files[collectives.rank() :: collectives.num_ranks()]]
 
 
 def _load_modules(path: Path, stepper: Stepper) -> None:

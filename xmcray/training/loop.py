@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from xmcray import storage
@@ -164,21 +165,22 @@ class Loop:
         found = checkpoints.newest(self.run.checkpoints) if collectives.rank() == 0 else None
         step = collectives.broadcast_int(-1 if found is None else found.step)
         state: Mapping[str, Any] = {}
+        collected: list[dict[str, np.ndarray[Any, Any]]] = []
         if step >= 0:
             path = self.run.checkpoints / f"step-{step:08d}"
             checkpoint = checkpoints.open_checkpoint(path, contents=False)
             checkpoints.load(checkpoint, self.setup.stepper, self.setup.partition)
-            state = checkpoint.state["negatives"]
+            state, collected = checkpoint.state["negatives"], checkpoints.collected(checkpoint)
         step = self.saved_step = max(step, 0)
-        self.feed.restore(state, step)
+        self.feed.restore(state, step, collected)
         if collectives.rank() == 0:
             self.records.truncate(step)
         return step
 
     def _save(self, step: int) -> None:
         state = {"epoch": step // self.steps_per_epoch, "negatives": self.feed.state(step)}
-        keep = self.config.log.keep
-        checkpoints.save(self.run.checkpoints, step, self.setup.stepper, self.setup.partition, state, keep)
+        stepper, part, keep = self.setup.stepper, self.setup.partition, self.config.log.keep
+        checkpoints.save(self.run.checkpoints, step, stepper, part, state, keep, self.feed.pending())
         self.saved_step = step
         if collectives.rank() == 0:
             self._retire_versions()

@@ -1,0 +1,138 @@
+"""Which ports Ray and xmcray listen on, and who reaches them, read from /proc while each of them runs.
+
+python benchmarks/open_ports.py          # two minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import data_sets
+from common import refuse_if_busy, write_table
+
+from xmcray.data.planted import write_planted
+from xmcray.doctor.sockets import Listener, listeners
+
+sys.path.insert(0, str(data_sets.ROOT / "tests"))
+from heads import free_ports, head  # shared with the tests
+from processes import descendants, kill, last_step
+
+XMCRAY = str(Path(sys.executable).with_name("xmcray"))
+SMALL = ["--set", "encoder.dim=16", "--set", "optim.batch_size=32", "--set", "negatives.hard=3"]
+SMALL += ["--set", "negatives.uniform=10", "--set", "log.every=1", "--no-evaluate"]
+PATIENCE_S = 120
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("open_ports.md"))
+    arguments = parser.parse_args()
+    load = refuse_if_busy(anyway=True)
+    folder = Path(tempfile.mkdtemp(prefix="xp"))
+    write_planted(folder / "raw", num_queries=200, num_labels=30)
+    corpus = folder / "corpus"
+    train = [XMCRAY, "train", "astra", "--data", str(corpus), *SMALL]
+    try:
+        subprocess.run([XMCRAY, "prepare", str(folder / "raw"), "--out", str(corpus)], check=True, capture_output=True)
+        subprocess.run([*train, "--workers", "0", "--out", str(folder / "done")], check=True, capture_output=True)
+        rows: list[list[object]] = []
+        many = ["--workers", "2", "--set", "cluster.cpus_per_worker=0.5", "--set", "optim.epochs=2000"]
+        with running([*train, *many, "--out", str(folder / "run")], lambda: last_step(folder / "run") > 0) as found:
+            rows += table("`xmcray train --workers 2`", found)
+        for name, loopback in {"docs/jobs.md: one machine": True, "a node of cluster/*.yaml": False}.items():
+            with head(loopback=loopback) as own:
+                time.sleep(5)  # for what starts after the dashboard
+                rows += table(f"`ray start --head`, {name}", of({own.pid, *descendants(own.pid)}))
+        for more in ([], ["--replicas", "2"]):
+            port = free_ports(1)[0]
+            serve = [
+                XMCRAY,
+                "serve",
+                str(folder / "done" / "bundle"),
+                "--port",
+                str(port),
+                "--state-dir",
+                str(folder / "s"),
+            ]
+            command = " ".join(["xmcray serve BUNDLE", *more])
+            with running([*serve, *more], lambda port=port: any(one.port == port for one in listeners())) as found:
+                rows += table(f"`{command}`", found)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    header = ["what runs", "process", "listens", "reached from", "ports"]
+    write_table(
+        arguments.out, "Open ports", header, rows, ["sockets that listen, by process, from /proc/net/tcp", load]
+    )
+
+
+@contextlib.contextmanager
+def running(command: list[str], ready: Callable[[], bool]) -> Iterator[list[Listener]]:
+    """What a command listens on once it is ready; it is ended afterwards, with all it started."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not ready() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        yield of({process.pid, *descendants(process.pid)})
+    finally:
+        family = descendants(process.pid)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        if process.poll() is None:
+            kill([process.pid])
+        for pid, line in family.items():
+            if descendants_line(pid) == line:
+                kill([pid])
+
+
+def descendants_line(pid: int) -> str:
+    """Command line of a process, empty when it is gone."""
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except FileNotFoundError:
+        return ""
+
+
+def of(pids: set[int]) -> list[Listener]:
+    """Listeners of some processes."""
+    return [one for one in listeners() if one.pid in pids]
+
+
+def table(what: str, found: list[Listener]) -> list[list[object]]:
+    """A row for each process name and reach."""
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for one in found:
+        groups.setdefault((one.name, one.loopback), []).append(one.port)
+    return [
+        [what, name, len(ports), "this machine" if loopback else "**other machines**", shown(ports)]
+        for (name, loopback), ports in sorted(groups.items(), key=lambda group: (group[0][1], group[0][0]))
+    ]
+
+
+def shown(ports: list[int]) -> str:
+    """The ports that are not drawn by the system, which are the ones to write into a firewall."""
+    fixed = sorted({port for port in ports if port in KNOWN})
+    return ", ".join(f"{port} ({KNOWN[port]})" for port in fixed) or "any"
+
+
+KNOWN = {
+    6379: "GCS",
+    8265: "dashboard",
+    10001: "Ray client",
+    44217: "autoscaler's metrics",
+    44227: "dashboard's metrics",
+    52365: "agent",
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What the doctor says about a machine, on folders and environments made up for it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from xmcray import cli
+from xmcray.doctor import exposure, machine, software
+from xmcray.doctor.finding import Finding, worst
+from xmcray.doctor.sockets import Listener, listeners
+
+
+def levels(findings: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.level for finding in findings}
+
+
+def test_the_command_says_ok_warning_error_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("xmcray.doctor.sockets.listeners", lambda: [])
+    assert cli.main(["doctor"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert {line[:9].strip() for line in out.splitlines()} <= {"ok", "warning"}
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("0123456789abcdef")
+    token.chmod(0o644)
+    assert cli.main(["doctor", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err == f"error: token file: {token} has mode 0644; run chmod 600 {token}\n"
+    found = [one for one in json.loads(out) if one["level"] == "error"]
+    assert found == [
+        {"check": "token file", "level": "error", "found": f"{token} has mode 0644", "do": f"run chmod 600 {token}"}
+    ]
+    assert "0123456789abcdef" not in out
+
+
+def test_versions() -> None:
+    assert {finding.level for finding in software.versions()} == {"ok"}, "this environment is the one we ask for"
+    assert software.version(Requirement("numpy>=99")).level == "error"
+    assert "missing" in software.version(Requirement("no-such-package-here>=1")).found
+
+
+@pytest.mark.parametrize(("there", "level"), [((), "error"), (("faiss-cpu",), "ok"), (software.FAISS, "error")])
+def test_one_faiss(there: tuple[str, ...], level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "installed", lambda name: "1.15.1" if name in there else None)
+    assert software.faiss().level == level
+
+
+def test_harmful_switches() -> None:
+    assert [one for one in software.switches({"PATH": "x"}) if one.check in software.SWITCHES] == []
+    bad = {"RAY_DATA_AUTOLOAD_PYEXTENSIONTYPE": "1", "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_V2_ENABLED": "0"}
+    found = levels([one for one in software.switches(bad) if one.check in software.SWITCHES])
+    assert found == dict(zip(bad, ["error", "warning", "error"], strict=True))
+
+
+def test_a_container_that_may_use_two_cores_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
+    few, threads = machine.cores({"OMP_NUM_THREADS": "8"}, tmp_path)
+    assert few.found == "2 may be used of 64 that libraries count"
+    assert "OMP_NUM_THREADS=2" in few.do
+    assert threads.level == "warning"
+
+
+def test_memory(tmp_path: Path) -> None:
+    def found(total: int, free: int) -> str:
+        (tmp_path / "meminfo").write_text(f"MemTotal: {total << 20} kB\nMemAvailable: {free << 20} kB\n")
+        return levels(list(machine.memory(tmp_path / "meminfo", tmp_path / "none")))["memory"]
+
+    assert [found(64, 32), found(64, 3), found(8, 1)] == ["ok", "error", "warning"]
+    assert levels(list(machine.memory(tmp_path / "meminfo", tmp_path / "none")))["shared memory"] == "warning"
+
+
+def test_a_folder_too_long_for_sockets(tmp_path: Path) -> None:
+    assert "RAY_TMPDIR" not in levels(list(machine.disk({"RAY_TMPDIR": "/tmp"})))
+    assert levels(list(machine.disk({"RAY_TMPDIR": str(tmp_path / ("x" * 90))})))["RAY_TMPDIR"] == "error"
+
+
+def test_ray_token(tmp_path: Path) -> None:
+    def level(**environment: str) -> list[str]:
+        return [finding.level for finding in exposure.token_mode(environment, tmp_path)]
+
+    assert level() == ["ok"]
+    assert level(RAY_AUTH_MODE="token") == ["error"]
+    assert level(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="x") == ["ok"]
+    assert level(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(tmp_path / "none")) == ["error"]
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("x")
+    assert level() == ["warning"]
+
+
+def test_listeners_are_found_with_their_process() -> None:
+    with socket.socket() as here, socket.socket(socket.AF_INET6) as everywhere:
+        here.bind(("127.0.0.1", 0))
+        here.listen()
+        everywhere.bind(("::", 0))
+        everywhere.listen()
+        wanted = {here.getsockname()[1]: True, everywhere.getsockname()[1]: False}
+        assert {one.port: one.loopback for one in listeners() if one.port in wanted} == wanted
+    assert Listener("::ffff:127.0.0.1", 1, 1, "raylet").loopback
+
+
+def test_open_ports() -> None:
+    dashboard = "python3 -u site-packages/ray/dashboard/dashboard.py --host=0.0.0.0 --port=8265 --port-retries=0"
+    local = Listener("127.0.0.1", 6379, 1, "ray/core/gcs_server")
+    raylet = Listener("::", 4000, 2, "ray/core/raylet --x")
+    head = Listener("0.0.0.0", 8265, 3, dashboard)
+    strange = Listener("0.0.0.0", 22, 4, "sshd")
+    assert [one.level for one in exposure.open_ports([local, strange])] == ["ok"]
+    assert [one.level for one in exposure.open_ports([local, raylet, head])] == ["error", "warning"]
+    (ports,) = exposure.open_ports([raylet])
+    assert ports.found == "raylet :::4000"
+
+
+def test_errors_in_one_line() -> None:
+    bad = Finding("a", "error", "is wrong", "mend it")
+    assert worst([Finding("x", "ok", "fine"), bad, Finding("b", "error", "too")]) == "a: is wrong; mend it (and 1 more)"
+    assert worst([Finding("x", "warning", "so so")]) == ""
