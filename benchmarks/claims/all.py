@@ -27,7 +27,7 @@ DOCS = HERE.parents[1] / "docs"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="more for claims that have more")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", nargs="+", type=int, metavar="NUMBER", help="claims to measure")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no measurement after so many")

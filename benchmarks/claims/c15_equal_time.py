@@ -58,6 +58,9 @@ def make(full: bool) -> Claim:
         f" {'time' if full else 'CPU time on one core, measuring excluded'}. Sampled: 2,000 uniform labels of a batch"
         " and 20 hard negatives of a query, new every 2 epochs; the index is built within the same time.",
         metrics=("P@1", "P@5", "half-time P@1", "half-time P@5", "steps"),
+        reason="the rate is one that should fall to 0. Held constant, it lets the sampled model swing in its last"
+        " steps, by seed, while the exact one has done a fifth of the steps and is still climbing. P@5, the mean of"
+        " five answers, is steadier and ahead.",
         plot=lambda results: curves(results, seconds),
     )
 

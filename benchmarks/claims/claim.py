@@ -206,6 +206,7 @@ class Claim:
         variants: what is measured, by name. comparisons: what must hold of them.
         setup: data and settings of our experiment, in a sentence or two.
         metrics: columns of the table.
+        seeds: at least so many are measured; more than 3 where seeds differ much.
         reason: why it likely fails, if it does. Written by hand; verdicts never are.
         plot: results -> titles and charts of xmcray.evaluation.charts; bars of `metrics` if not given.
     """
@@ -218,6 +219,7 @@ class Claim:
     comparisons: Sequence[Comparison]
     setup: str
     metrics: Sequence[str] = ("P@1",)
+    seeds: int = 3
     reason: str = ""
     plot: Callable[[Mapping[str, Mapping[int, Result]]], str] | None = None
 
@@ -273,9 +275,10 @@ def measured(variant: Variant, seed: int) -> Result:
 
 
 def collect(claim: Claim, seeds: int) -> dict[str, dict[int, Result]]:
-    """What is measured by now."""
+    """What is measured by now, of `seeds` seeds or the claim's number, if that is larger."""
+    every = range(max(seeds, claim.seeds))
     return {
-        name: {seed: measured(variant, seed) for seed in range(seeds) if result_file(variant, seed).exists()}
+        name: {seed: measured(variant, seed) for seed in every if result_file(variant, seed).exists()}
         for name, variant in claim.variants.items()
     }
 
@@ -311,14 +314,15 @@ def interval(values: Sequence[float]) -> str:
 
 def due(claim: Claim, seeds: int, only: Sequence[str] = ()) -> list[tuple[str, int]]:
     """The variants and seeds that are not measured yet. Their keys name their data: all corpora are prepared here."""
-    asked = [(name, seed) for seed in range(seeds) for name in claim.variants if not only or name in only]
+    every = range(max(seeds, claim.seeds))
+    asked = [(name, seed) for seed in every for name in claim.variants if not only or name in only]
     return [(name, seed) for name, seed in asked if not result_file(claim.variants[name], seed).exists()]
 
 
 def main(make: Callable[[bool], Claim]) -> None:
     """The command of one claim."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="more, if the claim has more")
     parser.add_argument("--full", action="store_true", help="sizes for a GPU")
     parser.add_argument("--only", nargs="+", default=[], metavar="VARIANT", help="variants to measure")
     parser.add_argument("--threads", type=int, default=1)

@@ -17,17 +17,29 @@ MARK = "marked"
 
 
 def corpus(
-    name: str, vocabulary: int, write: Callable[[Path], None], seed: int, layers: int, width: int
+    name: str,
+    vocabulary: int,
+    write: Callable[[Path], None],
+    seed: int,
+    layers: int,
+    width: int,
+    word_std: float | None = None,
 ) -> tuple[Corpus, Path]:
     """The corpus that `write` writes from words of `words`, and the folder of the transformer it is tokenised for."""
     model = data_sets.CACHE / "raw" / f"{name}-model"
     if not (model / "config.json").exists():
-        save_transformer(model, vocabulary, seed, layers, width)
+        save_transformer(model, vocabulary, seed, layers, width, word_std)
     return data_sets.prepared(name, write, tokenizer=str(model), max_len=32), model
 
 
-def save_transformer(folder: Path, vocabulary: int, seed: int, layers: int, width: int) -> None:
-    """A BERT with random weights whose tokens are the random words, without special tokens around a text."""
+def save_transformer(
+    folder: Path, vocabulary: int, seed: int, layers: int, width: int, word_std: float | None = None
+) -> None:
+    """A BERT with random weights whose tokens are the random words, without special tokens around a text.
+
+    Args:
+        word_std: deviation of the word vectors; that of all other weights, 0.02, if not given.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokens = ["[PAD]", "[UNK]", MARK, *words(vocabulary)]
@@ -50,6 +62,8 @@ def save_transformer(folder: Path, vocabulary: int, seed: int, layers: int, widt
     with torch.no_grad():  # what all texts share would make their first vectors nearly the same
         model.embeddings.token_type_embeddings.weight.zero_()
         model.embeddings.position_embeddings.weight.mul_(0.1)
+        if word_std is not None:
+            model.embeddings.word_embeddings.weight.mul_(word_std / config.initializer_range)
     model.save_pretrained(folder)
 
 
