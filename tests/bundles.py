@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from corpora import planted_corpus
 
-from xmcray.data.tokens import train_wordpiece
+from xmcray.data.tokens import from_transformer, train_wordpiece
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head, NormalisedHead, TwoHeads
 from xmcray.nn.label_side import LabelSide
@@ -30,6 +30,20 @@ def write_memory(folder: Path) -> Path:
     build_encoder(EncoderConfig(dim=DIM), corpus.tokenizer(), None, seed=0).save(folder / "encoder")
     memory_bundle(str(folder / "encoder"), corpus, folder / "memory", MemoryConfig(keys=25))
     return folder / "memory"
+
+
+def write_transformer(folder: Path) -> Path:
+    """A bundle with a tiny transformer and random label vectors: folder/bert; 99 labels."""
+    from models import write_bert  # here: transformers is slow to import
+
+    bert = str(write_bert(folder / "model", WORDS))
+    tokenizer = from_transformer(bert, max_len=32)
+    encoder = build_encoder(EncoderConfig(name=bert, dim=DIM), tokenizer, None, seed=0).eval()
+    vectors, order = np.random.default_rng(0).standard_normal((99, DIM), np.float32), np.arange(99)
+    uids, about = [f"u{i}" for i in order], {"by": "test"}
+    head, spec = Head(DIM), IndexSpec()
+    write_bundle(folder / "bert", encoder, head, tokenizer, uids, TEXTS[:99], order, [vectors], spec, about)
+    return folder / "bert"
 
 
 def write_bundle_of(path: Path, kind: str, dim: int = DIM, shard_rows: int = 1 << 20) -> Path:

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import grpc
 import numpy as np
 import pytest
-from bundles import TEXTS, write_bundle_of, write_memory
-from processes import descendants
+from bundles import write_bundle_of, write_memory, write_transformer
+from replicas import Askers, Killer, client_of, insist, known_answers, replicas
 
-from xmcray.client import Client, ClientError
 from xmcray.retrieval.labels import NewLabel, add_labels
 from xmcray.retrieval.retriever import Retriever
-from xmcray.serving.run import serving
+from xmcray.serving.run import FASTER, serving
 from xmcray.serving.schema import Operation
 from xmcray.serving.search_pb2 import SearchRequest
 from xmcray.serving.search_pb2_grpc import RetrieverStub
 from xmcray.serving.settings import ServeConfig
 
+os.environ.update(FASTER)  # before any test starts the cluster, whose processes inherit it, as those of `xmcray serve`
 KINDS = ("texts", "rowsIVF", "both", "prototypes", "memory")
 ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
 K = 7
-Answer = TypeVar("Answer")
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("served")
     made = {kind: write_bundle_of(folder / kind, kind, shard_rows=200) for kind in KINDS if kind != "memory"}
-    return {**made, "memory": write_memory(folder)}
+    return {**made, "bert": write_transformer(folder), "memory": write_memory(folder)}
 
 
 def _free() -> int:
@@ -55,26 +50,6 @@ def port() -> int:
 @pytest.fixture
 def grpc_port() -> int:
     return _free()
-
-
-def client_of(url: str, state: Path) -> Client:
-    return Client(url, token_file=state / "token", admin_token=(state / "admin-token").read_text().strip())
-
-
-def insist(request: Callable[[], Answer]) -> Answer:
-    """A write as an operator makes it: again, where the process that took it died and nobody knows what came of it."""
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            return request()
-        except ClientError as error:
-            if error.status not in (500, 502, 503) or time.monotonic() > deadline:
-                raise
-
-
-def replicas(deployment: str) -> list[int]:
-    """Processes of a deployment's replicas."""
-    return [pid for pid, command in descendants(os.getpid()).items() if f"ServeReplica:xmcray:{deployment}" in command]
 
 
 def test_composed_answers_are_the_retrievers(
@@ -118,55 +93,24 @@ def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
 ) -> None:
     """500 requests with the client's own retries; every answer is wholly of one version and one operation."""
     add_labels(bundles["texts"], [NewLabel("extra", "matrix vector norm")], tmp_path / "other")
-    versions = {str(path): Retriever.load(path, threads=1) for path in (bundles["texts"], tmp_path / "other")}
-    wanted = {r.sha256: [[a.uid for a in answers] for answers in r.search(TEXTS[:40], K)] for r in versions.values()}
+    known = known_answers([bundles["texts"], tmp_path / "other"])
     config = ServeConfig(bundles={"a": str(bundles["texts"])}, mode="single", replicas=2, state_dir=str(tmp_path / "s"))
-    mixed, seen, killed, failed = list[str](), set[str](), list[int](), list[Exception]()
-    swapped, done = threading.Event(), threading.Event()
-
-    def ask(seed: int) -> None:
-        draw, asked = random.Random(seed), 0
-        with client_of(url, tmp_path / "s") as client:
-            while asked < 125 or not swapped.is_set():
-                asked += 1
-                place = draw.randrange(0, 38)
-                try:
-                    found = client.search(TEXTS[place : place + 2], K, filter={"deny": ["live"]})
-                except Exception as error:
-                    failed.append(error)
-                    continue
-                answers = [[a.uid for a in result.answers] for result in found.results]
-                seen.add(found.version)
-                if answers != wanted[found.version][place : place + 2]:
-                    mixed.append(found.version)
-
-    def kill() -> None:
-        while not done.wait(2.0):
-            if len(found := replicas("Gateway")) == 2:
-                os.kill(found[0], signal.SIGKILL)
-                killed.append(found[0])
-
     with serving(config, "127.0.0.1", port) as url, client_of(url, tmp_path / "s") as admin:
-        askers = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(4)]
-        killer = threading.Thread(target=kill, daemon=True)
-        for thread in [*askers, killer]:
-            thread.start()
+        askers = Askers(url, tmp_path / "s", known)
+        killer = Killer(lambda: found if len(found := replicas("Gateway")) == 2 else [], 2.0)
         live = [Operation(op="add", uid="live", text="matrix vector norm")]
         assert admin.change_labels(live).label_log == 1
         for bundle in [tmp_path / "other", bundles["texts"], tmp_path / "other"]:
-            insist(functools.partial(admin.swap, str(bundle)))
-        swapped.set()
-        for asker in askers:
-            asker.join()
-        done.set()
-        killer.join()
-        assert not failed
-        assert not mixed
-        assert seen == set(wanted)
-        assert killed
+            swapped = insist(functools.partial(admin.swap, str(bundle)))
+        askers.finish(500)
+        killer.close()
+        assert not askers.failed
+        assert not askers.mixed
+        assert askers.seen == set(known)
+        assert killer.killed
         # the coordinator dies too, and has forgotten nothing
         (coordinator,) = replicas("Coordinator")
         os.kill(coordinator, signal.SIGKILL)
         update = [Operation(op="update", uid="live", text="sort join")]
         assert insist(lambda: admin.change_labels(update)).label_log == 2
-        assert admin.search(["matrix"]).version == versions[str(tmp_path / "other")].sha256
+        assert admin.search(["matrix"]).version == swapped.version

@@ -2,7 +2,8 @@
 
     Coordinator    one replica: what is served, and the log of label operations
     Gateway        the ingress. "single": encodes and searches itself. "composed": asks
-    Encoder          texts -> vectors, requests that arrive together in one batch
+    Encoder          texts -> vectors of a transformer, requests that arrive together in one batch; a static encoder
+                     takes less time than sending the texts does, so the gateway keeps that to itself
     Searcher0 ...    one for each part of the index shards; the gateway merges what they find
 
 The classes here only connect; what they do is in coordinator.py, follower.py, service.py and http.py. Serve awaits
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve import Application
 from ray.serve.config import BackpressureConfig
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from xmcray.config import build as build_config
@@ -33,7 +35,7 @@ from xmcray.serving import http, metrics, rpc, schema, service
 from xmcray.serving.coordinator import Coordinator, Known, News, Numbered, Status
 from xmcray.serving.follower import Follower
 from xmcray.serving.local import tokens_of
-from xmcray.serving.problems import RETRY_AFTER_S
+from xmcray.serving.problems import RETRY_AFTER_S, ProblemError
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.service import Pin, Service
 from xmcray.serving.settings import ServeConfig, composed_parts
@@ -42,7 +44,7 @@ from xmcray.types import Float32Array
 NAME = "xmcray"
 Handle = DeploymentHandle[Any]
 NO_PART = (-1, 1)  # of the shards: none
-BATCH, BATCH_WAIT_S = 32, 0.001
+BATCH = 32
 STATUS_S = 2.0
 CPUS = 0.1  # reserved by each process; set others in `options`
 
@@ -148,13 +150,13 @@ class GatewayDeployment(_Following):
 
 
 class EncoderDeployment(_Following):
-    """Texts to vectors, in batches."""
+    """Texts to vectors; those that came while others were encoded, in one batch."""
 
     async def __init__(self, config: ServeConfig, coordinator: Handle) -> None:  # type: ignore[misc]
         self._config, self._thread = config, ThreadPoolExecutor(1, "encode")
         self._follower = await self._start(config, coordinator, NO_PART)
 
-    @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=BATCH_WAIT_S)
+    @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=0)
     async def encode(self, asked: list[tuple[Pin, list[str]]]) -> list[tuple[Float32Array, list[bool]]]:
         """As `Snapshot.encode` for each of the requests; those of the same version at once."""
         found: list[Any] = [None] * len(asked)
@@ -194,13 +196,16 @@ class _Parts:
         self._encoder, self._searchers = encoder, searchers
 
     async def encode(self, pin: Pin, texts: list[str]) -> tuple[Float32Array, list[bool]]:
-        found: tuple[Float32Array, list[bool]] = await _called(self._encoder.encode.remote((pin, texts)))
+        with _missing_parts():
+            found: tuple[Float32Array, list[bool]] = await _called(self._encoder.encode.remote((pin, texts)))
         return found
 
     async def find(self, pin: Pin, query_BD: Float32Array, request: schema.SearchRequest, k: int) -> Neighbours:
         slim = request.model_copy(update={"texts": [""]})  # they have been encoded
-        calls = [_called(searcher.find.remote(pin, query_BD, slim, k)) for searcher in self._searchers]
-        return Neighbours.combined(await asyncio.gather(*calls))
+        with _missing_parts():
+            calls = [_called(searcher.find.remote(pin, query_BD, slim, k)) for searcher in self._searchers]
+            found: list[Neighbours] = await asyncio.gather(*calls)
+        return Neighbours.combined(found) if len(found) > 1 else found[0]
 
 
 class _Admin:
@@ -219,6 +224,21 @@ class _Admin:
     async def compact(self, model: str, out: str) -> schema.CompactResponse:
         found: schema.CompactResponse = await _called(self._handle.compact.remote(model, out))
         return found
+
+
+@contextlib.contextmanager
+def _missing_parts() -> Iterator[None]:
+    """Turns a part that is overloaded, or died with the request, into a refusal: searching changes nothing.
+
+    Raises:
+        ProblemError: see above; what the part itself raised goes through.
+    """
+    try:
+        yield
+    except BackPressureError:
+        raise ProblemError("overloaded", "too many requests wait for the encoder or a searcher; ask again") from None
+    except RayError:
+        raise ProblemError("not-ready", "the encoder or a searcher was lost with this request; ask again") from None
 
 
 async def _called(response: Any) -> Any:

@@ -111,9 +111,7 @@ class Follower:
         def reached() -> bool:
             return version in model.newest and model.newest[version].number >= number
 
-        async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait_for(reached), wait_s)
+        await self._until(reached, wait_s)
         newest = model.newest.get(version)
         if newest is not None and newest.number == number:
             return newest
@@ -128,12 +126,17 @@ class Follower:
             ProblemError: it is not loaded in time.
         """
         model = self._models[name]
-        async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait_for(lambda: version in model.newest), wait_s)
+        await self._until(lambda: version in model.newest, wait_s)
         if version not in model.newest:
             raise ProblemError("not-ready", f"version {version[:12]} is not here; ask again")
         return model.newest[version]
+
+    async def _until(self, reached: Callable[[], bool], wait_s: float) -> None:
+        """Waits for news that make a condition true, if it is not true already, which is the rule."""
+        if not reached():
+            async with self._changed:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait_for(reached), wait_s)
 
     async def _step(self, wait_s: float) -> None:
         news = await self._follow(self._replica, {n: m.known() for n, m in self._models.items()}, wait_s)

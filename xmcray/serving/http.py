@@ -29,6 +29,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 OPEN = ("/healthz",)
+LIMITED = ("/v1/search", "/v1/encode")  # refused when too many of them are worked on
 PAGES = {
     "index.html": "text/html",
     "docs.html": "text/html",
@@ -185,7 +186,7 @@ class _Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, status = time.perf_counter(), 500
+        begin, status, path = time.perf_counter(), 500, _path(scope)
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         request_id = _request_id(headers.get(b"x-request-id"))
         scope.setdefault("state", {})["id"] = request_id
@@ -202,7 +203,9 @@ class _Guard:
         metrics.working.inc()
         try:
             try:
-                self._check_token(scope["path"], headers.get(b"authorization"))
+                self._check_token(path, headers.get(b"authorization"))
+                if path in LIMITED:
+                    self._gateway.service.check_room()
                 body = await self._body(headers, receive)
             except ProblemError as problem:
                 await _problem(problem, request_id)(scope, receive, told)
@@ -210,7 +213,7 @@ class _Guard:
                 await self._app(scope, body, told)
         finally:
             metrics.working.dec()
-            route = getattr(scope.get("route"), "path", "other")
+            route = getattr(scope.get("route"), "path", path if path in LIMITED else "other")
             metrics.requests.labels(route, str(status)).inc()
             metrics.seconds.labels(route).observe(time.perf_counter() - begin)
 
@@ -242,6 +245,12 @@ class _Guard:
             return whole.pop() if whole else await receive()
 
         return again
+
+
+def _path(scope: Scope) -> str:
+    """The path as the routes know it: a server may run under a prefix, which is a part of ASGI's `path`."""
+    path, root = str(scope["path"]), scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def _request_id(given: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import grpc
 import uvicorn
+from uvicorn.loops.auto import auto_loop_factory
 
 from xmcray.serving import metrics, rpc
 from xmcray.serving.coordinator import Coordinator
@@ -66,7 +68,8 @@ async def local_gateway(config: ServeConfig) -> AsyncIterator[LocalGateway]:
 
 def serve_local(config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]) -> None:
     """Serves until SIGTERM or SIGINT; see `run.serve_forever`."""
-    asyncio.run(_serve(config, host, port, grpc_port, ready))
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop where it is installed
+        runner.run(_serve(config, host, port, grpc_port, ready))
 
 
 async def _serve(config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]) -> None:
@@ -86,6 +89,8 @@ async def _serve(config: ServeConfig, host: str, port: int, grpc_port: int, read
         running = asyncio.create_task(server.serve())
         while not server.started and not running.done():
             await asyncio.sleep(0.01)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: to look through it again would take as long as some searches
         async with _grpc(gateway, host, grpc_port):
             if server.started:
                 ready(f"http://{host}:{port}")

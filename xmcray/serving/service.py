@@ -66,6 +66,14 @@ class Service:
         self.working = 0
         self._thread = ThreadPoolExecutor(1, "search")  # torch uses `config.threads` inside
 
+    def check_room(self) -> None:
+        """Raises ProblemError when so many requests are worked on that another one is refused.
+
+        To be asked before a request is parsed: under overload most of the time would go there.
+        """
+        if self.working >= self.config.in_flight:
+            raise ProblemError("overloaded", f"{self.working} requests are being worked on; ask again a little later")
+
     async def search(self, request: schema.SearchRequest, request_id: str) -> schema.SearchResponse:
         """The best labels of each text.
 
@@ -80,9 +88,9 @@ class Service:
                 found = await self._run(until, self._search, snapshot, request, k)
             else:
                 pin = Pin(model, snapshot.version, snapshot.number)
-                query_BD, longer = await self._parts.encode(pin, request.texts)
-                near = await self._parts.find(pin, query_BD, request, k)
+                query_BD, longer = await self._encoded(until, pin, snapshot, request.texts)
                 self._refuse_long(longer)
+                near = await self._parts.find(pin, query_BD, request, k)
                 found = await self._run(until, _results, snapshot, request, near, k, longer)
         return schema.SearchResponse(
             **pinned(model, snapshot),
@@ -100,11 +108,8 @@ class Service:
         snapshot, model = self.served.current(request.model), self._name(request.model)
         self._check_number(request.texts)
         async with self._admitted(None) as until:
-            if self._parts is None:
-                query_BD, longer = await self._run(until, snapshot.encode, request.texts, self.config.max_tokens)
-            else:
-                pin = Pin(model, snapshot.version, snapshot.number)
-                query_BD, longer = await self._parts.encode(pin, request.texts)
+            pin = Pin(model, snapshot.version, snapshot.number)
+            query_BD, longer = await self._encoded(until, pin, snapshot, request.texts)
         self._refuse_long(longer)
         return schema.EncodeResponse(
             **pinned(model, snapshot), request_id=request_id, dim=query_BD.shape[1], vectors=query_BD.tolist()
@@ -147,6 +152,14 @@ class Service:
             )
         return schema.ModelsResponse(models=found)
 
+    async def _encoded(
+        self, until: float, pin: Pin, snapshot: Snapshot, texts: list[str]
+    ) -> tuple[Float32Array, list[bool]]:
+        """As `Snapshot.encode`, here or by the encoder's own processes, whichever is sooner."""
+        if self._parts is None or snapshot.retriever.encodes_at_once:
+            return await self._run(until, snapshot.encode, texts, self.config.max_tokens)
+        return await self._parts.encode(pin, texts)
+
     def _search(self, snapshot: Snapshot, request: schema.SearchRequest, k: int) -> list[schema.Result]:
         query_BD, longer = snapshot.encode(request.texts, self.config.max_tokens)
         self._refuse_long(longer)
@@ -185,8 +198,7 @@ class Service:
         Raises:
             ProblemError: there is no place, or the time is over.
         """
-        if self.working >= self.config.in_flight:
-            raise ProblemError("overloaded", f"{self.working} requests are being worked on; ask again a little later")
+        self.check_room()
         wait_s = min(timeout_ms or self.config.deadline_ms, self.config.deadline_ms) / 1000
         self.working += 1
         try:

@@ -10,14 +10,16 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
-from bundles import DIM, TEXTS, write_bundle_of, write_memory
+from bundles import DIM, TEXTS, write_bundle_of, write_memory, write_transformer
 from served import ADMIN, TOKEN, Served, served
 
 from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.retriever import Retriever
+from xmcray.serving.service import Pin, find
 
 KINDS = ("texts", "rowsIVF", "both", "prototypes", "memory")
 ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
@@ -66,6 +68,40 @@ def test_answers_are_the_retrievers(bundles: dict[str, Path], serving: Callable[
     serving(test, bundles)
 
 
+def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
+    bundles: dict[str, Path], tmp_path: Path, serving: Callable[..., None]
+) -> None:
+    """In the composed mode a static encoder's vectors are made in the gateway, a transformer's by the encoder."""
+    sent = list[str]()
+
+    class Elsewhere:
+        """The other deployments, here."""
+
+        def __init__(self, one: Served) -> None:
+            self.current = one.models.current
+
+        async def encode(self, pin: Pin, texts: list[str]) -> Any:
+            sent.append(pin.model)
+            return self.current(pin.model).encode(texts, 512)
+
+        async def find(self, pin: Pin, *arguments: Any) -> Any:
+            return find(self.current(pin.model), arguments[1], arguments[0], arguments[2])
+
+    async def test(one: Served) -> None:
+        one.service._parts = Elsewhere(one)
+        for name, path in paths.items():
+            wanted = Retriever.load(path, threads=1)
+            found = (await one.search(ASKED, k=7, model=name))["results"]
+            uids = [[a.uid for a in answers] for answers in wanted.search(ASKED, 7)]
+            assert [[a["uid"] for a in result["answers"]] for result in found] == uids
+            encoded = (await one.ask("/v1/encode", {"texts": ASKED, "model": name})).json()
+            np.testing.assert_allclose(encoded["vectors"], wanted.encode(ASKED), atol=1e-6)
+        assert sent == ["bert", "bert"]
+
+    paths = {"static": bundles["texts"], "bert": write_transformer(tmp_path)}
+    serving(test, paths)
+
+
 def test_memory_settings_of_a_request(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
     async def test(one: Served) -> None:
         body = await one.search(ASKED, k=5, memory={"weight": 0.0, "keys": 9})
@@ -112,6 +148,22 @@ def test_every_route_wants_its_token(bundles: dict[str, Path], serving: Callable
     serving(test, {"a": bundles["texts"]})
 
 
+def test_a_prefix_opens_no_door(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+    """Behind `route_prefix: /x` of Ray Serve, ASGI's path begins with the prefix."""
+
+    async def test(one: Served) -> None:
+        transport = httpx.ASGITransport(one.app, root_path="/x")
+        async with httpx.AsyncClient(transport=transport, base_url="http://test/x") as client:
+            operations = {"operations": [{"op": "delete", "uid": "u1"}]}
+            for token, status in ((TOKEN, 403), (ADMIN, 200)):
+                headers = {"Authorization": f"Bearer {token}"}
+                assert (await client.post("/admin/v1/labels", json=operations, headers=headers)).status_code == status
+            assert (await client.get("/healthz")).status_code == 200
+            assert (await client.get("/v1/models")).status_code == 401
+
+    serving(test, {"a": bundles["texts"]})
+
+
 @pytest.mark.parametrize(
     ("body", "status", "kind", "detail"),
     [
@@ -152,18 +204,17 @@ def test_a_long_text_is_cut_and_says_so(bundles: dict[str, Path], serving: Calla
 
 def test_too_many_requests_and_too_little_time(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
     async def test(one: Served) -> None:
-        release = asyncio.get_running_loop().create_future()
-
         async def stuck(*_: Any) -> Any:
-            await release
+            await asyncio.Event().wait()
 
         right, one.service._run = one.service._run, stuck  # type: ignore[method-assign,assignment]
         body = {"texts": ["a"], "timeout_ms": 500}
         waiting = [asyncio.create_task(one.ask("/v1/search", body)) for _ in range(2)]
         while one.service.working < 2:
             await asyncio.sleep(0.001)
-        refused = await one.ask("/v1/search", body)
+        refused = await one.ask("/v1/search", content=b"not even read")
         assert refused.status_code == 503
+        assert (await one.ask("/v1/search", body, "wrong" * 4)).status_code == 401, "nobody else learns of the load"
         assert [(await answer).status_code for answer in waiting] == [504, 504]
         assert (refused.headers["retry-after"], refused.json()["type"]) == ("1", "urn:xmcray:overloaded")
         one.service._run = right  # type: ignore[method-assign]

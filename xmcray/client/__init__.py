@@ -7,6 +7,7 @@ What is tried again, until the time of the whole call is over:
 
     reads   search, encode, label, models   no connection, a lost one, and 408, 429, 500, 502, 503, 504
     writes  swap, change_labels, compact    no connection, and 503 overloaded or not-ready: nothing was done
+    both    once, at once                   401, if the token's file has another token by now: it was rotated
 
 Waits are random between 0 and a bound that doubles from 0.1 s to 2 s, on top of what Retry-After asks for.
 """
@@ -16,52 +17,29 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import email.utils
 import ipaddress
 import math
 import os
-import random
 import time
-import uuid
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, Self, TypedDict, Unpack
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from xmcray import __version__
-from xmcray.errors import ConfigError, XmcrayError
+from xmcray.client.call import CONNECT_S, AnswerT, Call, ClientError, Token, first_error
+from xmcray.errors import ConfigError
 from xmcray.serving import schema
 
+__all__ = ["AsyncClient", "Client", "ClientError"]
+
 TOKEN = "XMCRAY_TOKEN"
-FIRST_WAIT_S, MAX_WAIT_S, CONNECT_S = 0.1, 2.0, 3.0
 LONG_S = 600.0  # a swap loads a bundle, a compaction writes one
-RETRIED = frozenset({408, 429, 500, 502, 503, 504})
-NOTHING_DONE = frozenset({"overloaded", "not-ready"})  # of the 503s of a write
-UNSENT = (httpx.ConnectError, httpx.ConnectTimeout)
-LOST = (*UNSENT, httpx.NetworkError, httpx.RemoteProtocolError)
-URN = "urn:xmcray:"
-
-AnswerT = TypeVar("AnswerT", bound=BaseModel)
-
-
-class ClientError(XmcrayError):
-    """The server refused, or gave no answer.
-
-    Attributes:
-        kind: of the server's problem, such as "overloaded" or "not-found"; otherwise "unreachable", "deadline",
-            "malformed" (not an answer of this API) or "http" (a refusal that is no problem of this API).
-        status: of the answer, if there was one.
-        request_id: names the request in the server's log.
-    """
-
-    def __init__(self, message: str, kind: str = "", status: int | None = None, request_id: str | None = None) -> None:
-        super().__init__(message)
-        self.kind, self.status, self.request_id = kind, status, request_id
 
 
 class SearchOptions(TypedDict, total=False):
@@ -81,114 +59,6 @@ class SwapOptions(TypedDict, total=False):
     model: str | None
     recall_floor: float | None
     version: str | None
-
-
-class _Secret(str):
-    """A token that no log and no traceback with local variables shows."""
-
-    def __repr__(self) -> str:
-        return "'***'"
-
-
-class _Call(Generic[AnswerT]):
-    """One call without its input and output: what to send next, and whether what came back ends it."""
-
-    def __init__(
-        self,
-        method: str,
-        url: str,
-        answer: type[AnswerT],
-        *,
-        tokens: Sequence[_Secret | None],
-        timeout_s: float,
-        retries: int | None,
-        content: bytes | None = None,
-        write: bool = False,
-    ) -> None:
-        self._method, self._url, self._answer, self._content, self._write = method, url, answer, content, write
-        self._tokens, self._timeout_s, self._retries = tokens, timeout_s, retries
-        self._started, self._attempts, self._request_id = time.monotonic(), 0, uuid.uuid4().hex
-        self._headers = httpx.Headers({"Accept": "application/json", "X-Request-ID": self._request_id})
-        if content is not None:
-            self._headers["Content-Type"] = "application/json"
-        if (token := tokens[1 if write else 0]) is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
-
-    def left_s(self) -> float:
-        """Seconds until the call must have ended."""
-        return self._started + self._timeout_s - time.monotonic()
-
-    def send(self) -> dict[str, Any]:
-        """What the next attempt sends, as arguments of httpx."""
-        self._attempts += 1
-        left = max(self.left_s(), 0.001)  # httpx takes 0 for an error of its own
-        timeout = httpx.Timeout(left, connect=min(left, CONNECT_S))
-        sent = {"method": self._method, "url": self._url, "headers": self._headers, "content": self._content}
-        return {**sent, "timeout": timeout}
-
-    def answered(self, response: httpx.Response, content: bytes) -> AnswerT | float:
-        """The answer, or the seconds to wait before the next attempt.
-
-        Raises:
-            ClientError: it is an error that another attempt cannot mend, or there is no time for one.
-        """
-        status = response.status_code
-        self._request_id = response.headers.get("X-Request-ID", self._request_id)
-        if status == httpx.codes.OK:
-            try:
-                return self._answer.model_validate_json(content)
-            except ValidationError as error:
-                found = f"the answer is no {self._answer.__name__} ({_first(error)}), expected one of xmcray serve"
-            raise self._error(f"{found}; compare the versions of client and server", "malformed", status) from None
-        try:
-            problem = schema.Problem.model_validate_json(content)
-            known = problem.type.startswith(URN)
-        except ValidationError:
-            known = False
-        kind = problem.type.removeprefix(URN) if known else "http"
-        detail = f"{kind}: {problem.detail}" if known else response.reason_phrase or "no reason given"
-        refused = self._error(f"{status} {detail}", kind, status)
-        safe = not self._write or (status == httpx.codes.SERVICE_UNAVAILABLE and kind in NOTHING_DONE)
-        if status in RETRIED and safe:
-            return self._wait_s(refused, _retry_after_s(response.headers.get("Retry-After")))
-        raise refused
-
-    def failed(self, error: httpx.RequestError) -> float:
-        """The seconds to wait after an attempt that got no answer.
-
-        Raises:
-            ClientError: as `answered`.
-        """
-        unsent = isinstance(error, UNSENT)
-        if isinstance(error, httpx.TimeoutException) and not unsent:
-            raise self.expired() from None
-        reason = str(error) or type(error).__name__
-        found = f"no connection ({reason}); is the server running?" if unsent else f"connection lost ({reason})"
-        lost = self._error(found + ("" if unsent else self._doubt()), "unreachable")
-        if isinstance(error, LOST) and (unsent or not self._write):
-            return self._wait_s(lost)
-        raise lost from None
-
-    def expired(self) -> ClientError:
-        """The error of a call whose time is over."""
-        return self._error(f"no answer within {self._timeout_s:g} s{self._doubt()}", "deadline")
-
-    def _wait_s(self, error: ClientError, at_least: float = 0.0) -> float:
-        bound = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** min(self._attempts - 1, 10))
-        wait = at_least + random.uniform(0.0, bound)  # full jitter: those who failed together return apart
-        if (self._retries is not None and self._attempts > self._retries) or wait >= self.left_s():
-            raise error from None
-        return wait
-
-    def _doubt(self) -> str:
-        return "; it may have been done all the same: look before you repeat it" if self._write else ""
-
-    def _error(self, found: str, kind: str, status: int | None = None) -> ClientError:
-        tried = f", {self._attempts} attempts" if self._attempts > 1 else ""
-        message = f"{self._method} {self._url[:200]}: {found[:1000]} (request {self._request_id[:100]}{tried})"
-        for token in filter(None, self._tokens):  # whatever the other side wrote into its answer
-            message = message.replace(token, "***")
-        return ClientError(" ".join(message.split()), kind, status, self._request_id)
 
 
 @dataclass(frozen=True)
@@ -215,6 +85,7 @@ class _Asker(abc.ABC):
         *,
         token_file: str | Path | None = None,
         admin_token: str | None = None,
+        admin_token_file: str | Path | None = None,
         timeout_s: float = 10.0,
         retries: int | None = None,
         transport: Any = None,
@@ -225,8 +96,10 @@ class _Asker(abc.ABC):
             )
         self._url, host, encrypted = _address(url)
         self._timeout_s, self._retries = timeout_s, retries
-        admin = None if admin_token is None else _checked(admin_token, "admin_token")
-        self._tokens = (_find_token(token, token_file), admin)
+        reading = _find_token("token", token, token_file)
+        if reading is None and os.environ.get(TOKEN):
+            reading = Token(os.environ[TOKEN].strip(), TOKEN)
+        self._tokens = (reading, _find_token("admin_token", admin_token, admin_token_file))
         loopback = _is_loopback(host)
         if any(self._tokens) and not encrypted and not loopback:
             warnings.warn(f"the token goes to {host} unencrypted; use https", stacklevel=2)
@@ -240,23 +113,25 @@ class _Asker(abc.ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._url!r})"
 
-    def _get(self, answer: type[AnswerT], path: str) -> _Call[AnswerT]:
+    def _get(self, answer: type[AnswerT], path: str) -> Call[AnswerT]:
         return self._call("GET", path, answer, None, self._timeout_s)
 
-    def _post(self, route: _Route[AnswerT], timeout_s: float | None = None, /, **values: object) -> _Call[AnswerT]:
+    def _post(self, route: _Route[AnswerT], timeout_s: float | None = None, /, **values: object) -> Call[AnswerT]:
         try:
             content = route.request(**values).model_dump_json(exclude_unset=True).encode()
         except ValidationError as error:
-            raise ConfigError(f"{route.request.__name__}: {_first(error)}") from None
+            raise ConfigError(f"{route.request.__name__}: {first_error(error)}") from None
         return self._call("POST", route.path, route.answer, content, timeout_s or self._timeout_s)
 
     def _call(
         self, method: str, path: str, answer: type[AnswerT], content: bytes | None, timeout_s: float
-    ) -> _Call[AnswerT]:
+    ) -> Call[AnswerT]:
         write = path.startswith("/admin/")
         if write and self._tokens[1] is None:
-            raise ConfigError(f"{path} needs the administrator's token, none was given; pass admin_token=...")
-        return _Call(
+            raise ConfigError(
+                f"{path} needs the administrator's token, none was given; pass admin_token=... or admin_token_file=..."
+            )
+        return Call(
             method,
             self._url + path,
             answer,
@@ -273,9 +148,9 @@ class Client(_Asker):
 
     Args:
         url: of the server, with the path prefix if it has one.
-        token, token_file: the reader's token, or a file whose first line it is; the environment variable XMCRAY_TOKEN
-            if neither is given.
-        admin_token: for swap, change_labels and compact.
+        token, token_file: the reader's token, or a file whose first line it is, which is read again when the token is
+            refused; the environment variable XMCRAY_TOKEN if neither is given.
+        admin_token, admin_token_file: for swap, change_labels and compact.
         timeout_s: of a whole call with all its attempts. (A server that sends its answer in dribs can hold a call of
             this class up to twice as long.)
         retries: attempts after the first; as many as there is time for if not given, 0 for none.
@@ -333,7 +208,7 @@ class Client(_Asker):
         """Writes the labels as they are now into a new bundle at `out`."""
         return self._run(self._post(COMPACT, timeout_s, out=out, model=model))
 
-    def _run(self, call: _Call[AnswerT]) -> AnswerT:
+    def _run(self, call: Call[AnswerT]) -> AnswerT:
         while True:
             try:
                 with self._http.stream(**call.send()) as response:
@@ -404,7 +279,7 @@ class AsyncClient(_Asker):
         """As `Client.compact`."""
         return await self._run(self._post(COMPACT, timeout_s, out=out, model=model))
 
-    async def _run(self, call: _Call[AnswerT]) -> AnswerT:
+    async def _run(self, call: Call[AnswerT]) -> AnswerT:
         while True:
             try:
                 async with asyncio.timeout(call.left_s()):
@@ -424,12 +299,6 @@ def _label_path(uid: str, model: str | None) -> str:
         raise ConfigError("label was given an empty uid, expected that of a label")
     name = quote(uid, safe="").replace(".", "%2E")  # a bare ".." would be taken for a step up
     return f"/v1/labels/{name}" + ("" if model is None else f"?model={quote(model, safe='')}")
-
-
-def _first(error: ValidationError) -> str:
-    """The first complaint, without the value: that may be long, or not for everybody's eyes."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(map(str, found['loc'])) or 'value'}: {found['msg'][:200]}"
 
 
 def _address(url: str) -> tuple[str, str, bool]:
@@ -452,34 +321,9 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def _find_token(token: str | None, token_file: str | Path | None) -> _Secret | None:
-    if token is not None and token_file is not None:
-        raise ConfigError("token and token_file were both given, expected one of them")
-    if token_file is not None:
-        try:
-            lines = Path(token_file).read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"token_file {token_file} cannot be read ({type(error).__name__})") from None
-        return _checked(lines[0] if lines else "", f"the first line of {token_file}")
-    if token is not None:
-        return _checked(token, "token")
-    return _checked(os.environ[TOKEN].strip(), TOKEN) if os.environ.get(TOKEN) else None
-
-
-def _checked(token: str, name: str) -> _Secret:
-    """A token that fits into a header: httpx would name any other one in its error."""
-    if not token or not all("!" <= letter <= "~" for letter in token):
-        raise ConfigError(f"{name} is empty or has characters other than visible ASCII, expected a token; not shown")
-    return _Secret(token)
-
-
-def _retry_after_s(value: str | None) -> float:
-    """Seconds from now; 0 where the header is missing or unreadable."""
-    try:
-        seconds = float(value or 0)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value or "").timestamp() - time.time()
-        except (ValueError, TypeError):
-            return 0.0
-    return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
+def _find_token(name: str, token: str | None, path: str | Path | None) -> Token | None:
+    if token is not None and path is not None:
+        raise ConfigError(f"{name} and {name}_file were both given, expected one of them")
+    if path is not None:
+        return Token.of_file(Path(path), f"{name}_file")
+    return None if token is None else Token(token, name)

@@ -1,0 +1,399 @@
+"""Serving while its processes are killed, its bundle is swapped, its labels change and nonsense is sent to it.
+
+    python benchmarks/soak_serving.py                     # everything that is not done yet: half an hour
+    python benchmarks/soak_serving.py --minutes 2         # a piece of it; the next call goes on from there
+    python benchmarks/soak_serving.py --part labels       # one part
+    python benchmarks/soak_serving.py --fresh             # from the beginning
+
+    kills     20,000 searches, a replica of some part killed every 10 s; single and composed mode
+    swaps     20 hot swaps under load; every answer must be wholly of one version
+    labels    2,000 random adds, updates and deletes over HTTP, the server killed every 20 s and started again
+    bodies    5,000 requests: random ones that OpenAPI allows, and good ones with some bytes replaced
+
+What each call did is one line in a ledger beside the benchmarks' cache; the table sums the lines. Correctness only: it
+may run on a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import data_sets
+from common import provenance, refuse_if_busy, write_table
+from load import free_port
+from ray import serve
+from serve_load import wait_until_ready
+
+from xmcray.client import Client, ClientError
+from xmcray.retrieval.labels import NewLabel, add_labels
+from xmcray.serving.run import serving
+from xmcray.serving.schema import Operation
+from xmcray.serving.settings import ServeConfig
+
+sys.path.insert(0, str(data_sets.ROOT / "tests"))  # what the tests do a little of, with the same means
+from bundles import TEXTS, write_bundle_of, write_transformer
+from fuzz import ROUTES, ask_described, ask_mutated
+from replicas import Askers, Killer, client_of, insist, known_answers, replicas
+
+LEDGER = data_sets.CACHE / "serve" / "soak.jsonl"
+ROUND = 500  # bodies between two looks at the memory
+WRITERS, PACE_S, VISIBLE_S = 2, 0.15, 5.0
+TWO = {"num_replicas": 2}
+
+
+@dataclass
+class Piece:
+    """What one call did of one part.
+
+    Attributes:
+        done: of the goal. disturbances: kills or swaps.
+        wrong: what must not have happened, and how often. notes: for the reader.
+    """
+
+    part: str
+    done: int = 0
+    disturbances: int = 0
+    seconds: float = 0.0
+    wrong: Counter[str] = field(default_factory=Counter)
+    notes: str = ""
+    about: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="of this call, without starting and ending")
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier calls did")
+    parser.add_argument("--out", type=Path, default=Path("soak_serving.md"))
+    options = parser.parse_args()
+    refuse_if_busy(anyway=True)
+    LEDGER.parent.mkdir(parents=True, exist_ok=True)
+    if options.fresh:
+        LEDGER.unlink(missing_ok=True)
+    left_s = 60 * options.minutes
+    for name in options.part:
+        run, goal, _, _ = PARTS[name]
+        left = goal - sum(piece.done for piece in pieces(name))
+        if left <= 0 or left_s <= 0:
+            continue
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="xmcray-soak.") as folder:
+            piece = run(Piece(name), Path(folder), left, began + left_s)
+        piece.seconds = round(time.monotonic() - began, 1)
+        piece.about = provenance()[1]
+        left_s -= piece.seconds
+        with LEDGER.open("a") as ledger:
+            ledger.write(json.dumps(vars(piece)) + "\n")
+        print(piece, flush=True)
+    tell(options.out)
+
+
+def pieces(part: str) -> list[Piece]:
+    """What earlier calls did of a part."""
+    lines = LEDGER.read_text().splitlines() if LEDGER.is_file() else []
+    found = [Piece(**json.loads(line)) for line in lines]
+    return [piece for piece in found if piece.part == part]
+
+
+def tell(out: Path) -> None:
+    """Writes the table of everything in the ledger.
+
+    Raises:
+        SystemExit: something went wrong in some piece.
+    """
+    rows, bad, abouts = list[list[object]](), 0, dict[str, None]()
+    for name, (_, goal, what, disturbed) in PARTS.items():
+        known = pieces(name)
+        wrong = sum((Counter(piece.wrong) for piece in known), Counter[str]())
+        bad += wrong.total()
+        abouts |= {piece.about.split(", `")[0]: None for piece in known}
+        done, disturbances = sum(p.done for p in known), sum(p.disturbances for p in known)
+        mistakes = ", ".join(f"{number} x {mistake}" for mistake, number in wrong.items() if number)
+        outcome = (f"wrong: {mistakes}" if mistakes else "nothing wrong") if done else "not run"
+        outcome += f", {goal - done:,} to do" if 0 < done < goal else ""
+        notes = "; ".join(dict.fromkeys(piece.notes for piece in known if piece.notes))
+        seconds = f"{sum(p.seconds for p in known):.0f}"
+        rows.append(
+            [name, what, f"{done:,} of {goal:,}", f"{disturbances} {disturbed}", seconds, outcome, notes or "-"]
+        )
+    header = ["part", "what", "done", "disturbed by", "seconds", "outcome", "seen"]
+    lines = [f"run in pieces at: {'; '.join(abouts) or '-'}", "correctness only: the machine may have been busy"]
+    write_table(out, "Serving while it is disturbed", header, rows, lines)
+    if bad:
+        raise SystemExit("error: something went wrong; see the table")
+
+
+# ---- searches ----
+
+
+def kills(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+    """Half of what there is to do in either mode."""
+    bundles = {"single": write_bundle_of(folder / "bundle", "texts"), "composed": write_transformer(folder)}
+    notes = []
+    parts = {"single": ["Gateway"], "composed": ["Gateway", "Encoder", "Searcher0"]}
+    for number, (mode, deployments) in enumerate(parts.items()):
+        options = dict.fromkeys(deployments[1:], TWO)
+        config = ServeConfig(
+            bundles={"a": str(bundles[mode])}, mode=mode, replicas=2, state_dir=str(folder / mode), options=options
+        )
+        until = time.monotonic() + (deadline - time.monotonic()) / (len(parts) - number)
+        with serving(config, "127.0.0.1", port := free_port()) as url:
+            began = time.monotonic()
+            askers = Askers(url, folder / mode, known_answers([bundles[mode]]))
+            killer = Killer(partial(spare, deployments), 10.0, seed=port)
+            askers.finish((left - piece.done) // (len(parts) - number), until)
+            killer.close()
+            seconds = time.monotonic() - began
+        count(piece, askers)
+        piece.disturbances += len(killer.killed)
+        notes.append(f"{mode}: {askers.asked:,} in {seconds:.0f} s, {len(killer.killed)} kills")
+    piece.notes = ", ".join(notes)
+    return piece
+
+
+def spare(deployments: Sequence[str]) -> list[int]:
+    """Replicas that may die: all of them run, so each has another one beside it."""
+    status = serve.status().applications["xmcray"].deployments
+    running = all(status[name].replica_states == {"RUNNING": 2} for name in deployments)
+    return [pid for name in deployments for pid in replicas(name)] if running else []
+
+
+def swaps(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+    """Between two bundles, one of which has a label more."""
+    bundles = [write_bundle_of(folder / "bundle", "texts"), folder / "other"]
+    add_labels(bundles[0], [NewLabel("extra", "matrix vector norm")], bundles[1])
+    known = known_answers(bundles)
+    config = ServeConfig(
+        bundles={"a": str(bundles[0])}, mode="single", replicas=2, state_dir=str(folder / "state"), keep_s=5.0
+    )
+    with serving(config, "127.0.0.1", free_port()) as url, client_of(url, folder / "state") as admin:
+        askers = Askers(url, folder / "state", known)
+        while piece.disturbances < left and time.monotonic() < deadline:
+            insist(partial(admin.swap, str(bundles[(piece.disturbances + 1) % 2])))
+            piece.disturbances += 1
+            before = askers.asked
+            while askers.asked < before + 50:  # answers of this version, while the one before is dropped
+                time.sleep(0.05)
+        askers.finish()
+    count(piece, askers)
+    piece.done = piece.disturbances
+    piece.wrong["version never seen"] += len(known) - len(askers.seen)
+    piece.notes = f"{askers.asked:,} searches meanwhile"
+    return piece
+
+
+def count(piece: Piece, askers: Askers) -> None:
+    """Adds what the askers saw."""
+    piece.done += askers.asked
+    piece.wrong["failed"] += len(askers.failed)
+    piece.wrong["mixed answer"] += len(askers.mixed)
+    for error in askers.failed[:5]:
+        print("failed:", error, file=sys.stderr)
+
+
+# ---- labels ----
+
+
+class Server:
+    """`xmcray serve` in a process that is killed and started again, always with the same state."""
+
+    def __init__(self, bundle: Path, state: Path) -> None:
+        self.port, self._state, self._log = free_port(), state, state.with_suffix(".log")
+        self._command = [str(Path(sys.executable).parent / "xmcray"), "serve", str(bundle), "--port", str(self.port)]
+        self.process = self._start()
+
+    def revive(self) -> None:
+        """Starts it again if it was killed, and returns when it answers."""
+        if self.process.poll() is not None:
+            self.process = self._start()
+
+    def running(self) -> list[int]:
+        """The process, if it runs."""
+        return [self.process.pid] if self.process.poll() is None else []
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            command = [*self._command, "--state-dir", str(self._state)]
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        wait_until_ready(self.port, process, self._log)
+        return process
+
+
+class Writer(threading.Thread):
+    """Changes labels of its own, and knows what each of them must be.
+
+    Attributes:
+        acknowledged: operations. unknown: requests whose fate had to be looked up.
+        wrong: kinds of mistakes. text: of each of its labels, None where there must be none.
+    """
+
+    def __init__(self, client: Client, number: int, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.acknowledged = self.unknown = self._made = 0
+        self.wrong, self.done = Counter[str](), threading.Event()
+        self.text: dict[str, str | None] = {f"w{number}-{i}": None for i in range(40)}
+        self._client, self._draw = client, random.Random(seed)
+        self.start()
+
+    def run(self) -> None:
+        while not self.done.wait(self._draw.uniform(0, 2 * PACE_S)):
+            batch = [self._operation(uid) for uid in self._draw.sample(sorted(self.text), self._draw.choice((1, 1, 3)))]
+            if self._sent(batch):
+                self.acknowledged += len(batch)
+                self.text |= {operation.uid: operation.text for operation in batch}
+            else:
+                self.check()
+
+    def check(self) -> None:
+        """Compares every label with what it must be."""
+        for uid, text in self.text.items():
+            found = self.read(uid)
+            if found != text:
+                kind = "lost" if found is None else "resurrected" if text is None else "of another text"
+                self.wrong[kind] += 1
+
+    def read(self, uid: str) -> str | None:
+        """The label's text as the server has it; asks until there is an answer."""
+        for _ in range(10):
+            try:
+                return self._client.label(uid).text
+            except ClientError as error:
+                if error.kind == "not-found":
+                    return None
+        raise RuntimeError("the server does not come back")
+
+    def _operation(self, uid: str) -> Operation:
+        self._made += 1
+        text = f"{self._draw.choice(TEXTS)} {' '.join(self._draw.choices(TEXTS[0].split(), k=self._made % 7))}"
+        if self.text[uid] is None:
+            return Operation(op="add", uid=uid, text=text)
+        if self._draw.random() < 0.5 and text != self.text[uid]:
+            return Operation(op="update", uid=uid, text=text)
+        return Operation(op="delete", uid=uid)
+
+    def _sent(self, batch: Sequence[Operation]) -> bool:
+        """Whether the batch was done; looked up where nobody said so. All of it or nothing."""
+        try:
+            self._client.change_labels(batch)
+        except ClientError as error:
+            if error.status == 409:
+                self.wrong[f"refused ({error.kind})"] += 1
+                return False
+            self.unknown += 1
+            time.sleep(1.0)
+            done = {self.read(operation.uid) == operation.text for operation in batch}
+            self.wrong["torn batch"] += len(done) > 1
+            return done == {True}
+        return True
+
+
+def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+    """The whole server is killed: coordinator, gateway and log in one process."""
+    state = folder / "state"
+    server = Server(write_bundle_of(folder / "bundle", "texts"), state)
+    try:
+        url = f"http://127.0.0.1:{server.port}"
+        clients = [client_of(url, state) for _ in range(WRITERS)]
+        writers = [Writer(client, i, seed=left + i) for i, client in enumerate(clients)]
+        killer = Killer(server.running, 20.0)
+        while sum(writer.acknowledged for writer in writers) < left and time.monotonic() < deadline:
+            server.revive()
+            time.sleep(0.2)
+        killer.close()
+        server.revive()
+        for writer in writers:
+            writer.done.set()
+            writer.join()
+        server.close()
+        server.revive()  # once more from what is on the disk
+        for writer in writers:
+            writer.check()
+            piece.done += writer.acknowledged
+            piece.wrong.update(writer.wrong)
+        must = {uid: text for writer in writers for uid, text in writer.text.items()}
+        found = clients[0].search([""], len(must), filter={"allow": list(must)}).results[0].answers
+        piece.wrong["search disagrees"] += {a.uid: a.text for a in found} != {u: t for u, t in must.items() if t}
+        piece.disturbances = len(killer.killed)
+        unknown = sum(writer.unknown for writer in writers)
+        piece.notes = f"{unknown} requests cut off, looked up afterwards; {len(found)} labels left at the end"
+    finally:
+        server.close()
+    return piece
+
+
+# ---- bodies ----
+
+
+def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+    """Rounds of 300 that the description allows and 200 mutated ones."""
+    bundle, state = write_bundle_of(folder / "bundle", "texts"), folder / "state"
+    config = ServeConfig(bundles={"a": str(bundle)}, mode="single", replicas=2, state_dir=str(state))
+    seen, memory = Counter[int](), list[float]()
+    with serving(config, "127.0.0.1", free_port()) as url:
+        before = everyone()
+
+        def headers(path: str) -> dict[str, str]:
+            name = "admin-token" if path.startswith("/admin") else "token"
+            return {"Authorization": f"Bearer {(state / name).read_text().strip()}"}
+
+        while piece.done < left and time.monotonic() < deadline:
+            for ask in [
+                *(partial(ask_described, route=route, number=number) for route, number in ROUTES.items()),
+                partial(ask_mutated, number=ROUND - sum(ROUTES.values())),
+            ]:
+                try:
+                    found = ask(url, headers, seed_=left - piece.done)
+                except AssertionError as error:
+                    piece.wrong[str(error)[:200]] += 1
+                    continue
+                seen += found
+                piece.done += found.total()
+            memory.append(sum(map(resident_mib, everyone())))
+        with client_of(url, state) as client:
+            piece.wrong["no answer afterwards"] += len(client.search(["matrix"]).results[0].answers) != 10
+        piece.wrong["replica restarted"] += len(set(before) - set(everyone()))
+    statuses = ", ".join(f"{number} x {status}" for status, number in sorted(seen.items()))
+    grown = memory[-1] - memory[min(1, len(memory) - 1)]  # the first rounds fill caches
+    piece.wrong["memory grew"] += grown > 0.05 * memory[0]
+    piece.notes = f"{statuses}; MiB of all replicas by round: {', '.join(f'{value:.0f}' for value in memory)}"
+    return piece
+
+
+def everyone() -> list[int]:
+    """Processes of all replicas."""
+    return [pid for name in ("Gateway", "Coordinator") for pid in replicas(name)]
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process, without pages of files."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+
+Run = Callable[[Piece, Path, int, float], Piece]
+PARTS: dict[str, tuple[Run, int, str, str]] = {
+    "kills": (kills, 20_000, "searches by clients with their own retries", "kills"),
+    "swaps": (swaps, 20, "hot swaps under load", "swaps"),
+    "labels": (labels, 2_000, "adds, updates and deletes of labels", "kills"),
+    "bodies": (bodies, 5_000, "random and mutated requests", "restarts"),
+}
+
+
+if __name__ == "__main__":
+    main()
