@@ -1,0 +1,306 @@
+"""ASTRA from 10^5 to 10^7 labels on one machine: time of a step, time of a refresh, memory; and what `plan` says.
+
+    python benchmarks/scale.py --labels 1e5 1e6 --workers 1 2      # some minutes
+    python benchmarks/scale.py --labels 1e7 --workers 1
+    python benchmarks/scale.py --labels 1e7 --workers 2            # 24 GB of memory
+    python benchmarks/scale.py --table                             # writes the table and the picture anew
+
+Each configuration is measured once and kept in the cache, so that the work can be done in pieces; every command ends
+with the table and the picture of all that is there. D = 64, float32 rows, SGD with momentum, 256 queries of 8 words in
+a batch, 2,048 uniform and 50 hard negatives: the workload is the same for all sizes, and corpora are written by
+synthetic.py.
+
+A configuration is two measurements. The training is one of Ray Train with its pool of index actors, as `xmcray train`
+starts it: queries are collected in the first epoch, the index is built and searched in the second, and the step time is
+the median after that. Memory is the peak of each kind of process, and how much less memory the machine had available at
+the worst moment than before: that counts pages that processes share once. The classifier's part is timed by itself, in
+as many processes without Ray: what `Astra.loss`, its backward pass and the update of the rows take when the query
+vectors are there, on rows whose every page has been touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import data_sets
+import numpy as np
+import refresh
+import synthetic
+import torch
+import torch.distributed as dist
+from common import RESULTS, refuse_if_busy, write_table
+
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.parallel import collectives
+from xmcray.planning import sizes, workload
+from xmcray.planning.encoders import encoder_shape
+from xmcray.planning.plan import Plan, plan
+from xmcray.planning.probe import ENVIRONMENT, probe
+from xmcray.planning.rates import Rates, load_rates
+from xmcray.storage import write_json
+from xmcray.training.launch import train
+from xmcray.training.loop import build
+from xmcray.training.records import read_records
+from xmcray.training.run import RunConfig
+from xmcray.types import Shortlist
+
+KEPT, PROBE = data_sets.CACHE / "scale", data_sets.CACHE / "scale" / "probe.json"
+QUERIES, TOKENS, POSITIVES, WARM, STEPS = 8192, 8, 2, 8, 48
+LIMIT_RATIO, LIMIT_BYTES, LARGEST = 2.5, 24 << 30, 10**7
+COLUMNS = {  # what is measured, and how a plan calls it
+    "classifier_s": ("classifier's part, ms", 1e3),
+    "step_s": ("step, ms", 1e3),
+    "refresh_s": ("refresh, s", 1.0),
+    "worker_bytes": ("a worker, GB", 1e-9),
+    "index_bytes": ("an index actor, GB", 1e-9),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--labels", type=float, nargs="+", default=[1e5, 1e6])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--again", action="store_true", help="measure what was measured before")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--quick", action="store_true", help="5,000 labels, one worker, kept and written nowhere")
+    parser.add_argument("--out", type=Path, default=Path("scale.md"))
+    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
+    parser.add_argument("--rank", nargs=4, metavar=("RANK", "RANKS", "CORPUS", "FOLDER"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        rank, ranks, corpus, folder = arguments.rank
+        classifier_rank(int(rank), int(ranks), corpus, Path(folder), arguments.dim)
+        return
+    if arguments.quick:
+        print(json.dumps(measure(5000, arguments.dim, 1, "quick"), indent=1))
+        return
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for labels in [] if arguments.table else sorted(map(int, arguments.labels)):
+        for workers in arguments.workers:
+            path = KEPT / f"{labels}-{arguments.dim}-{workers}.json"
+            if arguments.again or not path.is_file():
+                load = refuse_if_busy(arguments.anyway)
+                if not PROBE.is_file() or arguments.again:
+                    measured_rates(settings(arguments.dim, 1))
+                write_json(path, measure(labels, arguments.dim, workers, load))
+                print(f"{labels:,} labels, {workers} workers: {path.read_text()}", file=sys.stderr, flush=True)
+    report(arguments.out, arguments.dim)
+
+
+def settings(dim: int, workers: int) -> RunConfig:
+    return RunConfig.resolve(
+        "astra",
+        {
+            "data": {"augment_with_labels": False, "validation": 0.0},
+            "encoder": {"dim": dim},
+            "negatives": {"uniform": 2048, "hard": 50, "start_epoch": 2, "refresh_every": 4, "keep_recall": 0}
+            | {"wait_s": 3600.0},
+            "method": {"classifier": {"kind": "sgd", "momentum": 0.9}},
+            "optim": {"epochs": 4, "batch_size": 256},
+            "cluster": {"workers": workers, "device": "cpu", "threads_per_process": 1},
+            "log": {"every": 4, "validate_every": 0, "checkpoint_every": 10**9, "keep": 1},
+        },
+    )
+
+
+def measured_rates(config: RunConfig) -> Rates:
+    PROBE.parent.mkdir(parents=True, exist_ok=True)
+    rates = probe(encoder_shape(config.encoder, 30_000), config.encoder)
+    rates.save(PROBE)
+    return rates
+
+
+def measure(labels: int, dim: int, workers: int, load: str) -> dict[str, Any]:
+    """One configuration."""
+    corpus = synthetic.corpus(labels, QUERIES, TOKENS, POSITIVES)
+    config = settings(dim, workers)
+    size = workload.from_corpus(corpus)
+    state = sizes.checkpoint(config, size, encoder_shape(config.encoder, size.vocab_size))
+    if shutil.disk_usage(data_sets.CACHE).free < 4 * state:
+        raise SystemExit(f"error: {4 * state / 1e9:.0f} GB of disk are needed for {labels:,} labels; free some space")
+    found = {"labels": labels, "dim": dim, "workers": workers, "load": load}
+    found["classifier_s"] = classifier_part(corpus, dim, workers)
+    folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
+    watcher, memory = refresh.Watcher(), MemoryWatch()
+    try:
+        memory.start()
+        run = train(corpus.path, folder / "run", config, watch=watcher.watch)
+        memory.stop()
+        records, result = read_records(run.path / "metrics.jsonl"), run.result() or {}
+    finally:
+        memory.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+    settled = [record["step_s"] for record in records if record["epoch"] >= config.negatives.start_epoch]
+    build = next(span for span in watcher.builds.values() if len(span) == 2)
+    return found | {
+        "step_s": float(np.median(settled[1:])),
+        "refresh_s": build[1] - build[0],
+        "worker_bytes": result["peak_memory_mb"] * 2**20,
+        "index_bytes": memory.peaks.get("IndexShard", 0),
+        "machine_bytes": memory.most,
+    }
+
+
+class MemoryWatch:
+    """Peaks of our processes by kind, and the most memory that the machine lacks compared with the start."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, int] = {}
+        self.most, self._before = 0, _available()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.2):
+            self.most = max(self.most, self._before - _available())
+            for process in Path("/proc").glob("[0-9]*"):
+                try:
+                    name = (process / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+                    if "IndexShard" in name:
+                        peak = 1024 * int((process / "status").read_text().split("VmHWM:")[1].split()[0])
+                        self.peaks["IndexShard"] = max(self.peaks.get("IndexShard", 0), peak)
+                except (OSError, IndexError):  # it has ended
+                    continue
+
+
+def _available() -> int:
+    return 1024 * int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0])
+
+
+def classifier_part(corpus: Corpus, dim: int, workers: int) -> float:
+    """Seconds of the classifier's part of a step, in processes without Ray."""
+    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:
+        command = [sys.executable, __file__, "--dim", str(dim), "--rank"]
+        ranks = [
+            subprocess.Popen([*command, str(rank), str(workers), str(corpus.path), folder], env=environment)
+            for rank in range(workers)
+        ]
+        codes = [process.wait() for process in ranks]
+        if any(codes):
+            raise SystemExit("error: a process that times the classifier failed, its message is above")
+        return float(Path(folder, "seconds.txt").read_text())
+
+
+def classifier_rank(rank: int, ranks: int, corpus: str, folder: Path, dim: int) -> None:
+    """One of these processes."""
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    config = settings(dim, ranks)
+    data = TrainingData(Corpus.open(corpus, verify=False), config.data)
+    setup = build(config, data, torch.device("cpu"))
+    method, (table,) = setup.method, setup.method.tables.values()
+    for state in table.state.values():
+        state.fill_(1e-9)  # every page is there, as after the first epochs
+    hard = np.random.default_rng(0).integers(data.num_labels, size=(data.num_query_ids, config.negatives.hard))
+    shortlist, first = Shortlist(0, 0, hard.astype(np.int32)), 2 * setup.sampler.steps_per_epoch
+    seconds = []
+    for step in range(first, first + WARM + STEPS):
+        batch = setup.sampler.batch(step, rank, ranks)
+        query_BD = setup.stepper.encoder(batch.tokens).detach().requires_grad_()
+        method.parts = replace(method.parts, encode=lambda tokens, vectors=query_BD: vectors)  # type: ignore[attr-defined]
+        collectives.sum_over_ranks(torch.zeros(1))
+        start = time.perf_counter()
+        terms = method.loss(batch, shortlist)
+        (terms.total / terms.num_queries).backward()
+        table.update(1e-3)
+        seconds.append(time.perf_counter() - start)
+    if rank == 0:
+        (folder / "seconds.txt").write_text(str(float(np.median(seconds[WARM:]))))
+
+
+def report(out: Path, dim: int) -> None:
+    """Table and picture of all configurations that were measured."""
+    kept = [json.loads(path.read_text()) for path in KEPT.glob(f"*-{dim}-*.json")]
+    kept.sort(key=lambda one: (one["workers"], one["labels"]))
+    if not kept:
+        raise SystemExit("error: nothing was measured yet; run it with --labels")
+    rates = load_rates(PROBE)
+    plans = [planned(one, rates) for one in kept]
+    rows = []
+    for one, planned_one in zip(kept, plans, strict=True):
+        row: list[object] = [f"{one['labels']:,}", one["workers"]]
+        for name, (_, unit) in COLUMNS.items():
+            row += [f"{unit * one[name]:.3g}", f"{unit * planned_one[name]:.3g}"]
+        rows.append([*row, f"{one['machine_bytes'] / 1e9:.3g}"])
+    header = ["labels", "workers", *(cell for title, _ in COLUMNS.values() for cell in (title, "planned"))]
+    write_table(out, f"ASTRA by labels, D = {dim}", [*header, "whole machine, GB"], rows, claims(kept))
+    picture(kept, plans, (RESULTS / out).with_suffix(".png"))
+
+
+def planned(one: dict[str, Any], rates: Rates) -> dict[str, float]:
+    """What `plan` says of a configuration."""
+    config = settings(one["dim"], one["workers"])
+    size = workload.from_corpus(synthetic.corpus(one["labels"], QUERIES, TOKENS, POSITIVES))
+    made: Plan = plan(config, size, rates, one["workers"], memory_bytes=LIMIT_BYTES)
+    labels = [made.step_s[part] for part in ("scores and loss", "label rows")]
+    labels.append(2 * rates.exchange(256 / one["workers"] * one["dim"] * 4, one["workers"]))  # vectors and gradients
+    return {
+        "classifier_s": sum(labels),
+        "step_s": made.step_seconds,
+        "refresh_s": made.refresh_s,
+        "worker_bytes": made.worker_bytes,
+        "index_bytes": made.index_bytes,
+    }
+
+
+def claims(kept: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for workers in sorted({one["workers"] for one in kept}):
+        by_labels = {one["labels"]: one for one in kept if one["workers"] == workers}
+        if {10**5, LARGEST} <= by_labels.keys():
+            ratio = by_labels[LARGEST]["classifier_s"] / by_labels[10**5]["classifier_s"]
+            gib = by_labels[LARGEST]["machine_bytes"] / 2**30
+            lines.append(
+                f"{workers} workers: the classifier's part of {LARGEST:,} labels takes {ratio:.2f} x that of 100,000"
+                f" (limit {LIMIT_RATIO}); the machine held at most {gib:.1f} GiB (limit {LIMIT_BYTES >> 30})"
+            )
+    lines.append(f"{QUERIES:,} queries, 256 in a batch, 2,048 uniform and 50 hard negatives; medians of steps")
+    lines.append("an index actor shares the cores with the workers: a refresh is slower than on machines of its own")
+    return lines + sorted({one["load"] for one in kept})
+
+
+def picture(kept: list[dict[str, Any]], plans: list[dict[str, float]], path: Path) -> None:
+    """Measured as points, planned as lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(COLUMNS), figsize=(3.2 * len(COLUMNS), 3.2), layout="constrained")
+    for panel, (name, (title, unit)) in zip(panels, COLUMNS.items(), strict=True):
+        for colour, workers in enumerate(sorted({one["workers"] for one in kept})):
+            places = [i for i, one in enumerate(kept) if one["workers"] == workers]
+            x = [kept[i]["labels"] for i in places]
+            panel.plot(x, [unit * kept[i][name] for i in places], "o", color=f"C{colour}", label=f"{workers} measured")
+            panel.plot(x, [unit * plans[i][name] for i in places], "--", color=f"C{colour}", label=f"{workers} planned")
+        panel.set(title=title, xlabel="labels", xscale="log", yscale="log")
+        panel.grid(alpha=0.3)
+    panels[0].legend(title="workers", fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

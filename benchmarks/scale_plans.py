@@ -1,0 +1,162 @@
+"""Writes docs/scale.md: plans of trainings that are too large for this machine, with what they assume.
+
+    python benchmarks/scale_plans.py
+
+Nothing is measured: the rates are those of published specifications, so that the page is the same wherever it is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from xmcray import config as configs
+from xmcray.errors import ResourceError
+from xmcray.planning.devices import device_rates
+from xmcray.planning.plan import plan
+from xmcray.planning.tables import markdown
+from xmcray.planning.workload import from_numbers
+from xmcray.training.run import RunConfig
+
+PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Attributes:
+        title, text: of its section. method, preset, settings: as for `xmcray plan`. price: of a GPU-hour, an example.
+    """
+
+    title: str
+    text: str
+    labels: float
+    queries: float
+    tokens: float
+    positives: float
+    device: str
+    workers: int
+    settings: tuple[str, ...] = ()
+    method: str = "astra"
+    preset: str = ""
+    price: float = 2.0
+
+    @property
+    def command(self) -> str:
+        parts = [f"xmcray plan {self.method}", f"--labels {round(self.labels)} --queries {round(self.queries)}"]
+        parts += [f"--tokens-per-text {self.tokens:g} --positives {self.positives:g}"]
+        parts += [f"--config preset:{self.preset}"] if self.preset else []
+        parts += [f"--set {setting}" for setting in self.settings]
+        parts += [f"--workers {self.workers} --device {self.device} --price-per-hour {self.price:g}"]
+        return " \\\n    ".join(parts)
+
+
+# Bottleneck of 64, rows in bfloat16 with one state of the optimiser or none, label texts not added as queries: what a
+# set with more labels than 10^8 leaves room for.
+LARGE = (
+    "encoder.name=distilbert-base-uncased",
+    "encoder.dim=64",
+    "data.augment_with_labels=false",
+    "data.validation=0.00001",
+    "negatives.hard=20",
+    "negatives.uniform=4000",
+    "negatives.start_epoch=2",
+    "negatives.refresh_every=2",
+    "optim.epochs=5",
+    "optim.matmul=bf16",
+    "log.checkpoint_every=20000",
+    "log.keep=1",
+)
+CASES = (
+    Case(
+        "LF-AmazonTitles-1.3M",
+        "ASTRA with the paper's settings: 2,248,619 queries and 1,305,265 labels, which are added as queries.",
+        1_305_265,
+        2_248_619,
+        12,
+        22.2,
+        "a100-80gb",
+        8,
+        preset="astra/lf-amazontitles-1.3m",
+    ),
+    Case(
+        "370 million queries, 120 million labels",
+        "Rows of 64 dimensions on eight GPUs, five epochs.",
+        120e6,
+        370e6,
+        12,
+        5,
+        "a100-80gb",
+        8,
+        (*LARGE, "optim.batch_size=8192"),
+    ),
+    Case(
+        "450 million labels",
+        "As many queries as labels, rows in bfloat16 without momentum, one epoch on sixteen GPUs with uniform negatives"
+        " alone.",
+        450e6,
+        450e6,
+        10,
+        1,
+        "h100-80gb",
+        16,
+        (
+            *LARGE,
+            "optim.batch_size=16384",
+            "negatives.hard=0",
+            "optim.epochs=1",
+            "method.classifier.storage=bfloat16",
+            "method.classifier.momentum=0",
+        ),
+    ),
+)
+REFUSED = Case(
+    "What does not fit",
+    "",
+    450e6,
+    450e6,
+    10,
+    1,
+    "a100-40gb",
+    8,
+    ("encoder.name=distilbert-base-uncased", "encoder.dim=768", "data.augment_with_labels=false"),
+)
+HEAD = """# Scale
+
+What large trainings take, by `xmcray plan`. This page is written by `python benchmarks/scale_plans.py`; the same
+command line prints the same plan. **Nothing on it was measured on the devices named**: their rates are published
+specifications, and each plan lists what it assumes. On the machine at hand (`--device cpu`) a plan is calibrated by a
+probe of half a minute; [benchmarks/plan.py](../benchmarks/plan.py) compares such plans with trainings, and
+[benchmarks/scale.py](../benchmarks/scale.py) trains 10^5 to 10^7 labels on one machine beside its plans.
+
+A plan counts what the code allocates and does. Bytes of weights, rows and optimisers are exact; those of a step are
+its largest moment. A step's seconds are the sum of its operations, one after another. Parts run on one worker at a time
+unless the table says "together"; a refresh of the negatives runs beside the training, and only what it takes longer
+than an epoch is added to one.
+"""
+
+
+def planned(case: Case) -> list[str]:
+    values = configs.load_yaml(f"preset:{case.preset}") if case.preset else {}
+    config = RunConfig.resolve(case.method, values, case.settings)
+    data = from_numbers(round(case.labels), round(case.queries), case.tokens, case.positives)
+    rates = device_rates(case.device, config.optim.matmul)
+    return markdown(plan(config, data, rates, case.workers, price_per_hour=case.price))
+
+
+def page() -> str:
+    lines = [HEAD]
+    for case in CASES:
+        lines += [f"## {case.title}", "", case.text, "", "```", case.command, "```", *planned(case), ""]
+    lines += [f"## {REFUSED.title}", "", "```", REFUSED.command]
+    try:
+        planned(REFUSED)
+    except ResourceError as error:
+        lines += [f"error: {error}"]
+    lines += ["```", "", "The exit code is 2. Each piece of advice is enough by itself.", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,281 @@
+"""Bytes of a worker, of an index actor, in the object store and on disk: one function for each part.
+
+What lives as long as the run is exact: it is the sum of the sizes of the tensors that the code makes. What comes and
+goes within a step is what is alive at its largest moment, counted from the code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xmcray.negatives.plan import NegativesConfig
+from xmcray.nn.row_table import RowOptimConfig
+from xmcray.planning.encoders import EncoderShape
+from xmcray.planning.workload import DataSize, Workload
+from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
+from xmcray.retrieval.index import LONG_SHARE, resolve_factory
+from xmcray.training.checkpoint import ROW_BLOCK_BYTES
+from xmcray.training.run import RunConfig
+
+ID = 8  # bytes of an int64
+STATE_TENSORS = {"sgd": 1, "adagrad": 1, "adam": 2}
+LAYER_WIDTHS = 9  # tensors of the hidden width that a layer keeps for its backward pass, a token each
+TOKENIZER_BYTES = 1500  # of a token in the tokenizer's tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Who holds what: W workers, of which each has S of L labels and B of G queries; `value` is bytes of a number."""
+
+    workers: int
+    labels: int
+    queries: int
+    value: int = 4
+
+
+def shard_of(config: RunConfig, data: DataSize, load: Workload, workers: int) -> Shard:
+    """The largest shard of any worker."""
+    value = 8 if config.optim.precision == "float64" else 4
+    return Shard(workers=workers, labels=-(-data.num_labels // workers), queries=load.per_rank, value=value)
+
+
+def row_table(rows: int, dim: int, config: RowOptimConfig, value: int = 4) -> int:
+    """Rows, their optimiser state, and the step that touched each (int32; Adam counts touches too)."""
+    states = 0 if config.kind == "sgd" and config.momentum == 0 else STATE_TENSORS[config.kind]
+    stored = 2 if config.storage == "bfloat16" else value
+    return rows * dim * (stored + states * value) + rows * 4 * (2 if config.kind == "adam" else 1)
+
+
+def classifier_width(config: RunConfig, dim: int) -> int:
+    """Width of a method's label rows; 0 where it has none."""
+    if config.method_name in ("astra", "renee"):
+        return dim
+    if config.method_name == "unidec" and config.method.balance < 1:
+        return int(config.method.head_dim or dim)
+    return 0
+
+
+def label_rows(config: RunConfig, dim: int, shard: Shard) -> int:
+    """What a worker keeps for each of its labels: classifier rows, PRIME's centroids, DEXML's cache."""
+    width = classifier_width(config, dim)
+    if width:
+        return row_table(shard.labels, width, config.method.classifier, shard.value)
+    if config.method_name == "prime" or (config.method_name == "dexml" and config.method.columns == "cache"):
+        return row_table(shard.labels, dim, RowOptimConfig(momentum=0.0), shard.value)
+    return 0
+
+
+def modules(config: RunConfig, dim: int, num_labels: int, value: int = 4) -> tuple[int, int, int]:
+    """Elements of the modules beside the encoder: dense ones, those of a sparse table, and bytes of buffers."""
+    if config.method_name == "unidec":
+        width = config.method.head_dim or dim
+        return 2 * (dim * width + width), 0, 0
+    if config.method_name == "prime":
+        wide = config.method.feed_forward
+        dense = 4 * dim * (dim + 1) + 2 * dim * wide + wide + dim + 4 * dim
+        bank = min(config.method.free_vectors, 1 << num_labels.bit_length() - 1)
+        return dense, bank * dim, num_labels * ID
+    return 0, 0, 0
+
+
+def encoder(shape: EncoderShape, value: int = 4) -> int:
+    """Weights of the encoder, trained or not."""
+    return (shape.table_rows * shape.dim + shape.dense + shape.frozen + shape.buffer) * value
+
+
+def method_modules(config: RunConfig, shape: EncoderShape, num_labels: int, value: int = 4) -> int:
+    """Weights and buffers of a method's own modules."""
+    dense, sparse, buffers = modules(config, shape.dim, num_labels, value)
+    return (dense + sparse) * value + buffers
+
+
+def optimiser(config: RunConfig, shape: EncoderShape, num_labels: int, value: int = 4) -> int:
+    """Gradients of dense parameters, Adam's two moments of all, and two int32 for each row of a sparse table."""
+    dense, sparse, _ = modules(config, shape.dim, num_labels)
+    rows = shape.table_rows + sparse // shape.dim
+    return 3 * (dense + shape.dense) * value + 2 * rows * shape.dim * value + 8 * rows
+
+
+def activations(config: RunConfig, shape: EncoderShape, load: Workload, shard: Shard, half: bool) -> int:
+    """What encoding a worker's texts keeps until the backward pass, and the gradient of what it read.
+
+    Args:
+        half: transformers compute in bfloat16 and keep a copy of their weights in it.
+    """
+    texts = load.per_rank + load.label_texts / shard.workers
+    chunk = min(1.0, config.optim.micro_batch / texts) if config.optim.micro_batch else 1.0
+    vectors = texts * shape.dim * shard.value
+    if config.encoder.frozen:
+        return int(2 * vectors + texts * shape.hidden * shard.value)
+    if shape.is_static:
+        # Indices (about eight int64 a table row met, twice as many with pairs), the bag with three tensors of the
+        # residual network and their gradients; the sparse gradient of the rows, what other ranks send of theirs, and
+        # the copies that Adam works on: weight, two moments, two temporaries.
+        entries = load.tokens * (2 if config.encoder.pairs else 1)
+        kept = (12 if shape.dense else 5) * vectors
+        copies = (
+            load.token_rows + 6 * load.all_token_rows + (load.token_rows * shard.workers if shard.workers > 1 else 0)
+        )
+        return int(chunk * (8 * ID * entries + kept) + vectors + copies * shape.dim * shard.value)
+    number = 2 if half else shard.value
+    kept = shape.layers * (LAYER_WIDTHS * shape.hidden + 2 * shape.feed_forward) * number
+    embedded = 4 * shape.hidden * shard.value  # looked up, normalised, and the gradients of both
+    casts = 2 * shape.dense if half else 0
+    return int(chunk * load.tokens * (kept + embedded) + 2 * vectors + casts)
+
+
+def scores(config: RunConfig, shape: EncoderShape, load: Workload, shard: Shard) -> int:
+    """Scores of a step with what is made of them, and the rows that are read for them with their gradients."""
+    value, dim, name = shard.value, shape.dim, config.method_name
+    columns = load.columns / shard.workers
+    queries = 4 * load.queries * dim * value  # gathered, dropped out, and their gradients
+    if name == "renee" or (name == "astra" and config.method.exact):
+        # A chunk's scores, twice; the gradient of all rows, and its product with the loss' own gradient. Rows that are
+        # stored in bfloat16 are widened when they are updated.
+        wide = 2 if config.method.classifier.storage == "bfloat16" else 0
+        return int(
+            queries + 3 * load.queries * config.method.chunk_labels * value + (2 + wide) * shard.labels * dim * value
+        )
+    if name == "astra":
+        pairs = (load.positives + load.queries * load.hard) / shard.workers
+        # Both vectors of each listed pair and their product; scores of the pool: with offset, masked, softplus, sigmoid
+        # and its gradient; rows: read, two gradients and their sum, and what the optimiser works on.
+        pool = 5 * load.queries * load.uniform / shard.workers
+        states = row_table(1, dim, config.method.classifier, value) // (dim * value)
+        return int(queries + (3 * pairs * dim + pool + (5 + states) * columns * dim) * value + 12 * ID * pairs)
+    block = min(load.queries * columns, 1 << 23)  # losses.columns.BLOCK_FLOATS
+    if name == "prime":
+        wide = config.method.feed_forward
+        # Scores with prototypes and with texts, of own queries with all labels and of own labels with all queries, each
+        # masked and with a gradient; the prototype network keeps some tensors of three tokens of each label.
+        network = columns * (9 + 2 * 3 * (3 * dim + wide) + 3 * (12 * dim + 3 * wide))
+        kept = 6 * shard.queries * load.columns + 3 * columns * load.queries
+        drawn = shard.queries * config.method.num_positives * min(config.method.num_negatives or 100, load.columns)
+        return int(queries + (network + kept + 20 * drawn + 6 * load.columns * dim) * value)
+    rows = 6 * columns * dim
+    if name == "unidec":
+        width = config.method.head_dim or dim
+        rows = (4 if config.method.balance > 0 else 0) * columns * width
+        if config.method.balance < 1:
+            rows += (6 + STATE_TENSORS[config.method.classifier.kind]) * columns * width
+        anchors = min(load.positives, load.columns) / shard.workers
+        block = 2 * block + 4 * load.queries * anchors
+    if name == "dexml" and config.method.columns == "cache":
+        rows += 3 * shard.labels * dim
+    return int(queries + (2 * block + rows) * value)
+
+
+def tokens(data: DataSize, load: Workload) -> int:
+    """The corpus as a worker maps it: token ids, offsets and label ids; orders of labels and queries (int64)."""
+    wide = 2 if data.vocab_size <= 1 << 16 else 4
+    texts = data.num_train * data.tokens_per_query + data.num_labels * data.tokens_per_label
+    mapped = wide * texts + ID * (2 * data.num_train + data.num_labels) + 4 * data.num_train * data.positives_per_query
+    # label_order, label_rank and train_counts; the ids that are sampled, their order, and the next epoch's
+    ids = 3 * ID * data.num_labels + 3 * ID * load.num_query_ids
+    return int(mapped + ids + TOKENIZER_BYTES * data.vocab_size)
+
+
+def negatives(config: NegativesConfig, load: Workload) -> int:
+    """The shortlist in use, mapped from its file, and the clusters of queries (int32 each)."""
+    if not config.refreshed:
+        return 0
+    return load.num_query_ids * 4 * (config.hard + (2 if config.cluster_size else 0))
+
+
+def published(config: RunConfig, dim: int, shard: Shard) -> int:
+    """The copy of all label vectors while a version is written; before that, what made them of texts.
+
+    Of texts there are the encoder's blocks and their concatenation, then head and copy; UniDEC's head has three steps.
+    """
+    if not config.negatives.hard:
+        return 0
+    copies = 6 if config.method_name == "unidec" else 3
+    if config.method_name == "astra" and config.method.index_on == "classifier":
+        copies = 1
+    return copies * shard.labels * (classifier_width(config, dim) or dim) * 4
+
+
+def validated(config: RunConfig, dim: int, shard: Shard) -> int:
+    """Label vectors that are made for validation, of methods whose answers are no trained rows."""
+    if config.method_name in ("astra", "renee") or not config.data.validation:
+        return 0
+    width = dim + classifier_width(config, dim)
+    return 3 * shard.labels * width * 4
+
+
+def started(config: RunConfig, data: DataSize, dim: int, shard: Shard) -> int:
+    """What start values take for a moment: label texts' vectors, and PRIME's clusters of all of them on one worker."""
+    if config.method_name == "prime":
+        return 7 * data.num_labels * dim * 4
+    if getattr(config.method, "init", "") in ("texts", "centroids"):
+        return 2 * shard.labels * dim * 4
+    return 0
+
+
+def index_actor(config: RunConfig, data: DataSize, dim: int, num_shards: int, on_gpu: bool = False) -> int:
+    """An index actor while it builds: its rows, a copy without the longest, the index, and k-means' sample.
+
+    Rows are read in blocks and joined, so that they exist twice before the index does.
+    """
+    if not config.negatives.hard:
+        return 0
+    rows = -(-data.num_labels // num_shards)
+    whole = rows * dim * 4
+    factory = "Flat" if on_gpu else resolve_factory(config.negatives.index, rows)
+    lists = _num_lists(factory)
+    sample = min(rows, TRAIN_ROWS_PER_LIST * lists) * dim * 4
+    inside = (
+        0 if factory == "Flat" else int((1 - LONG_SHARE) * whole) + index(config.negatives.index, rows, dim) + sample
+    )
+    return whole + max(whole, inside)
+
+
+def index(factory: str, rows: int, dim: int) -> int:
+    """A FAISS index beside its vectors: codes and ids of the rows, and centroids; nothing for an exhaustive one."""
+    factory = resolve_factory(factory, rows)
+    if factory == "Flat":
+        return 0
+    code = dim * (2 if "fp16" in factory else 1 if "SQ8" in factory else 4)
+    return int((1 - LONG_SHARE) * rows) * (code + ID) + _num_lists(factory) * dim * 4
+
+
+def object_store(threads: int, data: DataSize) -> int:
+    """Ray's shared memory: training sends settings alone; `prepare` has some shards of 16,384 texts on their way."""
+    text = 6 * max(data.tokens_per_query, data.tokens_per_label)  # bytes of a text
+    return int(3 * (threads + 1) * 16_384 * (2 * text + 100))
+
+
+def ledger(config: RunConfig, data: DataSize, load: Workload, dim: int, workers: int) -> int:
+    """Files of one version at its largest, and of the one in use: query vectors, label vectors, what shards found.
+
+    Every shard keeps hard + some candidates of each query (int64 ids, float32 scores) until they are merged.
+    """
+    if not config.negatives.refreshed:
+        return 0
+    queries = load.steps_per_epoch * load.queries
+    vectors = queries * (dim * 4 + 2 * ID)
+    rows = data.num_labels * dim * 4 if config.negatives.hard else 0
+    found = queries * workers * (config.negatives.hard + 8) * 12 if config.negatives.hard else 0
+    return vectors + rows + found + 2 * negatives(config.negatives, load)
+
+
+def checkpoint(config: RunConfig, data: DataSize, shape: EncoderShape, value: int = 4) -> int:
+    """One checkpoint: encoder and modules, Adam's moments of both, label rows with their state."""
+    dense, sparse, buffers = modules(config, shape.dim, data.num_labels)
+    weights = encoder(shape, value) + (dense + sparse) * value + buffers
+    rows = shape.table_rows + sparse // shape.dim
+    moments = 2 * (dense + shape.dense + rows * shape.dim) * value + 4 * rows
+    whole = Shard(workers=1, labels=data.num_labels, queries=0, value=value)
+    table = label_rows(config, shape.dim, whole)
+    return weights + moments + (table - 4 * data.num_labels if table else 0)  # the last steps are not kept
+
+
+def writing(config: RunConfig, shape: EncoderShape, shard: Shard) -> int:
+    """Copies while a checkpoint is written: a block of rows, or the moments of the encoder's table, and their bytes."""
+    table = label_rows(config, shape.dim, shard)
+    return 2 * min(table, ROW_BLOCK_BYTES) + (shape.dense + shape.table_rows * shape.dim) * 4
+
+
+def _num_lists(factory: str) -> int:
+    head = factory.split(",")[0]
+    return int(head[3:]) if head.startswith("IVF") and head[3:].isdigit() else 0
