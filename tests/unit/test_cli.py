@@ -263,7 +263,7 @@ def test_the_methods_named_in_help_are_those_there_are() -> None:
     assert set(cli.METHODS) == methods().keys()
 
 
-@pytest.mark.parametrize("name", ["prepare", "evaluate", "export", *(f"train_{m}" for m in cli.METHODS)])
+@pytest.mark.parametrize("name", ["prepare", "evaluate", "export", "predict", *(f"train_{m}" for m in cli.METHODS)])
 def test_a_job_is_its_verb(name: str, tmp_path: Path) -> None:
     script = ROOT / "jobs" / f"{name}.py"
     result = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)

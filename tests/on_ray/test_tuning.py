@@ -1,0 +1,159 @@
+"""Sweeps on a cluster: killed and restored, stopped early, and with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import yaml
+from corpora import planted_corpus
+from processes import When, descendants, last_step
+from ray.util.placement_group import placement_group, placement_group_table
+
+from xmcray import cli
+from xmcray.storage import read_manifest
+from xmcray.training.launch import train
+from xmcray.training.run import Run, RunConfig
+from xmcray.tuning.search import remove_leftovers
+from xmcray.tuning.sweep import Sweep
+
+MAIN = "import sys; from xmcray.cli import main; sys.exit(main(sys.argv[1:]))"
+SPACE = {"optim.lr": {"log_uniform": [1e-3, 3e-2]}, "method.classifier.lr": {"log_uniform": [0.01, 0.3]}}
+SETTINGS = [
+    "cluster.cpus_per_worker=1",
+    "cluster.device=cpu",
+    "encoder.dim=24",
+    "optim.batch_size=64",
+    "optim.warmup_steps=10",
+    "method.classifier.kind=adagrad",
+    "negatives.uniform=50",
+    "negatives.hard=5",
+    "negatives.start_epoch=2",
+    "negatives.refresh_every=2",
+    "log.every=1",
+    "log.checkpoint_every=7",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return planted_corpus(tmp_path_factory.mktemp("tuning"), num_queries=1500, num_labels=150).path
+
+
+def command(corpus: Path, folder: Path, *options: str, epochs: int) -> list[str]:
+    space = folder / "space.yaml"
+    space.write_text(yaml.safe_dump(SPACE))
+    words = ["tune", "astra", "--data", str(corpus), "--space", str(space), "--out", str(folder / "sweep")]
+    for setting in [*SETTINGS, f"optim.epochs={epochs}"]:
+        words += ["--set", setting]
+    return [*words, "--metric", "P@1", *options]
+
+
+def weights(run: Path) -> dict[str, str]:
+    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
+    files = read_manifest(newest, "checkpoint").files
+    return {name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")}
+
+
+def test_sweep_killed_and_restored(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The driver is killed when two trials have ended and a third is on its way; the same command ends the sweep."""
+    words = command(corpus, tmp_path, "--trials", "4", "--scheduler", "none", "--keep", "4", epochs=6)
+    sweep = tmp_path / "sweep"
+
+    def ended() -> dict[str, str]:
+        entries = {path.name: path.read_text() for path in (sweep / "ledger").glob("[0-9]*.json")}
+        return {name: text for name, text in entries.items() if '"state"' in text}
+
+    def under_way() -> bool:
+        runs = [path for path in (sweep / "trials").glob("[0-9]*") if not (path / "result.json").exists()]
+        return len(ended()) >= 2 and any(last_step(run) >= 20 for run in runs)
+
+    driver = subprocess.Popen([sys.executable, "-c", MAIN, *words], start_new_session=True)
+    watcher = When(under_way, lambda: os.kill(driver.pid, signal.SIGKILL))
+    assert driver.wait(180) == -signal.SIGKILL
+    watcher.close()
+    before = ended()
+    assert 2 <= len(before) < 4
+    result = subprocess.run([sys.executable, "-c", MAIN, *words], check=False, timeout=180)
+    assert result.returncode == 0
+    after = ended()
+    assert len(after) == 4
+    assert {name: after[name] for name in before} == before, "a trial that had ended was touched again"
+    found = Sweep.open(sweep)
+    assert [trial.state for trial in found.trials()] == ["finished"] * 4
+    for trial in found.trials():
+        told = Run.open(found.run_path(trial.number)).result()
+        assert told is not None
+        assert told["steps"] == trial.steps
+        steps = [point[0] for point in trial.curve]
+        assert steps == [1, 2, 3, 4, 5, 6], "each epoch was told once"
+    resumed = [t.number for t in found.trials() if Run.open(found.run_path(t.number)).result()["steps_here"] < t.steps]  # type: ignore[index]
+    assert resumed, "the third trial began anew instead of from its checkpoint"
+    number = resumed[0]
+    config = found.config.resolve(found.trial(number).values, {"workers": 0, "device": "cpu", "threads_per_process": 1})
+    train(corpus, tmp_path / "undisturbed", config)
+    assert weights(found.run_path(number)) == weights(tmp_path / "undisturbed")
+    assert not (sweep / "ray").exists()
+    best = RunConfig.resolve("astra", yaml.safe_load((sweep / "best.yaml").read_text()))
+    ranked = json.loads((sweep / "results.json").read_text())["trials"]
+    assert best.optim.lr == ranked[0]["values"]["optim.lr"]
+    again = [
+        "train",
+        "astra",
+        "--data",
+        str(corpus),
+        "--config",
+        str(sweep / "best.yaml"),
+        "--out",
+        str(tmp_path / "r"),
+    ]
+    assert cli.main([*again, "--workers", "0", "--set", "optim.stop_epoch=1", "--no-evaluate"]) == 0
+    capfd.readouterr()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_asha_stops_trials_and_leaves_nothing(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = command(corpus, tmp_path, "--trials", "4", "--keep", "1", "--json", epochs=18)
+    assert cli.main(words) == 0
+    out, err = capfd.readouterr()
+    told = json.loads(out)
+    states = [trial["state"] for trial in told["trials"]]
+    assert "stopped" in states
+    assert set(states) <= {"stopped", "finished"}
+    assert all(line.startswith("trial 000") for line in err.splitlines()), "Ray was to be quiet"
+    found = Sweep.open(tmp_path / "sweep")
+    kept = [trial.number for trial in found.trials() if (found.run_path(trial.number) / "checkpoints").exists()]
+    assert kept == [found.ranked()[0].number]
+    full = 18 * found.trial(kept[0]).steps // len(found.trial(kept[0]).curve)
+    assert all((trial.steps < full) == (trial.state == "stopped") for trial in found.trials())
+    gone = When(lambda: not [c for c in descendants(os.getpid()).values() if "ImplicitFunc" in c], lambda: None)
+    gone.join(30)
+    assert gone.done, "the process of a trial that was stopped goes on"
+    assert states_of_groups() <= {"REMOVED"}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_a_stopped_training_reserved_is_given_back() -> None:
+    ray.get(placement_group([{"CPU": 1}]).ready())
+    assert "CREATED" in states_of_groups()
+    remove_leftovers()
+    assert states_of_groups() <= {"REMOVED"}
+
+
+def states_of_groups() -> set[str]:
+    job = ray.get_runtime_context().get_job_id()
+    return {about["state"] for key, about in placement_group_table().items() if key.endswith(job)}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_no_trial_fits_the_cluster(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command(corpus, tmp_path, "--workers", "9", epochs=1)) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: no trial is feasible: it asks for 9 x (1 CPU), the cluster's nodes have 4 CPU;")
+    assert err.count("\n") == 1

@@ -1,0 +1,140 @@
+"""Settings of finished bundles, swept on held-out queries without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from corpora import planted_corpus
+
+from xmcray import cli
+from xmcray.data.batches import DataConfig, TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.errors import ConfigError, DataError
+from xmcray.nn.encoder import EncoderConfig, build_encoder
+from xmcray.nn.heads import TwoHeads
+from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.memory import MemoryConfig
+from xmcray.training.memory import encoder_of, memory_bundle, open_encoder, sweep_memory
+from xmcray.training.run import RunConfig
+from xmcray.tuning.inference import sweep_bundle
+from xmcray.tuning.space import parse_space
+
+LABELS = 47
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return planted_corpus(tmp_path_factory.mktemp("corpus"), num_queries=900, num_labels=LABELS)
+
+
+@pytest.fixture(scope="module")
+def memory(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("memory")
+    build_encoder(EncoderConfig(dim=16), corpus.tokenizer(), None, seed=0).save(folder / "encoder")
+    memory_bundle(str(folder / "encoder"), corpus, folder / "bundle", MemoryConfig(keys=25))
+    return str(folder / "bundle")
+
+
+def of_two_heads(corpus: Corpus, folder: Path, config: RunConfig) -> str:
+    """A bundle as UniDEC makes it, whose rows are noise: only the label texts answer."""
+    encoder = build_encoder(EncoderConfig(dim=16), corpus.tokenizer(), None, seed=0).eval()
+    head = TwoHeads(16, 16)
+    head.reset(0)
+    with torch.no_grad():
+        vectors = head(encoder(corpus.label_tokens(corpus.label_order))).numpy()
+    noise = np.random.default_rng(0).standard_normal((LABELS, 16), np.float32)
+    vectors[:, 16:] = noise / np.linalg.norm(noise, axis=1, keepdims=True)
+    ids = np.arange(LABELS)
+    about = {"config": config.to_dict(), "corpus_sha256": corpus.sha256}
+    words = corpus.tokenizer(), corpus.label_uids(ids), corpus.label_texts(ids), corpus.label_order
+    write_bundle(folder / "bundle", encoder, head, *words, [vectors], IndexSpec(), about, method="unidec")
+    return str(folder / "bundle")
+
+
+def test_a_memory_is_asked_as_if_it_had_not_seen_the_queries(corpus: Corpus, memory: str) -> None:
+    space = parse_space(
+        {
+            "memory.weight": {"choice": [0.0, 0.3, 1.0]},
+            "memory.keys": {"choice": [5, 40]},
+            "memory.joint": {"choice": [True, False]},
+        },
+        "here",
+    )
+    found, before = sweep_bundle(memory, corpus, space, 60, 0, "P@1")
+    assert len(found) == 12, "each setting once"
+    assert [one.metrics["P@1"] for one in found] == sorted((one.metrics["P@1"] for one in found), reverse=True)
+    grid = [MemoryConfig(**{name.partition(".")[2]: v for name, v in one.values.items()}) for one in found]
+    encode = encoder_of(*open_encoder(memory, corpus))
+    expected = sweep_memory(encode, TrainingData(corpus, DataConfig()), [*grid, MemoryConfig(keys=25)])
+    for one, (_, metrics) in zip(found, expected, strict=False):
+        for name in ("P@1", "P@5", "PSP@5"):
+            assert one.metrics[name] == pytest.approx(metrics[name], abs=1e-6)
+    assert before["P@1"] == pytest.approx(expected[-1][1]["P@1"], abs=1e-6)
+
+
+def test_fusion_finds_the_half_that_answers(corpus: Corpus, tmp_path: Path) -> None:
+    bundle = of_two_heads(corpus, tmp_path, RunConfig.resolve("unidec", {}))
+    space = parse_space({"fusion.text": {"uniform": [0, 1], "step": 0.25}}, "here")
+    found, before = sweep_bundle(bundle, corpus, space, 40, 0, "P@1")
+    by_share = {one.values["fusion.text"]: one.metrics for one in found}
+    assert set(by_share) == {0, 0.25, 0.5, 0.75, 1}
+    assert by_share[0.5] == before, "half and half is what the bundle does"
+    assert by_share[1]["P@1"] > by_share[0]["P@1"] + 0.2
+    assert found[0].metrics["P@1"] >= by_share[1]["P@1"]
+
+
+def test_the_fastest_index_that_loses_nothing(corpus: Corpus, tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    bundle = of_two_heads(corpus, tmp_path, RunConfig.resolve("unidec", {}))
+    space = parse_space(
+        {"index.factory": {"choice": ["Flat", "IVF4,Flat"]}, "index.nprobe": {"choice": [1, 4]}}, "here"
+    )
+    found, before = sweep_bundle(bundle, corpus, space, 30, 0, "P@1")
+    assert len(found) == 4
+    assert all(one.queries_per_s > 0 for one in found)
+    good = [one for one in found if one.metrics["P@1"] >= before["P@1"] - 0.001]
+    assert found[0].queries_per_s == max(one.queries_per_s for one in good)
+
+
+def test_what_cannot_be_swept(corpus: Corpus, memory: str, tmp_path: Path) -> None:
+    weight, fusion = parse_space({"memory.weight": {"uniform": [0, 1]}}, "f"), {"fusion.text": {"uniform": [0, 1]}}
+    refitted = of_two_heads(corpus, tmp_path, RunConfig.resolve("unidec", {}, ["data.validation=0"]))
+    with pytest.raises(ConfigError, match=r"trained on all training queries \(data.validation=0\)"):
+        sweep_bundle(refitted, corpus, parse_space(fusion, "f"), 3, 0, "P@1")
+    with pytest.raises(ConfigError, match="this bundle has one"):
+        sweep_bundle(memory, corpus, parse_space(fusion, "f"), 3, 0, "P@1")
+    with pytest.raises(ConfigError, match="bundles without a memory"):
+        sweep_bundle(memory, corpus, parse_space({"index.nprobe": {"int": [1, 2]}}, "f"), 3, 0, "P@1")
+    with pytest.raises(ConfigError, match="unknown metric 'P@2'"):
+        sweep_bundle(memory, corpus, weight, 3, 0, "P@2")
+    with pytest.raises(ConfigError, match="settings of fusion and memory, expected one of them"):
+        sweep_bundle(memory, corpus, {**weight, **parse_space(fusion, "f")}, 3, 0, "P@1")
+    with pytest.raises(ConfigError, match=r"f: memory\.weight is 2\.0, expected at least 0"):
+        sweep_bundle(memory, corpus, parse_space({"memory.weight": {"uniform": [0, 2]}}, "f"), 3, 0, "P@1", "f")
+    other = planted_corpus(tmp_path / "other", num_queries=900, num_labels=LABELS, seed=1)
+    with pytest.raises(DataError, match="was made from another corpus"):
+        sweep_bundle(memory, other, weight, 3, 0, "P@1")
+
+
+def test_the_command(corpus: Corpus, memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space, out = tmp_path / "space.yaml", tmp_path / "out"
+    space.write_text("memory.weight: {uniform: [0, 1]}\nmemory.keys: {int: [1, 50]}\n")
+    command = ["tune", "--bundle", memory, "--data", str(corpus.path), "--space", str(space), "--out", str(out)]
+    assert cli.main([*command, "--trials", "8"]) == 0
+    assert "--memory weight=" in capsys.readouterr().out
+    best = yaml.safe_load((out / "best.yaml").read_text())
+    told = json.loads((out / "results.json").read_text())
+    assert RunConfig.resolve("rae", best).method.memory.keys == told["settings"][0]["values"]["memory.keys"]
+    assert len(told["settings"]) == 8
+    assert "Parallel coordinates" in (out / "report.html").read_text()
+    assert cli.main([*command, "--trials", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == told, "the same draws, the same numbers"
+    (out / "thesis.tex").touch()
+    assert cli.main(command) == 2
+    assert "holds thesis.tex, not a sweep of a bundle" in capsys.readouterr().err
