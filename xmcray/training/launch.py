@@ -233,8 +233,8 @@ def _trainer(run: Run, where: Placement) -> Any:
     cluster, negatives = run.config.cluster, run.config.negatives
     elastic = (cluster.min_workers, cluster.workers) if cluster.min_workers else cluster.workers
     # Ray chooses the size of an elastic group by the nodes it knows of, and may not know yet that one is lost.
-    os.environ[_START_TIMEOUT] = "10" if cluster.min_workers else "120"
-    patience = max(where.patience, 30) if cluster.min_workers else where.patience
+    os.environ[_START_TIMEOUT] = "5" if cluster.min_workers else "120"
+    patience = max(where.patience, 60) if cluster.min_workers else where.patience
     settings = WorkerSettings(
         run=str(run.path),
         run_id=run.id,

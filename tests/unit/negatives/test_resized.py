@@ -1,0 +1,40 @@
+"""A pool of another size finishes what an older one began, with what the older one would have found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import planted_corpus
+
+from xmcray.data.batches import DataConfig, TrainingData
+from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.negatives.plan import NegativesConfig
+from xmcray.negatives.refresh import RefreshSpec, run_version, search_shard
+
+
+def published(path: Path, data: TrainingData) -> VersionFolder:
+    """A version that two ranks have published."""
+    rng, labels = np.random.default_rng(0), data.num_labels
+    folder = Ledger(path).version(0)
+    rows, vectors = rng.normal(size=(labels, 8)).astype("f"), rng.normal(size=(len(data.query_ids), 8)).astype("f")
+    for rank, (ids, part) in enumerate(zip(np.array_split(data.query_ids, 2), np.array_split(vectors, 2), strict=True)):
+        extra = data.positives(ids).lengths + data.excluded(ids).lengths
+        folder.write_queries(7, rank, ids, part, extra)
+        start, stop = rank * labels // 2, (rank + 1) * labels // 2
+        folder.write_rows(start, rows[start:stop])
+        folder.publish(rank, 2, 7)
+    return folder
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2)])
+def test_what_another_number_of_shards_found_is_not_mixed_in(before: int, after: int, tmp_path: Path) -> None:
+    data = TrainingData(planted_corpus(tmp_path / "data"), DataConfig())
+    config = NegativesConfig(hard=5, start_epoch=2)
+    expected = published(tmp_path / "expected", data)
+    run_version(expected, data, RefreshSpec(before, config, 0))
+    half_done = published(tmp_path / "half", data)
+    search_shard(half_done, 0, data.num_labels, RefreshSpec(before, config, 0))
+    run_version(half_done, data, RefreshSpec(after, config, 0))
+    np.testing.assert_array_equal(half_done.shortlist().labels, expected.shortlist().labels)
