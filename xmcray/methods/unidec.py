@@ -63,6 +63,7 @@ class UnidecConfig:
             with coordinates of that deviation.
         init_std: deviation of the rows' start values.
         answer_by: "text", "classifier" or "both"; a loss without a share has no part in "both".
+        text_share: of "both", share of the cosine with the label text; 0.5 is the paper's concatenation.
     """
 
     num_positives: int = 3
@@ -81,6 +82,7 @@ class UnidecConfig:
     init: Literal["random", "texts"] = "texts"
     init_std: float = 0.02
     answer_by: Literal["both", "text", "classifier"] = "both"
+    text_share: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("num_positives", "hard_per_query", "classifier_positives", "head_dim", "head_lr", "init_std"):
@@ -89,6 +91,7 @@ class UnidecConfig:
             check_range(f"method.{name}", getattr(self, name), 0, 1)
         check_range("method.temperature", self.temperature, low=1e-4)
         check_range("method.dropout", self.dropout, 0, 0.99)
+        check_range("method.text_share", self.text_share, 0.01, 0.99)  # nearer to 0 or 1, answer_by says it better
         check_choice("method.normaliser", self.normaliser, ("paln", "pal"))
         check_choice("method.reduction", self.reduction, ("mean_anchors", "sum_per_query"))
         if self.answer_by not in ("both", self.answers):
@@ -109,7 +112,7 @@ class Unidec:
         parts.check_label_texts("unidec")
         self.config, self.parts = config, parts
         head_dim = config.head_dim or parts.dim
-        self.heads = TwoHeads(parts.dim, head_dim, config.answers)
+        self.heads = TwoHeads(parts.dim, head_dim, config.answers, config.text_share)
         self.heads.reset(parts.seed)
         self.head: Head = self.heads.to(parts.device, parts.dtype)
         self.modules: Mapping[str, nn.Module] = {"head": self.head}

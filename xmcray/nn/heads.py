@@ -67,13 +67,14 @@ class TwoHeads(Head):
     Args:
         dim: D. head_dim: width E of either head.
         answer_by: which vectors answer: "text", "classifier", or "both", one beside the other.
+        text_share: of "both", share of the cosine with the label text in the sum; 0.5 is the plain sum of both.
     """
 
     kind = "unidec"
 
-    def __init__(self, dim: int, head_dim: int, answer_by: str = "both") -> None:
+    def __init__(self, dim: int, head_dim: int, answer_by: str = "both", text_share: float = 0.5) -> None:
         super().__init__(dim)
-        self.head_dim, self.answer_by = head_dim, answer_by
+        self.head_dim, self.answer_by, self.text_share = head_dim, answer_by, text_share
         self.out_dim = head_dim * (2 if answer_by == "both" else 1)
         self.text_layer, self.classifier_layer = nn.Linear(dim, head_dim), nn.Linear(dim, head_dim)
 
@@ -98,15 +99,22 @@ class TwoHeads(Head):
         return row_BE if keep_BE is None else row_BE * keep_BE
 
     def forward(self, vector_BD: Tensor) -> Tensor:
-        """Search vectors: Phi_D, l2norm(Phi_C), or one beside the other; never with dropout."""
-        parts = [] if self.answer_by == "classifier" else [self.text(vector_BD)]
-        if self.answer_by != "text":
-            parts.append(F.normalize(self.classifier(vector_BD), dim=-1))
-        return torch.cat(parts, dim=1)
+        """Search vectors: Phi_D, l2norm(Phi_C), or both, weighed and beside each other; never with dropout."""
+        if self.answer_by == "text":
+            return self.text(vector_BD)
+        row_BE = F.normalize(self.classifier(vector_BD), dim=-1)
+        if self.answer_by == "classifier":
+            return row_BE
+        return torch.cat([2 * self.text_share * self.text(vector_BD), 2 * (1 - self.text_share) * row_BE], dim=1)
 
     def settings(self) -> dict[str, Any]:
         """Arguments that make such a head again."""
-        return {**super().settings(), "head_dim": self.head_dim, "answer_by": self.answer_by}
+        return {
+            **super().settings(),
+            "head_dim": self.head_dim,
+            "answer_by": self.answer_by,
+            "text_share": self.text_share,
+        }
 
 
 _KINDS: dict[str, type[Head]] = {head.kind: head for head in (Head, NormalisedHead, TwoHeads)}

@@ -219,7 +219,9 @@ def _sweep_fusion(path: str, held: Held, grid: list[Values]) -> list[Measured]:
     found = []
     for values in grid:
         share = _build("fusion", values).text
-        weight_D = np.repeat(np.array([share, 1 - share], np.float32) * 2, head.head_dim)
+        # The bundle's own share is in its query vectors already.
+        weights = share / head.text_share, (1 - share) / (1 - head.text_share)
+        weight_D = np.repeat(np.array(weights, np.float32), head.head_dim)
         top = held.retriever.nearest(held.query_BD * weight_D, held.k, held.excluded(), exact=True)
         found.append(Measured(values, held.measure(top)))
     return found

@@ -152,12 +152,14 @@ def test_an_answer_adds_the_cosines_of_its_parts(corpus: Corpus, answer_by: str)
 
 
 def test_a_head_is_saved_and_loaded(tmp_path: Path) -> None:
-    head = TwoHeads(6, 4)
+    head = TwoHeads(6, 4, text_share=0.75)
     head.reset(3)
     head.save(tmp_path)
     vector_BD = torch.randn(5, 6)
     torch.testing.assert_close(load_head(tmp_path)(vector_BD), head(vector_BD))
     assert head(vector_BD).shape == (5, 8)
+    torch.testing.assert_close(head(vector_BD)[:, :4].norm(dim=1), torch.full((5,), 1.5))  # twice its share
+    torch.testing.assert_close(head(vector_BD)[:, 4:].norm(dim=1), torch.full((5,), 0.5))
     (tmp_path / "head.safetensors").unlink()
     with pytest.raises(BundleError, match="export it again"):
         load_head(tmp_path)
