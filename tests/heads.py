@@ -49,6 +49,8 @@ class Head:
             "RAY_API_SERVER_ADDRESS": self.url,
             "RAY_AUTH_MODE": "token",
             "HOME": str(self.token_file.parent),
+            # a job's `python` is the one that the head's shell finds
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         }
         return env | {"RAY_AUTH_TOKEN_PATH": str(self.token_file)} if token else env
 

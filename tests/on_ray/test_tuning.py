@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -75,7 +76,13 @@ def test_sweep_killed_and_restored(corpus: Path, tmp_path: Path, capfd: pytest.C
         return len(ended()) >= 2 and any(last_step(run) >= 20 for run in runs)
 
     driver = subprocess.Popen([sys.executable, "-c", MAIN, *words], start_new_session=True)
-    watcher = When(under_way, lambda: os.kill(driver.pid, signal.SIGKILL))
+
+    def strike() -> None:
+        for pid in [driver.pid, *descendants(driver.pid)]:  # a trial's process would go on for a while, even to its end
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    watcher = When(under_way, strike)
     assert driver.wait(180) == -signal.SIGKILL
     watcher.close()
     before = ended()
