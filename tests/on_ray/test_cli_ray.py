@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from processes import When, descendants, last_step
 
 from xmcray import cli
 from xmcray.data.planted import write_planted
+from xmcray.doctor.sockets import Listener, listeners
 from xmcray.training.records import read_records
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -34,7 +37,13 @@ def test_from_raw_text_to_answers(tmp_path: Path, capfd: pytest.CaptureFixture[s
     ):
         train += ["--set", setting]
     assert cli.main(["prepare", str(tmp_path / "raw"), "--out", corpus]) == 0
+    ports: list[Listener] = []
+    watch = When(lambda: last_step(Path(run)) >= 4, lambda: ports.extend(listeners()))
     assert cli.main(train) == 0
+    watch.close()
+    workers = [port for port in ports if "RayTrainWorker" in port.command and port.pid in descendants(os.getpid())]
+    assert watch.done
+    assert [f"{port.name} {port.address}" for port in workers if not port.loopback] == []
     out, err = capfd.readouterr()
     assert "next: xmcray search" in out
     lines = err.splitlines()  # progress, and not a line of Ray

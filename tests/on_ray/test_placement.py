@@ -110,7 +110,9 @@ def two_one_two(out: Path, corpus: str) -> None:
         first.update(back=last_step(out))
 
     lost = When(lambda: last_step(out) >= 30, lose)
-    joined = When(lambda: lost.done and last_step(out) >= 60, join)  # so far comes nobody who waits for a lost rank
+    # A lost node's processes may go on for a second; what counts is that the one that stayed has begun anew.
+    alone = lambda: nodes.carried("RayTrainWorker").count("trainer1") >= 2  # noqa: E731
+    joined = When(lambda: lost.done and alone() and last_step(out) >= 60, join)
     stop = When(lambda: joined.done and last_step(out) >= first["back"] + 30, StopFlag(out).hoist)
     with suppress(Terminated):
         train(corpus, out, RunConfig.resolve("astra", {}, SETTINGS))

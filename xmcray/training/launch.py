@@ -35,6 +35,7 @@ from xmcray.training.loop import Loop, build
 from xmcray.training.placement import Nodes, Placement, place
 from xmcray.training.preemption import StopFlag, terminated
 from xmcray.training.records import read_records
+from xmcray.training.rendezvous import torch_config
 from xmcray.training.run import (
     SELECTION,
     Run,
@@ -243,13 +244,15 @@ def _trainer(run: Run, where: Placement) -> Any:
         config=run.config.to_dict(),
         threads=where.threads,
     )
+    storage = run.path / "ray"
+    storage.mkdir(exist_ok=True)
     environment = {"OMP_NUM_THREADS": str(where.threads), "TOKENIZERS_PARALLELISM": "false", **_ALLOCATOR}
     environment[logs.VARIABLE] = os.environ.get(logs.VARIABLE, "")
     return _train.torch.TorchTrainer(
         work,
         train_loop_config=dataclasses.asdict(settings),
-        torch_config=_train.torch.TorchConfig(
-            backend="nccl" if where.use_gpu else "gloo", timeout_s=int(negatives.wait_s) + 300
+        torch_config=torch_config(
+            "nccl" if where.use_gpu else "gloo", int(negatives.wait_s) + 300, str(storage / "rendezvous")
         ),
         scaling_config=_train.ScalingConfig(
             num_workers=elastic,
@@ -260,7 +263,7 @@ def _trainer(run: Run, where: Placement) -> Any:
         run_config=_train.RunConfig(
             # Ray resumes a name it has seen without saying so: never reuse one. What counts is our own checkpoint.
             name=f"{run.id}-{secrets.token_hex(3)}",
-            storage_path=str(run.path / "ray"),
+            storage_path=str(storage),
             failure_config=_train.FailureConfig(max_failures=cluster.max_failures, controller_failure_limit=patience),
             logging_config=_train.LoggingConfig(log_level="ERROR"),
             worker_runtime_env={"env_vars": environment},
