@@ -26,7 +26,7 @@ import numpy as np
 import synthetic
 from common import refuse_if_busy, write_table
 
-from xmcray.planning import workload
+from xmcray.planning import data_size
 from xmcray.planning.encoders import encoder_shape
 from xmcray.planning.plan import Plan, plan
 from xmcray.planning.probe import probe
@@ -78,7 +78,7 @@ def main() -> None:
         if arguments.only and number not in arguments.only:
             continue
         config = resolve(one)
-        size = workload.from_corpus(synthetic.corpus(one.labels, one.queries, one.tokens))
+        size = data_size.from_corpus(synthetic.corpus(one.labels, one.queries, one.tokens))
         rates = probe(encoder_shape(config.encoder, size.vocab_size), config.encoder, known=rates)
         planned = plan(config, size, rates, one.workers)
         memory, step_s = measure(config, one)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from xmcray import config as configs
 from xmcray.errors import ResourceError
+from xmcray.planning.data_size import from_numbers
 from xmcray.planning.devices import device_rates
 from xmcray.planning.plan import plan
 from xmcray.planning.tables import markdown
-from xmcray.planning.workload import from_numbers
 from xmcray.training.run import RunConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"

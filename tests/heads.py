@@ -14,14 +14,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import descendants
+from processes import descendants, wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
 PATIENCE_S, GRACE_S = 60, 3
@@ -113,11 +112,19 @@ def free_ports(number: int) -> list[int]:
 def _wait_for(found: Head, process: subprocess.Popen[bytes], log: Path) -> None:
     request = urllib.request.Request(f"{found.url}/api/version")
     request.add_header("Authorization", f"Bearer {found.token_file.read_text()}")
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and process.poll() is None:
+
+    def answers() -> bool:
+        if process.poll() is not None:
+            raise RuntimeError(f"the head at {found.url} ended: {end_of(log)}")
         try:
             urllib.request.urlopen(request, timeout=5).close()
-            return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    raise RuntimeError(f"no head at {found.url}: {log.read_text(errors='replace')[-2000:]}")
+            return False
+        return True
+
+    wait_until(answers, PATIENCE_S, lambda: f"no head at {found.url}: {end_of(log)}")
+
+
+def end_of(log: Path) -> str:
+    """What was written last."""
+    return log.read_text(errors="replace")[-2000:]

@@ -12,15 +12,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from processes import descendants
+from processes import descendants, wait_until
 
 _HEAD_ID, _HEAD_TYPE = "f" * 51 + "00000", "ray.head.default"  # as the fake provider names its head
+PATIENCE_S = 60
 _HERE = Path(__file__).parent
 FAST = {  # a lost node is noticed within two seconds instead of twenty
     "health_check_initial_delay_ms": 0,
@@ -147,10 +147,7 @@ class AutoscaledNodes:
         self._head = subprocess.Popen(
             ray_start, env={**os.environ, **fake, **head}, stdout=subprocess.DEVNULL, start_new_session=True
         )
-        for _ in range(60):  # each try waits for a second or more
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.5)
+        wait_until(lambda: listens(port), PATIENCE_S, lambda: f"no head at {self._address}")
         ray.init(address=self._address, log_to_driver=False, logging_level="fatal")
 
     def demand(self) -> int:
@@ -198,3 +195,10 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def listens(port: int) -> bool:
+    """Whether something answers on a port of loopback."""
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False

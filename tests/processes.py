@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ class When(threading.Thread):
     def close(self) -> None:
         self.stop.set()
         self.join()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, told: Callable[[], str]) -> None:
+    """Returns once a condition of another process holds; raises RuntimeError with what is told if it never does."""
+    pause, deadline = threading.Event(), time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(told())
+        pause.wait(0.1)
 
 
 def kill(pids: list[int]) -> None:

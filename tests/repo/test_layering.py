@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tuning": {"nn", "data", "retrieval", "evaluation", "training"},
     "doctor": set(),
     "cluster_files": set(),
-    "planning": {"nn", "data", "retrieval", "negatives", "training"},
+    "planning": {"nn", "losses", "data", "retrieval", "negatives", "training"},
 }
 WITH_RAY = {"data.pipeline", "data.session", "data.stream", "negatives.pool", "serving.application", "serving.run"}
 WITH_RAY |= {"training.worker", "training.launch", "training.placement", "training.rendezvous", "gauges"}

@@ -13,9 +13,9 @@ from xmcray.cli.training import METHODS
 from xmcray.errors import ConfigError
 
 if TYPE_CHECKING:
+    from xmcray.planning.data_size import DataSize
     from xmcray.planning.plan import Plan
     from xmcray.planning.rates import Rates
-    from xmcray.planning.workload import DataSize
     from xmcray.training.run import RunConfig
 
 
@@ -65,18 +65,18 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def _data(options: argparse.Namespace) -> DataSize:
-    from xmcray.planning import workload
+    from xmcray.planning import data_size
 
     if options.data:
         from xmcray.data.corpus import Corpus
 
-        return workload.from_corpus(Corpus.open(options.data, verify=False))
+        return data_size.from_corpus(Corpus.open(options.data, verify=False))
     given = options.labels, options.queries, options.tokens_per_text
     if None in given:
         raise ConfigError(
             "nothing says how large the data is; give --data CORPUS, or --labels, --queries and --tokens-per-text"
         )
-    return workload.from_numbers(*given, positives_per_query=options.positives)
+    return data_size.from_numbers(*given, positives_per_query=options.positives)
 
 
 def _rates(options: argparse.Namespace, config: RunConfig, data: DataSize) -> Rates:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from xmcray.errors import ConfigError, ResourceError
 from xmcray.planning import model, sizes
+from xmcray.planning.costs import costs_of
+from xmcray.planning.data_size import DataSize
 from xmcray.planning.devices import assumptions
 from xmcray.planning.encoders import encoder_shape
 from xmcray.planning.rates import Rates
-from xmcray.planning.workload import DataSize, workload
+from xmcray.planning.workload import workload
 from xmcray.training.run import RunConfig
 
 CUDA_BYTES = 1 << 30  # context, kernels, and what the allocator cannot give out
@@ -95,13 +97,13 @@ def plan(
     """
     workers = max(1, config.cluster.workers if workers is None else workers)
     shape = encoder_shape(config.encoder, data.vocab_size)
-    if config.encoder.frozen and not shape.dense and config.method_name in ("dexml", "rae"):
+    if config.encoder.frozen and not shape.dense and costs_of(config).encoder_alone:
         raise ConfigError("encoder.frozen leaves this method nothing to train without a projection; set encoder.dim")
     load = workload(config, data, workers)
     shard = sizes.shard_of(config, data, load, workers)
     check_fit(config, data, rates, workers, memory_bytes)
     on_device, on_host = worker_parts(config, data, rates, workers)
-    step = model.Step(config=config, shape=shape, data=data, load=load, shard=shard, rates=rates)
+    step = model.StepTime(config=config, shape=shape, data=data, load=load, shard=shard, rates=rates)
     parts, dim = step.parts(), shape.dim
     refresh_s, checkpoint_s, validation_s = model.refresh(step), model.checkpoint(step), model.validation(step)
     queries = load.steps_per_epoch * load.queries if config.negatives.hard else 0

@@ -6,31 +6,18 @@ goes within a step is what is alive at its largest moment, counted from the code
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from xmcray.negatives.plan import NegativesConfig
-from xmcray.nn.row_table import RowOptimConfig
+from xmcray.planning.costs import costs_of
+from xmcray.planning.data_size import DataSize
 from xmcray.planning.encoders import EncoderShape
-from xmcray.planning.workload import DataSize, Workload
+from xmcray.planning.step import ID, Shard, Workload
 from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
 from xmcray.retrieval.index import LONG_SHARE, resolve_factory
 from xmcray.training.checkpoint import ROW_BLOCK_BYTES
 from xmcray.training.run import RunConfig
 
-ID = 8  # bytes of an int64
-STATE_TENSORS = {"sgd": 1, "adagrad": 1, "adam": 2}
 LAYER_WIDTHS = 9  # tensors of the hidden width that a layer keeps for its backward pass, a token each
 TOKENIZER_BYTES = 1500  # of a token in the tokenizer's tables
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """Who holds what: W workers, of which each has S of L labels and B of G queries; `value` is bytes of a number."""
-
-    workers: int
-    labels: int
-    queries: int
-    value: int = 4
 
 
 def shard_of(config: RunConfig, data: DataSize, load: Workload, workers: int) -> Shard:
@@ -39,43 +26,9 @@ def shard_of(config: RunConfig, data: DataSize, load: Workload, workers: int) ->
     return Shard(workers=workers, labels=-(-data.num_labels // workers), queries=load.per_rank, value=value)
 
 
-def row_table(rows: int, dim: int, config: RowOptimConfig, value: int = 4) -> int:
-    """Rows, their optimiser state, and the step that touched each (int32; Adam counts touches too)."""
-    states = 0 if config.kind == "sgd" and config.momentum == 0 else STATE_TENSORS[config.kind]
-    stored = 2 if config.storage == "bfloat16" else value
-    return rows * dim * (stored + states * value) + rows * 4 * (2 if config.kind == "adam" else 1)
-
-
-def classifier_width(config: RunConfig, dim: int) -> int:
-    """Width of a method's label rows; 0 where it has none."""
-    if config.method_name in ("astra", "renee"):
-        return dim
-    if config.method_name == "unidec" and config.method.balance < 1:
-        return int(config.method.head_dim or dim)
-    return 0
-
-
 def label_rows(config: RunConfig, dim: int, shard: Shard) -> int:
     """What a worker keeps for each of its labels: classifier rows, PRIME's centroids, DEXML's cache."""
-    width = classifier_width(config, dim)
-    if width:
-        return row_table(shard.labels, width, config.method.classifier, shard.value)
-    if config.method_name == "prime" or (config.method_name == "dexml" and config.method.columns == "cache"):
-        return row_table(shard.labels, dim, RowOptimConfig(momentum=0.0), shard.value)
-    return 0
-
-
-def modules(config: RunConfig, dim: int, num_labels: int, value: int = 4) -> tuple[int, int, int]:
-    """Elements of the modules beside the encoder: dense ones, those of a sparse table, and bytes of buffers."""
-    if config.method_name == "unidec":
-        width = config.method.head_dim or dim
-        return 2 * (dim * width + width), 0, 0
-    if config.method_name == "prime":
-        wide = config.method.feed_forward
-        dense = 4 * dim * (dim + 1) + 2 * dim * wide + wide + dim + 4 * dim
-        bank = min(config.method.free_vectors, 1 << num_labels.bit_length() - 1)
-        return dense, bank * dim, num_labels * ID
-    return 0, 0, 0
+    return costs_of(config).label_rows(dim, shard)
 
 
 def encoder(shape: EncoderShape, value: int = 4) -> int:
@@ -85,13 +38,13 @@ def encoder(shape: EncoderShape, value: int = 4) -> int:
 
 def method_modules(config: RunConfig, shape: EncoderShape, num_labels: int, value: int = 4) -> int:
     """Weights and buffers of a method's own modules."""
-    dense, sparse, buffers = modules(config, shape.dim, num_labels, value)
+    dense, sparse, buffers = costs_of(config).modules(shape.dim, num_labels)
     return (dense + sparse) * value + buffers
 
 
 def optimiser(config: RunConfig, shape: EncoderShape, num_labels: int, value: int = 4) -> int:
     """Gradients of dense parameters, Adam's two moments of all, and two int32 for each row of a sparse table."""
-    dense, sparse, _ = modules(config, shape.dim, num_labels)
+    dense, sparse, _ = costs_of(config).modules(shape.dim, num_labels)
     rows = shape.table_rows + sparse // shape.dim
     return 3 * (dense + shape.dense) * value + 2 * rows * shape.dim * value + 8 * rows
 
@@ -126,43 +79,7 @@ def activations(config: RunConfig, shape: EncoderShape, load: Workload, shard: S
 
 def scores(config: RunConfig, shape: EncoderShape, load: Workload, shard: Shard) -> int:
     """Scores of a step with what is made of them, and the rows that are read for them with their gradients."""
-    value, dim, name = shard.value, shape.dim, config.method_name
-    columns = load.columns / shard.workers
-    queries = 4 * load.queries * dim * value  # gathered, dropped out, and their gradients
-    if name == "renee" or (name == "astra" and config.method.exact):
-        # A chunk's scores, twice; the gradient of all rows, and its product with the loss' own gradient. Rows that are
-        # stored in bfloat16 are widened when they are updated.
-        wide = 2 if config.method.classifier.storage == "bfloat16" else 0
-        return int(
-            queries + 3 * load.queries * config.method.chunk_labels * value + (2 + wide) * shard.labels * dim * value
-        )
-    if name == "astra":
-        pairs = (load.positives + load.queries * load.hard) / shard.workers
-        # Both vectors of each listed pair and their product; scores of the pool: with offset, masked, softplus, sigmoid
-        # and its gradient; rows: read, two gradients and their sum, and what the optimiser works on.
-        pool = 5 * load.queries * load.uniform / shard.workers
-        states = row_table(1, dim, config.method.classifier, value) // (dim * value)
-        return int(queries + (3 * pairs * dim + pool + (5 + states) * columns * dim) * value + 12 * ID * pairs)
-    block = min(load.queries * columns, 1 << 23)  # losses.columns.BLOCK_FLOATS
-    if name == "prime":
-        wide = config.method.feed_forward
-        # Scores with prototypes and with texts, of own queries with all labels and of own labels with all queries, each
-        # masked and with a gradient; the prototype network keeps some tensors of three tokens of each label.
-        network = columns * (9 + 2 * 3 * (3 * dim + wide) + 3 * (12 * dim + 3 * wide))
-        kept = 6 * shard.queries * load.columns + 3 * columns * load.queries
-        drawn = shard.queries * config.method.num_positives * min(config.method.num_negatives or 100, load.columns)
-        return int(queries + (network + kept + 20 * drawn + 6 * load.columns * dim) * value)
-    rows = 6 * columns * dim
-    if name == "unidec":
-        width = config.method.head_dim or dim
-        rows = (4 if config.method.balance > 0 else 0) * columns * width
-        if config.method.balance < 1:
-            rows += (6 + STATE_TENSORS[config.method.classifier.kind]) * columns * width
-        anchors = min(load.positives, load.columns) / shard.workers
-        block = 2 * block + 4 * load.queries * anchors
-    if name == "dexml" and config.method.columns == "cache":
-        rows += 3 * shard.labels * dim
-    return int(queries + (2 * block + rows) * value)
+    return costs_of(config).score_bytes(shape, load, shard)
 
 
 def tokens(data: DataSize, load: Workload) -> int:
@@ -183,33 +100,24 @@ def negatives(config: NegativesConfig, load: Workload) -> int:
 
 
 def published(config: RunConfig, dim: int, shard: Shard) -> int:
-    """The copy of all label vectors while a version is written; before that, what made them of texts.
-
-    Of texts there are the encoder's blocks and their concatenation, then head and copy; UniDEC's head has three steps.
-    """
+    """The copy of all label vectors while a version is written; before that, what made them of texts."""
     if not config.negatives.hard:
         return 0
-    copies = 6 if config.method_name == "unidec" else 3
-    if config.method_name == "astra" and config.method.index_on == "classifier":
-        copies = 1
-    return copies * shard.labels * (classifier_width(config, dim) or dim) * 4
+    costs = costs_of(config)
+    return costs.published_copies() * shard.labels * (costs.classifier_width(dim) or dim) * 4
 
 
 def validated(config: RunConfig, dim: int, shard: Shard) -> int:
     """Label vectors that are made for validation, of methods whose answers are no trained rows."""
-    if config.method_name in ("astra", "renee") or not config.data.validation:
+    costs = costs_of(config)
+    if costs.rows_answer or not config.data.validation:
         return 0
-    width = dim + classifier_width(config, dim)
-    return 3 * shard.labels * width * 4
+    return 3 * shard.labels * (dim + costs.classifier_width(dim)) * 4
 
 
 def started(config: RunConfig, data: DataSize, dim: int, shard: Shard) -> int:
     """What start values take for a moment: label texts' vectors, and PRIME's clusters of all of them on one worker."""
-    if config.method_name == "prime":
-        return 7 * data.num_labels * dim * 4
-    if getattr(config.method, "init", "") in ("texts", "centroids"):
-        return 2 * shard.labels * dim * 4
-    return 0
+    return costs_of(config).started_bytes(data.num_labels, dim, shard)
 
 
 def index_actor(config: RunConfig, data: DataSize, dim: int, num_shards: int, on_gpu: bool = False) -> int:
@@ -222,7 +130,7 @@ def index_actor(config: RunConfig, data: DataSize, dim: int, num_shards: int, on
     rows = -(-data.num_labels // num_shards)
     whole = rows * dim * 4
     factory = "Flat" if on_gpu else resolve_factory(config.negatives.index, rows)
-    lists = _num_lists(factory)
+    lists = num_lists(factory)
     sample = min(rows, TRAIN_ROWS_PER_LIST * lists) * dim * 4
     inside = (
         0 if factory == "Flat" else int((1 - LONG_SHARE) * whole) + index(config.negatives.index, rows, dim) + sample
@@ -236,7 +144,7 @@ def index(factory: str, rows: int, dim: int) -> int:
     if factory == "Flat":
         return 0
     code = dim * (2 if "fp16" in factory else 1 if "SQ8" in factory else 4)
-    return int((1 - LONG_SHARE) * rows) * (code + ID) + _num_lists(factory) * dim * 4
+    return int((1 - LONG_SHARE) * rows) * (code + ID) + num_lists(factory) * dim * 4
 
 
 def object_store(threads: int, data: DataSize) -> int:
@@ -261,7 +169,7 @@ def ledger(config: RunConfig, data: DataSize, load: Workload, dim: int, workers:
 
 def checkpoint(config: RunConfig, data: DataSize, shape: EncoderShape, value: int = 4) -> int:
     """One checkpoint: encoder and modules, Adam's moments of both, label rows with their state."""
-    dense, sparse, buffers = modules(config, shape.dim, data.num_labels)
+    dense, sparse, buffers = costs_of(config).modules(shape.dim, data.num_labels)
     weights = encoder(shape, value) + (dense + sparse) * value + buffers
     rows = shape.table_rows + sparse // shape.dim
     moments = 2 * (dense + shape.dense + rows * shape.dim) * value + 4 * rows
@@ -276,6 +184,7 @@ def writing(config: RunConfig, shape: EncoderShape, shard: Shard) -> int:
     return 2 * min(table, ROW_BLOCK_BYTES) + (shape.dense + shape.table_rows * shape.dim) * 4
 
 
-def _num_lists(factory: str) -> int:
+def num_lists(factory: str) -> int:
+    """Lists of a factory string; 0 without."""
     head = factory.split(",")[0]
     return int(head[3:]) if head.startswith("IVF") and head[3:].isdigit() else 0

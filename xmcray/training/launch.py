@@ -67,7 +67,7 @@ _ALLOCATOR = {  # glibc would give large blocks back after every step and fault 
 
 _train: Any = ray.train  # type checkers see the classes of Train v1 under these names
 
-Watch = Callable[[Run], contextlib.AbstractContextManager[None]]
+FitContext = Callable[[Run], contextlib.AbstractContextManager[None]]
 
 
 def train(
@@ -77,7 +77,7 @@ def train(
     *,
     resume: str = "auto",
     refit: bool = False,
-    watch: Watch = contextlib.nullcontext,  # type: ignore[assignment]
+    watch: FitContext = contextlib.nullcontext,  # type: ignore[assignment]
 ) -> Run:
     """Trains a run to its end, continuing an interrupted one.
 
@@ -153,7 +153,7 @@ def refit_config(selection: Run) -> RunConfig:
     )
 
 
-def _train_one(run: Run, corpus: Corpus, watch: Watch) -> None:
+def _train_one(run: Run, corpus: Corpus, watch: FitContext) -> None:
     if run.result() is not None:
         return
     stop = StopFlag(run.path)

@@ -16,18 +16,20 @@ from xmcray.cli import main
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, ResourceError, StorageError
+from xmcray.methods.base import methods
 from xmcray.nn.encoder import EncoderConfig, load_encoder
 from xmcray.parallel.partition import LabelPartition
 from xmcray.planning import sizes
+from xmcray.planning.costs import COSTS
+from xmcray.planning.data_size import from_corpus, from_numbers
 from xmcray.planning.devices import SPECS, device_rates
 from xmcray.planning.encoders import KNOWN, encoder_shape
 from xmcray.planning.plan import Plan, plan, worker_parts
 from xmcray.planning.rates import between, load_rates
-from xmcray.planning.workload import distinct_rows, from_corpus, from_numbers, workload
+from xmcray.planning.workload import distinct_rows, workload
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import RunConfig
 
-METHODS = ("astra", "dexml", "prime", "rae", "renee", "unidec")
 A100 = device_rates("a100-80gb")
 
 
@@ -131,7 +133,7 @@ def test_the_step_of_a_corpus_is_the_one_that_is_sampled(corpus: Corpus) -> None
     assert distinct_rows(size, config, 1e9, 1) <= size.vocab_size
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", COSTS)
 def test_every_method_has_a_plan_and_more_of_anything_takes_more(method: str) -> None:
     small = made(method, "encoder.dim=64", labels=1e5)
     assert small.step_seconds > 0
@@ -145,6 +147,10 @@ def test_every_method_has_a_plan_and_more_of_anything_takes_more(method: str) ->
         assert changed.worker_bytes > small.worker_bytes
         assert changed.step_seconds > 0.99 * small.step_seconds
         assert changed.checkpoint >= small.checkpoint
+
+
+def test_every_method_has_costs() -> None:
+    assert COSTS.keys() == methods().keys()
 
 
 def test_workers_share_label_rows_and_price_is_per_worker_and_hour() -> None:
