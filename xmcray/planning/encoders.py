@@ -43,7 +43,8 @@ class EncoderShape:
         table_rows: rows of a static encoder's sparse token table, pairs included; 0 for a transformer.
         dense: elements of all other trained parameters. frozen: elements of parameters that are not trained.
         buffer: elements of a static encoder's token weights.
-        hidden, layers, feed_forward: of a transformer; 0 for a static encoder.
+        hidden, layers, feed_forward: of a transformer; 0 for a static encoder. words: elements of its largest
+            parameter, the table of word embeddings.
     """
 
     name: str
@@ -55,6 +56,7 @@ class EncoderShape:
     hidden: int = 0
     layers: int = 0
     feed_forward: int = 0
+    words: int = 0
 
     @property
     def is_static(self) -> bool:
@@ -65,6 +67,13 @@ class EncoderShape:
     def key(self) -> str:
         """Names what its speed depends on, in a file of measured rates."""
         return f"{self.name}:{self.dim}:{self.table_rows}:{self.hidden}:{self.layers}:{int(self.dense > 0)}"
+
+    @property
+    def tensors(self) -> int:
+        """Dense parameters: weights and biases of two maps, or of six and two normalisations in each layer."""
+        if not self.dense:
+            return 0
+        return 4 if self.is_static else 16 * self.layers + 5
 
     @property
     def flop_per_token(self) -> float:
@@ -107,6 +116,7 @@ def encoder_shape(config: EncoderConfig, vocab_size: int) -> EncoderShape:
         hidden=hidden,
         layers=layers,
         feed_forward=feed_forward,
+        words=vocab * hidden,
     )
 
 

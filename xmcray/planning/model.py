@@ -1,4 +1,4 @@
-"""Seconds of a step, of an epoch and of an index: one function for each part, from the operations that the code does.
+"""Seconds of a step, a validation and a checkpoint: one function for each part, from the operations that the code does.
 
 A worker's step is the sum of its parts, for its operations run one after another. `arrays` counts how often an array
 of the named size is read or written; sums of products, rows read at random places, sorting and exponentials have rates
@@ -14,18 +14,14 @@ from xmcray.nn.row_table import RowOptimConfig
 from xmcray.planning import sizes
 from xmcray.planning.costs import costs_of
 from xmcray.planning.costs.base import Costs
-from xmcray.planning.rates import Rates
 from xmcray.planning.step import VALUE, Shard, Step, row_states
-from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
-from xmcray.retrieval.index import resolve_factory
 
 SHARD_ROWS = 16_384  # of the corpus' files
-LISTS_VISITED = 0.04  # share of an index' lists that a search visits once labels are well apart
-KMEANS_ROUNDS = 8
 # Arrays of the rows' size that one update reads or writes, by optimiser, without copies out of and into the table. Of
 # one that is made anew the memory is read as well before it is written.
 UPDATE_ARRAYS = {"sgd": 8, "adagrad": 13, "adam": 27}
 FILE_ENTRIES = 60  # elements whose sorting takes as long as looking into one more file of the corpus
+ADAM_CALLS = 11  # operations of AdamW on each parameter
 HOST_CALLS = 40  # small operations on the host in every step: ids, positives, records
 
 
@@ -48,6 +44,11 @@ class StepTime(Step):
             "encoder's optimiser": self.optimiser(),
         }
 
+    @cached_property
+    def seconds(self) -> float:
+        """All parts."""
+        return sum(self.parts().values())
+
     # -- texts ---------------------------------------------------------------------------------------------------------
 
     def batch(self) -> float:
@@ -61,7 +62,10 @@ class StepTime(Step):
         listed = load.positives + load.queries * load.hard
         entries = 3 * load.queries + 4 * load.positives + 2 * listed + 2 * load.tokens + load.columns + load.uniform
         entries += FILE_ENTRIES * met
-        return HOST_CALLS * rates.call_s + entries * rates.sort_s + self.costs.dropped(self) * rates.random_s
+        # bits are drawn, turned into numbers, and these are divided: six arrays
+        dropped = self.costs.dropped(self)
+        masks = dropped * rates.random_s + rates.move(dropped * VALUE, 6, 2 * dropped * VALUE)
+        return HOST_CALLS * rates.call_s + entries * rates.sort_s + masks
 
     def encoder(self) -> float:
         """Forward and backward; with micro-batches another forward before."""
@@ -90,7 +94,8 @@ class StepTime(Step):
         rates, load = self.rates, self.load
         dense, sparse, _ = self.costs.modules(self.shape.dim, self.data.num_labels)
         dense += self.shape.dense
-        total = self.rates.move(dense * VALUE, 14) + 20 * rates.call_s
+        tensors = 1 if rates.on_gpu else self.shape.tensors + self.costs.tensors()  # on a GPU all at once
+        total = rates.move(dense * VALUE, 14) + ADAM_CALLS * tensors * rates.call_s
         if self.shape.is_static:
             total += self._rows(load.all_token_rows, self.shape.dim, self.shape.table_rows, RowOptimConfig(kind="adam"))
             if self.shard.workers > 1:  # rows of all ranks are sorted and summed
@@ -147,40 +152,6 @@ class StepTime(Step):
 
 
 # -- what is no step ---------------------------------------------------------------------------------------------------
-
-
-def index_build(rates: Rates, factory: str, rows: int, dim: int) -> float:
-    """k-means on a sample, then every row to its list; nothing for an exhaustive index."""
-    factory = resolve_factory(factory, rows)
-    lists = sizes.num_lists(factory)
-    if not lists:
-        return 0.0
-    sample = min(rows, TRAIN_ROWS_PER_LIST * lists)
-    return 2.0 * dim * lists * (KMEANS_ROUNDS * sample + rows) / rates.build_flop_s
-
-
-def index_search(rates: Rates, factory: str, rows: int, dim: int, queries: float) -> float:
-    """Centroids, visited lists and the longest rows, for all queries; all rows for an exhaustive index."""
-    lists = sizes.num_lists(resolve_factory(factory, rows))
-    visited = LISTS_VISITED * rows + lists + 0.05 * rows if lists else float(rows)
-    return 2.0 * dim * visited * queries / rates.search_flop_s
-
-
-def refresh(step: StepTime) -> float:
-    """From published to complete: rows to disk and back, the index of a shard, and its search for all queries."""
-    config, rates = step.config, step.rates
-    if not config.negatives.refreshed:
-        return 0.0
-    dim, queries = step.shape.dim, step.load.steps_per_epoch * step.load.queries
-    found = queries * (config.negatives.hard + 8) * 12
-    written = (
-        step.shard.labels * dim * VALUE + found + queries * dim * VALUE / step.shard.workers
-    ) / rates.disk_bytes_s
-    if not config.negatives.hard:
-        return written
-    made = index_build(rates, config.negatives.index, step.shard.labels, dim)
-    sorts = queries * (config.negatives.hard + 8) * step.shard.workers * 2 * rates.sort_s  # the merge of all shards
-    return written + made + index_search(rates, config.negatives.index, step.shard.labels, dim, queries) + sorts
 
 
 def validation(step: StepTime) -> float:

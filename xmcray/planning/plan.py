@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from xmcray.errors import ConfigError, ResourceError
-from xmcray.planning import model, sizes
+from xmcray.planning import model, refresh, sizes
 from xmcray.planning.costs import costs_of
 from xmcray.planning.data_size import DataSize
 from xmcray.planning.devices import assumptions
@@ -32,8 +32,9 @@ class Plan:
         index_bytes: of an index actor at its largest, of which there is one per worker. index_on_disk: of all indexes
             of a bundle. object_store, ledger, checkpoint: bytes; `checkpoints` of them exist at a time.
         step_s: of one step, by part. steps_per_epoch, epochs: as configured.
-        refresh_s, build_s, search_s: of one version of the negatives, beside the training. validation_s, checkpoint_s:
-            each time. epoch_s, total_s, cost: of everything, with the waits for late negatives.
+        refresh_s, build_s, search_s: of one version of the negatives, beside the training, once label rows are apart;
+            first_refresh_s: of the first one. validation_s, checkpoint_s: each time. epoch_s, total_s, cost: of
+            everything, with the waits for late negatives.
         fits: memory that a worker has. assumptions: what was not measured, in words.
     """
 
@@ -59,6 +60,7 @@ class Plan:
     build_s: float
     search_s: float
     refresh_s: float
+    first_refresh_s: float
     validation_s: float
     checkpoint_s: float
     epoch_s: float
@@ -105,18 +107,29 @@ def plan(
     on_device, on_host = worker_parts(config, data, rates, workers)
     step = model.StepTime(config=config, shape=shape, data=data, load=load, shard=shard, rates=rates)
     parts, dim = step.parts(), shape.dim
-    refresh_s, checkpoint_s, validation_s = model.refresh(step), model.checkpoint(step), model.validation(step)
+    checkpoint_s, validation_s = model.checkpoint(step), model.validation(step)
+    first = refresh.ANYWHERE if costs_of(config).starts_anywhere else refresh.APART
+    refresh_s, first_s = (refresh.refresh(step, spread) for spread in (refresh.APART, first))
     queries = load.steps_per_epoch * load.queries if config.negatives.hard else 0
-    training_s = load.steps_per_epoch * sum(parts.values())
+    training_s = load.steps_per_epoch * step.seconds
     saves = max(1.0, load.steps_per_epoch / config.log.checkpoint_every) if config.log.checkpoint_every else 1.0
     checks = 1.0 / config.log.validate_every if config.log.validate_every else 0.0
     late = max(0.0, refresh_s - training_s) / config.negatives.refresh_every
     epoch_s = training_s + saves * checkpoint_s + checks * validation_s + late
-    total_s = load.epochs * epoch_s
+    total_s = load.epochs * epoch_s + max(0.0, first_s - max(refresh_s, training_s))
     rows = sizes.index(config.negatives.index, shard.labels, dim) if config.negatives.hard else 0
+    searched = config.negatives.index, shard.labels, dim, queries, config.negatives.hard + refresh.FOUND_MORE
     notes = [*data.assumptions, *(assumptions() if rates.source == "published specs" else [])]
     if config.negatives.hard:
-        notes.append(f"a search of an index with lists visits {model.LISTS_VISITED:.0%} of them")
+        notes.append(
+            f"a search of an index with lists visits {refresh.APART.visited:.0%} of them; that of the first version"
+            f" {first.visited:.0%}, for its rows are near their start"
+        )
+        notes.append(
+            "index actors have the cores that workers leave, and those of workers that wait for them"
+            if rates.cores
+            else "index actors have cores of their own"
+        )
     if not rates.encoders.get(shape.key):
         notes.append("the encoder's speed is computed from its floating-point operations, not measured")
     return Plan(
@@ -139,9 +152,10 @@ def plan(
         step_s=parts,
         steps_per_epoch=load.steps_per_epoch,
         epochs=load.epochs,
-        build_s=model.index_build(rates, config.negatives.index, shard.labels, dim) if queries else 0.0,
-        search_s=model.index_search(rates, config.negatives.index, shard.labels, dim, queries) if queries else 0.0,
+        build_s=refresh.build(rates, config.negatives.index, shard.labels, dim) if queries else 0.0,
+        search_s=refresh.search(rates, *searched, refresh.APART) if queries else 0.0,
         refresh_s=refresh_s,
+        first_refresh_s=first_s,
         validation_s=validation_s if checks else 0.0,
         checkpoint_s=checkpoint_s,
         epoch_s=epoch_s,
@@ -177,7 +191,7 @@ def worker_parts(
         sizes.started(config, data, dim, shard),
         sizes.published(config, dim, shard),
         sizes.validated(config, dim, shard),
-        sizes.writing(config, shape, shard),
+        sizes.writing(config, shape, shard, rates.on_gpu),
     )
     host = {
         "process": process,
@@ -186,6 +200,7 @@ def worker_parts(
         "copies for start, versions and checkpoints": beside,
     }
     if not rates.on_gpu:
+        computing["heap between them"] = sizes.holes(shape, config.encoder.frozen, computing["activations"], value)
         return {}, {**host, **computing}
     return {"CUDA": CUDA_BYTES, **computing}, host
 

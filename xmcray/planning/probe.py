@@ -31,7 +31,7 @@ from xmcray.errors import ResourceError
 from xmcray.nn.encoder import Encoder, EncoderConfig
 from xmcray.nn.static import StaticEncoder
 from xmcray.planning.encoders import EncoderShape, transformer_settings
-from xmcray.planning.rates import EncoderRate, Points, Rates, between, load_rates
+from xmcray.planning.rates import SORTED, TOP_COLUMNS, TOP_KEPT, EncoderRate, Points, Rates, between, load_rates
 from xmcray.types import Ragged
 
 TABLES = (1 << 19, 1 << 23, 1 << 27, 1 << 30)
@@ -45,12 +45,17 @@ ENVIRONMENT = {  # as training/launch.py starts its workers
 }
 _PAIRS = 8192
 _FIRST_STEP = """
-import faiss, ray.train.torch, torch, xmcray.training.worker
+import faiss, numpy, ray.train.torch, torch, xmcray.training.worker
 from xmcray.methods.base import methods
+from xmcray.nn.static import StaticEncoder
+from xmcray.training.optim import EncoderOptimizer, OptimConfig
+from xmcray.types import Ragged
 methods()
-layer = torch.nn.Linear(256, 256)
-layer(torch.ones(64, 256)).sum().backward()
-torch.optim.AdamW(layer.parameters()).step()
+encoder = StaticEncoder(torch.ones(256), 256)
+optimiser = EncoderOptimizer({"encoder": encoder}, OptimConfig(), ["encoder.embedding.weight"])
+vectors = encoder(Ragged(numpy.arange(256), numpy.arange(0, 257, 4)))
+(vectors @ vectors.T).topk(4).values.softmax(1).sum().backward()
+optimiser.step(1.0)
 """
 _REPEATS = 9
 
@@ -93,6 +98,7 @@ def measure_machine() -> Rates:
         memory_bytes=host,
         host_bytes=host,
         threads=torch.get_num_threads(),
+        cores=len(os.sched_getaffinity(0)),
         process_bytes=(_process_bytes(""), _process_bytes("import xmcray.nn.transformer")),
         products=products,
         passes=_passes(),
@@ -164,14 +170,14 @@ def _rows_of(table_bytes: int, width: int) -> tuple[float, float]:
 
 
 def _elements() -> tuple[float, float, float]:
-    scores = torch.randn(512, 2048)
+    scores = torch.randn(512, TOP_COLUMNS)
     exp_s = seconds(lambda: torch.sigmoid(scores), OUTER) / scores.numel()
     softplus_s = seconds(lambda: nn.functional.softplus(scores), OUTER) / scores.numel()
-    return exp_s, softplus_s, seconds(lambda: scores.topk(100, dim=1)) / scores.numel()
+    return exp_s, softplus_s, seconds(lambda: scores.topk(TOP_KEPT, dim=1)) / scores.numel()
 
 
 def _sort() -> float:
-    values = np.random.default_rng(0).integers(1 << 20, size=30_000)
+    values = np.random.default_rng(0).integers(1 << 20, size=SORTED)
     return seconds(lambda: np.argsort(values, kind="stable")) / len(values)
 
 

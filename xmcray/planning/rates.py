@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from xmcray.errors import ConfigError, StorageError
 from xmcray.storage import write_json
 
 VERSION = 1
+SORTED, TOP_COLUMNS, TOP_KEPT = 30_000, 2048, 100  # what the probe sorts, and selects
 Points = tuple[tuple[float, float], ...]
 
 
@@ -53,6 +55,7 @@ class Rates:
         call_s: one operation on little data, with its share of the backward pass.
         exchange_s: one collective of a few bytes. exchange_bytes_s: what one rank sends in a large one.
         disk_bytes_s: writing, syncing and hashing. build_flop_s, search_flop_s: of FAISS' k-means and of a scan.
+        cores: of the machine that trainers and index actors share; 0 where each has its own.
         transformer_flop_s: of a transformer that is not among `encoders`, which go by the key of their shape.
     """
 
@@ -79,6 +82,7 @@ class Rates:
     search_flop_s: float
     transformer_flop_s: float
     on_gpu: bool = False
+    cores: int = 0
     encoders: Mapping[str, EncoderRate] = field(default_factory=dict)
     version: int = VERSION
 
@@ -86,9 +90,24 @@ class Rates:
         """Seconds of [m, k] x [k, n]."""
         return 2.0 * m * n * k / between(self.products, k) if m * n * k else 0.0
 
-    def move(self, array_bytes: float, arrays: float) -> float:
-        """Seconds of reading or writing so many arrays of this size, one after another."""
-        return array_bytes * arrays / between(self.passes, array_bytes) if array_bytes else 0.0
+    def move(self, array_bytes: float, arrays: float, among: float = 0.0) -> float:
+        """Seconds of reading or writing so many arrays of this size, one after another.
+
+        Args:
+            among: bytes that are touched before an array's turn comes again, where they are more than its own.
+        """
+        return array_bytes * arrays / between(self.passes, max(array_bytes, among)) if array_bytes else 0.0
+
+    def order(self, count: float) -> float:
+        """Seconds of sorting so many elements, by comparisons."""
+        return self.sort_s * count * math.log2(max(count, 2.0)) / math.log2(SORTED)
+
+    def top(self, rows: float, columns: float, kept: float) -> float:
+        """Seconds of `topk`: a pass over each row, and the best of it in order."""
+        if self.on_gpu:
+            return rows * columns * self.top_s
+        each_s = max(self.top_s - self.order(TOP_KEPT) / TOP_COLUMNS, 0.0)
+        return rows * (columns * each_s + self.order(min(kept, columns)))
 
     def read_rows(self, count: float, row_bytes: float, table_bytes: float) -> float:
         """Seconds of copying rows out of a table."""

@@ -77,6 +77,18 @@ def activations(config: RunConfig, shape: EncoderShape, load: Workload, shard: S
     return int(chunk * load.tokens * (kept + embedded) + 2 * vectors + casts)
 
 
+def holes(shape: EncoderShape, frozen: bool, activations_bytes: int, value: int = 4) -> int:
+    """Heap of a process that trains a transformer, given back by one part of a step and of no use to the next.
+
+    Activations take the place of the gradients of the step before, so that the next ones are put elsewhere; AdamW's two
+    temporaries of the largest parameter find no place among activations and gradients. A GPU's allocator keeps large
+    blocks apart from small ones.
+    """
+    if shape.is_static or frozen:
+        return 0
+    return min(shape.dense * value, activations_bytes) + 2 * shape.words * value
+
+
 def scores(config: RunConfig, shape: EncoderShape, load: Workload, shard: Shard) -> int:
     """Scores of a step with what is made of them, and the rows that are read for them with their gradients."""
     return costs_of(config).score_bytes(shape, load, shard)
@@ -178,10 +190,15 @@ def checkpoint(config: RunConfig, data: DataSize, shape: EncoderShape, value: in
     return weights + moments + (table - 4 * data.num_labels if table else 0)  # the last steps are not kept
 
 
-def writing(config: RunConfig, shape: EncoderShape, shard: Shard) -> int:
-    """Copies while a checkpoint is written: a block of rows, or the moments of the encoder's table, and their bytes."""
-    table = label_rows(config, shape.dim, shard)
-    return 2 * min(table, ROW_BLOCK_BYTES) + (shape.dense + shape.table_rows * shape.dim) * 4
+def writing(config: RunConfig, shape: EncoderShape, shard: Shard, on_gpu: bool) -> int:
+    """Copies while a checkpoint is written: none, safetensors writes tensors from where they are.
+
+    From a GPU they come to the process first: a block of rows, or the moments of the encoder.
+    """
+    if not on_gpu:
+        return 0
+    moments = 2 * (shape.dense + shape.table_rows * shape.dim) * shard.value
+    return max(min(label_rows(config, shape.dim, shard), ROW_BLOCK_BYTES), moments)
 
 
 def num_lists(factory: str) -> int:

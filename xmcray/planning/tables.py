@@ -32,6 +32,7 @@ def sections(plan: Plan) -> dict[str, Rows]:
         ("refresh of the negatives, beside the training", _seconds(plan.refresh_s)),
         ("of which: building an index", _seconds(plan.build_s)),
         ("of which: searching it", _seconds(plan.search_s)),
+        ("the first refresh, of rows near their start", _seconds(plan.first_refresh_s)),
         ("one validation", _seconds(plan.validation_s)),
         ("one checkpoint", _seconds(plan.checkpoint_s)),
         ("one epoch", _seconds(plan.epoch_s)),

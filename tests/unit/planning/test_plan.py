@@ -19,13 +19,14 @@ from xmcray.errors import ConfigError, ResourceError, StorageError
 from xmcray.methods.base import methods
 from xmcray.nn.encoder import EncoderConfig, load_encoder
 from xmcray.parallel.partition import LabelPartition
-from xmcray.planning import sizes
+from xmcray.planning import refresh, sizes
 from xmcray.planning.costs import COSTS
 from xmcray.planning.data_size import from_corpus, from_numbers
 from xmcray.planning.devices import SPECS, device_rates
 from xmcray.planning.encoders import KNOWN, encoder_shape
+from xmcray.planning.model import StepTime
 from xmcray.planning.plan import Plan, plan, worker_parts
-from xmcray.planning.rates import between, load_rates
+from xmcray.planning.rates import SORTED, TOP_COLUMNS, TOP_KEPT, between, load_rates
 from xmcray.planning.workload import distinct_rows, workload
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import RunConfig
@@ -189,6 +190,36 @@ def test_worker_parts_are_on_the_device_or_in_the_process() -> None:
     device, host = worker_parts(config, data, dataclasses.replace(A100, on_gpu=False), 1)
     assert not device
     assert {"classifier shard", "negatives"} <= host.keys()
+
+
+def test_the_first_refresh_visits_more_lists_and_actors_without_cores_wait_for_the_trainer() -> None:
+    config, data = RunConfig.resolve("astra", {}, ["encoder.dim=64"]), from_numbers(400_000, 20_000, 8)
+    alone = dataclasses.replace(A100, on_gpu=False)
+    load, shape = workload(config, data, 2), encoder_shape(config.encoder, data.vocab_size)
+    shard = sizes.shard_of(config, data, load, 2)
+
+    def seconds(cores: int, spread: refresh.Spread) -> float:
+        rates = dataclasses.replace(alone, cores=cores)
+        step = StepTime(config=config, shape=shape, data=data, load=load, shard=shard, rates=rates)
+        return refresh.refresh(step, spread)
+
+    assert seconds(0, refresh.ANYWHERE) > seconds(0, refresh.APART)
+    assert seconds(0, refresh.APART) == seconds(4, refresh.APART)
+    assert seconds(4, refresh.APART) < seconds(2, refresh.APART) < seconds(1, refresh.APART)
+
+
+def test_the_rounds_of_a_search_meet_each_visited_list_and_long_row_once() -> None:
+    spread = refresh.Spread(visited=0.1, long=0.05)
+    rounds = list(refresh.rounds(lists=1024, number=102.4, rows=100_000, spread=spread))
+    assert sum(lists for lists, _ in rounds) == pytest.approx(102.4)
+    assert sum(rows for _, rows in rounds) == pytest.approx(95_000 * 0.1 + 5_000)
+
+
+def test_selecting_costs_a_pass_and_the_order_of_what_is_kept() -> None:
+    rates = dataclasses.replace(A100, on_gpu=False, top_s=8e-9, sort_s=5e-8)
+    assert rates.top(1, TOP_COLUMNS, TOP_KEPT) == pytest.approx(TOP_COLUMNS * 8e-9)  # as it was measured
+    assert rates.top(1, 256, 100) > 256 * 8e-9
+    assert rates.order(SORTED) == pytest.approx(SORTED * 5e-8)
 
 
 def test_rates_are_kept_and_read(tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ class Costs(ABC):
         """Section `method`."""
         return self.config.method
 
+    @property
+    def starts_anywhere(self) -> bool:
+        """Whether the rows of the first index point in random directions, and not where texts or queries do."""
+        return getattr(self.method, "init", "") in ("random", "zeros")
+
     # -- what a step meets ---------------------------------------------------------------------------------------------
 
     @property
@@ -78,6 +83,10 @@ class Costs(ABC):
     def modules(self, dim: int, num_labels: int) -> tuple[int, int, int]:
         """Elements of the modules beside the encoder: dense ones, those of a sparse table, and bytes of buffers."""
         return 0, 0, 0
+
+    def tensors(self) -> int:
+        """Dense parameters of these modules: an optimiser goes from one to the next."""
+        return 0
 
     def score_bytes(self, shape: EncoderShape, load: Workload, shard: Shard) -> int:
         """Scores of a step with what is made of them, and the rows that are read for them with their gradients."""

@@ -28,8 +28,8 @@ class PrimeCosts(Costs):
         Of own queries with all labels and of own labels with all queries; the network keeps some tensors of three
         tokens of each label.
         """
-        dim, wide, columns = shape.dim, self.method.feed_forward, load.columns / shard.workers
-        network = columns * (9 + 2 * 3 * (3 * dim + wide) + 3 * (12 * dim + 3 * wide))
+        dim, columns = shape.dim, load.columns / shard.workers
+        network = columns * self._kept(dim)
         kept = 6 * shard.queries * load.columns + 3 * columns * load.queries
         drawn = shard.queries * self.num_positives * min(self.method.num_negatives or 100, load.columns)
         numbers = network + kept + 20 * drawn + 6 * load.columns * dim
@@ -43,24 +43,46 @@ class PrimeCosts(Costs):
         """Dropout of the network."""
         return step.columns * (9 + 6 * step.shape.dim + 3 * int(self.method.feed_forward))
 
+    def tensors(self) -> int:
+        """Weights and biases of four maps and two normalisations."""
+        return 12
+
     def loss(self, step: Step) -> float:
         """The network, and three triplet losses with a regulariser over the labels of the batch."""
-        load, rates, dim, workers = step.load, step.rates, step.shape.dim, step.shard.workers
-        own, all_columns = step.columns, load.columns
-        wide, cells = int(self.method.feed_forward), 3 * own
-        maps = rates.product(cells, 4 * dim, dim) + 2 * rates.product(cells, wide, dim)
-        network = 3 * maps + rates.move(cells * dim * VALUE, 60) + rates.move(cells * wide * VALUE, 18)
-        network += cells * wide * 2 * rates.exp_s
-        grids = [(load.per_rank, all_columns)] * 2 + [(own, load.queries)]
-        total = network + rates.move((load.per_rank + own) * dim * VALUE, 30)
-        hardest = int(self.method.num_negatives) or 1 << 30
+        load, rates, dim = step.load, step.rates, step.shape.dim
+        own, width = step.columns, dim * VALUE
+        # what the network keeps for its backward pass is larger than the caches: nothing is there when it is read again
+        kept = self._kept(dim) * own * VALUE
+        total = self._network(step, kept) + rates.move((load.per_rank + own) * width, 30, kept)
+        hardest, grids = int(self.method.num_negatives), [(load.per_rank, load.columns)] * 2 + [(own, load.queries)]
         for anchors, columns in [*grids, grids[0]]:  # the regulariser sorts the scores with prototypes once more
-            grid, kept = anchors * columns, min(hardest, columns)
-            total += grid * rates.top_s + rates.move(grid * VALUE, 10)
-            listed = (load.per_rank if anchors == load.per_rank else load.queries / workers) * self.num_positives
-            total += rates.move(listed * kept * VALUE, 80) + listed * kept * 2 * rates.exp_s
-        total += sum(3 * rates.product(a, c, dim) for a, c in grids)
+            # scores without what is no negative, zeros that gradients of listed entries are put into, and their sums
+            total += rates.move(anchors * columns * VALUE, 22, kept)
+            if 0 < hardest < columns:
+                total += rates.top(anchors, columns, hardest)
+            best = min(hardest or columns, columns)
+            listed = (load.per_rank if anchors == load.per_rank else load.queries / step.shard.workers) * (
+                self.num_positives
+            )
+            total += rates.move(listed * best * VALUE, 80) + listed * best * 2 * rates.exp_s
+        total += sum(3 * rates.product(anchors, columns, dim) for anchors, columns in grids)
         return total + 400 * rates.call_s
+
+    def _kept(self, dim: int) -> int:
+        """Numbers that the network keeps of a label: dropout's factors, and tensors of its three tokens."""
+        wide = int(self.method.feed_forward)
+        return 9 + 2 * 3 * (3 * dim + wide) + 3 * (12 * dim + 3 * wide)
+
+    def _network(self, step: Step, kept: float) -> float:
+        """Attention among a label's three tokens and two maps, forward and backward, with dropout between them."""
+        rates, dim, wide, cells = step.rates, step.shape.dim, int(self.method.feed_forward), 3 * step.columns
+        maps = rates.product(cells, 4 * dim, dim) + 2 * rates.product(cells, wide, dim)
+        # forward 34 arrays of the tokens' size are read or made, backward 58; of the inner width two masks, a bias
+        passes = rates.move(cells * dim * VALUE, 92, kept) + rates.move(cells * wide * VALUE, 18, kept)
+        gelu = cells * wide * 2 * rates.exp_s
+        # two products of 3 x 3 tokens for each label and four for their gradients go row by row
+        attention = rates.read_rows(6 * 6 * step.columns, dim * VALUE, kept)
+        return 3 * maps + passes + gelu + attention
 
     def exchange(self, step: Step) -> float:
         """Vectors and prototypes of the labels that are met."""

@@ -37,6 +37,10 @@ class UnidecCosts(Costs):
         width = self._width(dim)
         return 2 * (dim * width + width), 0, 0
 
+    def tensors(self) -> int:
+        """Weight and bias of both."""
+        return 4
+
     def score_blocks(self, load: Workload, shard: Shard, dim: int) -> tuple[float, float]:
         """Blocks in both directions; rows of both sides."""
         columns, width = load.columns / shard.workers, self._width(dim)
