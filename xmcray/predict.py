@@ -41,6 +41,7 @@ from xmcray.retrieval.predict import (
 from xmcray.retrieval.retriever import Retriever
 
 KIND = "predictions"
+ANSWERS = 10  # by default, or all labels if there are fewer
 WORKERS = 8  # processes by default, each with its own copy of encoder and label texts
 ALIVE, SIGN_S = "alive", 5.0  # what a task says while it loads a bundle or answers a chunk, and how often
 
@@ -49,7 +50,7 @@ def predict(
     bundle: str | Path,
     queries: str | Path,
     out: str | Path,
-    k: int = 10,
+    k: int | None = None,
     *,
     memory: Sequence[str] = (),
     texts: bool = False,
@@ -86,6 +87,7 @@ def predict(
     folder, manifest = storage.open_artifact(bundle, BUNDLE)
     settings = read_settings(folder)
     num_labels = settings.num_labels - len(read_labels(folder, settings)[2])
+    k = min(ANSWERS, num_labels) if k is None else k
     if not 1 <= k <= num_labels:
         raise ConfigError(f"k is {k}, expected 1 .. {num_labels} (the number of labels)")
     votes = _memory(settings, memory)

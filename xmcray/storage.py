@@ -26,7 +26,7 @@ from typing import Any
 import fsspec
 from safetensors import SafetensorError
 
-from xmcray.errors import StorageError
+from xmcray.errors import StorageError, XmcrayError
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -129,6 +129,34 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and _concerns(error.filename, Path(path)):
             raise (MissingFolderError if error.errno == errno.ENOENT else StorageError)(message) from error
         raise
+
+
+@contextlib.contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Every remote file system has its own errors; each becomes a StorageError that names the URL."""
+    try:
+        yield
+    except XmcrayError:
+        raise
+    except ImportError as error:  # fsspec's own words name the package
+        raise StorageError(f"{url} cannot be used: {_one_line(error)} (pip install it beside xmcray)") from error
+    except Exception as error:
+        raise StorageError(f"{url} cannot be used ({_one_line(error)}); check the URL and its rights") from error
+
+
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it.
+
+    Raises:
+        StorageError: no such kind of URL, or its package is not installed.
+    """
+    with reaching(url):
+        filesystem, root = fsspec.core.url_to_fs(url)
+        return filesystem, str(root)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def check_file(path: str | Path) -> None:
@@ -278,8 +306,9 @@ def link_files(source: Path, manifest: Manifest, folder: Path, without: Collecti
 def refuse_existing(destination: str | Path) -> None:
     """Raises StorageError if something is already there: good data is never overwritten."""
     if is_url(destination):
-        filesystem, root = fsspec.core.url_to_fs(str(destination))
-        taken = filesystem.exists(f"{root}/{MANIFEST}")
+        filesystem, root = filesystem_of(str(destination))
+        with reaching(str(destination)):
+            taken = filesystem.exists(f"{root}/{MANIFEST}")
     else:
         path = Path(destination)
         taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
@@ -344,12 +373,13 @@ def _content_hash(body: Mapping[str, Any]) -> str:
 
 
 def _upload(folder: Path, url: str) -> None:
-    filesystem, root = fsspec.core.url_to_fs(url)
+    filesystem, root = filesystem_of(url)
     files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST]
     for path in [*files, folder / MANIFEST]:
         target = f"{root}/{path.relative_to(folder).as_posix()}"
-        filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-        filesystem.put_file(str(path), target)
+        with reaching(url):
+            filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+            filesystem.put_file(str(path), target)
 
 
 def local_copy(source: str, kind: str) -> Path:
@@ -364,13 +394,15 @@ def local_copy(source: str, kind: str) -> Path:
     Raises:
         StorageError: not an artifact, altered, or no room for it.
     """
-    filesystem, root = fsspec.core.url_to_fs(source)
+    filesystem, root = filesystem_of(source)
+    with reaching(source):
+        try:
+            raw = filesystem.cat_file(f"{root}/{MANIFEST}")
+        except FileNotFoundError:
+            raise StorageError(f"{source} has no {MANIFEST}: it is not a complete {kind}") from None
     try:
-        raw = filesystem.cat_file(f"{root}/{MANIFEST}")
         key = hashlib.sha256(raw).hexdigest()[:32]
         files = {name: FileEntry(int(e["size"]), str(e["sha256"])) for name, e in json.loads(raw)["files"].items()}
-    except FileNotFoundError:
-        raise StorageError(f"{source} has no {MANIFEST}: it is not a complete {kind}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise StorageError(f"{source}/{MANIFEST} is damaged; make the {kind} again") from None
     if any(name.startswith("/") or ".." in name.split("/") for name in files):
@@ -403,10 +435,11 @@ def _copy_files(filesystem: Any, root: str, source: str, files: Mapping[str, Fil
         )
     for name, entry in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            filesystem.get_file(f"{root}/{name}", str(folder / name))
-        except FileNotFoundError:
-            raise StorageError(f"{source}/{name} is missing; make it again") from None
+        with reaching(source), disk_errors(folder):
+            try:
+                filesystem.get_file(f"{root}/{name}", str(folder / name))
+            except FileNotFoundError:
+                raise StorageError(f"{source}/{name} is missing; make it again") from None
         if hash_file(folder / name) != entry:
             raise StorageError(f"{source}/{name} was altered (SHA-256 differs from the manifest); make it again")
         fsync(folder / name)

@@ -169,7 +169,7 @@ VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Callable[[argparse.
     "serve": (
         bundles.serve,
         bundles.serve_options,
-        "answer over HTTP, on Ray Serve",
+        "answer over HTTP: one process, or Ray Serve",
         "xmcray serve bundles/a --port 8000",
     ),
     "doctor": (

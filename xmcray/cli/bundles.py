@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from xmcray.retrieval.memory import MemoryConfig
 
 MEMORY = "a setting of the memory: weight, temperature, keys or joint"
+ANSWERS = 10  # by default
 VOTERS = 3  # printed under an answer
 
 
@@ -78,7 +79,7 @@ def search_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
     verb.add_argument("path", metavar="BUNDLE", help="a bundle, or a finished run")
     verb.add_argument("texts", metavar="TEXT", nargs="+")
-    verb.add_argument("-k", type=int, default=10, metavar="N", help="answers per text (default: %(default)s)")
+    verb.add_argument("-k", type=int, metavar="N", help="answers per text (default: 10, or all labels if fewer)")
     verb.add_argument("--explain", action="store_true", help="with a memory: name the training queries that voted")
     verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
     verb.add_argument("--json", action="store_true", help="print the answers as JSON")
@@ -86,7 +87,7 @@ def search_options(verb: argparse.ArgumentParser) -> None:
 
 def search(options: argparse.Namespace) -> None:
     """Answers texts."""
-    if options.k < 1:
+    if options.k is not None and options.k < 1:
         raise ConfigError(f"-k is {options.k}, expected at least 1")
     import dataclasses
 
@@ -94,7 +95,8 @@ def search(options: argparse.Namespace) -> None:
 
     retriever = Retriever.load(bundle_at(options.path))
     memory = _memory_config(options, retriever.memory.config if retriever.memory else None)
-    found = retriever.search(options.texts, options.k, memory=memory, explain=options.explain)
+    k = min(ANSWERS, retriever.num_labels) if options.k is None else options.k
+    found = retriever.search(options.texts, k, memory=memory, explain=options.explain)
     if options.json:
         plain = [[dataclasses.asdict(answer) for answer in answers] for answers in found]
         for values in (a for answers in plain for a in answers if a["voters"] is None):
@@ -116,7 +118,7 @@ def predict_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="BUNDLE", help="a bundle, or a finished run")
     verb.add_argument("queries", metavar="QUERIES", help="file or folder of text, or title and content: Parquet, JSONL")
     verb.add_argument("--out", required=True, metavar="DIR", help="folder or URL for predictions.npz and Parquet files")
-    verb.add_argument("-k", type=int, default=10, metavar="N", help="answers per query (default: %(default)s)")
+    verb.add_argument("-k", type=int, metavar="N", help="answers per query (default: 10, or all labels if fewer)")
     verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
     verb.add_argument("--texts", action="store_true", help="also write the queries' texts")
     verb.add_argument("--workers", type=int, metavar="N", help="processes that answer (default: free CPUs, at most 8)")
@@ -137,7 +139,7 @@ def serve_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("bundles", metavar="[NAME=]BUNDLE", nargs="+", help="folders or URLs; the first is the default")
     verb.add_argument("--host", default="127.0.0.1", help="beyond loopback only with tokens of your own")
     verb.add_argument("--port", type=int, default=8000, metavar="N", help="(default: %(default)s)")
-    verb.add_argument("--grpc-port", type=int, default=0, metavar="N", help="gRPC too; needs --accept-open-ports")
+    verb.add_argument("--grpc-port", type=int, default=0, metavar="N", help="gRPC too (Ray: --accept-open-ports)")
     verb.add_argument("--mode", help="single, composed or auto (default: by the number of labels)")
     verb.add_argument("--replicas", type=int, metavar="N", help="processes that answer (default: 1)")
     verb.add_argument("--threads", type=int, metavar="N", help="of each process (default: 1)")

@@ -14,7 +14,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -99,6 +99,7 @@ class Coordinator:
         self._models: dict[str, _Model] = {}
         self._seen: dict[str, tuple[float, Mapping[str, Known]]] = {}
         self._changed, self._thread = asyncio.Condition(), ThreadPoolExecutor(2, "coordinator")
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Loads the bundles and replays their logs.
@@ -133,6 +134,9 @@ class Coordinator:
         Raises:
             ProblemError: one of them does not fit the labels.
         """
+        return await self._to_the_end(self._operate(model, operations))
+
+    async def _operate(self, model: str, operations: Sequence[schema.Operation]) -> int:
         found = self._models[model]
         async with found.lock:
             snapshot = found.snapshot
@@ -157,7 +161,6 @@ class Coordinator:
                 number = await self._run(found.log.append, operations)
             except StorageError as error:
                 raise ProblemError("refused", f"the operations were not acknowledged: {error}") from None
-            assert number == after.number
             found.snapshot = after
         await self._tell()
         return number
@@ -166,35 +169,54 @@ class Coordinator:
         """Answers from another bundle, once every replica has it.
 
         Raises:
-            ProblemError: it is damaged or worse, or a replica could not load it; the old one is served as before.
+            ProblemError: it is damaged or worse, a replica could not load it, or the state disk is full; the old one is
+                served as before.
         """
+        return await self._to_the_end(self._swap(model, request))
+
+    async def _swap(self, model: str, request: schema.SwapRequest) -> schema.SwapResponse:
         begin, found = time.monotonic(), self._models[model]
         async with found.swapping:
             old = found.head
             try:
-                fresh = await self._run(self._load, model, request.bundle, found.log)
+                fresh, recall = await self._switch(model, found, request)
+            except ProblemError:
+                raise
             except XmcrayError as error:
                 raise ProblemError("refused", str(error)) from None
-            floor = self._config.recall_floor if request.recall_floor is None else request.recall_floor
-            recall = await self._run(_compare, found.snapshot, fresh, request.version, floor)
-            version = fresh.version
-            await self._decide(found, replace(old, epoch=_epoch(), loading=(request.bundle, version)))
-            missing = await self._until(lambda known: version in known[model].versions, self._config.swap_s)
-            if missing:
-                await self._decide(found, replace(old, epoch=_epoch()))
-                raise ProblemError(
-                    "refused", f"{missing} replica(s) did not load {request.bundle} in {self._config.swap_s:g} s"
-                )
-            async with found.lock:  # operations that came meanwhile
-                found.snapshot = await self._run(_caught_up, fresh, found.log)
-                head = Head(request.bundle, version, _epoch())
-                self._remember(model, head)
-                await self._decide(found, head)
-            await self._until(lambda known: known[model].answering == version, ALIVE_S)
-            await self._run(found.log.trim, fresh.exported)
+            finally:
+                if found.head.loading:  # it came to nothing: replicas let go of what they loaded
+                    await self._decide(found, replace(old, epoch=_epoch()))
+            await self._until(lambda known: known[model].answering == fresh.version, ALIVE_S)
+            try:
+                await self._run(found.log.trim, fresh.exported)
+            except StorageError as error:  # it only takes room
+                log.warning("model %s: the log before the new bundle stays (%s)", model, error)
         seconds = round(time.monotonic() - begin, 3)
-        log.info("model %s: %s replaced %s in %.1f s", model, version[:12], old.version[:12], seconds)
-        return schema.SwapResponse(model=model, previous=old.version, version=version, recall=recall, seconds=seconds)
+        log.info("model %s: %s replaced %s in %.1f s", model, fresh.version[:12], old.version[:12], seconds)
+        return schema.SwapResponse(
+            model=model, previous=old.version, version=fresh.version, recall=recall, seconds=seconds
+        )
+
+    async def _switch(self, model: str, found: _Model, request: schema.SwapRequest) -> tuple[Snapshot, float]:
+        """The new snapshot, from which everybody answers now, and its recall."""
+        fresh = await self._run(self._load, model, request.bundle, found.log)
+        version = fresh.version
+        floor = self._config.recall_floor if request.recall_floor is None else request.recall_floor
+        recall = await self._run(_compare, found.snapshot, fresh, request.version, floor)
+        await self._decide(found, replace(found.head, epoch=_epoch(), loading=(request.bundle, version)))
+        missing = await self._until(lambda known: version in known[model].versions, self._config.swap_s)
+        if missing:
+            raise ProblemError(
+                "refused", f"{missing} replica(s) did not load {request.bundle} in {self._config.swap_s:g} s"
+            )
+        async with found.lock:  # operations that came meanwhile
+            fresh = await self._run(_caught_up, fresh, found.log)
+            head = Head(request.bundle, version, _epoch())
+            await self._run(self._remember, model, head)
+            found.snapshot = fresh
+            await self._decide(found, head)
+        return fresh, recall
 
     async def compact(self, model: str, out: str) -> schema.CompactResponse:
         """Writes the labels as they are now into a new bundle, which knows up to which operation.
@@ -272,6 +294,16 @@ class Coordinator:
             written |= snapshot.attributes.save(target)
             known |= storage.link_files(snapshot.folder, manifest, target, written)
         return storage.open_artifact(out, KIND, contents=False)[1].sha256
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """A client that leaves cancels its request: what was begun is finished all the same.
+
+        Otherwise an operation could be in the log that no snapshot has.
+        """
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
 
     def _remember(self, model: str, head: Head) -> None:
         state = {"configured": self._config.bundles[model], "bundle": head.bundle, "version": head.version}

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +24,7 @@ from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
 log = logging.getLogger("xmcray.serving")
-FOLLOW_S = 4.0  # longest wait for news
+FOLLOW_S, PRESENT_S = 4.0, 2.0  # longest wait for news; between signs of life while a bundle is loaded
 RETRY_S = 0.5
 OLD_SNAPSHOTS = 64
 
@@ -139,9 +139,10 @@ class Follower:
                     await asyncio.wait_for(self._changed.wait_for(reached), wait_s)
 
     async def _step(self, wait_s: float) -> None:
-        news = await self._follow(self._replica, {n: m.known() for n, m in self._models.items()}, wait_s)
-        for name, told in news.items():
-            await self._obey(name, self._models[name], told)
+        news = await self._follow(self._replica, self._known(), wait_s)
+        async with self._present():
+            for name, told in news.items():
+                await self._obey(name, self._models[name], told)
         for model in self._models.values():
             self._forget(model)
         if news:
@@ -169,6 +170,25 @@ class Follower:
         for version in model.newest.keys() - {version for _, version in wanted}:
             model.dropped.setdefault(version, time.monotonic())
         model.epoch = head.epoch
+
+    @contextlib.asynccontextmanager
+    async def _present(self) -> AsyncIterator[None]:
+        """Tells the coordinator every few seconds that this replica lives: a large bundle loads for minutes."""
+
+        async def tell() -> None:
+            while True:
+                await asyncio.sleep(PRESENT_S)
+                with contextlib.suppress(Exception):  # without a coordinator nobody waits for this replica
+                    await self._follow(self._replica, self._known(), 0.0)
+
+        telling = asyncio.create_task(tell())
+        try:
+            yield
+        finally:
+            telling.cancel()
+
+    def _known(self) -> dict[str, Known]:
+        return {name: model.known() for name, model in self._models.items()}
 
     async def _load(self, name: str, bundle: str, version: str) -> Snapshot:
         config = self._config

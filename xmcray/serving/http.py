@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -17,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from xmcray import __version__
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, XmcrayError
 from xmcray.serving import schema
 from xmcray.serving.metrics import CONTENT_TYPE, Metrics
 from xmcray.serving.problems import RETRY_AFTER_S, STATUS, TITLE, ProblemError
@@ -90,7 +91,7 @@ def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
         middleware=[Middleware(_Guard, gateway=gateway, tells_request_id=tells_request_id)],
         exception_handlers={
             ProblemError: _problem_of,
-            ConfigError: _of_config,
+            XmcrayError: _of_ours,
             RequestValidationError: _of_validation,
             HTTPException: _of_http,
             Exception: _of_mistake,
@@ -206,7 +207,11 @@ class _Guard:
                 self._check_token(path, headers.get(b"authorization"))
                 if path in LIMITED:
                     self._gateway.service.check_room()
-                body = await self._body(headers, receive)
+                try:
+                    async with asyncio.timeout(self._gateway.service.config.deadline_ms / 1000):
+                        body = await self._body(headers, receive)
+                except TimeoutError:
+                    raise ProblemError("timeout", "the body did not arrive in time; send it at once") from None
             except ProblemError as problem:
                 await _problem(problem, request_id)(scope, receive, told)
             else:
@@ -295,8 +300,9 @@ async def _problem_of(request: Request, error: Exception) -> Response:
     return _problem(error, request.state.id)
 
 
-async def _of_config(request: Request, error: Exception) -> Response:
-    return _problem(ProblemError("invalid", str(error)), request.state.id)
+async def _of_ours(request: Request, error: Exception) -> Response:
+    kind = "invalid" if isinstance(error, ConfigError) else "refused"
+    return _problem(ProblemError(kind, str(error)), request.state.id)
 
 
 async def _of_validation(request: Request, error: Exception) -> Response:
@@ -311,7 +317,9 @@ async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "not-found" if error.status_code in (404, 405) else "invalid"
     detail = f"{request.method} {request.url.path[:200]}: {error.detail}; see /openapi.json"
-    return _problem(ProblemError(kind, detail), request.state.id, error.status_code)
+    found = _problem(ProblemError(kind, detail), request.state.id, error.status_code)
+    found.headers.update(error.headers or {})  # of 405: what is allowed
+    return found
 
 
 async def _of_mistake(request: Request, error: Exception) -> Response:

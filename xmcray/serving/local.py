@@ -21,7 +21,7 @@ from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.search_pb2_grpc import RetrieverServicer, add_RetrieverServicer_to_server
 from xmcray.serving.security import Tokens, new_token_file
 from xmcray.serving.service import Service
-from xmcray.serving.settings import ServeConfig
+from xmcray.serving.settings import ServeConfig, authority
 
 STOP_S = 5  # for requests that are being answered when the server is stopped
 
@@ -93,7 +93,7 @@ async def _serve(config: ServeConfig, host: str, port: int, grpc_port: int, read
         gc.freeze()  # what was loaded stays: to look through it again would take as long as some searches
         async with _grpc(gateway, host, grpc_port):
             if server.started:
-                ready(f"http://{host}:{port}")
+                ready(f"http://{authority(host, port)}")
             await running
 
 
@@ -102,9 +102,9 @@ async def _grpc(gateway: LocalGateway, host: str, port: int) -> AsyncIterator[No
     if not port:
         yield
         return
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])  # or another server could share the port unnoticed
     add_RetrieverServicer_to_server(_Servicer(gateway), server)
-    server.add_insecure_port(f"{host}:{port}")
+    server.add_insecure_port(authority(host, port))
     await server.start()
     try:
         yield
@@ -125,4 +125,4 @@ class _Servicer(RetrieverServicer):
         self._gateway = gateway
 
     async def Search(self, request: SearchRequest, context: Any) -> SearchResponse:  # noqa: N802
-        return await rpc.search(self._gateway.service, self._gateway.tokens, request, context)
+        return await rpc.search(self._gateway, request, context)

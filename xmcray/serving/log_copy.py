@@ -9,7 +9,6 @@ The same operations may be there twice, if an upload that seemed to fail arrived
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -17,11 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from xmcray import storage
-from xmcray.errors import StorageError, XmcrayError
+from xmcray.errors import StorageError
 from xmcray.serving.log_lines import Line, scan
 
 FOLDER, ARCHIVE = "label_log", "archive"
@@ -56,8 +54,7 @@ class LogCopy:
 
     def __init__(self, url: str) -> None:
         self.url = f"{url.rstrip('/')}/{FOLDER}"
-        with self._reaching():
-            self._files, self._root = fsspec.core.url_to_fs(self.url)
+        self._files, self._root = storage.filesystem_of(self.url)
 
     def segments(self) -> tuple[int, list[Segment]]:
         """The last number that is archived, and the segments that are not, in order."""
@@ -66,7 +63,7 @@ class LogCopy:
 
     def put(self, segment: Segment, data: bytes, within: str = "") -> None:
         """Writes one segment: whole or not at all."""
-        with self._reaching():
+        with storage.reaching(self.url):
             path = self._path(segment, within)
             self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
             if not isinstance(self._files, LocalFileSystem):
@@ -90,7 +87,7 @@ class LogCopy:
         """Sets aside the segments of operations up to `number`."""
         for segment in self.segments()[1]:
             if segment.last <= number:
-                with self._reaching():
+                with storage.reaching(self.url):
                     self._files.makedirs(f"{self._root}/{ARCHIVE}", exist_ok=True)
                     self._files.mv(self._path(segment), self._path(segment, ARCHIVE))
 
@@ -99,7 +96,7 @@ class LogCopy:
         last, known = archived, dict[int, bytes]()
         for segment in segments:
             where = f"{self.url}/{segment.name}"
-            with self._reaching():
+            with storage.reaching(self.url):
                 data = self._files.cat_file(self._path(segment))
             if Segment.of(segment.first, segment.last, data) != segment:
                 raise StorageError(f"{where} is damaged (its SHA-256 differs from its name); restore the file")
@@ -120,7 +117,7 @@ class LogCopy:
 
     def _list(self, within: str = "") -> list[Segment]:
         folder = f"{self._root}/{within}".rstrip("/")
-        with self._reaching():
+        with storage.reaching(self.url):
             self._files.invalidate_cache(folder)
             try:
                 names = [str(path).rsplit("/", 1)[-1] for path in self._files.ls(folder, detail=False)]
@@ -130,14 +127,3 @@ class LogCopy:
 
     def _path(self, segment: Segment, within: str = "") -> str:
         return "/".join(filter(None, (self._root, within, segment.name)))
-
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Every file system has its own errors; each is a StorageError that names the URL."""
-        try:
-            yield
-        except XmcrayError:
-            raise
-        except Exception as error:
-            told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise StorageError(f"{self.url} cannot be used ({told}); check the URL and its rights") from error

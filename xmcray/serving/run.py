@@ -12,11 +12,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 from xmcray import storage
-from xmcray.config import dump
+from xmcray.config import check_range, dump
 from xmcray.errors import ConfigError, ResourceError
 from xmcray.retrieval.bundle import KIND
-from xmcray.serving.settings import ServeConfig, composed_parts
+from xmcray.serving.settings import ServeConfig, authority, composed_parts
 
+LONGEST_S = 605.0  # of a request on Ray Serve: a swap may take long; searches have deadlines of their own
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 # What Ray Serve's own RAY_SERVE_THROUGHPUT_OPTIMIZED sets, less its port for HTTP in every replica.
 FASTER = {
@@ -53,6 +54,8 @@ def serve_forever(
     alone = max(config.replicas, config.max_replicas) == 1 and not composed_parts(config)
     check_address(config, host, 0 if alone else grpc_port, accept_open_ports)
     check_port(host, port)
+    if grpc_port:
+        check_port(host, grpc_port, "--grpc-port")
     if alone:
         from xmcray.serving.local import serve_local
 
@@ -90,15 +93,14 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
     application = build(dump(config))
     started = start_ray()
     try:
-        timeout_s = config.deadline_ms / 1000 + 5
         serve.start(
             proxy_location="HeadOnly",
-            http_options=HTTPOptions(host=host, port=port, request_timeout_s=timeout_s),
+            http_options=HTTPOptions(host=host, port=port, request_timeout_s=LONGEST_S),
             grpc_options=gRPCOptions(port=grpc_port, grpc_servicer_functions=[SERVICER]) if grpc_port else None,
             logging_config=QUIET,
         )
         serve.run(application, name=NAME, blocking=False, logging_config=QUIET)
-        yield f"http://{host}:{port}"
+        yield f"http://{authority(host, port)}"
     finally:
         with contextlib.suppress(Exception):
             serve.shutdown()
@@ -139,13 +141,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises ResourceError if somebody listens there already."""
+def check_port(host: str, port: int, option: str = "--port") -> None:
+    """Raises ConfigError unless it is a port, and ResourceError if somebody listens there already."""
+    check_range(option, port, 1, 65_535)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ResourceError(
-                f"{host}:{port} cannot be listened on ({error.strerror}); choose another --port"
+                f"{host}:{port} cannot be listened on ({error.strerror}); choose another {option}"
             ) from None

@@ -71,6 +71,10 @@ class ServeConfig:
         check_choice("mode", self.mode, MODES)
         check_choice("long_texts", self.long_texts, LONG_TEXTS)
         check_choice("encoder", self.encoder, PRECISIONS)
+        for name in ("keep_s", "swap_s"):
+            check_range(name, getattr(self, name), low=0)
+        if self.max_replicas:
+            check_range("max_replicas", self.max_replicas, low=self.replicas)
         for name in ("replicas", "threads", "in_flight", "deadline_ms", "max_tokens"):
             check_range(name, getattr(self, name), low=1)
         check_range("parts", self.parts, 0, 256)
@@ -78,6 +82,11 @@ class ServeConfig:
         check_range("max_k", self.max_k, 1, MAX_K)
         check_range("max_body", self.max_body, 1024, MAX_BODY)
         check_range("recall_floor", self.recall_floor, 0, 1)
+
+
+def authority(host: str, port: int) -> str:
+    """Host and port as in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def composed_parts(config: ServeConfig) -> int:

@@ -56,7 +56,8 @@ def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path
 
 
 def test_mistakes(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = ["--state-dir", str(tmp_path)]
+    state, listener = ["--state-dir", str(tmp_path)], socket.create_server(("127.0.0.1", 0))
+    taken = listener.getsockname()[1]
     for arguments, message in [
         ([str(tmp_path / "no")], "does not exist"),
         ([str(bundle), "--host", "0.0.0.0"], "expected --token-file and --admin-token-file"),
@@ -65,6 +66,11 @@ def test_mistakes(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ([str(bundle), "--set", "recall_flor=1"], "did you mean 'recall_floor'"),
         ([str(bundle), "--mode", "both"], "mode"),
         ([str(bundle), "--token-file", str(tmp_path / "none")], "token file"),
+        ([str(bundle), "--grpc-port", "99999"], "--grpc-port is 99999"),
+        ([str(bundle), "--grpc-port", str(taken)], "choose another --grpc-port"),
+        ([str(bundle), "--set", "swap_s=-1"], "swap_s is -1"),
+        (["nowhere://x/y"], "Protocol not known"),
     ]:
         assert cli.main(["serve", *arguments, *state, "--port", str(free_port())]) == 2
         assert message in capsys.readouterr().err
+    listener.close()

@@ -1,0 +1,131 @@
+"""What is decided stays whole: clients that leave, replicas that load slowly, a state disk that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundles import write_bundle_of
+from operations import add
+from served import ADMIN, Served, served
+
+from xmcray.errors import StorageError
+from xmcray.retrieval.labels import remove_labels
+from xmcray.serving import coordinator as coordination
+from xmcray.serving import follower
+from xmcray.serving.schema import Operation
+from xmcray.serving.snapshot import Snapshot
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundle_of(tmp_path_factory.mktemp("coordinator") / "b", "texts")
+
+
+@pytest.fixture(scope="module")
+def other(bundle: Path) -> Path:
+    path = bundle.with_name("other")
+    remove_labels(bundle, ["u3"], path)
+    return path
+
+
+def inside(one: Served) -> Any:
+    """The coordinator's own record of the only model."""
+    return one._coordinator._models["default"]
+
+
+def test_a_client_that_leaves_takes_no_operation_with_it(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with served(tmp_path, {"default": bundle}) as one:
+            found, durable, go_on = inside(one), threading.Event(), threading.Event()
+            append = found.log.append
+
+            def slow(operations: Sequence[Operation]) -> int:
+                number: int = append(operations)
+                durable.set()
+                go_on.wait(20)
+                return number
+
+            monkeypatch.setattr(found.log, "append", slow)
+            request = asyncio.create_task(one._coordinator.operate("default", [add("n1", "sort join")]))
+            await asyncio.to_thread(durable.wait, 20)
+            request.cancel()
+            await asyncio.sleep(0)
+            go_on.set()
+            monkeypatch.setattr(found.log, "append", append)
+            second = await one.change({"op": "add", "uid": "n2", "text": "sort"})
+            assert second.json().get("label_log") == 2, second.text
+            again = await one.change({"op": "add", "uid": "n1", "text": "sort join"})
+            assert again.status_code == 409, "the first request's label is there"
+            assert found.log.last == found.snapshot.number == 2
+
+    asyncio.run(test())
+
+
+def test_a_swap_waits_for_a_replica_that_loads_longer_than_the_dead_are_silent(
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordination, "ALIVE_S", 0.5)
+    monkeypatch.setattr(follower, "PRESENT_S", 0.1)
+    load, hold = Snapshot.load, threading.Event()
+
+    def slow(*arguments: Any, **options: Any) -> Snapshot:
+        if threading.current_thread().name.startswith("follower"):
+            hold.wait(20)
+        return load(*arguments, **options)
+
+    async def test() -> None:
+        async with served(tmp_path, {"default": bundle}) as one:
+            monkeypatch.setattr(Snapshot, "load", slow)
+            body = {"bundle": str(other), "recall_floor": 0}
+            swap = asyncio.create_task(one.ask("/admin/v1/swap", body, ADMIN))
+            done, _ = await asyncio.wait([swap], timeout=1.5)
+            assert not done, "three times as long as a silent replica is waited for"
+            hold.set()
+            answer = await swap
+            assert answer.status_code == 200, answer.text
+            assert one.models.current(None).version == answer.json()["version"]
+
+    asyncio.run(test())
+
+
+def test_a_swap_that_cannot_be_remembered_changes_nothing(
+    bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, value: object) -> None:
+        raise StorageError(f"{path} cannot be written; the disk is full")
+
+    async def test() -> None:
+        async with served(tmp_path, {"default": bundle}) as one:
+            before = one.models.current(None).version
+            monkeypatch.setattr(coordination.storage, "write_json", full)
+            body = {"bundle": str(other), "recall_floor": 0}
+            answer = await one.ask("/admin/v1/swap", body, ADMIN)
+            assert (answer.status_code, "disk is full" in answer.json()["detail"]) == (409, True)
+            found = inside(one)
+            assert found.head.loading is None
+            assert found.snapshot.version == found.head.version == one.models.current(None).version == before
+            monkeypatch.undo()
+            assert (await one.ask("/admin/v1/swap", body, ADMIN)).status_code == 200
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("nowhere://x/y", "Protocol not known"), ("http://127.0.0.1:9/x", "cannot be used"), ("memory://none", "has no")],
+)
+def test_a_url_that_cannot_be_read_is_refused(bundle: Path, tmp_path: Path, url: str, said: str) -> None:
+    async def test() -> None:
+        async with served(tmp_path, {"default": bundle}) as one:
+            answer = await one.ask("/admin/v1/swap", {"bundle": url}, ADMIN)
+            assert answer.status_code == 409, answer.text
+            assert said in answer.json()["detail"]
+
+    asyncio.run(test())
