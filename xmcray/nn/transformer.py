@@ -310,7 +310,7 @@ def find(name: str) -> Path:
     except Exception as error:  # the hub's client lets errors of its network library through
         found = type(error).__name__
         raise ConfigError(
-            f"encoder {name!r} is not in the cache and the hub cannot be reached ({found}); {advice}"
+            f"encoder {name!r} is no folder here, is not in the cache and the hub cannot be reached ({found}); {advice}"
         ) from None
 
 
