@@ -3,8 +3,8 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-# From quick to slow, so that a plain mistake is seen first.
-TIER_P := $(wildcard $(addprefix tests/,unit oracle repo ranks golden behaviour gpu browser on_ray))
+# From slow to quick: the tests of the Ray cluster keep one of two processes busy while the other does the rest.
+TIER_P := $(wildcard $(addprefix tests/,on_ray behaviour ranks browser unit golden oracle repo gpu))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test check site soak claims golden clean
@@ -26,7 +26,7 @@ quickstart: setup  ## sample corpus, training, metrics and a few answers in minu
 test: export OMP_NUM_THREADS = 1
 test: setup  ## tier P: at most 9 minutes on 2 cores
 	sh tests/browser/install.sh
-	$(BIN)/python -m pytest $(TIER_P)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(TIER_P)
 
 check: setup  ## style, formatting, strict types, and links of the documentation
 	$(BIN)/ruff check .
