@@ -69,7 +69,8 @@ def main() -> None:
     rows.append(["secrets in the files of all runs", "none" if not leaks else " ".join(leaks), "", ""])
     good = all(row[1] in ("succeeded", "byte-equal", "none") and row[3] in ("yes", "") for row in rows)
     notes = [
-        f"the sample, 2 workers, a head on loopback with a token; SIGTERM to checkpoint: {ALLOWED_S} s allowed",
+        "the sample, for interrupted trainings planted data; 2 workers, a head on loopback with a token; SIGTERM to"
+        f" checkpoint: {ALLOWED_S} s allowed",
         load,
     ]
     write_table(arguments.out, "Jobs", ["what", "result", "seconds", "refused without token, or in time"], rows, notes)

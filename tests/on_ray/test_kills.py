@@ -133,6 +133,7 @@ def test_eager_training_goes_on_while_the_index_is_dead(corpus: Path, tmp_path: 
     assert records[-1]["step"] == int(Run.open(out).result()["steps"])
 
 
+@pytest.mark.usefixtures("cluster")
 def test_driver_killed(corpus: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     script = textwrap.dedent(
@@ -150,5 +151,5 @@ def test_driver_killed(corpus: Path, undisturbed: dict[str, str], tmp_path: Path
     assert first.wait() == -signal.SIGKILL
     watcher.close()
     assert not (out / "result.json").exists()
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
+    train(corpus, out, resolve())
     assert final_weights(out) == undisturbed

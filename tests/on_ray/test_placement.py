@@ -6,6 +6,8 @@ import collections
 import functools
 import http.server
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from corpora import planted_corpus
 from local_nodes import LocalNodes, environment, slow_until, standing
@@ -22,9 +25,12 @@ from ranks import on_ranks
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
+from xmcray.errors import ResourceError
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.training import launch
 from xmcray.training.launch import train
 from xmcray.training.loop import Loop, build
+from xmcray.training.placement import Nodes
 from xmcray.training.preemption import StopFlag, Terminated
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
@@ -150,6 +156,38 @@ def test_nodes_lost_and_joined(tmp_path: Path) -> None:
     on_ranks(undisturbed_on_rank, 2, corpus, tmp_path / "undisturbed", settings)
     expected = curve(tmp_path / "undisturbed")
     assert resized == pytest.approx({step: expected[step] for step in resized}, rel=1e-9)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("wait_s", "sent", "ended"), [(1, None, ResourceError), (600, signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_wait_for_nodes_ends(
+    wait_s: int,
+    sent: signal.Signals | None,
+    ended: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nodes that were there when the run was placed are gone when its workers want them."""
+    monkeypatch.setattr(Nodes, "of_cluster", lambda: Nodes({"gone": {"CPU": 64}}, [], autoscaled=False))
+    monkeypatch.setattr(launch, "_ABORT_S", 1)
+    corpus = planted_corpus(tmp_path / "data", num_queries=100, num_labels=20).path
+    settings = ["cluster.workers=9", "cluster.min_workers=9", f"cluster.wait_s={wait_s}", "negatives.hard=0"]
+
+    def controllers() -> set[str]:
+        actors = ray._private.state.actors().values()
+        return {a["ActorID"] for a in actors if (a["ActorClassName"], a["State"]) == ("TrainController", "ALIVE")}
+
+    before = controllers()
+    watcher = When(lambda: bool(controllers() - before), lambda: os.kill(os.getpid(), sent)) if sent else None
+    with pytest.raises(ended) as found:
+        train(corpus, tmp_path / "run", RunConfig.resolve("astra", {}, settings))
+    if watcher is None:
+        assert str(found.value).startswith("the cluster has had no room for 9 workers that ask for 1 CPU each for 1 s")
+    else:
+        watcher.close()
+        assert watcher.done
 
 
 if __name__ == "__main__":

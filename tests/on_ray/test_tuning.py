@@ -62,6 +62,7 @@ def weights(run: Path) -> dict[str, str]:
     return {name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")}
 
 
+@pytest.mark.usefixtures("cluster")
 def test_sweep_killed_and_restored(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The driver is killed when two trials have ended and a third is on its way; the same command ends the sweep."""
     words = command(corpus, tmp_path, "--trials", "4", "--scheduler", "none", "--keep", "4", epochs=6)
@@ -87,8 +88,7 @@ def test_sweep_killed_and_restored(corpus: Path, tmp_path: Path, capfd: pytest.C
     watcher.close()
     before = ended()
     assert 2 <= len(before) < 4
-    result = subprocess.run([sys.executable, "-c", MAIN, *words], check=False, timeout=180)
-    assert result.returncode == 0
+    assert cli.main(words) == 0
     after = ended()
     assert len(after) == 4
     assert {name: after[name] for name in before} == before, "a trial that had ended was touched again"

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 WITH_RAY = {"data.pipeline", "data.session", "data.stream", "negatives.pool", "serving.application", "serving.run"}
 WITH_RAY |= {"training.worker", "training.launch", "training.placement", "training.rendezvous", "gauges"}
-WITH_RAY |= {"tuning.search", "tuning.trial"}
+WITH_RAY |= {"training.waiting", "tuning.search", "tuning.trial"}
 WITH_RAY |= {"doctor.head", "cluster_files"}
 FILES = sorted((ROOT / "xmcray").rglob("*.py"))
 

@@ -188,12 +188,20 @@ def export_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="RUN", help="folder of a finished run; with --to also a bundle")
     verb.add_argument("--out", required=True, metavar="BUNDLE", help="folder or URL to write")
     verb.add_argument("--data", metavar="CORPUS", help="where the corpus is now (default: where the run found it)")
+    verb.add_argument("--config", action="append", metavar="FILE", help="index.* settings, as best.yaml of a sweep")
+    verb.add_argument("--set", action="append", metavar="A.B=C", help="one of them, over --config")
     verb.add_argument("--to", choices=VECTOR_SYSTEMS, help="label vectors for a vector database, in place of a bundle")
 
 
 def export(options: argparse.Namespace) -> None:
     """A run to a bundle, or its label vectors to a vector database."""
+    settings: dict[str, Any] = {}
+    for source in options.config or ():
+        settings = config.overlay(settings, config.load_yaml(source))
+    settings = config.merge(settings, options.set or ())
     if options.to:
+        if settings:
+            raise ConfigError(f"--to {options.to} writes vectors without an index; leave out --config and --set")
         from xmcray.retrieval.vector_export import export_vectors
 
         count = export_vectors(bundle_at(options.path, options.data), options.out, options.to)
@@ -205,5 +213,5 @@ def export(options: argparse.Namespace) -> None:
     from xmcray.data.corpus import Corpus
     from xmcray.training.export import export_run
 
-    export_run(run, options.out, Corpus.open(options.data) if options.data else None)
+    export_run(run, options.out, Corpus.open(options.data) if options.data else None, settings)
     show_next(["xmcray", "search", options.out, "TEXT"])

@@ -169,6 +169,9 @@ def _tune_bundle(options: argparse.Namespace) -> None:
     if kind == "memory":
         asked = [part for name, value in best.values.items() for part in ("--memory", _assigned(name, value))]
         show_next(["xmcray", "search", options.bundle, "TEXT", *asked])
+    if kind == "index":
+        run = "RUN" if bundle == options.bundle else options.bundle.removesuffix("/").removesuffix("/selection")
+        show_next(["xmcray", "export", run, "--out", "BUNDLE", "--config", f"{options.out}/best.yaml"])
 
 
 def _check_searchable(space: Space, where: str) -> None:

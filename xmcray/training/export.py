@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from xmcray import config as configs
 from xmcray import storage
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import RunError
+from xmcray.errors import ConfigError, RunError
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
@@ -22,7 +24,7 @@ from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import Run
 from xmcray.training.step import answer_queries
-from xmcray.types import Float32Array, Ragged
+from xmcray.types import Float32Array, Int64Array, Ragged
 
 _BLOCK = 65_536  # labels whose texts are read at once
 _ROWS = 1_000_000  # labels whose vectors are made at once
@@ -30,24 +32,28 @@ _TUNE_QUERIES = 256  # training queries that the index is tuned by
 _RECALL = 0.99  # of the index: answers are for users, hard negatives may miss more
 
 
-def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
+def export_run(
+    run: Run, out: str | Path, corpus: Corpus | None = None, settings: Mapping[str, Any] | None = None
+) -> None:
     """Writes the bundle of a finished run; nothing is left at `out` on failure.
 
     Args:
         out: folder or URL that does not exist yet.
         corpus: the verified corpus of the run; opened from where the run found it if not given.
+        settings: section `index`, the fields of IndexSpec by name, such as a sweep of indexes found them.
     Raises:
+        ConfigError: settings that an index does not take, or of something else.
         RunError: the run is not finished, or the corpus is not the one it was trained on.
         StorageError: `out` exists, the disk is full, or checkpoint or corpus were altered.
     """
     storage.refuse_existing(out)
+    spec = index_spec(run.config.optim.seed, settings or {})
     last = last_checkpoint(run)
     corpus = open_corpus(run) if corpus is None else corpus
     check_corpus(run, corpus)
     data = TrainingData(corpus, run.config.data)
     num_labels = corpus.card.num_labels
     first = _finished(run, last, data, LabelPartition(num_labels, _blocks(num_labels), 0))
-    spec = IndexSpec(recall=_RECALL, seed=run.config.optim.seed)
     memory = first.method.bundle_spec.memory
     ids = [np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64) for start in range(0, num_labels, _BLOCK)]
     write_bundle(
@@ -69,9 +75,24 @@ def export_run(run: Run, out: str | Path, corpus: Corpus | None = None) -> None:
         },
         method=run.config.method_name,
         label_side=first.method.bundle_spec.label_side,
-        queries=_sample_queries(first, data, run.config.optim.seed),
+        queries=_query_vectors(first, data.tokens(sample_rows(data.num_train, run.config.optim.seed))),
         predictor=remember(corpus.split("train"), lambda t: _query_vectors(first, t), memory, spec) if memory else None,
     )
+
+
+def index_spec(seed: int, settings: Mapping[str, Any]) -> IndexSpec:
+    """How a bundle's vectors are indexed: the usual way, but for the section `index` of `settings`.
+
+    Raises:
+        ConfigError: as for `export_run`.
+    """
+    if other := [name for name in settings if name != "index"]:
+        raise ConfigError(f"an export takes settings of the index alone, found {other[0]!r}; give it to `xmcray train`")
+    section = settings.get("index", {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"index is {section!r}, expected a section with settings")
+    usual = configs.dump(IndexSpec(recall=_RECALL, seed=seed))
+    return configs.build(IndexSpec, {**usual, **section}, "index.")
 
 
 def last_checkpoint(run: Run) -> Checkpoint:
@@ -132,10 +153,9 @@ def _vectors(run: Run, last: Checkpoint, data: TrainingData) -> Iterator[Float32
         yield setup.method.answer_rows().detach().float().cpu().numpy()
 
 
-def _sample_queries(setup: Setup, data: TrainingData, seed: int) -> Float32Array:
-    """float32 [Q, D], vectors of a seeded sample of training queries."""
-    rows = np.random.default_rng(seed).choice(data.num_train, min(_TUNE_QUERIES, data.num_train), replace=False)
-    return _query_vectors(setup, data.tokens(np.sort(rows)))
+def sample_rows(num_train: int, seed: int) -> Int64Array:
+    """Training queries by which an index is tuned: a seeded sample, ascending."""
+    return np.sort(np.random.default_rng(seed).choice(num_train, min(_TUNE_QUERIES, num_train), replace=False))
 
 
 def _query_vectors(setup: Setup, tokens: Ragged) -> Float32Array:

@@ -8,8 +8,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from xmcray import credentials, logs
 from xmcray.data.batches import TrainingData
@@ -48,6 +46,7 @@ from xmcray.training.run import (
     refuse_contents,
 )
 from xmcray.training.tracking import tracked
+from xmcray.training.waiting import Patience
 from xmcray.training.worker import WorkerSettings, work
 
 logger = logging.getLogger(__name__)
@@ -59,6 +58,7 @@ _RAY_SETTINGS = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"  # how long a group waits for its nodes, at each try
+_ABORT_S = 10  # for a controller to end its workers; one that waits for nodes does not hear
 _ALLOCATOR = {  # glibc would give large blocks back after every step and fault them in again at the next
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
@@ -208,34 +208,35 @@ def _train_on_ray(run: Run, corpus: Corpus) -> None:
 
 
 def _fit(trainer: Any) -> Any:
-    """Runs the trainer; an interrupt is a KeyboardInterrupt again (Ray makes it an exit with code 0).
+    """Runs the trainer until it ends or is interrupted.
 
     Raises:
-        ResourceError: the nodes for the workers are gone and did not come back.
+        ResourceError: there was no room for the workers, or none any more (waiting.py).
     """
-    before = signal.getsignal(signal.SIGINT)
+    controllers: list[Any] = []
+    trainer._register_sigint_handler = controllers.append  # Ray's own makes an interrupt an exit with code 0
     try:
         return trainer.fit()
-    except SystemExit:
-        raise KeyboardInterrupt from None
+    except KeyboardInterrupt:
+        for controller in controllers:
+            try:
+                ray.get(controller.abort.remote(), timeout=_ABORT_S)
+            except RayActorError:
+                continue  # it ends by leaving
+            except GetTimeoutError:
+                ray.kill(controller)
+        raise
     except _train.ControllerError as error:
-        if not isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
-            raise
-        raise ResourceError(
-            "the cluster has no room for the workers any more: a node was lost and no other came; add one, lower"
-            " --workers or set cluster.min_workers, and the same command goes on from the newest checkpoint"
-        ) from None
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
+        if isinstance(error.controller_failure, XmcrayError):
+            raise error.controller_failure from None
+        raise
 
 
 def _trainer(run: Run, where: Placement) -> Any:
     cluster, negatives = run.config.cluster, run.config.negatives
     elastic = (cluster.min_workers, cluster.workers) if cluster.min_workers else cluster.workers
     # Ray chooses the size of an elastic group by the nodes it knows of, and may not know yet that one is lost.
-    os.environ[_START_TIMEOUT] = "5" if cluster.min_workers else "120"
-    patience = max(where.patience, 60) if cluster.min_workers else where.patience
+    os.environ[_START_TIMEOUT] = "5" if cluster.min_workers else str(min(where.wait_s, 120.0))
     settings = WorkerSettings(
         run=str(run.path),
         run_id=run.id,
@@ -264,7 +265,9 @@ def _trainer(run: Run, where: Placement) -> Any:
             # Ray resumes a name it has seen without saying so: never reuse one. What counts is our own checkpoint.
             name=f"{run.id}-{secrets.token_hex(3)}",
             storage_path=str(storage),
-            failure_config=_train.FailureConfig(max_failures=cluster.max_failures, controller_failure_limit=patience),
+            # Failed starts of the group are bounded by time, not by number: Ray's count spans the whole run.
+            failure_config=_train.FailureConfig(max_failures=cluster.max_failures, controller_failure_limit=-1),
+            callbacks=[Patience(run.path, where.asked, where.wait_s)],
             logging_config=_train.LoggingConfig(log_level="ERROR"),
             worker_runtime_env={"env_vars": environment},
         ),

@@ -80,14 +80,15 @@ class Placement:
         use_gpu: whether workers have a GPU each.
         threads: of each process.
         index, coordinator: options of the actors.
-        patience: how often Ray tries to start the workers when nodes for them are lacking.
+        asked: what the workers ask for, in words. wait_s: seconds without room for them that end the run.
     """
 
     use_gpu: bool
     threads: int
     index: Mapping[str, Any]
     coordinator: Mapping[str, Any]
-    patience: int
+    asked: str
+    wait_s: float
 
     @property
     def index_gpu(self) -> int | None:
@@ -101,19 +102,21 @@ def place(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> Placement:
     Args:
         num_shards: index actors; 0 for a run without a negative pool.
     Raises:
-        ResourceError: there is less than what is asked for; without this check Ray waits for ever.
+        ResourceError: there is less than what is asked for; without this check the run would wait in vain.
     """
     fewest = cluster.min_workers or cluster.workers
     gpus = nodes.possible_room({"GPU": 1})
     enough = nodes.room({"GPU": 1}) >= fewest or (gpus is not None and gpus >= fewest)
     use_gpu = cluster.device == "gpu" or (cluster.device == "auto" and enough)
-    _require(fewest, {"CPU": cluster.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}, nodes)
+    each = {"CPU": cluster.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
+    _require(fewest, each, nodes)
     return Placement(
         use_gpu,
         _threads(cluster, nodes, num_shards),
         _index_options(cluster, nodes, num_shards, use_gpu),
         _on_cpu_nodes(nodes),
-        30 if nodes.autoscaled else 2,  # a machine in the cloud may take long to come
+        f"{fewest} workers that ask for {_words(each)} each",
+        cluster.wait_s or (3600 if nodes.autoscaled else 240),  # a machine in the cloud may take long to come
     )
 
 
@@ -132,10 +135,9 @@ def _require(workers: int, each: Resources, nodes: Nodes) -> None:
 
 def _lacking(workers: int, each: Resources, nodes: Nodes, possible: int) -> str:
     if nodes.autoscaled:
-        asked = " and ".join(f"{number:g} {name}" for name, number in each.items() if number)
         return (
-            f"{workers} workers ask for {asked} each, the cluster and its autoscaler have room for {possible}; lower"
-            " --workers or raise max_workers of a node type"
+            f"{workers} workers ask for {_words(each)} each, the cluster and its autoscaler have room for {possible};"
+            " lower --workers or raise max_workers of a node type"
         )
     if "GPU" in each and nodes.total("GPU") < workers:
         return (
@@ -148,6 +150,10 @@ def _lacking(workers: int, each: Resources, nodes: Nodes, possible: int) -> str:
         f"{workers} workers ask for {each['CPU']:g} CPUs{with_gpu} each, the cluster's nodes have"
         f" {', '.join(f'{cpus:g}' for cpus in has)}; lower --workers or cluster.cpus_per_worker"
     )
+
+
+def _words(each: Resources) -> str:
+    return " and ".join(f"{number:g} {name}" for name, number in each.items() if number) or "nothing"
 
 
 def _index_options(cluster: ClusterConfig, nodes: Nodes, num_shards: int, use_gpu: bool) -> dict[str, Any]:

@@ -52,6 +52,8 @@ class ClusterConfig:
         min_workers: training goes on with so few when nodes are lost, and with more, up to `workers`, when there is
             room again; each change goes on from the newest checkpoint. 0 waits until there is room for all of them.
         resize_every_s: seconds between two looks for room for more workers.
+        wait_s: seconds without room for the workers (for `min_workers` of them, where that is set) after which the run
+            ends; 0 is 240, and 3,600 on a cluster with an autoscaler.
         device: "auto" gives each worker a GPU when the cluster has enough of them.
         cpus_per_worker: CPUs that Ray reserves for a worker.
         threads_per_process: torch, OpenMP and FAISS threads of every process; 0 is cores / (workers + index actors) on
@@ -67,6 +69,7 @@ class ClusterConfig:
     workers: int = 2
     min_workers: int = 0
     resize_every_s: float = 60.0
+    wait_s: float = 0.0
     device: Literal["auto", "cpu", "gpu"] = "auto"
     cpus_per_worker: float = 1.0
     threads_per_process: int = 0
@@ -79,6 +82,7 @@ class ClusterConfig:
         check_range("cluster.workers", self.workers, 0, 65_536)
         check_range("cluster.min_workers", self.min_workers, 0, self.workers)
         check_range("cluster.resize_every_s", self.resize_every_s, low=0)
+        check_range("cluster.wait_s", self.wait_s, low=0)
         check_choice("cluster.device", self.device, ("auto", "cpu", "gpu"))
         check_range("cluster.cpus_per_worker", self.cpus_per_worker, low=0)
         check_range("cluster.threads_per_process", self.threads_per_process, low=0)

@@ -2,7 +2,7 @@
 
     memory.weight, .temperature, .keys, .joint           lambda, tau, b of a memory (RAE-XMC, Eq. 8)
     fusion.text                                          share of the label texts in UniDEC's sum of two cosines
-    index.factory, .nprobe, .candidates, .ef_search      what an index compares, and how fast it is
+    index.factory, .nprobe, .candidates, .ef_search      how fast an index of the bundle would be, and how good
 
 Queries are those that the bundle's run held out for validation, never the test split. A memory is asked as if it did
 not remember them.
@@ -32,6 +32,7 @@ from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.retrieval.memory import VOTERS, MemoryConfig, Neighbours, sweep
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import search_shards
+from xmcray.training.export import index_spec, sample_rows
 from xmcray.training.outcome import check_fits
 from xmcray.tuning.proposals import RandomProposals
 from xmcray.tuning.space import Space, Values, check_space, nested
@@ -72,12 +73,13 @@ class Held:
     """The validation queries of a bundle.
 
     Attributes:
-        data: the training split as the bundle's run saw it. query_BD: float32, their vectors.
+        data: the training split as the bundle's run saw it. query_BD: float32, their vectors. seed: of the run.
     """
 
     retriever: Retriever
     data: TrainingData
     query_BD: Float32Array
+    seed: int
 
     @property
     def rows(self) -> Int64Array:
@@ -161,7 +163,8 @@ def _open(path: str, corpus: Corpus) -> Held:
     about = manifest.about
     if about.get("corpus_sha256", corpus.sha256) != corpus.sha256:
         raise DataError(f"bundle {path} was made from another corpus than {corpus.path}; name that one with --data")
-    section = about.get("config", {}).get("data")
+    trained = about.get("config", {})
+    section = trained.get("data")
     config = DataConfig() if section is None else configs.build(DataConfig, section, "data.")
     if not config.validation:
         raise ConfigError(
@@ -173,7 +176,8 @@ def _open(path: str, corpus: Corpus) -> Held:
     data = TrainingData(corpus, config)
     if not len(data.validation_rows):
         raise ConfigError(f"no query with a positive is held out of {corpus.path}; raise data.validation")
-    return Held(retriever, data, retriever.encode(corpus.split("train").tokens(data.validation_rows)))
+    query_BD = retriever.encode(corpus.split("train").tokens(data.validation_rows))
+    return Held(retriever, data, query_BD, trained.get("optim", {}).get("seed", 0))
 
 
 def _as_it_is(held: Held) -> Mapping[str, float]:
@@ -234,8 +238,8 @@ def _sweep_index(held: Held, grid: list[Values]) -> list[Measured]:
     vectors = np.concatenate([retriever.vectors(number) for number in range(len(retriever.settings.shards))])
     source, train = retriever.label_order, held.data.corpus.split("train")
     hidden = Ragged(retriever.rank[held.excluded().values], held.excluded().offsets)
-    usual = held.data.query_ids[held.data.query_ids < held.data.num_train][:256]
-    sample = retriever.encode(train.tokens(np.sort(usual)))
+    sample = retriever.encode(train.tokens(sample_rows(held.data.num_train, held.seed)))
+    usual = index_spec(held.seed, {})
 
     @functools.cache
     def built(spec: IndexSpec) -> Index:
@@ -243,7 +247,7 @@ def _sweep_index(held: Held, grid: list[Values]) -> list[Measured]:
 
     found = []
     for values in grid:
-        index = built(_build("index", values))
+        index = built(_build("index", values, usual))
         started = time.perf_counter()
         scores, ids = index.search(held.query_BD, held.k, source, hidden)
         seconds = time.perf_counter() - started

@@ -13,7 +13,7 @@ from corpora import planted_corpus
 from safetensors.torch import load_file, save_file
 
 from xmcray.data.corpus import Corpus
-from xmcray.errors import RunError, StorageError
+from xmcray.errors import ConfigError, RunError, StorageError
 from xmcray.nn.encoder import load_encoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage import finish_manifest, read_manifest
@@ -80,6 +80,10 @@ def test_only_the_last_step_of_a_finished_run_is_exported(run: Run, corpus: Corp
     newest = sorted(copy.checkpoints.iterdir())[-1]
     weights = newest / "classifier-0000000000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    with pytest.raises(ConfigError, match="an export takes settings of the index alone, found 'method'; give it to"):
+        export_run(run, tmp_path / "b", settings={"method": {}})
+    with pytest.raises(ConfigError, match=r"unknown setting 'index\.nprob'; did you mean 'index\.nprobe'"):
+        export_run(run, tmp_path / "b", settings={"index": {"nprob": 1}})
     with pytest.raises(RunError, match="no intact checkpoint of its last step"):
         export_run(copy, tmp_path / "b")
     (copy.path / "result.json").unlink()

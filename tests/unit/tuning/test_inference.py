@@ -20,6 +20,7 @@ from xmcray.nn.heads import TwoHeads
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.memory import MemoryConfig
+from xmcray.training.launch import train
 from xmcray.training.memory import encoder_of, memory_bundle, open_encoder, sweep_memory
 from xmcray.training.run import RunConfig
 from xmcray.tuning.inference import sweep_bundle
@@ -138,3 +139,22 @@ def test_the_command(corpus: Corpus, memory: str, tmp_path: Path, capsys: pytest
     (out / "thesis.tex").touch()
     assert cli.main(command) == 2
     assert "holds thesis.tex, not a sweep of a bundle" in capsys.readouterr().err
+
+
+def test_the_best_index_is_exported(corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file that a sweep of indexes leaves is all that `export` has to be told."""
+    faiss = pytest.importorskip("faiss")
+    run, space, out, bundle = (tmp_path / name for name in ("run", "space.yaml", "sweep", "bundle"))
+    settings = ["encoder.dim=8", "optim.epochs=1", "negatives.hard=0", "cluster.workers=0", "data.validation=0.2"]
+    train(corpus.path, run, RunConfig.resolve("renee", {}, settings))
+    space.write_text("index.factory: {choice: [HNSW8]}\nindex.ef_search: {choice: [37]}\n")
+    sweep = ["tune", "--bundle", str(run), "--data", str(corpus.path), "--space", str(space), "--out", str(out)]
+    assert cli.main([*sweep, "--trials", "2"]) == 0
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
+    command = told.removeprefix("next: xmcray ").replace("BUNDLE", str(bundle)).split()
+    assert cli.main(command) == 0
+    assert cli.main([*command[:3], str(tmp_path / "flat"), *command[4:], "--set", "index.factory=Flat"]) == 0
+    index = faiss.read_index(str(bundle / "index" / "00000.faiss"))
+    assert isinstance(index, faiss.IndexHNSW)
+    assert index.hnsw.efSearch == 37
+    assert not (tmp_path / "flat" / "index").exists()
