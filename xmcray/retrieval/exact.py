@@ -37,6 +37,17 @@ def exact_search(
     Returns:
         Scores float32 [Q, k] and ids int64 [Q, k]; -inf and -1 where there is no further row.
     """
+    return from_keys(exact_keys(vectors, queries, nothing(len(queries), k), ids, hidden))
+
+
+def exact_keys(
+    vectors: Float32Array | Tensor,
+    queries: Float32Array,
+    best_QK: Tensor,
+    ids: Int64Array | None = None,
+    hidden: Ragged | None = None,
+) -> Tensor:
+    """As `exact_search`, but keys int64 [Q, K], of the best among these rows and `best_QK`, what is known already."""
     vector_ND = vectors if isinstance(vectors, Tensor) else as_tensor(vectors)
     device = vector_ND.device
     id_N = torch.arange(len(vector_ND), device=device) if ids is None else as_tensor(ids, np.int64).to(device)
@@ -45,10 +56,10 @@ def exact_search(
     query_QD = as_tensor(queries)
     num_queries, num_rows = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
     num_rows = min(num_rows, -(-len(vector_ND) // GROUP) * GROUP)  # few rows need no full block
-    keys = [torch.empty((0, k), dtype=torch.int64)]
+    keys = [best_QK[:0]]
     for start in range(0, len(query_QD), num_queries):
         query_BD = query_QD[start : start + num_queries].to(device)
-        best_BK = nothing(len(query_BD), k, device)
+        best_BK = best_QK[start : start + num_queries].to(device)
         hide = hidden.slice(start, start + len(query_BD)) if hidden is not None else None
         # One buffer for all blocks: fresh memory costs more than the product that fills it.
         score_BR = query_BD.new_full((len(query_BD), num_rows), -torch.inf)
@@ -64,7 +75,7 @@ def exact_search(
                 _hide(score_BR, hide, first)
             best_BK = _improve(best_BK, score_BR, id_N[first : first + num_rows])
         keys.append(best_BK.cpu())
-    return from_keys(torch.cat(keys))
+    return torch.cat(keys)
 
 
 def as_tensor(array: Float32Array | Int64Array, kind: type[np.generic] = np.float32) -> Tensor:

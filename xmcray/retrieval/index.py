@@ -20,12 +20,12 @@ from torch import Tensor
 from xmcray.config import check_range
 from xmcray.errors import BundleError, ResourceError
 from xmcray.retrieval import ann
-from xmcray.retrieval.exact import as_tensor, exact_search, from_keys, to_keys
+from xmcray.retrieval.exact import as_tensor, exact_keys, exact_search, from_keys, to_keys
 from xmcray.retrieval.lists import Lists, long_rows
 from xmcray.types import Float32Array, Int64Array, Ragged
 
 FLAT_ROWS = 50_000  # up to here a search of all rows costs no more than building, tuning and searching lists
-LONG_SHARE = 0.05  # the longest rows, which are in no list
+LONG_SHARE, LONG_RATIO = 0.05, 1.5  # at most so many rows are in no list, those longer than so many medians
 BATCH_QUERIES = 256  # from here on lists are scanned with matrix products
 TUNE_QUERIES, TUNE_K, TUNE_NOISE = 256, 50, 0.5
 CODE_LOSS = 0.005  # recall that short codes may cost where lists cost more
@@ -104,7 +104,7 @@ def build_index(
     if factory == "Flat" or num_rows == 0:
         return Index(as_tensor(vectors).to(device), None, threads=threads)
     rows = np.ascontiguousarray(vectors, np.float32)
-    long_ids = long_rows(rows, LONG_SHARE) if "IVF" in factory else np.empty(0, np.int64)
+    long_ids = long_rows(rows, LONG_SHARE, LONG_RATIO) if "IVF" in factory else np.empty(0, np.int64)
     if len(long_ids):
         ids = np.setdiff1d(np.arange(num_rows), long_ids, assume_unique=True)
         found = ann.create(rows[ids], ids, factory, seed, threads)
@@ -278,14 +278,12 @@ class Index:
         self, queries: Float32Array, width: int, k: int, ids: Int64Array | None, hidden: Ragged | None
     ) -> tuple[Float32Array, Int64Array]:
         """The k best of `width` candidates that FAISS proposes and of the long rows."""
-        scores, answers = self._rescore(queries, self._propose(queries, width), k, ids, hidden)
-        if not len(self.long_ids):
-            return scores, answers
-        names = self.long_ids if ids is None else ids[self.long_ids]
-        hide = None if hidden is None else _renumbered(hidden, self.long_ids)
-        parts = (scores, answers), exact_search(self._long_vectors, queries, k, names, hide)
-        keys = [to_keys(torch.from_numpy(s), torch.from_numpy(np.maximum(a, 0))) for s, a in parts]
-        return from_keys(torch.cat(keys, dim=1).topk(k, dim=1).values)
+        best_QK = self._rescore(queries, self._propose(queries, width), k, ids, hidden)
+        if len(self.long_ids):
+            names = self.long_ids if ids is None else ids[self.long_ids]
+            hide = None if hidden is None else _renumbered(hidden, self.long_ids)
+            best_QK = exact_keys(self._long_vectors, queries, best_QK, names, hide)
+        return from_keys(best_QK)
 
     def _propose(self, queries: Float32Array, width: int) -> Int64Array:
         """int64 [Q, width] row positions in the index's own order, -1 padded."""
@@ -295,8 +293,8 @@ class Index:
 
     def _rescore(
         self, queries: Float32Array, rows: Int64Array, k: int, ids: Int64Array | None, hidden: Ragged | None
-    ) -> tuple[Float32Array, Int64Array]:
-        """The k best of the candidates `rows` [Q, width] by exact inner product."""
+    ) -> Tensor:
+        """Keys int64 [Q, k] of the best of the candidates `rows` [Q, width] by exact inner product."""
         if hidden is not None:
             pair = rows + np.arange(len(rows))[:, None] * len(self)
             rows = np.where(np.isin(pair, hidden.values + hidden.row_ids * len(self)), -1, rows)
@@ -313,7 +311,7 @@ class Index:
             score_BC[row_BC < 0] = -torch.inf
             key_BC = to_keys(score_BC, known_BC if name_N is None else name_N[known_BC])
             keys.append(key_BC.topk(k, dim=1).values.cpu())
-        return from_keys(torch.cat(keys))
+        return torch.cat(keys)
 
 
 class _Few(Index):

@@ -4,8 +4,8 @@ A search one query at a time reads a list once for each query and scores its row
 queries in one matrix product, so that scanning costs what an exhaustive search costs per row, on a small share of the
 rows, and every score is exact. The hard negatives of a whole epoch are such a search.
 
-Rows much longer than others have large inner products with queries anywhere (labels of the head of the distribution);
-they are in no list, and every query meets them.
+Rows clearly longer than others have large inner products with queries anywhere (labels of the head of the
+distribution); they are in no list, and every query meets them. Where lengths are about equal there are none.
 """
 
 from __future__ import annotations
@@ -159,10 +159,12 @@ class _Search:
             self.best_BK[piece] = best.topk(self.best_BK.shape[1], dim=1).values
 
 
-def long_rows(vectors: np.ndarray[tuple[int, ...], np.dtype[np.float32]], share: float) -> Int64Array:
-    """int64, ascending: positions of the `share` longest rows."""
-    count = int(share * len(vectors))
-    if not count:
-        return np.empty(0, np.int64)
-    lengths = np.linalg.norm(vectors, axis=1)
-    return np.sort(np.lexsort((np.arange(len(lengths)), -lengths))[:count])
+def long_rows(vectors: np.ndarray[tuple[int, ...], np.dtype[np.float32]], share: float, ratio: float) -> Int64Array:
+    """int64, ascending: positions of the rows longer than `ratio` times the median length, the longest `share` at most.
+
+    A list hides a row by its direction alone, and a query's answers are in the nearest lists as long as no other row
+    makes up for its direction by its length. Rows of about one length are best left to the lists, all of them.
+    """
+    lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+    longest = np.lexsort((np.arange(len(lengths)), -lengths))[: int(share * len(vectors))]
+    return np.sort(longest[lengths[longest] > ratio * np.median(lengths)]) if len(longest) else longest

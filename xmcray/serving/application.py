@@ -3,7 +3,7 @@
     Coordinator    one replica: what is served, and the log of label operations
     Gateway        the ingress. "single": encodes and searches itself. "composed": asks
     Encoder          texts -> vectors of a transformer, requests that arrive together in one batch; a static encoder
-                     takes less time than sending the texts does, so the gateway keeps that to itself
+                     takes less time than a call does, so the searchers have it to themselves
     Searcher0 ...    one for each part of the index shards; the gateway merges what they find
 
 The classes here only connect; what they do is in coordinator.py, follower.py, service.py and http.py. Serve awaits
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,8 +38,9 @@ from xmcray.serving.follower import Follower
 from xmcray.serving.local import tokens_of
 from xmcray.serving.problems import RETRY_AFTER_S, ProblemError
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
-from xmcray.serving.service import Pin, Service
+from xmcray.serving.service import Asked, Near, Pin, Service
 from xmcray.serving.settings import ServeConfig, composed_parts
+from xmcray.serving.together import Together
 from xmcray.types import Float32Array
 
 NAME = "xmcray"
@@ -126,7 +128,7 @@ class GatewayDeployment(_Following):
 
     async def Search(self, request: SearchRequest, grpc_context: Any) -> SearchResponse:  # noqa: N802
         """The gRPC method of search.proto; Serve calls it by that name."""
-        return await rpc.search(self.service, self.tokens, request, grpc_context)
+        return await rpc.search(self, request, grpc_context)
 
     async def own_metrics(self) -> tuple[str, str]:
         """This replica's name and its metrics."""
@@ -179,14 +181,16 @@ class SearcherDeployment(_Following):
     async def __init__(  # type: ignore[misc]
         self, config: ServeConfig, coordinator: Handle, part: tuple[int, int]
     ) -> None:
-        self._config, self._part, self._thread = config, part, ThreadPoolExecutor(1, "search")
+        self._config, thread = config, ThreadPoolExecutor(1, "search")
+        find = functools.partial(service.find, max_tokens=config.max_tokens, part=part)
+        self._searches = Together[Asked, Near](thread, find, service.TOGETHER)
         self._follower = await self._start(config, coordinator, part)
 
-    async def find(self, pin: Pin, query_BD: Float32Array, request: schema.SearchRequest, k: int) -> Neighbours:
+    async def find(self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None) -> Near:
         """See `service.find`."""
         snapshot = await self._follower.pinned(pin.model, pin.version, pin.number, self._config.deadline_ms / 1000)
-        arguments = snapshot, request, query_BD, k, self._part
-        return await asyncio.get_running_loop().run_in_executor(self._thread, service.find, *arguments)
+        asked = Asked(snapshot, request, k, query_BD)
+        return await self._searches.run(asked.alike, len(request.texts), asked)
 
 
 class _Parts:
@@ -200,12 +204,13 @@ class _Parts:
             found: tuple[Float32Array, list[bool]] = await _called(self._encoder.encode.remote((pin, texts)))
         return found
 
-    async def find(self, pin: Pin, query_BD: Float32Array, request: schema.SearchRequest, k: int) -> Neighbours:
-        slim = request.model_copy(update={"texts": [""]})  # they have been encoded
+    async def find(self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None) -> Near:
         with _missing_parts():
-            calls = [_called(searcher.find.remote(pin, query_BD, slim, k)) for searcher in self._searchers]
-            found: list[Neighbours] = await asyncio.gather(*calls)
-        return Neighbours.combined(found) if len(found) > 1 else found[0]
+            calls = [_called(searcher.find.remote(pin, request, k, query_BD)) for searcher in self._searchers]
+            near: list[Near] = await asyncio.gather(*calls)
+        if len(near) == 1:
+            return near[0]
+        return Near(Neighbours.combined([one.found for one in near]), near[0].longer)
 
 
 class _Admin:

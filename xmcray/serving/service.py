@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
 
 from xmcray.retrieval.memory import Neighbours
+from xmcray.retrieval.retriever import WHOLE
 from xmcray.serving import schema
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
+from xmcray.serving.together import Together
 from xmcray.types import Float32Array
 
 T = TypeVar("T")
+TOGETHER = 64  # texts of several requests that are searched at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,32 @@ class Pin:
     model: str
     version: str
     number: int
+
+
+class Near(NamedTuple):
+    """What lies near the texts of a request, and which of them were too long to be read to their end."""
+
+    found: Neighbours
+    longer: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A search as the thread of searches sees it.
+
+    Attributes:
+        query_BD: the texts' vectors, where they were made elsewhere.
+    """
+
+    snapshot: Snapshot
+    request: schema.SearchRequest
+    k: int
+    query_BD: Float32Array | None = None
+
+    @property
+    def alike(self) -> tuple[Snapshot, int, str]:
+        """Equal for searches that can be one: all but the texts, and the time there is."""
+        return self.snapshot, self.k, self.request.model_dump_json(exclude={"texts", "timeout_ms"})
 
 
 class Models(Protocol):
@@ -49,8 +81,8 @@ class Parts(Protocol):
     async def encode(self, pin: Pin, texts: list[str]) -> tuple[Float32Array, list[bool]]:
         """As `Snapshot.encode`."""
 
-    async def find(self, pin: Pin, query_BD: Float32Array, request: schema.SearchRequest, k: int) -> Neighbours:
-        """As `Retriever.find` on the view of the request's filter, over all shards."""
+    async def find(self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None) -> Near:
+        """As `find`, over all shards."""
 
 
 class Service:
@@ -65,6 +97,7 @@ class Service:
         self.config, self.served, self._parts = config, models, parts
         self.working = 0
         self._thread = ThreadPoolExecutor(1, "search")  # torch uses `config.threads` inside
+        self._searches = Together[Asked, list[schema.Result]](self._thread, self._search, TOGETHER)
 
     def check_room(self) -> None:
         """Raises ProblemError when so many requests are worked on that another one is refused.
@@ -85,13 +118,17 @@ class Service:
         k = min(request.k, snapshot.retriever.num_labels)
         async with self._admitted(request.timeout_ms) as until:
             if self._parts is None:
-                found = await self._run(until, self._search, snapshot, request, k)
+                asked = Asked(snapshot, request, k)
+                found = await self._searches.run(asked.alike, len(request.texts), asked)
             else:
-                pin = Pin(model, snapshot.version, snapshot.number)
-                query_BD, longer = await self._encoded(until, pin, snapshot, request.texts)
-                self._refuse_long(longer)
-                near = await self._parts.find(pin, query_BD, request, k)
-                found = await self._run(until, _results, snapshot, request, near, k, longer)
+                pin, query_BD, longer = Pin(model, snapshot.version, snapshot.number), None, list[bool]()
+                if not snapshot.retriever.encodes_at_once:
+                    query_BD, longer = await self._parts.encode(pin, request.texts)
+                    self._refuse_long(longer)
+                near = await self._parts.find(pin, request, k, query_BD)
+                found = await self._run(
+                    until, self._results, snapshot, request, k, Near(near.found, longer or near.longer)
+                )
         return schema.SearchResponse(
             **pinned(model, snapshot),
             request_id=request_id,
@@ -160,10 +197,31 @@ class Service:
             return await self._run(until, snapshot.encode, texts, self.config.max_tokens)
         return await self._parts.encode(pin, texts)
 
-    def _search(self, snapshot: Snapshot, request: schema.SearchRequest, k: int) -> list[schema.Result]:
-        query_BD, longer = snapshot.encode(request.texts, self.config.max_tokens)
-        self._refuse_long(longer)
-        return _results(snapshot, request, find(snapshot, request, query_BD, k), k, longer)
+    def _search(self, asked: Sequence[Asked]) -> list[list[schema.Result]]:
+        """The results of each of some searches that are alike."""
+        near = find(asked, self.config.max_tokens)
+        return [self._results(one.snapshot, one.request, one.k, its) for one, its in zip(asked, near, strict=True)]
+
+    def _results(self, snapshot: Snapshot, request: schema.SearchRequest, k: int, near: Near) -> list[schema.Result]:
+        self._refuse_long(near.longer)
+        retriever, fields = snapshot.view(request.filter), set(request.fields)
+        plain, voting = fields - {"attributes"}, snapshot.voting(request.memory)
+        found = retriever.answers(near.found, k, memory=voting, explain=request.explain)
+        results = []
+        for answers, truncated in zip(found, near.longer, strict=True):
+            attributes = snapshot.attributes.of([a.label_id for a in answers]) if "attributes" in fields else None
+            shown = []
+            for place, answer in enumerate(answers):
+                values: dict[str, Any] = {name: getattr(answer, name) for name in plain}
+                if attributes is not None:
+                    values["attributes"] = attributes[place]
+                if retriever.memory is not None:
+                    values["completed"] = answer.score < 0
+                if answer.voters is not None:
+                    values["voters"] = [{"uid": v.uid, "text": v.text, "weight": v.weight} for v in answer.voters]
+                shown.append(schema.Answer.model_validate(values))
+            results.append(schema.Result(answers=shown, truncated=truncated))
+        return results
 
     def _check(self, request: schema.SearchRequest, snapshot: Snapshot) -> None:
         self._check_number(request.texts)
@@ -223,40 +281,21 @@ class Service:
         return self.served.resolve(name)
 
 
-def find(
-    snapshot: Snapshot,
-    request: schema.SearchRequest,
-    query_BD: Float32Array,
-    k: int,
-    part: tuple[int, int] = (0, 1),
-) -> Neighbours:
-    """What lies near the queries in a part of the shards, of what the request's filter lets pass."""
-    return snapshot.view(request.filter).find(query_BD, k, snapshot.voting(request.memory), part=part)
+def find(asked: Sequence[Asked], max_tokens: int, part: tuple[int, int] = WHOLE) -> list[Near]:
+    """What lies near the queries of some searches that are alike, in a part of the shards, of what their filter lets
+    pass. Texts that are not encoded yet are encoded here.
+    """
+    snapshot, request, k = asked[0].snapshot, asked[0].request, asked[0].k
+    known = [one.query_BD for one in asked if one.query_BD is not None]
+    if known:
+        query_BD, longer = np.concatenate(known), [False] * sum(map(len, known))
+    else:
+        query_BD, longer = snapshot.encode([text for one in asked for text in one.request.texts], max_tokens)
+    found = snapshot.view(request.filter).find(query_BD, k, snapshot.voting(request.memory), part=part)
+    ends = itertools.accumulate((len(one.request.texts) for one in asked), initial=0)
+    return [Near(found.slice(first, last), longer[first:last]) for first, last in itertools.pairwise(ends)]
 
 
 def pinned(model: str, snapshot: Snapshot) -> dict[str, Any]:
     """The fields of `schema.Pinned`."""
     return {"model": model, "version": snapshot.version, "label_log": snapshot.number}
-
-
-def _results(
-    snapshot: Snapshot, request: schema.SearchRequest, near: Neighbours, k: int, longer: list[bool]
-) -> list[schema.Result]:
-    retriever, fields = snapshot.view(request.filter), set(request.fields)
-    voting = snapshot.voting(request.memory)
-    found = retriever.answers(near, k, memory=voting, explain=request.explain)
-    results = []
-    for answers, truncated in zip(found, longer, strict=True):
-        attributes = snapshot.attributes.of([a.label_id for a in answers]) if "attributes" in fields else None
-        shown = []
-        for place, answer in enumerate(answers):
-            values: dict[str, Any] = {name: getattr(answer, name) for name in fields - {"attributes"}}
-            if attributes is not None:
-                values["attributes"] = attributes[place]
-            if retriever.memory is not None:
-                values["completed"] = answer.score < 0
-            if answer.voters is not None:
-                values["voters"] = [{"uid": v.uid, "text": v.text, "weight": v.weight} for v in answer.voters]
-            shown.append(schema.Answer.model_validate(values))
-        results.append(schema.Result(answers=shown, truncated=truncated))
-    return results

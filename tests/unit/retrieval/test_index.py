@@ -105,6 +105,21 @@ def test_both_ways_visit_the_same_rows(clustered, monkeypatch):
     np.testing.assert_allclose(few[0], many[0], rtol=1e-6)
 
 
+def test_only_clearly_longer_rows_are_in_no_list(clustered):
+    """Every query pays for them, and rows of about one length are found through the lists."""
+    rows, queries = clustered
+    level = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    level *= np.random.default_rng(0).uniform(0.8, 1.2, (len(rows), 1)).astype(np.float32)
+    assert not len(build_index(level, "IVF16,Flat").long_ids)
+    level[[7, 40, 2999]] *= 4
+    index = build_index(level, "IVF16,Flat")
+    assert index.long_ids.tolist() == [7, 40, 2999]
+    assert recall(index.search(queries, 10)[1], exact_search(level, queries, 10)[1]) >= 0.95
+    level[:1000] *= 4
+    longest = np.argsort(-np.linalg.norm(level, axis=1), kind="stable")[:150]
+    assert build_index(level, "IVF16,Flat").long_ids.tolist() == sorted(longest), "5 % at most"
+
+
 def test_names_decide_ties():
     rows = np.ones((4000, 4), np.float32)
     names = np.random.default_rng(0).permutation(4000)

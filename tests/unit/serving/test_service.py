@@ -19,7 +19,7 @@ from served import ADMIN, TOKEN, Served, served
 from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.retriever import Retriever
-from xmcray.serving.service import Pin, find
+from xmcray.serving.service import Asked, Pin, find
 
 KINDS = ("texts", "rowsIVF", "both", "prototypes", "memory")
 ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
@@ -71,7 +71,7 @@ def test_answers_are_the_retrievers(bundles: dict[str, Path], serving: Callable[
 def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
     bundles: dict[str, Path], tmp_path: Path, serving: Callable[..., None]
 ) -> None:
-    """In the composed mode a static encoder's vectors are made in the gateway, a transformer's by the encoder."""
+    """In the composed mode a static encoder's vectors are made by the searchers, a transformer's by the encoder."""
     sent = list[str]()
 
     class Elsewhere:
@@ -84,8 +84,8 @@ def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
             sent.append(pin.model)
             return self.current(pin.model).encode(texts, 512)
 
-        async def find(self, pin: Pin, *arguments: Any) -> Any:
-            return find(self.current(pin.model), arguments[1], arguments[0], arguments[2])
+        async def find(self, pin: Pin, *asked: Any) -> Any:
+            return find([Asked(self.current(pin.model), *asked)], 512)[0]
 
     async def test(one: Served) -> None:
         one.service._parts = Elsewhere(one)
@@ -207,7 +207,7 @@ def test_too_many_requests_and_too_little_time(bundles: dict[str, Path], serving
         async def stuck(*_: Any) -> Any:
             await asyncio.Event().wait()
 
-        right, one.service._run = one.service._run, stuck  # type: ignore[method-assign,assignment]
+        right, one.service._searches.run = one.service._searches.run, stuck  # type: ignore[method-assign]
         body = {"texts": ["a"], "timeout_ms": 500}
         waiting = [asyncio.create_task(one.ask("/v1/search", body)) for _ in range(2)]
         while one.service.working < 2:
@@ -217,7 +217,7 @@ def test_too_many_requests_and_too_little_time(bundles: dict[str, Path], serving
         assert (await one.ask("/v1/search", body, "wrong" * 4)).status_code == 401, "nobody else learns of the load"
         assert [(await answer).status_code for answer in waiting] == [504, 504]
         assert (refused.headers["retry-after"], refused.json()["type"]) == ("1", "urn:xmcray:overloaded")
-        one.service._run = right  # type: ignore[method-assign]
+        one.service._searches.run = right  # type: ignore[method-assign]
         assert (await one.ask("/v1/search", body | {"timeout_ms": 9000})).status_code == 200
         assert one.service.working == 0
 
