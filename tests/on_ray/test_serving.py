@@ -15,6 +15,7 @@ import pytest
 from bundles import write_bundle_of, write_memory, write_transformer
 from replicas import Askers, Killer, client_of, insist, known_answers, replicas
 
+from xmcray.doctor.sockets import listeners
 from xmcray.retrieval.labels import NewLabel, add_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.run import FASTER, serving
@@ -64,17 +65,19 @@ def test_composed_answers_are_the_retrievers(
             for result, answers in zip(found, retriever.search(ASKED, K, explain=voted), strict=True):
                 assert [a.uid for a in result.answers] == [a.uid for a in answers]
                 np.testing.assert_allclose([a.score for a in result.answers], [a.score for a in answers], atol=1e-6)
-        # gRPC gives the same
+        # gRPC gives the same, on loopback too: a single ingress listens itself
+        ours = {(one.port, one.loopback) for one in listeners() if one.port in (port, grpc_port)}
+        assert ours == {(port, True), (grpc_port, True)}
         with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
             call = RetrieverStub(channel).Search
             request = SearchRequest(texts=ASKED, k=K, model="memory", explain=True, fields=["uid", "score"])
             token = ("authorization", f"Bearer {(tmp_path / 's' / 'token').read_text().strip()}")
-            told = call(request, metadata=[token, ("application", "xmcray")])
+            told = call(request, metadata=[token])
             assert [[a.uid for a in r.answers] for r in told.results] == [[a.uid for a in r.answers] for r in found]
             assert [len(a.voters) for a in told.results[0].answers] == [len(a.voters) for a in found[0].answers]
             for metadata, code in [((), "UNAUTHENTICATED"), ([token], "INVALID_ARGUMENT")]:
                 with pytest.raises(grpc.RpcError, match=code):
-                    call(SearchRequest(texts=["a"], k=0), metadata=[*metadata, ("application", "xmcray")])
+                    call(SearchRequest(texts=["a"], k=0), metadata=metadata)
         # an operation, a filter and a swap through all parts
         number = client.change_labels([Operation(op="add", uid="n1", text="sort sort join")], model="texts").label_log
         deadline = time.monotonic() + 5
@@ -89,13 +92,18 @@ def test_composed_answers_are_the_retrievers(
 
 
 def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
-    cluster: None, bundles: dict[str, Path], tmp_path: Path, port: int
+    cluster: None, bundles: dict[str, Path], tmp_path: Path, port: int, grpc_port: int
 ) -> None:
     """500 requests with the client's own retries; every answer is wholly of one version and one operation."""
     add_labels(bundles["texts"], [NewLabel("extra", "matrix vector norm")], tmp_path / "other")
     known = known_answers([bundles["texts"], tmp_path / "other"])
     config = ServeConfig(bundles={"a": str(bundles["texts"])}, mode="single", replicas=2, state_dir=str(tmp_path / "s"))
-    with serving(config, "127.0.0.1", port) as url, client_of(url, tmp_path / "s") as admin:
+    with serving(config, "127.0.0.1", port, grpc_port) as url, client_of(url, tmp_path / "s") as admin:
+        with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:  # Ray Serve's, which knows of all replicas
+            token = ("authorization", f"Bearer {(tmp_path / 's' / 'token').read_text().strip()}")
+            request = SearchRequest(texts=ASKED[:1], k=K, fields=["uid"])
+            told = RetrieverStub(channel).Search(request, metadata=[token, ("application", "xmcray")])
+            assert len(told.results[0].answers) == K
         askers = Askers(url, tmp_path / "s", known)
         killer = Killer(lambda: found if len(found := replicas("Gateway")) == 2 else [], 2.0)
         live = [Operation(op="add", uid="live", text="matrix vector norm")]

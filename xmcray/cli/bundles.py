@@ -139,7 +139,7 @@ def serve_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("bundles", metavar="[NAME=]BUNDLE", nargs="+", help="folders or URLs; the first is the default")
     verb.add_argument("--host", default="127.0.0.1", help="beyond loopback only with tokens of your own")
     verb.add_argument("--port", type=int, default=8000, metavar="N", help="(default: %(default)s)")
-    verb.add_argument("--grpc-port", type=int, default=0, metavar="N", help="gRPC too (Ray: --accept-open-ports)")
+    verb.add_argument("--grpc-port", type=int, default=0, metavar="N", help="gRPC; of replicas: --accept-open-ports")
     verb.add_argument("--mode", help="single, composed or auto (default: by the number of labels)")
     verb.add_argument("--replicas", type=int, metavar="N", help="processes that answer (default: 1)")
     verb.add_argument("--threads", type=int, metavar="N", help="of each process (default: 1)")

@@ -12,7 +12,7 @@ from xmcray.planning.data_size import DataSize
 from xmcray.planning.encoders import EncoderShape
 from xmcray.planning.step import ID, Shard, Workload
 from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
-from xmcray.retrieval.index import LONG_SHARE, resolve_factory
+from xmcray.retrieval.index import resolve_factory
 from xmcray.training.checkpoint import ROW_BLOCK_BYTES
 from xmcray.training.run import RunConfig
 
@@ -144,9 +144,7 @@ def index_actor(config: RunConfig, data: DataSize, dim: int, num_shards: int, on
     factory = "Flat" if on_gpu else resolve_factory(config.negatives.index, rows)
     lists = num_lists(factory)
     sample = min(rows, TRAIN_ROWS_PER_LIST * lists) * dim * 4
-    inside = (
-        0 if factory == "Flat" else int((1 - LONG_SHARE) * whole) + index(config.negatives.index, rows, dim) + sample
-    )
+    inside = 0 if factory == "Flat" else whole + index(config.negatives.index, rows, dim) + sample
     return whole + max(whole, inside)
 
 
@@ -156,7 +154,7 @@ def index(factory: str, rows: int, dim: int) -> int:
     if factory == "Flat":
         return 0
     code = dim * (2 if "fp16" in factory else 1 if "SQ8" in factory else 4)
-    return int((1 - LONG_SHARE) * rows) * (code + ID) + num_lists(factory) * dim * 4
+    return rows * (code + ID) + num_lists(factory) * dim * 4
 
 
 def object_store(threads: int, data: DataSize) -> int:

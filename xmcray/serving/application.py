@@ -35,7 +35,7 @@ from xmcray.retrieval.memory import Neighbours
 from xmcray.serving import http, metrics, rpc, schema, service
 from xmcray.serving.coordinator import Coordinator, Known, News, Numbered, Status
 from xmcray.serving.follower import Follower
-from xmcray.serving.local import tokens_of
+from xmcray.serving.local import listening, tokens_of
 from xmcray.serving.problems import RETRY_AFTER_S, ProblemError
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.service import Asked, Near, Pin, Service
@@ -45,30 +45,36 @@ from xmcray.types import Float32Array
 
 NAME = "xmcray"
 Handle = DeploymentHandle[Any]
+Address = tuple[str, int, int]  # host, port, port of gRPC or 0
+HEAD = "node:__internal_head__"  # a resource that Ray gives to one node, where Serve's proxy would be
 NO_PART = (-1, 1)  # of the shards: none
 BATCH = 32
 STATUS_S = 2.0
 CPUS = 0.1  # reserved by each process; set others in `options`
 
 
-def build(args: Mapping[str, Any]) -> Application:
-    """The application for `serve run` and for `args` of a Serve config file: the fields of ServeConfig."""
+def build(args: Mapping[str, Any], address: Address | None = None) -> Application:
+    """The application for `serve run` and for `args` of a Serve config file: the fields of ServeConfig.
+
+    Args:
+        address: where the ingress, of one replica then, listens itself; Ray Serve's proxy is asked if not given.
+    """
     config = build_config(ServeConfig, dict(args))
     config = dataclasses.replace(config, state_dir=str(Path(config.state_dir).absolute()))
     coordinator = _deployment(
         config, CoordinatorDeployment, "Coordinator", max_ongoing_requests=1000, graceful_shutdown_timeout_s=1
     ).bind(config)
-    ingress = _ingress(config)
+    ingress = _ingress(config, address)
     shards = composed_parts(config)
     if not shards:
-        alone: Application = ingress.bind(config, coordinator)
+        alone: Application = ingress.bind(config, coordinator, address=address)
         return alone
     encoder = _deployment(config, EncoderDeployment, "Encoder").bind(config, coordinator)
     searchers = [
         _deployment(config, SearcherDeployment, f"Searcher{i}").bind(config, coordinator, (i, shards))
         for i in range(shards)
     ]
-    composed: Application = ingress.bind(config, coordinator, encoder, searchers)
+    composed: Application = ingress.bind(config, coordinator, encoder, searchers, address)
     return composed
 
 
@@ -111,7 +117,9 @@ class GatewayDeployment(_Following):
         coordinator: Handle,
         encoder: Handle | None = None,
         searchers: list[Handle] | None = None,
+        address: Address | None = None,
     ) -> None:
+        self._open = contextlib.AsyncExitStack()
         self.tokens, self.admin_tokens = tokens_of(config)
         self.metrics = metrics.Metrics()
         self.admin: http.Admin = _Admin(coordinator)
@@ -122,6 +130,12 @@ class GatewayDeployment(_Following):
             await self.service.search(
                 schema.SearchRequest(texts=follower.current(name).probes[:1], model=name), "probe"
             )
+        self._tasks = [self._task]
+        if address is not None:
+            self._tasks.append(await self._open.enter_async_context(listening(self, *address)))
+
+    async def __del__(self) -> None:
+        await self._open.aclose()  # requests that are being answered are answered
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return http.create_app(self, tells_request_id=False)
@@ -147,8 +161,8 @@ class GatewayDeployment(_Following):
 
     def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
-        if self._task.done():
-            raise RuntimeError("this replica does not follow the coordinator any more")
+        if any(task.done() for task in self._tasks):
+            raise RuntimeError("this replica does not follow the coordinator any more, or does not listen")
 
 
 class EncoderDeployment(_Following):
@@ -271,8 +285,10 @@ def _deployment(config: ServeConfig, kind: type, name: str, **options: Any) -> A
     return serve.deployment(kind, name=name, **given)
 
 
-def _ingress(config: ServeConfig) -> Any:
+def _ingress(config: ServeConfig, address: Address | None) -> Any:
     options: dict[str, Any] = {"num_replicas": config.replicas}
+    if address is not None:
+        options["ray_actor_options"] = {"num_cpus": CPUS, "resources": {HEAD: 0.001}}
     if config.max_replicas > config.replicas:
         options = {"autoscaling_config": {"min_replicas": config.replicas, "max_replicas": config.max_replicas}}
     options["backpressure_config"] = BackpressureConfig(status_code=503, retry_after_s=RETRY_AFTER_S)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from xmcray.serving import metrics, rpc
 from xmcray.serving.coordinator import Coordinator
-from xmcray.serving.http import Admin, create_app
+from xmcray.serving.http import Admin, Gateway, create_app
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.search_pb2_grpc import RetrieverServicer, add_RetrieverServicer_to_server
 from xmcray.serving.security import Tokens, new_token_file
@@ -73,32 +74,51 @@ def serve_local(config: ServeConfig, host: str, port: int, grpc_port: int, ready
 
 
 async def _serve(config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]) -> None:
+    stop = asyncio.Event()
     async with local_gateway(config) as gateway:
-        settings = uvicorn.Config(
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        async with listening(gateway, host, port, grpc_port) as running:
+            gc.collect()
+            gc.freeze()  # what was loaded stays: to look through it again would take as long as some searches
+            ready(f"http://{authority(host, port)}")
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+
+
+@contextlib.asynccontextmanager
+async def listening(gateway: Gateway, host: str, port: int, grpc_port: int) -> AsyncIterator[asyncio.Task[None]]:
+    """Answers HTTP and, where there is a port for it, gRPC in this process; yields what runs until it is left.
+
+    Raises:
+        OSError: a port is taken.
+    """
+    server = _Server(
+        uvicorn.Config(
             create_app(gateway),
-            host=host,
-            port=port,
             log_level="warning",
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=STOP_S,
         )
-        server = _Server(settings)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-        running = asyncio.create_task(server.serve())
-        while not server.started and not running.done():
-            await asyncio.sleep(0.01)
-        gc.collect()
-        gc.freeze()  # what was loaded stays: to look through it again would take as long as some searches
-        async with _grpc(gateway, host, grpc_port):
-            if server.started:
-                ready(f"http://{authority(host, port)}")
+    )
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            while not server.started and not running.done():
+                await asyncio.sleep(0.01)
+            async with _grpc(gateway, host, grpc_port):
+                yield running
+        finally:
+            server.should_exit = True
             await running
 
 
 @contextlib.asynccontextmanager
-async def _grpc(gateway: LocalGateway, host: str, port: int) -> AsyncIterator[None]:
+async def _grpc(gateway: Gateway, host: str, port: int) -> AsyncIterator[None]:
     if not port:
         yield
         return
@@ -121,7 +141,7 @@ class _Server(uvicorn.Server):
 
 
 class _Servicer(RetrieverServicer):
-    def __init__(self, gateway: LocalGateway) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     async def Search(self, request: SearchRequest, context: Any) -> SearchResponse:  # noqa: N802

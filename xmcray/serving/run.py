@@ -55,8 +55,8 @@ def serve_forever(
     """
     for bundle in config.bundles.values():
         storage.open_artifact(bundle, KIND, contents=False)
-    alone = max(config.replicas, config.max_replicas) == 1 and not composed_parts(config)
-    check_address(config, host, 0 if alone else grpc_port, accept_open_ports)
+    alone = not several(config) and not composed_parts(config)
+    check_address(config, host, grpc_port if several(config) else 0, accept_open_ports)
     check_port(host, port)
     if grpc_port:
         check_port(host, grpc_port, "--grpc-port")
@@ -77,8 +77,12 @@ def serve_forever(
 def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> Iterator[str]:
     """The application on the Ray of this process, which is started if there is none; yields its address.
 
+    Ray Serve's proxy spreads requests over several replicas of the ingress. A single one listens itself: passing a
+    request on takes longer than answering it.
+
     Args:
-        grpc_port: also answer gRPC there, on all interfaces: Ray Serve knows no other way. 0: no gRPC.
+        grpc_port: also answer gRPC there, from several replicas on all interfaces: Ray Serve knows no other way. 0: no
+            gRPC.
     Raises:
         ResourceError: the port is taken.
     """
@@ -94,16 +98,19 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
     from xmcray.serving.rpc import SERVICER
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    application = build(dump(config))
+    proxied = several(config)
+    application = build(dump(config), None if proxied else (host, port, grpc_port))
     if not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
         for name, value in ALONE.items():  # read by the processes that are started
             os.environ.setdefault(name, value)
     started = start_ray()
     try:
         serve.start(
-            proxy_location="HeadOnly",
+            proxy_location="HeadOnly" if proxied else "Disabled",
             http_options=HTTPOptions(host=host, port=port, request_timeout_s=LONGEST_S),
-            grpc_options=gRPCOptions(port=grpc_port, grpc_servicer_functions=[SERVICER]) if grpc_port else None,
+            grpc_options=gRPCOptions(port=grpc_port, grpc_servicer_functions=[SERVICER])
+            if proxied and grpc_port
+            else None,
             logging_config=QUIET,
         )
         serve.run(application, name=NAME, blocking=False, logging_config=QUIET)
@@ -113,6 +120,12 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
             serve.shutdown()
         if started:
             ray.shutdown()
+
+
+def several(config: ServeConfig) -> bool:
+    """Whether there is, or may be, more than one replica of the ingress."""
+    asked = {"num_replicas", "autoscaling_config"} & dict(config.options.get("Gateway", {})).keys()
+    return max(config.replicas, config.max_replicas) > 1 or bool(asked)
 
 
 def check_address(config: ServeConfig, host: str, grpc_port: int, accept_open_ports: bool) -> None:
