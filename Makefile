@@ -26,7 +26,7 @@ quickstart: setup  ## sample corpus, training, metrics and a few answers in minu
 test: export OMP_NUM_THREADS = 1
 test: setup  ## tier P: at most 9 minutes on 2 cores
 	sh tests/browser/install.sh
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(TIER_P)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(TIER_P)
 
 check: setup  ## style, formatting, strict types, and links of the documentation
 	$(BIN)/ruff check .
