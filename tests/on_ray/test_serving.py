@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import grpc
+import httpx
 import numpy as np
 import pytest
 from bundles import write_bundle_of, write_memory, write_transformer
@@ -53,12 +54,19 @@ def grpc_port() -> int:
     return _free()
 
 
+def _metrics(url: str, state: Path) -> str:
+    headers = {"Authorization": f"Bearer {(state / 'token').read_text().strip()}"}
+    return httpx.get(f"{url}/metrics", headers=headers).raise_for_status().text
+
+
 def test_composed_answers_are_the_retrievers(
     cluster: None, bundles: dict[str, Path], tmp_path: Path, port: int, grpc_port: int
 ) -> None:
     paths = {name: str(path) for name, path in bundles.items()}
     config = ServeConfig(bundles=paths, mode="composed", parts=2, state_dir=str(tmp_path / "s"))
     with serving(config, "127.0.0.1", port, grpc_port) as url, client_of(url, tmp_path / "s") as client:
+        # at once: Serve itself may not know yet that this replica is ready
+        assert 'xmcray_requests_in_flight{replica="' in _metrics(url, tmp_path / "s")
         for kind, path in bundles.items():
             retriever, voted = Retriever.load(path, threads=1), kind == "memory"
             found = client.search(ASKED, K, model=kind, explain=voted).results
@@ -104,6 +112,9 @@ def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
             request = SearchRequest(texts=ASKED[:1], k=K, fields=["uid"])
             told = RetrieverStub(channel).Search(request, metadata=[token, ("application", "xmcray")])
             assert len(told.results[0].answers) == K
+        text = _metrics(url, tmp_path / "s")
+        assert len([line for line in text.splitlines() if line.startswith("xmcray_requests_in_flight{")]) == 2
+        assert 'xmcray_replicas{replica="coordinator"} 2.0' in text
         askers = Askers(url, tmp_path / "s", known)
         killer = Killer(lambda: found if len(found := replicas("Gateway")) == 2 else [], 2.0)
         live = [Operation(op="add", uid="live", text="matrix vector norm")]

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,7 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve import Application
 from ray.serve.config import BackpressureConfig
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from xmcray.config import build as build_config
@@ -82,6 +83,7 @@ class CoordinatorDeployment(Coordinator):
     """The coordinator behind a handle."""
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]
+        _log_with_serve()
         super().__init__(config)
         await self.start()
 
@@ -94,6 +96,7 @@ class _Following:
 
     async def _start(self, config: ServeConfig, coordinator: Handle, part: tuple[int, int]) -> Follower:
         self._coordinator = coordinator
+        _log_with_serve()
         follower = Follower(config, self._follow, self._operations, part)
         await follower.start()
         self._task = asyncio.create_task(follower.run())
@@ -153,7 +156,11 @@ class GatewayDeployment(_Following):
         """The metrics of all ingress replicas, and of the coordinator."""
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        texts = list(await handle.broadcast("own_metrics").results_async())
+        found = dict([await self.own_metrics()])
+        with contextlib.suppress(DeploymentUnavailableError):  # Serve hears of a replica a moment after it is ready
+            replies = await handle.broadcast("own_metrics").results_async(return_exceptions=True)
+            found |= dict(reply for reply in replies if not isinstance(reply, BaseException))
+        texts = sorted(found.items())
         with contextlib.suppress(Exception):  # it is being started again: the others are worth having
             status: Status = await asyncio.wait_for(_called(self._coordinator.status.remote()), STATUS_S)
             texts.append(("coordinator", metrics.of_coordinator(status.replicas, status.copy_seconds)))
@@ -268,6 +275,12 @@ async def _called(response: Any) -> Any:
         if isinstance(error.cause, Exception):
             raise error.cause from None
         raise
+
+
+def _log_with_serve() -> None:
+    """What is logged in this replica goes where Serve's own lines go: Serve takes stderr for itself."""
+    for handler in logging.getLogger("ray.serve").handlers:
+        logging.getLogger().addHandler(handler)
 
 
 def _deployment(config: ServeConfig, kind: type, name: str, **options: Any) -> Any:

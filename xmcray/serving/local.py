@@ -97,7 +97,7 @@ async def listening(gateway: Gateway, host: str, port: int, grpc_port: int) -> A
     server = _Server(
         uvicorn.Config(
             create_app(gateway),
-            log_level="warning",
+            log_config=None,  # as everything else that is logged
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=STOP_S,

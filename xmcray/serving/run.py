@@ -25,7 +25,6 @@ FASTER = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # between replicas, instead of actor calls
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
 }
 
 # Besides, where Ray is ours alone: its own metrics cost a fifth of a request, and nobody reads them there (our own are
