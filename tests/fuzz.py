@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, seed, settings
 Headers = Callable[[str], dict[str, str]]  # of a request to a path: the token it wants
 
 ROUTES = {"/v1/search": 120, "/v1/encode": 40, "/v1/labels/{uid}": 40, "/admin/v1/labels": 80, "/admin/v1/swap": 20}
-ANSWERS = (200, 400, 404, 409, 413, 422, 503)  # and 504, where the body itself allows too little time
+ANSWERS = (200, 400, 404, 409, 413, 422, 503)
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/search", {"texts": ["matrix norm", "é\u0000"], "k": 3, "filter": {"deny": ["u1"], "attributes": {}}}),
     ("/v1/search", {"texts": ["a"], "fields": ["uid", "score"], "timeout_ms": 500, "model": "a"}),
@@ -46,9 +46,7 @@ def ask_described(address: str, headers: Headers, route: str, number: int, seed_
     def ask(case: Any) -> None:
         answer = case.call(base_url=address, headers=headers(route), session=None)
         seen[answer.status_code] += 1
-        hurried = isinstance(case.body, dict) and bool(case.body.get("timeout_ms"))
-        fine = answer.status_code < 500 or answer.status_code == 503 or (answer.status_code == 504 and hurried)
-        assert fine, (route, answer.status_code, case.body)
+        assert answer.status_code < 500 or answer.status_code == 503, (route, answer.status_code, case.body)
         assert str(answer.status_code) in known, (route, answer.status_code, case.body)
 
     ask()
@@ -72,8 +70,7 @@ def ask_mutated(address: str, headers: Headers, number: int, seed_: int = 0) -> 
             kind = draw.choice(("application/json", "application/json", "text/plain", "application/x-ndjson"))
             answer = client.post(path, content=bytes(data), headers=headers(path) | {"content-type": kind})
             seen[answer.status_code] += 1
-            hurried = answer.status_code == 504 and b"timeout_ms" in data
-            assert answer.status_code in ANSWERS or hurried, (path, answer.status_code, bytes(data[:200]))
+            assert answer.status_code in ANSWERS, (path, answer.status_code, bytes(data[:200]))
             if answer.status_code != 200:
                 assert answer.headers["content-type"] == "application/problem+json", (path, bytes(data[:200]))
     return seen

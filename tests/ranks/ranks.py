@@ -48,6 +48,7 @@ def _rank(rank: int, num_ranks: int, folder: str, queue: Any, function: Callable
     try:
         store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        dist.barrier()  # a function without collectives could end before slower ranks have met this one
         queue.put((rank, function(*args)))
         dist.destroy_process_group()
     except BaseException as error:

@@ -181,8 +181,9 @@ class Prime:
         ids = np.arange(self.parts.partition.start, self.parts.partition.stop)
         text_SD = self._texts(ids)
         with torch.no_grad():
-            blocks = range(0, max(len(ids), 1), BLOCK)
-            return torch.cat([self._prototypes(text_SD[i : i + BLOCK], ids[i : i + BLOCK], None) for i in blocks])
+            for i in range(0, len(ids), BLOCK):
+                text_SD[i : i + BLOCK] = self._prototypes(text_SD[i : i + BLOCK], ids[i : i + BLOCK], None)
+        return text_SD
 
     def _drawn(self, batch: Batch) -> Ragged:
         generator = draws.generator(self.parts.seed, "positives", batch.step)
@@ -222,11 +223,14 @@ class Prime:
         if first and self.num_vectors < self.config.free_vectors:
             message = "method.free_vectors is %d, clipped to %d for %d labels"
             logger.warning(message, self.config.free_vectors, self.num_vectors, data.num_labels)
-        encoding = encoded(self.parts, data.label_query_ids(0, data.num_labels), self.head)
-        texts = [vectors.float().cpu() for _, vectors in encoding if first]  # on one rank only, and for this moment
-        clusters = np.empty(0, np.int64)
-        if first:
-            clusters = balanced_clusters(torch.cat(texts).numpy(), self.num_vectors, self.parts.seed)
+        # on one rank only, and for this moment
+        text_LD, place = np.empty((data.num_labels if first else 0, self.parts.dim), np.float32), 0
+        for _, vectors in encoded(self.parts, data.label_query_ids(0, data.num_labels), self.head):
+            if first:
+                text_LD[place : place + len(vectors)] = vectors.float().cpu().numpy()
+                place += len(vectors)
+        clusters = balanced_clusters(text_LD, self.num_vectors, self.parts.seed) if first else np.empty(0, np.int64)
+        del text_LD
         found = collectives.gather_ragged(torch.from_numpy(clusters).to(self.parts.device))
         self.network.cluster_L.copy_(torch.cat(found))
         self.centroids.weight_SD.copy_(label_centroids(self.parts, self.head))

@@ -23,9 +23,9 @@ def label_centroids(parts: Parts, head: Callable[[Tensor], Tensor] = lambda vect
     """
     part, data = parts.partition, parts.data
     ids = data.label_query_ids(part.start, part.stop)
-    texts_SD = [head(parts.encode_plain(data.tokens(ids[i : i + BLOCK]))) for i in range(0, part.size, BLOCK)]
-    texts = torch.cat(texts_SD) if texts_SD else torch.zeros(0, parts.dim)
-    text_SD = texts.to(parts.device, parts.dtype)
+    text_SD = torch.zeros(part.size, parts.dim, device=parts.device, dtype=parts.dtype)
+    for i in range(0, part.size, BLOCK):
+        text_SD[i : i + BLOCK] = head(parts.encode_plain(data.tokens(ids[i : i + BLOCK])))
     centroid_SD = torch.zeros_like(text_SD)
     count_S = torch.zeros(part.size, dtype=torch.int64, device=parts.device)
     for query_ids, query_BD in encoded(parts, data.query_ids[data.query_ids < data.num_train], head):
@@ -36,7 +36,10 @@ def label_centroids(parts: Parts, head: Callable[[Tensor], Tensor] = lambda vect
         ids_U, sum_UD = sum_by_row(label_P, torch.from_numpy(rows).to(parts.device), query_BD)
         centroid_SD.index_add_(0, ids_U, sum_UD)
         count_S += torch.bincount(label_P, minlength=part.size)
-    return torch.where(count_S[:, None] > 0, centroid_SD / count_S.clamp_min(1)[:, None], text_SD)
+    centroid_SD /= count_S.clamp_min(1)[:, None]
+    without_S = count_S == 0
+    centroid_SD[without_S] = text_SD[without_S]
+    return centroid_SD
 
 
 def encoded(

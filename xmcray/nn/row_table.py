@@ -10,7 +10,7 @@ the one update.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,8 @@ from torch import Tensor
 from xmcray.config import check_choice, check_range
 
 _MIX = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64, wrapping
+BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # numbers that are updated at a time
+Where = Tensor | slice  # distinct ids, or the rows from one to another
 _STATE_NAMES: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum",),
     "adagrad": ("square_sum",),
@@ -95,39 +97,30 @@ class RowTable:
             self.flush()
             leaf = self.weight_SD.detach()
         else:
-            leaf = self._wide(self.weight_SD.index_select(0, ids_U))
-            if self.config.weight_decay:
-                leaf *= self._pending_decay(self.last_step_S.index_select(0, ids_U))
+            leaf = self._read(ids_U)
         self._open = (ids_U, leaf.requires_grad_())
         return leaf
 
-    def update(self, lr: float, grad_UD: Tensor | None = None) -> None:
-        """One optimiser step on the rows last read, with their collected gradient; counts as a step for all rows.
-
-        Args:
-            lr: learning rate of this step.
-            grad_UD: gradient in place of the collected one (a sum over ranks).
-        """
-        decay = 1.0 - lr * self.config.weight_decay
-        self.log_decay.append(self.log_decay[-1] + float(torch.log(torch.tensor(decay, dtype=torch.float64))))
+    def update(self, lr: float) -> None:
+        """One optimiser step on the rows last read, with their collected gradient; counts as a step for all rows."""
+        decay = self._count(lr)
         if self._open is None:
             return
         (ids_U, leaf), self._open = self._open, None
-        grad_UD = leaf.grad if grad_UD is None else grad_UD
-        rows_UD = leaf.detach()
-        if grad_UD is None or not len(rows_UD):
-            return
-        rows_UD, grad_UD = self._wide(rows_UD), self._wide(grad_UD)
-        if decay != 1.0:
-            rows_UD.mul_(decay)
-        self._step(ids_U, rows_UD, grad_UD, lr)
-        if ids_U is None:
-            if self.rounded:
-                self.weight_SD.copy_(self._rounded(None, rows_UD))
-            self.last_step_S.fill_(self.num_steps)
-        else:
-            self.weight_SD.index_copy_(0, ids_U, self._rounded(ids_U, rows_UD))
-            self.last_step_S.index_fill_(0, ids_U, self.num_steps)
+        if leaf.grad is not None:
+            for part in self._blocks(len(leaf)):
+                rows_BD = self._wide(leaf.detach()[part])
+                self._step(part if ids_U is None else ids_U[part], rows_BD, leaf.grad[part], lr, decay)
+
+    def update_rows(self, lr: float, ids_U: Tensor, grad_UD: Tensor) -> None:
+        """One optimiser step on rows of distinct ids that nobody has read; counts as a step for all rows.
+
+        Args:
+            grad_UD: their gradient, in whatever precision the rows are computed with.
+        """
+        self._count(lr)  # the decay of this step is among those that are pending
+        for part in self._blocks(len(ids_U)):
+            self._step(ids_U[part], self._read(ids_U[part]), grad_UD[part], lr)
 
     @property
     def num_steps(self) -> int:
@@ -170,54 +163,90 @@ class RowTable:
         factor_U = torch.exp(sums[-1] - sums[last_step_U.long()])
         return factor_U.to(torch.float32 if self.rounded else self.weight_SD.dtype).unsqueeze(1)
 
+    def _count(self, lr: float) -> float:
+        """Counts a step; returns what its weight decay leaves of a row."""
+        decay = 1.0 - lr * self.config.weight_decay
+        self.log_decay.append(self.log_decay[-1] + float(torch.log(torch.tensor(decay, dtype=torch.float64))))
+        return decay
+
+    def _blocks(self, rows: int) -> Iterator[slice]:
+        """Rows that are updated at a time: a step goes over them some twenty times, and they stay in a cache."""
+        width = max(1, BLOCK[self.weight_SD.device.type] // max(1, self.weight_SD.shape[1]))
+        return (slice(first, first + width) for first in range(0, rows, width))
+
+    def _read(self, ids_U: Tensor) -> Tensor:
+        """A copy of rows, with the decay of the steps that did not touch them."""
+        rows_UD = self._wide(self.weight_SD.index_select(0, ids_U))
+        if self.config.weight_decay:
+            rows_UD *= self._pending_decay(self.last_step_S.index_select(0, ids_U))
+        return rows_UD
+
     def _wide(self, rows: Tensor) -> Tensor:
         """Rows as they are computed with."""
         return rows.float() if self.rounded else rows
 
-    def _rounded(self, ids_U: Tensor | None, rows_UD: Tensor) -> Tensor:
+    def _rounded(self, where: Where, rows_BD: Tensor) -> Tensor:
         """Rows as they are stored; rounding is a function of step, row and column, whoever holds the row."""
         if not self.rounded:
-            return rows_UD
-        ids = torch.arange(len(rows_UD), device=rows_UD.device) if ids_U is None else ids_U
-        columns = torch.arange(rows_UD.shape[1], device=rows_UD.device)
+            return rows_BD
+        ids = torch.arange(where.start, where.start + len(rows_BD)) if isinstance(where, slice) else where
+        ids = ids.to(rows_BD.device)
+        columns = torch.arange(rows_BD.shape[1], device=rows_BD.device)
         step = self.num_steps * _MIX[1] & (1 << 62) - 1
-        key = ((ids + self.first_row)[:, None] * rows_UD.shape[1] + columns) * _MIX[0] + step
+        key = ((ids + self.first_row)[:, None] * rows_BD.shape[1] + columns) * _MIX[0] + step
         key = (key ^ (key >> 30)) * _MIX[2]
         noise = ((key >> 40) & 0xFFFF).to(torch.int32)  # of the 16 bits that bfloat16 lacks
-        bits = (rows_UD.contiguous().view(torch.int32) + noise) & ~0xFFFF
+        bits = (rows_BD.contiguous().view(torch.int32) + noise) & ~0xFFFF
         return bits.view(torch.float32).bfloat16()
 
-    def _step(self, ids_U: Tensor | None, rows_UD: Tensor, grad_UD: Tensor, lr: float) -> None:
-        config = self.config
-        state = {name: t if ids_U is None else t.index_select(0, ids_U) for name, t in self.state.items()}
+    def _step(self, where: Where, rows_BD: Tensor, grad_BD: Tensor, lr: float, decay: float = 1.0) -> None:
+        """The update of a block of rows, and of their state: in place where `where` is a slice of the table."""
+        grad_BD, config = self._wide(grad_BD), self.config
+        if decay != 1.0:
+            rows_BD.mul_(decay)
+        state = {name: _taken(tensor, where) for name, tensor in self.state.items()}
         if config.kind == "sgd":
             if state:
-                grad_UD = state["momentum"].mul_(config.momentum).add_(grad_UD)
-            rows_UD.add_(grad_UD, alpha=-lr)
+                grad_BD = state["momentum"].mul_(config.momentum).add_(grad_BD)
+            rows_BD.add_(grad_BD, alpha=-lr)
         elif config.kind == "adagrad":
-            square = state["square_sum"].addcmul_(grad_UD, grad_UD)
-            rows_UD.addcdiv_(grad_UD, square.sqrt().add_(config.eps), value=-lr)
+            square = state["square_sum"].addcmul_(grad_BD, grad_BD)
+            rows_BD.addcdiv_(grad_BD, square.sqrt().add_(config.eps), value=-lr)
         else:
-            self._adam(ids_U, rows_UD, grad_UD, lr, state)
-        if ids_U is not None:
-            for name, rows in state.items():
-                self.state[name].index_copy_(0, ids_U, rows)
+            self._adam(where, rows_BD, grad_BD, lr, state)
+        for name, rows in state.items():
+            _put(self.state[name], where, rows)
+        _put(self.weight_SD, where, self._rounded(where, rows_BD))
+        if isinstance(where, slice):
+            self.last_step_S[where] = self.num_steps
+        else:
+            self.last_step_S.index_fill_(0, where, self.num_steps)
 
-    def _adam(
-        self, ids_U: Tensor | None, rows_UD: Tensor, grad_UD: Tensor, lr: float, state: Mapping[str, Tensor]
-    ) -> None:
+    def _adam(self, where: Where, rows_BD: Tensor, grad_BD: Tensor, lr: float, state: Mapping[str, Tensor]) -> None:
         """Adam with the bias correction of each row's own number of touches."""
         config = self.config
-        touches = self.touches_S if ids_U is None else self.touches_S.index_select(0, ids_U)
+        touches = _taken(self.touches_S, where)
         touches += 1
-        if ids_U is not None:
-            self.touches_S.index_copy_(0, ids_U, touches)
-        age_U1 = touches.double().unsqueeze(1)  # 1 - beta^age loses all its digits in float32
-        first_U1 = (-lr / (1 - config.beta1**age_U1)).to(rows_UD.dtype)
-        second_U1 = (1 - config.beta2**age_U1).rsqrt().to(rows_UD.dtype)
-        mean = state["mean"].lerp_(grad_UD, 1 - config.beta1)
-        square = state["square"].mul_(config.beta2).addcmul_(grad_UD, grad_UD, value=1 - config.beta2)
-        rows_UD.addcdiv_(first_U1 * mean, square.sqrt().mul_(second_U1).add_(config.eps))
+        _put(self.touches_S, where, touches)
+        age_B1 = touches.double().unsqueeze(1)  # 1 - beta^age loses all its digits in float32
+        first_B1 = (-lr / (1 - config.beta1**age_B1)).to(rows_BD.dtype)
+        second_B1 = (1 - config.beta2**age_B1).rsqrt().to(rows_BD.dtype)
+        mean = state["mean"].lerp_(grad_BD, 1 - config.beta1)
+        square = state["square"].mul_(config.beta2).addcmul_(grad_BD, grad_BD, value=1 - config.beta2)
+        rows_BD.addcdiv_(first_B1 * mean, square.sqrt().mul_(second_B1).add_(config.eps))
+
+
+def _taken(tensor: Tensor, where: Where) -> Tensor:
+    """Rows of a table: a view of a slice, a copy of others."""
+    return tensor[where] if isinstance(where, slice) else tensor.index_select(0, where)
+
+
+def _put(tensor: Tensor, where: Where, rows: Tensor) -> None:
+    """Writes what was taken back; what is a view is there already."""
+    if not isinstance(where, slice):
+        tensor.index_copy_(0, where, rows)
+    elif rows.data_ptr() != tensor[where].data_ptr():
+        tensor[where] = rows
 
 
 def sum_by_row(

@@ -66,14 +66,19 @@ def gather_ragged(tensor: Tensor) -> list[Tensor]:
     """Every rank's tensor (same trailing shape, any number of rows) in rank order; no gradient."""
     if num_ranks() == 1:
         return [tensor]
-    count = torch.tensor([len(tensor)], device=tensor.device)
-    counts = [torch.zeros_like(count) for _ in range(num_ranks())]
-    dist.all_gather(counts, count)
-    sizes = [int(c) for c in counts]
-    width = max(sizes)
-    parts = tensor.new_empty((num_ranks() * width, *tensor.shape[1:]))
-    _all_gather(parts, _padded(tensor, width))
-    return [parts[r * width : r * width + size] for r, size in enumerate(sizes)]
+    buffer, sizes = _gathered(tensor)
+    width = len(buffer) // num_ranks()
+    return [buffer[r * width : r * width + size] for r, size in enumerate(sizes)]
+
+
+def gather_placed(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """As `gather_ragged`, without a copy of what came: all rows, some of no meaning, and int64 places of the others."""
+    if num_ranks() == 1:
+        return tensor, torch.arange(len(tensor), device=tensor.device)
+    buffer, sizes = _gathered(tensor)
+    width = len(buffer) // num_ranks()
+    places = [torch.arange(r * width, r * width + size, device=tensor.device) for r, size in enumerate(sizes)]
+    return buffer, torch.cat(places)
 
 
 def gather_objects(value: T) -> list[T]:
@@ -125,6 +130,17 @@ class _GatherParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return sum_over_ranks(grads[0].clone(memory_format=torch.contiguous_format))[ctx.own]
+
+
+def _gathered(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """All ranks' rows, each rank's as many as the most that one has, and how many of them count."""
+    count = torch.tensor([len(tensor)], device=tensor.device)
+    counts = [torch.zeros_like(count) for _ in range(num_ranks())]
+    dist.all_gather(counts, count)
+    sizes = [int(c) for c in counts]
+    buffer = tensor.new_empty((num_ranks() * max(sizes), *tensor.shape[1:]))
+    _all_gather(buffer, _padded(tensor, max(sizes)))
+    return buffer, sizes
 
 
 def _spans(total: int) -> Sequence[tuple[int, int]]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from xmcray.nn.row_table import RowOptimConfig
+from xmcray.nn.row_table import BLOCK, RowOptimConfig
 from xmcray.planning import sizes
 from xmcray.planning.costs import costs_of
 from xmcray.planning.costs.base import Costs
 from xmcray.planning.step import VALUE, Shard, Step, row_states
 
 SHARD_ROWS = 16_384  # of the corpus' files
-# Arrays of the rows' size that one update reads or writes, by optimiser, without copies out of and into the table. Of
+# Arrays of a block's size that one update reads or writes, by optimiser, without copies out of and into the table. Of
 # one that is made anew the memory is read as well before it is written.
 UPDATE_ARRAYS = {"sgd": 8, "adagrad": 13, "adam": 27}
 FILE_ENTRIES = 60  # elements whose sorting takes as long as looking into one more file of the corpus
@@ -35,7 +35,7 @@ class StepTime(Step):
 
     def parts(self) -> dict[str, float]:
         """Seconds by part."""
-        return {
+        alone = {
             "batch": self.batch(),
             "encoder": self.encoder(),
             "exchange": self.exchange(),
@@ -43,6 +43,8 @@ class StepTime(Step):
             "label rows": self.label_rows(),
             "encoder's optimiser": self.optimiser(),
         }
+        slowdown = self.rates.slowdown(self.shard.workers)
+        return {part: seconds if part == "exchange" else slowdown * seconds for part, seconds in alone.items()}
 
     @cached_property
     def seconds(self) -> float:
@@ -102,7 +104,7 @@ class StepTime(Step):
                 entries = load.token_rows * self.shard.workers
                 total += entries * rates.sort_s
                 total += rates.read_rows(entries, self.shape.dim * VALUE, entries * self.shape.dim * VALUE)
-                total += self.rates.move(entries * self.shape.dim * VALUE, 3)
+                total += self.rates.move(entries * self.shape.dim * VALUE, 2)
         if sparse:
             bank = sparse // self.shape.dim
             met = bank * -math.expm1(-load.columns / bank)
@@ -118,8 +120,9 @@ class StepTime(Step):
             return 0.0
         settings, met = self.config.method.classifier, self.columns
         if met >= self.shard.labels:
-            arrays = UPDATE_ARRAYS[settings.kind] + (2 if settings.weight_decay else 0)
-            return self.rates.move(self.shard.labels * width * VALUE, arrays)
+            arrays, table = UPDATE_ARRAYS[settings.kind], self.shard.labels * width * VALUE
+            arrays += 2 if settings.weight_decay else 0
+            return self.rates.move(table, 3 + 2 * row_states(settings)) + self._blocks(table, arrays)
         return self._rows(met, width, self.shard.labels, settings)
 
     def _rows(self, met: float, dim: int, table_rows: float, settings: RowOptimConfig) -> float:
@@ -131,8 +134,19 @@ class StepTime(Step):
         if settings.storage == "bfloat16":  # a hash of every element decides how it is rounded
             arrays += 24
         table = (1 + states) * table_rows * row
+        calls = 10 + 8 * states
         copies = (1 + states) * (rates.read_rows(met, row, table) + rates.write_rows(met, row, table))
-        return copies + self.rates.move(met * row, arrays) + (10 + 8 * states) * rates.call_s
+        blocks = max(1.0, met * row / self._block_bytes)
+        return copies + rates.move(met * row, 1) + self._blocks(met * row, arrays) + blocks * calls * rates.call_s
+
+    @property
+    def _block_bytes(self) -> int:
+        return BLOCK["cuda" if self.rates.on_gpu else "cpu"] * VALUE
+
+    def _blocks(self, total: float, arrays: float) -> float:
+        """Arrays of so many bytes in all, a block of some of them at a time."""
+        block = min(total, self._block_bytes)
+        return self.rates.move(block, arrays * total / block, 4 * block) if total else 0.0
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 

@@ -186,18 +186,20 @@ def worker_parts(
         "logits": sizes.scores(config, shape, load, shard),
     }
     process = rates.process_bytes[0 if shape.is_static else 1]
-    # label vectors are made or copied at the start, for a version, for validation and for checkpoints, one at a time
+    # label vectors are made or copied at the start, for a version, for validation and for checkpoints, one at a time,
+    # and never during a step: on one device they have the place of what a step makes
     beside = max(
         sizes.started(config, data, dim, shard),
         sizes.published(config, dim, shard),
         sizes.validated(config, dim, shard),
         sizes.writing(config, shape, shard, rates.on_gpu),
     )
+    among_steps = 0 if rates.on_gpu else computing["activations"] + computing["logits"]
     host = {
         "process": process,
         "tokens": sizes.tokens(data, load),
         "negatives": sizes.negatives(config.negatives, load),
-        "copies for start, versions and checkpoints": beside,
+        "copies for start, versions and checkpoints": max(0, beside - among_steps),
     }
     if not rates.on_gpu:
         computing["heap between them"] = sizes.holes(shape, config.encoder.frozen, computing["activations"], value)

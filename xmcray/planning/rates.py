@@ -14,7 +14,7 @@ import numpy as np
 from xmcray.errors import ConfigError, StorageError
 from xmcray.storage import write_json
 
-VERSION = 1
+VERSION = 2
 SORTED, TOP_COLUMNS, TOP_KEPT = 30_000, 2048, 100  # what the probe sorts, and selects
 Points = tuple[tuple[float, float], ...]
 
@@ -56,6 +56,8 @@ class Rates:
         exchange_s: one collective of a few bytes. exchange_bytes_s: what one rank sends in a large one.
         disk_bytes_s: writing, syncing and hashing. build_flop_s, search_flop_s: of FAISS' k-means and of a scan.
         cores: of the machine that trainers and index actors share; 0 where each has its own.
+        crowded: seconds of work that two processes do at the same time, by those of one alone: they share caches and
+            memory, and two of the cores may be one.
         transformer_flop_s: of a transformer that is not among `encoders`, which go by the key of their shape.
     """
 
@@ -83,6 +85,7 @@ class Rates:
     transformer_flop_s: float
     on_gpu: bool = False
     cores: int = 0
+    crowded: float = 1.0
     encoders: Mapping[str, EncoderRate] = field(default_factory=dict)
     version: int = VERSION
 
@@ -120,6 +123,13 @@ class Rates:
     def exchange(self, own_bytes: float, ranks: int) -> float:
         """Seconds of a collective in which every rank sends its part to all others."""
         return 0.0 if ranks == 1 else self.exchange_s + (ranks - 1) * own_bytes / self.exchange_bytes_s
+
+    def slowdown(self, workers: int) -> float:
+        """Seconds of a worker's work beside the others', by those of one alone; as if each one more cost the same."""
+        if not self.cores:
+            return 1.0
+        at_once = min(workers, self.cores)
+        return (1.0 + (self.crowded - 1.0) * (at_once - 1)) * workers / at_once
 
     def save(self, path: Path) -> None:
         """Writes the rates, to be used again with --probe."""

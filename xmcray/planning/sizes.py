@@ -62,13 +62,13 @@ def activations(config: RunConfig, shape: EncoderShape, load: Workload, shard: S
         return int(2 * vectors + texts * shape.hidden * shard.value)
     if shape.is_static:
         # Indices (about eight int64 a table row met, twice as many with pairs), the bag with three tensors of the
-        # residual network and their gradients; the sparse gradient of the rows, what other ranks send of theirs, and
-        # the copies that Adam works on: weight, two moments, two temporaries.
+        # residual network and their gradients; the sparse gradient of the rows, padded to be sent, what all ranks sent,
+        # and its sum. Adam works on blocks.
         entries = load.tokens * (2 if config.encoder.pairs else 1)
         kept = (12 if shape.dense else 5) * vectors
-        copies = (
-            load.token_rows + 6 * load.all_token_rows + (load.token_rows * shard.workers if shard.workers > 1 else 0)
-        )
+        copies = load.token_rows
+        if shard.workers > 1:
+            copies += load.token_rows * (1 + shard.workers) + load.all_token_rows
         return int(chunk * (8 * ID * entries + kept) + vectors + copies * shape.dim * shard.value)
     number = 2 if half else shard.value
     kept = shape.layers * (LAYER_WIDTHS * shape.hidden + 2 * shape.feed_forward) * number
@@ -124,7 +124,7 @@ def validated(config: RunConfig, dim: int, shard: Shard) -> int:
     costs = costs_of(config)
     if costs.rows_answer or not config.data.validation:
         return 0
-    return 3 * shard.labels * (dim + costs.classifier_width(dim)) * 4
+    return 2 * shard.labels * (dim + costs.classifier_width(dim)) * 4
 
 
 def started(config: RunConfig, data: DataSize, dim: int, shard: Shard) -> int:

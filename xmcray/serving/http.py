@@ -96,7 +96,7 @@ def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
             HTTPException: _of_http,
             Exception: _of_mistake,
         },
-        responses={code: {"model": schema.Problem} for code in (401, 413, 422, 503, 504)},
+        responses={code: {"model": schema.Problem} for code in (401, 408, 413, 422, 503)},
     )
 
     @app.post("/v1/search", response_model=schema.SearchResponse, tags=["search"])
@@ -211,7 +211,7 @@ class _Guard:
                     async with asyncio.timeout(self._gateway.service.config.deadline_ms / 1000):
                         body = await self._body(headers, receive)
                 except TimeoutError:
-                    raise ProblemError("timeout", "the body did not arrive in time; send it at once") from None
+                    raise ProblemError("late", "the body did not arrive in time; send it at once") from None
             except ProblemError as problem:
                 await _problem(problem, request_id)(scope, receive, told)
             else:

@@ -11,6 +11,7 @@ STATUS = {
     "unauthorized": 401,
     "forbidden": 403,
     "not-found": 404,
+    "late": 408,
     "refused": 409,
     "too-large": 413,
     "too-long": 422,
@@ -18,12 +19,13 @@ STATUS = {
     "internal": 500,
     "overloaded": 503,
     "not-ready": 503,
-    "timeout": 504,
+    "timeout": 503,
 }
 TITLE = {
     "unauthorized": "No valid token",
     "forbidden": "Not with this token",
     "not-found": "Not found",
+    "late": "Request not received in time",
     "refused": "Refused",
     "too-large": "Request too large",
     "too-long": "Text too long",

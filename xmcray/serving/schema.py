@@ -69,7 +69,7 @@ class SearchRequest(Schema):
         fields: of each answer.
         model: name of the bundle where several are served; the first one if not given.
         explain: name the training queries that voted (memory bundles).
-        timeout_ms: answer within that time or with 504.
+        timeout_ms: answer within that time or with 503.
     """
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]

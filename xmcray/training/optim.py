@@ -145,8 +145,7 @@ class EncoderOptimizer:
         self.adam.step()
         for parameter, table in self.sparse.values():
             rows, grad = _sum_rows(parameter)
-            table.rows(rows)
-            table.update(table.config.lr * factor, grad)
+            table.update_rows(table.config.lr * factor, rows, grad)
 
     def tensors(self) -> dict[str, Tensor]:
         """Optimiser state by name."""
@@ -203,5 +202,5 @@ def _sum_rows(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
     if collectives.num_ranks() == 1:
         return rows, values
     rows = torch.cat(collectives.gather_ragged(rows))
-    values = torch.cat(collectives.gather_ragged(values))
-    return sum_by_row(rows, torch.arange(len(rows), device=rows.device), values)
+    gathered, places = collectives.gather_placed(values)
+    return sum_by_row(rows, places, gathered)

@@ -60,9 +60,15 @@ def encode_plain(encoder: Encoder, tokens: Ragged) -> Tensor:
     training = encoder.training
     encoder.eval()
     with torch.no_grad():
-        parts = [encoder(chunk) for chunk in _chunks(tokens, _PLAIN_ROWS)]
+        found, place = next(encoder.parameters()).new_zeros(0, encoder.dim), 0
+        for chunk in _chunks(tokens, _PLAIN_ROWS):  # no list of parts, which would exist twice when it is joined
+            vectors = encoder(chunk)
+            if not place:
+                found = vectors.new_empty(len(tokens), vectors.shape[1])
+            found[place : place + len(vectors)] = vectors
+            place += len(vectors)
     encoder.train(training)
-    return torch.cat(parts) if parts else next(encoder.parameters()).new_zeros(0, encoder.dim)
+    return found
 
 
 def answer_queries(encoder: Encoder, method: Method, tokens: Ragged) -> Tensor:

@@ -1,8 +1,11 @@
 """Row-sparse updates equal a dense reference loop, and leave untouched rows alone."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from xmcray.nn import row_table
 from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
 
 KINDS = ["sgd", "adagrad", "adam"]
@@ -98,6 +101,33 @@ def test_state_restored_continues_with_the_same_bits(kind: str) -> None:
     assert torch.equal(whole.weight_SD, again.weight_SD)
 
 
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+def test_rows_are_updated_alike_in_blocks_and_in_every_way(
+    kind: Any, storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a table, all of its ids, and ids that nobody read; in blocks of 3 rows, and at once."""
+    start = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+    ids, found = torch.arange(10), []
+    for width in (12, 1 << 18):
+        monkeypatch.setitem(row_table.BLOCK, "cpu", width)
+        for way in ("all", "ids", "unread"):
+            table = RowTable(start.clone(), RowOptimConfig(kind=kind, storage=storage))
+            for step in range(3):
+                gradient = torch.randn(10, 4, generator=torch.Generator().manual_seed(step))
+                gradient = gradient.to(table.weight_SD.dtype).float()
+                if way == "unread":
+                    table.update_rows(0.1, ids, gradient)
+                    continue
+                rows = table.rows(None if way == "all" else ids)
+                rows.grad = gradient.to(rows.dtype)
+                table.update(0.1)
+            found.append({**table.tensors(), "last": table.last_step_S})
+    for one in found[1:]:
+        for name, tensor in found[0].items():
+            assert torch.equal(one[name], tensor), name
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_entries_of_a_row_are_summed(weighted: bool) -> None:
     ids, source = torch.tensor([7, 2, 7, 9, 2, 7]), torch.tensor([0, 1, 2, 0, 1, 1])
@@ -118,10 +148,8 @@ def test_bfloat16_rows_are_rounded_without_bias_and_alike_on_any_rank() -> None:
     whole, right = RowTable(start.clone(), config), RowTable(start[40:].clone(), config, first_row=40)
     gradient = torch.full((64, 8), 1e-3)  # far below what bfloat16 holds beside a weight of about 1
     for _ in range(400):
-        whole.rows(torch.arange(64))
-        whole.update(0.1, gradient)
-        right.rows(torch.arange(24))
-        right.update(0.1, gradient[40:])
+        whole.update_rows(0.1, torch.arange(64), gradient)
+        right.update_rows(0.1, torch.arange(24), gradient[40:])
     assert whole.weight_SD.dtype == torch.bfloat16
     assert torch.equal(whole.weight_SD[40:], right.weight_SD)
     moved = (start - whole.weight_SD.float()).mean()

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,19 @@ def test_a_long_text_is_cut_and_says_so(bundles: dict[str, Path], serving: Calla
     serving(test, {"a": bundles["texts"]})
 
 
+def test_a_body_that_does_not_come(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+    async def test(one: Served) -> None:
+        async def begun() -> AsyncIterator[bytes]:
+            yield b'{"texts": '
+            await asyncio.Event().wait()
+
+        answer = await one.ask("/v1/search", content=begun())
+        assert (answer.status_code, answer.json()["type"]) == (408, "urn:xmcray:late")
+        assert (await one.search(["a"]))["results"]
+
+    serving(test, {"a": bundles["texts"]}, deadline_ms=300)
+
+
 def test_too_many_requests_and_too_little_time(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
     async def test(one: Served) -> None:
         async def stuck(*_: Any) -> Any:
@@ -215,7 +228,9 @@ def test_too_many_requests_and_too_little_time(bundles: dict[str, Path], serving
         refused = await one.ask("/v1/search", content=b"not even read")
         assert refused.status_code == 503
         assert (await one.ask("/v1/search", body, "wrong" * 4)).status_code == 401, "nobody else learns of the load"
-        assert [(await answer).status_code for answer in waiting] == [504, 504]
+        for answer in [await answer for answer in waiting]:
+            assert (answer.status_code, answer.json()["type"]) == (503, "urn:xmcray:timeout")
+            assert answer.headers["retry-after"] == "1"
         assert (refused.headers["retry-after"], refused.json()["type"]) == ("1", "urn:xmcray:overloaded")
         one.service._searches.run = right  # type: ignore[method-assign]
         assert (await one.ask("/v1/search", body | {"timeout_ms": 9000})).status_code == 200

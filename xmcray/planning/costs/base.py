@@ -99,11 +99,8 @@ class Costs(ABC):
         return block(load.queries * columns), 6 * columns * dim
 
     def published_copies(self) -> int:
-        """Copies of all label vectors while a version is written.
-
-        The encoder's blocks and their concatenation, then what is written.
-        """
-        return 3
+        """Copies of all label vectors while a version is written: of the encoder, then of the head or of the file."""
+        return 2
 
     def started_bytes(self, num_labels: int, dim: int, shard: Shard) -> int:
         """What start values take for a moment."""

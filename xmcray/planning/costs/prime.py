@@ -36,8 +36,8 @@ class PrimeCosts(Costs):
         return int(gathered(shape, load, shard) + numbers * shard.value)
 
     def started_bytes(self, num_labels: int, dim: int, shard: Shard) -> int:
-        """Clusters of all label vectors, on one worker."""
-        return 7 * num_labels * dim * 4
+        """Clusters of all label vectors on one worker: the vectors, normalised ones, and those that are split."""
+        return max(4 * num_labels, 2 * shard.labels) * dim * 4
 
     def dropped(self, step: Step) -> float:
         """Dropout of the network."""

@@ -52,7 +52,7 @@ class UnidecCosts(Costs):
 
     def published_copies(self) -> int:
         """The head makes its vectors in three steps."""
-        return 6
+        return 5
 
     def dropped(self, step: Step) -> float:
         """Dropout of the query vectors."""
