@@ -62,7 +62,7 @@ class _LogSumExp(torch.autograd.Function):
         own_G = query_GD.new_full((len(query_GD),), -torch.inf)
         for _, _, score_GC in _blocks(query_GD, column_UD, skip_rows, skip_columns, scale):
             own_G = torch.logaddexp(own_G, score_GC.logsumexp(dim=1))
-        all_G = torch.stack(collectives.gather_ragged(own_G)).logsumexp(dim=0)
+        all_G = collectives.gather_equal(own_G).logsumexp(dim=0)
         ctx.save_for_backward(query_GD, column_UD, skip_rows, skip_columns, all_G)
         ctx.scale = scale
         return all_G
@@ -126,7 +126,7 @@ def _solve(score_RU: Tensor, k: float, alpha: float) -> Tensor:
         low = torch.where(score_RU.isfinite(), score_RU, torch.inf).amin(dim=1)
     high = score_RU.amax(dim=1) if score_RU.shape[1] else -low
     # below -max - 30 / alpha every sigmoid is under 1e-13 of one; above -min + 30 / alpha all are one
-    bound = torch.stack(collectives.gather_ragged(torch.stack([-high, low], dim=1))).amin(dim=0)
+    bound = collectives.gather_equal(torch.stack([-high, low], dim=1)).amin(dim=0)
     low, high = bound[:, 0] - 30 / alpha, -bound[:, 1] + 30 / alpha
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

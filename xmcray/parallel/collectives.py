@@ -66,19 +66,31 @@ def gather_ragged(tensor: Tensor) -> list[Tensor]:
     """Every rank's tensor (same trailing shape, any number of rows) in rank order; no gradient."""
     if num_ranks() == 1:
         return [tensor]
-    buffer, sizes = _gathered(tensor)
-    width = len(buffer) // num_ranks()
+    sizes = _sizes(tensor)
+    width = max(sizes)
+    buffer = _gathered(tensor, width)
     return [buffer[r * width : r * width + size] for r, size in enumerate(sizes)]
 
 
-def gather_placed(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """As `gather_ragged`, without a copy of what came: all rows, some of no meaning, and int64 places of the others."""
+def gather_equal(tensor: Tensor) -> Tensor:
+    """[ranks, ...], every rank's tensor, all of the same shape; no gradient."""
     if num_ranks() == 1:
-        return tensor, torch.arange(len(tensor), device=tensor.device)
-    buffer, sizes = _gathered(tensor)
-    width = len(buffer) // num_ranks()
-    places = [torch.arange(r * width, r * width + size, device=tensor.device) for r, size in enumerate(sizes)]
-    return buffer, torch.cat(places)
+        return tensor.unsqueeze(0)
+    buffer = tensor.new_empty((num_ranks() * len(tensor), *tensor.shape[1:]))
+    _all_gather(buffer, tensor.contiguous())
+    return buffer.view(num_ranks(), *tensor.shape)
+
+
+def gather_placed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Every rank's rows of tensors of equal length, without a copy of what came; no gradient.
+
+    Returns:
+        int64, places of ranks' rows in rank order, and of each tensor a buffer that has them there.
+    """
+    sizes = _sizes(tensors[0])
+    width, device = max(sizes), tensors[0].device
+    places = [torch.arange(r * width, r * width + size, device=device) for r, size in enumerate(sizes)]
+    return torch.cat(places), *(_gathered(tensor, width) for tensor in tensors)
 
 
 def gather_objects(value: T) -> list[T]:
@@ -132,15 +144,23 @@ class _GatherParts(torch.autograd.Function):
         return sum_over_ranks(grads[0].clone(memory_format=torch.contiguous_format))[ctx.own]
 
 
-def _gathered(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """All ranks' rows, each rank's as many as the most that one has, and how many of them count."""
+def _sizes(tensor: Tensor) -> list[int]:
+    """Rows of each rank's tensor."""
+    if num_ranks() == 1:
+        return [len(tensor)]
     count = torch.tensor([len(tensor)], device=tensor.device)
-    counts = [torch.zeros_like(count) for _ in range(num_ranks())]
-    dist.all_gather(counts, count)
-    sizes = [int(c) for c in counts]
-    buffer = tensor.new_empty((num_ranks() * max(sizes), *tensor.shape[1:]))
-    _all_gather(buffer, _padded(tensor, max(sizes)))
-    return buffer, sizes
+    counts = torch.zeros(num_ranks(), dtype=count.dtype, device=tensor.device)
+    _all_gather(counts, count)
+    return counts.tolist()
+
+
+def _gathered(tensor: Tensor, width: int) -> Tensor:
+    """All ranks' rows, `width` of each."""
+    if num_ranks() == 1:
+        return tensor
+    buffer = tensor.new_empty((num_ranks() * width, *tensor.shape[1:]))
+    _all_gather(buffer, _padded(tensor, width))
+    return buffer
 
 
 def _spans(total: int) -> Sequence[tuple[int, int]]:

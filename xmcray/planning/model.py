@@ -35,7 +35,7 @@ class StepTime(Step):
 
     def parts(self) -> dict[str, float]:
         """Seconds by part."""
-        alone = {
+        return {
             "batch": self.batch(),
             "encoder": self.encoder(),
             "exchange": self.exchange(),
@@ -43,8 +43,6 @@ class StepTime(Step):
             "label rows": self.label_rows(),
             "encoder's optimiser": self.optimiser(),
         }
-        slowdown = self.rates.slowdown(self.shard.workers)
-        return {part: seconds if part == "exchange" else slowdown * seconds for part, seconds in alone.items()}
 
     @cached_property
     def seconds(self) -> float:
@@ -160,8 +158,8 @@ class StepTime(Step):
         dense = self.costs.modules(dim, self.data.num_labels)[0] + self.shape.dense
         total = 2 * rates.exchange(vectors, ranks)
         total += 2 * rates.exchange(dense * VALUE / ranks, ranks) if dense else 0.0  # in rings: scatter, then gather
-        if self.shape.is_static:  # sizes, row numbers and rows
-            total += 3 * rates.exchange_s + rates.exchange(load.token_rows * (dim * VALUE + 8), ranks)
+        if self.shape.is_static:  # sizes and row numbers, then rows
+            total += 2 * rates.exchange_s + rates.exchange(load.token_rows * (dim * VALUE + 8), ranks)
         return total + self.costs.exchange(self)
 
 

@@ -90,7 +90,7 @@ def measure_machine() -> Rates:
     products = _products()
     reads, writes = _rows()
     exp_s, softplus_s, top_s = _elements()
-    exchange_s, exchange_bytes_s, crowded = _pair()
+    exchange_s, meet_s, exchange_bytes_s = _collectives()
     build_flop_s, search_flop_s = _index()
     return Rates(
         device=f"{_processor()}, {os.cpu_count()} cores",
@@ -99,7 +99,6 @@ def measure_machine() -> Rates:
         host_bytes=host,
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
-        crowded=crowded,
         process_bytes=(_process_bytes(""), _process_bytes("import xmcray.nn.transformer")),
         products=products,
         passes=_passes(),
@@ -112,6 +111,7 @@ def measure_machine() -> Rates:
         random_s=_random(),
         call_s=_calls(),
         exchange_s=exchange_s,
+        meet_s=meet_s,
         exchange_bytes_s=exchange_bytes_s,
         disk_bytes_s=_disk(),
         build_flop_s=build_flop_s,
@@ -307,8 +307,8 @@ def _process_bytes(also: str) -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def _pair() -> tuple[float, float, float]:
-    """Seconds of a small all-gather, bytes per second that a rank sends to one other, and `Rates.crowded`."""
+def _collectives() -> tuple[float, float, float]:
+    """Seconds of a small all-gather, what it takes longer after work, and bytes per second that a rank sends."""
     with tempfile.TemporaryDirectory() as folder:
         code = "import sys; from xmcray.planning import probe; probe.rank_times(int(sys.argv[1]), sys.argv[2])"
         ranks = [
@@ -316,43 +316,28 @@ def _pair() -> tuple[float, float, float]:
             for rank in range(2)
         ]
         outputs = [process.communicate()[0] for process in ranks]
-    small, large, alone, together = map(float, outputs[0].split())
-    return small, (1 << 23) / max(large - small, 1e-9), max(1.0, together / alone)
+    small, large, work, small_after_work = map(float, outputs[0].split())
+    return small, max(0.0, small_after_work - work - small), (1 << 23) / max(large - small, 1e-9)
 
 
 def rank_times(rank: int, folder: str) -> None:
-    """One of two ranks: prints the seconds of a small and of a large all-gather, and of some work alone and at once."""
+    """One of two ranks: prints the seconds of a small and a large all-gather, of work, and of work and a small one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    scores = partial(torch.mm, torch.randn(512, 256), torch.randn(256, 2048), out=torch.empty(512, 2048))
+    small, large = (
+        partial(dist.all_gather_into_tensor, torch.zeros(2 * size), torch.zeros(size)) for size in (1 << 4, 1 << 21)
+    )
     found = []
-    for size in (1 << 4, 1 << 21):
-        own, out = torch.zeros(size), torch.zeros(2 * size)
-        dist.all_gather_into_tensor(out, own)
+    for calls, count in (([small], 20), ([large], 10), ([scores], 20), ([scores, small], 20)):
+        for call in [*calls, small]:
+            call()
         start = time.perf_counter()
-        for _ in range(10):
-            dist.all_gather_into_tensor(out, own)
-        found.append((time.perf_counter() - start) / 10)
-    for ranks in (1, 2):
-        dist.barrier()
-        found.append(seconds(_work(), OUTER) if rank < ranks else 0.0)
-        dist.barrier()
+        for call in calls * count:
+            call()
+        found.append((time.perf_counter() - start) / count)
     print(*found)
     dist.destroy_process_group()
-
-
-def _work() -> Callable[[], object]:
-    """A product, a pass over more than caches hold, and rows of a table: what a step is made of."""
-    queries, rows, scores = torch.randn(512, 256), torch.randn(256, 2048), torch.empty(512, 2048)
-    own, other = torch.zeros(INNER), torch.ones(INNER)
-    table = torch.zeros(1 << 17, 256).fill_(1.0)
-    places = torch.randint(len(table), (_PAIRS,), generator=torch.Generator().manual_seed(0)).sort().values
-
-    def work() -> None:
-        torch.mm(queries, rows, out=scores)
-        own.add_(other)
-        table.index_select(0, places)
-
-    return work
 
 
 def _processor() -> str:

@@ -53,11 +53,10 @@ class Rates:
         exp_s, softplus_s: seconds for an element. top_s: of selecting the 100 best, for each element looked at.
         sort_s: for an element of a stable sort on the host. random_s: for an element of a dropout mask.
         call_s: one operation on little data, with its share of the backward pass.
-        exchange_s: one collective of a few bytes. exchange_bytes_s: what one rank sends in a large one.
+        exchange_s: one collective of a few bytes, right after another. meet_s: what it takes longer after work of each
+            rank's own, which one of them ends first. exchange_bytes_s: what one rank sends in a large one.
         disk_bytes_s: writing, syncing and hashing. build_flop_s, search_flop_s: of FAISS' k-means and of a scan.
         cores: of the machine that trainers and index actors share; 0 where each has its own.
-        crowded: seconds of work that two processes do at the same time, by those of one alone: they share caches and
-            memory, and two of the cores may be one.
         transformer_flop_s: of a transformer that is not among `encoders`, which go by the key of their shape.
     """
 
@@ -83,9 +82,9 @@ class Rates:
     build_flop_s: float
     search_flop_s: float
     transformer_flop_s: float
+    meet_s: float = 0.0
     on_gpu: bool = False
     cores: int = 0
-    crowded: float = 1.0
     encoders: Mapping[str, EncoderRate] = field(default_factory=dict)
     version: int = VERSION
 
@@ -121,15 +120,8 @@ class Rates:
         return count * _row_s(self.row_writes, row_bytes, table_bytes)
 
     def exchange(self, own_bytes: float, ranks: int) -> float:
-        """Seconds of a collective in which every rank sends its part to all others."""
-        return 0.0 if ranks == 1 else self.exchange_s + (ranks - 1) * own_bytes / self.exchange_bytes_s
-
-    def slowdown(self, workers: int) -> float:
-        """Seconds of a worker's work beside the others', by those of one alone; as if each one more cost the same."""
-        if not self.cores:
-            return 1.0
-        at_once = min(workers, self.cores)
-        return (1.0 + (self.crowded - 1.0) * (at_once - 1)) * workers / at_once
+        """Seconds of a collective, after other work, in which every rank sends its part to all others."""
+        return 0.0 if ranks == 1 else self.meet_s + self.exchange_s + (ranks - 1) * own_bytes / self.exchange_bytes_s
 
     def save(self, path: Path) -> None:
         """Writes the rates, to be used again with --probe."""

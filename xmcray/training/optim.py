@@ -201,6 +201,5 @@ def _sum_rows(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
         rows, values = grad.indices()[0], grad.values()
     if collectives.num_ranks() == 1:
         return rows, values
-    rows = torch.cat(collectives.gather_ragged(rows))
-    gathered, places = collectives.gather_placed(values)
-    return sum_by_row(rows, places, gathered)
+    places, all_rows, all_values = collectives.gather_placed(rows, values)
+    return sum_by_row(all_rows[places], places, all_values)

@@ -121,8 +121,8 @@ class Costs(ABC):
         return dim
 
     def exchange(self, step: Step) -> float:
-        """Seconds of what ranks tell each other beside vectors and gradients: softmax needs four numbers per query."""
-        return 4 * step.rates.exchange(step.load.queries * VALUE, step.shard.workers)
+        """Seconds of what ranks tell each other beside vectors and gradients: a softmax its sums and their gradients."""
+        return 2 * step.rates.exchange(step.load.queries * VALUE, step.shard.workers)
 
 
 def gathered(shape: EncoderShape, load: Workload, shard: Shard) -> int:

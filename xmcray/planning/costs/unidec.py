@@ -72,6 +72,10 @@ class UnidecCosts(Costs):
         to_queries += rates.move(grid * VALUE, 14)
         return heads + sides * (softmax(step, step.columns, width) + to_queries) + 400 * rates.call_s
 
+    def exchange(self, step: Step) -> float:
+        """A softmax of each side."""
+        return (int(self._by_text) + int(self.method.balance < 1)) * super().exchange(step)
+
     def exchanged_width(self, dim: int) -> int:
         """Both heads' vectors."""
         return 2 * self._width(dim)
