@@ -329,7 +329,7 @@ def rank_times(rank: int, folder: str) -> None:
         partial(dist.all_gather_into_tensor, torch.zeros(2 * size), torch.zeros(size)) for size in (1 << 4, 1 << 21)
     )
     found = []
-    for calls, count in (([small], 20), ([large], 10), ([scores], 20), ([scores, small], 20)):
+    for calls, count in (([small], 20), ([large], 10), ([scores], 60), ([scores, small], 60)):
         for call in [*calls, small]:
             call()
         start = time.perf_counter()

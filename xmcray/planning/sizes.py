@@ -63,12 +63,12 @@ def activations(config: RunConfig, shape: EncoderShape, load: Workload, shard: S
     if shape.is_static:
         # Indices (about eight int64 a table row met, twice as many with pairs), the bag with three tensors of the
         # residual network and their gradients; the sparse gradient of the rows, padded to be sent, what all ranks sent,
-        # and its sum. Adam works on blocks.
+        # and its sum; what came in one step leaves a hole that is a little too small in the next. Adam works on blocks.
         entries = load.tokens * (2 if config.encoder.pairs else 1)
         kept = (12 if shape.dense else 5) * vectors
         copies = load.token_rows
         if shard.workers > 1:
-            copies += load.token_rows * (1 + shard.workers) + load.all_token_rows
+            copies += load.token_rows * (1 + 2 * shard.workers) + load.all_token_rows
         return int(chunk * (8 * ID * entries + kept) + vectors + copies * shape.dim * shard.value)
     number = 2 if half else shard.value
     kept = shape.layers * (LAYER_WIDTHS * shape.hidden + 2 * shape.feed_forward) * number

@@ -121,7 +121,7 @@ class Costs(ABC):
         return dim
 
     def exchange(self, step: Step) -> float:
-        """Seconds of what ranks tell each other beside vectors and gradients: a softmax its sums and their gradients."""
+        """Seconds of what ranks tell each other besides: of a softmax the sums, and their gradients."""
         return 2 * step.rates.exchange(step.load.queries * VALUE, step.shard.workers)
 
 
