@@ -60,15 +60,15 @@ def encode_plain(encoder: Encoder, tokens: Ragged) -> Tensor:
     training = encoder.training
     encoder.eval()
     with torch.no_grad():
-        found, place = next(encoder.parameters()).new_zeros(0, encoder.dim), 0
+        found, place = None, 0
         for chunk in _chunks(tokens, _PLAIN_ROWS):  # no list of parts, which would exist twice when it is joined
             vectors = encoder(chunk)
-            if not place:
+            if found is None:
                 found = vectors.new_empty(len(tokens), vectors.shape[1])
             found[place : place + len(vectors)] = vectors
             place += len(vectors)
     encoder.train(training)
-    return found
+    return next(encoder.parameters()).new_zeros(0, encoder.dim) if found is None else found
 
 
 def answer_queries(encoder: Encoder, method: Method, tokens: Ragged) -> Tensor:
