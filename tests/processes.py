@@ -74,13 +74,17 @@ class When(threading.Thread):
         self.join()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, told: Callable[[], str]) -> None:
-    """Returns once a condition of another process holds; raises RuntimeError with what is told if it never does."""
+def wait_until(condition: Callable[[], bool], seconds: float, told: Callable[[], str], every: float = 0.1) -> None:
+    """Returns once a condition of another process holds; raises RuntimeError with what is told if it never does.
+
+    Args:
+        every: seconds between two looks, of which each costs the other process something.
+    """
     pause, deadline = threading.Event(), time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             raise RuntimeError(told())
-        pause.wait(0.1)
+        pause.wait(every)
 
 
 def kill(pids: list[int]) -> None:

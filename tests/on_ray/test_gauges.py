@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import ray
 import torch
 from corpora import planted_corpus
+from processes import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from xmcray.data.batches import TrainingData
@@ -61,14 +61,19 @@ def test_a_node_tells_about_the_run_and_its_pool(tmp_path: Path) -> None:
     trainer = ray.remote(num_cpus=0)(Trainer).remote()
     try:
         shown = ray.get(trainer.train.remote(run))
-        found, deadline = {}, time.monotonic() + 60
+        found: dict[str, float] = {}
         last = {exported("step"): shown["step"], exported("pool_queue"): 0, exported("pool_version"): 1}
-        while last.items() - found.items() or found.keys() != NAMES:  # either process tells in its own time
-            assert time.monotonic() < deadline, (
-                f"lacking: {sorted(NAMES - found.keys())}, {last.items() - found.items()}"
-            )
-            time.sleep(1)  # the text has over a megabyte: a node that writes it all the time hears of nothing new
-            found = scraped(run.id)
+
+        def complete() -> bool:
+            found.update(scraped(run.id))
+            return not last.items() - found.items() and found.keys() == NAMES
+
+        def lacking() -> str:
+            return f"lacking: {sorted(NAMES - found.keys())}, {last.items() - found.items()}"
+
+        # either process tells in its own time; the text has over a megabyte, and a node that writes it all the time
+        # hears of nothing new
+        wait_until(complete, 60, lacking, every=1.0)
     finally:
         ray.kill(trainer)
         pool.close()
