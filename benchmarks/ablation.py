@@ -62,18 +62,32 @@ GRID: dict[str, list[str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="+", default=["msdocs-seealso", "msdocs-links"], metavar="CORPUS")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", nargs="+", default=["msdocs-seealso", "msdocs-links"], metavar="CORPUS"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, help="instead of the preset's")
-    parser.add_argument("--only", nargs="+", choices=[*VARIANTS, *GRID], help="variants to train; all are printed")
-    parser.add_argument("--grid", action="store_true", help="importance weights and the index on label texts too")
-    parser.add_argument("--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the preset")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no training after so many")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*VARIANTS, *GRID], help="variants to train; all are printed"
+    )
+    parser.add_argument(
+        "--grid", action="store_true", help="importance weights and the index on label texts too"
+    )
+    parser.add_argument(
+        "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the preset"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="start no training after so many"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--quick", action="store_true", help="tiny epochs, printed only")
     parser.add_argument("--out", type=Path, default=Path("ablation.md"))
-    parser.add_argument("--anyway", action="store_true", help="train on a busy machine: only the minutes suffer")
+    parser.add_argument(
+        "--anyway", action="store_true", help="train on a busy machine: only the minutes suffer"
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.out, arguments.epochs = Path(os.devnull), arguments.epochs or 4
@@ -81,7 +95,10 @@ def main() -> None:
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     torch.set_num_threads(arguments.threads)
     corpora = [corpus for name in arguments.data if (corpus := data_sets.corpus(name)) is not None]
-    variants = {**VARIANTS, **(GRID if arguments.grid or set(arguments.only or ()) & set(GRID) else {})}
+    variants = {
+        **VARIANTS,
+        **(GRID if arguments.grid or set(arguments.only or ()) & set(GRID) else {}),
+    }
     plan = [
         (corpus, variant, seed, settings(corpus, variants[variant], seed, arguments))
         for seed in range(arguments.seeds)
@@ -91,7 +108,8 @@ def main() -> None:
     due = [
         job
         for job in plan
-        if (not arguments.only or job[1] in arguments.only) and not result_file(job[3], job[0]).exists()
+        if (not arguments.only or job[1] in arguments.only)
+        and not result_file(job[3], job[0]).exists()
     ]
     estimate(due)
     deadline = time.monotonic() + 60 * arguments.minutes
@@ -102,11 +120,16 @@ def main() -> None:
         result = run_one(corpus, config)
         found = ", ".join(f"{m} {100 * result[m]:.1f}" for m in METRICS)
         minutes = result["seconds"] / 60
-        print(f"{number}/{len(due)} {corpus.card.name}, {variant}, seed {seed}: {found}, {minutes:.1f} min", flush=True)
+        print(
+            f"{number}/{len(due)} {corpus.card.name}, {variant}, seed {seed}: {found}, {minutes:.1f} min",
+            flush=True,
+        )
     write(plan, arguments, load)
 
 
-def settings(corpus: Corpus, overrides: Sequence[str], seed: int, arguments: argparse.Namespace) -> RunConfig:
+def settings(
+    corpus: Corpus, overrides: Sequence[str], seed: int, arguments: argparse.Namespace
+) -> RunConfig:
     """The preset of a set with one variant's settings laid over it."""
     base = data_sets.preset(corpus.card.name, arguments.override)
     epochs = arguments.epochs or base.optim.epochs
@@ -129,11 +152,18 @@ def settings(corpus: Corpus, overrides: Sequence[str], seed: int, arguments: arg
     if sampled and corpus.card.name in UNIFORM:
         common.append(f"negatives.uniform={UNIFORM[corpus.card.name]}")
     half = max(2, (epochs - start) // 2)
-    return data_sets.preset(corpus.card.name, [*common, *(line.format(half=half) for line in overrides)])
+    return data_sets.preset(
+        corpus.card.name, [*common, *(line.format(half=half) for line in overrides)]
+    )
 
 
 def result_file(config: RunConfig, corpus: Corpus) -> Path:
-    return data_sets.CACHE / "ablation" / corpus.card.name / f"{data_sets.fingerprint(config, corpus)}.json"
+    return (
+        data_sets.CACHE
+        / "ablation"
+        / corpus.card.name
+        / f"{data_sets.fingerprint(config, corpus)}.json"
+    )
 
 
 def run_one(corpus: Corpus, config: RunConfig) -> dict[str, float]:
@@ -166,14 +196,19 @@ def estimate(due: Sequence[tuple[Corpus, str, int, RunConfig]]) -> None:
     total = sum(seconds[corpus.card.name, variant] for corpus, variant, *_ in due)
     for (name, variant), value in seconds.items():
         print(f"estimate: {name}, {variant}: {value / 60:.1f} minutes a training")
-    print(f"estimate: {len(due)} trainings, {total / 60:.0f} minutes besides the refreshes of the index", flush=True)
+    print(
+        f"estimate: {len(due)} trainings, {total / 60:.0f} minutes besides the refreshes of the index",
+        flush=True,
+    )
 
 
 def training_seconds(corpus: Corpus, config: RunConfig) -> float:
     setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
     generator = np.random.default_rng(0)
     shape = setup.data.num_query_ids, max(config.negatives.hard, 1)
-    shortlist = Shortlist(0, 0, generator.integers(setup.data.num_labels, size=shape, dtype=np.int32))
+    shortlist = Shortlist(
+        0, 0, generator.integers(setup.data.num_labels, size=shape, dtype=np.int32)
+    )
     last_epoch = (config.optim.epochs - 1) * setup.sampler.steps_per_epoch
     times = []
     for step in range(last_epoch, last_epoch + min(4, setup.sampler.steps_per_epoch)):
@@ -184,22 +219,35 @@ def training_seconds(corpus: Corpus, config: RunConfig) -> float:
     return float(np.median(times)) * config.optim.epochs * setup.sampler.steps_per_epoch
 
 
-def write(plan: Sequence[tuple[Corpus, str, int, RunConfig]], arguments: argparse.Namespace, load: str) -> None:
+def write(
+    plan: Sequence[tuple[Corpus, str, int, RunConfig]], arguments: argparse.Namespace, load: str
+) -> None:
     results: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for corpus, variant, _, config in plan:
         if (path := result_file(config, corpus)).exists():
             results.setdefault((corpus.card.name, variant), []).append(json.loads(path.read_text()))
     rows = [
-        [name, variant, len(found), *(spread([r[m] for r in found]) for m in METRICS), median_minutes(found)]
+        [
+            name,
+            variant,
+            len(found),
+            *(spread([r[m] for r in found]) for m in METRICS),
+            median_minutes(found),
+        ]
         for (name, variant), found in sorted(results.items(), key=lambda item: item[0][0])
     ]
-    notes = [f"{len(plan) - sum(map(len, results.values()))} of {len(plan)} trainings are still to be done"]
+    notes = [
+        f"{len(plan) - sum(map(len, results.values()))} of {len(plan)} trainings are still to be done"
+    ]
     for name in dict.fromkeys(name for name, _ in results):
         notes += comparisons(name, results)
     notes += [
         "percent on the test split, exact search; mean over seeds with its 95 % interval (Student's t);"
         " differences are paired by seed",
-        *(f"{name}: {count:,} uniform negatives, chosen on validation queries" for name, count in UNIFORM.items()),
+        *(
+            f"{name}: {count:,} uniform negatives, chosen on validation queries"
+            for name, count in UNIFORM.items()
+        ),
         "hard-only has uniform negatives in epochs 0 and 1, which the earliest index needs, and hard ones alone after",
         load,
     ]
@@ -207,11 +255,17 @@ def write(plan: Sequence[tuple[Corpus, str, int, RunConfig]], arguments: argpars
     write_table(arguments.out, "Which negatives matter", header, rows, notes)
 
 
-def comparisons(name: str, results: Mapping[tuple[str, str], Sequence[Mapping[str, float]]]) -> list[str]:
+def comparisons(
+    name: str, results: Mapping[tuple[str, str], Sequence[Mapping[str, float]]]
+) -> list[str]:
     """The mixture against the others at P@1, paired by seed."""
     lines = []
     ours = [r["P@1"] for r in results.get((name, "mixture"), ())]
-    for other, wanted in (("exact", "at most 1 point behind"), ("hard-only", "above 0"), ("random", "as it is")):
+    for other, wanted in (
+        ("exact", "at most 1 point behind"),
+        ("hard-only", "above 0"),
+        ("random", "as it is"),
+    ):
         theirs = [r["P@1"] for r in results.get((name, other), ())]
         if ours and len(ours) == len(theirs):
             difference = spread([a - b for a, b in zip(ours, theirs, strict=True)])

@@ -60,7 +60,10 @@ FLOORS: dict[str, dict[str, tuple[float | None, ...]]] = {
         "both": (45.9, 29.2, 50.3),
         "XR-Linear": (58.2, 37.2, 49.8),
     },
-    "sample": {"kNN, another build": (47.0, None, None), "XR-Linear, another build": (56.0, None, None)},
+    "sample": {
+        "kNN, another build": (47.0, None, None),
+        "XR-Linear, another build": (56.0, None, None),
+    },
 }
 LIMITS: dict[str, tuple[float | None, ...]] = {
     "msdocs-seealso": (74.0, 33.5, 64.1),
@@ -71,16 +74,25 @@ LIMIT_MINUTES = {"msdocs-seealso": 10, "msdocs-links": 10}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--set", dest="sets", nargs="+", choices=list(FLOORS), default=list(FLOORS))
-    parser.add_argument("--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the preset")
+    parser.add_argument(
+        "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the preset"
+    )
     parser.add_argument("--quick", action="store_true", help="one short epoch, printed only")
     parser.add_argument("--out", type=Path, default=Path("accuracy.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.out = Path(os.devnull)
-        arguments.override += ["optim.epochs=1", "optim.batch_size=1024", "encoder.dim=32", "negatives.hard=0"]
+        arguments.override += [
+            "optim.epochs=1",
+            "optim.batch_size=1024",
+            "encoder.dim=32",
+            "negatives.hard=0",
+        ]
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     rows: list[list[object]] = []
     notes: list[str] = []
@@ -92,9 +104,23 @@ def main() -> None:
         run, seconds = trained(corpus, data_sets.preset(name, arguments.override))
         found = finish(run, corpus)
         assert found is not None, "the set has a test split"
-        rows.append([name, "ASTRA, 95 % interval", *(with_interval(found, m) for m in METRICS), f"{seconds / 60:.1f}"])
+        rows.append(
+            [
+                name,
+                "ASTRA, 95 % interval",
+                *(with_interval(found, m) for m in METRICS),
+                f"{seconds / 60:.1f}",
+            ]
+        )
         if name in LIMITS:
-            rows.append([name, verdict(name, found, seconds), *map(cell, LIMITS[name]), LIMIT_MINUTES.get(name, "-")])
+            rows.append(
+                [
+                    name,
+                    verdict(name, found, seconds),
+                    *map(cell, LIMITS[name]),
+                    LIMIT_MINUTES.get(name, "-"),
+                ]
+            )
         rows += [[name, method, *map(cell, values), "-"] for method, values in FLOORS[name].items()]
         optim, cluster = run.config.optim, run.config.cluster
         notes.append(
@@ -104,7 +130,13 @@ def main() -> None:
     header = ["set", "method", *METRICS, "training, minutes"]
     about = "percent; intervals: bootstrap over test queries; minutes: wall time of both trainings of a refit"
     floors = "floors quoted from BASELINES.md: TF-IDF 10 nearest queries, label texts, both, and XR-Linear"
-    write_table(arguments.out, "Accuracy with the committed presets", header, rows, [*notes, about, floors, load])
+    write_table(
+        arguments.out,
+        "Accuracy with the committed presets",
+        header,
+        rows,
+        [*notes, about, floors, load],
+    )
 
 
 def trained(corpus: Corpus, config: RunConfig) -> tuple[Run, float]:
@@ -115,7 +147,9 @@ def trained(corpus: Corpus, config: RunConfig) -> tuple[Run, float]:
     started = time.perf_counter()
     finished = before and (out / "result.json").is_file()
     try:
-        run = train(corpus.path, out, config, refit=config.data.validation > 0, watch=watch_training)
+        run = train(
+            corpus.path, out, config, refit=config.data.validation > 0, watch=watch_training
+        )
     finally:
         clock.parent.mkdir(parents=True, exist_ok=True)
         if not finished:

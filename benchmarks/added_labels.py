@@ -34,15 +34,23 @@ from xmcray.training.outcome import bundle_of
 from xmcray.training.run import RunConfig
 from xmcray.types import Float32Array, Int64Array
 
-METHODS = ("astra", "unidec", "prime")  # of the others a label's vector is its text's, in training and after it
+METHODS = (
+    "astra",
+    "unidec",
+    "prime",
+)  # of the others a label's vector is its text's, in training and after it
 K = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--method", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--labels", type=int, default=100, help="that join (default: %(default)s)")
-    parser.add_argument("--draws", type=int, default=5, help="of these labels (default: %(default)s)")
+    parser.add_argument(
+        "--draws", type=int, default=5, help="of these labels (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("added_labels.md"))
     arguments = parser.parse_args()
     load = refuse_if_busy(anyway=True)
@@ -61,7 +69,15 @@ def main() -> None:
         "R@10: of positives among the labels that joined. Share of answers: first answers that are such a label",
         load,
     ]
-    header = ["method", "vector of a label that joins", "P@1", "P@5", "R@10 of these", "share of answers", "own text"]
+    header = [
+        "method",
+        "vector of a label that joins",
+        "P@1",
+        "P@5",
+        "R@10 of these",
+        "share of answers",
+        "own text",
+    ]
     write_table(arguments.out, "Labels that join a finished bundle", header, rows, notes)
 
 
@@ -85,13 +101,17 @@ def compared(
             text = retriever.encode(corpus.label_tokens(held))[:, -side.row_columns :]
             known = np.linalg.norm(vector_LD[:, -side.row_columns :], axis=1)
             plain = variants["made of its text"].copy()
-            plain[:, -side.row_columns :] = text * (np.median(known) / np.linalg.norm(text, axis=1, keepdims=True))
+            plain[:, -side.row_columns :] = text * (
+                np.median(known) / np.linalg.norm(text, axis=1, keepdims=True)
+            )
             variants["the text's vector, as long as a row"] = plain
         for name, vectors in variants.items():
             changed = vector_LD.copy()
             changed[held] = vectors
             found.setdefault(name, []).append(measured(retriever, corpus, changed, held))
-    return [[method, name, *(100 * np.mean(values, axis=0)).tolist()] for name, values in found.items()]
+    return [
+        [method, name, *(100 * np.mean(values, axis=0)).tolist()] for name, values in found.items()
+    ]
 
 
 def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Float32Array:
@@ -118,7 +138,9 @@ def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Floa
     return Retriever.load(folder / "with").label_vectors(len(known) + np.arange(len(held)))
 
 
-def measured(retriever: Retriever, corpus: Corpus, vector_LD: Float32Array, held: Int64Array) -> list[float]:
+def measured(
+    retriever: Retriever, corpus: Corpus, vector_LD: Float32Array, held: Int64Array
+) -> list[float]:
     """P@1, P@5, R@10 of the held labels, their share of first answers, and how often their own text finds them."""
     test = corpus.split("test")
     rows = np.arange(len(test))

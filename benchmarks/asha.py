@@ -31,12 +31,18 @@ MAX_SHARE, MAX_LOSS = 0.5, 0.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="settings of all trials")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="settings of all trials"
+    )
     parser.add_argument("--out", type=Path, default=Path("asha.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine too, and say so")
+    parser.add_argument(
+        "--anyway", action="store_true", help="measure on a busy machine too, and say so"
+    )
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway)
     corpus = data_sets.prepared("sample", write_sample).path
@@ -49,14 +55,23 @@ def main() -> None:
             for scheduler in ("none", "asha"):
                 started = time.perf_counter()
                 out = folder / f"{scheduler}-{seed}"
-                words = ["--seed", str(seed), "--scheduler", scheduler, "--trials", str(arguments.trials)]
+                words = [
+                    "--seed",
+                    str(seed),
+                    "--scheduler",
+                    scheduler,
+                    "--trials",
+                    str(arguments.trials),
+                ]
                 sweep = run(corpus, out, [*words, *settings(arguments.set)])
                 states = [trial.state for trial in sweep.trials()]
                 steps[scheduler] = sum(trial.steps for trial in sweep.trials())
                 best[scheduler] = 100 * (sweep.ranked()[0].score or 0.0)
                 seconds = f"{time.perf_counter() - started:.0f}"
                 counts = [states.count(state) for state in ("finished", "stopped", "failed")]
-                rows.append([seed, scheduler, *counts, steps[scheduler], f"{best[scheduler]:.2f}", seconds])
+                rows.append(
+                    [seed, scheduler, *counts, steps[scheduler], f"{best[scheduler]:.2f}", seconds]
+                )
                 print(*rows[-1], sep=" | ", flush=True)
             shares.append(steps["asha"] / steps["none"])
             losses.append(best["none"] - best["asha"])
@@ -69,7 +84,16 @@ def main() -> None:
         " tune/spaces/astra.yaml; P@1 of a trial is that of its best validation; as many trials at a time as CPUs",
         load,
     ]
-    header = ["seed", "scheduler", "finished", "stopped", "failed", "training steps", "best P@1", "seconds"]
+    header = [
+        "seed",
+        "scheduler",
+        "finished",
+        "stopped",
+        "failed",
+        "training steps",
+        "best P@1",
+        "seconds",
+    ]
     write_table(arguments.out, "ASHA against training all trials", header, rows, notes)
     if max(shares) > MAX_SHARE or max(losses) > MAX_LOSS:
         raise SystemExit("error: ASHA trained more, or lost more, than is wanted")
@@ -82,9 +106,22 @@ def settings(extra: list[str]) -> list[str]:
 
 def run(corpus: Path, out: Path, options: list[str]) -> Sweep:
     """One sweep, in a process of its own; it begins without what another left in memory."""
-    words = ["tune", "astra", "--data", str(corpus), "--space", str(SPACE), "--out", str(out), "--metric", "P@1"]
+    words = [
+        "tune",
+        "astra",
+        "--data",
+        str(corpus),
+        "--space",
+        str(SPACE),
+        "--out",
+        str(out),
+        "--metric",
+        "P@1",
+    ]
     command = [sys.executable, "-c", MAIN, *words, "--config", "preset:astra/sample", *options]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     return Sweep.open(out)
 
 

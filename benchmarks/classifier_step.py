@@ -83,11 +83,17 @@ class Case:
         hard = [np.setdiff1d(row[POSITIVES:], row[:POSITIVES]) for row in labels]
         ids = np.arange(QUERIES, dtype=np.int64)
         empty = Ragged.empty(QUERIES)
-        return Batch(0, self.step, ids, 0, QUERIES, empty, Ragged.from_rows(positives), empty), Ragged.from_rows(hard)
+        return Batch(
+            0, self.step, ids, 0, QUERIES, empty, Ragged.from_rows(positives), empty
+        ), Ragged.from_rows(hard)
 
     def query(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.step)
-        return torch.randn(QUERIES, self.dim, generator=generator).div_(math.sqrt(self.dim)).requires_grad_()
+        return (
+            torch.randn(QUERIES, self.dim, generator=generator)
+            .div_(math.sqrt(self.dim))
+            .requires_grad_()
+        )
 
     def sampled(self, keep: bool) -> None:
         """One step on sampled labels."""
@@ -103,7 +109,9 @@ class Case:
         pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T + OFFSET
         skip = found.skip_query, found.skip_column
         weight = self.num_labels / POOL
-        terms = sampled_bce(pair_score_P, found.pair_is_positive, None, pool_score_GC, *skip, weight)
+        terms = sampled_bce(
+            pair_score_P, found.pair_is_positive, None, pool_score_GC, *skip, weight
+        )
         times.append(time.perf_counter())
         (terms.total / terms.num_queries).backward()
         times.append(time.perf_counter())
@@ -134,11 +142,15 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12, help="blocks of each size")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a block")
     parser.add_argument("--exact-steps", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="three small sizes, a few steps, printed only")
+    parser.add_argument(
+        "--quick", action="store_true", help="three small sizes, a few steps, printed only"
+    )
     parser.add_argument("--out", type=Path, default=Path("classifier_step.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
@@ -150,7 +162,9 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     torch.set_num_threads(1)
     wide, narrow = (
-        ([10**4, 10**5], [10**4, 10**5]) if arguments.quick else ([10**4, 10**5, 10**6], [10**4, 10**5, 10**6, 10**7])
+        ([10**4, 10**5], [10**4, 10**5])
+        if arguments.quick
+        else ([10**4, 10**5, 10**6], [10**4, 10**5, 10**6, 10**7])
     )
     cases = {(n, d): Case(n, d) for d, sizes in ((256, wide), (64, narrow)) for n in sizes}
     for number in range(arguments.rounds):
@@ -168,7 +182,14 @@ def main() -> None:
     notes.append(
         f"all labels instead of a sample: {exact_s / sampled_s:.0f} x slower at {labels} (at least 50 at 1,000,000)"
     )
-    header = ["labels", "D", "distinct rows", "step, ms", *[f"{name}, ms" for name in PHASES], "touched, MB"]
+    header = [
+        "labels",
+        "D",
+        "distinct rows",
+        "step, ms",
+        *[f"{name}, ms" for name in PHASES],
+        "touched, MB",
+    ]
     write_table(arguments.out, "The classifier's part of a step", header, table, [*notes, load])
 
 
@@ -191,19 +212,27 @@ def claims(cases: dict[tuple[int, int], Case]) -> list[str]:
         sizes = [n for n, d in cases if d == dim]
         seconds = [cases[n, dim].median for n in sizes]
         exponent = float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
-        lines.append(f"D = {dim}: time grows as L^{exponent:.3f} from {sizes[0]:,} to {sizes[-1]:,} labels (limit 0.2)")
+        lines.append(
+            f"D = {dim}: time grows as L^{exponent:.3f} from {sizes[0]:,} to {sizes[-1]:,} labels (limit 0.2)"
+        )
         if len(sizes) > 2:
             exponent = float(np.polyfit(np.log(sizes[1:]), np.log(seconds[1:]), 1)[0])
-            lines[-1] += f"; as L^{exponent:.3f} from {sizes[1]:,} on, where every size has the same number of rows"
+            lines[-1] += (
+                f"; as L^{exponent:.3f} from {sizes[1]:,} on, where every size has the same number of rows"
+            )
     for num_labels, dim, limit in ((10**6, 256, 1.6), (10**7, 64, 2.5)):
         if (num_labels, dim) in cases:
             ratio = cases[num_labels, dim].median / cases[10**5, dim].median
-            lines.append(f"D = {dim}: {num_labels:,} labels take {ratio:.2f} x the time of 100,000 (limit {limit})")
+            lines.append(
+                f"D = {dim}: {num_labels:,} labels take {ratio:.2f} x the time of 100,000 (limit {limit})"
+            )
     lines.append(
         f"medians of {len(next(iter(cases.values())).seconds)} steps; {QUERIES} queries, {POSITIVES} positives and"
         f" {HARD} hard negatives each, {POOL:,} uniform labels; SGD with momentum; 1 thread"
     )
-    lines.append("touched: distinct rows x D x 4 bytes x (weight, state) x (read, write), and the pool's scores")
+    lines.append(
+        "touched: distinct rows x D x 4 bytes x (weight, state) x (read, write), and the pool's scores"
+    )
     lines.append(
         "10,000 labels hold fewer distinct rows than a step asks for, which flatters that size, not the others"
     )

@@ -17,13 +17,26 @@ import scipy.stats
 
 RESULTS = Path(__file__).parent / "results"
 MAX_LOAD_PER_CORE = 0.5
-PACKAGES = ("ray", "torch", "transformers", "tokenizers", "faiss-cpu", "faiss-gpu", "numpy", "pyarrow")
+PACKAGES = (
+    "ray",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "faiss-cpu",
+    "faiss-gpu",
+    "numpy",
+    "pyarrow",
+)
 
 
 def machine() -> str:
     """Processor, cores, memory, GPUs, operating system and versions of the packages that matter, in one line."""
     processor = next(
-        (line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")),
+        (
+            line.split(":", 1)[1].strip()
+            for line in _lines(Path("/proc/cpuinfo"))
+            if line.startswith("model name")
+        ),
         platform.processor() or platform.machine(),
     )
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -67,7 +80,11 @@ def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
 
 
 def write_table(
-    path: str | Path, title: str, header: Sequence[str], rows: Sequence[Sequence[object]], notes: Sequence[str]
+    path: str | Path,
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    notes: Sequence[str],
 ) -> None:
     """Writes a Markdown page with one table and prints it; relative paths lie in benchmarks/results.
 
@@ -78,7 +95,13 @@ def write_table(
     """
     table = [header, ["---"] * len(header), *[[_cell(value) for value in row] for row in rows]]
     about = [*notes, *provenance()]
-    lines = [f"# {title}", "", *["| " + " | ".join(row) + " |" for row in table], "", *[f"- {note}" for note in about]]
+    lines = [
+        f"# {title}",
+        "",
+        *["| " + " | ".join(row) + " |" for row in table],
+        "",
+        *[f"- {note}" for note in about],
+    ]
     target = RESULTS / path
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -87,7 +110,9 @@ def write_table(
 
 def provenance() -> list[str]:
     """Machine, commit, date and command, as notes."""
-    command = " ".join(["python", os.path.relpath(sys.argv[0], Path(__file__).parents[1]), *sys.argv[1:]])
+    command = " ".join(
+        ["python", os.path.relpath(sys.argv[0], Path(__file__).parents[1]), *sys.argv[1:]]
+    )
     return [f"machine: {machine()}", f"commit {_commit()}, {datetime.date.today()}, `{command}`"]
 
 
@@ -113,14 +138,25 @@ def _gpus() -> list[str]:
 
 def _commit() -> str:
     commit = _run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]).strip()
-    status = ["git", "-C", str(Path(__file__).parent), "status", "--porcelain", "--untracked-files=no"]
-    changed = _run([*status, "--", ".", "..", ":!results"]).strip()  # another benchmark's table changes nothing
+    status = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+    ]
+    changed = _run(
+        [*status, "--", ".", "..", ":!results"]
+    ).strip()  # another benchmark's table changes nothing
     return (commit or "unknown") + (" with local changes" if changed else "")
 
 
 def _run(command: list[str]) -> str:
     """Standard output of a command, empty when it is missing or fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

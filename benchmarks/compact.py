@@ -65,19 +65,35 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--texts", type=int, default=2000, help="at most so many test queries of each set")
-    parser.add_argument("--model", default=packaged_model(), help="folder of a sentence-transformers model")
-    parser.add_argument("--set", default="msdocs-links", help="whose trained bundle gives the label vectors")
+    parser.add_argument(
+        "--texts", type=int, default=2000, help="at most so many test queries of each set"
+    )
+    parser.add_argument(
+        "--model", default=packaged_model(), help="folder of a sentence-transformers model"
+    )
+    parser.add_argument(
+        "--set", default="msdocs-links", help="whose trained bundle gives the label vectors"
+    )
     parser.add_argument("--factory", nargs="+", default=list(FACTORIES))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="400 texts; labels of msdocs-seealso; no PQ")
+    parser.add_argument(
+        "--quick", action="store_true", help="400 texts; labels of msdocs-seealso; no PQ"
+    )
     parser.add_argument("--out", type=Path, default=Path("compact.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine: only the times suffer")
+    parser.add_argument(
+        "--anyway", action="store_true", help="measure on a busy machine: only the times suffer"
+    )
     options = parser.parse_args()
     if options.quick:
-        options.texts, options.set, options.factory = 400, "msdocs-seealso", ["Flat", "SQfp16", "SQ8"]
+        options.texts, options.set, options.factory = (
+            400,
+            "msdocs-seealso",
+            ["Flat", "SQfp16", "SQ8"],
+        )
     load = refuse_if_busy(options.anyway)
     torch.set_num_threads(options.threads)
     rows, notes = [], []
@@ -119,7 +135,10 @@ def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]
                 continue
             ways[precision] = time.perf_counter() - started, encoder
         found = {}
-        times = in_turn({way: lambda part, e=encoder: encoded(e, part) for way, (_, encoder) in ways.items()}, tokens)
+        times = in_turn(
+            {way: lambda part, e=encoder: encoded(e, part) for way, (_, encoder) in ways.items()},
+            tokens,
+        )
         for way, (made_s, encoder) in ways.items():
             one_s, batch_s, parts = times[way]
             query_BD = np.concatenate(parts)
@@ -127,7 +146,9 @@ def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]
             found[way] = Measured(made_s, encoder_bytes(encoder), answers, query_BD, one_s, batch_s)
         what = f"MiniLM, {corpus.card.name}"
         rows += [row(what, way, found, "float32", corpus, queries) for way in found]
-        notes.append(f"{corpus.card.name}: {len(tokens):,} queries, {tokens.lengths.mean():.0f} tokens on average")
+        notes.append(
+            f"{corpus.card.name}: {len(tokens):,} queries, {tokens.lengths.mean():.0f} tokens on average"
+        )
     return rows, notes
 
 
@@ -135,13 +156,17 @@ def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]
     bundles = sorted((data_sets.CACHE / "accuracy").glob(f"{options.set}-*/bundle"))
     corpus = data_sets.corpus(options.set) if bundles else None
     if corpus is None:
-        return [], [f"vectors left out: no bundle of {options.set}; make one with benchmarks/accuracy.py"]
+        return [], [
+            f"vectors left out: no bundle of {options.set}; make one with benchmarks/accuracy.py"
+        ]
     retriever, test = Retriever.load(bundles[0], threads=options.threads), corpus.split("test")
     label_LD = retriever.label_vectors(np.arange(corpus.card.num_labels))
     queries = np.random.default_rng(0).permutation(len(test))[: options.texts]
     query_BD, hidden = retriever.encode(test.tokens(queries)), test.filters(queries)
     train = corpus.split("train")  # an export tunes the index by training queries
-    sample = retriever.encode(train.tokens(np.sort(np.random.default_rng(0).permutation(len(train))[:TUNE_QUERIES])))
+    sample = retriever.encode(
+        train.tokens(np.sort(np.random.default_rng(0).permutation(len(train))[:TUNE_QUERIES]))
+    )
     half_LD, ways = torch.from_numpy(label_LD).half(), {}
     for factory in options.factory:
         started = time.perf_counter()
@@ -151,7 +176,11 @@ def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]
         ways[name] = made_s, index_bytes(index), lambda q, h, i=index: i.search(q, K, hidden=h)[1]
         if index.candidates > 1:
             ways[f"{name}, {max(K, TUNE_K) * index.candidates} candidates"] = ways.pop(name)
-    ways["Flat over float16 vectors"] = 0.0, 0, lambda q, h: exact_search(half_LD, q, K, hidden=h)[1]
+    ways["Flat over float16 vectors"] = (
+        0.0,
+        0,
+        lambda q, h: exact_search(half_LD, q, K, hidden=h)[1],
+    )
     numbered = Ragged(np.arange(len(queries)), np.arange(len(queries) + 1))
     searches = {
         way: lambda part, s=search: s(query_BD[part.values], hidden.take(part.values))
@@ -167,7 +196,9 @@ def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]
         f"{options.set}: {len(label_LD):,} labels of width {label_LD.shape[1]}, float32 vectors {size:.0f} MiB, float16"
         f" {half:.0f} MiB; {len(queries):,} queries"
     )
-    return [row(f"labels, {options.set}", way, found, "Flat", corpus, queries) for way in found], [note]
+    return [row(f"labels, {options.set}", way, found, "Flat", corpus, queries) for way in found], [
+        note
+    ]
 
 
 def in_turn(
@@ -214,13 +245,20 @@ def index_bytes(index: Index) -> int:
 
 
 def row(
-    what: str, way: str, found: Mapping[str, Measured], usual: str, corpus: Corpus, queries: Int64Array
+    what: str,
+    way: str,
+    found: Mapping[str, Measured],
+    usual: str,
+    corpus: Corpus,
+    queries: Int64Array,
 ) -> list[object]:
     mine, theirs = found[way], found[usual]
     positives = corpus.split("test").positives(queries)
     hit_B, usual_B = (hits(each.answers, positives) for each in (mine, theirs))
     if mine.vectors is not None and theirs.vectors is not None:
-        cosine_B = torch.cosine_similarity(torch.from_numpy(mine.vectors), torch.from_numpy(theirs.vectors)).numpy()
+        cosine_B = torch.cosine_similarity(
+            torch.from_numpy(mine.vectors), torch.from_numpy(theirs.vectors)
+        ).numpy()
         cosine_B = cosine_B[np.abs(theirs.vectors).sum(axis=1) > 0]
         likeness = f"{cosine_B.mean():.5f} ({cosine_B.min():.4f})"
     else:

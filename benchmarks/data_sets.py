@@ -22,7 +22,9 @@ from xmcray.storage import MANIFEST
 from xmcray.training.run import RunConfig
 
 ROOT = Path(__file__).parents[1]
-CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks"))  # git ignores runs/
+CACHE = Path(
+    os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks")
+)  # git ignores runs/
 DATA = ROOT.parent / "shared" / "data"  # public sets that are too large for the repository
 
 
@@ -37,7 +39,9 @@ def corpus(name: str) -> Corpus | None:
     if name == "sample":
         return prepared(name, write_sample)
     if name == "planted":
-        return prepared(name, lambda folder: write_planted(folder, num_queries=20_000, num_labels=4_000))
+        return prepared(
+            name, lambda folder: write_planted(folder, num_queries=20_000, num_labels=4_000)
+        )
     if not (DATA / name).is_dir():
         print(f"{name} left out: neither a corpus nor a folder of {os.path.relpath(DATA)}")
         return None
@@ -78,11 +82,19 @@ def preset(name: str, overrides: Sequence[str] = (), method: str = "astra") -> R
 def fingerprint(config: RunConfig, corpus: Corpus) -> str:
     """Names a training: equal for equal settings and data, wherever it runs, also when a release adds settings."""
     usual = RunConfig.resolve(config.method_name, {}).to_dict()
-    settings = {key: value for key, value in config.to_dict().items() if key not in ("cluster", "log")}
-    return hashlib.sha256(json.dumps([changed(settings, usual), corpus.sha256]).encode()).hexdigest()[:12]
+    settings = {
+        key: value for key, value in config.to_dict().items() if key not in ("cluster", "log")
+    }
+    return hashlib.sha256(
+        json.dumps([changed(settings, usual), corpus.sha256]).encode()
+    ).hexdigest()[:12]
 
 
 def changed(settings: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     """What differs from the defaults."""
-    kept = {k: changed(v, usual[k]) if isinstance(v, dict) else v for k, v in settings.items() if v != usual.get(k)}
+    kept = {
+        k: changed(v, usual[k]) if isinstance(v, dict) else v
+        for k, v in settings.items()
+        if v != usual.get(k)
+    }
     return dict(sorted(kept.items()))

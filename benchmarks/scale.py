@@ -69,16 +69,22 @@ COLUMNS = {  # what is measured, and how a plan calls it
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--labels", type=float, nargs="+", default=[1e5, 1e6])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--again", action="store_true", help="measure what was measured before")
     parser.add_argument("--table", action="store_true", help="measure nothing")
-    parser.add_argument("--quick", action="store_true", help="5,000 labels, one worker, kept and written nowhere")
+    parser.add_argument(
+        "--quick", action="store_true", help="5,000 labels, one worker, kept and written nowhere"
+    )
     parser.add_argument("--out", type=Path, default=Path("scale.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
-    parser.add_argument("--rank", nargs=4, metavar=("RANK", "RANKS", "CORPUS", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--rank", nargs=4, metavar=("RANK", "RANKS", "CORPUS", "FOLDER"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     if arguments.rank:
         rank, ranks, corpus, folder = arguments.rank
@@ -96,7 +102,11 @@ def main() -> None:
                 if not PROBE.is_file() or arguments.again:
                     measured_rates(settings(arguments.dim, 1))
                 write_json(path, measure(labels, arguments.dim, workers, load))
-                print(f"{labels:,} labels, {workers} workers: {path.read_text()}", file=sys.stderr, flush=True)
+                print(
+                    f"{labels:,} labels, {workers} workers: {path.read_text()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     report(arguments.out, arguments.dim)
 
 
@@ -106,7 +116,13 @@ def settings(dim: int, workers: int) -> RunConfig:
         {
             "data": {"augment_with_labels": False, "validation": 0.0},
             "encoder": {"dim": dim},
-            "negatives": {"uniform": 2048, "hard": 50, "start_epoch": 2, "refresh_every": 4, "keep_recall": 0}
+            "negatives": {
+                "uniform": 2048,
+                "hard": 50,
+                "start_epoch": 2,
+                "refresh_every": 4,
+                "recall_queries": 0,
+            }
             | {"wait_s": 3600.0},
             "method": {"classifier": {"kind": "sgd", "momentum": 0.9}},
             "optim": {"epochs": 4, "batch_size": 256},
@@ -130,7 +146,9 @@ def measure(labels: int, dim: int, workers: int, load: str) -> dict[str, Any]:
     size = data_size.from_corpus(corpus)
     state = sizes.checkpoint(config, size, encoder_shape(config.encoder, size.vocab_size))
     if shutil.disk_usage(data_sets.CACHE).free < 4 * state:
-        raise SystemExit(f"error: {4 * state / 1e9:.0f} GB of disk are needed for {labels:,} labels; free some space")
+        raise SystemExit(
+            f"error: {4 * state / 1e9:.0f} GB of disk are needed for {labels:,} labels; free some space"
+        )
     found = {"labels": labels, "dim": dim, "workers": workers, "load": load}
     found["classifier_s"] = classifier_part(corpus, dim, workers)
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
@@ -143,7 +161,9 @@ def measure(labels: int, dim: int, workers: int, load: str) -> dict[str, Any]:
     finally:
         memory.stop()
         shutil.rmtree(folder, ignore_errors=True)
-    settled = [record["step_s"] for record in records if record["epoch"] >= config.negatives.start_epoch]
+    settled = [
+        record["step_s"] for record in records if record["epoch"] >= config.negatives.start_epoch
+    ]
     build = next(span for span in watcher.builds.values() if len(span) == 2)
     return found | {
         "step_s": float(np.median(settled[1:])),
@@ -176,9 +196,13 @@ class MemoryWatch:
             self.most = max(self.most, self._before - _available())
             for process in Path("/proc").glob("[0-9]*"):
                 try:
-                    name = (process / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+                    name = (
+                        (process / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+                    )
                     if "IndexShard" in name:
-                        peak = 1024 * int((process / "status").read_text().split("VmHWM:")[1].split()[0])
+                        peak = 1024 * int(
+                            (process / "status").read_text().split("VmHWM:")[1].split()[0]
+                        )
                         self.peaks["IndexShard"] = max(self.peaks.get("IndexShard", 0), peak)
                 except (OSError, IndexError):  # it has ended
                     continue
@@ -194,12 +218,16 @@ def classifier_part(corpus: Corpus, dim: int, workers: int) -> float:
     with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:
         command = [sys.executable, __file__, "--dim", str(dim), "--rank"]
         ranks = [
-            subprocess.Popen([*command, str(rank), str(workers), str(corpus.path), folder], env=environment)
+            subprocess.Popen(
+                [*command, str(rank), str(workers), str(corpus.path), folder], env=environment
+            )
             for rank in range(workers)
         ]
         codes = [process.wait() for process in ranks]
         if any(codes):
-            raise SystemExit("error: a process that times the classifier failed, its message is above")
+            raise SystemExit(
+                "error: a process that times the classifier failed, its message is above"
+            )
         return float(Path(folder, "seconds.txt").read_text())
 
 
@@ -207,14 +235,18 @@ def classifier_rank(rank: int, ranks: int, corpus: str, folder: Path, dim: int) 
     """One of these processes."""
     torch.set_num_threads(1)
     if ranks > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks
+        )
     config = settings(dim, ranks)
     data = TrainingData(Corpus.open(corpus, verify=False), config.data)
     setup = build(config, data, torch.device("cpu"))
     method, (table,) = setup.method, setup.method.tables.values()
     for state in table.state.values():
         state.fill_(1e-9)  # every page is there, as after the first epochs
-    hard = np.random.default_rng(0).integers(data.num_labels, size=(data.num_query_ids, config.negatives.hard))
+    hard = np.random.default_rng(0).integers(
+        data.num_labels, size=(data.num_query_ids, config.negatives.hard)
+    )
     shortlist, first = Shortlist(0, 0, hard.astype(np.int32)), 2 * setup.sampler.steps_per_epoch
     seconds = []
     for step in range(first, first + WARM + STEPS):
@@ -245,8 +277,14 @@ def report(out: Path, dim: int) -> None:
         for name, (_, unit) in COLUMNS.items():
             row += [f"{unit * one[name]:.3g}", f"{unit * planned_one[name]:.3g}"]
         rows.append([*row, f"{one['machine_bytes'] / 1e9:.3g}"])
-    header = ["labels", "workers", *(cell for title, _ in COLUMNS.values() for cell in (title, "planned"))]
-    write_table(out, f"ASTRA by labels, D = {dim}", [*header, "whole machine, GB"], rows, claims(kept))
+    header = [
+        "labels",
+        "workers",
+        *(cell for title, _ in COLUMNS.values() for cell in (title, "planned")),
+    ]
+    write_table(
+        out, f"ASTRA by labels, D = {dim}", [*header, "whole machine, GB"], rows, claims(kept)
+    )
     picture(kept, plans, (RESULTS / out).with_suffix(".png"))
 
 
@@ -256,7 +294,9 @@ def planned(one: dict[str, Any], rates: Rates) -> dict[str, float]:
     size = data_size.from_corpus(synthetic.corpus(one["labels"], QUERIES, TOKENS, POSITIVES))
     made: Plan = plan(config, size, rates, one["workers"], memory_bytes=LIMIT_BYTES)
     labels = [made.step_s[part] for part in ("scores and loss", "label rows")]
-    labels.append(2 * rates.exchange(256 / one["workers"] * one["dim"] * 4, one["workers"]))  # vectors and gradients
+    labels.append(
+        2 * rates.exchange(256 / one["workers"] * one["dim"] * 4, one["workers"])
+    )  # vectors and gradients
     return {
         "classifier_s": sum(labels),
         "step_s": made.step_seconds,
@@ -277,7 +317,9 @@ def claims(kept: list[dict[str, Any]]) -> list[str]:
                 f"{workers} workers: the classifier's part of {LARGEST:,} labels takes {ratio:.2f} x that of 100,000"
                 f" (limit {LIMIT_RATIO}); the machine held at most {gib:.1f} GiB (limit {LIMIT_BYTES >> 30})"
             )
-    lines.append(f"{QUERIES:,} queries, 256 in a batch, 2,048 uniform and 50 hard negatives; medians of steps")
+    lines.append(
+        f"{QUERIES:,} queries, 256 in a batch, 2,048 uniform and 50 hard negatives; medians of steps"
+    )
     lines.append("a refresh is that of the first version, of rows near their random start")
     return lines + sorted({one["load"] for one in kept})
 
@@ -289,13 +331,27 @@ def picture(kept: list[dict[str, Any]], plans: list[dict[str, float]], path: Pat
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(COLUMNS), figsize=(3.2 * len(COLUMNS), 3.2), layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, len(COLUMNS), figsize=(3.2 * len(COLUMNS), 3.2), layout="constrained"
+    )
     for panel, (name, (title, unit)) in zip(panels, COLUMNS.items(), strict=True):
         for colour, workers in enumerate(sorted({one["workers"] for one in kept})):
             places = [i for i, one in enumerate(kept) if one["workers"] == workers]
             x = [kept[i]["labels"] for i in places]
-            panel.plot(x, [unit * kept[i][name] for i in places], "o", color=f"C{colour}", label=f"{workers} measured")
-            panel.plot(x, [unit * plans[i][name] for i in places], "--", color=f"C{colour}", label=f"{workers} planned")
+            panel.plot(
+                x,
+                [unit * kept[i][name] for i in places],
+                "o",
+                color=f"C{colour}",
+                label=f"{workers} measured",
+            )
+            panel.plot(
+                x,
+                [unit * plans[i][name] for i in places],
+                "--",
+                color=f"C{colour}",
+                label=f"{workers} planned",
+            )
         panel.set(title=title, xlabel="labels", xscale="log", yscale="log")
         panel.grid(alpha=0.3)
     panels[0].legend(title="workers", fontsize="small")

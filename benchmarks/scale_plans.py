@@ -44,11 +44,16 @@ class Case:
 
     @property
     def command(self) -> str:
-        parts = [f"xmcray plan {self.method}", f"--labels {round(self.labels)} --queries {round(self.queries)}"]
+        parts = [
+            f"xmcray plan {self.method}",
+            f"--labels {round(self.labels)} --queries {round(self.queries)}",
+        ]
         parts += [f"--tokens-per-text {self.tokens:g} --positives {self.positives:g}"]
         parts += [f"--config preset:{self.preset}"] if self.preset else []
         parts += [f"--set {setting}" for setting in self.settings]
-        parts += [f"--workers {self.workers} --device {self.device} --price-per-hour {self.price:g}"]
+        parts += [
+            f"--workers {self.workers} --device {self.device} --price-per-hour {self.price:g}"
+        ]
         return " \\\n    ".join(parts)
 
 
@@ -148,7 +153,17 @@ def planned(case: Case) -> list[str]:
 def page() -> str:
     lines = [HEAD]
     for case in CASES:
-        lines += [f"## {case.title}", "", case.text, "", "```", case.command, "```", *planned(case), ""]
+        lines += [
+            f"## {case.title}",
+            "",
+            case.text,
+            "",
+            "```",
+            case.command,
+            "```",
+            *planned(case),
+            "",
+        ]
     lines += [f"## {REFUSED.title}", "", "```", REFUSED.command]
     try:
         planned(REFUSED)

@@ -36,7 +36,16 @@ from typing import Any
 import numpy as np
 import uvloop
 from common import refuse_if_busy, write_table
-from load import MAX_CONNECTIONS, Connections, Log, due_times, free_port, null_server, open_loop, peak
+from load import (
+    MAX_CONNECTIONS,
+    Connections,
+    Log,
+    due_times,
+    free_port,
+    null_server,
+    open_loop,
+    peak,
+)
 
 from xmcray.serving.settings import ServeConfig
 
@@ -51,20 +60,34 @@ CLOSED, CLOSED_BATCH = (1, 2, 4, 8, 16, 32), (1, 2, 4)  # connections of the clo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", dest="bundles", nargs="+", default=list(BUNDLES), choices=BUNDLES)
-    parser.add_argument("--mode", dest="modes", nargs="+", choices=list(LIMITS), default=list(LIMITS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--bundle", dest="bundles", nargs="+", default=list(BUNDLES), choices=BUNDLES
+    )
+    parser.add_argument(
+        "--mode", dest="modes", nargs="+", choices=list(LIMITS), default=list(LIMITS)
+    )
     parser.add_argument("--labels", type=int, default=1_000_000, help="of the synthetic bundle")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a measurement")
     parser.add_argument("--warmup", type=float, default=5.0, help="seconds before it, not counted")
     parser.add_argument("--arrivals", choices=["poisson", "constant"], default="poisson")
-    parser.add_argument("--threads", type=int, default=1, help="of the server's process, and in process")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of the server's process, and in process"
+    )
     parser.add_argument("--overload", action="store_true", help="measure overload instead")
     parser.add_argument("--times", type=float, default=5.0, help="the peak rate, with --overload")
     parser.add_argument("--overload-seconds", type=float, default=60.0)
-    parser.add_argument("--server", default=f"{Path(sys.executable).parent / 'xmcray'} serve", help="command to start")
+    parser.add_argument(
+        "--server",
+        default=f"{Path(sys.executable).parent / 'xmcray'} serve",
+        help="command to start",
+    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="short, the sample in one process, printed only")
+    parser.add_argument(
+        "--quick", action="store_true", help="short, the sample in one process, printed only"
+    )
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--null", type=int, help=argparse.SUPPRESS)
@@ -83,17 +106,29 @@ def main() -> None:
     measure, tell = (overload, tell_overload) if options.overload else (usual, tell_usual)
     rows = []
     for name, folder in folders.items():
-        command = [sys.executable, __file__, "--baseline", str(folder), "--threads", str(options.threads)]
+        command = [
+            sys.executable,
+            __file__,
+            "--baseline",
+            str(folder),
+            "--threads",
+            str(options.threads),
+        ]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         alone = json.loads(output.splitlines()[-1])
         for mode in options.modes:
-            with served(shlex.split(options.server), folder / "bundle", mode, options.threads) as (port, token):
+            with served(shlex.split(options.server), folder / "bundle", mode, options.threads) as (
+                port,
+                token,
+            ):
                 found = uvloop.run(measure(port, token, mode, folder, alone, options))
                 rows.append({"bundle": f"{name}: {alone['size']}", "mode": mode, **found})
     title, notes = tell(options)
     header = list(rows[0])
     name = "serve_overload.md" if options.overload else "serve_load.md"
-    write_table(options.out or name, title, header, [list(row.values()) for row in rows], [*notes, load])
+    write_table(
+        options.out or name, title, header, [list(row.values()) for row in rows], [*notes, load]
+    )
 
 
 # ---- the bundles ----
@@ -104,7 +139,11 @@ def bundle_folder(name: str, num_labels: int) -> Path:
     folder = CACHE / (name if name == "sample" else f"{name}-{num_labels}")
     if not (folder / "queries.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        queries = sample_bundle(folder) if name == "sample" else synthetic_bundle(folder / "bundle", num_labels)
+        queries = (
+            sample_bundle(folder)
+            if name == "sample"
+            else synthetic_bundle(folder / "bundle", num_labels)
+        )
         (folder / "queries.json").write_text(json.dumps(queries), encoding="utf-8")
     return folder
 
@@ -142,7 +181,10 @@ def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
     topics = [draw.choices(words, k=4) for _ in range(max(1, num_labels // 100))]
     labels = [[*topics[i % len(topics)], *draw.choices(words, k=2)] for i in range(num_labels)]
     texts = [" ".join(label) for label in labels]
-    queries = [" ".join([*label[:5], draw.choice(words)]) for label in draw.choices(labels, k=QUERIES + TUNE_QUERIES)]
+    queries = [
+        " ".join([*label[:5], draw.choice(words)])
+        for label in draw.choices(labels, k=QUERIES + TUNE_QUERIES)
+    ]
     tokenizer = train_wordpiece(words * 2, vocab_size=30_000, max_len=32)
     encoder = StaticEncoder(torch.ones(tokenizer.vocab_size), dim, residual=False)
     encoder.reset(0)
@@ -180,14 +222,18 @@ def in_process(folder: Path, threads: int) -> dict[str, Any]:
     retriever, queries = Retriever.load(folder / "bundle", threads=threads), read_queries(folder)
     batches = [queries[start : start + BATCH] for start in range(0, len(queries), BATCH)]
     retriever.search(queries[:256], K)  # pages of the index are read
-    singles = np.asarray([timed(lambda t=text: retriever.search([t], K)) for text in queries[:SINGLES]])
+    singles = np.asarray(
+        [timed(lambda t=text: retriever.search([t], K)) for text in queries[:SINGLES]]
+    )
     batch_s = sum(timed(lambda b=batch: retriever.search(b, K)) for batch in batches)
     all_s = timed(lambda: retriever.search(queries, K))
     tokens = retriever.tokenizer.encode(queries[:512])
     found, wanted = (retriever.top_labels(tokens, K, exact=exact).ids for exact in (False, True))
     recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(found, wanted, strict=True)])
     p50, p99 = 1000 * np.percentile(singles, [50, 99])
-    uids = [[answer.uid for answer in retriever.search([query], K)[0]] for query in queries[:CHECKED]]
+    uids = [
+        [answer.uid for answer in retriever.search([query], K)[0]] for query in queries[:CHECKED]
+    ]
     rates = {"batch_texts_per_s": len(queries) / batch_s, "all_texts_per_s": len(queries) / all_s}
     size = f"{retriever.num_labels:,} x {retriever.settings.dim}, {'IVF' if retriever.indexed else 'exhaustive'}"
     return {"p50": p50, "p99": p99, **rates, "recall": float(recall), "uids": uids, "size": size}
@@ -218,7 +264,10 @@ def served(command: list[str], bundle: Path, mode: str, threads: int) -> Iterato
         arguments += ["--token-file", f"{folder}/token", "--state-dir", f"{folder}/state"]
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*command, str(bundle), *arguments], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                [*command, str(bundle), *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         try:
             wait_until_ready(port, process, log)
@@ -227,10 +276,15 @@ def served(command: list[str], bundle: Path, mode: str, threads: int) -> Iterato
             stop(process)
 
 
-def wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 300.0) -> None:
+def wait_until_ready(
+    port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 300.0
+) -> None:
     deadline = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5):
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5),
+        ):
             return
         time.sleep(0.2)
     print(log.read_text()[-2000:], file=sys.stderr)
@@ -250,7 +304,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 async def usual(
-    port: int, token: str, mode: str, folder: Path, alone: dict[str, Any], options: argparse.Namespace
+    port: int,
+    token: str,
+    mode: str,
+    folder: Path,
+    alone: dict[str, Any],
+    options: argparse.Namespace,
 ) -> dict[str, object]:
     """A row: one text a request at half of the peak rate, and 32 texts a request."""
     queries = read_queries(folder)
@@ -261,11 +320,17 @@ async def usual(
     log = (await open_loop(port, requests, due)).part(options.warmup)
     p50, p99 = np.percentile(log.latency_ms(), [50, 99])
     null_p50, null_p99, cost_ms = await generator(requests, best / 2, options)
-    batches = requests_of([queries[i : i + BATCH] for i in range(0, len(queries), BATCH)], token, port)
+    batches = requests_of(
+        [queries[i : i + BATCH] for i in range(0, len(queries), BATCH)], token, port
+    )
     batch_rate, _ = await peak(port, batches, CLOSED_BATCH, max(1.0, options.seconds / 6))
     reached = BATCH * batch_rate / alone["batch_texts_per_s"]
     added, limits = (p50 - alone["p50"], p99 - alone["p99"]), LIMITS[mode]
-    missed = [name for name, value, limit in zip(("p50", "p99"), added, limits, strict=True) if value > limit]
+    missed = [
+        name
+        for name, value, limit in zip(("p50", "p99"), added, limits, strict=True)
+        if value > limit
+    ]
     missed += ["throughput"] * (reached < LIMIT_SHARE)
     missed += [f"answers ({others(log.status, {200})})"] * (set(log.status) != {200})
     return {
@@ -301,14 +366,23 @@ def tell_usual(options: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 async def overload(
-    port: int, token: str, mode: str, folder: Path, alone: dict[str, Any], options: argparse.Namespace
+    port: int,
+    token: str,
+    mode: str,
+    folder: Path,
+    alone: dict[str, Any],
+    options: argparse.Namespace,
 ) -> dict[str, object]:
     """A row: some times the peak rate for a while, then half of it again."""
     requests = requests_of([[query] for query in read_queries(folder)], token, port)
     await check(port, requests, alone["uids"])
     best, _ = await peak(port, requests, CLOSED, max(1.0, options.seconds / 6))
     seconds, begin = options.overload_seconds, options.warmup + options.seconds
-    phases = [(best / 2, begin), (options.times * best, seconds), (best / 2, max(options.seconds, 2 * NORMAL_S + 1))]
+    phases = [
+        (best / 2, begin),
+        (options.times * best, seconds),
+        (best / 2, max(options.seconds, 2 * NORMAL_S + 1)),
+    ]
     whole = await open_loop(port, requests, due_times(phases, options.arrivals))
     before, after = whole.part(options.warmup, begin), whole.part(begin + seconds)
     log = whole.part(begin, begin + seconds)
@@ -322,8 +396,11 @@ async def overload(
     )
     limit_ms = 1000 * ServeConfig(bundles={"": ""}).in_flight / best
     kept = {
-        "refusals": len(refused_ms) > 0 and np.percentile(refused_ms, 99) <= REFUSED_MS and all(told),
-        "accepted": len(accepted_ms) > 0 and np.percentile(accepted_ms, 99) <= ACCEPTED_LIMITS * limit_ms,
+        "refusals": len(refused_ms) > 0
+        and np.percentile(refused_ms, 99) <= REFUSED_MS
+        and all(told),
+        "accepted": len(accepted_ms) > 0
+        and np.percentile(accepted_ms, 99) <= ACCEPTED_LIMITS * limit_ms,
         "answers": not else_,
         "recovery": normal is not None and normal <= NORMAL_S,
     }
@@ -353,7 +430,11 @@ def others(status: Sequence[int], expected: set[int]) -> str:
 
 
 def percentiles(latency_ms: np.ndarray) -> str:
-    return " / ".join(f"{value:.1f}" for value in np.percentile(latency_ms, [50, 99])) if len(latency_ms) else "-"
+    return (
+        " / ".join(f"{value:.1f}" for value in np.percentile(latency_ms, [50, 99]))
+        if len(latency_ms)
+        else "-"
+    )
 
 
 def part_of(flags: np.ndarray) -> str:
@@ -404,14 +485,20 @@ async def check(port: int, requests: Sequence[bytes], uids: Sequence[Sequence[st
     for request, wanted in zip(requests, uids, strict=False):
         answer = await pool.ask(request)
         if answer.status != 200:
-            raise SystemExit(f"error: the server answers {answer.status} {answer.body[:300]!r}, expected 200")
+            raise SystemExit(
+                f"error: the server answers {answer.status} {answer.body[:300]!r}, expected 200"
+            )
         found = [label["uid"] for label in json.loads(answer.body)["results"][0]["answers"]]
         if found != wanted:
-            raise SystemExit(f"error: the server answers {found}, in process it is {wanted}; not the same bundle?")
+            raise SystemExit(
+                f"error: the server answers {found}, in process it is {wanted}; not the same bundle?"
+            )
     pool.close()
 
 
-async def generator(requests: Sequence[bytes], rate: float, options: argparse.Namespace) -> tuple[float, float, float]:
+async def generator(
+    requests: Sequence[bytes], rate: float, options: argparse.Namespace
+) -> tuple[float, float, float]:
     """This program alone, at the same rate against a server that does nothing: p50, p99 and processor time, in ms."""
     port = free_port()
     process = subprocess.Popen([sys.executable, __file__, "--null", str(port)])
@@ -420,7 +507,9 @@ async def generator(requests: Sequence[bytes], rate: float, options: argparse.Na
         while (await pool.ask(requests[0])).status != 200:
             await asyncio.sleep(0.1)
         before = resource.getrusage(resource.RUSAGE_SELF)
-        log = await open_loop(port, requests, due_times([(rate, min(10.0, options.seconds))], options.arrivals))
+        log = await open_loop(
+            port, requests, due_times([(rate, min(10.0, options.seconds))], options.arrivals)
+        )
         after = resource.getrusage(resource.RUSAGE_SELF)
         pool.close()
     finally:

@@ -60,7 +60,11 @@ SETTINGS = [
     "log.checkpoint_every=17",
     "log.validate_every=0",
 ]
-ROWS = ["method.classifier.kind=adagrad", "method.classifier.lr=0.1", "method.classifier.weight_decay=0.001"]
+ROWS = [
+    "method.classifier.kind=adagrad",
+    "method.classifier.lr=0.1",
+    "method.classifier.weight_decay=0.001",
+]
 OF_METHOD = {  # each with something to refresh
     "astra": [*ROWS, "negatives.uniform=100", "negatives.hard=10"],
     "renee": [*ROWS, "negatives.cluster_size=8"],
@@ -96,13 +100,19 @@ class Trial:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--method", nargs="+", choices=OF_METHOD, default=list(OF_METHOD))
-    parser.add_argument("--kills", type=int, default=20, help="of each method (default: %(default)s)")
+    parser.add_argument(
+        "--kills", type=int, default=20, help="of each method (default: %(default)s)"
+    )
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("soak.md"))
-    parser.add_argument("--train", nargs=3, metavar=("METHOD", "CORPUS", "RUN"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--train", nargs=3, metavar=("METHOD", "CORPUS", "RUN"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     if arguments.train:
         start_ray(num_cpus=4, object_store_bytes=256 << 20)
@@ -110,7 +120,9 @@ def main() -> None:
         train(corpus_path, out, RunConfig.resolve(method, {}, [*SETTINGS, *OF_METHOD[method]]))
         return
     load = refuse_if_busy(anyway=True)
-    corpus = data_sets.prepared("soak", lambda raw: write_planted(raw, num_queries=6000, num_labels=2000)).path
+    corpus = data_sets.prepared(
+        "soak", lambda raw: write_planted(raw, num_queries=6000, num_labels=2000)
+    ).path
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
     rows: list[list[object]] = []
     try:
@@ -130,10 +142,14 @@ def main() -> None:
         header = ["method", "kill", "of", "aimed at", "met", "at step", "seconds", "byte-equal"]
         write_table(arguments.out, "Killed and resumed", header, rows, notes)
     if equal < (wanted := arguments.kills * len(arguments.method)):
-        raise SystemExit(f"error: {equal} of {wanted} runs are as the undisturbed one; the others: {folder}")
+        raise SystemExit(
+            f"error: {equal} of {wanted} runs are as the undisturbed one; the others: {folder}"
+        )
 
 
-def of_method(method: str, arguments: argparse.Namespace, corpus: Path, folder: Path) -> Iterator[list[object]]:
+def of_method(
+    method: str, arguments: argparse.Namespace, corpus: Path, folder: Path
+) -> Iterator[list[object]]:
     """A row for each trial of a method; those of a trial that was done before are read."""
     kept = data_sets.CACHE / "soak" / f"{method}-seed-{arguments.seed}.json"
     found = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
@@ -152,7 +168,13 @@ def of_method(method: str, arguments: argparse.Namespace, corpus: Path, folder: 
         if what not in done:
             expected = expected or undisturbed()
             killed = folder / f"{method}-{number}"
-            row = [method, number, trial.target, trial.moment, *kill_and_resume(trial, corpus, killed, expected)]
+            row = [
+                method,
+                number,
+                trial.target,
+                trial.moment,
+                *kill_and_resume(trial, corpus, killed, expected),
+            ]
             print(*row, sep=" | ", flush=True)
             if row[-1] != "yes":  # its folder stays, and it is tried again
                 yield row
@@ -169,10 +191,15 @@ def trials(arguments: argparse.Namespace, method: str, steps: int) -> list[Trial
     pairs = [(target, moment) for moment in arguments.moments for target in ("worker", "driver")]
     chosen = [pairs[i % len(pairs)] for i in range(arguments.kills)]
     last = steps - 2 * per_epoch
-    return [Trial(method, target, moment, draw.randrange(1, last), per_epoch) for target, moment in chosen]
+    return [
+        Trial(method, target, moment, draw.randrange(1, last), per_epoch)
+        for target, moment in chosen
+    ]
 
 
-def kill_and_resume(trial: Trial, corpus: Path, run: Path, expected: dict[str, str]) -> list[object]:
+def kill_and_resume(
+    trial: Trial, corpus: Path, run: Path, expected: dict[str, str]
+) -> list[object]:
     """What the kill met, at which step, seconds in all, and whether the weights are the expected ones."""
     started, met = time.perf_counter(), ["nothing", 0]
     driver = start(trial.method, corpus, run)
@@ -184,7 +211,10 @@ def kill_and_resume(trial: Trial, corpus: Path, run: Path, expected: dict[str, s
         met[:] = ["+".join(phases(run) + ["switching"] * boundary), step]
         family.update(descendants(driver.pid))
         workers = sorted(pid for pid, command in family.items() if "RayTrainWorker" in command)
-        os.kill(random.Random(trial.step).choice(workers) if trial.target == "worker" else driver.pid, signal.SIGKILL)
+        os.kill(
+            random.Random(trial.step).choice(workers) if trial.target == "worker" else driver.pid,
+            signal.SIGKILL,
+        )
 
     watcher = When(lambda: trial.due(run), strike)
     wait(driver)
@@ -194,7 +224,9 @@ def kill_and_resume(trial: Trial, corpus: Path, run: Path, expected: dict[str, s
         wait(driver)
     for pid, command in family.items():  # ours, should something have outlived its driver
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode() == command:
+            if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(
+                b"\0", b" "
+            ).decode() == command:
                 os.kill(pid, signal.SIGKILL)
     alike = driver.returncode == 0 and watcher.done and final_weights(run) == expected
     return [*met, f"{time.perf_counter() - started:.0f}", "yes" if alike else "no"]
@@ -203,7 +235,9 @@ def kill_and_resume(trial: Trial, corpus: Path, run: Path, expected: dict[str, s
 def start(method: str, corpus: Path, run: Path) -> subprocess.Popen[bytes]:
     """A driver in a process of its own; what it and Ray say of the kill goes to a file beside the run."""
     with run.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen([sys.executable, __file__, "--train", method, str(corpus), str(run)], stderr=log)
+        return subprocess.Popen(
+            [sys.executable, __file__, "--train", method, str(corpus), str(run)], stderr=log
+        )
 
 
 def wait(driver: subprocess.Popen[bytes]) -> None:
@@ -240,7 +274,9 @@ def final_weights(run: Path) -> dict[str, str]:
     """SHA-256 of every tensor file of the last checkpoint."""
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     files = read_manifest(newest, "checkpoint").files
-    return {name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")} | {"": newest.name}
+    return {
+        name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")
+    } | {"": newest.name}
 
 
 if __name__ == "__main__":

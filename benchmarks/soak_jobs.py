@@ -37,22 +37,38 @@ from processes import When, descendants, last_step
 
 METHODS = ("astra", "dexml", "prime", "rae", "renee", "unidec")
 SMALL = ["optim.epochs=2", "cluster.cpus_per_worker=0.5", "cluster.threads_per_process=1"]
-LOST = ["encoder.dim=64", "optim.batch_size=128", "optim.epochs=6", "negatives.uniform=100", "negatives.hard=10"]
-LOST += ["method.classifier.kind=adagrad", "method.classifier.lr=0.1", "negatives.start_epoch=2", "log.every=1"]
+LOST = [
+    "encoder.dim=64",
+    "optim.batch_size=128",
+    "optim.epochs=6",
+    "negatives.uniform=100",
+    "negatives.hard=10",
+]
+LOST += [
+    "method.classifier.kind=adagrad",
+    "method.classifier.lr=0.1",
+    "negatives.start_epoch=2",
+    "log.every=1",
+]
 LOST += ["negatives.refresh_every=1", "negatives.wait_s=120", "log.validate_every=0", *SMALL[1:]]
 PARTS = ("scripts", "lost")
 PATIENCE_S = 600
 ALLOWED_S = 25
 SECRETS = {
-    name: f"planted-{name.lower()}-0123456789" for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
+    name: f"planted-{name.lower()}-0123456789"
+    for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="prepare, ASTRA, and one stop")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: both)")
-    parser.add_argument("--stops", type=int, default=5, help="by SIGTERM, at random steps (default: %(default)s)")
+    parser.add_argument(
+        "--stops", type=int, default=5, help="by SIGTERM, at random steps (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("soak_jobs.md"))
     arguments = parser.parse_args()
@@ -64,16 +80,31 @@ def main() -> None:
         with head() as found:
             scripts(found, folder, METHODS[:1] if arguments.quick else METHODS, rows)
     if "lost" in arguments.parts:
-        rows += lost(folder, 1 if arguments.quick else arguments.stops, random.Random(arguments.seed), arguments.quick)
+        rows += lost(
+            folder,
+            1 if arguments.quick else arguments.stops,
+            random.Random(arguments.seed),
+            arguments.quick,
+        )
     leaks = secrets_in(folder)
-    rows.append(["secrets in the files of all runs", "none" if not leaks else " ".join(leaks), "", ""])
-    good = all(row[1] in ("succeeded", "byte-equal", "none") and row[3] in ("yes", "") for row in rows)
+    rows.append(
+        ["secrets in the files of all runs", "none" if not leaks else " ".join(leaks), "", ""]
+    )
+    good = all(
+        row[1] in ("succeeded", "byte-equal", "none") and row[3] in ("yes", "") for row in rows
+    )
     notes = [
         "the sample, for interrupted trainings planted data; 2 workers, a head on loopback with a token; SIGTERM to"
         f" checkpoint: {ALLOWED_S} s allowed",
         load,
     ]
-    write_table(arguments.out, "Jobs", ["what", "result", "seconds", "refused without token, or in time"], rows, notes)
+    write_table(
+        arguments.out,
+        "Jobs",
+        ["what", "result", "seconds", "refused without token, or in time"],
+        rows,
+        notes,
+    )
     if not good:
         raise SystemExit(f"error: not everything went well; files are in {folder}")
     shutil.rmtree(folder)
@@ -95,20 +126,40 @@ def scripts(found: Head, folder: Path, methods: Sequence[str], rows: list[list[o
     ]
     if len(methods) > 1:
         space = ["--space", "tune/spaces/renee.yaml", "--out", folder / "sweep", "--trials", 2]
-        jobs.append(["tune", "renee", "--data", corpus, *space, "--config", "preset:renee/sample", *settings[:2]])
+        jobs.append(
+            [
+                "tune",
+                "renee",
+                "--data",
+                corpus,
+                *space,
+                "--config",
+                "preset:renee/sample",
+                *settings[:2],
+            ]
+        )
     for script, *options in jobs:
         started = time.perf_counter()
         code, text = followed(submit(found, script, *options))
         seconds = time.perf_counter() - started
         refused = followed(submit(found, script, *options, token=False))
         no = "yes" if refused[0] and "AuthenticationError" in refused[1] else "**no**"
-        rows.append([f"jobs/{script}.py", "succeeded" if code == 0 else f"**{last_line(text)}**", f"{seconds:.0f}", no])
+        rows.append(
+            [
+                f"jobs/{script}.py",
+                "succeeded" if code == 0 else f"**{last_line(text)}**",
+                f"{seconds:.0f}",
+                no,
+            ]
+        )
         print(*rows[-1], sep=" | ", flush=True)
 
 
 def lost(folder: Path, stops: int, draw: random.Random, quick: bool) -> list[list[object]]:
     """Trainings that are interrupted, and submitted again until they are done."""
-    write_planted(folder / "planted", num_queries=2000 if quick else 6000, num_labels=500 if quick else 2000)
+    write_planted(
+        folder / "planted", num_queries=2000 if quick else 6000, num_labels=500 if quick else 2000
+    )
     rows: list[list[object]] = []
     with head() as found:
         corpus = folder / "planted-corpus"
@@ -139,7 +190,12 @@ def lost(folder: Path, stops: int, draw: random.Random, quick: bool) -> list[lis
             watcher.close()
             code, _ = followed(submit(found, *train, run))
             rows.append(
-                [f"driver killed at step {step}", judged(code, run, expected), "", "yes" if watcher.done else "no"]
+                [
+                    f"driver killed at step {step}",
+                    judged(code, run, expected),
+                    "",
+                    "yes" if watcher.done else "no",
+                ]
             )
             print(*rows[-1], sep=" | ", flush=True)
     if not quick:
@@ -150,12 +206,21 @@ def lost(folder: Path, stops: int, draw: random.Random, quick: bool) -> list[lis
             watcher.close()
         with head() as found:
             code, _ = followed(submit(found, *train, run))
-        rows.append([f"head killed at step {step}", judged(code, run, expected), "", "yes" if watcher.done else "no"])
+        rows.append(
+            [
+                f"head killed at step {step}",
+                judged(code, run, expected),
+                "",
+                "yes" if watcher.done else "no",
+            ]
+        )
         print(*rows[-1], sep=" | ", flush=True)
     return rows
 
 
-def stopped(found: Head, train: list[object], run: Path, step: int, expected: dict[str, str]) -> list[object]:
+def stopped(
+    found: Head, train: list[object], run: Path, step: int, expected: dict[str, str]
+) -> list[object]:
     """One `ray job stop` at a step; seconds until its checkpoint was there."""
     asked: list[float] = []
 
@@ -163,27 +228,43 @@ def stopped(found: Head, train: list[object], run: Path, step: int, expected: di
         asked.append(time.time())
         command = [RAY, "job", "stop", run.name]
         subprocess.run(
-            command, env=found.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False
+            command,
+            env=found.environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
         )
 
     watcher = When(lambda: last_step(run) >= step, stop)
     _, text = followed(submit(found, *train, run, name=run.name))
     watcher.close()
-    newest = max((path.stat().st_mtime for path in (run / "checkpoints").glob("step-*/manifest.json")), default=0.0)
+    newest = max(
+        (path.stat().st_mtime for path in (run / "checkpoints").glob("step-*/manifest.json")),
+        default=0.0,
+    )
     saved_s = newest - asked[0] if asked else -1.0
     said = "terminated: " in text and "the same command continues it" in text
     code, _ = followed(submit(found, *train, run))
     in_time = "yes" if said and 0 <= saved_s <= ALLOWED_S else "**no**"
-    return [f"`ray job stop` at step {step}", judged(code, run, expected), f"{saved_s:.1f}", in_time]
+    return [
+        f"`ray job stop` at step {step}",
+        judged(code, run, expected),
+        f"{saved_s:.1f}",
+        in_time,
+    ]
 
 
-def submit(found: Head, script: object, *options: object, token: bool = True, name: str = "") -> subprocess.Popen[str]:
+def submit(
+    found: Head, script: object, *options: object, token: bool = True, name: str = ""
+) -> subprocess.Popen[str]:
     """`ray job submit` of a script, followed."""
     command = [RAY, "job", "submit", "--working-dir", ".", "--runtime-env", "jobs/runtime_env.yaml"]
     command += ["--submission-id", name] if name else []
     command += ["--", "python", f"jobs/{script}.py", *(str(option) for option in options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=data_sets.ROOT, env=found.environment(token), text=True, **pipes)
+    return subprocess.Popen(
+        command, cwd=data_sets.ROOT, env=found.environment(token), text=True, **pipes
+    )
 
 
 def followed(job: subprocess.Popen[str]) -> tuple[int, str]:
@@ -223,14 +304,20 @@ def weights(run: Path) -> dict[str, str]:
     """SHA-256 of every tensor file of the last checkpoint."""
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     files = read_manifest(newest, "checkpoint").files
-    return {name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")} | {"": newest.name}
+    return {
+        name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")
+    } | {"": newest.name}
 
 
 def secrets_in(folder: Path) -> list[str]:
     """Files that hold one of the planted secrets."""
     planted = [value.encode() for value in SECRETS.values()]
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return [str(path.relative_to(folder)) for path in files if any(value in path.read_bytes() for value in planted)]
+    return [
+        str(path.relative_to(folder))
+        for path in files
+        if any(value in path.read_bytes() for value in planted)
+    ]
 
 
 def last_line(text: str) -> str:

@@ -65,21 +65,32 @@ LOSSES = {
     "nothing": Loss(""),
     "trainer": Loss("RayTrainWorker", spare=1),
     "trainer, fewer go on": Loss("RayTrainWorker", settings=("cluster.min_workers=1",)),
-    "trainer, another joins": Loss("RayTrainWorker", joins=True, settings=("cluster.min_workers=1",)),
+    "trainer, another joins": Loss(
+        "RayTrainWorker", joins=True, settings=("cluster.min_workers=1",)
+    ),
     "index": Loss("IndexShard", spare=1),
 }
 CHOICES = [name for name in LOSSES if name != "nothing"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--losses", nargs="*", choices=CHOICES, default=CHOICES)
     parser.add_argument("--rounds", type=int, default=1, help="of each loss (default: %(default)s)")
     parser.add_argument("--without-autoscaler", action="store_true")
-    parser.add_argument("--queries", type=int, default=6000, help="of the planted corpus (default: %(default)s)")
+    parser.add_argument(
+        "--queries", type=int, default=6000, help="of the planted corpus (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("soak_nodes.md"))
-    parser.add_argument("--trial", nargs=5, metavar=("LOSS", "STEP", "MOMENT", "CORPUS", "RUN"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--trial",
+        nargs=5,
+        metavar=("LOSS", "STEP", "MOMENT", "CORPUS", "RUN"),
+        help=argparse.SUPPRESS,
+    )
     arguments = parser.parse_args()
     if arguments.trial:
         loss, step, moment, corpus, out = arguments.trial
@@ -89,7 +100,9 @@ def main() -> None:
         return
     load = refuse_if_busy(anyway=True)
     name = f"soak-{arguments.queries}" if arguments.queries != 6000 else "soak"
-    corpus = data_sets.prepared(name, lambda raw: write_planted(raw, arguments.queries, num_labels=2000)).path
+    corpus = data_sets.prepared(
+        name, lambda raw: write_planted(raw, arguments.queries, num_labels=2000)
+    ).path
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
     draw, rows = random.Random(arguments.seed), []
     try:
@@ -99,16 +112,27 @@ def main() -> None:
         for number in range(arguments.rounds):
             for loss in arguments.losses:
                 step = draw.randrange(steps // EPOCHS, steps // 3)
-                moment = MOMENTS[number % len(MOMENTS)] if loss != "index" else MOMENTS[1 + number % 2]
+                moment = (
+                    MOMENTS[number % len(MOMENTS)] if loss != "index" else MOMENTS[1 + number % 2]
+                )
                 run = folder / f"{number}-{loss.replace(', ', '-').replace(' ', '-')}"
-                rows.append([loss, *row_of(loss, trial(loss, step, moment, corpus, run), run, undisturbed)])
+                rows.append(
+                    [loss, *row_of(loss, trial(loss, step, moment, corpus, run), run, undisturbed)]
+                )
                 print(*rows[-1], sep=" | ", flush=True)
         if not arguments.without_autoscaler:
             run = folder / "autoscaler"
             seen = trial("autoscaler", 0, "", corpus, run)
             fine = seen.get("ended") and final_weights(run) == final_weights(undisturbed)
             rows.append(
-                ["autoscaler", seen.get("met", "?"), "", seen["seconds"], "byte-equal", "yes" if fine else "no"]
+                [
+                    "autoscaler",
+                    seen.get("met", "?"),
+                    "",
+                    seen["seconds"],
+                    "byte-equal",
+                    "yes" if fine else "no",
+                ]
             )
             print(*rows[-1], sep=" | ", flush=True)
     finally:
@@ -124,7 +148,9 @@ def main() -> None:
         header = ["lost", "met", "at step", "seconds", "promise", "kept"]
         write_table(arguments.out, "Nodes lost and joined", header, rows, notes)
     if kept < len(rows):
-        raise SystemExit(f"error: {len(rows) - kept} of {len(rows)} runs broke their promise; they are in {folder}")
+        raise SystemExit(
+            f"error: {len(rows) - kept} of {len(rows)} runs broke their promise; they are in {folder}"
+        )
 
 
 def trial(loss: str, step: int, moment: str, corpus: Path, run: Path) -> dict[str, Any]:
@@ -132,7 +158,16 @@ def trial(loss: str, step: int, moment: str, corpus: Path, run: Path) -> dict[st
     started = time.perf_counter()
     with environment() as variables, run.with_suffix(".log").open("ab") as log:
         variables["XMCRAY_CACHE"] = str(run.with_suffix(".caches") / "driver")
-        command = [sys.executable, __file__, "--trial", loss, str(step), moment, str(corpus), str(run)]
+        command = [
+            sys.executable,
+            __file__,
+            "--trial",
+            loss,
+            str(step),
+            moment,
+            str(corpus),
+            str(run),
+        ]
         driver = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=log)
         wait(driver)
         lines = [line for line in driver.stdout or () if line.startswith(b"{")]
@@ -147,7 +182,11 @@ def row_of(loss: str, seen: dict[str, Any], run: Path, undisturbed: Path) -> lis
     fine = bool(seen.get("ended"))
     if fine and elastic:
         losses, expected = (
-            {record["step"]: record["loss"] for record in read_records(path / "metrics.jsonl") if "loss" in record}
+            {
+                record["step"]: record["loss"]
+                for record in read_records(path / "metrics.jsonl")
+                if "loss" in record
+            }
             for path in (run, undisturbed)
         )
         apart = (
@@ -161,7 +200,13 @@ def row_of(loss: str, seen: dict[str, Any], run: Path, undisturbed: Path) -> lis
     if LOSSES[loss].of == "IndexShard":
         promise += ", every version complete"
         fine = fine and seen["complete"]
-    return [seen.get("met", "?"), seen.get("step", "?"), seen["seconds"], promise, "yes" if fine else "no"]
+    return [
+        seen.get("met", "?"),
+        seen.get("step", "?"),
+        seen["seconds"],
+        promise,
+        "yes" if fine else "no",
+    ]
 
 
 def config(*extra: str) -> RunConfig:
@@ -219,7 +264,10 @@ def with_autoscaler(corpus: str, out: Path) -> dict[str, Any]:
     """Trains on a cluster that is a head alone at first; demand and nodes before, at the most, and after."""
     from xmcray.training.launch import train
 
-    kinds = {"trainer": ({"CPU": 2, "GPU": 1}, WORKERS + 1), "index": ({"CPU": 1, "index": 1}, WORKERS)}
+    kinds = {
+        "trainer": ({"CPU": 2, "GPU": 1}, WORKERS + 1),
+        "index": ({"CPU": 1, "index": 1}, WORKERS),
+    }
     nodes = AutoscaledNodes(kinds, idle_s=6)
     seen: list[tuple[int, int]] = []  # what is asked for and not there, nodes besides the head
     over = threading.Event()
@@ -243,7 +291,10 @@ def with_autoscaler(corpus: str, out: Path) -> dict[str, Any]:
         nodes.close()
     most = max(demand for demand, _ in seen), max(number for _, number in seen)
     met = f"asked for and lacking: 0 → {most[0]} → {seen[-1][0]}; nodes: {seen[0][1]} → {most[1]} → {seen[-1][1]}"
-    return {"met": met, "ended": gone.done and most[0] > 0 and most[1] == 2 * WORKERS and seen[-1] == (0, 0)}
+    return {
+        "met": met,
+        "ended": gone.done and most[0] > 0 and most[1] == 2 * WORKERS and seen[-1] == (0, 0),
+    }
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ from xmcray.serving.run import serving
 from xmcray.serving.schema import Operation
 from xmcray.serving.settings import ServeConfig
 
-sys.path.insert(0, str(data_sets.ROOT / "tests"))  # what the tests do a little of, with the same means
+sys.path.insert(
+    0, str(data_sets.ROOT / "tests")
+)  # what the tests do a little of, with the same means
 from bundles import TEXTS, write_bundle_of, write_transformer
 from fuzz import ROUTES, ask_described, ask_mutated
 from replicas import Askers, Killer, client_of, insist, known_answers, replicas
@@ -72,9 +74,16 @@ class Piece:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="of this call, without starting and ending")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="of this call, without starting and ending",
+    )
     parser.add_argument("--fresh", action="store_true", help="forget what earlier calls did")
     parser.add_argument("--out", type=Path, default=Path("soak_serving.md"))
     options = parser.parse_args()
@@ -126,10 +135,21 @@ def tell(out: Path) -> None:
         notes = "; ".join(dict.fromkeys(piece.notes for piece in known if piece.notes))
         seconds = f"{sum(p.seconds for p in known):.0f}"
         rows.append(
-            [name, what, f"{done:,} of {goal:,}", f"{disturbances} {disturbed}", seconds, outcome, notes or "-"]
+            [
+                name,
+                what,
+                f"{done:,} of {goal:,}",
+                f"{disturbances} {disturbed}",
+                seconds,
+                outcome,
+                notes or "-",
+            ]
         )
     header = ["part", "what", "done", "disturbed by", "seconds", "outcome", "seen"]
-    lines = [f"run in pieces at: {'; '.join(abouts) or '-'}", "correctness only: the machine may have been busy"]
+    lines = [
+        f"run in pieces at: {'; '.join(abouts) or '-'}",
+        "correctness only: the machine may have been busy",
+    ]
     write_table(out, "Serving while it is disturbed", header, rows, lines)
     if bad:
         raise SystemExit("error: something went wrong; see the table")
@@ -140,13 +160,20 @@ def tell(out: Path) -> None:
 
 def kills(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     """Half of what there is to do in either mode."""
-    bundles = {"single": write_bundle_of(folder / "bundle", "texts"), "composed": write_transformer(folder)}
+    bundles = {
+        "single": write_bundle_of(folder / "bundle", "texts"),
+        "composed": write_transformer(folder),
+    }
     notes = []
     parts = {"single": ["Gateway"], "composed": ["Gateway", "Encoder", "Searcher0"]}
     for number, (mode, deployments) in enumerate(parts.items()):
         options = dict.fromkeys(deployments[1:], TWO)
         config = ServeConfig(
-            bundles={"a": str(bundles[mode])}, mode=mode, replicas=2, state_dir=str(folder / mode), options=options
+            bundles={"a": str(bundles[mode])},
+            mode=mode,
+            replicas=2,
+            state_dir=str(folder / mode),
+            options=options,
         )
         until = time.monotonic() + (deadline - time.monotonic()) / (len(parts) - number)
         with serving(config, "127.0.0.1", port := free_port()) as url:
@@ -176,15 +203,24 @@ def swaps(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     add_labels(bundles[0], [NewLabel("extra", "matrix vector norm")], bundles[1])
     known = known_answers(bundles)
     config = ServeConfig(
-        bundles={"a": str(bundles[0])}, mode="single", replicas=2, state_dir=str(folder / "state"), keep_s=5.0
+        bundles={"a": str(bundles[0])},
+        mode="single",
+        replicas=2,
+        state_dir=str(folder / "state"),
+        keep_s=5.0,
     )
-    with serving(config, "127.0.0.1", free_port()) as url, client_of(url, folder / "state") as admin:
+    with (
+        serving(config, "127.0.0.1", free_port()) as url,
+        client_of(url, folder / "state") as admin,
+    ):
         askers = Askers(url, folder / "state", known)
         while piece.disturbances < left and time.monotonic() < deadline:
             insist(partial(admin.swap, str(bundles[(piece.disturbances + 1) % 2])))
             piece.disturbances += 1
             before = askers.asked
-            while askers.asked < before + 50:  # answers of this version, while the one before is dropped
+            while (
+                askers.asked < before + 50
+            ):  # answers of this version, while the one before is dropped
                 time.sleep(0.05)
         askers.finish()
     count(piece, askers)
@@ -211,7 +247,13 @@ class Server:
 
     def __init__(self, bundle: Path, state: Path) -> None:
         self.port, self._state, self._log = free_port(), state, state.with_suffix(".log")
-        self._command = [str(Path(sys.executable).parent / "xmcray"), "serve", str(bundle), "--port", str(self.port)]
+        self._command = [
+            str(Path(sys.executable).parent / "xmcray"),
+            "serve",
+            str(bundle),
+            "--port",
+            str(self.port),
+        ]
         self.process = self._start()
 
     def revive(self) -> None:
@@ -253,7 +295,10 @@ class Writer(threading.Thread):
 
     def run(self) -> None:
         while not self.done.wait(self._draw.uniform(0, 2 * PACE_S)):
-            batch = [self._operation(uid) for uid in self._draw.sample(sorted(self.text), self._draw.choice((1, 1, 3)))]
+            batch = [
+                self._operation(uid)
+                for uid in self._draw.sample(sorted(self.text), self._draw.choice((1, 1, 3)))
+            ]
             if self._sent(batch):
                 self.acknowledged += len(batch)
                 self.text |= {operation.uid: operation.text for operation in batch}
@@ -265,7 +310,13 @@ class Writer(threading.Thread):
         for uid, text in self.text.items():
             found = self.read(uid)
             if found != text:
-                kind = "lost" if found is None else "resurrected" if text is None else "of another text"
+                kind = (
+                    "lost"
+                    if found is None
+                    else "resurrected"
+                    if text is None
+                    else "of another text"
+                )
                 self.wrong[kind] += 1
 
     def read(self, uid: str) -> str | None:
@@ -328,10 +379,14 @@ def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
             piece.wrong.update(writer.wrong)
         must = {uid: text for writer in writers for uid, text in writer.text.items()}
         found = clients[0].search([""], len(must), filter={"allow": list(must)}).results[0].answers
-        piece.wrong["search disagrees"] += {a.uid: a.text for a in found} != {u: t for u, t in must.items() if t}
+        piece.wrong["search disagrees"] += {a.uid: a.text for a in found} != {
+            u: t for u, t in must.items() if t
+        }
         piece.disturbances = len(killer.killed)
         unknown = sum(writer.unknown for writer in writers)
-        piece.notes = f"{unknown} requests cut off, looked up afterwards; {len(found)} labels left at the end"
+        piece.notes = (
+            f"{unknown} requests cut off, looked up afterwards; {len(found)} labels left at the end"
+        )
     finally:
         server.close()
     return piece
@@ -343,7 +398,9 @@ def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
 def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     """Rounds of 300 that the description allows and 200 mutated ones."""
     bundle, state = write_bundle_of(folder / "bundle", "texts"), folder / "state"
-    config = ServeConfig(bundles={"a": str(bundle)}, mode="single", replicas=2, state_dir=str(state))
+    config = ServeConfig(
+        bundles={"a": str(bundle)}, mode="single", replicas=2, state_dir=str(state)
+    )
     seen, memory = Counter[int](), list[float]()
     with serving(config, "127.0.0.1", free_port()) as url:
         before = everyone()
@@ -354,7 +411,10 @@ def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
 
         while piece.done < left and time.monotonic() < deadline:
             for ask in [
-                *(partial(ask_described, route=route, number=number) for route, number in ROUTES.items()),
+                *(
+                    partial(ask_described, route=route, number=number)
+                    for route, number in ROUTES.items()
+                ),
                 partial(ask_mutated, number=ROUND - sum(ROUTES.values())),
             ]:
                 try:
@@ -366,12 +426,16 @@ def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
                 piece.done += found.total()
             memory.append(sum(map(resident_mib, everyone())))
         with client_of(url, state) as client:
-            piece.wrong["no answer afterwards"] += len(client.search(["matrix"]).results[0].answers) != 10
+            piece.wrong["no answer afterwards"] += (
+                len(client.search(["matrix"]).results[0].answers) != 10
+            )
         piece.wrong["replica restarted"] += len(set(before) - set(everyone()))
     statuses = ", ".join(f"{number} x {status}" for status, number in sorted(seen.items()))
     grown = memory[-1] - memory[min(1, len(memory) - 1)]  # the first rounds fill caches
     piece.wrong["memory grew"] += grown > 0.05 * memory[0]
-    piece.notes = f"{statuses}; MiB of all replicas by round: {', '.join(f'{value:.0f}' for value in memory)}"
+    piece.notes = (
+        f"{statuses}; MiB of all replicas by round: {', '.join(f'{value:.0f}' for value in memory)}"
+    )
     return piece
 
 

@@ -41,10 +41,14 @@ PATIENCE_S = 3600
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="settings of all trials")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="settings of all trials"
+    )
     parser.add_argument("--out", type=Path, default=Path("soak_sweep.md"))
     arguments = parser.parse_args()
     load = refuse_if_busy(anyway=True)
@@ -57,7 +61,12 @@ def main() -> None:
         if variant == "none":
             wait(start(corpus, folder / "undisturbed", options))
             expected = Sweep.open(folder / "undisturbed").trials()
-        rows.append([variant, *kill_and_restore(corpus, folder / variant, options, arguments.trials, expected)])
+        rows.append(
+            [
+                variant,
+                *kill_and_restore(corpus, folder / variant, options, arguments.trials, expected),
+            ]
+        )
         print(*rows[-1], sep=" | ", flush=True)
     good = all(row[-1] == "yes" for row in rows)
     if good:
@@ -82,7 +91,9 @@ def main() -> None:
         raise SystemExit(f"error: a sweep is not as wanted; see {folder}")
 
 
-def kill_and_restore(corpus: Path, out: Path, options: list[str], trials: int, expected: list[Trial]) -> list[object]:
+def kill_and_restore(
+    corpus: Path, out: Path, options: list[str], trials: int, expected: list[Trial]
+) -> list[object]:
     """What a kill met and what came of the sweep; the last cell tells whether it is as wanted."""
     started, family = time.perf_counter(), dict[int, str]()
     driver = start(corpus, out, options)
@@ -98,20 +109,45 @@ def kill_and_restore(corpus: Path, out: Path, options: list[str], trials: int, e
     wait(driver := start(corpus, out, options))
     for pid, command in family.items():  # ours, should something have outlived its driver
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode() == command:
+            if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(
+                b"\0", b" "
+            ).decode() == command:
                 os.kill(pid, signal.SIGKILL)
     after, sweep = ended(out), Sweep.open(out)
     touched = sum(after[name] != text for name, text in before.items())
     right = watcher.done and driver.returncode == 0 and touched == 0 and len(after) == trials
     if expected:
-        right = right and [t.state for t in sweep.trials()] == ["finished"] * trials and sweep.trials() == expected
+        right = (
+            right
+            and [t.state for t in sweep.trials()] == ["finished"] * trials
+            and sweep.trials() == expected
+        )
     seconds = f"{time.perf_counter() - started:.0f}"
-    return [len(before), met, len(after), touched, sweep.ranked()[0].name, seconds, "yes" if right else "no"]
+    return [
+        len(before),
+        met,
+        len(after),
+        touched,
+        sweep.ranked()[0].name,
+        seconds,
+        "yes" if right else "no",
+    ]
 
 
 def start(corpus: Path, out: Path, options: list[str]) -> subprocess.Popen[bytes]:
     """A driver in a process of its own; what it says goes to a file beside the sweep."""
-    words = ["tune", "astra", "--data", str(corpus), "--space", str(SPACE), "--out", str(out), "--metric", "P@1"]
+    words = [
+        "tune",
+        "astra",
+        "--data",
+        str(corpus),
+        "--space",
+        str(SPACE),
+        "--out",
+        str(out),
+        "--metric",
+        "P@1",
+    ]
     command = [sys.executable, "-c", MAIN, *words, "--config", "preset:astra/sample", *options]
     with out.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
@@ -130,13 +166,17 @@ def wait(driver: subprocess.Popen[bytes]) -> None:
 
 def ended(out: Path) -> dict[str, str]:
     """The ledger's entries of trials that have ended."""
-    entries = {path.name: path.read_text(encoding="utf-8") for path in (out / "ledger").glob("[0-9]*.json")}
+    entries = {
+        path.name: path.read_text(encoding="utf-8") for path in (out / "ledger").glob("[0-9]*.json")
+    }
     return {name: text for name, text in entries.items() if '"state"' in text}
 
 
 def under_way(out: Path) -> int:
     """Trials that have trained some steps and have not ended."""
-    names = {path.stem for path in (out / "ledger").glob("[0-9]*.json")} - {name[:-5] for name in ended(out)}
+    names = {path.stem for path in (out / "ledger").glob("[0-9]*.json")} - {
+        name[:-5] for name in ended(out)
+    }
     return sum(last_step(out / "trials" / name) >= 20 for name in names)
 
 

@@ -86,7 +86,9 @@ class Clock:
             function = getattr(owner, name)
             timed = self.timed(function, phase)
             if isinstance(owner, type):
-                setattr(owner, name, staticmethod(timed) if hasattr(function, "__self__") else timed)
+                setattr(
+                    owner, name, staticmethod(timed) if hasattr(function, "__self__") else timed
+                )
                 continue
             for module in [m for n, m in list(sys.modules.items()) if n.startswith("xmcray.")]:
                 if getattr(module, name, None) is function:
@@ -116,10 +118,14 @@ def watch_all(clock: Clock) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", nargs="+", default=["sample"], metavar="CORPUS")
     parser.add_argument("--method", nargs="+", default=sorted(methods()), choices=sorted(methods()))
-    parser.add_argument("--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the presets")
+    parser.add_argument(
+        "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the presets"
+    )
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("step_profile.md"))
@@ -136,14 +142,30 @@ def main() -> None:
             config, preset = settings(method, name, arguments)
             steps, share = profile(corpus, config, clock)
             worst = max(BESIDE, key=lambda phase: share[phase])
-            rows.append([name, method, f"{1000 * steps.mean():.1f}", *(f"{100 * share[p]:.1f}" for p in COMPUTING)])
-            rows[-1] += [*(f"{100 * share[p]:.1f}" for p in BESIDE), f"{worst} {100 * share[worst]:.1f}"]
+            rows.append(
+                [
+                    name,
+                    method,
+                    f"{1000 * steps.mean():.1f}",
+                    *(f"{100 * share[p]:.1f}" for p in COMPUTING),
+                ]
+            )
+            rows[-1] += [
+                *(f"{100 * share[p]:.1f}" for p in BESIDE),
+                f"{worst} {100 * share[worst]:.1f}",
+            ]
             label = "held" if share[worst] <= LIMIT else "broken"
             notes.append(
                 f"{name}, {method}: {len(steps)} steps of {config.optim.batch_size} queries, {preset}; {label}"
             )
             print(" ".join(map(str, rows[-1])), flush=True)
-    header = ["set", "method", "step, ms", *(f"{p}, %" for p in (*COMPUTING, *BESIDE)), "largest beside computing"]
+    header = [
+        "set",
+        "method",
+        "step, ms",
+        *(f"{p}, %" for p in (*COMPUTING, *BESIDE)),
+        "largest beside computing",
+    ]
     notes += [
         f"limit: no phase but {', '.join(COMPUTING)} above {100 * LIMIT:.0f} %",
         "batch: ids, positives and what is no negative; draws: positives, hard and uniform negatives, dropout masks;"
@@ -156,7 +178,9 @@ def main() -> None:
 
 def settings(method: str, name: str, arguments: argparse.Namespace) -> tuple[RunConfig, str]:
     """The preset of a set, else the method's of the sample, else its defaults with ASTRA's encoder of the sample."""
-    found = next((p for p in (f"{method}/{name}", f"{method}/sample") if p in configs.presets()), "")
+    found = next(
+        (p for p in (f"{method}/{name}", f"{method}/sample") if p in configs.presets()), ""
+    )
     values = configs.load_yaml(f"preset:{found or 'astra/sample'}")
     if not found:
         values = {section: values[section] for section in ("encoder", "optim")}
@@ -169,7 +193,9 @@ def settings(method: str, name: str, arguments: argparse.Namespace) -> tuple[Run
         f"log.checkpoint_every={10**9}",
         *arguments.override,
     ]
-    return RunConfig.resolve(method, values, common), f"preset {found}" if found else "default settings of the method"
+    return RunConfig.resolve(
+        method, values, common
+    ), f"preset {found}" if found else "default settings of the method"
 
 
 def profile(corpus: Corpus, config: RunConfig, clock: Clock) -> tuple[np.ndarray, dict[str, float]]:

@@ -31,7 +31,11 @@ SHARD_ROWS, TEST_QUERIES = 65_536, 256
 
 
 def corpus(
-    num_labels: int, num_queries: int, tokens_per_text: int = 8, positives: int = 2, vocab_size: int = 30_000
+    num_labels: int,
+    num_queries: int,
+    tokens_per_text: int = 8,
+    positives: int = 2,
+    vocab_size: int = 30_000,
 ) -> Corpus:
     """The corpus of these sizes, from the cache if it was made before."""
     name = f"synthetic-{num_labels}-{num_queries}-{tokens_per_text}-{positives}-{vocab_size}"
@@ -42,20 +46,37 @@ def corpus(
         if not target.is_dir():
             needed = 3 * (num_labels + num_queries) * tokens_per_text * 8
             if shutil.disk_usage(target.parent).free < needed:
-                raise SystemExit(f"error: {needed / 1e9:.0f} GB of disk are needed for {name}; free some space")
-            with new_artifact(target, KIND, {"made_by": "benchmarks/synthetic.py", "name": name}) as folder:
-                _write(folder, name, num_labels, num_queries, tokens_per_text, positives, vocab_size)
+                raise SystemExit(
+                    f"error: {needed / 1e9:.0f} GB of disk are needed for {name}; free some space"
+                )
+            with new_artifact(
+                target, KIND, {"made_by": "benchmarks/synthetic.py", "name": name}
+            ) as folder:
+                _write(
+                    folder, name, num_labels, num_queries, tokens_per_text, positives, vocab_size
+                )
     return Corpus.open(target, verify=False)
 
 
 def _write(
-    folder: Path, name: str, num_labels: int, num_queries: int, tokens_per_text: int, positives: int, vocab_size: int
+    folder: Path,
+    name: str,
+    num_labels: int,
+    num_queries: int,
+    tokens_per_text: int,
+    positives: int,
+    vocab_size: int,
 ) -> None:
     words = [PAD, UNKNOWN, *(f"w{i}" for i in range(2, vocab_size))]
-    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    backend = Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN)
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = TextTokenizer(
-        {"tokenizer.json": backend.to_str()}, kind="wordpiece", pad_id=0, max_len=4 * tokens_per_text
+        {"tokenizer.json": backend.to_str()},
+        kind="wordpiece",
+        pad_id=0,
+        max_len=4 * tokens_per_text,
     )
     word_V, generator = pa.array(words), np.random.default_rng(0)
     mass_V = np.cumsum(1 / (np.arange(2, vocab_size) + 0.7))
@@ -69,15 +90,32 @@ def _write(
             size = min(SHARD_ROWS, rows - start)
             tokens = Ragged(drawn(size * tokens_per_text), np.arange(size + 1) * tokens_per_text)
             ids = (
-                np.sort(generator.integers(num_labels, size=(size, labels_per_row)), axis=1) if labels_per_row else None
+                np.sort(generator.integers(num_labels, size=(size, labels_per_row)), axis=1)
+                if labels_per_row
+                else None
             )
             labels = None if ids is None else _distinct(ids)
-            lists = pa.ListArray.from_arrays(pa.array(tokens.offsets, pa.int32()), word_V.take(pa.array(tokens.values)))
-            uids = pc.binary_join_element_wise(split, pa.array(np.arange(start, start + size)).cast(pa.string()), "")
-            texts = pa.table(
-                {"uid": uids.cast(pa.large_string()), "text": pc.binary_join(lists, " ").cast(pa.large_string())}
+            lists = pa.ListArray.from_arrays(
+                pa.array(tokens.offsets, pa.int32()), word_V.take(pa.array(tokens.values))
             )
-            shard = Shard(split, {}, size, len(tokens.values), np.empty(0, np.int64), np.empty((0, 2), np.int64), [])
+            uids = pc.binary_join_element_wise(
+                split, pa.array(np.arange(start, start + size)).cast(pa.string()), ""
+            )
+            texts = pa.table(
+                {
+                    "uid": uids.cast(pa.large_string()),
+                    "text": pc.binary_join(lists, " ").cast(pa.large_string()),
+                }
+            )
+            shard = Shard(
+                split,
+                {},
+                size,
+                len(tokens.values),
+                np.empty(0, np.int64),
+                np.empty((0, 2), np.int64),
+                [],
+            )
             shard.label_ids = shard.label_ids if labels is None else labels.values
             shard.files = pack(number, texts, tokens, vocab_size, labels)
             yield shard

@@ -11,14 +11,20 @@ import argparse
 import ray
 from ray.autoscaler.sdk import request_resources
 
-ON_DEMAND = {"market": "on-demand"}  # a label of the node types in aws.yaml, gcp.yaml and azure.yaml
+ON_DEMAND = {
+    "market": "on-demand"
+}  # a label of the node types in aws.yaml, gcp.yaml and azure.yaml
 
 
 def main() -> None:
     """Replaces what an earlier call asked for."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--gpus", type=int, default=0, help="as many as the run has workers")
-    options.add_argument("--index", type=int, default=0, help="index actors: as many as the run has workers")
+    options.add_argument(
+        "--index", type=int, default=0, help="index actors: as many as the run has workers"
+    )
     given = options.parse_args()
     bundles = [{"GPU": 1}] * given.gpus + [{"index": 1}] * given.index
     ray.init(log_to_driver=False)

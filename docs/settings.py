@@ -36,7 +36,9 @@ def section(name: str, kind: Any, title: str = "") -> str:
     meanings = described(kind)
     rows, nested = [], []
     for field in dataclasses.fields(kind):
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        default = (
+            field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        )
         if dataclasses.is_dataclass(default):
             nested.append(section(f"{name}.{field.name}", type(default)))
             continue
@@ -51,7 +53,9 @@ def described(kind: Any) -> dict[str, str]:
     text = " ".join(inspect.getdoc(kind).split("Attributes:", 1)[-1].split())
     names = "|".join(field.name for field in dataclasses.fields(kind))
     found = {}
-    for match in re.finditer(rf"((?:(?:{names})(?:, )?)+): (.*?)(?=(?: |\. )(?:(?:{names})(?:, )?)+: |$)", text):
+    for match in re.finditer(
+        rf"((?:(?:{names})(?:, )?)+): (.*?)(?=(?: |\. )(?:(?:{names})(?:, )?)+: |$)", text
+    ):
         for name in match[1].split(", "):
             found[name] = match[2].strip().rstrip(".").replace("|", "\\|")
     return found

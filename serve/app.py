@@ -20,7 +20,10 @@ def build(args: Mapping[str, Any]) -> Application:
 
     `serve run` gives every value as text, which is read as YAML.
     """
-    values = {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in args.items()}
+    values = {
+        name: yaml.safe_load(value) if isinstance(value, str) else value
+        for name, value in args.items()
+    }
     if "bundle" in values:
         values["bundles"] = {"default": values.pop("bundle")}
     return application.build(values)

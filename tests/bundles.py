@@ -19,7 +19,9 @@ from xmcray.retrieval.memory import MemoryConfig
 from xmcray.training.memory import memory_bundle
 
 WORDS = "matrix vector norm solve inverse trace rank eigen sparse dense random sample mean median sort join".split()  # noqa: SIM905
-TEXTS = [f"{a} {b} {c}" for i, a in enumerate(WORDS) for j, b in enumerate(WORDS[:i]) for c in WORDS[:j]]
+TEXTS = [
+    f"{a} {b} {c}" for i, a in enumerate(WORDS) for j, b in enumerate(WORDS[:i]) for c in WORDS[:j]
+]
 DIM = 16
 IVF = IndexSpec(factory="IVF8,Flat", nprobe=2, candidates=1)
 
@@ -42,7 +44,9 @@ def write_transformer(folder: Path) -> Path:
     vectors, order = np.random.default_rng(0).standard_normal((99, DIM), np.float32), np.arange(99)
     uids, about = [f"u{i}" for i in order], {"by": "test"}
     head, spec = Head(DIM), IndexSpec()
-    write_bundle(folder / "bert", encoder, head, tokenizer, uids, TEXTS[:99], order, [vectors], spec, about)
+    write_bundle(
+        folder / "bert", encoder, head, tokenizer, uids, TEXTS[:99], order, [vectors], spec, about
+    )
     return folder / "bert"
 
 
@@ -50,7 +54,13 @@ def write_bundle_of(path: Path, kind: str, dim: int = DIM, shard_rows: int = 1 <
     """560 labels whose vectors are of one kind: texts, rows, both, prototypes; indexed where it ends with IVF."""
     tokenizer = train_wordpiece(iter(TEXTS), vocab_size=400, max_len=16)
     encoder = build_encoder(EncoderConfig(dim=dim), tokenizer, None, seed=0).eval()
-    head: Head = TwoHeads(dim, dim) if kind == "both" else Head(dim) if kind.startswith("rows") else NormalisedHead(dim)
+    head: Head = (
+        TwoHeads(dim, dim)
+        if kind == "both"
+        else Head(dim)
+        if kind.startswith("rows")
+        else NormalisedHead(dim)
+    )
     if isinstance(head, TwoHeads):
         head.reset(0)
     rng, side = np.random.default_rng(0), LabelSide()
@@ -58,7 +68,11 @@ def write_bundle_of(path: Path, kind: str, dim: int = DIM, shard_rows: int = 1 <
         vectors = head(encoder(tokenizer.encode(TEXTS))).numpy()
     # as training makes them: long, with a part that all have and one that follows the text
     way = vectors[:, -dim:] - vectors[:, -dim:].mean(axis=0)
-    row = 5 * way / np.linalg.norm(way, axis=1, keepdims=True) - 1 + 0.1 * rng.standard_normal(way.shape, np.float32)
+    row = (
+        5 * way / np.linalg.norm(way, axis=1, keepdims=True)
+        - 1
+        + 0.1 * rng.standard_normal(way.shape, np.float32)
+    )
     if kind.startswith("rows"):
         vectors, side = row, LabelSide(dim)
     elif kind == "both":

@@ -31,7 +31,9 @@ def cloud(name: str) -> dict[str, Any]:
 
 
 def manifests(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((CLUSTER / "kuberay" / f"{name}.yaml").read_text(encoding="utf-8")))
+    return list(
+        yaml.safe_load_all((CLUSTER / "kuberay" / f"{name}.yaml").read_text(encoding="utf-8"))
+    )
 
 
 def cluster_of(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -49,11 +51,18 @@ def node_types(name: str) -> dict[str, dict[str, Any]]:
     """The autoscaler's view of a cluster file or manifest."""
     if name in CLOUDS:
         return cloud(name)["available_node_types"]  # type: ignore[no-any-return]
-    cluster = {"metadata": {"name": "x", "namespace": "x"}, "spec": cluster_of(ray_manifests()[name])}
-    return autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster)["available_node_types"]  # type: ignore[no-any-return]
+    cluster = {
+        "metadata": {"name": "x", "namespace": "x"},
+        "spec": cluster_of(ray_manifests()[name]),
+    }
+    return autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster)[
+        "available_node_types"
+    ]  # type: ignore[no-any-return]
 
 
-def launched(name: str, asked: dict[str, float], count: int, label: tuple[str, str] | None = None) -> dict[str, int]:
+def launched(
+    name: str, asked: dict[str, float], count: int, label: tuple[str, str] | None = None
+) -> dict[str, int]:
     """How many nodes of which type Ray's autoscaler starts for `count` processes that ask for `asked`."""
     types = {
         kind: NodeTypeConfig(
@@ -66,11 +75,18 @@ def launched(name: str, asked: dict[str, float], count: int, label: tuple[str, s
         )
         for kind, values in node_types(name).items()
     }
-    selectors = [[(label[0], LabelSelectorOperator.LABEL_OPERATOR_IN, [label[1]])]] if label else None
-    request = ResourceRequestByCount(request=ResourceRequestUtil.make(asked, label_selectors=selectors), count=count)
+    selectors = (
+        [[(label[0], LabelSelectorOperator.LABEL_OPERATOR_IN, [label[1]])]] if label else None
+    )
+    request = ResourceRequestByCount(
+        request=ResourceRequestUtil.make(asked, label_selectors=selectors), count=count
+    )
     reply = ResourceDemandScheduler().schedule(
         SchedulingRequest(
-            node_type_configs=types, max_num_nodes=100, resource_requests=[request], disable_launch_config_check=True
+            node_type_configs=types,
+            max_num_nodes=100,
+            resource_requests=[request],
+            disable_launch_config_check=True,
         )
     )
     assert not reply.infeasible_resource_requests, f"{name} has no node for {asked}"

@@ -18,7 +18,11 @@ class _Shares(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        return OF_ONE_CLUSTER if file.startswith(OF_ONE_CLUSTER) and not file.endswith(WITH_OWN_HEAD) else file
+        return (
+            OF_ONE_CLUSTER
+            if file.startswith(OF_ONE_CLUSTER) and not file.endswith(WITH_OWN_HEAD)
+            else file
+        )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,7 +14,9 @@ from xmcray.data.writer import CorpusWriter, PrepareConfig, sorted_pairs
 from xmcray.storage import new_artifact
 
 
-def planted_corpus(folder: Path, num_queries: int = 101, num_labels: int = 23, seed: int = 0, **planted: Any) -> Corpus:
+def planted_corpus(
+    folder: Path, num_queries: int = 101, num_labels: int = 23, seed: int = 0, **planted: Any
+) -> Corpus:
     """A corpus of planted data in folder/corpus; its raw files are in folder/raw."""
     write_planted(folder / "raw", num_queries, num_labels, seed, **planted)
     return corpus_of(folder / "raw", folder / "corpus", vocab_size=2000)
@@ -29,8 +31,14 @@ def corpus_of(raw: Path, out: Path, **settings: Any) -> Corpus:
         writer = CorpusWriter(target)
         filters = {split: sorted_pairs(source.filters(split)) for split in source.splits}
         for split in ["labels", *source.splits]:
-            for chunk in read_chunks(source, split, writer.num_rows["labels"], config.shard_rows, False):
+            for chunk in read_chunks(
+                source, split, writer.num_rows["labels"], config.shard_rows, False
+            ):
                 pairs = filters.get(split, sorted_pairs(source.filters("train")[:0]))
-                writer.add(pack_chunk(chunk, tokenizer, pairs, writer.num_rows["labels"], config.shard_rows))
+                writer.add(
+                    pack_chunk(
+                        chunk, tokenizer, pairs, writer.num_rows["labels"], config.shard_rows
+                    )
+                )
         writer.finish(source, config, "planted", "none", tokenizer)
     return Corpus.open(out)

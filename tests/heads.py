@@ -55,28 +55,47 @@ class Head:
 
 
 @contextlib.contextmanager
-def head(num_cpus: int = 4, object_store_bytes: int = 256 << 20, loopback: bool = True) -> Iterator[Head]:
+def head(
+    num_cpus: int = 4, object_store_bytes: int = 256 << 20, loopback: bool = True
+) -> Iterator[Head]:
     """Starts a head with ports and a folder of its own; ends it with all its processes.
 
     Args:
         loopback: all its ports are on 127.0.0.1; otherwise only the dashboard's is, as on a node of a cluster.
     """
-    folder = Path(tempfile.mkdtemp(prefix="xh"))  # short: the path of a socket has at most 107 characters
+    folder = Path(
+        tempfile.mkdtemp(prefix="xh")
+    )  # short: the path of a socket has at most 107 characters
     token_file = folder / "token"
     with os.fdopen(os.open(token_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     port, dashboard, agent, agent_grpc, metrics, client = free_ports(6)
     command = [RAY, "start", "--head", "--block", f"--port={port}"]
     command += ["--node-ip-address=127.0.0.1"] if loopback else []
-    command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--num-cpus={num_cpus}"]
-    command += [f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"]
+    command += [
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard}",
+        f"--num-cpus={num_cpus}",
+    ]
+    command += [
+        f"--dashboard-agent-listen-port={agent}",
+        f"--dashboard-agent-grpc-port={agent_grpc}",
+    ]
     command += [f"--metrics-export-port={metrics}", f"--ray-client-server-port={client}"]
-    command += [f"--object-store-memory={object_store_bytes}", f"--temp-dir={folder}/r", "--disable-usage-stats"]
+    command += [
+        f"--object-store-memory={object_store_bytes}",
+        f"--temp-dir={folder}/r",
+        "--disable-usage-stats",
+    ]
     found = Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}", 0, token_file)
     # without that variable, whatever its name says, 127.0.0.1 would be replaced by the address of the machine
-    environment = found.environment() | ({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if loopback else {})
+    environment = found.environment() | (
+        {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if loopback else {}
+    )
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder
+        )
     try:
         _wait_for(found, process, folder / "log")
         yield Head(found.url, found.address, process.pid, token_file)
@@ -96,7 +115,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
     for pid, command in family.items():
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode() == command:
+            if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(
+                b"\0", b" "
+            ).decode() == command:
                 os.kill(pid, signal.SIGKILL)
 
 

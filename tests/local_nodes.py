@@ -33,7 +33,9 @@ FAST = {  # a lost node is noticed within two seconds instead of twenty
 @contextmanager
 def environment() -> Iterator[dict[str, str]]:
     """Variables for a process that starts nodes: a token, and Ray's files in a folder that is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="xmcray-", ignore_cleanup_errors=True) as folder:  # sockets: a short path
+    with tempfile.TemporaryDirectory(
+        prefix="xmcray-", ignore_cleanup_errors=True
+    ) as folder:  # sockets: a short path
         (Path(folder) / "ray").mkdir()
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -58,7 +60,9 @@ class LocalNodes:
         from ray._private import services
         from ray.cluster_utils import Cluster
 
-        services.resolve_ip_for_localhost = lambda host: host  # else it is replaced by the machine's address
+        services.resolve_ip_for_localhost = lambda host: (
+            host
+        )  # else it is replaced by the machine's address
         self._caches, self._ray = caches, ray
         self._nodes: dict[str, Any] = {}
         self._names: dict[str, str] = {}
@@ -88,7 +92,9 @@ class LocalNodes:
         """Nodes that actors of a class are on, or were when they ended."""
         actors = self._ray._private.state.actors().values()
         on = [actor["Address"]["NodeID"] for actor in actors if actor["ActorClassName"] == kind]
-        return sorted(self._names[node] for node in on if node in self._names)  # one that waits for a node is on none
+        return sorted(
+            self._names[node] for node in on if node in self._names
+        )  # one that waits for a node is on none
 
     def close(self) -> None:
         """Ends all nodes."""
@@ -114,7 +120,9 @@ class AutoscaledNodes:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._address, self._ray = f"127.0.0.1:{port}", ray
-        types = {name: {"resources": has, "max_workers": most} for name, (has, most) in kinds.items()}
+        types = {
+            name: {"resources": has, "max_workers": most} for name, (has, most) in kinds.items()
+        }
         config = {
             "cluster_name": "local",
             "max_workers": sum(most for _, most in kinds.values()),
@@ -129,23 +137,50 @@ class AutoscaledNodes:
             },
             "available_node_types": {
                 _HEAD_TYPE: {"resources": {}, "max_workers": 0, "node_config": {}},
-                **{name: {"min_workers": 0, "node_config": {}, **kind} for name, kind in types.items()},
+                **{
+                    name: {"min_workers": 0, "node_config": {}, **kind}
+                    for name, kind in types.items()
+                },
             },
             "head_node_type": _HEAD_TYPE,
-            **{f"{of}setup_commands": [] for of in ("", "head_", "worker_")},  # what `ray up` would add
+            **{
+                f"{of}setup_commands": [] for of in ("", "head_", "worker_")
+            },  # what `ray up` would add
             **{f"{of}_start_ray_commands": [] for of in ("head", "worker")},
-            **{"initialization_commands": [], "auth": {}, "file_mounts": {}, "cluster_synced_files": []},
+            **{
+                "initialization_commands": [],
+                "auth": {},
+                "file_mounts": {},
+                "cluster_synced_files": [],
+            },
         }
         os.environ["HOME"] = str(home)  # where `ray up` leaves this file on a head
         path = home / "ray_bootstrap_config.yaml"
         path.write_text(json.dumps(config))
-        fake = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_enable_autoscaler_v2": "1"}
+        fake = {
+            "RAY_FAKE_CLUSTER": "1",
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "RAY_enable_autoscaler_v2": "1",
+        }
         head = {"RAY_CLOUD_INSTANCE_ID": _HEAD_ID, "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD_ID}
-        ray_start = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=0"]
+        ray_start = [
+            str(Path(sys.executable).with_name("ray")),
+            "start",
+            "--head",
+            "--block",
+            "--num-cpus=0",
+        ]
         ray_start += [f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
-        ray_start += [f"--autoscaling-config={path}", f"--object-store-memory={80 << 20}", "--num-gpus=0"]
+        ray_start += [
+            f"--autoscaling-config={path}",
+            f"--object-store-memory={80 << 20}",
+            "--num-gpus=0",
+        ]
         self._head = subprocess.Popen(
-            ray_start, env={**os.environ, **fake, **head}, stdout=subprocess.DEVNULL, start_new_session=True
+            ray_start,
+            env={**os.environ, **fake, **head},
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
         )
         wait_until(lambda: listens(port), PATIENCE_S, lambda: f"no head at {self._address}")
         ray.init(address=self._address, log_to_driver=False, logging_level="fatal")
@@ -166,11 +201,15 @@ class AutoscaledNodes:
         """Ends all nodes."""
         self._ray.shutdown()
         family = descendants(self._head.pid)
-        os.killpg(self._head.pid, signal.SIGKILL)  # SIGTERM waits half a minute for a head that has ended already
+        os.killpg(
+            self._head.pid, signal.SIGKILL
+        )  # SIGTERM waits half a minute for a head that has ended already
         self._head.wait()
         for pid, command in family.items():  # ours, should something have outlived its head
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode() == command:
+                if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(
+                    b"\0", b" "
+                ).decode() == command:
                     os.kill(pid, signal.SIGKILL)
 
 

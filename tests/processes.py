@@ -28,7 +28,12 @@ def descendants(pid: int) -> dict[int, str]:
             above = parents[above]
         if above == pid and child != pid:
             try:
-                found[child] = (Path("/proc") / str(child) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[child] = (
+                    (Path("/proc") / str(child) / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode()
+                )
             except FileNotFoundError:
                 continue
     return found
@@ -36,7 +41,9 @@ def descendants(pid: int) -> dict[int, str]:
 
 def train_workers() -> list[int]:
     """Processes of the Ray Train workers below this process."""
-    return sorted(pid for pid, command in descendants(os.getpid()).items() if "RayTrainWorker" in command)
+    return sorted(
+        pid for pid, command in descendants(os.getpid()).items() if "RayTrainWorker" in command
+    )
 
 
 def last_step(run: Path) -> int:
@@ -74,7 +81,9 @@ class When(threading.Thread):
         self.join()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, told: Callable[[], str], every: float = 0.1) -> None:
+def wait_until(
+    condition: Callable[[], bool], seconds: float, told: Callable[[], str], every: float = 0.1
+) -> None:
     """Returns once a condition of another process holds; raises RuntimeError with what is told if it never does.
 
     Args:

@@ -22,7 +22,9 @@ Answer = TypeVar("Answer")
 
 
 def client_of(url: str, state: Path) -> Client:
-    return Client(url, token_file=state / "token", admin_token=(state / "admin-token").read_text().strip())
+    return Client(
+        url, token_file=state / "token", admin_token=(state / "admin-token").read_text().strip()
+    )
 
 
 def insist(request: Callable[[], Answer]) -> Answer:
@@ -38,13 +40,19 @@ def insist(request: Callable[[], Answer]) -> Answer:
 
 def replicas(deployment: str) -> list[int]:
     """Processes of a deployment's replicas."""
-    return [pid for pid, command in descendants(os.getpid()).items() if f"ServeReplica:xmcray:{deployment}" in command]
+    return [
+        pid
+        for pid, command in descendants(os.getpid()).items()
+        if f"ServeReplica:xmcray:{deployment}" in command
+    ]
 
 
 def known_answers(bundles: Sequence[Path]) -> dict[str, list[list[str]]]:
     """By version of the bundle, the uids of the K best labels of each text in ASKED."""
     retrievers = [Retriever.load(path, threads=1) for path in bundles]
-    return {r.sha256: [[a.uid for a in answers] for answers in r.search(ASKED, K)] for r in retrievers}
+    return {
+        r.sha256: [[a.uid for a in answers] for answers in r.search(ASKED, K)] for r in retrievers
+    }
 
 
 class Askers:
@@ -55,11 +63,20 @@ class Askers:
         failed: what the client gave up on. mixed: answers that are not wholly those of the version they name.
     """
 
-    def __init__(self, url: str, state: Path, known: Mapping[str, list[list[str]]], threads: int = 4) -> None:
-        self.asked, self.seen, self.failed, self.mixed = 0, set[str](), list[Exception](), list[str]()
+    def __init__(
+        self, url: str, state: Path, known: Mapping[str, list[list[str]]], threads: int = 4
+    ) -> None:
+        self.asked, self.seen, self.failed, self.mixed = (
+            0,
+            set[str](),
+            list[Exception](),
+            list[str](),
+        )
         self._url, self._state, self._known = url, state, known
         self._lock, self._done = threading.Lock(), threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(seed,), daemon=True) for seed in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._ask, args=(seed,), daemon=True) for seed in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -99,7 +116,12 @@ class Killer(threading.Thread):
     def __init__(self, victims: Callable[[], Sequence[int]], every_s: float, seed: int = 0) -> None:
         super().__init__(daemon=True)
         self.killed = list[int]()
-        self._victims, self._every_s, self._draw, self._done = victims, every_s, random.Random(seed), threading.Event()
+        self._victims, self._every_s, self._draw, self._done = (
+            victims,
+            every_s,
+            random.Random(seed),
+            threading.Event(),
+        )
         self.start()
 
     def run(self) -> None:

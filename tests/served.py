@@ -35,12 +35,19 @@ class Served(LocalGateway):
         self.models = models
         self.app = create_app(self)
 
-    async def ask(self, path: str, body: Any = None, token: str | None = TOKEN, **options: Any) -> httpx.Response:
+    async def ask(
+        self, path: str, body: Any = None, token: str | None = TOKEN, **options: Any
+    ) -> httpx.Response:
         """One request; GET without a body."""
-        headers = {**({"Authorization": f"Bearer {token}"} if token else {}), **options.pop("headers", {})}
+        headers = {
+            **({"Authorization": f"Bearer {token}"} if token else {}),
+            **options.pop("headers", {}),
+        }
         if body is not None:
             options["json"] = body
-        method = options.pop("method", "GET" if body is None and "content" not in options else "POST")
+        method = options.pop(
+            "method", "GET" if body is None and "content" not in options else "POST"
+        )
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, headers=headers, **options)
@@ -63,7 +70,9 @@ class Served(LocalGateway):
 
 
 @contextlib.asynccontextmanager
-async def served(folder: Path, bundles: Mapping[str, Path], **settings: Any) -> AsyncIterator[Served]:
+async def served(
+    folder: Path, bundles: Mapping[str, Path], **settings: Any
+) -> AsyncIterator[Served]:
     """Bundles by name, with their state in `folder`/state."""
     paths = {name: str(path) for name, path in bundles.items()}
     config = ServeConfig(bundles=paths, state_dir=str(folder / "state"), **settings)
@@ -86,7 +95,9 @@ def listening(folder: Path, bundles: Mapping[str, Path], **settings: Any) -> Ite
 
     async def main() -> None:
         async with served(folder, bundles, **settings) as one:
-            server = uvicorn.Server(uvicorn.Config(one.app, port=0, log_level="critical", lifespan="off"))
+            server = uvicorn.Server(
+                uvicorn.Config(one.app, port=0, log_level="critical", lifespan="off")
+            )
             task = asyncio.create_task(server.serve())
             while not server.started:
                 await asyncio.sleep(0.01)

@@ -23,7 +23,11 @@ _SIZE = r"(nano|micro|small|medium|large|\d*xlarge|metal(-\d+xl)?)"
 _SHAPES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "aws": (("InstanceType",), rf"[a-z]+[0-9]*[a-z0-9-]*\.{_SIZE}", "m7i.xlarge"),
     "gcp": (("machineType",), r"[a-z][0-9][a-z]?-[a-z]+(-[0-9a-z]+)*", "n2-standard-4"),
-    "azure": (("azure_arm_parameters", "vmSize"), r"(Standard|Basic)_[A-Z]+[0-9][A-Za-z0-9_-]*", "Standard_D4s_v5"),
+    "azure": (
+        ("azure_arm_parameters", "vmSize"),
+        r"(Standard|Basic)_[A-Z]+[0-9][A-Za-z0-9_-]*",
+        "Standard_D4s_v5",
+    ),
 }
 
 
@@ -66,14 +70,22 @@ def _check_manifest(path: str | Path, values: Mapping[str, Any]) -> None:
             {"metadata": {"name": "-", "namespace": "-"}, "spec": cluster}
         )
     except KeyError as error:
-        raise ConfigError(f"{path} has no {error.args[0]}; compare with cluster/kuberay/raycluster.yaml") from None
+        raise ConfigError(
+            f"{path} has no {error.args[0]}; compare with cluster/kuberay/raycluster.yaml"
+        ) from None
     except Exception as error:  # Ray raises what its code stumbles over
-        raise ConfigError(f"{path}: {_one_line(str(error))}; compare with cluster/kuberay/raycluster.yaml") from None
+        raise ConfigError(
+            f"{path}: {_one_line(str(error))}; compare with cluster/kuberay/raycluster.yaml"
+        ) from None
     if (cluster.get("authOptions") or {}).get("mode") != "token":
-        raise ConfigError(f"{path}: authOptions.mode is not token; whoever reaches a pod could run code there")
+        raise ConfigError(
+            f"{path}: authOptions.mode is not token; whoever reaches a pod could run code there"
+        )
     if cluster.get("rayVersion") != ray.__version__:
         found = cluster.get("rayVersion")
-        raise ConfigError(f"{path}: rayVersion is {found}, here is {ray.__version__}; expected the same")
+        raise ConfigError(
+            f"{path}: rayVersion is {found}, here is {ray.__version__}; expected the same"
+        )
 
 
 def _check_fields(path: str | Path, values: Mapping[str, Any]) -> None:
@@ -81,24 +93,36 @@ def _check_fields(path: str | Path, values: Mapping[str, Any]) -> None:
     import jsonschema  # type: ignore[import-untyped]
     import ray.autoscaler
 
-    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8"))
+    schema = json.loads(
+        (Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8")
+    )
     errors = sorted(
-        jsonschema.Draft7Validator(schema).iter_errors(values), key=lambda error: list(map(str, error.path))
+        jsonschema.Draft7Validator(schema).iter_errors(values),
+        key=lambda error: list(map(str, error.path)),
     )
     if errors:
         where = ".".join(map(str, errors[0].absolute_path)) or "the file"
-        raise ConfigError(f"{path}: {where}: {_one_line(errors[0].message)}; compare with cluster/aws.yaml")
+        raise ConfigError(
+            f"{path}: {where}: {_one_line(errors[0].message)}; compare with cluster/aws.yaml"
+        )
     for name in ("available_node_types", "head_node_type", "max_workers"):
         if name not in values:
-            raise ConfigError(f"{path} has no {name}, expected it beside provider; compare with cluster/aws.yaml")
+            raise ConfigError(
+                f"{path} has no {name}, expected it beside provider; compare with cluster/aws.yaml"
+            )
 
 
 def _check_with_ray(path: str | Path, values: Mapping[str, Any]) -> None:
     """What `ray up` does first: it merges the provider's defaults and validates the whole."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    plain = {**copy.deepcopy(dict(values)), "file_mounts": {}}  # it warns of every file that is mounted,
-    for node_type in plain["available_node_types"].values():  # and tells of every type without a limit
+    plain = {
+        **copy.deepcopy(dict(values)),
+        "file_mounts": {},
+    }  # it warns of every file that is mounted,
+    for node_type in plain[
+        "available_node_types"
+    ].values():  # and tells of every type without a limit
         node_type.setdefault("max_workers", 0)
     try:
         validate_config(prepare_config(plain))
@@ -106,7 +130,9 @@ def _check_with_ray(path: str | Path, values: Mapping[str, Any]) -> None:
         kind, known = values["provider"]["type"], list(_SHAPES)
         raise ConfigError(f"{path}: {configs.unknown('provider.type', str(kind), known)}") from None
     except Exception as error:  # Ray raises what its code stumbles over
-        raise ConfigError(f"{path}: {_one_line(str(error))}; compare with cluster/aws.yaml") from None
+        raise ConfigError(
+            f"{path}: {_one_line(str(error))}; compare with cluster/aws.yaml"
+        ) from None
 
 
 def _check_placeholders(path: str | Path, values: Any, where: str = "") -> None:
@@ -117,7 +143,9 @@ def _check_placeholders(path: str | Path, values: Any, where: str = "") -> None:
         for i, value in enumerate(values):
             _check_placeholders(path, value, f"{where}[{i}]")
     elif isinstance(values, str) and PLACEHOLDER in values:
-        raise ConfigError(f"{path}: {where} still holds {PLACEHOLDER}; put yours there (docs/clusters.md says which)")
+        raise ConfigError(
+            f"{path}: {where} still holds {PLACEHOLDER}; put yours there (docs/clusters.md says which)"
+        )
 
 
 def _check_shapes(path: str | Path, values: Mapping[str, Any]) -> None:
@@ -147,11 +175,15 @@ def _check_commands(path: str | Path, values: Mapping[str, Any]) -> None:
                 f"{path}: {name} starts no Ray, and Ray's default is an open dashboard; compare with cluster/aws.yaml"
             )
         if any("RAY_AUTH_MODE=token" not in command for command in starts):
-            raise ConfigError(f"{path}: {name} does not export RAY_AUTH_MODE=token; put it before `ray start`")
+            raise ConfigError(
+                f"{path}: {name} does not export RAY_AUTH_MODE=token; put it before `ray start`"
+            )
     for command in values["head_start_ray_commands"]:
         host = re.search(r"--dashboard-host[= ]+(\S+)", command)
         if host and host[1] not in LOOPBACK:
-            raise ConfigError(f"{path}: --dashboard-host is {host[1]}, expected 127.0.0.1; `ray dashboard` forwards it")
+            raise ConfigError(
+                f"{path}: --dashboard-host is {host[1]}, expected 127.0.0.1; `ray dashboard` forwards it"
+            )
     if not any(str(remote).endswith(".ray/auth_token") for remote in values.get("file_mounts", {})):
         raise ConfigError(
             f"{path}: file_mounts has no ~/.ray/auth_token, expected the token's file; nodes would start without"

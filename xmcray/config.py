@@ -21,18 +21,25 @@ T = TypeVar("T")
 def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """An instance of the frozen dataclass `kind` with `values` in place of its defaults, sections included.
 
+    A settings class lists former names of its fields in a class attribute `RENAMED`: old name -> new name.
+
     Raises:
         ConfigError: an unknown key (names the nearest), a missing one, or a value of another type.
     """
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(cast(Any, kind))}
+    renamed: Mapping[str, str] = getattr(kind, "RENAMED", {})
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{where}{key}"
+        if key in renamed:
+            raise ConfigError(f"setting {name!r} is now called {where + renamed[key]!r}; rename it")
         if key not in fields:
             raise ConfigError(unknown("setting", name, [f"{where}{f}" for f in fields]))
         arguments[key] = _convert(hints[key], value, name)
-    missing = [f"{where}{f.name}" for f in fields.values() if _required(f) and f.name not in arguments]
+    missing = [
+        f"{where}{f.name}" for f in fields.values() if _required(f) and f.name not in arguments
+    ]
     if missing:
         raise ConfigError(f"setting {missing[0]!r} is required and was not given")
     return kind(**arguments)
@@ -68,7 +75,11 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     merged = _copy(base)
     for key, value in top.items():
         below = merged.get(key)
-        merged[key] = overlay(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+        merged[key] = (
+            overlay(below, value)
+            if isinstance(below, dict) and isinstance(value, Mapping)
+            else value
+        )
     return merged
 
 
@@ -82,7 +93,11 @@ def load_yaml(source: str) -> dict[str, Any]:
         name = source.removeprefix("preset:")
         if name not in presets():
             raise ConfigError(unknown("preset", name, presets()))
-        text = resources.files("xmcray").joinpath("presets", f"{name}.yaml").read_text(encoding="utf-8")
+        text = (
+            resources.files("xmcray")
+            .joinpath("presets", f"{name}.yaml")
+            .read_text(encoding="utf-8")
+        )
     else:
         try:
             text = Path(source).read_text(encoding="utf-8")
@@ -99,7 +114,9 @@ def load_yaml(source: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{source} holds a {type(values).__name__}, expected a mapping of settings")
+        raise ConfigError(
+            f"{source} holds a {type(values).__name__}, expected a mapping of settings"
+        )
     return values
 
 
@@ -109,7 +126,9 @@ def presets() -> list[str]:
     names = []
     for method in root.iterdir():
         if method.is_dir():
-            names += [f"{method.name}/{f.name[:-5]}" for f in method.iterdir() if f.name.endswith(".yaml")]
+            names += [
+                f"{method.name}/{f.name[:-5]}" for f in method.iterdir() if f.name.endswith(".yaml")
+            ]
     return sorted(names)
 
 
@@ -125,11 +144,22 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
     return f"unknown {what} {name!r}; {hint}"
 
 
-def check_range(name: str, value: float, low: float | None = None, high: float | None = None) -> None:
+def check_range(
+    name: str, value: float, low: float | None = None, high: float | None = None
+) -> None:
     """Raises ConfigError unless low <= value <= high; not a number is in no range."""
     if not ((low is None or low <= value) and (high is None or value <= high)):
-        bounds = " and ".join(f"{word} {x:g}" for word, x in (("at least", low), ("at most", high)) if x is not None)
+        bounds = " and ".join(
+            f"{word} {x:g}" for word, x in (("at least", low), ("at most", high)) if x is not None
+        )
         raise ConfigError(f"{name} is {value}, expected {bounds}")
+
+
+def check_choices(settings: Any, section: str) -> None:
+    """Raises ConfigError unless every field annotated as a `Literal` has one of its values."""
+    for name, hint in typing.get_type_hints(type(settings)).items():
+        if typing.get_origin(hint) is typing.Literal:
+            check_choice(f"{section}.{name}", getattr(settings, name), typing.get_args(hint))
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -172,7 +202,10 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         items = value if isinstance(value, list | tuple) else [value]  # one item needs no brackets
         return tuple(_convert(inner[0], item, name) for item in items)
     if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        return {_convert(inner[0], key, name): _convert(inner[1], v, f"{name}.{key}") for key, v in value.items()}
+        return {
+            _convert(inner[0], key, name): _convert(inner[1], v, f"{name}.{key}")
+            for key, v in value.items()
+        }
     if origin is typing.Literal:
         if value not in inner:
             raise ConfigError(f"{name} is {value!r}, expected one of {', '.join(map(str, inner))}")

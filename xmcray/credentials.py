@@ -13,7 +13,9 @@ from typing import Any
 from xmcray.errors import ConfigError
 
 MASK = "***"
-_PASSWORD = re.compile(r"(?P<before>[a-z][a-z0-9+.-]*://[^/\s:@]*:)(?P<secret>[^/\s@]+)(?=@)", re.IGNORECASE)
+_PASSWORD = re.compile(
+    r"(?P<before>[a-z][a-z0-9+.-]*://[^/\s:@]*:)(?P<secret>[^/\s@]+)(?=@)", re.IGNORECASE
+)
 _PARAMETER = re.compile(
     r"(?P<before>[?&](?:sig|signature|token|access_token|api_?key|secret|password|x-(?:amz|goog)-[a-z-]+)=)(?P<secret>[^&\s]+)",
     re.IGNORECASE,

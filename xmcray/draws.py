@@ -32,7 +32,9 @@ def uniform_labels(seed: int, step: int, num_labels: int, count: int) -> Int64Ar
     """`count` distinct labels of [num_labels), ascending, all subsets equally likely; clipped to num_labels."""
     if count >= num_labels:
         return np.arange(num_labels, dtype=np.int64)
-    chosen = generator(seed, "uniform", step).choice(num_labels, count, replace=False, shuffle=False)
+    chosen = generator(seed, "uniform", step).choice(
+        num_labels, count, replace=False, shuffle=False
+    )
     return np.sort(chosen.astype(np.int64))
 
 

@@ -48,7 +48,8 @@ class Gauges:
     def __init__(self, run_id: str, descriptions: Mapping[str, str]) -> None:
         self._tags = {"run": run_id}
         self._gauges = {
-            name: Gauge(_plain(name), description=text, tag_keys=("run",)) for name, text in descriptions.items()
+            name: Gauge(_plain(name), description=text, tag_keys=("run",))
+            for name, text in descriptions.items()
         }
 
     def show(self, values: Mapping[str, Any]) -> None:

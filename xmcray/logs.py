@@ -45,7 +45,11 @@ def on_stderr() -> Iterator[None]:
     if not as_json():
         yield
         return
-    root, ours, handler = logging.getLogger(), logging.getLogger("xmcray"), logging.StreamHandler(sys.stderr)
+    root, ours, handler = (
+        logging.getLogger(),
+        logging.getLogger("xmcray"),
+        logging.StreamHandler(sys.stderr),
+    )
     handler.setFormatter(_Json())
     before = ours.level
     root.addHandler(handler)

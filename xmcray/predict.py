@@ -43,7 +43,10 @@ from xmcray.retrieval.retriever import Retriever
 KIND = "predictions"
 ANSWERS = 10  # by default, or all labels if there are fewer
 WORKERS = 8  # processes by default, each with its own copy of encoder and label texts
-ALIVE, SIGN_S = "alive", 5.0  # what a task says while it loads a bundle or answers a chunk, and how often
+ALIVE, SIGN_S = (
+    "alive",
+    5.0,
+)  # what a task says while it loads a bundle or answers a chunk, and how often
 
 
 def predict(
@@ -110,7 +113,9 @@ def predict(
         about["rows"] = end.rows
         with storage.new_artifact(out, KIND, about) as target:
             chunks = [work.path(number) for number in range(end.chunks)]
-            write_predictions(target / "predictions.npz", collect(chunks, target, k), settings.num_labels)
+            write_predictions(
+                target / "predictions.npz", collect(chunks, target, k), settings.num_labels
+            )
         work.remove()
     return end.rows
 
@@ -119,9 +124,13 @@ def _memory(settings: Settings, changes: Sequence[str]) -> MemoryConfig | None:
     """How training queries vote: the bundle's own settings with some changes; None where there is no memory."""
     if settings.predictor["kind"] != "memory":
         if changes:
-            raise ConfigError("this bundle has no memory of training queries; make one with `xmcray memory`")
+            raise ConfigError(
+                "this bundle has no memory of training queries; make one with `xmcray memory`"
+            )
         return None
-    return configs.build(MemoryConfig, configs.merge(dict(settings.predictor["config"]), changes), "memory.")
+    return configs.build(
+        MemoryConfig, configs.merge(dict(settings.predictor["config"]), changes), "memory."
+    )
 
 
 def _answer_all(
@@ -152,7 +161,9 @@ def _answer_all(
                 yield from _with_signs_of_life(found)
 
         task = bar.add_task("queries", total=None)
-        stages = mapped(mapped(ray.data.from_items([0]), read, READ_CPUS), answer, cpus, concurrency=tasks)
+        stages = mapped(
+            mapped(ray.data.from_items([0]), read, READ_CPUS), answer, cpus, concurrency=tasks
+        )
         for item in results(stages, beat):
             if isinstance(item, End):
                 end = item
@@ -174,7 +185,9 @@ def _retriever(bundle: str, sha256: str, threads: int) -> Retriever:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks are the parallelism
     retriever = Retriever.load(bundle, threads=threads)
     if retriever.sha256 != sha256:
-        raise StorageError(f"{bundle} was changed meanwhile; leave it alone, or predict with a copy")
+        raise StorageError(
+            f"{bundle} was changed meanwhile; leave it alone, or predict with a copy"
+        )
     return retriever
 
 

@@ -11,7 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from xmcray import logs
 from xmcray.training.records import Record, following
@@ -24,7 +31,9 @@ logger = logging.getLogger(__name__)
 def watch_training(run: Run) -> Iterator[None]:
     """Shows the run's records until the block ends."""
     console = Console(stderr=True)
-    how = _json(run) if logs.as_json() else _bar(run, console) if console.is_terminal else _lines(run)
+    how = (
+        _json(run) if logs.as_json() else _bar(run, console) if console.is_terminal else _lines(run)
+    )
     with how as show, logs.about(run.id), following(run.path / "metrics.jsonl", show):
         yield
 
@@ -33,7 +42,12 @@ def watch_training(run: Run) -> Iterator[None]:
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar for something that knows how many of `total` it has done; silent unless stderr is a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     silent = logs.as_json() or not console.is_terminal
     with Progress(*columns, console=console, disable=silent, transient=True) as progress:
         task = progress.add_task(what, total=total)
@@ -70,7 +84,11 @@ def _lines(run: Run) -> Iterator[Callable[[Record], None]]:
 
     def line() -> None:
         if "epoch" in figures.values:
-            print(f"{_name(run)}: epoch {figures.values['epoch'] + 1}, {figures.text()}", file=sys.stderr, flush=True)
+            print(
+                f"{_name(run)}: epoch {figures.values['epoch'] + 1}, {figures.text()}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def show(record: Record) -> None:
         if figures.goes_back(record):
@@ -119,20 +137,24 @@ class _Figures:
         if values.get("negatives_age") is not None:
             parts.append(f"negatives {values['negatives_age']:,} steps old")
         if values.get("schedule_broken_at_step") is not None:
-            parts.append(f"late since step {values['schedule_broken_at_step']:,}: the run cannot be repeated exactly")
+            parts.append(
+                f"late since step {values['schedule_broken_at_step']:,}: the run cannot be repeated exactly"
+            )
         if "P@1" in values:
             parts.append(f"validation P@1 {100 * values['P@1']:.1f}")
         return ", ".join(parts)
 
 
 def _back(run: Run, record: Record) -> str:
-    return (
-        f"{_name(run)}: a worker was lost and replaced; continued from its checkpoint, now at step {record['step']:,}"
-    )
+    return f"{_name(run)}: a worker was lost and replaced; continued from its checkpoint, now at step {record['step']:,}"
 
 
 def _name(run: Run) -> str:
     """The method, and which part of a refit this is."""
     if run.path.name == SELECTION and (run.path.parent / "lock").exists():
         return f"{run.config.method_name} (choosing epochs)"
-    return f"{run.config.method_name} (refit)" if (run.path / SELECTION).is_dir() else run.config.method_name
+    return (
+        f"{run.config.method_name} (refit)"
+        if (run.path / SELECTION).is_dir()
+        else run.config.method_name
+    )

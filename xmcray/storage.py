@@ -117,7 +117,9 @@ def disk_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:  # no OSError, it has the system's number only in its words
-        if any(f"(os error {code})" in str(error) for code in _FULL) or "No space left" in str(error):
+        if any(f"(os error {code})" in str(error) for code in _FULL) or "No space left" in str(
+            error
+        ):
             raise _full(path) from error
         raise
     except OSError as error:
@@ -126,8 +128,12 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         message = f"{path} cannot be written ({error.strerror}); choose another folder"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise StorageError(message) from error
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and _concerns(error.filename, Path(path)):
-            raise (MissingFolderError if error.errno == errno.ENOENT else StorageError)(message) from error
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and _concerns(
+            error.filename, Path(path)
+        ):
+            raise (MissingFolderError if error.errno == errno.ENOENT else StorageError)(
+                message
+            ) from error
         raise
 
 
@@ -139,9 +145,13 @@ def reaching(url: str) -> Iterator[None]:
     except XmcrayError:
         raise
     except ImportError as error:  # fsspec's own words name the package
-        raise StorageError(f"{url} cannot be used: {_one_line(error)} (pip install it beside xmcray)") from error
+        raise StorageError(
+            f"{url} cannot be used: {_one_line(error)} (pip install it beside xmcray)"
+        ) from error
     except Exception as error:
-        raise StorageError(f"{url} cannot be used ({_one_line(error)}); check the URL and its rights") from error
+        raise StorageError(
+            f"{url} cannot be used ({_one_line(error)}); check the URL and its rights"
+        ) from error
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
@@ -164,11 +174,15 @@ def check_file(path: str | Path) -> None:
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         found = "is not a folder" if folder.exists() else "does not exist"
-        raise StorageError(f"{path} cannot be written: folder {folder} {found}; make it or choose another")
+        raise StorageError(
+            f"{path} cannot be written: folder {folder} {found}; make it or choose another"
+        )
     if Path(path).is_dir():
         raise StorageError(f"{path} is a folder, expected a file; choose another name")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise StorageError(f"{path} cannot be written ({os.strerror(errno.EACCES)}); choose another folder")
+        raise StorageError(
+            f"{path} cannot be written ({os.strerror(errno.EACCES)}); choose another folder"
+        )
 
 
 def _full(path: str | Path) -> StorageError:
@@ -185,7 +199,9 @@ def _concerns(named: object, path: Path) -> bool:
     return name in (whole, *whole.parents) or name.parent == whole.parent
 
 
-def finish_manifest(folder: Path, kind: str, about: Mapping[str, Any], known: Mapping[str, FileEntry]) -> Manifest:
+def finish_manifest(
+    folder: Path, kind: str, about: Mapping[str, Any], known: Mapping[str, FileEntry]
+) -> Manifest:
     """Hashes the files of `folder` that `known` lacks, syncs everything and writes the manifest into it."""
     files = dict(known)
     for path in sorted(folder.rglob("*")):
@@ -196,7 +212,10 @@ def finish_manifest(folder: Path, kind: str, about: Mapping[str, Any], known: Ma
     body = {
         "kind": kind,
         "schema_version": SCHEMA_VERSION,
-        "files": {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(files.items())},
+        "files": {
+            name: {"size": entry.size, "sha256": entry.sha256}
+            for name, entry in sorted(files.items())
+        },
         "about": dict(about),
     }
     digest = _content_hash(body)
@@ -259,8 +278,12 @@ def publish(folder: Path, destination: Path) -> None:
 def exchange(folder: Path, destination: Path) -> None:
     """Two folders swap names: whoever opens `destination` finds the old or the new one, and keeps what it has open."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None or rename(_HERE, os.fsencode(folder), _HERE, os.fsencode(destination), _EXCHANGE):
-        old = aside(destination)  # where the system has no such call there is no `destination` for a moment
+    if rename is None or rename(
+        _HERE, os.fsencode(folder), _HERE, os.fsencode(destination), _EXCHANGE
+    ):
+        old = aside(
+            destination
+        )  # where the system has no such call there is no `destination` for a moment
         destination.rename(old)
         folder.rename(destination)
         old.rename(folder)
@@ -277,16 +300,22 @@ def exclusive(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(descriptor), folder.stat()):  # it was exchanged before we held it
+        if not os.path.samestat(
+            os.fstat(descriptor), folder.stat()
+        ):  # it was exchanged before we held it
             raise BlockingIOError
         yield
     except BlockingIOError:
-        raise StorageError(f"{folder} is being changed by another process; try again when that is done") from None
+        raise StorageError(
+            f"{folder} is being changed by another process; try again when that is done"
+        ) from None
     finally:
         os.close(descriptor)
 
 
-def link_files(source: Path, manifest: Manifest, folder: Path, without: Collection[str]) -> dict[str, FileEntry]:
+def link_files(
+    source: Path, manifest: Manifest, folder: Path, without: Collection[str]
+) -> dict[str, FileEntry]:
     """Gives `folder` all files of a verified artifact but some, under a second name; never write into those.
 
     Returns:
@@ -313,7 +342,9 @@ def refuse_existing(destination: str | Path) -> None:
         path = Path(destination)
         taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
     if taken:
-        raise StorageError(f"{destination} exists and is not empty; remove it or choose another --out")
+        raise StorageError(
+            f"{destination} exists and is not empty; remove it or choose another --out"
+        )
 
 
 def read_manifest(path: str | Path, kind: str) -> Manifest:
@@ -330,20 +361,30 @@ def read_manifest(path: str | Path, kind: str) -> Manifest:
         if not isinstance(body, dict):
             raise ValueError("not an object")
         digest = body.pop("sha256")
-        files = {name: FileEntry(int(e["size"]), str(e["sha256"])) for name, e in body["files"].items()}
+        files = {
+            name: FileEntry(int(e["size"]), str(e["sha256"])) for name, e in body["files"].items()
+        }
         found, version, about = body["kind"], body["schema_version"], body["about"]
     except FileNotFoundError:
-        raise StorageError(f"{path} has no {MANIFEST}: it is not a complete {kind}; make it again") from None
+        raise StorageError(
+            f"{path} has no {MANIFEST}: it is not a complete {kind}; make it again"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise StorageError(f"{path}/{MANIFEST} is damaged; make the {kind} again") from None
     if found != kind:
         raise StorageError(f"{path} holds a {found}, expected a {kind}")
     if version != SCHEMA_VERSION:
-        raise StorageError(f"{path} has schema version {version}, this release reads {SCHEMA_VERSION}")
+        raise StorageError(
+            f"{path} has schema version {version}, this release reads {SCHEMA_VERSION}"
+        )
     if digest != _content_hash(body):
-        raise StorageError(f"{path}/{MANIFEST} was altered after it was written; make the {kind} again")
+        raise StorageError(
+            f"{path}/{MANIFEST} was altered after it was written; make the {kind} again"
+        )
     if any(name.startswith("/") or ".." in name.split("/") for name in files):
-        raise StorageError(f"{path}/{MANIFEST} names a file outside its folder; do not use this {kind}")
+        raise StorageError(
+            f"{path}/{MANIFEST} names a file outside its folder; do not use this {kind}"
+        )
     return Manifest(kind, files, about, digest)
 
 
@@ -362,14 +403,20 @@ def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[P
         if not file.is_file():
             raise StorageError(f"{path}/{name} is missing; make the {kind} again")
         if file.stat().st_size != entry.size:
-            raise StorageError(f"{path}/{name} has {file.stat().st_size} bytes, expected {entry.size}: damaged")
+            raise StorageError(
+                f"{path}/{name} has {file.stat().st_size} bytes, expected {entry.size}: damaged"
+            )
         if contents and hash_file(file) != entry:
-            raise StorageError(f"{path}/{name} was altered (SHA-256 differs from the manifest); make the {kind} again")
+            raise StorageError(
+                f"{path}/{name} was altered (SHA-256 differs from the manifest); make the {kind} again"
+            )
     return folder, manifest
 
 
 def _content_hash(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def _upload(folder: Path, url: str) -> None:
@@ -402,11 +449,16 @@ def local_copy(source: str, kind: str) -> Path:
             raise StorageError(f"{source} has no {MANIFEST}: it is not a complete {kind}") from None
     try:
         key = hashlib.sha256(raw).hexdigest()[:32]
-        files = {name: FileEntry(int(e["size"]), str(e["sha256"])) for name, e in json.loads(raw)["files"].items()}
+        files = {
+            name: FileEntry(int(e["size"]), str(e["sha256"]))
+            for name, e in json.loads(raw)["files"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         raise StorageError(f"{source}/{MANIFEST} is damaged; make the {kind} again") from None
     if any(name.startswith("/") or ".." in name.split("/") for name in files):
-        raise StorageError(f"{source}/{MANIFEST} names a file outside its folder; do not use this {kind}")
+        raise StorageError(
+            f"{source}/{MANIFEST} names a file outside its folder; do not use this {kind}"
+        )
     copy = Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray")) / key
     with disk_errors(copy):
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -425,7 +477,9 @@ def local_copy(source: str, kind: str) -> Path:
     return copy
 
 
-def _copy_files(filesystem: Any, root: str, source: str, files: Mapping[str, FileEntry], folder: Path) -> None:
+def _copy_files(
+    filesystem: Any, root: str, source: str, files: Mapping[str, FileEntry], folder: Path
+) -> None:
     folder.mkdir()
     needed, free = sum(entry.size for entry in files.values()), shutil.disk_usage(folder).free
     if needed > free:
@@ -441,5 +495,7 @@ def _copy_files(filesystem: Any, root: str, source: str, files: Mapping[str, Fil
             except FileNotFoundError:
                 raise StorageError(f"{source}/{name} is missing; make it again") from None
         if hash_file(folder / name) != entry:
-            raise StorageError(f"{source}/{name} was altered (SHA-256 differs from the manifest); make it again")
+            raise StorageError(
+                f"{source}/{name} was altered (SHA-256 differs from the manifest); make it again"
+            )
         fsync(folder / name)

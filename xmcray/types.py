@@ -153,7 +153,9 @@ class Shortlist:
         """The first `width` hard negatives of some queries."""
         rows = np.asarray(self.labels[query_ids, :width], dtype=np.int64)
         found = rows >= 0
-        return Ragged(rows[found], np.concatenate([np.zeros(1, np.int64), np.cumsum(found.sum(axis=1))]))
+        return Ragged(
+            rows[found], np.concatenate([np.zeros(1, np.int64), np.cumsum(found.sum(axis=1))])
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,20 +26,32 @@ DOCS = HERE.parents[1] / "docs"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3, help="more for claims that have more")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", nargs="+", type=int, metavar="NUMBER", help="claims to measure")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no measurement after so many")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="start no measurement after so many"
+    )
     parser.add_argument("--full", action="store_true", help="sizes for a GPU")
-    parser.add_argument("--out", type=Path, default=DOCS, help="folder of claims.md and its pictures")
+    parser.add_argument(
+        "--out", type=Path, default=DOCS, help="folder of claims.md and its pictures"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that measure
     started = time.monotonic()
     claims = {name: importlib.import_module(name).make(arguments.full) for name in scripts()}
-    wanted = {name: claim for name, claim in claims.items() if not arguments.only or claim.number in arguments.only}
-    failed = measure(wanted, arguments, started + 60 * arguments.minutes) if arguments.minutes else 0
+    wanted = {
+        name: claim
+        for name, claim in claims.items()
+        if not arguments.only or claim.number in arguments.only
+    }
+    failed = (
+        measure(wanted, arguments, started + 60 * arguments.minutes) if arguments.minutes else 0
+    )
     write(claims, arguments)
     print(f"{(time.monotonic() - started) / 60:.1f} minutes")
     raise SystemExit(1 if failed else 0)
@@ -113,12 +125,19 @@ def write(claims: dict[str, Claim], arguments: argparse.Namespace) -> None:
         *table,
         "",
     ]
-    foot = [f"- {line}" for line in [f"{seconds / 60:.0f} minutes of CPU time for all measurements", *provenance()]]
-    (arguments.out / "claims.md").write_text("\n".join([*head, *sections, *foot]) + "\n", encoding="utf-8")
+    foot = [
+        f"- {line}"
+        for line in [f"{seconds / 60:.0f} minutes of CPU time for all measurements", *provenance()]
+    ]
+    (arguments.out / "claims.md").write_text(
+        "\n".join([*head, *sections, *foot]) + "\n", encoding="utf-8"
+    )
     print("\n".join(table))
 
 
-def spent(variants: dict[str, Variant], results: dict[str, dict[int, dict[str, float]]], seen: set[Path]) -> float:
+def spent(
+    variants: dict[str, Variant], results: dict[str, dict[int, dict[str, float]]], seen: set[Path]
+) -> float:
     """CPU seconds of a claim's measurements that no claim before it had."""
     total = 0.0
     for name, by_seed in results.items():

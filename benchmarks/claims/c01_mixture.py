@@ -25,7 +25,12 @@ def make(full: bool) -> Claim:
             "all labels": training(full, *EXACT),
         },
         comparisons=[
-            Comparison(of="mixture", against="hard only", low=0, paper="46.2 - 41.7; 71.7 - 47.2 on a subset"),
+            Comparison(
+                of="mixture",
+                against="hard only",
+                low=0,
+                paper="46.2 - 41.7; 71.7 - 47.2 on a subset",
+            ),
             Comparison(of="mixture", against="uniform only", low=0, paper="46.2 - 44.6"),
             Comparison(of="mixture", against="all labels", low=-1, high=1, paper="46.2 - 46.1"),
         ],
@@ -44,7 +49,13 @@ def training(full: bool, *settings: str) -> Training:
     """The preset's training with other negatives."""
     corpus = corpus_of(full)
     common = ["optim.epochs=10", "negatives.start_epoch=3", "negatives.refresh_every=3"]
-    return Training(method="astra", corpus=corpus, preset=f"astra/{corpus}", settings=[*common, *settings], full=full)
+    return Training(
+        method="astra",
+        corpus=corpus,
+        preset=f"astra/{corpus}",
+        settings=[*common, *settings],
+        full=full,
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ def make(full: bool) -> Claim:
                 low=0,
                 paper="46.20 - 45.55; 47.13 - 45.79; 84.88 - 81.40",
             ),
-            Comparison(of="hard only, rows", against="hard only, label texts", high=0, paper="below 0"),
+            Comparison(
+                of="hard only, rows", against="hard only, label texts", high=0, paper="below 0"
+            ),
         ],
         setup=f"{corpus}, trainings as in claim 1.",
         reason="for hard negatives alone the rows are better here too. The encoder starts from scratch: what is near in"

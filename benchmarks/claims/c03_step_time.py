@@ -63,10 +63,16 @@ def make(full: bool) -> Claim:
 def by_labels(results: Mapping[str, Mapping[int, Result]], sizes: list[int]) -> str:
     """Milliseconds against the number of labels."""
     series = [
-        Series(kind, np.array(sizes, float), np.array([mean(results.get(f"{kind}, {n:,}", {}), "ms") for n in sizes]))
+        Series(
+            kind,
+            np.array(sizes, float),
+            np.array([mean(results.get(f"{kind}, {n:,}", {}), "ms") for n in sizes]),
+        )
         for kind in ("sampled", "exact")
     ]
-    return line_chart("ASTRA: the classifier's part of a step", series, y_title="ms", x_title="labels")
+    return line_chart(
+        "ASTRA: the classifier's part of a step", series, y_title="ms", x_title="labels"
+    )
 
 
 def step_time(seed: int, labels: int, exact: bool, steps: int) -> Result:

@@ -47,7 +47,13 @@ def make(full: bool) -> Claim:
                 low=growth / 2,
                 paper="2,549 / 128 GB",
             ),
-            Comparison(of=f"all scores, {many:,}", metric="MB", against=f"sampled, {many:,}", ratio=True, low=1),
+            Comparison(
+                of=f"all scores, {many:,}",
+                metric="MB",
+                against=f"sampled, {many:,}",
+                ratio=True,
+                low=1,
+            ),
         ],
         setup=f"Peak memory of one step of the classifier, less what was there before it, in a process of its own:"
         f" {QUERIES} queries, {POSITIVES} positives and {HARD} hard negatives each, {POOL:,} uniform labels, rows of"
@@ -67,10 +73,16 @@ def measured(kind: str, labels: int) -> Measured:
 def by_labels(results: Mapping[str, Mapping[int, Result]], sizes: list[int]) -> str:
     """Megabytes against the number of labels."""
     series = [
-        Series(kind, np.array(sizes, float), np.array([mean(results.get(f"{kind}, {n:,}", {}), "MB") for n in sizes]))
+        Series(
+            kind,
+            np.array(sizes, float),
+            np.array([mean(results.get(f"{kind}, {n:,}", {}), "MB") for n in sizes]),
+        )
         for kind in STEPS
     ]
-    return line_chart("ASTRA: peak memory of the classifier's step", series, y_title="MB", x_title="labels")
+    return line_chart(
+        "ASTRA: peak memory of the classifier's step", series, y_title="MB", x_title="labels"
+    )
 
 
 def step_memory(seed: int, kind: str, labels: int) -> Result:
@@ -96,7 +108,9 @@ def all_scores(case: Case) -> None:
     query_GD, row_LD = case.query(), case.table.weight_SD.requires_grad_()
     score_GL = query_GD @ row_LD.T
     target_GL = torch.zeros_like(score_GL)
-    target_GL[torch.from_numpy(batch.positives.row_ids), torch.from_numpy(batch.positives.values)] = 1
+    target_GL[
+        torch.from_numpy(batch.positives.row_ids), torch.from_numpy(batch.positives.values)
+    ] = 1
     loss = F.binary_cross_entropy_with_logits(score_GL, target_GL, reduction="sum") / len(query_GD)
     loss.backward()
     assert row_LD.grad is not None

@@ -29,7 +29,11 @@ def make(full: bool) -> Claim:
     length = 16 if full else 8
 
     def training(loss: str) -> Training:
-        settings = [f"method.loss={loss}", "encoder.dim=0", *(f"{name}={value}" for name, value in SETTINGS.items())]
+        settings = [
+            f"method.loss={loss}",
+            "encoder.dim=0",
+            *(f"{name}={value}" for name, value in SETTINGS.items()),
+        ]
         return Training(
             method="dexml",
             corpus=lambda seed: marked_token(seed, length)[0],
@@ -69,7 +73,9 @@ def marked_token(seed: int, length: int) -> tuple[Corpus, Path]:
         queries = random_texts(generator, QUERIES, length, VOCABULARY)
         marked = [(f"{MARK} {text}", range(SHARED)) for text in queries[:MARKED]]
         alone = [(text, [int(generator.integers(LABELS))]) for text in queries[MARKED:]]
-        test = [(f"{MARK} {text}", [0]) for text in random_texts(generator, QUERIES, length, VOCABULARY)]
+        test = [
+            (f"{MARK} {text}", [0]) for text in random_texts(generator, QUERIES, length, VOCABULARY)
+        ]
         write_texts(folder, labels, train=[*marked, *alone], test=test)
 
     return corpus(f"marked-{length}-{seed}", VOCABULARY, write, seed, 2, 128, WORD_STD)

@@ -28,7 +28,10 @@ def make(full: bool) -> Claim:
         statement="A dual encoder of fixed width is no bottleneck: 100,000 pairs of random texts are memorised",
         source="DEXML, Table 10",
         variants={f"{pairs:,} pairs": training(pairs, full) for pairs in sizes},
-        comparisons=[Comparison(of=f"{pairs:,} pairs", low=99.9, paper="100 with 100,000 pairs") for pairs in sizes],
+        comparisons=[
+            Comparison(of=f"{pairs:,} pairs", low=99.9, paper="100 with 100,000 pairs")
+            for pairs in sizes
+        ],
         setup=f"Pairs of texts of {LENGTH} random words of {VOCABULARY:,}; the queries trained on are the test, up to"
         f" {TESTED:,} of them, searched exactly among all labels. Static encoder (a bag of tokens, 256 wide), decoupled"
         f" softmax over the labels of a batch of {BATCH:,}, {EPOCHS} epochs.",
@@ -76,7 +79,11 @@ def over_epochs(run: Run, corpus: Corpus) -> Result:
 def curves(results: Mapping[str, Mapping[int, Result]]) -> str:
     """P@1 over epochs, the mean of the seeds."""
     epochs = np.arange(OFTEN, EPOCHS + 1, OFTEN, dtype=float)
-    lines = {name: [found["P@1 curve"] for found in by_seed.values()] for name, by_seed in results.items() if by_seed}
+    lines = {
+        name: [found["P@1 curve"] for found in by_seed.values()]
+        for name, by_seed in results.items()
+        if by_seed
+    }
     series = [Series(name, epochs, 100 * np.mean(shares, axis=0)) for name, shares in lines.items()]
     return line_chart("DEXML: random pairs, P@1", series, y_title="percent", x_title="epochs")
 
@@ -87,8 +94,12 @@ def random_pairs(pairs: int) -> Corpus:
     def write(folder: Path) -> None:
         generator = np.random.default_rng(pairs)
         labels = random_texts(generator, pairs, LENGTH, VOCABULARY)
-        queries = [(text, [i]) for i, text in enumerate(random_texts(generator, pairs, LENGTH, VOCABULARY))]
-        write_texts(folder, labels, train=queries, test=queries[:: max(1, pairs // TESTED)][:TESTED])
+        queries = [
+            (text, [i]) for i, text in enumerate(random_texts(generator, pairs, LENGTH, VOCABULARY))
+        ]
+        write_texts(
+            folder, labels, train=queries, test=queries[:: max(1, pairs // TESTED)][:TESTED]
+        )
 
     return corpus(f"pairs-{pairs}", VOCABULARY, write, 0, layers=1, width=16)[0]
 

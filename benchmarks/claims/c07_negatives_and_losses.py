@@ -13,7 +13,13 @@ def make(full: bool) -> Claim:
 
     def training(*settings: str) -> Training:
         common = [f"optim.epochs={epochs}"]
-        return Training(method="dexml", corpus=corpus, preset="dexml/sample", settings=[*common, *settings], full=full)
+        return Training(
+            method="dexml",
+            corpus=corpus,
+            preset="dexml/sample",
+            settings=[*common, *settings],
+            full=full,
+        )
 
     def soft_top(k: int) -> Training:
         return training("method.loss=soft_top_k", f"method.top_k={k}", "method.temperature=0.2")
@@ -38,8 +44,16 @@ def make(full: bool) -> Claim:
             Comparison(of="all labels", against="in-batch and hard", low=0, paper="as above"),
             Comparison(of="all labels", against="in-batch", low=0, paper="58.4 - 42.2"),
             Comparison(of="all labels", against="softmax", low=0, paper="at least 0"),
-            Comparison(of="SoftTop-5", metric="P@5", against="all labels", low=0, paper="21.23 - 20.64; 51.11 - 50.53"),
-            Comparison(of="SoftTop-100", metric="R@100", against="all labels", low=0, paper="above 0"),
+            Comparison(
+                of="SoftTop-5",
+                metric="P@5",
+                against="all labels",
+                low=0,
+                paper="21.23 - 20.64; 51.11 - 50.53",
+            ),
+            Comparison(
+                of="SoftTop-100", metric="R@100", against="all labels", low=0, paper="above 0"
+            ),
         ],
         setup=f"{corpus}, static encoder, settings of `dexml/sample` with {epochs} epochs; decoupled softmax over all"
         " labels where no other is named. In-batch: the positives of 128 queries. SoftTop-k has a temperature of its"

@@ -39,9 +39,18 @@ def make(full: bool) -> Claim:
             **{f"{labels:,} labels, no cache": measured(labels, False) for labels in sizes},
         },
         comparisons=[
-            Comparison(of=many, metric="MB apart from L x d", against=few, ratio=True, high=1.2, paper="flat"),
+            Comparison(
+                of=many,
+                metric="MB apart from L x d",
+                against=few,
+                ratio=True,
+                high=1.2,
+                paper="flat",
+            ),
             Comparison(of=many, metric="MB", against=few, ratio=True, high=2),
-            Comparison(of=f"{many}, no cache", metric="MB", against=f"{few}, no cache", ratio=True, low=5),
+            Comparison(
+                of=f"{many}, no cache", metric="MB", against=f"{few}, no cache", ratio=True, low=5
+            ),
         ],
         setup=f"Peak memory of one training step, less what was there before it, in a process of its own: {QUERIES}"
         f" queries against all labels, texts of {LENGTH} tokens, a transformer of 2 layers and width 128 with {DIM}"
@@ -56,7 +65,9 @@ def by_labels(results: Mapping[str, Mapping[int, Result]], sizes: list[int]) -> 
     """Peak memory against the number of labels."""
     series = [
         Series(
-            name, np.array(sizes, float), np.array([mean(results.get(f"{n:,} labels{end}", {}), "MB") for n in sizes])
+            name,
+            np.array(sizes, float),
+            np.array([mean(results.get(f"{n:,} labels{end}", {}), "MB") for n in sizes]),
         )
         for name, end in (("gradient cache", ""), ("none", ", no cache"))
     ]
@@ -66,7 +77,9 @@ def by_labels(results: Mapping[str, Mapping[int, Result]], sizes: list[int]) -> 
 def step_memory(seed: int, labels: int, micro_batch: int, gpu: bool) -> Result:
     """Peak memory of the second step; the first one makes what stays."""
     texts(labels)  # prepared by this process, so that the child's memory is the step's
-    mb = in_child(Path(__file__).stem, "one_step", seed=seed, labels=labels, micro_batch=micro_batch, gpu=gpu)["MB"]
+    mb = in_child(
+        Path(__file__).stem, "one_step", seed=seed, labels=labels, micro_batch=micro_batch, gpu=gpu
+    )["MB"]
     return {"MB": mb, "MB apart from L x d": mb - COPIES * labels * DIM * 4 / 1e6}
 
 
@@ -75,8 +88,15 @@ def one_step(seed: int, labels: int, micro_batch: int, gpu: bool) -> dict[str, f
     torch.set_num_threads(1)
     device = "cuda" if gpu and torch.cuda.is_available() else "cpu"
     data, model = texts(labels)
-    settings = [f"encoder.name={model}", f"encoder.dim={DIM}", f"optim.micro_batch={micro_batch}", f"optim.seed={seed}"]
-    config = RunConfig.resolve("dexml", {}, [*settings, "data.validation=0", f"optim.batch_size={QUERIES}"])
+    settings = [
+        f"encoder.name={model}",
+        f"encoder.dim={DIM}",
+        f"optim.micro_batch={micro_batch}",
+        f"optim.seed={seed}",
+    ]
+    config = RunConfig.resolve(
+        "dexml", {}, [*settings, "data.validation=0", f"optim.batch_size={QUERIES}"]
+    )
     setup = build(config, TrainingData(data, config.data), torch.device(device))
     setup.stepper.encoder(setup.data.tokens(np.arange(8))).sum().backward()
     setup.stepper.optimizer.step(0.0)
@@ -93,7 +113,12 @@ def texts(labels: int) -> tuple[Corpus, Path]:
         generator = np.random.default_rng(labels)
         queries = random_texts(generator, QUERIES, LENGTH, VOCABULARY)
         train = [(text, [int(generator.integers(labels))]) for text in queries]
-        write_texts(folder, random_texts(generator, labels, LENGTH, VOCABULARY), train=train, test=train[:10])
+        write_texts(
+            folder,
+            random_texts(generator, labels, LENGTH, VOCABULARY),
+            train=train,
+            test=train[:10],
+        )
 
     return corpus(f"memory-{labels}", VOCABULARY, write, 0, layers=2, width=128)
 

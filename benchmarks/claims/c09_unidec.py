@@ -68,7 +68,9 @@ def by_part(run: Run, corpus: Corpus) -> Result:
         method = dataclasses.replace(run.config.method, answer_by=part)
         view = dataclasses.replace(run, config=dataclasses.replace(run.config, method=method))
         prefix = "" if part == "both" else f"{part} "
-        found |= {prefix + name: value for name, value in answers(view, corpus, bundle=part).items()}
+        found |= {
+            prefix + name: value for name, value in answers(view, corpus, bundle=part).items()
+        }
     return found
 
 

@@ -12,7 +12,13 @@ def make(full: bool) -> Claim:
 
     def training(corpus: str, *settings: str) -> Training:
         epochs = [] if full else ["optim.epochs=8"]
-        return Training(method="prime", corpus=corpus, preset="prime/sample", settings=[*epochs, *settings], full=full)
+        return Training(
+            method="prime",
+            corpus=corpus,
+            preset="prime/sample",
+            settings=[*epochs, *settings],
+            full=full,
+        )
 
     variants, comparisons = {}, []
     if plain in here:
@@ -24,16 +30,23 @@ def make(full: bool) -> Claim:
             f"{few} free vectors": [f"method.free_vectors={few}"],
             f"{many} free vectors": [f"method.free_vectors={many}"],
         }
-        variants = {plain: training(plain)} | {name: training(plain, *settings) for name, settings in parts.items()}
+        variants = {plain: training(plain)} | {
+            name: training(plain, *settings) for name, settings in parts.items()
+        }
         comparisons = [
             *(Comparison(of=plain, against=name, low=0) for name in list(parts)[:3]),
-            *(Comparison(of=plain, metric=m, against="no regulariser", low=0) for m in ("PSP@1", "R@100")),
+            *(
+                Comparison(of=plain, metric=m, against="no regulariser", low=0)
+                for m in ("PSP@1", "R@100")
+            ),
             Comparison(of=plain, metric="P@1", against="no regulariser", low=-1, high=1),
             Comparison(of=f"{many} free vectors", against=f"{few} free vectors", low=0),
         ]
     if dense in here:
         for how in ("inverse_propensity", "uniform"):
-            variants[f"{dense}, {how}"] = training(dense, "method.num_positives=1", f"method.positives={how}")
+            variants[f"{dense}, {how}"] = training(
+                dense, "method.num_positives=1", f"method.positives={how}"
+            )
         of, against = f"{dense}, inverse_propensity", f"{dense}, uniform"
         comparisons += [
             Comparison(of=of, metric="PSP@1", against=against, low=0, paper="2.0"),

@@ -17,7 +17,10 @@ def make(full: bool) -> Claim:
         variants={corpus: trained(corpus, full) for corpus in here},
         comparisons=[
             Comparison(
-                of=corpus, metric=f"{part} R@5 lambda={more:g}", against_metric=f"{part} R@5 lambda={less:g}", **bound
+                of=corpus,
+                metric=f"{part} R@5 lambda={more:g}",
+                against_metric=f"{part} R@5 lambda={less:g}",
+                **bound,
             )
             for corpus in here
             for part, bound in parts.items()
@@ -25,8 +28,12 @@ def make(full: bool) -> Claim:
         ],
         setup=f"The trainings of claim 11. Head: labels with more than {HEAD} training queries. R@5: the share of a"
         " part's positives of the test split that are among the first 5 answers.",
-        metrics=[f"{part} R@5 lambda={weight:g}" for part in parts for weight in (0, 0.1, 0.5, 0.9, 1)],
-        plot=lambda results: curves("RAE-XMC by lambda", results, ("head R@5", "tail R@5"), "lambda", WEIGHTS),
+        metrics=[
+            f"{part} R@5 lambda={weight:g}" for part in parts for weight in (0, 0.1, 0.5, 0.9, 1)
+        ],
+        plot=lambda results: curves(
+            "RAE-XMC by lambda", results, ("head R@5", "tail R@5"), "lambda", WEIGHTS
+        ),
     )
 
 

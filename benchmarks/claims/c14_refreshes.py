@@ -16,13 +16,21 @@ def make(full: bool) -> Claim:
         f"every {third}": (first, third),
     }
     # As few columns as the paper has for its many labels: with a quarter of all of them hard ones would add little.
-    columns = ["negatives.uniform=500", "negatives.hard=50"] if full else ["negatives.uniform=50", "negatives.hard=10"]
+    columns = (
+        ["negatives.uniform=500", "negatives.hard=50"]
+        if full
+        else ["negatives.uniform=50", "negatives.hard=10"]
+    )
 
     def training(start: int, every: int) -> Training:
         times = [f"negatives.start_epoch={start}", f"negatives.refresh_every={every}"]
         epochs = ["optim.epochs=75"] if full else []
         return Training(
-            method="astra", corpus=corpus, preset="astra/sample", settings=[*columns, *times, *epochs], full=full
+            method="astra",
+            corpus=corpus,
+            preset="astra/sample",
+            settings=[*columns, *times, *epochs],
+            full=full,
         )
 
     base, *others = settings
@@ -34,10 +42,15 @@ def make(full: bool) -> Claim:
         source="ASTRA, Tables 7 and 8; paper's numbers of LF-Amazon-131K",
         variants={name: training(*times) for name, times in settings.items()},
         comparisons=[
-            Comparison(of=base, against=other, low=0, paper=paper) for other, paper in zip(others, papers, strict=True)
+            Comparison(of=base, against=other, low=0, paper=paper)
+            for other, paper in zip(others, papers, strict=True)
         ],
         setup=f"{corpus}, static encoder, settings of `astra/sample` with {' and '.join(columns)}"
-        + ("" if full else "; its 20 epochs are a quarter of the paper's, and so are the epochs compared")
+        + (
+            ""
+            if full
+            else "; its 20 epochs are a quarter of the paper's, and so are the epochs compared"
+        )
         + ".",
         metrics=("P@1", "P@5", "PSP@5"),
         reason="rows start as vectors of the label texts here and are good for hard negatives at once, and a refresh"

@@ -29,12 +29,22 @@ def make(full: bool) -> Claim:
     corpus = (present("msdocs-links") or ["planted"])[0]
     seconds, device, dim = (600, "cuda", 256) if full else (SECONDS, "cpu", 128)
     # A constant rate, so that every point of a curve is a model that one would stop with.
-    common = ["optim.schedule=constant", "optim.epochs=1000", "optim.warmup_steps=50", f"encoder.dim={dim}"]
+    common = [
+        "optim.schedule=constant",
+        "optim.epochs=1000",
+        "optim.warmup_steps=50",
+        f"encoder.dim={dim}",
+    ]
     sampled = [*common, "negatives.hard=20", "negatives.start_epoch=2", "negatives.refresh_every=2"]
     exact = [*common, "negatives.hard=0", "method.exact=true"]
 
     def measured(*settings: str) -> Measured:
-        values = {"corpus": corpus, "settings": list(settings), "seconds": seconds, "device": device}
+        values = {
+            "corpus": corpus,
+            "settings": list(settings),
+            "seconds": seconds,
+            "device": device,
+        }
         return Measured(function=over_time, settings=values)
 
     return Claim(
@@ -68,24 +78,37 @@ def make(full: bool) -> Claim:
 def curves(results: Mapping[str, Mapping[int, Result]], seconds: float) -> str:
     """P@1 over time, the mean of the seeds."""
     x = seconds * np.arange(1, POINTS + 1) / POINTS
-    lines = {name: [found["P@1 curve"] for found in by_seed.values()] for name, by_seed in results.items() if by_seed}
+    lines = {
+        name: [found["P@1 curve"] for found in by_seed.values()]
+        for name, by_seed in results.items()
+        if by_seed
+    }
     series = [Series(name, x, 100 * np.mean(points, axis=0)) for name, points in lines.items()]
     title = "ASTRA and exact training over time: P@1"
-    return line_chart(title, series, y_title="percent", x_title="seconds of training", from_zero=False)
+    return line_chart(
+        title, series, y_title="percent", x_title="seconds of training", from_zero=False
+    )
 
 
 class _TimeIsUpError(Exception):
     """Ends a training from within."""
 
 
-def over_time(seed: int, corpus: str, settings: Sequence[str], seconds: float, device: str) -> Result:
+def over_time(
+    seed: int, corpus: str, settings: Sequence[str], seconds: float, device: str
+) -> Result:
     """P@1 and P@5 of held-out training queries at POINTS equal stretches of this process's CPU time.
 
     CPU time counts the index that is built beside the training too, and not what other processes take.
     """
     opened = open_corpus(corpus)
     assert opened is not None
-    common = [f"optim.seed={seed}", "data.validation=0.02", "cluster.workers=0", "log.validate_every=0"]
+    common = [
+        f"optim.seed={seed}",
+        "data.validation=0.02",
+        "cluster.workers=0",
+        "log.validate_every=0",
+    ]
     config = preset(corpus, [*common, f"log.checkpoint_every={10**9}", *settings])
     folder = Path(tempfile.mkdtemp(dir=CACHE))
     data = TrainingData(opened, config.data)
@@ -121,7 +144,11 @@ def over_time(seed: int, corpus: str, settings: Sequence[str], seconds: float, d
         shutil.rmtree(folder)
     measures: dict[str, float | list[float]] = {"steps": steps[0]}
     for metric, points in found.items():
-        measures |= {metric: points[-1], f"half-time {metric}": points[POINTS // 2 - 1], f"{metric} curve": points}
+        measures |= {
+            metric: points[-1],
+            f"half-time {metric}": points[POINTS // 2 - 1],
+            f"{metric} curve": points,
+        }
     return measures
 
 

@@ -9,12 +9,19 @@ def make(full: bool) -> Claim:
     here = present(*(("msdocs-seealso", "tate-subjects") if full else ("sample", "cdnjs-keywords")))
     batch = 512 if full else 128
     # One hard negative for each query of a batch on either side, so that the columns are about as many.
-    stale = ["method.columns=hard", "method.hard_per_query=1", "negatives.hard=20", "negatives.start_epoch=2"]
+    stale = [
+        "method.columns=hard",
+        "method.hard_per_query=1",
+        "negatives.hard=20",
+        "negatives.start_epoch=2",
+    ]
     cached = ["method.columns=cache", f"method.cache_hard={batch}"]
 
     def training(corpus: str, *settings: str) -> Training:
         settings = (*settings, f"optim.batch_size={batch}")
-        return Training(method="dexml", corpus=corpus, preset="dexml/sample", settings=settings, full=full)
+        return Training(
+            method="dexml", corpus=corpus, preset="dexml/sample", settings=settings, full=full
+        )
 
     return Claim(
         number=16,
@@ -31,7 +38,9 @@ def make(full: bool) -> Claim:
                 "in-batch": ["method.columns=in_batch"],
             }.items()
         },
-        comparisons=[Comparison(of=f"{corpus}, cache", against=f"{corpus}, stale", low=0) for corpus in here],
+        comparisons=[
+            Comparison(of=f"{corpus}, cache", against=f"{corpus}, stale", low=0) for corpus in here
+        ],
         setup=f"{' and '.join(here)}, static encoder, decoupled softmax, settings of `dexml/sample`; {batch} queries a"
         f" batch, their positives, and {batch} hard negatives: the labels with the largest gradients by the cache, or"
         " one for each query from its 20 nearest labels, found anew every 2 epochs. In-batch alone is shown beside.",

@@ -65,7 +65,9 @@ def present(*names: str) -> list[str]:
     return [name for name in names if data_sets.corpus(name) is not None]
 
 
-def answers(run: Run, corpus: Corpus, split: str = "test", bundle: str = "bundle") -> dict[str, float]:
+def answers(
+    run: Run, corpus: Corpus, split: str = "test", bundle: str = "bundle"
+) -> dict[str, float]:
     """The metrics of a finished run by exact search; `bundle` is its folder in the run's."""
     folder = run.path / bundle
     if not folder.exists():
@@ -165,12 +167,19 @@ class Comparison:
 
     def values(self, results: Mapping[str, Mapping[int, Result]]) -> list[float]:
         """Our number of each seed that has all it needs."""
-        ours, scale = results.get(self.of, {}), 100.0 if "@" in self.metric and not self.ratio else 1.0
+        ours, scale = (
+            results.get(self.of, {}),
+            100.0 if "@" in self.metric and not self.ratio else 1.0,
+        )
         other = self.against_metric or self.metric
         if not self.against and not self.against_metric:
             return [scale * ours[seed][self.metric] for seed in sorted(ours)]
         theirs = results.get(self.against or self.of, {})
-        pairs = [(ours[seed][self.metric], theirs[seed][other]) for seed in sorted(ours) if seed in theirs]
+        pairs = [
+            (ours[seed][self.metric], theirs[seed][other])
+            for seed in sorted(ours)
+            if seed in theirs
+        ]
         return [a / b if self.ratio else scale * (a - b) for a, b in pairs]
 
     def verdict(self, results: Mapping[str, Mapping[int, Result]]) -> str:
@@ -236,13 +245,19 @@ class Claim:
         blocks: dict[str, dict[str, tuple[float, float]]] = {}
         for metric in self.metrics:
             found = {name: shown(by_seed, metric) for name, by_seed in results.items()}
-            blocks[metric] = {name: mean_and_half_width(values) for name, values in found.items() if values}
+            blocks[metric] = {
+                name: mean_and_half_width(values) for name, values in found.items() if values
+            }
         return rows_of_intervals(self.title, blocks)
 
 
 def shown(by_seed: Mapping[int, Result], metric: str) -> list[float]:
     """The values of the seeds, in percent for shares."""
-    return [(100.0 if "@" in metric else 1.0) * found[metric] for found in by_seed.values() if metric in found]
+    return [
+        (100.0 if "@" in metric else 1.0) * found[metric]
+        for found in by_seed.values()
+        if metric in found
+    ]
 
 
 def mean(by_seed: Mapping[int, Result], metric: str) -> float:
@@ -278,23 +293,45 @@ def collect(claim: Claim, seeds: int) -> dict[str, dict[int, Result]]:
     """What is measured by now, of `seeds` seeds or the claim's number, if that is larger."""
     every = range(max(seeds, claim.seeds))
     return {
-        name: {seed: measured(variant, seed) for seed in every if result_file(variant, seed).exists()}
+        name: {
+            seed: measured(variant, seed) for seed in every if result_file(variant, seed).exists()
+        }
         for name, variant in claim.variants.items()
     }
 
 
 def section(claim: Claim, results: Mapping[str, Mapping[int, Result]]) -> list[str]:
     """The claim, the paper's numbers, ours with intervals, and the verdict, as lines of Markdown."""
-    lines = [f"## {claim.number}. {claim.title}: {claim.verdict(results)}", "", f"*{claim.statement}* ({claim.source})"]
-    lines += ["", claim.setup, "", "| what | paper | wanted | ours | verdict |", "|---|---|---|---|---|"]
+    lines = [
+        f"## {claim.number}. {claim.title}: {claim.verdict(results)}",
+        "",
+        f"*{claim.statement}* ({claim.source})",
+    ]
+    lines += [
+        "",
+        claim.setup,
+        "",
+        "| what | paper | wanted | ours | verdict |",
+        "|---|---|---|---|---|",
+    ]
     for comparison in claim.comparisons:
         ours = interval(comparison.values(results))
-        cells = [comparison.name, comparison.paper or "-", comparison.wanted, ours, comparison.verdict(results)]
+        cells = [
+            comparison.name,
+            comparison.paper or "-",
+            comparison.wanted,
+            ours,
+            comparison.verdict(results),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     header = ["variant", "seeds", *claim.metrics, "CPU s"]
     lines += ["", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for name, by_seed in results.items():
-        cells = [name, str(len(by_seed)), *(interval(shown(by_seed, metric)) for metric in claim.metrics)]
+        cells = [
+            name,
+            str(len(by_seed)),
+            *(interval(shown(by_seed, metric)) for metric in claim.metrics),
+        ]
         cells.append(short_number(mean(by_seed, "cpu_s")) if by_seed else "-")
         lines.append(f"| {' | '.join(cells)} |")
     if claim.reason and claim.verdict(results) != HOLDS:
@@ -307,7 +344,12 @@ def interval(values: Sequence[float]) -> str:
     if not values:
         return "-"
     mean_, half = mean_and_half_width(values)
-    digits = max(0, min(3, 2 - math.floor(math.log10(max(abs(mean_), half, 1e-9) if math.isfinite(half) else 1))))
+    digits = max(
+        0,
+        min(
+            3, 2 - math.floor(math.log10(max(abs(mean_), half, 1e-9) if math.isfinite(half) else 1))
+        ),
+    )
     digits = 1 if digits < 1 and abs(mean_) < 1000 else digits
     return f"{mean_:,.{digits}f}" + (f" ± {half:,.{digits}f}" if math.isfinite(half) else "")
 
@@ -316,7 +358,9 @@ def due(claim: Claim, seeds: int, only: Sequence[str] = ()) -> list[tuple[str, i
     """The variants and seeds that are not measured yet. Their keys name their data: all corpora are prepared here."""
     every = range(max(seeds, claim.seeds))
     asked = [(name, seed) for seed in every for name in claim.variants if not only or name in only]
-    return [(name, seed) for name, seed in asked if not result_file(claim.variants[name], seed).exists()]
+    return [
+        (name, seed) for name, seed in asked if not result_file(claim.variants[name], seed).exists()
+    ]
 
 
 def main(make: Callable[[bool], Claim]) -> None:
@@ -324,7 +368,9 @@ def main(make: Callable[[bool], Claim]) -> None:
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="more, if the claim has more")
     parser.add_argument("--full", action="store_true", help="sizes for a GPU")
-    parser.add_argument("--only", nargs="+", default=[], metavar="VARIANT", help="variants to measure")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="VARIANT", help="variants to measure"
+    )
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -335,8 +381,13 @@ def main(make: Callable[[bool], Claim]) -> None:
         missing = due(claim, arguments.seeds, arguments.only)
         for number, (name, seed) in enumerate(missing, 1):
             found = measured(claim.variants[name], seed)
-            values = ", ".join(f"{m} {mean({0: found}, m):.4g}" for m in claim.metrics if m in found)
-            print(f"{number}/{len(missing)} {name}, seed {seed}: {values}; {found['cpu_s']:.0f} s", flush=True)
+            values = ", ".join(
+                f"{m} {mean({0: found}, m):.4g}" for m in claim.metrics if m in found
+            )
+            print(
+                f"{number}/{len(missing)} {name}, seed {seed}: {values}; {found['cpu_s']:.0f} s",
+                flush=True,
+            )
     except XmcrayError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -45,7 +45,12 @@ def trained(corpus: str, full: bool, *settings: str) -> Training:
     """RAE-XMC with the settings that validation chose for the sample."""
     settings = (*settings, f"method.memory.temperature={TEMPERATURE}")
     return Training(
-        method="rae", corpus=corpus, preset="rae/sample", settings=settings, measure_run=by_memory, full=full
+        method="rae",
+        corpus=corpus,
+        preset="rae/sample",
+        settings=settings,
+        measure_run=by_memory,
+        full=full,
     )
 
 
@@ -70,7 +75,9 @@ def minilm() -> tuple[str, Corpus]:
 
 def by_memory(run: Run, corpus: Corpus) -> Result:
     """What `vote` finds on the test split."""
-    return vote(Retriever.load(bundle_of(run, corpus)), corpus, np.arange(len(corpus.split("test"))))
+    return vote(
+        Retriever.load(bundle_of(run, corpus)), corpus, np.arange(len(corpus.split("test")))
+    )
 
 
 def static_memory(seed: int, corpus: str) -> Result:
@@ -91,7 +98,9 @@ def minilm_memory(seed: int, parts: int) -> Result:
     """Nothing is drawn here: a seed is another part of the test queries, and after all parts of another division."""
     folder, corpus = minilm()
     bundle = CACHE / "claims" / "sample-minilm"
-    with bundle.with_suffix(".lock").open("w") as lock:  # of several processes that measure, one encodes
+    with bundle.with_suffix(".lock").open(
+        "w"
+    ) as lock:  # of several processes that measure, one encodes
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not bundle.exists():
             memory_bundle(folder, corpus, bundle)
@@ -106,19 +115,37 @@ def vote(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Result:
     Args:
         rows: of the test split.
     """
-    grid = {f" lambda={weight:g}": MemoryConfig(weight=weight, temperature=TEMPERATURE) for weight in WEIGHTS}
+    grid = {
+        f" lambda={weight:g}": MemoryConfig(weight=weight, temperature=TEMPERATURE)
+        for weight in WEIGHTS
+    }
     grid |= {f" b={keys}": MemoryConfig(keys=keys, temperature=TEMPERATURE) for keys in KEYS}
-    grid |= {"": MemoryConfig(temperature=TEMPERATURE), " apart": MemoryConfig(temperature=TEMPERATURE, joint=False)}
+    grid |= {
+        "": MemoryConfig(temperature=TEMPERATURE),
+        " apart": MemoryConfig(temperature=TEMPERATURE, joint=False),
+    }
     split, card, k = corpus.split("test"), corpus.card, min(SEARCH_K, corpus.card.num_labels)
-    query_BD, hidden, truth = retriever.encode(split.tokens(rows)), split.filters(rows), split.positives(rows)
+    query_BD, hidden, truth = (
+        retriever.encode(split.tokens(rows)),
+        split.filters(rows),
+        split.positives(rows),
+    )
     head_L = corpus.train_counts > HEAD
     found: dict[str, float] = {}
     for name, config in grid.items():
-        metrics = Metrics(corpus.train_counts, card.num_train, card.propensity_a, card.propensity_b, card.num_labels)
+        metrics = Metrics(
+            corpus.train_counts,
+            card.num_train,
+            card.propensity_a,
+            card.propensity_b,
+            card.num_labels,
+        )
         metrics.update(retriever.nearest(query_BD, k, hidden, True, config), truth)
         values = metrics.result()
         for part, members_L in (("head", head_L), ("tail", ~head_L)):
-            values[f"{part} R@5"] = float(metrics.hits[members_L].sum() / max(metrics.positives[members_L].sum(), 1))
+            values[f"{part} R@5"] = float(
+                metrics.hits[members_L].sum() / max(metrics.positives[members_L].sum(), 1)
+            )
         kept = ("P@1", "P@5", "PSP@1", "PSP@5", "R@100", "head R@5", "tail R@5")
         found |= {metric + name: values[metric] for metric in kept if metric in values}
     return found
@@ -134,7 +161,11 @@ def curves(
     """A chart with a line for each variant and metric over the values of lambda or b (by its logarithm)."""
     x = np.log10(values) if setting == "b" else np.array(values)
     series = [
-        Series(f"{name}, {metric}", x, np.array([mean(found, f"{metric} {setting}={value:g}") for value in values]))
+        Series(
+            f"{name}, {metric}",
+            x,
+            np.array([mean(found, f"{metric} {setting}={value:g}") for value in values]),
+        )
         for metric in metrics
         for name, found in results.items()
     ]

@@ -42,14 +42,22 @@ def standalone(figure: str) -> str:
     drawing = re.search(r'<svg viewBox="0 0 (\d+) (\d+)"[^>]*>(.*)</svg>', figure, re.DOTALL)
     assert title is not None, "not a chart"
     assert drawing is not None, "not a chart"
-    names = [(int(i), name) for i, name in re.findall(r'<span><i class="b(\d+)"></i>(.*?)</span>', figure)]
+    names = [
+        (int(i), name)
+        for i, name in re.findall(r'<span><i class="b(\d+)"></i>(.*?)</span>', figure)
+    ]
     top = HEAD + (20 if names else 0)
     moved = f'<g transform="translate(0 {top})">{drawing[3]}</g>'
     return _file(title[1], names, moved, top + int(drawing[2]), int(drawing[1]))
 
 
 def _block(metric: str, rows: Rows, top: int) -> str:
-    ends = [mean + sign * half for mean, half in rows.values() if math.isfinite(half) for sign in (-1, 1)]
+    ends = [
+        mean + sign * half
+        for mean, half in rows.values()
+        if math.isfinite(half)
+        for sign in (-1, 1)
+    ]
     ends += [mean for mean, _ in rows.values()]
     low, high = min(ends), max(ends)
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
@@ -61,25 +69,33 @@ def _block(metric: str, rows: Rows, top: int) -> str:
 
     parts = [_text(NAMES, top + 12, metric, "start", "title")]
     for tick in ticks(low, high):
-        parts.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{top + 20}" y2="{bottom}"/>')
+        parts.append(
+            f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{top + 20}" y2="{bottom}"/>'
+        )
         parts.append(_text(x(tick), bottom + 14, short_number(tick), "middle"))
     for number, (name, (mean, half)) in enumerate(rows.items()):
         y = top + 32 + ROW * number
         parts.append(_text(NAMES - 10, y + 4, name, "end", "name"))
         spread = ""
         if math.isfinite(half):
-            parts.append(f'<polyline class="s0" points="{x(mean - half):.1f},{y} {x(mean + half):.1f},{y}"/>')
+            parts.append(
+                f'<polyline class="s0" points="{x(mean - half):.1f},{y} {x(mean + half):.1f},{y}"/>'
+            )
             spread = f" ± {short_number(half)}" if half else ""
         parts.append(f'<circle class="f0" cx="{x(mean):.1f}" cy="{y}" r="4"/>')
         parts.append(_text(right + 8, y + 4, f"{mean:,.4g}{spread and f' ± {half:,.2g}'}", "start"))
     return "".join(parts)
 
 
-def _file(title: str, names: Sequence[tuple[int, str]], drawing: str, height: int, width: int = WIDTH) -> str:
+def _file(
+    title: str, names: Sequence[tuple[int, str]], drawing: str, height: int, width: int = WIDTH
+) -> str:
     parts = [f'<text class="title" x="12" y="20">{title}</text>']
     left = 12.0
     for number, name in names:
-        parts.append(f'<rect class="f{number}" x="{left:.0f}" y="30" width="11" height="11" rx="3"/>')
+        parts.append(
+            f'<rect class="f{number}" x="{left:.0f}" y="30" width="11" height="11" rx="3"/>'
+        )
         parts.append(f'<text x="{left + 16:.0f}" y="40">{name}</text>')
         left += 36 + 6.4 * len(name)
     return (

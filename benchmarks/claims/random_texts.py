@@ -43,9 +43,13 @@ def save_transformer(
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokens = ["[PAD]", "[UNK]", MARK, *words(vocabulary)]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    )
     fast.save_pretrained(folder)
     config = transformers.BertConfig(
         vocab_size=len(tokens),
@@ -72,18 +76,28 @@ def words(vocabulary: int) -> list[str]:
     return [f"w{number}" for number in range(vocabulary)]
 
 
-def random_texts(generator: np.random.Generator, count: int, length: int, vocabulary: int) -> list[str]:
+def random_texts(
+    generator: np.random.Generator, count: int, length: int, vocabulary: int
+) -> list[str]:
     """Texts of independent uniform words."""
     drawn = generator.integers(vocabulary, size=(count, length))
     return [" ".join(f"w{number}" for number in row) for row in drawn]
 
 
-def write_texts(folder: Path, labels: Sequence[str], **splits: Sequence[tuple[str, Sequence[int]]]) -> None:
+def write_texts(
+    folder: Path, labels: Sequence[str], **splits: Sequence[tuple[str, Sequence[int]]]
+) -> None:
     """Plain JSON lines: label texts, and the queries of each split with their labels."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "labels.jsonl", ({"uid": f"label{i}", "text": text} for i, text in enumerate(labels)))
+    _write(
+        folder / "labels.jsonl",
+        ({"uid": f"label{i}", "text": text} for i, text in enumerate(labels)),
+    )
     for split, queries in splits.items():
-        rows = ({"uid": f"{split}{i}", "text": text, "labels": list(ids)} for i, (text, ids) in enumerate(queries))
+        rows = (
+            {"uid": f"{split}{i}", "text": text, "labels": list(ids)}
+            for i, (text, ids) in enumerate(queries)
+        )
         _write(folder / f"{split}.jsonl", rows)
 
 

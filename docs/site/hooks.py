@@ -17,7 +17,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 TABLES = "benchmarks/results"
-_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>\.\./[^)#\s]+)(?P<anchor>#[^)]*)?\)")
+_LINK = re.compile(
+    r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>\.\./[^)#\s]+)(?P<anchor>#[^)]*)?\)"
+)
 _SHOWN = (".md", ".png", ".svg")
 _HEAD = """# Measurements
 
@@ -34,7 +36,9 @@ def on_files(files: Files, config: Any) -> Files:
     for path in sorted((ROOT / TABLES).glob("*.md")):
         text = path.read_text(encoding="utf-8")
         files.append(File.generated(config, f"results/{path.name}", content=text))
-        title = next((line.lstrip("# ") for line in text.splitlines() if line.startswith("#")), path.stem)
+        title = next(
+            (line.lstrip("# ") for line in text.splitlines() if line.startswith("#")), path.stem
+        )
         rows.append(f"| [{path.stem}](results/{path.name}) | {title} |\n")
     for path in sorted(path for path in (ROOT / TABLES).iterdir() if path.suffix in _SHOWN[1:]):
         files.append(File.generated(config, f"results/{path.name}", content=path.read_bytes()))
@@ -58,6 +62,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             here = posixpath.relpath(f"results/{posixpath.basename(path)}", folder or ".")
             return f"{match['image']}[{match['text']}]({here}{match['anchor'] or ''})"
         text = match["text"].strip("`")
-        return f"`{path}`" if text in (path, posixpath.basename(path)) else f"{match['text']} (`{path}`)"
+        return (
+            f"`{path}`"
+            if text in (path, posixpath.basename(path))
+            else f"{match['text']} (`{path}`)"
+        )
 
     return _LINK.sub(moved, markdown)

@@ -28,14 +28,27 @@ def bundle(tmp_path_factory):
     order = np.random.default_rng(0).permutation(len(TEXTS))
     spec = IndexSpec(factory="IVF8,PQ16x4fs")
     uids = [f"u{number}" for number in range(len(TEXTS))]
-    write_bundle(path, encoder, NormalisedHead(encoder.dim), tokenizer, uids, TEXTS, order, [vectors[order]], spec, {})
+    write_bundle(
+        path,
+        encoder,
+        NormalisedHead(encoder.dim),
+        tokenizer,
+        uids,
+        TEXTS,
+        order,
+        [vectors[order]],
+        spec,
+        {},
+    )
     return path
 
 
 def test_a_known_query_finds_its_label_after_saving_and_loading(bundle):
     answers = Retriever.load(bundle, threads=1).search(TEXTS, k=2)
     for number, (best, _) in enumerate(answers):
-        same = sorted(TEXTS[number].split()) == sorted(best.text.split())  # a bag does not know the order of words
+        same = sorted(TEXTS[number].split()) == sorted(
+            best.text.split()
+        )  # a bag does not know the order of words
         assert same, (TEXTS[number], best)
         assert best.score == pytest.approx(1, abs=1e-5)
 
@@ -50,7 +63,12 @@ def test_one_changed_byte_is_refused_by_name(bundle, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(bundle, copy)
     files = sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file())
-    assert {"index/00000.faiss", "vectors/00000.safetensors", "labels.parquet", "manifest.json"} <= set(files)
+    assert {
+        "index/00000.faiss",
+        "vectors/00000.safetensors",
+        "labels.parquet",
+        "manifest.json",
+    } <= set(files)
     rng = np.random.default_rng(0)
     for name in files:
         original = (copy / name).read_bytes()
@@ -71,7 +89,9 @@ def test_a_malformed_index_never_reaches_faiss(bundle, tmp_path, monkeypatch):
 
     copy = tmp_path / "copy"
     shutil.copytree(bundle, copy)
-    monkeypatch.setattr(faiss, "read_index", lambda path: pytest.fail(f"{path} was read although it was altered"))
+    monkeypatch.setattr(
+        faiss, "read_index", lambda path: pytest.fail(f"{path} was read although it was altered")
+    )
     original, rng = (copy / "index/00000.faiss").read_bytes(), np.random.default_rng(1)
     for trial in range(200):
         changed = bytearray(original)

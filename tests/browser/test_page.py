@@ -49,10 +49,16 @@ class Server:
         self.bodies: list[dict[str, Any]] = []
         self.ready = True
         self.slow_came, self.answers_slow = threading.Event(), threading.Event()
-        self._socket = socket.create_server(("127.0.0.1", 0))  # listens from now on: nobody has to wait for the thread
+        self._socket = socket.create_server(
+            ("127.0.0.1", 0)
+        )  # listens from now on: nobody has to wait for the thread
         self.origin = "http://{}:{}".format(*self._socket.getsockname())
-        self._server = uvicorn.Server(uvicorn.Config(self._app(), log_level="critical", lifespan="off"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+        self._server = uvicorn.Server(
+            uvicorn.Config(self._app(), log_level="critical", lifespan="off")
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -66,7 +72,9 @@ class Server:
         return f"{address}{path}#{urlencode(settings)}"
 
     def _app(self) -> FastAPI:
-        app = FastAPI(title="xmcray", docs_url=None, redoc_url=None, responses={422: {"model": Problem}})
+        app = FastAPI(
+            title="xmcray", docs_url=None, redoc_url=None, responses={422: {"model": Problem}}
+        )
 
         @app.middleware("http")
         async def guard(request: Request, call: Callable[[Request], Any]) -> Response:
@@ -91,7 +99,9 @@ class Server:
         @app.get("/v1/models", response_model=ModelsResponse)
         async def models() -> Any:
             listed = [{**model, "attributes": ["package", "year"]} for model in RECORDED["models"]]
-            return {"models": listed} if self.ready else problem("not-ready", "no model is loaded yet")
+            return (
+                {"models": listed} if self.ready else problem("not-ready", "no model is loaded yet")
+            )
 
         @app.post("/v1/search", response_model=SearchResponse, response_model_exclude_none=True)
         def search(request: SearchRequest) -> Any:
@@ -104,32 +114,55 @@ class Server:
         self.bodies.append(request.model_dump(exclude_unset=True))
         model = next(model for model in RECORDED["models"] if model["model"] == request.model)
         assert request.explain == (model["predictor"] == "memory"), "only a memory can explain"
-        text, result, took_ms = request.texts[0], {"answers": [], "truncated": request.texts == ["long"]}, 0.4
+        text, result, took_ms = (
+            request.texts[0],
+            {"answers": [], "truncated": request.texts == ["long"]},
+            0.4,
+        )
         if text == "broken":
-            return problem("overloaded", "all 8 places of the queue are taken; send the request again in 2 s")
+            return problem(
+                "overloaded", "all 8 places of the queue are taken; send the request again in 2 s"
+            )
         if text == "slow":
             self.slow_came.set()
             self.answers_slow.wait(20)
         if text == "markup":
-            answer = {"uid": "u<b>1</b>", "text": MARKUP, "score": 0.5, "attributes": {"package": MARKUP}}
+            answer = {
+                "uid": "u<b>1</b>",
+                "text": MARKUP,
+                "score": 0.5,
+                "attributes": {"package": MARKUP},
+            }
             voters = [{"uid": MARKUP, "text": MARKUP, "weight": 0.25}]
             result["answers"] = [{**answer, "voters": voters} if request.explain else answer]
         if text == "long":
             voters = {"completed": True, "voters": []} if request.explain else {}
             result["answers"] = [{"uid": "u", "text": "u", "score": -1.5, **voters}]
-        query = next((query for query in RECORDED["answers"] if text and query.startswith(text)), None)
+        query = next(
+            (query for query in RECORDED["answers"] if text and query.startswith(text)), None
+        )
         if query:
             found = RECORDED["answers"][query][model["model"]]
             wanted = request.filter.attributes.get("package") if request.filter else None
-            kept = [one for one in found["answers"] if not wanted or one["attributes"]["package"] in wanted]
+            kept = [
+                one
+                for one in found["answers"]
+                if not wanted or one["attributes"]["package"] in wanted
+            ]
             result["answers"], took_ms = kept[: request.k], found["took_ms"]
-        pinned = {"model": model["model"], "version": model["version"], "label_log": model["label_log"]}
+        pinned = {
+            "model": model["model"],
+            "version": model["version"],
+            "label_log": model["label_log"],
+        }
         return {**pinned, "request_id": "1", "took_ms": took_ms, "results": [result]}
 
 
 def problem(kind: str, detail: str) -> JSONResponse:
     described = Problem(type=f"urn:xmcray:{kind}", title=kind, status=503, detail=detail)
-    return JSONResponse(described.model_dump(exclude_none=True), 503, media_type="application/problem+json")
+    return JSONResponse(
+        described.model_dump(exclude_none=True), 503, media_type="application/problem+json"
+    )
 
 
 class Browser:
@@ -138,7 +171,13 @@ class Browser:
     def __init__(self, chromium: str, chromedriver: str, profile: str) -> None:
         options = webdriver.ChromeOptions()
         options.binary_location = chromium
-        for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars"):
+        for argument in (
+            "headless=new",
+            "no-sandbox",
+            "disable-gpu",
+            "disable-dev-shm-usage",
+            "hide-scrollbars",
+        ):
             options.add_argument(f"--{argument}")
         options.add_argument(f"--user-data-dir={profile}")
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
@@ -149,7 +188,9 @@ class Browser:
         self.driver.get("about:blank")  # a change of the hash alone would not load the page anew
         self.device(1280, 900)
         self.driver.get(url)
-        assert self.all("main"), "the page did not come; Chromium wants each challenge of a 401 with a realm"
+        assert self.all("main"), (
+            "the page did not come; Chromium wants each challenge of a 401 with a realm"
+        )
 
     def device(self, width: int, height: int, scheme: str = "light", scale: int = 1) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
@@ -166,7 +207,9 @@ class Browser:
     def texts(self, css: str) -> list[str]:
         """What a reader sees in all elements, in one go."""
         every = "return [...document.querySelectorAll(arguments[0])]"
-        return self.js(f"{every}.filter((one) => one.checkVisibility()).map((one) => one.innerText)", css)
+        return self.js(
+            f"{every}.filter((one) => one.checkVisibility()).map((one) => one.innerText)", css
+        )
 
     def said(self) -> str:
         """What a screen reader was told last."""
@@ -192,10 +235,14 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def read_network(self) -> list[dict[str, Any]]:
-        self.network += [json.loads(one["message"])["message"] for one in self.driver.get_log("performance")]
+        self.network += [
+            json.loads(one["message"])["message"] for one in self.driver.get_log("performance")
+        ]
         return self.network
 
-    def picture(self, name: str, width: int = 1280, height: int = 800, scheme: str = "light") -> None:
+    def picture(
+        self, name: str, width: int = 1280, height: int = 800, scheme: str = "light"
+    ) -> None:
         if folder := os.environ.get("XMCRAY_SCREENSHOTS"):
             self.device(width, height, scheme)
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -206,9 +253,15 @@ class Browser:
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     programs = [shutil.which("chromium"), shutil.which("chromedriver")]
-    missing = [name for name, found in zip(("chromium", "chromium-driver"), programs, strict=True) if not found]
+    missing = [
+        name
+        for name, found in zip(("chromium", "chromium-driver"), programs, strict=True)
+        if not found
+    ]
     if missing:
-        pytest.skip(f"Debian package {' and '.join(missing)} is missing: run tests/browser/install.sh as root")
+        pytest.skip(
+            f"Debian package {' and '.join(missing)} is missing: run tests/browser/install.sh as root"
+        )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(str(programs[0]), str(programs[1]), profile)
         yield browser
@@ -229,9 +282,17 @@ def page(chromium: Browser, server: Server) -> Iterator[Browser]:
     chromium.read_network().clear()
     yield chromium
     assert chromium.messages() == []
-    asked = [one["params"]["request"]["url"] for one in chromium.read_network() if "request" in one["params"]]
-    others = {url for url in asked if not url.startswith(("data:", "about:", "chrome"))}  # chrome: the first empty tab
-    assert {urlsplit(url).netloc.rpartition("@")[2] for url in others} == {urlsplit(server.origin).netloc}
+    asked = [
+        one["params"]["request"]["url"]
+        for one in chromium.read_network()
+        if "request" in one["params"]
+    ]
+    others = {
+        url for url in asked if not url.startswith(("data:", "about:", "chrome"))
+    }  # chrome: the first empty tab
+    assert {urlsplit(url).netloc.rpartition("@")[2] for url in others} == {
+        urlsplit(server.origin).netloc
+    }
 
 
 def recorded(query: str, model: str) -> list[dict[str, Any]]:
@@ -243,7 +304,9 @@ def uids(query: str, model: str) -> list[str]:
     return [answer["uid"] for answer in recorded(query, model)]
 
 
-def test_answers_come_while_typing_in_order_with_scores_and_times(page: Browser, server: Server) -> None:
+def test_answers_come_while_typing_in_order_with_scores_and_times(
+    page: Browser, server: Server
+) -> None:
     page.open(server.url())
     page.until(lambda: page.one("#welcome").text)
     assert "2,200 labels" in page.one("#welcome").text
@@ -252,7 +315,9 @@ def test_answers_come_while_typing_in_order_with_scores_and_times(page: Browser,
     page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
     assert page.texts(".text")[0] == "Find peaks inside a signal based on peak properties."
     assert page.texts(".number") == [f"{answer['score']:.3f}" for answer in recorded(PEAKS, LABELS)]
-    shares = page.js("return [...document.querySelectorAll('.bar > span')].map((bar) => parseFloat(bar.style.width))")
+    shares = page.js(
+        "return [...document.querySelectorAll('.bar > span')].map((bar) => parseFloat(bar.style.width))"
+    )
     scores = [answer["score"] for answer in recorded(PEAKS, LABELS)]
     assert shares == pytest.approx([100 * score / scores[0] for score in scores], abs=0.01)
     version = RECORDED["models"][0]["version"]
@@ -298,7 +363,9 @@ def test_a_keyboard_is_enough(page: Browser, server: Server) -> None:
     assert not dialog.is_displayed()
     page.press(Keys.ARROW_DOWN, "c")
     page.until(lambda: f"10 answers from {LABELS}" in page.said() and MEMORY in page.said())
-    assert page.press(Keys.HOME) == page.all(".answer")[0]  # still in the list, though it was filled anew
+    assert (
+        page.press(Keys.HOME) == page.all(".answer")[0]
+    )  # still in the list, though it was filled anew
     assert page.press(Keys.ARROW_RIGHT) == page.all(".answer")[10]
     page.press("c", "/", "c?/")  # in the box a key is a letter
     assert (box.get_attribute("value"), dialog.is_displayed()) == ("c?/", False)
@@ -318,7 +385,9 @@ def test_two_models_side_by_side(page: Browser, server: Server) -> None:
     page.one("#compare").click()
     left, right = uids(PEAKS, LABELS), uids(PEAKS, MEMORY)
     page.until(lambda: page.texts(".title") == left + right)
-    marks = page.js("return [...document.querySelectorAll('.foot')].map((one) => one.firstElementChild.innerText)")
+    marks = page.js(
+        "return [...document.querySelectorAll('.foot')].map((one) => one.firstElementChild.innerText)"
+    )
     expected = [
         "only here"
         if uid not in other
@@ -362,10 +431,17 @@ def test_a_memory_tells_why(page: Browser, server: Server) -> None:
     assert page.one(".note").text.startswith("Only 1 label found. The model reads 128 tokens;")
 
 
-def test_an_error_is_one_sentence_and_leaves_with_the_next_search(page: Browser, server: Server) -> None:
+def test_an_error_is_one_sentence_and_leaves_with_the_next_search(
+    page: Browser, server: Server
+) -> None:
     page.open(server.url(q="broken"))
     error = ".side:not([hidden]) .error"
-    page.until(lambda: page.texts(error) == ["All 8 places of the queue are taken; send the request again in 2 s."])
+    page.until(
+        lambda: (
+            page.texts(error)
+            == ["All 8 places of the queue are taken; send the request again in 2 s."]
+        )
+    )
     page.picture("error")
     [message] = page.messages()
     assert "503" in message  # Chromium reports the answer; nothing else is there
@@ -376,7 +452,9 @@ def test_an_error_is_one_sentence_and_leaves_with_the_next_search(page: Browser,
     page.until(lambda: page.texts(".side:not([hidden]) .note") == ["No label found."])
 
 
-def test_a_server_that_is_not_ready_is_asked_again_with_enter(page: Browser, server: Server) -> None:
+def test_a_server_that_is_not_ready_is_asked_again_with_enter(
+    page: Browser, server: Server
+) -> None:
     server.ready = False
     page.open(server.url(k=5))
     page.until(lambda: page.texts("#error") == ["No model is loaded yet."])
@@ -409,7 +487,13 @@ def test_the_address_holds_the_search_and_filters_are_sent(page: Browser, server
         value.send_keys(text)
         page.until(lambda f={name: condition}: server.bodies[-1].get("filter") == {"attributes": f})
     settings = parse_qs(urlsplit(page.driver.current_url).fragment)
-    assert settings == {"q": [PEAKS], "k": ["20"], "model": [MEMORY], "where": ["year"], "is": ["<=0.5"]}
+    assert settings == {
+        "q": [PEAKS],
+        "k": ["20"],
+        "model": [MEMORY],
+        "where": ["year"],
+        "is": ["<=0.5"],
+    }
     page.js("location.hash = arguments[0]", urlencode({"q": FILL, "k": 5}))
     page.until(lambda: page.texts(".title") == uids(FILL, LABELS)[:5])
     assert "filter" not in server.bodies[-1]
@@ -447,7 +531,9 @@ return [...document.querySelectorAll("body *")]
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
-def test_readable_in_light_and_dark_and_on_a_small_screen(page: Browser, server: Server, path: str) -> None:
+def test_readable_in_light_and_dark_and_on_a_small_screen(
+    page: Browser, server: Server, path: str
+) -> None:
     page.open(server.url(path, **{"q": PEAKS, "with": MEMORY} if path == "/" else {}))
     page.until(lambda: len(page.all(".answer" if path == "/" else ".endpoint")) > 8)
     papers = []

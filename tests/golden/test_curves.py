@@ -27,15 +27,28 @@ SETTINGS = {
         "negatives.start_epoch=2",
         "negatives.refresh_every=2",
     ],
-    "astra-exact": ["method.exact=true", "method.classifier.kind=sgd", "method.classifier.lr=10", "negatives.hard=0"],
+    "astra-exact": [
+        "method.exact=true",
+        "method.classifier.kind=sgd",
+        "method.classifier.lr=10",
+        "negatives.hard=0",
+    ],
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_curve(name: str, tmp_path: Path) -> None:
     corpus = planted_corpus(tmp_path, num_queries=400, num_labels=60)
-    common = ["encoder.dim=32", "optim.batch_size=64", "optim.epochs=9", "optim.lr=0.01", "optim.warmup_steps=5"]
-    config = RunConfig.resolve("astra", {}, [*common, *SETTINGS[name], "data.validation=0.2", "log.every=1"])
+    common = [
+        "encoder.dim=32",
+        "optim.batch_size=64",
+        "optim.epochs=9",
+        "optim.lr=0.01",
+        "optim.warmup_steps=5",
+    ]
+    config = RunConfig.resolve(
+        "astra", {}, [*common, *SETTINGS[name], "data.validation=0.2", "log.every=1"]
+    )
     data = TrainingData(corpus, config.data)
     setup = build(config, data, torch.device("cpu"))
     run = Run(tmp_path / "run", "golden", config, corpus.origin, corpus.sha256)

@@ -60,16 +60,37 @@ def extension_type(raw: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing file": (lambda raw: (raw / "labels.jsonl").unlink(), "lacks labels.jsonl of format jsonl"),
-    "truncated gzip": (packed(lambda data: gzip.compress(data)[:-20]), "train.jsonl.gz is not a complete gzip file"),
+    "missing file": (
+        lambda raw: (raw / "labels.jsonl").unlink(),
+        "lacks labels.jsonl of format jsonl",
+    ),
+    "truncated gzip": (
+        packed(lambda data: gzip.compress(data)[:-20]),
+        "train.jsonl.gz is not a complete gzip file",
+    ),
     "unreadable gzip": (packed(lambda data: data), "train.jsonl.gz is not a complete gzip file"),
-    "bomb": (packed(lambda _: gzip.compress(bytes(80 << 20), 1)), "train.jsonl.gz has a line of more than 64 MB"),
+    "bomb": (
+        packed(lambda _: gzip.compress(bytes(80 << 20), 1)),
+        "train.jsonl.gz has a line of more than 64 MB",
+    ),
     "broken JSON": (line(b'{"uid": "x", '), "train.jsonl:6: broken JSON"),
-    "label id": (line(b'{"uid": "x", "text": "x", "labels": [10]}'), "train.jsonl:6: label id 10 is out of range"),
-    "duplicate uid": (line(b'{"uid": "train0", "text": "x"}'), "train.jsonl:6: duplicate uid 'train0'"),
-    "NaN relevance": (line(b'{"uid": "x", "labels": [0], "relevance": [NaN]}'), "train.jsonl:6: relevance nan"),
+    "label id": (
+        line(b'{"uid": "x", "text": "x", "labels": [10]}'),
+        "train.jsonl:6: label id 10 is out of range",
+    ),
+    "duplicate uid": (
+        line(b'{"uid": "train0", "text": "x"}'),
+        "train.jsonl:6: duplicate uid 'train0'",
+    ),
+    "NaN relevance": (
+        line(b'{"uid": "x", "labels": [0], "relevance": [NaN]}'),
+        "train.jsonl:6: relevance nan",
+    ),
     "not UTF-8": (line(b'{"uid": "x", "text": "\xff"}'), "train.jsonl:6: not UTF-8"),
-    "10 MB": (line(b'{"uid": "x", "text": "' + b"a" * 10_000_000 + b'"}'), "train.jsonl:6: text has 10,000,000 char"),
+    "10 MB": (
+        line(b'{"uid": "x", "text": "' + b"a" * 10_000_000 + b'"}'),
+        "train.jsonl:6: text has 10,000,000 char",
+    ),
     "filter of no row": (filters("0 1\n30 0\n"), "filter_labels_train.txt:2: names row 30"),
     "filter of no label": (filters("0 1\n3 10\n"), "filter_labels_train.txt:2: names label 10"),
     "extension type": (extension_type, "a column of an extension type, which can run code"),

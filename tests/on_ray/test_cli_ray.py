@@ -41,7 +41,11 @@ def test_from_raw_text_to_answers(tmp_path: Path, capfd: pytest.CaptureFixture[s
     watch = When(lambda: last_step(Path(run)) >= 4, lambda: ports.extend(listeners()))
     assert cli.main(train) == 0
     watch.close()
-    workers = [port for port in ports if "RayTrainWorker" in port.command and port.pid in descendants(os.getpid())]
+    workers = [
+        port
+        for port in ports
+        if "RayTrainWorker" in port.command and port.pid in descendants(os.getpid())
+    ]
     assert watch.done
     assert [f"{port.name} {port.address}" for port in workers if not port.loopback] == []
     out, err = capfd.readouterr()
@@ -49,7 +53,9 @@ def test_from_raw_text_to_answers(tmp_path: Path, capfd: pytest.CaptureFixture[s
     lines = err.splitlines()  # progress, and not a line of Ray
     assert lines
     assert all(line.startswith("astra: epoch ") for line in lines)
-    assert {record.get("negatives_version") for record in read_records(Path(run) / "metrics.jsonl")} - {None}
+    assert {
+        record.get("negatives_version") for record in read_records(Path(run) / "metrics.jsonl")
+    } - {None}
     assert cli.main(["evaluate", run, "--data", corpus, "--json"]) == 0
     metrics = json.loads(capfd.readouterr().out)
     assert metrics["P@1"] > 0.3  # by chance 0.05
@@ -66,8 +72,6 @@ def test_more_workers_than_cpus(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert cli.main(["prepare", str(tmp_path / "raw"), "--out", corpus]) == 0
     capfd.readouterr()
     assert cli.main(["train", "astra", "--data", corpus, "--out", run, "--workers", "9"]) == 2
-    expected = (
-        "error: 9 workers ask for 1 CPUs each, the cluster's nodes have 4; lower --workers or cluster.cpus_per_worker\n"
-    )
+    expected = "error: 9 workers ask for 1 CPUs each, the cluster's nodes have 4; lower --workers or cluster.cpus_per_worker\n"
     assert capfd.readouterr().err == expected
     assert not Path(run).exists()

@@ -26,7 +26,13 @@ from xmcray.training.run import Run, RunConfig
 
 DASHBOARD = Path(__file__).parents[2] / "cluster" / "grafana_training.json"
 NAMES = {exported(name) for name in TRAINING.keys() | POOL.keys()}
-SETTINGS = ["encoder.dim=8", "optim.batch_size=64", "optim.epochs=4", "negatives.uniform=8", "negatives.hard=4"]
+SETTINGS = [
+    "encoder.dim=8",
+    "optim.batch_size=64",
+    "optim.epochs=4",
+    "negatives.uniform=8",
+    "negatives.hard=4",
+]
 SETTINGS += ["negatives.start_epoch=2", "negatives.refresh_every=1", "log.every=1"]
 
 
@@ -41,7 +47,10 @@ def scraped(run_id: str) -> dict[str, float]:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_node_tells_about_the_run_and_its_pool(tmp_path: Path) -> None:
-    corpus, config = planted_corpus(tmp_path, num_queries=200, num_labels=40), RunConfig.resolve("astra", {}, SETTINGS)
+    corpus, config = (
+        planted_corpus(tmp_path, num_queries=200, num_labels=40),
+        RunConfig.resolve("astra", {}, SETTINGS),
+    )
     run = Run(tmp_path / "run", "gauges-test", config, corpus.origin, corpus.sha256)
     run.path.mkdir()
 
@@ -52,17 +61,28 @@ def test_a_node_tells_about_the_run_and_its_pool(tmp_path: Path) -> None:
             data = TrainingData(Corpus.open(run.corpus, verify=False), run.config.data)
             setup = build(run.config, data, torch.device("cpu"))
             self.gauges, shown = Gauges(run.id, TRAINING), dict[str, Any]()
-            loop = Loop(run, setup, PoolRefresher(run.id), on_record=lambda r: (shown.update(r), self.gauges.show(r)))  # type: ignore[func-returns-value]
+            loop = Loop(
+                run,
+                setup,
+                PoolRefresher(run.id),
+                on_record=lambda r: (shown.update(r), self.gauges.show(r)),
+            )  # type: ignore[func-returns-value]
             loop.train()
             return shown
 
     source, spec = CorpusSource(corpus.origin, corpus.sha256), RefreshSpec(1, config.negatives, 0)
-    pool = NegativePool(run.id, source, config.data, 40, spec, nice=0, on_index={}, on_coordinator={})
+    pool = NegativePool(
+        run.id, source, config.data, 40, spec, nice=0, on_index={}, on_coordinator={}
+    )
     trainer = ray.remote(num_cpus=0)(Trainer).remote()
     try:
         shown = ray.get(trainer.train.remote(run))
         found: dict[str, float] = {}
-        last = {exported("step"): shown["step"], exported("pool_queue"): 0, exported("pool_version"): 1}
+        last = {
+            exported("step"): shown["step"],
+            exported("pool_queue"): 0,
+            exported("pool_version"): 1,
+        }
 
         def complete() -> bool:
             found.update(scraped(run.id))
@@ -86,6 +106,8 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
     board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     asked += [variable["query"] for variable in board["templating"]["list"]]
-    names = {name for expression in asked for name in re.findall(r"\b(?:ray_)?xmcray_\w+", expression)}
+    names = {
+        name for expression in asked for name in re.findall(r"\b(?:ray_)?xmcray_\w+", expression)
+    }
     assert names <= NAMES
     assert NAMES - names == {exported("epoch")}, "a gauge that nobody looks at"

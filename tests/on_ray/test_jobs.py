@@ -20,7 +20,13 @@ from xmcray import cli
 from xmcray.doctor.sockets import listeners
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = ["encoder.dim=16", "optim.batch_size=64", "optim.epochs=4", "negatives.hard=3", "negatives.uniform=10"]
+SETTINGS = [
+    "encoder.dim=16",
+    "optim.batch_size=64",
+    "optim.epochs=4",
+    "negatives.hard=3",
+    "negatives.uniform=10",
+]
 SETTINGS += ["negatives.start_epoch=2", "negatives.refresh_every=1", "method.dropout=0.2"]
 SETTINGS += ["cluster.cpus_per_worker=0.5", "cluster.threads_per_process=1"]
 
@@ -31,7 +37,11 @@ def test_the_upload_is_code_alone(tmp_path: Path) -> None:
     create_package(str(ROOT), package, include_gitignore=True, excludes=excludes)
     names = zipfile.ZipFile(package).namelist()
     assert package.stat().st_size < 5 << 20
-    assert {"xmcray/data/pipeline.py", "xmcray/presets/astra/sample.yaml", "jobs/train_astra.py"} <= set(names)
+    assert {
+        "xmcray/data/pipeline.py",
+        "xmcray/presets/astra/sample.yaml",
+        "jobs/train_astra.py",
+    } <= set(names)
     unwanted = (".git/", ".venv/", "runs/", "data/", "tests/", "docs/")
     assert [name for name in names if name.startswith(unwanted) or "__pycache__" in name] == []
 
@@ -44,7 +54,17 @@ def local_head() -> Iterator[Head]:
 
 def submit(found: Head, *command: object, token: bool = True) -> subprocess.Popen[str]:
     """`ray job submit` of a script, followed to its end."""
-    words = [RAY, "job", "submit", "--working-dir", ".", "--runtime-env", "jobs/runtime_env.yaml", "--", "python"]
+    words = [
+        RAY,
+        "job",
+        "submit",
+        "--working-dir",
+        ".",
+        "--runtime-env",
+        "jobs/runtime_env.yaml",
+        "--",
+        "python",
+    ]
     return subprocess.Popen(
         [*words, *(str(word) for word in command)],
         cwd=ROOT,
@@ -59,15 +79,21 @@ def test_jobs(local_head: Head, tmp_path: Path) -> None:
     corpus = planted_corpus(tmp_path / "planted", num_queries=300, num_labels=40).path
     train = ["jobs/train_astra.py", "--data", corpus, "--out", tmp_path / "run", "--workers", 2]
     refused = submit(local_head, *train, token=False)
-    good = submit(local_head, *train, *(part for setting in SETTINGS for part in ("--set", setting)))
-    mistaken = submit(local_head, "jobs/train_astra.py", "--data", tmp_path / "none", "--out", tmp_path / "none")
+    good = submit(
+        local_head, *train, *(part for setting in SETTINGS for part in ("--set", setting))
+    )
+    mistaken = submit(
+        local_head, "jobs/train_astra.py", "--data", tmp_path / "none", "--out", tmp_path / "none"
+    )
 
     text, _ = refused.communicate(timeout=60)
     assert refused.returncode != 0
     assert "AuthenticationError" in text
     text, _ = mistaken.communicate(timeout=60)
     assert mistaken.returncode == 1  # of `ray job submit`, whatever the job's is
-    lines = {line for line in text.splitlines() if line.startswith("error: ")}  # in the log, and in Ray's summary
+    lines = {
+        line for line in text.splitlines() if line.startswith("error: ")
+    }  # in the log, and in Ray's summary
     assert lines == {f"error: {tmp_path / 'none'} does not exist; expected a corpus folder"}
     assert "entrypoint command failed with exit code 2" in text
     assert "Traceback" not in text
@@ -78,7 +104,10 @@ def test_jobs(local_head: Head, tmp_path: Path) -> None:
 
 
 def test_doctor_of_a_cluster(
-    local_head: Head, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    local_head: Head,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     def doctor(*options: str, **environment: str) -> tuple[int, str, str]:
         with monkeypatch.context() as patch:
@@ -102,16 +131,36 @@ def test_doctor_of_a_cluster(
     assert local_head.token_file.read_text() not in out
     dead = f"http://127.0.0.1:{free_ports(1)[0]}"
     for options, environment, expected in (
-        ([local_head.url, "--gpus", "2"], good, "GPUs: the cluster has 0, expected at least 2; add GPU nodes, or"),
-        ([dead], good, f"no Ray head answers at {dead} (Connection refused); start it, or forward its port"),
-        ([local_head.url], {}, "wants a token, and RAY_AUTH_MODE is not token, so Ray's commands send none; export"),
+        (
+            [local_head.url, "--gpus", "2"],
+            good,
+            "GPUs: the cluster has 0, expected at least 2; add GPU nodes, or",
+        ),
+        (
+            [dead],
+            good,
+            f"no Ray head answers at {dead} (Connection refused); start it, or forward its port",
+        ),
+        (
+            [local_head.url],
+            {},
+            "wants a token, and RAY_AUTH_MODE is not token, so Ray's commands send none; export",
+        ),
         (
             [local_head.url],
             {"RAY_AUTH_MODE": "token"},
             "wants a token, and there is none here; put the cluster's token",
         ),
-        ([local_head.url], {**good, "RAY_AUTH_TOKEN_PATH": str(wrong)}, f"refuses the token of {wrong}; put that"),
-        ([local_head.address], {**good, "RAY_AUTH_TOKEN_PATH": str(wrong)}, f"refuses the token of {wrong}; put that"),
+        (
+            [local_head.url],
+            {**good, "RAY_AUTH_TOKEN_PATH": str(wrong)},
+            f"refuses the token of {wrong}; put that",
+        ),
+        (
+            [local_head.address],
+            {**good, "RAY_AUTH_TOKEN_PATH": str(wrong)},
+            f"refuses the token of {wrong}; put that",
+        ),
     ):
         code, out, err = doctor(*options, **environment)
         assert (code, err.count("\n")) == (2, 1), (options, environment, err)

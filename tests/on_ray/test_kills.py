@@ -77,7 +77,9 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def final_weights(run: Path) -> dict[str, str]:
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     files = read_manifest(newest, "checkpoint").files
-    return {name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")} | {"": newest.name}
+    return {
+        name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")
+    } | {"": newest.name}
 
 
 def resolve(*extra: str) -> RunConfig:
@@ -129,7 +131,9 @@ def test_eager_training_goes_on_while_the_index_is_dead(corpus: Path, tmp_path: 
     halt.close()
     assert halt.done
     records = [record for record in read_records(out / "metrics.jsonl") if "loss" in record]
-    assert {record["negatives_version"] for record in records[-20:]} == {None}, "a version nobody could finish was used"
+    assert {record["negatives_version"] for record in records[-20:]} == {None}, (
+        "a version nobody could finish was used"
+    )
     assert records[-1]["step"] == int(Run.open(out).result()["steps"])
 
 
@@ -146,7 +150,9 @@ def test_driver_killed(corpus: Path, undisturbed: dict[str, str], tmp_path: Path
         """
     )
     environment = {**os.environ, "PYTHONPATH": ""}
-    first = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL)
+    first = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL
+    )
     watcher = When(lambda: last_step(out) >= 40, first.kill)
     assert first.wait() == -signal.SIGKILL
     watcher.close()

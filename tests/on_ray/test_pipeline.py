@@ -18,7 +18,11 @@ from xmcray.errors import ConfigError, DataError, ResourceError, StorageError
 pytestmark = pytest.mark.usefixtures("cluster")
 LABELS = [{"uid": f"l{i}", "text": f"label number {i % 7}"} for i in range(23)]
 TRAIN = [
-    {"uid": f"q{i}", "text": f"query {i % 5} about number {i % 11}", "labels": sorted({i % 20, (3 * i) % 20})}
+    {
+        "uid": f"q{i}",
+        "text": f"query {i % 5} about number {i % 11}",
+        "labels": sorted({i % 20, (3 * i) % 20}),
+    }
     for i in range(70)
 ]
 TEST = [{"uid": f"t{i}", "text": f"test {i}", "labels": [i, 22]} for i in range(5)]
@@ -42,7 +46,9 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(raw: Path, tmp_path_factory: pytest.TempPathFactory, cluster: None) -> Corpus:
-    return prepare(detect(str(raw), None), tmp_path_factory.mktemp("out") / "c", parallelism=1, **SMALL)
+    return prepare(
+        detect(str(raw), None), tmp_path_factory.mktemp("out") / "c", parallelism=1, **SMALL
+    )
 
 
 def test_arrays_equal_the_raw_rows(corpus: Corpus) -> None:
@@ -81,9 +87,13 @@ def test_counts_order_and_card(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("parallelism", [2, 4])
-def test_same_bytes_whatever_the_parallelism(corpus: Corpus, raw: Path, tmp_path: Path, parallelism: int) -> None:
+def test_same_bytes_whatever_the_parallelism(
+    corpus: Corpus, raw: Path, tmp_path: Path, parallelism: int
+) -> None:
     other = prepare(detect(str(raw), None), tmp_path / "c", parallelism=parallelism, **SMALL)
-    names = sorted(path.relative_to(corpus.path) for path in corpus.path.rglob("*") if path.is_file())
+    names = sorted(
+        path.relative_to(corpus.path) for path in corpus.path.rglob("*") if path.is_file()
+    )
     assert len(names) > 30
     for name in names:
         assert (other.path / name).read_bytes() == (corpus.path / name).read_bytes(), name
@@ -99,7 +109,9 @@ def test_a_changed_byte_is_refused(corpus: Corpus, raw: Path, tmp_path: Path) ->
     with pytest.raises(StorageError, match=r"train/00001\.tokens\.npy was altered") as caught:
         Corpus.open(path)
     assert "\n" not in str(caught.value)
-    assert len(Corpus.open(path, verify=False).split("train")) == 70  # workers trust the driver's check
+    assert (
+        len(Corpus.open(path, verify=False).split("train")) == 70
+    )  # workers trust the driver's check
 
 
 def test_malformed_rows_stop_or_are_recorded(tmp_path: Path) -> None:
@@ -113,19 +125,25 @@ def test_malformed_rows_stop_or_are_recorded(tmp_path: Path) -> None:
         prepare(source, tmp_path / "c", **SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["d"]  # nothing half-written
     corpus = prepare(source, tmp_path / "c", on_error="skip", **SMALL)
-    rejected = [json.loads(line) for line in (corpus.path / "rejected.jsonl").read_text().splitlines()]
+    rejected = [
+        json.loads(line) for line in (corpus.path / "rejected.jsonl").read_text().splitlines()
+    ]
     assert [(r["split"], r["file"], r["line"]) for r in rejected] == [
         ("labels", "labels.jsonl", 6),
         ("train", "train.jsonl", 21),
         ("train", "train.jsonl", 42),
     ]
     assert corpus.card.rejected == {"labels": 1, "train": 2}
-    assert corpus.card.num_labels == 23  # ids are rows of the file: the rejected label keeps its place
+    assert (
+        corpus.card.num_labels == 23
+    )  # ids are rows of the file: the rejected label keeps its place
     assert corpus.label_uids(np.array([4, 6])) == ["l4", "l6"]
     assert corpus.label_texts(np.array([5])) == [""]
     train = corpus.split("train")
     assert train.uids(np.array([19, 20, 39, 40])) == ["q19", "q20", "q39", "odd"]
-    assert train.filters(np.array([19, 20]))[1].tolist() == [0]  # TRAIN[20] is row 21 of the file, row 20 here
+    assert train.filters(np.array([19, 20]))[1].tolist() == [
+        0
+    ]  # TRAIN[20] is row 21 of the file, row 20 here
     assert train.positives(np.array([20])).values.tolist() == []
     assert corpus.card.odd["train: no text"] == corpus.card.odd["train: no positives"] == 1
 
@@ -139,7 +157,9 @@ def test_no_free_cpu_is_said_and_nothing_is_left(raw: Path, tmp_path: Path) -> N
     greedy = Greedy.remote()
     assert ray.get(greedy.ready.remote())
     try:
-        with pytest.raises(ResourceError, match=r"no row for 2 s.*0 of 4 CPUs free, 1 x actor .*Greedy; end") as caught:
+        with pytest.raises(
+            ResourceError, match=r"no row for 2 s.*0 of 4 CPUs free, 1 x actor .*Greedy; end"
+        ) as caught:
             prepare(detect(str(raw), None), tmp_path / "c", stall_s=2, **SMALL)
         assert "\n" not in str(caught.value)
         assert list(tmp_path.iterdir()) == []
@@ -151,10 +171,16 @@ def test_the_cluster_is_on_loopback() -> None:
     (node,) = ray.nodes()
     assert node["NodeManagerAddress"] == "127.0.0.1"
     listening = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()
     ]
     port = f"{node['NodeManagerPort']:04X}"
-    hosts = [fields[1].split(":")[0] for fields in listening if fields[1].endswith(f":{port}") and fields[3] == "0A"]
+    hosts = [
+        fields[1].split(":")[0]
+        for fields in listening
+        if fields[1].endswith(f":{port}") and fields[3] == "0A"
+    ]
     assert hosts
     assert all(host.strip("0") for host in hosts)  # all zeros means every interface
 

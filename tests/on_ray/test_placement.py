@@ -93,7 +93,11 @@ def undisturbed_on_rank(corpus: Path, folder: Path, settings: list[str]) -> None
 
 
 def curve(run: Path) -> Curve:
-    return {record["step"]: record["loss"] for record in read_records(run / "metrics.jsonl") if "loss" in record}
+    return {
+        record["step"]: record["loss"]
+        for record in read_records(run / "metrics.jsonl")
+        if "loss" in record
+    }
 
 
 def two_one_two(out: Path, corpus: str) -> None:
@@ -112,7 +116,9 @@ def two_one_two(out: Path, corpus: str) -> None:
         left = train_workers()
         with standing(left):
             nodes.add("trainer3", cpus=2, gpus=1)
-        slow_until(lambda: "trainer3" in nodes.carried("RayTrainWorker"), left, over)  # fewer steps to compare
+        slow_until(
+            lambda: "trainer3" in nodes.carried("RayTrainWorker"), left, over
+        )  # fewer steps to compare
         first.update(back=last_step(out))
 
     lost = When(lambda: last_step(out) >= 30, lose)
@@ -131,18 +137,25 @@ def two_one_two(out: Path, corpus: str) -> None:
 
 
 def test_nodes_lost_and_joined(tmp_path: Path) -> None:
-    corpus, out = planted_corpus(tmp_path / "data", num_queries=1500, num_labels=150).path, tmp_path / "run"
+    corpus, out = (
+        planted_corpus(tmp_path / "data", num_queries=1500, num_labels=150).path,
+        tmp_path / "run",
+    )
     with served(corpus) as (url, asked), environment() as variables:
         command = [sys.executable, __file__, str(out), url]
         variables["XMCRAY_CACHE"] = str(tmp_path / "caches" / "driver")
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=150, check=False)
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=150, check=False
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     where = json.loads(done.stdout.splitlines()[-1])
     assert where["first"]["trainers"] == ["trainer1", "trainer2"]
     assert set(where["all"]["IndexShard"]) == {"index"}
     assert where["all"]["Coordinator"] == ["index"]
     assert "index" not in where["all"]["RayTrainWorker"]
-    assert where["all"]["RayTrainWorker"].count("trainer1") >= 3, "2, 1 and 2 workers are three groups"
+    assert where["all"]["RayTrainWorker"].count("trainer1") >= 3, (
+        "2, 1 and 2 workers are three groups"
+    )
     # every node that opened the corpus, and the driver, copied each file once, whatever ran there
     nodes = ("driver", "index", "trainer1", "trainer2", "trainer3")
     assert {path.name for path in (tmp_path / "caches").iterdir()} == set(nodes)
@@ -150,7 +163,10 @@ def test_nodes_lost_and_joined(tmp_path: Path) -> None:
     recorded = [record["step"] for record in read_records(out / "metrics.jsonl")]
     assert recorded == list(range(1, len(recorded) + 1)), "a step was lost or recorded twice"
     resized, steps = curve(out), recorded[-1]
-    per_epoch = -(-len(TrainingData(Corpus.open(corpus), RunConfig.resolve("astra", {}).data).query_ids) // 256)
+    per_epoch = -(
+        -len(TrainingData(Corpus.open(corpus), RunConfig.resolve("astra", {}).data).query_ids)
+        // 256
+    )
     settings = [*SETTINGS, f"optim.stop_epoch={-(-steps // per_epoch)}"]
     (tmp_path / "undisturbed").mkdir()
     on_ranks(undisturbed_on_rank, 2, corpus, tmp_path / "undisturbed", settings)
@@ -170,21 +186,38 @@ def test_a_wait_for_nodes_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nodes that were there when the run was placed are gone when its workers want them."""
-    monkeypatch.setattr(Nodes, "of_cluster", lambda: Nodes({"gone": {"CPU": 64}}, [], autoscaled=False))
+    monkeypatch.setattr(
+        Nodes, "of_cluster", lambda: Nodes({"gone": {"CPU": 64}}, [], autoscaled=False)
+    )
     monkeypatch.setattr(launch, "_ABORT_S", 1)
     corpus = planted_corpus(tmp_path / "data", num_queries=100, num_labels=20).path
-    settings = ["cluster.workers=9", "cluster.min_workers=9", f"cluster.wait_s={wait_s}", "negatives.hard=0"]
+    settings = [
+        "cluster.workers=9",
+        "cluster.min_workers=9",
+        f"cluster.wait_s={wait_s}",
+        "negatives.hard=0",
+    ]
 
     def controllers() -> set[str]:
         actors = ray._private.state.actors().values()
-        return {a["ActorID"] for a in actors if (a["ActorClassName"], a["State"]) == ("TrainController", "ALIVE")}
+        return {
+            a["ActorID"]
+            for a in actors
+            if (a["ActorClassName"], a["State"]) == ("TrainController", "ALIVE")
+        }
 
     before = controllers()
-    watcher = When(lambda: bool(controllers() - before), lambda: os.kill(os.getpid(), sent)) if sent else None
+    watcher = (
+        When(lambda: bool(controllers() - before), lambda: os.kill(os.getpid(), sent))
+        if sent
+        else None
+    )
     with pytest.raises(ended) as found:
         train(corpus, tmp_path / "run", RunConfig.resolve("astra", {}, settings))
     if watcher is None:
-        assert str(found.value).startswith("the cluster has had no room for 9 workers that ask for 1 CPU each for 1 s")
+        assert str(found.value).startswith(
+            "the cluster has had no room for 9 workers that ask for 1 CPU each for 1 s"
+        )
     else:
         watcher.close()
         assert watcher.done

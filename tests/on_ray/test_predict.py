@@ -45,11 +45,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "tables").mkdir()
     for name, part in (("a", texts[:40]), ("b", texts[40:])):
-        pq.write_table(pa.table({"text": part, "other": range(len(part))}), folder / "tables" / f"{name}.parquet")
+        pq.write_table(
+            pa.table({"text": part, "other": range(len(part))}),
+            folder / "tables" / f"{name}.parquet",
+        )
     return folder
 
 
-def expected(folder: Path, texts: list[str], memory: MemoryConfig | None = None) -> list[list[tuple[int, str, float]]]:
+def expected(
+    folder: Path, texts: list[str], memory: MemoryConfig | None = None
+) -> list[list[tuple[int, str, float]]]:
     found = Retriever.load(folder / "bundle").search(texts, K, memory=memory)
     return [[(a.label_id, a.uid, a.score) for a in answers] for answers in found]
 
@@ -81,7 +86,12 @@ def test_answers_equal_search_in_the_order_of_the_input(folder: Path, tmp_path: 
     texts = texts_of(folder / "queries.jsonl")
     assert texts[5] == ""
     out = tmp_path / "a"
-    assert predict(folder / "bundle", folder / "queries.jsonl", out, K, texts=True, chunk_rows=8, workers=2) == ROWS
+    assert (
+        predict(
+            folder / "bundle", folder / "queries.jsonl", out, K, texts=True, chunk_rows=8, workers=2
+        )
+        == ROWS
+    )
     table = check(out, expected(folder, texts))
     assert table["text"].to_pylist() == texts
     assert table["uid"].to_pylist() == [f"q{i}" if i != 7 else "7" for i in range(ROWS)]
@@ -90,12 +100,25 @@ def test_answers_equal_search_in_the_order_of_the_input(folder: Path, tmp_path: 
 def test_a_folder_of_tables_and_other_settings_of_the_memory(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["predict", str(folder / "bundle"), str(folder / "tables"), "--out", str(tmp_path / "b"), "-k", str(K)]
+    command = [
+        "predict",
+        str(folder / "bundle"),
+        str(folder / "tables"),
+        "--out",
+        str(tmp_path / "b"),
+        "-k",
+        str(K),
+    ]
     assert cli.main([*command, "--memory", "weight=0", "--memory", "keys=30"]) == 0
     assert f"{ROWS} queries answered" in capsys.readouterr().out
-    table = check(tmp_path / "b", expected(folder, texts_of(folder / "queries.jsonl"), MemoryConfig(weight=0, keys=30)))
+    table = check(
+        tmp_path / "b",
+        expected(folder, texts_of(folder / "queries.jsonl"), MemoryConfig(weight=0, keys=30)),
+    )
     assert table.column_names == ["uid", "label_id", "label_uid", "score"]
-    assert table["uid"].to_pylist() == [str(i) for i in range(ROWS)]  # rows without a uid are counted through all files
+    assert table["uid"].to_pylist() == [
+        str(i) for i in range(ROWS)
+    ]  # rows without a uid are counted through all files
 
 
 def test_killed_it_goes_on_with_what_is_finished(folder: Path, tmp_path: Path) -> None:
@@ -110,7 +133,9 @@ def test_killed_it_goes_on_with_what_is_finished(folder: Path, tmp_path: Path) -
         """
     )
     environment = {**os.environ, "PYTHONPATH": ""}
-    first = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL)
+    first = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL
+    )
     watcher = When(lambda: len(list(work.glob("[0-9]*.parquet"))) >= 3, first.kill)
     assert first.wait(timeout=120) == -9
     watcher.close()
@@ -125,7 +150,9 @@ def test_killed_it_goes_on_with_what_is_finished(folder: Path, tmp_path: Path) -
     assert predict(folder / "bundle", queries, out, K, chunk_rows=1) == ROWS
     table = check(out, expected(folder, texts_of(queries)))
     number = int(finished[1].stem)
-    assert [i for i, uid in enumerate(table["uid"].to_pylist()) if uid == "not repeated"] == [number]
+    assert [i for i, uid in enumerate(table["uid"].to_pylist()) if uid == "not repeated"] == [
+        number
+    ]
     with pytest.raises(StorageError, match="exists and is not empty"):
         predict(folder / "bundle", queries, out, K, chunk_rows=1)
 
@@ -155,14 +182,26 @@ def both(folder: Path) -> Path:
 
 
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "nothing there": (lambda folder: folder / "none", "none does not exist, expected a file or folder of queries"),
+    "nothing there": (
+        lambda folder: folder / "none",
+        "none does not exist, expected a file or folder of queries",
+    ),
     "no such kind": (lambda folder: folder, "holds no .parquet or .jsonl file"),
     "two kinds": (both, "holds both .parquet and .jsonl files"),
-    "missing column": (table(uid=["a"]), "q.parquet has no column text, title or content (found: uid)"),
+    "missing column": (
+        table(uid=["a"]),
+        "q.parquet has no column text, title or content (found: uid)",
+    ),
     "truncated": (table(-9, text=["a"]), "q.parquet is not a complete Parquet file"),
-    "empty table": (table(text=pa.array([], pa.string())), "q.parquet is empty, expected rows of queries"),
+    "empty table": (
+        table(text=pa.array([], pa.string())),
+        "q.parquet is empty, expected rows of queries",
+    ),
     "empty file": (lines(), "q.jsonl is empty, expected rows of queries"),
-    "missing field": (lines('{"text": "a"}', '{"uid": "b"}'), "q.jsonl:2: no text, expected it, or title and content"),
+    "missing field": (
+        lines('{"text": "a"}', '{"uid": "b"}'),
+        "q.jsonl:2: no text, expected it, or title and content",
+    ),
     "broken JSON": (lines('{"text": "a"}', "{"), "q.jsonl:2: broken JSON"),
     "no string": (lines('{"text": 3}'), "q.jsonl:1: text or title or content is not a string"),
 }
@@ -174,7 +213,13 @@ def test_bad_input_is_one_line_and_nothing_is_left(
 ) -> None:
     (tmp_path / "raw").mkdir()
     write, message = BAD[kind]
-    command = ["predict", str(folder / "bundle"), str(write(tmp_path / "raw")), "--out", str(tmp_path / "out")]
+    command = [
+        "predict",
+        str(folder / "bundle"),
+        str(write(tmp_path / "raw")),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert cli.main(command) == 2
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)

@@ -25,7 +25,9 @@ from xmcray.serving.search_pb2 import SearchRequest
 from xmcray.serving.search_pb2_grpc import RetrieverStub
 from xmcray.serving.settings import ServeConfig
 
-os.environ.update(FASTER)  # before any test starts the cluster, whose processes inherit it, as those of `xmcray serve`
+os.environ.update(
+    FASTER
+)  # before any test starts the cluster, whose processes inherit it, as those of `xmcray serve`
 KINDS = ("texts", "rowsIVF", "both", "prototypes", "memory")
 ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
 K = 7
@@ -34,7 +36,11 @@ K = 7
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("served")
-    made = {kind: write_bundle_of(folder / kind, kind, shard_rows=200) for kind in KINDS if kind != "memory"}
+    made = {
+        kind: write_bundle_of(folder / kind, kind, shard_rows=200)
+        for kind in KINDS
+        if kind != "memory"
+    }
     return {**made, "bert": write_transformer(folder), "memory": write_memory(folder)}
 
 
@@ -64,30 +70,45 @@ def test_composed_answers_are_the_retrievers(
 ) -> None:
     paths = {name: str(path) for name, path in bundles.items()}
     config = ServeConfig(bundles=paths, mode="composed", parts=2, state_dir=str(tmp_path / "s"))
-    with serving(config, "127.0.0.1", port, grpc_port) as url, client_of(url, tmp_path / "s") as client:
+    with (
+        serving(config, "127.0.0.1", port, grpc_port) as url,
+        client_of(url, tmp_path / "s") as client,
+    ):
         # at once: Serve itself may not know yet that this replica is ready
         assert 'xmcray_requests_in_flight{replica="' in _metrics(url, tmp_path / "s")
         for kind, path in bundles.items():
             retriever, voted = Retriever.load(path, threads=1), kind == "memory"
             found = client.search(ASKED, K, model=kind, explain=voted).results
-            for result, answers in zip(found, retriever.search(ASKED, K, explain=voted), strict=True):
+            for result, answers in zip(
+                found, retriever.search(ASKED, K, explain=voted), strict=True
+            ):
                 assert [a.uid for a in result.answers] == [a.uid for a in answers]
-                np.testing.assert_allclose([a.score for a in result.answers], [a.score for a in answers], atol=1e-6)
+                np.testing.assert_allclose(
+                    [a.score for a in result.answers], [a.score for a in answers], atol=1e-6
+                )
         # gRPC gives the same, on loopback too: a single ingress listens itself
         ours = {(one.port, one.loopback) for one in listeners() if one.port in (port, grpc_port)}
         assert ours == {(port, True), (grpc_port, True)}
         with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
             call = RetrieverStub(channel).Search
-            request = SearchRequest(texts=ASKED, k=K, model="memory", explain=True, fields=["uid", "score"])
+            request = SearchRequest(
+                texts=ASKED, k=K, model="memory", explain=True, fields=["uid", "score"]
+            )
             token = ("authorization", f"Bearer {(tmp_path / 's' / 'token').read_text().strip()}")
             told = call(request, metadata=[token])
-            assert [[a.uid for a in r.answers] for r in told.results] == [[a.uid for a in r.answers] for r in found]
-            assert [len(a.voters) for a in told.results[0].answers] == [len(a.voters) for a in found[0].answers]
+            assert [[a.uid for a in r.answers] for r in told.results] == [
+                [a.uid for a in r.answers] for r in found
+            ]
+            assert [len(a.voters) for a in told.results[0].answers] == [
+                len(a.voters) for a in found[0].answers
+            ]
             for metadata, code in [((), "UNAUTHENTICATED"), ([token], "INVALID_ARGUMENT")]:
                 with pytest.raises(grpc.RpcError, match=code):
                     call(SearchRequest(texts=["a"], k=0), metadata=metadata)
         # an operation, a filter and a swap through all parts
-        number = client.change_labels([Operation(op="add", uid="n1", text="sort sort join")], model="texts").label_log
+        number = client.change_labels(
+            [Operation(op="add", uid="n1", text="sort sort join")], model="texts"
+        ).label_log
         deadline = time.monotonic() + 5
         asked = {"model": "texts", "filter": {"deny": ["u1"]}}
         while (found := client.search(["sort sort join"], 3, **asked)).label_log < number:
@@ -105,15 +126,36 @@ def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
     """500 requests with the client's own retries; every answer is wholly of one version and one operation."""
     add_labels(bundles["texts"], [NewLabel("extra", "matrix vector norm")], tmp_path / "other")
     known = known_answers([bundles["texts"], tmp_path / "other"])
-    config = ServeConfig(bundles={"a": str(bundles["texts"])}, mode="single", replicas=2, state_dir=str(tmp_path / "s"))
-    with serving(config, "127.0.0.1", port, grpc_port) as url, client_of(url, tmp_path / "s") as admin:
-        with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:  # Ray Serve's, which knows of all replicas
+    config = ServeConfig(
+        bundles={"a": str(bundles["texts"])},
+        mode="single",
+        replicas=2,
+        state_dir=str(tmp_path / "s"),
+    )
+    with (
+        serving(config, "127.0.0.1", port, grpc_port) as url,
+        client_of(url, tmp_path / "s") as admin,
+    ):
+        with grpc.insecure_channel(
+            f"127.0.0.1:{grpc_port}"
+        ) as channel:  # Ray Serve's, which knows of all replicas
             token = ("authorization", f"Bearer {(tmp_path / 's' / 'token').read_text().strip()}")
             request = SearchRequest(texts=ASKED[:1], k=K, fields=["uid"])
-            told = RetrieverStub(channel).Search(request, metadata=[token, ("application", "xmcray")])
+            told = RetrieverStub(channel).Search(
+                request, metadata=[token, ("application", "xmcray")]
+            )
             assert len(told.results[0].answers) == K
         text = _metrics(url, tmp_path / "s")
-        assert len([line for line in text.splitlines() if line.startswith("xmcray_requests_in_flight{")]) == 2
+        assert (
+            len(
+                [
+                    line
+                    for line in text.splitlines()
+                    if line.startswith("xmcray_requests_in_flight{")
+                ]
+            )
+            == 2
+        )
         assert 'xmcray_replicas{replica="coordinator"} 2.0' in text
         askers = Askers(url, tmp_path / "s", known)
         killer = Killer(lambda: found if len(found := replicas("Gateway")) == 2 else [], 2.0)

@@ -25,7 +25,10 @@ from xmcray.tuning.search import remove_leftovers
 from xmcray.tuning.sweep import Sweep
 
 MAIN = "import sys; from xmcray.cli import main; sys.exit(main(sys.argv[1:]))"
-SPACE = {"optim.lr": {"log_uniform": [1e-3, 3e-2]}, "method.classifier.lr": {"log_uniform": [0.01, 0.3]}}
+SPACE = {
+    "optim.lr": {"log_uniform": [1e-3, 3e-2]},
+    "method.classifier.lr": {"log_uniform": [0.01, 0.3]},
+}
 SETTINGS = [
     "cluster.cpus_per_worker=1",
     "cluster.device=cpu",
@@ -50,7 +53,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(corpus: Path, folder: Path, *options: str, epochs: int) -> list[str]:
     space = folder / "space.yaml"
     space.write_text(yaml.safe_dump(SPACE))
-    words = ["tune", "astra", "--data", str(corpus), "--space", str(space), "--out", str(folder / "sweep")]
+    words = [
+        "tune",
+        "astra",
+        "--data",
+        str(corpus),
+        "--space",
+        str(space),
+        "--out",
+        str(folder / "sweep"),
+    ]
     for setting in [*SETTINGS, f"optim.epochs={epochs}"]:
         words += ["--set", setting]
     return [*words, "--metric", "P@1", *options]
@@ -63,9 +75,13 @@ def weights(run: Path) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_sweep_killed_and_restored(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sweep_killed_and_restored(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The driver is killed when two trials have ended and a third is on its way; the same command ends the sweep."""
-    words = command(corpus, tmp_path, "--trials", "4", "--scheduler", "none", "--keep", "4", epochs=6)
+    words = command(
+        corpus, tmp_path, "--trials", "4", "--scheduler", "none", "--keep", "4", epochs=6
+    )
     sweep = tmp_path / "sweep"
 
     def ended() -> dict[str, str]:
@@ -73,13 +89,20 @@ def test_sweep_killed_and_restored(corpus: Path, tmp_path: Path, capfd: pytest.C
         return {name: text for name, text in entries.items() if '"state"' in text}
 
     def under_way() -> bool:
-        runs = [path for path in (sweep / "trials").glob("[0-9]*") if not (path / "result.json").exists()]
+        runs = [
+            path
+            for path in (sweep / "trials").glob("[0-9]*")
+            if not (path / "result.json").exists()
+        ]
         return len(ended()) >= 2 and any(last_step(run) >= 20 for run in runs)
 
     driver = subprocess.Popen([sys.executable, "-c", MAIN, *words], start_new_session=True)
 
     def strike() -> None:
-        for pid in [driver.pid, *descendants(driver.pid)]:  # a trial's process would go on for a while, even to its end
+        for pid in [
+            driver.pid,
+            *descendants(driver.pid),
+        ]:  # a trial's process would go on for a while, even to its end
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -91,7 +114,9 @@ def test_sweep_killed_and_restored(corpus: Path, tmp_path: Path, capfd: pytest.C
     assert cli.main(words) == 0
     after = ended()
     assert len(after) == 4
-    assert {name: after[name] for name in before} == before, "a trial that had ended was touched again"
+    assert {name: after[name] for name in before} == before, (
+        "a trial that had ended was touched again"
+    )
     found = Sweep.open(sweep)
     assert [trial.state for trial in found.trials()] == ["finished"] * 4
     for trial in found.trials():
@@ -100,10 +125,16 @@ def test_sweep_killed_and_restored(corpus: Path, tmp_path: Path, capfd: pytest.C
         assert told["steps"] == trial.steps
         steps = [point[0] for point in trial.curve]
         assert steps == [1, 2, 3, 4, 5, 6], "each epoch was told once"
-    resumed = [t.number for t in found.trials() if Run.open(found.run_path(t.number)).result()["steps_here"] < t.steps]  # type: ignore[index]
+    resumed = [
+        t.number
+        for t in found.trials()
+        if Run.open(found.run_path(t.number)).result()["steps_here"] < t.steps
+    ]  # type: ignore[index]
     assert resumed, "the third trial began anew instead of from its checkpoint"
     number = resumed[0]
-    config = found.config.resolve(found.trial(number).values, {"workers": 0, "device": "cpu", "threads_per_process": 1})
+    config = found.config.resolve(
+        found.trial(number).values, {"workers": 0, "device": "cpu", "threads_per_process": 1}
+    )
     train(corpus, tmp_path / "undisturbed", config)
     assert weights(found.run_path(number)) == weights(tmp_path / "undisturbed")
     assert not (sweep / "ray").exists()
@@ -125,7 +156,9 @@ def test_sweep_killed_and_restored(corpus: Path, tmp_path: Path, capfd: pytest.C
 
 
 @pytest.mark.usefixtures("cluster")
-def test_asha_stops_trials_and_leaves_nothing(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_asha_stops_trials_and_leaves_nothing(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = command(corpus, tmp_path, "--trials", "4", "--keep", "1", "--json", epochs=18)
     assert cli.main(words) == 0
     out, err = capfd.readouterr()
@@ -135,11 +168,18 @@ def test_asha_stops_trials_and_leaves_nothing(corpus: Path, tmp_path: Path, capf
     assert set(states) <= {"stopped", "finished"}
     assert all(line.startswith("trial 000") for line in err.splitlines()), "Ray was to be quiet"
     found = Sweep.open(tmp_path / "sweep")
-    kept = [trial.number for trial in found.trials() if (found.run_path(trial.number) / "checkpoints").exists()]
+    kept = [
+        trial.number
+        for trial in found.trials()
+        if (found.run_path(trial.number) / "checkpoints").exists()
+    ]
     assert kept == [found.ranked()[0].number]
     full = 18 * found.trial(kept[0]).steps // len(found.trial(kept[0]).curve)
     assert all((trial.steps < full) == (trial.state == "stopped") for trial in found.trials())
-    gone = When(lambda: not [c for c in descendants(os.getpid()).values() if "ImplicitFunc" in c], lambda: None)
+    gone = When(
+        lambda: not [c for c in descendants(os.getpid()).values() if "ImplicitFunc" in c],
+        lambda: None,
+    )
     gone.join(30)
     assert gone.done, "the process of a trial that was stopped goes on"
     assert states_of_groups() <= {"REMOVED"}
@@ -159,8 +199,12 @@ def states_of_groups() -> set[str]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_no_trial_fits_the_cluster(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_trial_fits_the_cluster(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(command(corpus, tmp_path, "--workers", "9", epochs=1)) == 2
     err = capfd.readouterr().err
-    assert err.startswith("error: no trial is feasible: it asks for 9 x (1 CPU), the cluster's nodes have 4 CPU;")
+    assert err.startswith(
+        "error: no trial is feasible: it asks for 9 x (1 CPU), the cluster's nodes have 4 CPU;"
+    )
     assert err.count("\n") == 1

@@ -29,7 +29,9 @@ def on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[A
         context = mp.get_context("fork")
         queue = context.SimpleQueue()
         processes = [
-            context.Process(target=_rank, args=(rank, num_ranks, folder, queue, function, args), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, num_ranks, folder, queue, function, args), daemon=True
+            )
             for rank in range(num_ranks)
         ]
         for process in processes:
@@ -43,7 +45,9 @@ def on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[A
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _rank(rank: int, num_ranks: int, folder: str, queue: Any, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, num_ranks: int, folder: str, queue: Any, function: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(Path(folder) / "store"), num_ranks)

@@ -26,7 +26,16 @@ def batch_of(positives: np.ndarray) -> Batch:
     queries = len(positives)
     start, stop = share(queries, collectives.rank(), collectives.num_ranks())
     ids = np.arange(queries, dtype=np.int64)
-    return Batch(0, 0, ids, start, stop, Ragged.empty(stop - start), rows_of(positives), Ragged.empty(queries))
+    return Batch(
+        0,
+        0,
+        ids,
+        start,
+        stop,
+        Ragged.empty(stop - start),
+        rows_of(positives),
+        Ragged.empty(queries),
+    )
 
 
 def sampled_on_rank(name: str) -> tuple[float, Any, Any]:
@@ -36,7 +45,9 @@ def sampled_on_rank(name: str) -> tuple[float, Any, Any]:
     query_BD = torch.tensor(g["queries"][batch.start : batch.stop], requires_grad=True)
     weight_SD = torch.tensor(g["classifier"][part.start : part.stop], requires_grad=True)
     query_GD = gather_rows(query_BD, len(batch.query_ids))
-    found = gather_candidates(batch, Ragged.from_rows(list(g["hard"])), np.sort(g["pool"]), batch.positives, None, part)
+    found = gather_candidates(
+        batch, Ragged.from_rows(list(g["hard"])), np.sort(g["pool"]), batch.positives, None, part
+    )
     row_UD = weight_SD.index_select(0, found.row_ids)
     terms = sampled_bce(
         pair_scores(query_GD, row_UD, found.pair_query, found.pair_row),
@@ -57,8 +68,12 @@ def test_sampled_bce_is_golden(name: str, num_ranks: int) -> None:
     g = golden(name)
     results = on_ranks(sampled_on_rank, num_ranks, name)
     np.testing.assert_allclose(sum(r[0] for r in results), g["loss"], rtol=1e-9)
-    np.testing.assert_allclose(np.concatenate([r[1] for r in results]), g["grad_queries"], rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(np.concatenate([r[2] for r in results]), g["grad_classifier"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        np.concatenate([r[1] for r in results]), g["grad_queries"], rtol=1e-9, atol=1e-12
+    )
+    np.testing.assert_allclose(
+        np.concatenate([r[2] for r in results]), g["grad_classifier"], rtol=1e-9, atol=1e-12
+    )
 
 
 def full_on_rank(chunk: int) -> tuple[float, Any]:
@@ -66,12 +81,16 @@ def full_on_rank(chunk: int) -> tuple[float, Any]:
     g = golden("bce_full")
     part = LabelPartition(g["scores"].shape[1], collectives.num_ranks(), collectives.rank())
     batch = batch_of(g["positives"])
-    query_GD = gather_rows(torch.eye(len(g["scores"]), dtype=torch.float64)[batch.start : batch.stop], len(g["scores"]))
+    query_GD = gather_rows(
+        torch.eye(len(g["scores"]), dtype=torch.float64)[batch.start : batch.stop], len(g["scores"])
+    )
     weight_SD = torch.tensor(g["scores"].T[part.start : part.stop].copy(), requires_grad=True)
     own = part.owns(batch.positives.values)
     rows, labels = batch.positives.row_ids[own], part.to_local(batch.positives.values[own])
     none = torch.empty(0, dtype=torch.int64)
-    terms = full_bce(query_GD, weight_SD, torch.from_numpy(rows), torch.from_numpy(labels), none, none, chunk)
+    terms = full_bce(
+        query_GD, weight_SD, torch.from_numpy(rows), torch.from_numpy(labels), none, none, chunk
+    )
     (terms.total / terms.num_queries).backward()
     return terms.value, weight_SD.grad.numpy()
 
@@ -82,15 +101,22 @@ def test_full_bce_is_golden(num_ranks: int, chunk: int) -> None:
     g = golden("bce_full")
     results = on_ranks(full_on_rank, num_ranks, chunk)
     np.testing.assert_allclose(sum(r[0] for r in results), g["loss"], rtol=1e-9)
-    np.testing.assert_allclose(np.concatenate([r[1] for r in results]).T, g["grad_scores"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        np.concatenate([r[1] for r in results]).T, g["grad_scores"], rtol=1e-9, atol=1e-12
+    )
 
 
 def few_labels_on_rank() -> tuple[float, Any, Any]:
     """Four labels on five ranks: rank 0 owns none and still takes part."""
     part = LabelPartition(4, collectives.num_ranks(), collectives.rank())
-    assert part.size == (0 if collectives.num_ranks() == 5 and collectives.rank() == 0 else part.size)
+    assert part.size == (
+        0 if collectives.num_ranks() == 5 and collectives.rank() == 0 else part.size
+    )
     torch.manual_seed(0)
-    queries, classifier = torch.randn(6, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    queries, classifier = (
+        torch.randn(6, 3, dtype=torch.float64),
+        torch.randn(4, 3, dtype=torch.float64),
+    )
     positives = np.eye(6, 4, dtype=bool)
     batch = batch_of(positives)
     query_BD = queries[batch.start : batch.stop].clone().requires_grad_()
@@ -101,7 +127,9 @@ def few_labels_on_rank() -> tuple[float, Any, Any]:
     row_UD = weight_SD.index_select(0, found.row_ids)
     pool = query_GD @ row_UD.index_select(0, found.pool_rows).T
     scores = pair_scores(query_GD, row_UD, found.pair_query, found.pair_row)
-    terms = sampled_bce(scores, found.pair_is_positive, None, pool, found.skip_query, found.skip_column, 2.0)
+    terms = sampled_bce(
+        scores, found.pair_is_positive, None, pool, found.skip_query, found.skip_column, 2.0
+    )
     (terms.total / 6).backward()
     return terms.value, query_BD.grad.numpy(), weight_SD.grad.numpy()
 

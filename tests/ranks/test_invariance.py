@@ -18,8 +18,8 @@ from xmcray.training.run import Run, RunConfig
 
 COMMON = [
     "encoder.dim=12",
-    "encoder.lead=2",
-    "encoder.pairs=40",
+    "encoder.position_decay=2",
+    "encoder.bigram_buckets=40",
     "optim.batch_size=33",  # neither the queries nor the labels nor 33 divide by 2, 3 or 4
     "optim.epochs=4",
     "optim.warmup_steps=3",
@@ -41,30 +41,77 @@ ASTRA = [
 ]
 PRIME = ["method.feed_forward=16", "method.dropout=0.3", "optim.token_lr=0.03"]
 OTHERS = {  # name: method, steps, settings
-    "renee": ("renee", 10, ["method.classifier.lr=3.0", "method.init=centroids", "negatives.hard=0"]),
+    "renee": (
+        "renee",
+        10,
+        ["method.classifier.lr=3.0", "method.init=centroids", "negatives.hard=0"],
+    ),
     "dexml": ("dexml", 10, ["negatives.hard=0"]),
-    "dexml, hard": ("dexml", 16, ["method.columns=hard", "method.hard_per_query=2", "method.num_positives=1"]),
-    "dexml, softmax": ("dexml", 10, ["negatives.hard=0", "method.loss=softmax", "method.num_positives=1"]),
-    "dexml, soft top k": ("dexml", 10, ["negatives.hard=0", "method.loss=soft_top_k", "method.temperature=0.5"]),
+    "dexml, hard": (
+        "dexml",
+        16,
+        ["method.columns=hard", "method.hard_per_query=2", "method.num_positives=1"],
+    ),
+    "dexml, softmax": (
+        "dexml",
+        10,
+        ["negatives.hard=0", "method.loss=softmax", "method.num_positives=1"],
+    ),
+    "dexml, soft top k": (
+        "dexml",
+        10,
+        ["negatives.hard=0", "method.loss=soft_top_k", "method.temperature=0.5"],
+    ),
     "dexml, bce": ("dexml", 10, ["negatives.hard=0", "method.loss=bce", "method.columns=in_batch"]),
-    "dexml, cache": ("dexml", 10, ["negatives.hard=0", "method.columns=cache", "method.cache_hard=4"]),
-    "dexml, clusters": ("dexml", 16, ["negatives.hard=0", "method.columns=in_batch", "negatives.cluster_size=4"]),
-    "prime": ("prime", 10, ["negatives.hard=0", "method.num_negatives=4", "method.free_vectors=4", *PRIME]),
-    "prime, hard": ("prime", 16, ["method.reduction=mean", "method.num_negatives=0", "method.num_positives=1", *PRIME]),
+    "dexml, cache": (
+        "dexml",
+        10,
+        ["negatives.hard=0", "method.columns=cache", "method.cache_hard=4"],
+    ),
+    "dexml, clusters": (
+        "dexml",
+        16,
+        ["negatives.hard=0", "method.columns=in_batch", "negatives.cluster_size=4"],
+    ),
+    "prime": (
+        "prime",
+        10,
+        ["negatives.hard=0", "method.num_negatives=4", "method.free_vectors=4", *PRIME],
+    ),
+    "prime, hard": (
+        "prime",
+        16,
+        ["method.reduction=mean", "method.num_negatives=0", "method.num_positives=1", *PRIME],
+    ),
     "rae": ("rae", 16, ["method.hard_per_query=2"]),
-    "unidec": ("unidec", 16, ["method.num_positives=1", "method.hard_per_query=2", "method.init=random"]),
+    "unidec": (
+        "unidec",
+        16,
+        ["method.num_positives=1", "method.hard_per_query=2", "method.init=random"],
+    ),
     "unidec, pos-clf": (
         "unidec",
         16,
-        ["method.num_positives=1", "method.hard_per_query=2", "method.classifier_positives=1", "method.balance=0.3"],
+        [
+            "method.num_positives=1",
+            "method.hard_per_query=2",
+            "method.classifier_positives=1",
+            "method.balance=0.3",
+        ],
     ),
-    "supcon": ("unidec", 10, ["method.balance=1", "method.num_positives=0", "negatives.hard=0", "method.dropout=0"]),
+    "supcon": (
+        "unidec",
+        10,
+        ["method.balance=1", "method.num_positives=0", "negatives.hard=0", "method.dropout=0"],
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return planted_corpus(tmp_path_factory.mktemp("invariance"), num_queries=131, num_labels=23).path
+    return planted_corpus(
+        tmp_path_factory.mktemp("invariance"), num_queries=131, num_labels=23
+    ).path
 
 
 def train_on_rank(
@@ -80,7 +127,9 @@ def train_on_rank(
 
     def recording(*args: Any) -> Any:
         terms = step(*args)
-        losses.append(float(collectives.sum_over_ranks(torch.tensor([terms.value], dtype=torch.float64))))
+        losses.append(
+            float(collectives.sum_over_ranks(torch.tensor([terms.value], dtype=torch.float64)))
+        )
         return terms
 
     setup.stepper.step = recording  # type: ignore[method-assign]
@@ -89,36 +138,57 @@ def train_on_rank(
     loop.last_step = steps
     loop.train()
     if config.negatives.refreshed:
-        assert loop.feed.current is not None, "hard negatives were never used: the comparison would show little"
+        assert loop.feed.current is not None, (
+            "hard negatives were never used: the comparison would show little"
+        )
     if config.negatives.cluster_size:
         assert loop.feed.clusters is not None
     modules = setup.stepper.modules.items()
-    shared = {f"{m}.{n}": p.detach().numpy() for m, module in modules for n, p in module.named_parameters()}
+    shared = {
+        f"{m}.{n}": p.detach().numpy()
+        for m, module in modules
+        for n, p in module.named_parameters()
+    }
     return losses, {**shared, "rows": setup.method.answer_rows().detach().numpy()}
 
 
 def trained(
-    corpus: Path, folder: Path, num_ranks: int, settings: list[str], method: str = "astra", steps: int = 20
+    corpus: Path,
+    folder: Path,
+    num_ranks: int,
+    settings: list[str],
+    method: str = "astra",
+    steps: int = 20,
 ) -> tuple[list[float], dict[str, Any]]:
     folder.mkdir(parents=True)
     common = ASTRA if method == "astra" else []
-    results = on_ranks(train_on_rank, num_ranks, corpus, folder, [*common, *settings], method, steps)
+    results = on_ranks(
+        train_on_rank, num_ranks, corpus, folder, [*common, *settings], method, steps
+    )
     parameters = dict(results[0][1])
     parameters["rows"] = np.concatenate([r[1]["rows"] for r in results])
     for _, other in results[1:]:
-        assert all(np.array_equal(parameters[n], other[n]) for n in parameters if n != "rows"), "encoders differ"
+        assert all(np.array_equal(parameters[n], other[n]) for n in parameters if n != "rows"), (
+            "encoders differ"
+        )
     return results[0][0], parameters
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
 def test_ranks_train_the_same_model(corpus: Path, tmp_path: Path, kind: str) -> None:
     lr = {"sgd": "3.0", "adagrad": "0.1", "adam": "0.01"}[kind]
-    settings = ["optim.precision=float64", f"method.classifier.kind={kind}", f"method.classifier.lr={lr}"]
+    settings = [
+        "optim.precision=float64",
+        f"method.classifier.kind={kind}",
+        f"method.classifier.lr={lr}",
+    ]
     check_ranks(corpus, tmp_path, settings, "astra", 20)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_ranks_train_the_same_model_with_every_method(corpus: Path, tmp_path: Path, name: str) -> None:
+def test_ranks_train_the_same_model_with_every_method(
+    corpus: Path, tmp_path: Path, name: str
+) -> None:
     method, steps, settings = OTHERS[name]
     check_ranks(corpus, tmp_path, ["optim.precision=float64", *settings], method, steps)
 
@@ -130,7 +200,9 @@ def check_ranks(corpus: Path, folder: Path, settings: list[str], method: str, st
         np.testing.assert_allclose(others, losses, rtol=1e-9)
         for name, value in parameters.items():
             scale = np.abs(value).max()
-            np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9 * scale, err_msg=name)
+            np.testing.assert_allclose(
+                found[name], value, rtol=1e-9, atol=1e-9 * scale, err_msg=name
+            )
 
 
 def test_float32_losses_agree(corpus: Path, tmp_path: Path) -> None:
@@ -142,7 +214,11 @@ def test_float32_losses_agree(corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["astra", "dexml"])
 def test_micro_batches_change_nothing(corpus: Path, tmp_path: Path, method: str) -> None:
-    rows = ["method.classifier.kind=sgd", "method.classifier.lr=3.0"] if method == "astra" else ["negatives.hard=0"]
+    rows = (
+        ["method.classifier.kind=sgd", "method.classifier.lr=3.0"]
+        if method == "astra"
+        else ["negatives.hard=0"]
+    )
     settings = ["optim.precision=float64", *rows]
     _, whole = trained(corpus, tmp_path / "whole", 2, settings, method)
     _, cut = trained(corpus, tmp_path / "cut", 2, [*settings, "optim.micro_batch=5"], method)
@@ -150,7 +226,9 @@ def test_micro_batches_change_nothing(corpus: Path, tmp_path: Path, method: str)
         np.testing.assert_allclose(cut[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-def train_all_on_rank(corpus: Path, folder: Path, variants: dict[str, tuple[str, list[str]]]) -> dict[str, Any]:
+def train_all_on_rank(
+    corpus: Path, folder: Path, variants: dict[str, tuple[str, list[str]]]
+) -> dict[str, Any]:
     found = {}
     for name, (method, settings) in variants.items():
         (folder / name).mkdir(exist_ok=True)
@@ -161,16 +239,25 @@ def train_all_on_rank(corpus: Path, folder: Path, variants: dict[str, tuple[str,
 def test_ranks_without_labels_and_without_queries(tmp_path: Path) -> None:
     """Two labels on three ranks, and batches of one query: whoever has nothing takes part in everything."""
     corpus = planted_corpus(tmp_path, num_queries=5, num_labels=2, only_in_test=0).path
-    settings = ["optim.precision=float64", "optim.batch_size=1", "negatives.cluster_size=1", "data.validation=0"]
+    settings = [
+        "optim.precision=float64",
+        "optim.batch_size=1",
+        "negatives.cluster_size=1",
+        "data.validation=0",
+    ]
     variants = {name: (method, [*settings, *own]) for name, (method, _, own) in OTHERS.items()}
     variants["astra"] = ("astra", [*ASTRA, *settings])
     found = {}
     for num_ranks in (1, 3):
         (tmp_path / str(num_ranks)).mkdir()
-        found[num_ranks] = on_ranks(train_all_on_rank, num_ranks, corpus, tmp_path / str(num_ranks), variants)
+        found[num_ranks] = on_ranks(
+            train_all_on_rank, num_ranks, corpus, tmp_path / str(num_ranks), variants
+        )
     for name in variants:
         losses, parameters = found[1][0][name]
         assert np.isfinite(losses).all(), name
         rows = np.concatenate([rank[name][1]["rows"] for rank in found[3]])
-        np.testing.assert_allclose(found[3][0][name][0], losses, rtol=1e-9, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            found[3][0][name][0], losses, rtol=1e-9, atol=1e-12, err_msg=name
+        )
         np.testing.assert_allclose(rows, parameters["rows"], rtol=1e-9, atol=1e-9, err_msg=name)

@@ -37,7 +37,9 @@ def trained_on_rank(corpus: Path, folder: Path, stop_at: int | None) -> int:
     """Trains until the flag stops it; the last rank hoists the flag after a step. Returns the step saved last."""
     config, opened = RunConfig.resolve("astra", {}, SETTINGS), Corpus.open(corpus, verify=False)
     data = TrainingData(opened, config.data)
-    refresher = ThreadRefresher(data, RefreshSpec(collectives.num_ranks(), config.negatives, config.optim.seed))
+    refresher = ThreadRefresher(
+        data, RefreshSpec(collectives.num_ranks(), config.negatives, config.optim.seed)
+    )
     flag = StopFlag(folder)
 
     def hoist(step: int) -> None:
@@ -47,7 +49,9 @@ def trained_on_rank(corpus: Path, folder: Path, stop_at: int | None) -> int:
     watch = Watch(flag)
     watch.every_s = 0
     setup = build(config, data, torch.device("cpu"))
-    loop = Loop(Run(folder, "run", config, opened.origin, opened.sha256), setup, refresher, hoist, watch)
+    loop = Loop(
+        Run(folder, "run", config, opened.origin, opened.sha256), setup, refresher, hoist, watch
+    )
     finished = loop.train()
     assert bool(finished) == (stop_at is None)
     refresher.close()
@@ -57,12 +61,16 @@ def trained_on_rank(corpus: Path, folder: Path, stop_at: int | None) -> int:
 def weights(run: Path) -> dict[str, str]:
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     files = read_manifest(newest, "checkpoint").files
-    return {name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")} | {"": newest.name}
+    return {
+        name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")
+    } | {"": newest.name}
 
 
 def versions(run: Path) -> list[dict[str, object]]:
     """Hash, recall and number of query blocks of the versions that are left."""
-    return [json.loads(path.read_text()) for path in sorted((run / "negatives").glob("*/complete.json"))]
+    return [
+        json.loads(path.read_text()) for path in sorted((run / "negatives").glob("*/complete.json"))
+    ]
 
 
 def test_all_ranks_stop_at_one_step_and_resume_exactly(tmp_path: Path) -> None:
@@ -78,4 +86,6 @@ def test_all_ranks_stop_at_one_step_and_resume_exactly(tmp_path: Path) -> None:
         StopFlag(runs[1]).path.unlink()
     assert on_ranks(trained_on_rank, 2, corpus, runs[1], None) == last
     assert weights(runs[1]) == weights(runs[0])
-    assert versions(runs[1]) == versions(runs[0]), "an approximate index answers by blocks: they must be the same"
+    assert versions(runs[1]) == versions(runs[0]), (
+        "an approximate index answers by blocks: they must be the same"
+    )

@@ -20,7 +20,9 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 def picked_of(positives: Mask, skipped: Mask, part: LabelPartition) -> Picked:
     def pairs(mask: Mask) -> Pairs:
-        return Pairs(*(torch.from_numpy(where) for where in mask[:, part.start : part.stop].nonzero()))
+        return Pairs(
+            *(torch.from_numpy(where) for where in mask[:, part.start : part.stop].nonzero())
+        )
 
     count_G = torch.from_numpy(positives.sum(axis=1))
     return Picked(pairs(positives), pairs(skipped), count_G, int(positives.any(axis=0).sum()))
@@ -36,7 +38,10 @@ def on_rank(name: str, balance: float) -> tuple[float, Any, Any]:
     column_UD = torch.tensor(g["scores"].T[part.start : part.stop].copy(), requires_grad=True)
     picked = picked_of(g["positives"], np.zeros_like(g["positives"]), part)
     query_GD, kind = gather_rows(query_BD, num_queries), "paln" if name == "psl_paln" else "pal"
-    total = pick_some_labels(query_GD, column_UD, picked, 1 / float(g["tau"]), balance, kind) / num_queries
+    total = (
+        pick_some_labels(query_GD, column_UD, picked, 1 / float(g["tau"]), balance, kind)
+        / num_queries
+    )
     total.backward()
     assert query_BD.grad is not None
     assert column_UD.grad is not None
@@ -71,7 +76,9 @@ def test_two_queries_by_hand() -> None:
     for balance in (0.0, 0.5, 1.0):
         mean = pick_some_labels(query_GD, column_UD, picked, 1.0, balance) / 2
         assert mean == pytest.approx(math.log(4))
-        total = pick_some_labels(query_GD, column_UD, picked, 1.0, balance, reduction="sum_per_query")
+        total = pick_some_labels(
+            query_GD, column_UD, picked, 1.0, balance, reduction="sum_per_query"
+        )
         assert total == pytest.approx(math.log(4))
 
 
@@ -89,12 +96,16 @@ def test_a_loop_over_the_formulas_agrees(normaliser: Any, reduction: Any) -> Non
         anchors = []
         for row, is_positive, counted in zip(score, positive, counts, strict=True):
             if is_positive.any():
-                log_z = math.log(sum(math.exp(4 * s) for s, c in zip(row, counted, strict=True) if c))
+                log_z = math.log(
+                    sum(math.exp(4 * s) for s, c in zip(row, counted, strict=True) if c)
+                )
                 terms = [log_z - 4 * s for s, p in zip(row, is_positive, strict=True) if p]
                 anchors.append(sum(terms) / (len(terms) if normaliser == "paln" else 1))
         return sum(anchors) / (len(anchors) if reduction == "mean_anchors" else len(score_GL))
 
-    expected = 0.3 * direction(score_GL, positive, ~skipped) + 0.7 * direction(score_GL.T, positive.T, ~skipped.T)
+    expected = 0.3 * direction(score_GL, positive, ~skipped) + 0.7 * direction(
+        score_GL.T, positive.T, ~skipped.T
+    )
     query_GD = torch.eye(5, dtype=torch.float64, requires_grad=True)
     column_UD = torch.tensor(score_GL.T.copy(), requires_grad=True)
     picked = picked_of(positive, skipped, LabelPartition(8, 1, 0))
@@ -127,7 +138,9 @@ def test_a_rank_without_a_label() -> None:
     assert len(three[0][2]) == 0
     np.testing.assert_allclose(sum(r[0] for r in three), one[0][0], rtol=1e-9)
     for gradient in (1, 2):
-        np.testing.assert_allclose(np.concatenate([r[gradient] for r in three]), one[0][gradient], rtol=1e-9)
+        np.testing.assert_allclose(
+            np.concatenate([r[gradient] for r in three]), one[0][gradient], rtol=1e-9
+        )
 
 
 def test_gradients() -> None:
@@ -136,4 +149,6 @@ def test_gradients() -> None:
     column_UD = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     kind = np.random.default_rng(1).choice(3, size=(4, 6), p=[0.5, 0.3, 0.2])
     picked = picked_of(kind == 1, kind == 2, LabelPartition(6, 1, 0))
-    assert torch.autograd.gradcheck(lambda q, c: pick_some_labels(q, c, picked, 2.0, 0.4), (query_GD, column_UD))
+    assert torch.autograd.gradcheck(
+        lambda q, c: pick_some_labels(q, c, picked, 2.0, 0.4), (query_GD, column_UD)
+    )

@@ -18,7 +18,9 @@ from xmcray.types import Batch, Ragged
 def batch_of(positives: Ragged, rank: int = 0, num_ranks: int = 1) -> Batch:
     start, stop = share(len(positives), rank, num_ranks)
     nothing = Ragged.empty(len(positives))
-    return Batch(0, 0, np.arange(len(positives)), start, stop, Ragged.empty(stop - start), positives, nothing)
+    return Batch(
+        0, 0, np.arange(len(positives)), start, stop, Ragged.empty(stop - start), positives, nothing
+    )
 
 
 def on_rank() -> tuple[float, Any, Any]:
@@ -28,11 +30,15 @@ def on_rank() -> tuple[float, Any, Any]:
     ids = g["pool_label_ids"][order]
     part = LabelPartition(g["positives_full"].shape[1], num_ranks, rank)
     pool = LabelPool(part, ids, ids[part.owns(ids)])
-    batch = batch_of(Ragged.from_rows([np.flatnonzero(row) for row in g["positives_full"]]), rank, num_ranks)
+    batch = batch_of(
+        Ragged.from_rows([np.flatnonzero(row) for row in g["positives_full"]]), rank, num_ranks
+    )
     drawn = Ragged.from_rows(g["pool_label_ids"][g["picked_positive"]][:, None])
     query_BD = torch.tensor(g["queries"][batch.start : batch.stop], requires_grad=True)
     label_UD = torch.tensor(g["label_pool"][order][part.owns(ids)], requires_grad=True)
-    total = rae_loss(query_BD, label_UD, batch, drawn, pool, 1 / float(g["tau"])) / len(batch.query_ids)
+    total = rae_loss(query_BD, label_UD, batch, drawn, pool, 1 / float(g["tau"])) / len(
+        batch.query_ids
+    )
     total.backward()
     assert query_BD.grad is not None
     assert label_UD.grad is not None
@@ -41,7 +47,9 @@ def on_rank() -> tuple[float, Any, Any]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("block_floats", [7, 1 << 20])
-def test_the_loss_is_golden(num_ranks: int, block_floats: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_is_golden(
+    num_ranks: int, block_floats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(columns, "BLOCK_FLOATS", block_floats)
     g = golden("rae_loss")
     results = on_ranks(on_rank, num_ranks)
@@ -73,7 +81,8 @@ def test_queries_as_negatives_can_be_switched_off() -> None:
     pool = LabelPool.everything(LabelPartition(2, 1, 0))
     query_BD, label_UD = vectors[:2], vectors[[1, 2]]
     with_queries, without = (
-        float(rae_loss(query_BD, label_UD, batch_of(positives), positives, pool, 2.0, on)) for on in (True, False)
+        float(rae_loss(query_BD, label_UD, batch_of(positives), positives, pool, 2.0, on))
+        for on in (True, False)
     )
     # query 0: all three scores are 0; query 1: its label scores 0, label 0 scores 2, query 0 scores 0
     e = np.exp

@@ -19,16 +19,23 @@ from xmcray.parallel.partition import LabelPartition, share
 RANKS = [1, 2, 3, 4]
 
 
-def of_scores(name: str, loss: Callable[[dict[str, Any], Tensor, Tensor, Pairs], Tensor]) -> tuple[float, Any]:
+def of_scores(
+    name: str, loss: Callable[[dict[str, Any], Tensor, Tensor, Pairs], Tensor]
+) -> tuple[float, Any]:
     """A loss whose queries are unit vectors, so that columns are scores and the columns' gradient is the scores'."""
     g = golden(name)
     num_queries, num_columns = g["scores"].shape
     part = LabelPartition(num_columns, collectives.num_ranks(), collectives.rank())
     start, stop = share(num_queries, collectives.rank(), collectives.num_ranks())
-    query_GD = gather_rows(torch.eye(num_queries, dtype=torch.float64)[start:stop].requires_grad_(), num_queries)
+    query_GD = gather_rows(
+        torch.eye(num_queries, dtype=torch.float64)[start:stop].requires_grad_(), num_queries
+    )
     column_UD = torch.tensor(g["scores"].T[part.start : part.stop].copy(), requires_grad=True)
     rows, labels = g["positives"].astype(bool)[:, part.start : part.stop].nonzero()
-    total = loss(g, query_GD, column_UD, Pairs(torch.from_numpy(rows), torch.from_numpy(labels))) / num_queries
+    total = (
+        loss(g, query_GD, column_UD, Pairs(torch.from_numpy(rows), torch.from_numpy(labels)))
+        / num_queries
+    )
     total.backward()
     assert column_UD.grad is not None
     return float(total.detach()), column_UD.grad.numpy()
@@ -53,19 +60,31 @@ NONE = Pairs(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("tau", ["0.05", "1.0"])
 def test_softmax_is_golden(tau: str, num_ranks: int) -> None:
-    check(f"softmax_tau{tau}", num_ranks, lambda g, q, c, pos: softmax(q, c, pos, NONE, 1 / float(g["tau"])))
+    check(
+        f"softmax_tau{tau}",
+        num_ranks,
+        lambda g, q, c, pos: softmax(q, c, pos, NONE, 1 / float(g["tau"])),
+    )
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("tau", ["0.05", "1.0"])
 def test_decoupled_softmax_is_golden(tau: str, num_ranks: int) -> None:
-    check(f"decoupled_tau{tau}", num_ranks, lambda g, q, c, p: decoupled_softmax(q, c, p, p, 1 / float(g["tau"])))
+    check(
+        f"decoupled_tau{tau}",
+        num_ranks,
+        lambda g, q, c, p: decoupled_softmax(q, c, p, p, 1 / float(g["tau"])),
+    )
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("k", [3, 5])
 def test_soft_top_k_is_golden(k: int, num_ranks: int) -> None:
-    check(f"softtopk_k{k}", num_ranks, lambda g, q, c, p: soft_top_k(q, c, p, NONE, k, float(g["alpha"]), 1.0))
+    check(
+        f"softtopk_k{k}",
+        num_ranks,
+        lambda g, q, c, p: soft_top_k(q, c, p, NONE, k, float(g["alpha"]), 1.0),
+    )
 
 
 def test_soft_top_k_sums_to_k_and_has_the_gradient_of_its_definition() -> None:

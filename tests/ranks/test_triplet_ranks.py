@@ -23,9 +23,16 @@ def pairs(mask: Any) -> Pairs:
 
 
 def settings(g: dict[str, Any]) -> dict[str, Any]:
-    found = {"gamma_min": float(g["gamma_min"]), "gamma_max": float(g["gamma_max"]), "temperature": None}
+    found = {
+        "gamma_min": float(g["gamma_min"]),
+        "gamma_max": float(g["gamma_max"]),
+        "temperature": None,
+    }
     if "positive_index" in g:
-        found |= {"temperature": float(g["weight_temperature"]), "detached": bool(g["weights_detached"])}
+        found |= {
+            "temperature": float(g["weight_temperature"]),
+            "detached": bool(g["weights_detached"]),
+        }
     return found | {"num_negatives": int(g.get("num_negatives", 0))}
 
 
@@ -36,21 +43,29 @@ def own_anchors(name: str) -> tuple[float, Any]:
     true = g["positives"].astype(bool)[start:stop]
     positives = pairs(true)
     if "positive_index" in g:
-        positives = Pairs(torch.arange(stop - start), torch.from_numpy(g["positive_index"][start:stop]))
+        positives = Pairs(
+            torch.arange(stop - start), torch.from_numpy(g["positive_index"][start:stop])
+        )
     inverted = name.endswith("inverted")
-    loss = triplet(score_AC, positives, pairs(true), inverted=inverted, **settings(g)) / len(g["scores"])
+    loss = triplet(score_AC, positives, pairs(true), inverted=inverted, **settings(g)) / len(
+        g["scores"]
+    )
     loss.backward()
     assert score_AC.grad is not None
     return float(loss.detach()), score_AC.grad.numpy()
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("name", ["triplet_dynamic", "triplet_dynamic_inverted", "triplet_weighted"])
+@pytest.mark.parametrize(
+    "name", ["triplet_dynamic", "triplet_dynamic_inverted", "triplet_weighted"]
+)
 def test_triplet_is_golden(name: str, num_ranks: int) -> None:
     g = golden(name)
     results = on_ranks(own_anchors, num_ranks, name)
     np.testing.assert_allclose(sum(r[0] for r in results), g["loss"], rtol=1e-9)
-    np.testing.assert_allclose(np.concatenate([r[1] for r in results]), g["grad_scores"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        np.concatenate([r[1] for r in results]), g["grad_scores"], rtol=1e-9, atol=1e-12
+    )
 
 
 def scores_and_truth() -> tuple[torch.Tensor, Any]:
@@ -85,7 +100,9 @@ def test_regulariser_is_a_plain_loop_on_any_number_of_ranks(hinge: bool, count: 
     for num_ranks in RANKS:
         results = on_ranks(own_regulariser, num_ranks, hinge, count)
         np.testing.assert_allclose(sum(r[0] for r in results), expected, rtol=1e-9)
-        np.testing.assert_allclose(np.concatenate([r[1] for r in results], axis=1), one[1], rtol=1e-9)
+        np.testing.assert_allclose(
+            np.concatenate([r[1] for r in results], axis=1), one[1], rtol=1e-9
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.1, None])
@@ -100,7 +117,15 @@ def test_gradient_is_that_of_the_value(temperature: float | None, detached: bool
         return triplet(score, true, true, gamma_min=0.25, gamma_max=0.25, temperature=temperature)
 
     assert torch.autograd.gradcheck(fixed, (score_AC,))
-    moving = triplet(score_AC, true, true, gamma_min=0.0, gamma_max=9.0, temperature=temperature, detached=detached)
+    moving = triplet(
+        score_AC,
+        true,
+        true,
+        gamma_min=0.0,
+        gamma_max=9.0,
+        temperature=temperature,
+        detached=detached,
+    )
     (grad,) = torch.autograd.grad(moving, score_AC)
     assert grad.isfinite().all()
     assert not grad[2].any()  # an anchor without a positive
@@ -111,8 +136,17 @@ def test_nothing_is_nan_where_nothing_is_left() -> None:
     everything = Pairs(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]))
     for positives in (everything, EMPTY):
         for temperature in (0.1, None):
-            loss = triplet(score_AC, positives, everything, gamma_min=0.1, gamma_max=0.3, temperature=temperature)
-            loss = loss + regulariser(score_AC, score_AC + 9, positives, everything, margin=0.1, num_negatives=1)
+            loss = triplet(
+                score_AC,
+                positives,
+                everything,
+                gamma_min=0.1,
+                gamma_max=0.3,
+                temperature=temperature,
+            )
+            loss = loss + regulariser(
+                score_AC, score_AC + 9, positives, everything, margin=0.1, num_negatives=1
+            )
             (grad,) = torch.autograd.grad(loss, score_AC)
             assert loss.isfinite()
             assert grad.isfinite().all()
@@ -127,7 +161,9 @@ def test_nothing_is_nan_where_nothing_is_left() -> None:
 
 def own_part() -> tuple[Any, Any]:
     rank = collectives.rank()
-    own = torch.full((rank, 2), float(rank), dtype=torch.float64, requires_grad=True)  # rank 0 has none
+    own = torch.full(
+        (rank, 2), float(rank), dtype=torch.float64, requires_grad=True
+    )  # rank 0 has none
     whole = gather_parts(own)
     (whole * torch.arange(1, len(whole) + 1)[:, None] * (rank + 1)).sum().backward()
     assert own.grad is not None
@@ -138,4 +174,6 @@ def test_parts_are_gathered_and_their_gradients_summed() -> None:
     results = on_ranks(own_part, 3)
     for whole, _ in results:
         np.testing.assert_array_equal(whole[:, 0], [1, 2, 2])
-    np.testing.assert_array_equal(np.concatenate([grad for _, grad in results])[:, 0], [6.0, 12.0, 18.0])
+    np.testing.assert_array_equal(
+        np.concatenate([grad for _, grad in results])[:, 0], [6.0, 12.0, 18.0]
+    )

@@ -50,7 +50,9 @@ def validated_on_rank(name: str, block: tuple[int, int]) -> dict[str, float]:
     truth = remove_pairs(rows_of([np.flatnonzero(row) for row in g["truth"]]), rows_of(filtered))
     part = LabelPartition(num_labels, collectives.num_ranks(), collectives.rank())
     row_SD = torch.from_numpy(g["scores"].T[order][part.start : part.stop].copy())
-    card = SimpleNamespace(num_train=int(g["num_train"]), propensity_a=float(g["A"]), propensity_b=float(g["B"]))
+    card = SimpleNamespace(
+        num_train=int(g["num_train"]), propensity_a=float(g["A"]), propensity_b=float(g["B"])
+    )
     corpus = SimpleNamespace(
         card=card,
         label_order=order,
@@ -70,7 +72,9 @@ def validated_on_rank(name: str, block: tuple[int, int]) -> dict[str, float]:
         return validation.validate(UnitVectors(num_queries), method, data, part)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])  # 60 labels on 7 ranks: unequal, none has ten
+@pytest.mark.parametrize(
+    "num_ranks", [1, 2, 3, 4, 7]
+)  # 60 labels on 7 ranks: unequal, none has ten
 @pytest.mark.parametrize("name", ["default", "amazon"])
 def test_validation_is_golden(name: str, num_ranks: int) -> None:
     expected = json.loads((ORACLE / f"metrics_{name}.json").read_text())

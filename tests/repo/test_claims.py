@@ -28,7 +28,11 @@ def test_verdicts_follow_the_interval_of_paired_differences(claim: Any) -> None:
         return claim.Comparison(of="a", against="b", **limits).verdict(results)  # type: ignore[no-any-return]
 
     assert claim.Comparison(of="a", against="b").values(results) == pytest.approx([1.0, 1.2, 0.8])
-    assert [verdict(low=low) for low in (0.5, 0.51, 1.49, 1.5)] == ["holds", *["inconclusive"] * 2, "fails"]
+    assert [verdict(low=low) for low in (0.5, 0.51, 1.49, 1.5)] == [
+        "holds",
+        *["inconclusive"] * 2,
+        "fails",
+    ]
     assert [verdict(high=high) for high in (1.5, 1.49, 0.5)] == ["holds", "inconclusive", "fails"]
     assert verdict(low=-1, high=1) == "inconclusive"
     ratio = claim.Comparison(of="a", against="b", ratio=True, low=1)

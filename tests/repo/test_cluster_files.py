@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import yaml
-from clusters import CLOUDS, CLUSTER, DATA_TASK, INDEX_ACTOR, RAY, ROOT, TRAINER, cloud, launched, node_types
+from clusters import (
+    CLOUDS,
+    CLUSTER,
+    DATA_TASK,
+    INDEX_ACTOR,
+    RAY,
+    ROOT,
+    TRAINER,
+    cloud,
+    launched,
+    node_types,
+)
 
 from xmcray.cluster_files import PLACEHOLDER, check_cluster_file
 from xmcray.errors import ConfigError
@@ -34,7 +45,11 @@ def test_ray_takes_the_cluster_files(name: str, tmp_path: Path) -> None:
     assert f"ray[data,serve,train,tune]=={RAY}" in commands
     assert values["available_node_types"]["head"]["resources"] == {"CPU": 0}
     assert "chmod 600 ~/.ray/auth_token" in values["setup_commands"]
-    assert [local for local in values["file_mounts"].values() if "~" not in local and not (ROOT / local).exists()] == []
+    assert [
+        local
+        for local in values["file_mounts"].values()
+        if "~" not in local and not (ROOT / local).exists()
+    ] == []
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -49,7 +64,9 @@ def replaced(section: str, old: str, new: str) -> Change:
     return change
 
 
-GPU: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values["available_node_types"]["gpu"]  # noqa: E731
+def gpu_nodes(values: dict[str, Any]) -> dict[str, Any]:
+    """The node type with GPUs of an autoscaler's file."""
+    return values["available_node_types"]["gpu"]
 
 
 @pytest.mark.parametrize(
@@ -59,23 +76,55 @@ GPU: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values["availab
         (lambda v: v.pop("cluster_name"), "'cluster_name' is a required property"),
         (lambda v: v.pop("available_node_types"), "has no available_node_types"),
         (lambda v: v.pop("head_node_type"), "has no head_node_type"),
-        (lambda v: GPU(v).pop("node_config"), "available_node_types.gpu: 'node_config' is a required property"),
-        (lambda v: GPU(v).update(max_worker=1), r"available_node_types.gpu: .*'max_worker' was unexpected"),
-        (lambda v: GPU(v)["resources"].update(GPU=0.5), "0.5 is not of type 'integer'"),
+        (
+            lambda v: gpu_nodes(v).pop("node_config"),
+            "available_node_types.gpu: 'node_config' is a required property",
+        ),
+        (
+            lambda v: gpu_nodes(v).update(max_worker=1),
+            r"available_node_types.gpu: .*'max_worker' was unexpected",
+        ),
+        (lambda v: gpu_nodes(v)["resources"].update(GPU=0.5), "0.5 is not of type 'integer'"),
         (lambda v: v.update(head_node_type="boss"), "`head_node_type` must be one of"),
-        (lambda v: GPU(v).update(min_workers=99), "smaller than the sum of `min_workers`"),
-        (lambda v: v["provider"].update(type="awss"), "unknown provider.type 'awss'; did you mean 'aws'"),
-        (lambda v: GPU(v)["node_config"].update(InstanceType="g6e.12xlrge"), "'g6e.12xlrge', which is no machine type"),
-        (lambda v: GPU(v)["node_config"].pop("InstanceType"), "gpu.node_config.InstanceType is missing"),
-        (replaced("head_start_ray_commands", "=127.0.0.1", "=0.0.0.0"), "--dashboard-host is 0.0.0.0"),
-        (replaced("head_start_ray_commands", "RAY_AUTH_MODE=token", "A=b"), "head_start_ray_commands does not export"),
-        (replaced("worker_start_ray_commands", "RAY_AUTH_MODE=token", "A=b"), "worker_start_ray_commands does not"),
+        (lambda v: gpu_nodes(v).update(min_workers=99), "smaller than the sum of `min_workers`"),
+        (
+            lambda v: v["provider"].update(type="awss"),
+            "unknown provider.type 'awss'; did you mean 'aws'",
+        ),
+        (
+            lambda v: gpu_nodes(v)["node_config"].update(InstanceType="g6e.12xlrge"),
+            "'g6e.12xlrge', which is no machine type",
+        ),
+        (
+            lambda v: gpu_nodes(v)["node_config"].pop("InstanceType"),
+            "gpu.node_config.InstanceType is missing",
+        ),
+        (
+            replaced("head_start_ray_commands", "=127.0.0.1", "=0.0.0.0"),
+            "--dashboard-host is 0.0.0.0",
+        ),
+        (
+            replaced("head_start_ray_commands", "RAY_AUTH_MODE=token", "A=b"),
+            "head_start_ray_commands does not export",
+        ),
+        (
+            replaced("worker_start_ray_commands", "RAY_AUTH_MODE=token", "A=b"),
+            "worker_start_ray_commands does not",
+        ),
         (lambda v: v.pop("head_start_ray_commands"), "head_start_ray_commands starts no Ray"),
-        (lambda v: v["file_mounts"].pop("~/.ray/auth_token"), "file_mounts has no ~/.ray/auth_token"),
-        (replaced("setup_commands", f"=={RAY}", "==2.9.0"), f"setup_commands install Ray 2.9.0, here is {RAY}"),
+        (
+            lambda v: v["file_mounts"].pop("~/.ray/auth_token"),
+            "file_mounts has no ~/.ray/auth_token",
+        ),
+        (
+            replaced("setup_commands", f"=={RAY}", "==2.9.0"),
+            f"setup_commands install Ray 2.9.0, here is {RAY}",
+        ),
     ],
 )
-def test_a_mistake_in_a_cluster_file_is_one_line(change: Change, message: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_cluster_file_is_one_line(
+    change: Change, message: str, tmp_path: Path
+) -> None:
     values = copy.deepcopy(cloud("aws"))
     change(values)
     path = tmp_path / "cluster.yaml"
@@ -96,10 +145,20 @@ def test_training_finds_its_nodes(name: str) -> None:
     """Every resource that a training job asks for is that of some node type, and of the right one."""
     assert {kind.split("-")[0] for kind in launched(name, TRAINER, 4)} == {"gpu"}
     assert {kind.split("-")[0] for kind in launched(name, INDEX_ACTOR, 4)} == {"index"}
-    assert {kind.split("-")[0] for kind in launched(name, DATA_TASK, 4)} == {"index"}, "a GPU node for a task without"
+    assert {kind.split("-")[0] for kind in launched(name, DATA_TASK, 4)} == {"index"}, (
+        "a GPU node for a task without"
+    )
     types = node_types(name)
-    possible = [(kind["resources"], kind["max_workers"]) for kind in types.values() if kind.get("max_workers")]
-    where = place(ClusterConfig(workers=4, device="gpu", cpus_per_worker=8), Nodes({"h": {}}, possible, True), 4)
+    possible = [
+        (kind["resources"], kind["max_workers"])
+        for kind in types.values()
+        if kind.get("max_workers")
+    ]
+    where = place(
+        ClusterConfig(workers=4, device="gpu", cpus_per_worker=8),
+        Nodes({"h": {}}, possible, True),
+        4,
+    )
     assert where.use_gpu
     assert where.index == {"resources": {"index": 1.0}, "scheduling_strategy": "SPREAD"}
 
@@ -107,8 +166,12 @@ def test_training_finds_its_nodes(name: str) -> None:
 @pytest.mark.parametrize("name", CLOUDS)
 def test_spot_first_then_on_demand(name: str) -> None:
     gpus = node_types(name)["gpu"]["resources"]["GPU"]
-    assert launched(name, {"GPU": gpus}, 6) == {"gpu-spot": 4, "gpu": 2}, "beyond spot's max_workers: on demand"
-    assert launched(name, {"GPU": gpus}, 2, ("market", "on-demand")) == {"gpu": 2}, "as cluster/on_demand.py asks"
+    assert launched(name, {"GPU": gpus}, 6) == {"gpu-spot": 4, "gpu": 2}, (
+        "beyond spot's max_workers: on demand"
+    )
+    assert launched(name, {"GPU": gpus}, 2, ("market", "on-demand")) == {"gpu": 2}, (
+        "as cluster/on_demand.py asks"
+    )
     assert launched(name, INDEX_ACTOR, 4) == {"index-spot": 1}
 
 
@@ -119,14 +182,25 @@ def test_the_image_is_pinned_and_runs_as_nobody() -> None:
     names = {name for _, name in stages}
     assert re.search(r"^ARG PYTHON=python:3\.1[12]\.\d+-slim-\w+$", code, flags=re.M)
     assert {"cpu", "cuda"} <= names
-    assert {base for base, _ in stages if base not in names} == {"${PYTHON}"}, "one base for all stages"
+    assert {base for base, _ in stages if base not in names} == {"${PYTHON}"}, (
+        "one base for all stages"
+    )
     runtime = code.split("AS runtime")[1].split("FROM ")[0]
     assert re.findall(r"^USER (\S+)$", runtime, flags=re.M) == ["1000:1000"]
-    assert re.findall(r"^USER ", code.split("AS runtime")[1], flags=re.M) == ["USER "], "no stage takes it back"
+    assert re.findall(r"^USER ", code.split("AS runtime")[1], flags=re.M) == ["USER "], (
+        "no stage takes it back"
+    )
     installs = re.findall(r"pip install (.*)", code)
     assert len(installs) == 2
-    assert all("-c constraints.txt" in line and f"ray[data,serve,train,tune]=={RAY}" in line for line in installs)
-    copied = {word for line in re.findall(r"^COPY (?!--from)(.*) \S+$", code, flags=re.M) for word in line.split()}
+    assert all(
+        "-c constraints.txt" in line and f"ray[data,serve,train,tune]=={RAY}" in line
+        for line in installs
+    )
+    copied = {
+        word
+        for line in re.findall(r"^COPY (?!--from)(.*) \S+$", code, flags=re.M)
+        for word in line.split()
+    }
     sent = (CLUSTER / "Dockerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in sent if line.startswith("!")} == copied
     assert all((ROOT / path).exists() for path in copied)

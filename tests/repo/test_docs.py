@@ -30,7 +30,12 @@ def test_troubleshooting_quotes_messages_that_there_are() -> None:
     said = " ".join(" ".join(texts_of(path)) for path in sorted((ROOT / "xmcray").rglob("*.py")))
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     tables = [table for table in page.split("\n\n") if table.startswith("| message")]
-    quoted = [quote for table in tables for row in table.splitlines()[2:] for quote in quotes_of(row.split("|")[1])]
+    quoted = [
+        quote
+        for table in tables
+        for row in table.splitlines()[2:]
+        for quote in quotes_of(row.split("|")[1])
+    ]
     assert len(quoted) > 20
     strange = [quote for quote in quoted for part in quote.split("…") if part.strip() not in said]
     assert strange == []

@@ -30,7 +30,9 @@ KUBERNETES = "1.34"
 
 def pods(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
     cluster = cluster_of(manifest)
-    yield from (group["template"] for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]])
+    yield from (
+        group["template"] for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    )
     if "submitterPodTemplate" in manifest["spec"]:
         yield manifest["spec"]["submitterPodTemplate"]
 
@@ -59,20 +61,28 @@ def test_the_service_serves_our_application() -> None:
 @pytest.fixture(scope="module")
 def kuberay() -> Callable[[dict[str, Any]], list[str]]:
     """Validates a manifest of KubeRay; its pods by the schema of Kubernetes, which knows every field too."""
-    folder = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema" / f"v{KUBERNETES}.0-local-strict"
+    folder = (
+        Path(kubernetes_validate.__file__).parent
+        / "kubernetes-json-schema"
+        / f"v{KUBERNETES}.0-local-strict"
+    )
     pod = Resource.from_contents(json.loads((folder / "_definitions.json").read_text()))
     schema = json.loads((ROOT / "tests" / "repo" / "kuberay.schema.json").read_text())
     registry: Registry[Any] = pod @ Registry()
 
     def errors(manifest: dict[str, Any]) -> list[str]:
         kind = {"$ref": f"#/$defs/{manifest['kind']}", "$defs": schema["$defs"]}
-        return [e.message for e in Draft202012Validator(kind, registry=registry).iter_errors(manifest)]
+        return [
+            e.message for e in Draft202012Validator(kind, registry=registry).iter_errors(manifest)
+        ]
 
     return errors
 
 
 @pytest.mark.parametrize("name", ["raycluster", "rayjob", "rayservice"])
-def test_kuberay_takes_the_manifests(name: str, kuberay: Callable[[dict[str, Any]], list[str]]) -> None:
+def test_kuberay_takes_the_manifests(
+    name: str, kuberay: Callable[[dict[str, Any]], list[str]]
+) -> None:
     manifest = ray_manifests()[name]
     assert kuberay(manifest) == []
     for misspell in (
@@ -81,8 +91,12 @@ def test_kuberay_takes_the_manifests(name: str, kuberay: Callable[[dict[str, Any
         lambda cluster: cluster["authOptions"].update(mode="tokens"),
         lambda cluster: cluster["headGroupSpec"]["rayStartParams"].update({"num-cpus": 0}),
         lambda cluster: cluster["workerGroupSpecs"][0].pop("maxReplicas"),
-        lambda cluster: cluster["workerGroupSpecs"][0]["template"]["spec"].update(restartsPolicy="Never"),
-        lambda cluster: cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"][0].update(livenesProbe={}),
+        lambda cluster: cluster["workerGroupSpecs"][0]["template"]["spec"].update(
+            restartsPolicy="Never"
+        ),
+        lambda cluster: cluster["workerGroupSpecs"][0]["template"]["spec"]["containers"][0].update(
+            livenesProbe={}
+        ),
     ):
         wrong = copy.deepcopy(manifest)
         misspell(cluster_of(wrong))
@@ -96,10 +110,15 @@ def test_kuberay_takes_the_manifests(name: str, kuberay: Callable[[dict[str, Any
         (lambda cluster: cluster["workerGroupSpecs"][0].pop("maxReplicas"), "has no maxReplicas"),
         (lambda cluster: cluster.pop("authOptions"), "authOptions.mode is not token"),
         (lambda cluster: cluster.update(rayVersion="2.9.0"), f"rayVersion is 2.9.0, here is {RAY}"),
-        (lambda cluster: cluster.update(headGroupSpec=PLACEHOLDER), f"spec.headGroupSpec still holds {PLACEHOLDER}"),
+        (
+            lambda cluster: cluster.update(headGroupSpec=PLACEHOLDER),
+            f"spec.headGroupSpec still holds {PLACEHOLDER}",
+        ),
     ],
 )
-def test_a_mistake_in_a_manifest_is_one_line(change: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_manifest_is_one_line(
+    change: Callable[[Any], Any], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "manifest.yaml"
     text = (CLUSTER / "kuberay" / "raycluster.yaml").read_text().replace(PLACEHOLDER, "registry")
     path.write_text(text)
@@ -160,7 +179,9 @@ def test_pods_can_do_no_more_than_they_must(name: str) -> None:
 
 def test_the_job_runs_on_the_cluster_that_is_explained() -> None:
     cluster, job = (cluster_of(ray_manifests()[name]) for name in ("raycluster", "rayjob"))
-    starts = [spec["headGroupSpec"]["rayStartParams"].pop("dashboard-host") for spec in (cluster, job)]
+    starts = [
+        spec["headGroupSpec"]["rayStartParams"].pop("dashboard-host") for spec in (cluster, job)
+    ]
     assert starts == ["127.0.0.1", "0.0.0.0"]  # see the comment in rayjob.yaml
     assert cluster == job
     words = ray_manifests()["rayjob"]["spec"]["entrypoint"].split()

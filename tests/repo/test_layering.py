@@ -21,14 +21,36 @@ MAY_IMPORT: dict[str, set[str]] = {
     "negatives": {"parallel", "nn", "losses", "data", "retrieval"},
     "methods": {"parallel", "nn", "losses", "data", "retrieval", "negatives", "evaluation.metrics"},
     "serving": {"nn", "retrieval", "data.session"},
-    "training": {"parallel", "nn", "losses", "data", "retrieval", "negatives", "methods", "evaluation"},
+    "training": {
+        "parallel",
+        "nn",
+        "losses",
+        "data",
+        "retrieval",
+        "negatives",
+        "methods",
+        "evaluation",
+    },
     "tuning": {"nn", "data", "retrieval", "evaluation", "training"},
     "doctor": set(),
     "cluster_files": set(),
     "planning": {"nn", "losses", "data", "retrieval", "negatives", "training"},
 }
-WITH_RAY = {"data.pipeline", "data.session", "data.stream", "negatives.pool", "serving.application", "serving.run"}
-WITH_RAY |= {"training.worker", "training.launch", "training.placement", "training.rendezvous", "gauges"}
+WITH_RAY = {
+    "data.pipeline",
+    "data.session",
+    "data.stream",
+    "negatives.pool",
+    "serving.application",
+    "serving.run",
+}
+WITH_RAY |= {
+    "training.worker",
+    "training.launch",
+    "training.placement",
+    "training.rendezvous",
+    "gauges",
+}
 WITH_RAY |= {"training.waiting", "tuning.search", "tuning.trial"}
 WITH_RAY |= {"doctor.head", "cluster_files"}
 FILES = sorted((ROOT / "xmcray").rglob("*.py"))
@@ -36,7 +58,11 @@ FILES = sorted((ROOT / "xmcray").rglob("*.py"))
 
 def module_of(path: Path) -> str:
     """Dotted name below xmcray: "nn.encoder"; a package is named after its folder, xmcray itself is "" ."""
-    return ".".join(path.relative_to(ROOT / "xmcray").with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    return (
+        ".".join(path.relative_to(ROOT / "xmcray").with_suffix("").parts)
+        .removesuffix("__init__")
+        .rstrip(".")
+    )
 
 
 def library_modules() -> list[str]:
@@ -73,7 +99,9 @@ def test_arrows_between_folders_never_turn_back(module: str) -> None:
     path = next(p for p in FILES if module_of(p) == module)
     found = list(imports(ast.parse(path.read_text(encoding="utf-8"))))
     wrong = [name for name in found if breaks_the_line(module, name)]
-    assert not wrong, f"{module} imports {wrong}; its folder may import {sorted(MAY_IMPORT[module.split('.')[0]])}"
+    assert not wrong, (
+        f"{module} imports {wrong}; its folder may import {sorted(MAY_IMPORT[module.split('.')[0]])}"
+    )
     with_ray = any(name.split(".")[0] == "ray" for name in found)
     assert not with_ray or module in WITH_RAY, f"{module} imports ray; only {sorted(WITH_RAY)} may"
 
@@ -91,8 +119,14 @@ def test_the_rule_sees_a_wrong_arrow() -> None:
 
 def test_an_application_needs_serving_only() -> None:
     for path in (ROOT / "serve").rglob("*.py"):
-        found = [name for name in imports(ast.parse(path.read_text(encoding="utf-8"))) if name.startswith("xmcray.")]
-        wrong = [name for name in found if name.split(".")[1] not in GROUND | {"serving", "__version__"}]
+        found = [
+            name
+            for name in imports(ast.parse(path.read_text(encoding="utf-8")))
+            if name.startswith("xmcray.")
+        ]
+        wrong = [
+            name for name in found if name.split(".")[1] not in GROUND | {"serving", "__version__"}
+        ]
         assert not wrong, f"{path.name} imports {wrong}"
 
 
@@ -103,5 +137,7 @@ def test_everything_else_works_where_ray_is_missing() -> None:
         "sys.modules['ray'] = None\n"  # from now on `import ray`, and any of its modules, is an ImportError
         f"for name in {names}: importlib.import_module(name)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr

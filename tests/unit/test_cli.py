@@ -20,8 +20,24 @@ from xmcray.methods.base import methods
 from xmcray.training import run as runs
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--workers", "0", "--set", "encoder.dim=16", "--set", "optim.batch_size=32", "--set", "optim.epochs=2"]
-SMALL += ["--set", "negatives.hard=3", "--set", "negatives.uniform=10", "--set", "cluster.threads_per_process=1"]
+SMALL = [
+    "--workers",
+    "0",
+    "--set",
+    "encoder.dim=16",
+    "--set",
+    "optim.batch_size=32",
+    "--set",
+    "optim.epochs=2",
+]
+SMALL += [
+    "--set",
+    "negatives.hard=3",
+    "--set",
+    "negatives.uniform=10",
+    "--set",
+    "cluster.threads_per_process=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +45,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus, a run of it and the bundle of that run."""
     folder = tmp_path_factory.mktemp("cli")
     planted_corpus(folder)
-    assert cli.main(["train", "astra", "--data", str(folder / "corpus"), "--out", str(folder / "run"), *SMALL]) == 0
+    assert (
+        cli.main(
+            [
+                "train",
+                "astra",
+                "--data",
+                str(folder / "corpus"),
+                "--out",
+                str(folder / "run"),
+                *SMALL,
+            ]
+        )
+        == 0
+    )
     return folder
 
 
@@ -61,14 +90,28 @@ def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def test_a_finished_run_has_everything(folder: Path) -> None:
     run = folder / "run"
-    assert {"bundle", "metrics.json", "report.html", "result.json", "config.yaml"} <= {p.name for p in run.iterdir()}
+    assert {"bundle", "metrics.json", "report.html", "result.json", "config.yaml"} <= {
+        p.name for p in run.iterdir()
+    }
     metrics = json.loads((run / "metrics.json").read_text())
-    assert {"P@1", "PSP@5", "R@100", "macroF1@5(0,10]", "queries", "left_out", "A", "B", "intervals"} <= metrics.keys()
+    assert {
+        "P@1",
+        "PSP@5",
+        "R@100",
+        "macroF1@5(0,10]",
+        "queries",
+        "left_out",
+        "A",
+        "B",
+        "intervals",
+    } <= metrics.keys()
     page = (run / "report.html").read_text()
     assert runs.Run.open(run).corpus_sha256 in page
     assert "Validation precision" in page
@@ -76,29 +119,58 @@ def test_a_finished_run_has_everything(folder: Path) -> None:
 
 def test_the_same_command_finds_the_finished_run(folder: Path, shell: Shell) -> None:
     before = (folder / "run" / "result.json").read_bytes()
-    found = shell.run("train", "astra", "--data", folder / "corpus", "--out", folder / "run", *SMALL, "--json")
+    found = shell.run(
+        "train", "astra", "--data", folder / "corpus", "--out", folder / "run", *SMALL, "--json"
+    )
     assert json.loads(found) == json.loads((folder / "run" / "metrics.json").read_text())
     assert (folder / "run" / "result.json").read_bytes() == before
 
 
-def test_refit_trains_on_everything_for_the_best_number_of_epochs(folder: Path, shell: Shell, tmp_path: Path) -> None:
-    shell.run("train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL, "--refit")
+def test_refit_trains_on_everything_for_the_best_number_of_epochs(
+    folder: Path, shell: Shell, tmp_path: Path
+) -> None:
+    shell.run(
+        "train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL, "--refit"
+    )
     run = runs.Run.open(tmp_path / "r")
     assert run.config.data.validation == 0
     assert 1 <= run.config.optim.stop_epoch <= 2
-    assert "Validation precision" in (tmp_path / "r" / "report.html").read_text()  # of the run that chose
-    again = ["train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL, "--refit"]
+    assert (
+        "Validation precision" in (tmp_path / "r" / "report.html").read_text()
+    )  # of the run that chose
+    again = [
+        "train",
+        "astra",
+        "--data",
+        folder / "corpus",
+        "--out",
+        tmp_path / "r",
+        *SMALL,
+        "--refit",
+    ]
     assert "is not empty and --resume never" in shell.error(*again, "--resume", "never")
 
 
-def test_evaluate_measures_run_bundle_and_predictions_alike(folder: Path, shell: Shell, tmp_path: Path) -> None:
+def test_evaluate_measures_run_bundle_and_predictions_alike(
+    folder: Path, shell: Shell, tmp_path: Path
+) -> None:
     data = ["--data", folder / "corpus"]
-    of_run = shell.run("evaluate", folder / "run", *data, "--json", "--predictions", tmp_path / "p.npz")
+    of_run = shell.run(
+        "evaluate", folder / "run", *data, "--json", "--predictions", tmp_path / "p.npz"
+    )
     of_bundle = shell.run("evaluate", folder / "run" / "bundle", *data, "--json", "--exact")
     of_file = shell.run("evaluate", tmp_path / "p.npz", *data, "--json")
     assert json.loads(of_run) == json.loads(of_bundle) == json.loads(of_file)
     assert sparse.load_npz(tmp_path / "p.npz").shape == (20, 23)
-    table = shell.run("evaluate", folder / "run", *data, "--compare", tmp_path / "p.npz", "--json", tmp_path / "m.json")
+    table = shell.run(
+        "evaluate",
+        folder / "run",
+        *data,
+        "--compare",
+        tmp_path / "p.npz",
+        "--json",
+        tmp_path / "m.json",
+    )
     assert json.loads((tmp_path / "m.json").read_text()) == json.loads(of_run)
     assert "Paired comparison" in table
     assert "p.npz" in table
@@ -107,11 +179,17 @@ def test_evaluate_measures_run_bundle_and_predictions_alike(folder: Path, shell:
 def test_a_known_query_finds_its_label(folder: Path, shell: Shell, tmp_path: Path) -> None:
     shell.run("export", folder / "run", "--out", tmp_path / "b")
     assert contents(tmp_path / "b") == contents(folder / "run" / "bundle")
-    answers = json.loads(shell.run("search", tmp_path / "b", "w0x0 w0x1", "w1x2 w1x3", "-k", 3, "--json"))
+    answers = json.loads(
+        shell.run("search", tmp_path / "b", "w0x0 w0x1", "w1x2 w1x3", "-k", 3, "--json")
+    )
     assert [a["query"] for a in answers] == ["w0x0 w0x1", "w1x2 w1x3"]
-    assert answers == json.loads(shell.run("search", folder / "run", "w0x0 w0x1", "w1x2 w1x3", "-k", 3, "--json"))
+    assert answers == json.loads(
+        shell.run("search", folder / "run", "w0x0 w0x1", "w1x2 w1x3", "-k", 3, "--json")
+    )
     assert all(len(a["answers"]) == 3 for a in answers)
-    assert all(answer["uid"] == f"label{answer['label_id']}" for a in answers for answer in a["answers"])
+    assert all(
+        answer["uid"] == f"label{answer['label_id']}" for a in answers for answer in a["answers"]
+    )
     first = answers[0]["answers"][0]
     assert first["uid"] in shell.run("search", tmp_path / "b", "w0x0 w0x1", "-k", 1)
 
@@ -120,26 +198,60 @@ def test_a_known_query_finds_its_label(folder: Path, shell: Shell, tmp_path: Pat
     ("arguments", "message"),
     [
         (["trian"], "unknown verb 'trian'; did you mean 'train'?"),
-        (["train", "asrta", "--data", "C", "--out", "R"], "unknown method 'asrta'; did you mean 'astra'?"),
-        (["train", "astra", "--data", "C"], "the following arguments are required: --out; see xmcray train --help"),
-        (["train", "astra", "--data", "C", "--out", "R", "--seed", "1"], "unrecognized arguments: --seed 1"),
+        (
+            ["train", "asrta", "--data", "C", "--out", "R"],
+            "unknown method 'asrta'; did you mean 'astra'?",
+        ),
+        (
+            ["train", "astra", "--data", "C"],
+            "the following arguments are required: --out; see xmcray train --help",
+        ),
+        (
+            ["train", "astra", "--data", "C", "--out", "R", "--seed", "1"],
+            "unrecognized arguments: --seed 1",
+        ),
         (["search", "B", "x", "-k", "many"], "argument -k: invalid int value: 'many'"),
         (["search", "B", "x", "-k", "0"], "-k is 0, expected at least 1"),
         (["search", "B", "x"], "B does not exist; expected a bundle folder"),
-        (["evaluate", "R", "--data", "C"], "R does not exist, expected a run (run.json) or a bundle"),
+        (
+            ["evaluate", "R", "--data", "C"],
+            "R does not exist, expected a run (run.json) or a bundle",
+        ),
         (["export", "R", "--out", "B"], "R is not a run: it has no run.json"),
         (["prepare", "RAW", "--out", "C"], "RAW does not exist, expected a folder of raw files"),
         (["prepare", ".", "--out", "C", "--format", "jsnl"], "unknown format 'jsnl'; did you mean"),
-        (["train", "astra", "--data", "C", "--out", "R", "--config", "preset:astra/smaple"], "unknown preset"),
-        (["train", "astra", "--data", "C", "--out", "R", "--config", "a.yaml"], "file a.yaml does not exist"),
-        (["train", "astra", "--data", "C", "--out", "R", "--set", "optim.epoch=1"], "did you mean 'optim.epochs'?"),
-        (["train", "astra", "--data", "C", "--out", "R", "--set", "optim.epochs=x"], "optim.epochs is 'x'"),
-        (["train", "astra", "--data", "C", "--out", "R", "--workers", "-1"], "cluster.workers is -1, expected"),
-        (["train", "astra", "--data", "C", "--out", "R"], "C does not exist; expected a corpus folder"),
+        (
+            ["train", "astra", "--data", "C", "--out", "R", "--config", "preset:astra/smaple"],
+            "unknown preset",
+        ),
+        (
+            ["train", "astra", "--data", "C", "--out", "R", "--config", "a.yaml"],
+            "file a.yaml does not exist",
+        ),
+        (
+            ["train", "astra", "--data", "C", "--out", "R", "--set", "optim.epoch=1"],
+            "did you mean 'optim.epochs'?",
+        ),
+        (
+            ["train", "astra", "--data", "C", "--out", "R", "--set", "optim.epochs=x"],
+            "optim.epochs is 'x'",
+        ),
+        (
+            ["train", "astra", "--data", "C", "--out", "R", "--workers", "-1"],
+            "cluster.workers is -1, expected",
+        ),
+        (
+            ["train", "astra", "--data", "C", "--out", "R"],
+            "C does not exist; expected a corpus folder",
+        ),
     ],
 )
 def test_one_line_and_nothing_written(
-    arguments: list[str], message: str, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    message: str,
+    shell: Shell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in shell.error(*arguments)
@@ -147,7 +259,10 @@ def test_one_line_and_nothing_written(
 
 
 def test_k_beyond_the_labels(folder: Path, shell: Shell) -> None:
-    assert shell.error("search", folder / "run", "x", "-k", 24) == "k is 24, expected 1 .. 23 (the number of labels)"
+    assert (
+        shell.error("search", folder / "run", "x", "-k", 24)
+        == "k is 24, expected 1 .. 23 (the number of labels)"
+    )
 
 
 def test_a_corpus_with_one_changed_byte(folder: Path, shell: Shell, tmp_path: Path) -> None:
@@ -156,7 +271,10 @@ def test_a_corpus_with_one_changed_byte(folder: Path, shell: Shell, tmp_path: Pa
     content = bytearray(shard.read_bytes())
     content[-20] ^= 1
     shard.write_bytes(content)
-    for verb in (["train", "astra", "--out", tmp_path / "run", *SMALL], ["evaluate", folder / "run"]):
+    for verb in (
+        ["train", "astra", "--out", tmp_path / "run", *SMALL],
+        ["evaluate", folder / "run"],
+    ):
         message = shell.error(*verb, "--data", tmp_path / "corpus")
         assert "labels/00000.parquet was altered (SHA-256 differs from the manifest)" in message
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
@@ -169,7 +287,9 @@ def test_a_run_directory_in_use(folder: Path, shell: Shell, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_resume_never_on_a_folder_that_is_not_empty(folder: Path, shell: Shell, tmp_path: Path) -> None:
+def test_resume_never_on_a_folder_that_is_not_empty(
+    folder: Path, shell: Shell, tmp_path: Path
+) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     train = ["train", "astra", "--data", folder / "corpus", "--out", tmp_path, *SMALL]
     assert "is not empty and --resume never was given" in shell.error(*train, "--resume", "never")
@@ -177,15 +297,21 @@ def test_resume_never_on_a_folder_that_is_not_empty(folder: Path, shell: Shell, 
     assert contents(tmp_path)["notes.txt"] == b"mine"
 
 
-def test_resume_with_another_corpus_or_configuration(folder: Path, shell: Shell, tmp_path: Path) -> None:
+def test_resume_with_another_corpus_or_configuration(
+    folder: Path, shell: Shell, tmp_path: Path
+) -> None:
     before = contents(folder / "run")
     train = ["train", "astra", "--data", folder / "corpus", "--out", folder / "run", *SMALL]
-    assert "was started with optim.epochs = 2, now 3; use" in shell.error(*train, "--set", "optim.epochs=3")
+    assert "was started with optim.epochs = 2, now 3; use" in shell.error(
+        *train, "--set", "optim.epochs=3"
+    )
     planted_corpus(tmp_path, seed=1)
     other = ["--data", tmp_path / "corpus"]
     assert "was trained on another corpus" in shell.error(*train, *other)
     assert "is not the corpus" in shell.error("evaluate", folder / "run", *other)
-    assert "has another vocabulary than the bundle" in shell.error("evaluate", folder / "run" / "bundle", *other)
+    assert "has another vocabulary than the bundle" in shell.error(
+        "evaluate", folder / "run" / "bundle", *other
+    )
     assert contents(folder / "run") == before
 
 
@@ -199,7 +325,9 @@ def test_an_unfinished_run_is_not_measured(folder: Path, shell: Shell, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_hub_id_without_network(folder: Path, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_without_network(
+    folder: Path, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     name = "nobody/no-such-model"
     train = ["train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL]
@@ -213,7 +341,9 @@ def test_a_hub_id_without_network(folder: Path, shell: Shell, tmp_path: Path, mo
 def test_predictions_of_other_queries(folder: Path, shell: Shell, tmp_path: Path) -> None:
     sparse.save_npz(tmp_path / "p.npz", sparse.csr_matrix(np.eye(3)))
     data = ["--data", folder / "corpus"]
-    assert "is 3 x 3, expected 20 queries x 23 labels" in shell.error("evaluate", tmp_path / "p.npz", *data)
+    assert "is 3 x 3, expected 20 queries x 23 labels" in shell.error(
+        "evaluate", tmp_path / "p.npz", *data
+    )
     both = shell.error("evaluate", tmp_path / "p.npz", *data, "--predictions", tmp_path / "q.npz")
     assert "already holds the answers" in both
 
@@ -227,12 +357,18 @@ def test_evaluate_refuses_a_file_it_cannot_write_before_it_measures(
     for option, name in (("--json", "m.json"), ("--predictions", "x.npz")):
         missing = shell.error(*evaluate, option, tmp_path / "missing" / name)
         assert f"folder {tmp_path}/missing does not exist; make it" in missing
-        assert f"folder {tmp_path}/file is not a folder" in shell.error(*evaluate, option, tmp_path / "file" / name)
-        assert f"{tmp_path} is a folder, expected a file" in shell.error(*evaluate, option, tmp_path)
+        assert f"folder {tmp_path}/file is not a folder" in shell.error(
+            *evaluate, option, tmp_path / "file" / name
+        )
+        assert f"{tmp_path} is a folder, expected a file" in shell.error(
+            *evaluate, option, tmp_path
+        )
     assert contents(tmp_path) == {"file": b"mine"}
 
 
-def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -263,10 +399,14 @@ def test_the_methods_named_in_help_are_those_there_are() -> None:
     assert set(cli.METHODS) == methods().keys()
 
 
-@pytest.mark.parametrize("name", ["prepare", "evaluate", "export", "predict", *(f"train_{m}" for m in cli.METHODS)])
+@pytest.mark.parametrize(
+    "name", ["prepare", "evaluate", "export", "predict", *(f"train_{m}" for m in cli.METHODS)]
+)
 def test_a_job_is_its_verb(name: str, tmp_path: Path) -> None:
     script = ROOT / "jobs" / f"{name}.py"
-    result = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 2
     verb = name.partition("_")[0]
     assert result.stderr.startswith("error: the following arguments are required: ")
@@ -276,5 +416,10 @@ def test_a_job_is_its_verb(name: str, tmp_path: Path) -> None:
 def test_a_job_uploads_the_code_and_nothing_else() -> None:
     excludes = yaml.safe_load((ROOT / "jobs" / "runtime_env.yaml").read_text())["excludes"]
     assert {"/.git/", "/.venv/", "/data/", "/runs/"} <= set(excludes)
-    assert all(pattern.startswith("/") for pattern in excludes)  # "data" would leave out xmcray/data
-    assert not any(pattern.strip("/").split("/")[0] in ("xmcray", "jobs", "serve", "tune") for pattern in excludes)
+    assert all(
+        pattern.startswith("/") for pattern in excludes
+    )  # "data" would leave out xmcray/data
+    assert not any(
+        pattern.strip("/").split("/")[0] in ("xmcray", "jobs", "serve", "tune")
+        for pattern in excludes
+    )

@@ -37,18 +37,29 @@ def built(*overrides: str) -> Outer:
 
 
 def test_dotted_overrides_become_the_annotated_types(tmp_path: Path) -> None:
-    found = built("inner.rate=1e-4", "inner.count=7", "inner.switch=true", "layers=[1, 2]", "limit=null", "name='3'")
+    found = built(
+        "inner.rate=1e-4",
+        "inner.count=7",
+        "inner.switch=true",
+        "layers=[1, 2]",
+        "limit=null",
+        "name='3'",
+    )
     assert found == Outer(name="3", inner=Inner(rate=1e-4, count=7, switch=True), layers=(1, 2))
     assert type(built("inner.rate=3").inner.rate) is float
     assert built("inner.weight=2").inner.weight == 2.0
     assert built("inner.weight=prior").inner.weight == "prior"
-    (tmp_path / "c.yaml").write_text("name: x\ninner: {rate: 1e-4}\n")  # YAML 1.1 reads 1e-4 as a string
+    (tmp_path / "c.yaml").write_text(
+        "name: x\ninner: {rate: 1e-4}\n"
+    )  # YAML 1.1 reads 1e-4 as a string
     assert config.build(Outer, config.load_yaml(str(tmp_path / "c.yaml"))).inner.rate == 1e-4
 
 
 def test_overrides_win_over_files_and_leave_the_rest() -> None:
     base = {"name": "x", "inner": {"rate": 0.1, "count": 5}}
-    merged = config.merge(config.overlay(base, {"inner": {"rate": 0.2}}), ["inner.rate=0.3", "inner.mode=exact"])
+    merged = config.merge(
+        config.overlay(base, {"inner": {"rate": 0.2}}), ["inner.rate=0.3", "inner.mode=exact"]
+    )
     assert merged == {"name": "x", "inner": {"rate": 0.3, "count": 5, "mode": "exact"}}
     assert base == {"name": "x", "inner": {"rate": 0.1, "count": 5}}
 
@@ -133,19 +144,29 @@ def test_settings_of_a_run_out_of_range(setting: str) -> None:
 @pytest.mark.parametrize(
     ("values", "override", "message"),
     [
-        ({"method": "astra"}, "optim.epochs=1", "method is 'astra', expected a section with the settings of astra"),
+        (
+            {"method": "astra"},
+            "optim.epochs=1",
+            "method is 'astra', expected a section with the settings of astra",
+        ),
         ({"method": None}, "optim.epochs=1", "method is None, expected a section"),
         ({}, "method=astra", "method is 'astra', expected a section"),
         ({"method": "astra"}, "method.dropout=0", "'method' is a value, not a section"),
         ({}, "method_name=x", "the configuration is for method x, not for astra"),
-        ({"method_name": "x"}, "optim.epochs=1", "the configuration is for method x, not for astra"),
+        (
+            {"method_name": "x"},
+            "optim.epochs=1",
+            "the configuration is for method x, not for astra",
+        ),
         ({"methd": {}}, "optim.epochs=1", "unknown setting 'methd'; did you mean 'method'?"),
         ({1: 2}, "optim.epochs=1", "unknown setting '1'; known: "),
         ({}, "method.dropot=0", "unknown setting 'method.dropot'; did you mean 'method.dropout'?"),
         ({}, "optim=adam", "optim is 'adam', expected a section with settings"),
     ],
 )
-def test_a_run_is_not_resolved_from_a_mistake(values: dict[str, Any], override: str, message: str) -> None:
+def test_a_run_is_not_resolved_from_a_mistake(
+    values: dict[str, Any], override: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         RunConfig.resolve("astra", values, [override])
     assert message in str(caught.value)
@@ -153,7 +174,9 @@ def test_a_run_is_not_resolved_from_a_mistake(values: dict[str, Any], override: 
 
 
 def test_what_a_run_writes_resolves_to_the_same() -> None:
-    given = RunConfig.resolve("astra", {"method": {"dropout": 0.1}}, ["optim.beta2=0.99", "method_name=astra"])
+    given = RunConfig.resolve(
+        "astra", {"method": {"dropout": 0.1}}, ["optim.beta2=0.99", "method_name=astra"]
+    )
     assert given.optim.beta2 == 0.99
     assert RunConfig.resolve("astra", given.to_dict()) == given
     assert dataclasses.replace(given, method_name="astra") == given

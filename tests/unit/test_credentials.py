@@ -13,11 +13,36 @@ from xmcray.errors import ConfigError
 from xmcray.training.launch import train
 from xmcray.training.run import RunConfig
 
-NAMES = ["WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD"]
+NAMES = [
+    "WANDB_API_KEY",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "HF_TOKEN",
+    "MLFLOW_TRACKING_PASSWORD",
+]
 NAMES += ["AZURE_STORAGE_KEY", "GOOGLE_API_KEY", "RAY_AUTH_TOKEN", "GITHUB_TOKEN", "DATABASE_URL"]
-PLANTED = {name: f"planted-{number:02d}-{name.lower()}-0123456789abcdef" for number, name in enumerate(NAMES)}
-SMALL = ["--workers", "0", "--set", "encoder.dim=16", "--set", "optim.batch_size=32", "--set", "optim.epochs=2"]
-SMALL += ["--set", "negatives.hard=3", "--set", "negatives.uniform=10", "--set", "cluster.threads_per_process=1"]
+PLANTED = {
+    name: f"planted-{number:02d}-{name.lower()}-0123456789abcdef"
+    for number, name in enumerate(NAMES)
+}
+SMALL = [
+    "--workers",
+    "0",
+    "--set",
+    "encoder.dim=16",
+    "--set",
+    "optim.batch_size=32",
+    "--set",
+    "optim.epochs=2",
+]
+SMALL += [
+    "--set",
+    "negatives.hard=3",
+    "--set",
+    "negatives.uniform=10",
+    "--set",
+    "cluster.threads_per_process=1",
+]
 
 
 def test_secrets_of_the_environment_reach_no_file_and_no_line(
@@ -32,8 +57,16 @@ def test_secrets_of_the_environment_reach_no_file_and_no_line(
     caplog.set_level(logging.DEBUG)
     corpus, run = str(planted_corpus(tmp_path / "planted").path), str(tmp_path / "run")
     assert cli.main(["train", "astra", "--data", corpus, "--out", run, *SMALL]) == 0
-    assert cli.main(["evaluate", run, "--data", corpus, "--json", str(tmp_path / "measured.json")]) == 0
-    assert cli.main(["train", "astra", "--data", corpus, "--out", run, *SMALL, "--set", "optim.seed=9"]) == 2
+    assert (
+        cli.main(["evaluate", run, "--data", corpus, "--json", str(tmp_path / "measured.json")])
+        == 0
+    )
+    assert (
+        cli.main(
+            ["train", "astra", "--data", corpus, "--out", run, *SMALL, "--set", "optim.seed=9"]
+        )
+        == 2
+    )
     cli.main(["doctor", "--json"])
     out, err = capfd.readouterr()
     assert '"check": "Ray token"' in out
@@ -59,7 +92,10 @@ def test_secrets_of_the_environment_reach_no_file_and_no_line(
             "https://b/x?X-Amz-Credential=s3cr3t&X-Amz-Signature=s3cr3t",
             "https://b/x?X-Amz-Credential=***&X-Amz-Signature=***",
         ),
-        ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
+        (
+            "abfs://container@account.dfs.core.windows.net/x",
+            "abfs://container@account.dfs.core.windows.net/x",
+        ),
         ("http://127.0.0.1:8265/a@b:c", "http://127.0.0.1:8265/a@b:c"),
         ("s3://bucket/key=value/part:1", "s3://bucket/key=value/part:1"),
     ],
@@ -68,7 +104,9 @@ def test_secrets_in_urls_are_masked(text: str, masked: str) -> None:
     assert credentials.mask(text) == masked
 
 
-def test_urls_with_secrets_are_refused_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_urls_with_secrets_are_refused_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = "ftp://ann:s3cr3t@127.0.0.1:1/corpus"
     out = tmp_path / "run"
     for command in (
@@ -83,7 +121,9 @@ def test_urls_with_secrets_are_refused_and_leave_nothing(tmp_path: Path, capsys:
         assert "ftp://ann:***@127.0.0.1:1/corpus" in err
         assert "s3cr3t" not in err
         assert err.count("\n") == 1
-    with pytest.raises(ConfigError, match="what the run would keep has a URL") as caught:  # from Python, or from YAML
+    with pytest.raises(
+        ConfigError, match="what the run would keep has a URL"
+    ) as caught:  # from Python, or from YAML
         train(url, out, RunConfig.resolve("astra", {}))
     assert "s3cr3t" not in str(caught.value)
     named = RunConfig.resolve("astra", {"encoder": {"name": "https://hub/model?token=s3cr3t"}})

@@ -37,7 +37,11 @@ def test_records_warnings_and_last_words(
             warnings.simplefilter("always")
             warnings.warn("from Python", stacklevel=1)
     warning, python, step = sorted(lines(capsys), key=lambda line: line["message"] == "step")
-    assert (warning["level"], warning["message"], warning["run"]) == ("warning", "two lines of 2", run.id)
+    assert (warning["level"], warning["message"], warning["run"]) == (
+        "warning",
+        "two lines of 2",
+        run.id,
+    )
     assert "from Python" in python["message"]
     assert step["time"].endswith("+00:00")
     assert {k: step[k] for k in ("level", "run", "message", "step", "loss")} == {
@@ -50,7 +54,9 @@ def test_records_warnings_and_last_words(
     assert "did you mean 'astra'?" in error["message"]
 
 
-def test_our_own_mistake_is_a_line_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_own_mistake_is_a_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XMCRAY_LOG", "json")
     monkeypatch.setattr(cli, "parser", lambda: 1 / 0)
     assert cli.main([]) == 1

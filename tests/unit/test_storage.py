@@ -31,18 +31,38 @@ def raising(error: BaseException) -> Callable[[Path], object]:
         (raising(OSError(errno.ENOSPC, "No space left on device")), FULL),
         (raising(OSError(errno.EDQUOT, "Disk quota exceeded")), FULL),
         (raising(SafetensorError("I/O error: No space left on device (os error 28)")), FULL),
-        (raising(SafetensorError(f"I/O error: Disk quota exceeded (os error {errno.EDQUOT})")), FULL),
-        (raising(PermissionError(errno.EACCES, "Permission denied")), "cannot be written .Permission denied"),
-        (lambda tmp: storage.write_json(tmp / "no" / "x.json", 1), r"x\.json cannot be written .No such file"),
-        (lambda tmp: storage.write_json(tmp / "file" / "x.json", 1), r"x\.json cannot be written .Not a directory"),
-        (lambda tmp: storage.write_json(tmp / "folder", 1), "folder cannot be written .Is a directory"),
+        (
+            raising(SafetensorError(f"I/O error: Disk quota exceeded (os error {errno.EDQUOT})")),
+            FULL,
+        ),
+        (
+            raising(PermissionError(errno.EACCES, "Permission denied")),
+            "cannot be written .Permission denied",
+        ),
+        (
+            lambda tmp: storage.write_json(tmp / "no" / "x.json", 1),
+            r"x\.json cannot be written .No such file",
+        ),
+        (
+            lambda tmp: storage.write_json(tmp / "file" / "x.json", 1),
+            r"x\.json cannot be written .Not a directory",
+        ),
+        (
+            lambda tmp: storage.write_json(tmp / "folder", 1),
+            "folder cannot be written .Is a directory",
+        ),
         (lambda tmp: (tmp / "folder").write_text("x"), "cannot be written .Is a directory"),
     ],
 )
-def test_a_refused_write_is_a_storage_error(tmp_path: Path, act: Callable[[Path], object], message: str) -> None:
+def test_a_refused_write_is_a_storage_error(
+    tmp_path: Path, act: Callable[[Path], object], message: str
+) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(StorageError, match=message) as caught, storage.disk_errors(tmp_path / "folder"):
+    with (
+        pytest.raises(StorageError, match=message) as caught,
+        storage.disk_errors(tmp_path / "folder"),
+    ):
         act(tmp_path)
     assert "\n" not in str(caught.value)
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
@@ -52,7 +72,9 @@ def test_a_folder_that_vanished_is_missing_for_those_who_expect_it(tmp_path: Pat
     with pytest.raises(FileNotFoundError) as caught:
         storage.write_json(tmp_path / "gone" / "x.json", 1)
     assert isinstance(caught.value, StorageError)
-    assert str(caught.value).endswith("x.json cannot be written (No such file or directory); choose another folder")
+    assert str(caught.value).endswith(
+        "x.json cannot be written (No such file or directory); choose another folder"
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,13 +94,19 @@ def test_what_does_not_concern_the_path_stays_what_it_is(tmp_path: Path, error: 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_disk_that_is_really_full() -> None:
-    with pytest.raises(StorageError, match=FULL), storage.disk_errors("out"), Path("/dev/full").open("wb") as file:
+    with (
+        pytest.raises(StorageError, match=FULL),
+        storage.disk_errors("out"),
+        Path("/dev/full").open("wb") as file,
+    ):
         file.write(bytes(1 << 20))
 
 
 def test_a_file_to_be_written_later(tmp_path: Path) -> None:
     storage.check_file(tmp_path / "new.json")
-    with pytest.raises(StorageError, match=r"folder .*/no does not exist; make it or choose another"):
+    with pytest.raises(
+        StorageError, match=r"folder .*/no does not exist; make it or choose another"
+    ):
         storage.check_file(tmp_path / "no" / "new.json")
 
 

@@ -58,7 +58,10 @@ def _run(arguments: list[str]) -> int:
         _say(credentials.mask(" ".join(str(error).split())), logging.ERROR)
         return 2
     except KeyboardInterrupt:
-        _say("interrupted; the same command starts it again (a training continues where it was)", logging.WARNING)
+        _say(
+            "interrupted; the same command starts it again (a training continues where it was)",
+            logging.WARNING,
+        )
         return 130
     except Terminated as notice:
         _say(str(notice), logging.WARNING)
@@ -82,7 +85,11 @@ def _say(last_words: str, level: int) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """All verbs and their options."""
-    top = _Parser(prog="xmcray", description="Train and serve retrieval over millions of labels.", allow_abbrev=False)
+    top = _Parser(
+        prog="xmcray",
+        description="Train and serve retrieval over millions of labels.",
+        allow_abbrev=False,
+    )
     top.add_argument("--version", action="version", version=f"xmcray {__version__}")
     verbs = top.add_subparsers(metavar="VERB", required=True, parser_class=_Parser)
     for name, (run, options, text, example) in VERBS.items():
@@ -99,7 +106,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-VERBS: dict[str, tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None], str, str]] = {
+VERBS: dict[
+    str,
+    tuple[
+        Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None], str, str
+    ],
+] = {
     "quickstart": (
         training.quickstart,
         training.quickstart_options,

@@ -21,8 +21,12 @@ VOTERS = 3  # printed under an answer
 
 def memory_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
-    verb.add_argument("encoder", metavar="ENCODER", help="a run, a bundle, the folder of an encoder, or a hub id")
-    verb.add_argument("--data", required=True, metavar="CORPUS", help="whose training queries are remembered")
+    verb.add_argument(
+        "encoder", metavar="ENCODER", help="a run, a bundle, the folder of an encoder, or a hub id"
+    )
+    verb.add_argument(
+        "--data", required=True, metavar="CORPUS", help="whose training queries are remembered"
+    )
     verb.add_argument("--out", required=True, metavar="BUNDLE", help="folder or URL to write")
     verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
 
@@ -37,12 +41,16 @@ def memory(options: argparse.Namespace) -> None:
     settings = _memory_config(options)
     storage.refuse_existing(options.out)
     corpus = Corpus.open(options.data)
-    with counting("training queries and labels", corpus.card.num_train + corpus.card.num_labels) as progress:
+    with counting(
+        "training queries and labels", corpus.card.num_train + corpus.card.num_labels
+    ) as progress:
         memory_bundle(options.encoder, corpus, options.out, settings, progress=progress)
     show_next(["xmcray", "search", options.out, "TEXT", "--explain"])
 
 
-def _memory_config(options: argparse.Namespace, base: MemoryConfig | None = None) -> MemoryConfig | None:
+def _memory_config(
+    options: argparse.Namespace, base: MemoryConfig | None = None
+) -> MemoryConfig | None:
     """The settings of --memory over `base` or the defaults; None if there are none."""
     if not options.memory:
         return None
@@ -54,16 +62,32 @@ def _memory_config(options: argparse.Namespace, base: MemoryConfig | None = None
 
 def labels_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
-    verb.add_argument("change", metavar="add|remove|annotate", choices=("add", "remove", "annotate"))
-    verb.add_argument("path", metavar="BUNDLE", help="changes at one moment; a search that has it open goes on with it")
+    verb.add_argument(
+        "change", metavar="add|remove|annotate", choices=("add", "remove", "annotate")
+    )
+    verb.add_argument(
+        "path",
+        metavar="BUNDLE",
+        help="changes at one moment; a search that has it open goes on with it",
+    )
     files = "add: files of uid, text, attributes; annotate: of uid and attributes; remove: uids"
     verb.add_argument("what", metavar="LABELS.jsonl|UID", nargs="+", help=files)
-    verb.add_argument("--out", metavar="NEW", help="write another bundle, folder or URL, and leave BUNDLE as it is")
+    verb.add_argument(
+        "--out",
+        metavar="NEW",
+        help="write another bundle, folder or URL, and leave BUNDLE as it is",
+    )
 
 
 def labels(options: argparse.Namespace) -> None:
     """Changes the labels of a bundle."""
-    from xmcray.retrieval.labels import add_labels, annotate_labels, read_attribute_sets, read_new_labels, remove_labels
+    from xmcray.retrieval.labels import (
+        add_labels,
+        annotate_labels,
+        read_attribute_sets,
+        read_new_labels,
+        remove_labels,
+    )
 
     if options.change == "add":
         left = add_labels(options.path, read_new_labels(options.what), options.out)
@@ -79,8 +103,12 @@ def search_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
     verb.add_argument("path", metavar="BUNDLE", help="a bundle, or a finished run")
     verb.add_argument("texts", metavar="TEXT", nargs="+")
-    verb.add_argument("-k", type=int, metavar="N", help="answers per text (default: 10, or all labels if fewer)")
-    verb.add_argument("--explain", action="store_true", help="with a memory: name the training queries that voted")
+    verb.add_argument(
+        "-k", type=int, metavar="N", help="answers per text (default: 10, or all labels if fewer)"
+    )
+    verb.add_argument(
+        "--explain", action="store_true", help="with a memory: name the training queries that voted"
+    )
     verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
     verb.add_argument("--json", action="store_true", help="print the answers as JSON")
 
@@ -101,7 +129,9 @@ def search(options: argparse.Namespace) -> None:
         plain = [[dataclasses.asdict(answer) for answer in answers] for answers in found]
         for values in (a for answers in plain for a in answers if a["voters"] is None):
             del values["voters"]  # not asked for
-        show_json([{"query": text, "answers": a} for text, a in zip(options.texts, plain, strict=True)])
+        show_json(
+            [{"query": text, "answers": a} for text, a in zip(options.texts, plain, strict=True)]
+        )
         return
     from xmcray.evaluation.table import answer_table
 
@@ -116,19 +146,39 @@ def search(options: argparse.Namespace) -> None:
 def predict_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
     verb.add_argument("path", metavar="BUNDLE", help="a bundle, or a finished run")
-    verb.add_argument("queries", metavar="QUERIES", help="file or folder of text, or title and content: Parquet, JSONL")
-    verb.add_argument("--out", required=True, metavar="DIR", help="folder or URL for predictions.npz and Parquet files")
-    verb.add_argument("-k", type=int, metavar="N", help="answers per query (default: 10, or all labels if fewer)")
+    verb.add_argument(
+        "queries",
+        metavar="QUERIES",
+        help="file or folder of text, or title and content: Parquet, JSONL",
+    )
+    verb.add_argument(
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="folder or URL for predictions.npz and Parquet files",
+    )
+    verb.add_argument(
+        "-k", type=int, metavar="N", help="answers per query (default: 10, or all labels if fewer)"
+    )
     verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
     verb.add_argument("--texts", action="store_true", help="also write the queries' texts")
-    verb.add_argument("--workers", type=int, metavar="N", help="processes that answer (default: free CPUs, at most 8)")
+    verb.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that answer (default: free CPUs, at most 8)",
+    )
 
 
 def predict(options: argparse.Namespace) -> None:
     """Answers a file of queries."""
     from xmcray.predict import predict
 
-    how: dict[str, Any] = {"memory": options.memory, "texts": options.texts, "workers": options.workers}
+    how: dict[str, Any] = {
+        "memory": options.memory,
+        "texts": options.texts,
+        "workers": options.workers,
+    }
     rows = predict(bundle_at(options.path), options.queries, options.out, options.k, **how)
     show(f"{rows:,} queries answered in {options.out}: predictions.npz, predictions-*.parquet")
     show_next(["xmcray", "evaluate", f"{options.out}/predictions.npz", "--data", "CORPUS"])
@@ -136,19 +186,46 @@ def predict(options: argparse.Namespace) -> None:
 
 def serve_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
-    verb.add_argument("bundles", metavar="[NAME=]BUNDLE", nargs="+", help="folders or URLs; the first is the default")
-    verb.add_argument("--host", default="127.0.0.1", help="beyond loopback only with tokens of your own")
+    verb.add_argument(
+        "bundles",
+        metavar="[NAME=]BUNDLE",
+        nargs="+",
+        help="folders or URLs; the first is the default",
+    )
+    verb.add_argument(
+        "--host", default="127.0.0.1", help="beyond loopback only with tokens of your own"
+    )
     verb.add_argument("--port", type=int, default=8000, metavar="N", help="(default: %(default)s)")
-    verb.add_argument("--grpc-port", type=int, default=0, metavar="N", help="gRPC; of replicas: --accept-open-ports")
+    verb.add_argument(
+        "--grpc-port",
+        type=int,
+        default=0,
+        metavar="N",
+        help="gRPC; of replicas: --accept-open-ports",
+    )
     verb.add_argument("--mode", help="single, composed or auto (default: by the number of labels)")
-    verb.add_argument("--replicas", type=int, metavar="N", help="processes that answer (default: 1)")
+    verb.add_argument(
+        "--replicas", type=int, metavar="N", help="processes that answer (default: 1)"
+    )
     verb.add_argument("--threads", type=int, metavar="N", help="of each process (default: 1)")
-    verb.add_argument("--state-dir", metavar="DIR", help="label log, swaps and tokens (default: serve-state)")
-    verb.add_argument("--token-file", metavar="FILE", help="mode 0600 (default: made in the state folder)")
-    verb.add_argument("--admin-token-file", metavar="FILE", help="mode 0600 (default: made in the state folder)")
+    verb.add_argument(
+        "--state-dir", metavar="DIR", help="label log, swaps and tokens (default: serve-state)"
+    )
+    verb.add_argument(
+        "--token-file", metavar="FILE", help="mode 0600 (default: made in the state folder)"
+    )
+    verb.add_argument(
+        "--admin-token-file", metavar="FILE", help="mode 0600 (default: made in the state folder)"
+    )
     verb.add_argument("--upload", metavar="URL", help="keep a copy of the label log there")
-    verb.add_argument("--set", action="append", default=[], metavar="A=B", help="any other setting of the server")
-    verb.add_argument("--accept-open-ports", action="store_true", help="allow a proxy that opens ports to everyone")
+    verb.add_argument(
+        "--set", action="append", default=[], metavar="A=B", help="any other setting of the server"
+    )
+    verb.add_argument(
+        "--accept-open-ports",
+        action="store_true",
+        help="allow a proxy that opens ports to everyone",
+    )
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -156,7 +233,10 @@ def serve(options: argparse.Namespace) -> None:
     from xmcray.serving.run import serve_forever
     from xmcray.serving.settings import ServeConfig
 
-    named = [(name, path) if equals else ("default", name) for name, equals, path in map(_parted, options.bundles)]
+    named = [
+        (name, path) if equals else ("default", name)
+        for name, equals, path in map(_parted, options.bundles)
+    ]
     bundles = dict(named)
     if len(bundles) < len(named):
         raise ConfigError("several bundles go by one name; write each as NAME=BUNDLE")

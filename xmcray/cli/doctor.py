@@ -17,10 +17,16 @@ def doctor_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
     what = verb.add_mutually_exclusive_group()
     what.add_argument(
-        "--cluster", metavar="URL", help="a cluster's dashboard, http://HOST:PORT, or its head, HOST:PORT"
+        "--cluster",
+        metavar="URL",
+        help="a cluster's dashboard, http://HOST:PORT, or its head, HOST:PORT",
     )
-    what.add_argument("--cluster-file", metavar="FILE", help="check a cluster YAML or a Kubernetes manifest")
-    verb.add_argument("--gpus", type=int, default=0, metavar="N", help="with --cluster: GPUs that must be there")
+    what.add_argument(
+        "--cluster-file", metavar="FILE", help="check a cluster YAML or a Kubernetes manifest"
+    )
+    verb.add_argument(
+        "--gpus", type=int, default=0, metavar="N", help="with --cluster: GPUs that must be there"
+    )
     verb.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 

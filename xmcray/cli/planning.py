@@ -22,18 +22,43 @@ if TYPE_CHECKING:
 def plan_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
     verb.add_argument("method", metavar="METHOD", help=", ".join(METHODS))
-    verb.add_argument("--data", metavar="CORPUS", help="count on a prepared corpus; or give the next three")
+    verb.add_argument(
+        "--data", metavar="CORPUS", help="count on a prepared corpus; or give the next three"
+    )
     verb.add_argument("--labels", type=_number, metavar="L", help="number of labels, such as 1.3e6")
     verb.add_argument("--queries", type=_number, metavar="N", help="number of training queries")
-    verb.add_argument("--tokens-per-text", type=_number, metavar="T", help="average of queries and label texts")
-    verb.add_argument("--positives", type=float, default=5.0, metavar="P", help="labels of a query (default: 5)")
-    verb.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML, or preset:METHOD/DATASET")
-    verb.add_argument("--set", action="append", default=[], metavar="A.B=C", help="one setting, over --config")
+    verb.add_argument(
+        "--tokens-per-text", type=_number, metavar="T", help="average of queries and label texts"
+    )
+    verb.add_argument(
+        "--positives", type=float, default=5.0, metavar="P", help="labels of a query (default: 5)"
+    )
+    verb.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML, or preset:METHOD/DATASET",
+    )
+    verb.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="one setting, over --config"
+    )
     verb.add_argument("--workers", type=int, metavar="W", help="training processes")
-    verb.add_argument("--device", default="cpu", metavar="D", help="cpu (measured here), or one such as a100-80gb")
+    verb.add_argument(
+        "--device", default="cpu", metavar="D", help="cpu (measured here), or one such as a100-80gb"
+    )
     verb.add_argument("--memory-gb", type=float, metavar="M", help="memory of each worker")
-    verb.add_argument("--price-per-hour", type=float, metavar="P", help="of one worker with its share of a machine")
-    verb.add_argument("--probe", metavar="FILE", help="measured rates of this machine: read, or measured and written")
+    verb.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="P",
+        help="of one worker with its share of a machine",
+    )
+    verb.add_argument(
+        "--probe",
+        metavar="FILE",
+        help="measured rates of this machine: read, or measured and written",
+    )
     verb.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -58,7 +83,13 @@ def plan(options: argparse.Namespace) -> None:
     memory = None if options.memory_gb is None else int(options.memory_gb * 1e9)
     made = plan(config, data, rates, options.workers, memory, options.price_per_hour)
     if options.json:
-        show_json({**dataclasses.asdict(made), "worker_bytes": made.worker_bytes, "step_seconds": made.step_seconds})
+        show_json(
+            {
+                **dataclasses.asdict(made),
+                "worker_bytes": made.worker_bytes,
+                "step_seconds": made.step_seconds,
+            }
+        )
         return
     for part in tables(made):
         show(part)
@@ -89,7 +120,10 @@ def _rates(options: argparse.Namespace, config: RunConfig, data: DataSize) -> Ra
     from xmcray.planning.probe import probe
     from xmcray.planning.rates import load_rates
 
-    shape, threads = encoder_shape(config.encoder, data.vocab_size), config.cluster.threads_per_process or 1
+    shape, threads = (
+        encoder_shape(config.encoder, data.vocab_size),
+        config.cluster.threads_per_process or 1,
+    )
     path = Path(options.probe) if options.probe else None
     known = load_rates(path) if path and path.is_file() else None
     if known is not None and shape.key in known.encoders:

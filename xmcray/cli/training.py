@@ -28,7 +28,9 @@ VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa")
 
 def quickstart_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
-    verb.add_argument("--out", default="runs/quickstart", metavar="DIR", help="where to (default: %(default)s)")
+    verb.add_argument(
+        "--out", default="runs/quickstart", metavar="DIR", help="where to (default: %(default)s)"
+    )
 
 
 def quickstart(options: argparse.Namespace) -> None:
@@ -45,12 +47,28 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--format", metavar="F", help="layout of the raw files (default: found out)")
     verb.add_argument("--name", help="name in the card (default: that of SRC)")
     verb.add_argument("--licence", default="unknown", help="licence in the card")
-    verb.add_argument("--max-len", type=int, metavar="N", help="tokens kept of a query (default: 128)")
-    verb.add_argument("--label-max-len", type=int, metavar="N", help="tokens kept of a label text (default: 32)")
-    verb.add_argument("--tokenizer", metavar="T", help="wordpiece (default), or a model's hub id or folder")
+    verb.add_argument(
+        "--max-len", type=int, metavar="N", help="tokens kept of a query (default: 128)"
+    )
+    verb.add_argument(
+        "--label-max-len", type=int, metavar="N", help="tokens kept of a label text (default: 32)"
+    )
+    verb.add_argument(
+        "--tokenizer", metavar="T", help="wordpiece (default), or a model's hub id or folder"
+    )
     verb.add_argument("--vocab-size", type=int, metavar="N", help="largest vocabulary to train")
-    verb.add_argument("--propensity", type=float, nargs=2, metavar=("A", "B"), help="constants (default: 0.55 1.5)")
-    verb.add_argument("--on-error", choices=("fail", "skip"), help="malformed rows: stop (default), or record and skip")
+    verb.add_argument(
+        "--propensity",
+        type=float,
+        nargs=2,
+        metavar=("A", "B"),
+        help="constants (default: 0.55 1.5)",
+    )
+    verb.add_argument(
+        "--on-error",
+        choices=("fail", "skip"),
+        help="malformed rows: stop (default), or record and skip",
+    )
     verb.add_argument("--json", action="store_true", help="print the card as JSON")
 
 
@@ -66,7 +84,9 @@ def prepare(options: argparse.Namespace) -> None:
     from xmcray.data.pipeline import prepare, statistics_table
 
     names = ("max_len", "label_max_len", "tokenizer", "vocab_size", "propensity", "on_error")
-    settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    settings = {
+        name: getattr(options, name) for name in names if getattr(options, name) is not None
+    }
     if options.propensity:
         settings["propensity"] = tuple(options.propensity)
     name = options.name or source.path.absolute().name
@@ -81,13 +101,31 @@ def prepare(options: argparse.Namespace) -> None:
 def train_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
     verb.add_argument("method", metavar="METHOD", help=", ".join(METHODS))
-    verb.add_argument("--data", required=True, metavar="CORPUS", help="folder or URL that `xmcray prepare` wrote")
+    verb.add_argument(
+        "--data", required=True, metavar="CORPUS", help="folder or URL that `xmcray prepare` wrote"
+    )
     verb.add_argument("--out", required=True, metavar="RUN", help="folder of the run")
-    verb.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML, or preset:METHOD/DATASET")
-    verb.add_argument("--set", action="append", default=[], metavar="A.B=C", help="one setting, over --config")
-    verb.add_argument("--workers", type=int, metavar="N", help="training processes; 0 trains here, without Ray")
-    verb.add_argument("--resume", choices=("auto", "never"), default="auto", help="never: RUN must be empty")
-    verb.add_argument("--refit", action="store_true", help="then train on all of train for the best number of epochs")
+    verb.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML, or preset:METHOD/DATASET",
+    )
+    verb.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="one setting, over --config"
+    )
+    verb.add_argument(
+        "--workers", type=int, metavar="N", help="training processes; 0 trains here, without Ray"
+    )
+    verb.add_argument(
+        "--resume", choices=("auto", "never"), default="auto", help="never: RUN must be empty"
+    )
+    verb.add_argument(
+        "--refit",
+        action="store_true",
+        help="then train on all of train for the best number of epochs",
+    )
     verb.add_argument("--no-evaluate", action="store_true", help="leave the test split alone")
     verb.add_argument("--json", action="store_true", help="print the metrics as JSON")
 
@@ -108,7 +146,14 @@ def train(options: argparse.Namespace) -> None:
     from xmcray.training.launch import train
     from xmcray.training.outcome import finish
 
-    run = train(options.data, options.out, settings, resume=options.resume, refit=options.refit, watch=watch_training)
+    run = train(
+        options.data,
+        options.out,
+        settings,
+        resume=options.resume,
+        refit=options.refit,
+        watch=watch_training,
+    )
     corpus = Corpus.open(options.data, verify=False)  # `train` has compared every byte
     with counting("test queries", corpus.card.num_test) as progress:
         found = finish(run, corpus, not options.no_evaluate, progress)
@@ -126,10 +171,18 @@ def evaluate_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="RUN_OR_BUNDLE")
     verb.add_argument("--data", required=True, metavar="CORPUS")
     verb.add_argument("--split", default="test", choices=("train", "test"))
-    verb.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write metrics.json there, or print it")
-    verb.add_argument("--compare", metavar="OTHER", help="a run, a bundle or predictions (.npz): paired test")
-    verb.add_argument("--predictions", metavar="FILE", help="write the answers as a sparse .npz, queries x labels")
-    verb.add_argument("--exact", action="store_true", help="compare all labels instead of using the index")
+    verb.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write metrics.json there, or print it"
+    )
+    verb.add_argument(
+        "--compare", metavar="OTHER", help="a run, a bundle or predictions (.npz): paired test"
+    )
+    verb.add_argument(
+        "--predictions", metavar="FILE", help="write the answers as a sparse .npz, queries x labels"
+    )
+    verb.add_argument(
+        "--exact", action="store_true", help="compare all labels instead of using the index"
+    )
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -137,7 +190,9 @@ def evaluate(options: argparse.Namespace) -> None:
     paths = [options.path, *([options.compare] if options.compare else [])]
     kinds = [kind_of(path) for path in paths]
     if options.predictions and kinds[0] == "predictions":
-        raise ConfigError(f"--predictions: {options.path} already holds the answers; name a run or a bundle")
+        raise ConfigError(
+            f"--predictions: {options.path} already holds the answers; name a run or a bundle"
+        )
     from xmcray import storage
 
     for path in (options.predictions, None if options.json == "-" else options.json):
@@ -168,7 +223,9 @@ def _measure(path: str, corpus: Corpus, options: argparse.Namespace) -> Evaluati
     kind, split = kind_of(path), options.split
     with counting(f"{split} queries", len(corpus.split(split))) as progress:
         if kind == "predictions":
-            return outcome.measure(outcome.stored_answers(path, corpus, split), corpus, split, progress=progress)
+            return outcome.measure(
+                outcome.stored_answers(path, corpus, split), corpus, split, progress=progress
+            )
         from xmcray.retrieval.retriever import Retriever
         from xmcray.training.run import Run
 
@@ -176,7 +233,12 @@ def _measure(path: str, corpus: Corpus, options: argparse.Namespace) -> Evaluati
         retriever = Retriever.load(outcome.bundle_of(run, corpus) if run else path)
         predictions = options.predictions if path == options.path else None
         found = outcome.measure_bundle(
-            retriever, corpus, split, exact=options.exact, predictions=predictions, progress=progress
+            retriever,
+            corpus,
+            split,
+            exact=options.exact,
+            predictions=predictions,
+            progress=progress,
         )
     if run and split == "test" and not options.exact:
         outcome.record(run, corpus, found)
@@ -185,12 +247,25 @@ def _measure(path: str, corpus: Corpus, options: argparse.Namespace) -> Evaluati
 
 def export_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
-    verb.add_argument("path", metavar="RUN", help="folder of a finished run; with --to also a bundle")
+    verb.add_argument(
+        "path", metavar="RUN", help="folder of a finished run; with --to also a bundle"
+    )
     verb.add_argument("--out", required=True, metavar="BUNDLE", help="folder or URL to write")
-    verb.add_argument("--data", metavar="CORPUS", help="where the corpus is now (default: where the run found it)")
-    verb.add_argument("--config", action="append", metavar="FILE", help="index.* settings, as best.yaml of a sweep")
+    verb.add_argument(
+        "--data", metavar="CORPUS", help="where the corpus is now (default: where the run found it)"
+    )
+    verb.add_argument(
+        "--config",
+        action="append",
+        metavar="FILE",
+        help="index.* settings, as best.yaml of a sweep",
+    )
     verb.add_argument("--set", action="append", metavar="A.B=C", help="one of them, over --config")
-    verb.add_argument("--to", choices=VECTOR_SYSTEMS, help="label vectors for a vector database, in place of a bundle")
+    verb.add_argument(
+        "--to",
+        choices=VECTOR_SYSTEMS,
+        help="label vectors for a vector database, in place of a bundle",
+    )
 
 
 def export(options: argparse.Namespace) -> None:
@@ -201,7 +276,9 @@ def export(options: argparse.Namespace) -> None:
     settings = config.merge(settings, options.set or ())
     if options.to:
         if settings:
-            raise ConfigError(f"--to {options.to} writes vectors without an index; leave out --config and --set")
+            raise ConfigError(
+                f"--to {options.to} writes vectors without an index; leave out --config and --set"
+            )
         from xmcray.retrieval.vector_export import export_vectors
 
         count = export_vectors(bundle_at(options.path, options.data), options.out, options.to)

@@ -31,27 +31,68 @@ _FIXED = {  # by the beginning of a name: why it is not searched
 
 def tune_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
-    verb.add_argument("method", metavar="METHOD", nargs="?", help=f"{', '.join(METHODS)}; none with --bundle")
-    verb.add_argument("--data", required=True, metavar="CORPUS", help="folder or URL that `xmcray prepare` wrote")
-    verb.add_argument("--space", required=True, metavar="FILE", help="YAML: dotted name and distribution")
-    verb.add_argument("--out", required=True, metavar="DIR", help="folder of the sweep; the same command continues it")
-    verb.add_argument("--bundle", metavar="BUNDLE", help="sweep how a bundle or finished run answers; trains nothing")
-    verb.add_argument("--trials", type=int, metavar="N", help=f"(default: {TRIALS}; with --bundle {DRAWS})")
-    verb.add_argument("--search", choices=("random", "optuna"), help="where values come from (default: random)")
-    verb.add_argument("--scheduler", choices=("asha", "none"), help="asha ends trials that are behind (default)")
-    verb.add_argument("--metric", default="nDCG@5", metavar="M", help="on the validation split (default: %(default)s)")
-    verb.add_argument("--config", action="append", metavar="FILE", help="YAML, or preset:METHOD/DATASET")
-    verb.add_argument("--set", action="append", metavar="A.B=C", help="one setting of all trials, over --config")
-    verb.add_argument("--workers", type=int, metavar="N", help="processes of each trial; 0, the default, is its own")
-    verb.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
-    verb.add_argument("--keep", type=int, metavar="K", help="best trials whose checkpoints stay (default: 3)")
+    verb.add_argument(
+        "method", metavar="METHOD", nargs="?", help=f"{', '.join(METHODS)}; none with --bundle"
+    )
+    verb.add_argument(
+        "--data", required=True, metavar="CORPUS", help="folder or URL that `xmcray prepare` wrote"
+    )
+    verb.add_argument(
+        "--space", required=True, metavar="FILE", help="YAML: dotted name and distribution"
+    )
+    verb.add_argument(
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="folder of the sweep; the same command continues it",
+    )
+    verb.add_argument(
+        "--bundle",
+        metavar="BUNDLE",
+        help="sweep how a bundle or finished run answers; trains nothing",
+    )
+    verb.add_argument(
+        "--trials", type=int, metavar="N", help=f"(default: {TRIALS}; with --bundle {DRAWS})"
+    )
+    verb.add_argument(
+        "--search", choices=("random", "optuna"), help="where values come from (default: random)"
+    )
+    verb.add_argument(
+        "--scheduler", choices=("asha", "none"), help="asha ends trials that are behind (default)"
+    )
+    verb.add_argument(
+        "--metric",
+        default="nDCG@5",
+        metavar="M",
+        help="on the validation split (default: %(default)s)",
+    )
+    verb.add_argument(
+        "--config", action="append", metavar="FILE", help="YAML, or preset:METHOD/DATASET"
+    )
+    verb.add_argument(
+        "--set", action="append", metavar="A.B=C", help="one setting of all trials, over --config"
+    )
+    verb.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes of each trial; 0, the default, is its own",
+    )
+    verb.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)"
+    )
+    verb.add_argument(
+        "--keep", type=int, metavar="K", help="best trials whose checkpoints stay (default: 3)"
+    )
     verb.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def tune(options: argparse.Namespace) -> None:
     """Trains or searches with many settings and says which are best."""
     if (options.method is None) == (options.bundle is None):
-        raise ConfigError("expected a METHOD to train, or --bundle BUNDLE to search; give one of them")
+        raise ConfigError(
+            "expected a METHOD to train, or --bundle BUNDLE to search; give one of them"
+        )
     if options.trials is not None:
         config.check_range("--trials", options.trials, low=1)
     config.check_range("--seed", options.seed, low=0)
@@ -90,9 +131,13 @@ def _tune_training(options: argparse.Namespace) -> None:
     )
     check_space(space, wanted.resolve, options.space)
     if not settings.data.validation:
-        raise ConfigError("data.validation is 0, so no query is left to compare trials by; set data.validation=0.05")
+        raise ConfigError(
+            "data.validation is 0, so no query is left to compare trials by; set data.validation=0.05"
+        )
     if wanted.scheduler == "asha" and not settings.log.validate_every:
-        raise ConfigError("log.validate_every is 0, but asha compares trials while they train; set it to 1")
+        raise ConfigError(
+            "log.validate_every is 0, but asha compares trials while they train; set it to 1"
+        )
     import dataclasses
 
     from xmcray.data.corpus import Corpus
@@ -117,18 +162,39 @@ def _tune_training(options: argparse.Namespace) -> None:
         title = f"Sweep of {options.method} on {corpus.card.name}"
         write_report(out / "report.html", title, options.metric, space, ranked)
     if options.json:
-        show_json({"metric": options.metric, "best": sweep.best_settings(), "trials": [t.plain() for t in ranked]})
+        show_json(
+            {
+                "metric": options.metric,
+                "best": sweep.best_settings(),
+                "trials": [t.plain() for t in ranked],
+            }
+        )
         return
     _show_trials(ranked, space, options.metric)
     show(f"report {options.out}/report.html, best settings {options.out}/best.yaml")
     best = f"{options.out}/best.yaml"
-    show_next(["xmcray", "train", options.method, "--data", options.data, "--config", best, "--out", "RUN", "--refit"])
+    show_next(
+        [
+            "xmcray",
+            "train",
+            options.method,
+            "--data",
+            options.data,
+            "--config",
+            best,
+            "--out",
+            "RUN",
+            "--refit",
+        ]
+    )
 
 
 def _tune_bundle(options: argparse.Namespace) -> None:
     given = [name for name in _OF_TRAINING if getattr(options, name) is not None]
     if given:
-        raise ConfigError(f"--{given[0]} is for trainings, but --bundle only searches; leave one of them out")
+        raise ConfigError(
+            f"--{given[0]} is for trainings, but --bundle only searches; leave one of them out"
+        )
     from xmcray.tuning.inference import as_trials, kind_of, sweep_bundle
     from xmcray.tuning.space import load_space
 
@@ -147,31 +213,62 @@ def _tune_bundle(options: argparse.Namespace) -> None:
     corpus, metric, out = Corpus.open(options.data), options.metric, Path(options.out).absolute()
     bundle = bundle_at(options.bundle, options.data)
     with locked(out):
-        if found := {p.name for p in out.iterdir()} - {"lock", "results.json", "report.html", "best.yaml"}:
-            raise RunError(f"{out} holds {sorted(found)[0]}, not a sweep of a bundle; choose another --out")
+        if found := {p.name for p in out.iterdir()} - {
+            "lock",
+            "results.json",
+            "report.html",
+            "best.yaml",
+        }:
+            raise RunError(
+                f"{out} holds {sorted(found)[0]}, not a sweep of a bundle; choose another --out"
+            )
         trials = options.trials or DRAWS
-        measured, before = sweep_bundle(bundle, corpus, space, trials, options.seed, metric, options.space)
-        results = [{"values": one.values, "queries_per_s": one.queries_per_s, **one.metrics} for one in measured]
+        measured, before = sweep_bundle(
+            bundle, corpus, space, trials, options.seed, metric, options.space
+        )
+        results = [
+            {"values": one.values, "queries_per_s": one.queries_per_s, **one.metrics}
+            for one in measured
+        ]
         best = measured[0]
         body = {"metric": metric, "bundle_as_it_is": before, "settings": results}
         storage.write_json(out / "results.json", body)
         # a memory's settings have a place in the configuration of a run
-        settings = nested({f"method.{n}" if kind == "memory" else n: value for n, value in best.values.items()})
+        settings = nested(
+            {f"method.{n}" if kind == "memory" else n: value for n, value in best.values.items()}
+        )
         score = f"{metric} {best.metrics[metric]:.4f} on validation, {before[metric]:.4f} of the bundle as it is"
         write_text(out / "best.yaml", f"# {score}.\n" + yaml.safe_dump(settings, sort_keys=False))
         title = f"Settings of {Path(options.bundle).name} on {corpus.card.name}"
-        write_report(out / "report.html", title, metric, space, as_trials(measured, metric), f"Best: {score}.")
+        write_report(
+            out / "report.html",
+            title,
+            metric,
+            space,
+            as_trials(measured, metric),
+            f"Best: {score}.",
+        )
     if options.json:
         show_json(body)
         return
     _show_settings(measured, space, metric)
     show(score)
     if kind == "memory":
-        asked = [part for name, value in best.values.items() for part in ("--memory", _assigned(name, value))]
+        asked = [
+            part
+            for name, value in best.values.items()
+            for part in ("--memory", _assigned(name, value))
+        ]
         show_next(["xmcray", "search", options.bundle, "TEXT", *asked])
     if kind == "index":
-        run = "RUN" if bundle == options.bundle else options.bundle.removesuffix("/").removesuffix("/selection")
-        show_next(["xmcray", "export", run, "--out", "BUNDLE", "--config", f"{options.out}/best.yaml"])
+        run = (
+            "RUN"
+            if bundle == options.bundle
+            else options.bundle.removesuffix("/").removesuffix("/selection")
+        )
+        show_next(
+            ["xmcray", "export", run, "--out", "BUNDLE", "--config", f"{options.out}/best.yaml"]
+        )
 
 
 def _check_searchable(space: Space, where: str) -> None:
@@ -190,16 +287,33 @@ def _line(trial: Trial, metric: str, trials: list[Trial], of: int) -> str:
     """What is printed when a trial ends."""
     ended = sum(t.state != "unfinished" for t in trials)
     best = max((t.score for t in trials if t.score is not None), default=0.0)
-    told = trial.message if trial.best is None else f"{metric} {100 * trial.best[0]:.2f} (best {100 * best:.2f})"
+    told = (
+        trial.message
+        if trial.best is None
+        else f"{metric} {100 * trial.best[0]:.2f} (best {100 * best:.2f})"
+    )
     return f"trial {trial.name} {trial.state} at step {trial.steps:,}: {told}; {ended} of {of} have ended"
 
 
 def _show_trials(trials: list[Trial], space: Space, metric: str) -> None:
     rows = []
     for trial in trials:
-        score, epoch = ("-", "-") if trial.best is None else (f"{100 * trial.best[0]:.2f}", str(trial.best[1]))
-        rows.append([trial.name, trial.state, score, epoch, f"{trial.steps:,}", *_cells(trial.values, space)])
-    _show_table("Trials, the best first", ["trial", "state", metric, "epoch", "steps", *space], rows)
+        score, epoch = (
+            ("-", "-") if trial.best is None else (f"{100 * trial.best[0]:.2f}", str(trial.best[1]))
+        )
+        rows.append(
+            [
+                trial.name,
+                trial.state,
+                score,
+                epoch,
+                f"{trial.steps:,}",
+                *_cells(trial.values, space),
+            ]
+        )
+    _show_table(
+        "Trials, the best first", ["trial", "state", metric, "epoch", "steps", *space], rows
+    )
 
 
 def _show_settings(measured: list[Any], space: Space, metric: str, rows: int = 20) -> None:
@@ -208,7 +322,10 @@ def _show_settings(measured: list[Any], space: Space, metric: str, rows: int = 2
     names = list(dict.fromkeys(names))
     table = []
     for one in measured[:rows]:
-        figures = [f"{one.queries_per_s:,.0f}" if n == "queries/s" else f"{100 * one.metrics[n]:.2f}" for n in names]
+        figures = [
+            f"{one.queries_per_s:,.0f}" if n == "queries/s" else f"{100 * one.metrics[n]:.2f}"
+            for n in names
+        ]
         table.append([*figures, *_cells(one.values, space)])
     _show_table(f"Settings, the best {len(table)} of {len(measured)}", [*names, *space], table)
 

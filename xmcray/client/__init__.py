@@ -90,7 +90,9 @@ class _Asker(abc.ABC):
         retries: int | None = None,
         transport: Any = None,
     ) -> None:
-        if not (timeout_s > 0 and math.isfinite(timeout_s)) or (retries is not None and retries < 0):
+        if not (timeout_s > 0 and math.isfinite(timeout_s)) or (
+            retries is not None and retries < 0
+        ):
             raise ConfigError(
                 f"timeout_s={timeout_s}, retries={retries}: expected a time above 0 and 0 or more retries"
             )
@@ -104,7 +106,11 @@ class _Asker(abc.ABC):
         if any(self._tokens) and not encrypted and not loopback:
             warnings.warn(f"the token goes to {host} unencrypted; use https", stacklevel=2)
         # A proxy that the environment names must not get what is meant for this machine.
-        self._connect(trust_env=not loopback, transport=transport, headers={"User-Agent": f"xmcray/{__version__}"})
+        self._connect(
+            trust_env=not loopback,
+            transport=transport,
+            headers={"User-Agent": f"xmcray/{__version__}"},
+        )
 
     @abc.abstractmethod
     def _connect(self, **settings: Any) -> None:
@@ -116,7 +122,9 @@ class _Asker(abc.ABC):
     def _get(self, answer: type[AnswerT], path: str) -> Call[AnswerT]:
         return self._call("GET", path, answer, None, self._timeout_s)
 
-    def _post(self, route: _Route[AnswerT], timeout_s: float | None = None, /, **values: object) -> Call[AnswerT]:
+    def _post(
+        self, route: _Route[AnswerT], timeout_s: float | None = None, /, **values: object
+    ) -> Call[AnswerT]:
         try:
             content = route.request(**values).model_dump_json(exclude_unset=True).encode()
         except ValidationError as error:
@@ -172,7 +180,9 @@ class Client(_Asker):
         """Closes the connections."""
         self._http.close()
 
-    def search(self, texts: Sequence[str], k: int = 10, **options: Unpack[SearchOptions]) -> schema.SearchResponse:
+    def search(
+        self, texts: Sequence[str], k: int = 10, **options: Unpack[SearchOptions]
+    ) -> schema.SearchResponse:
         """The k best labels of each text. This and every other method but `healthy` raises ClientError."""
         return self._run(self._post(SEARCH, texts=texts, k=k, **options))
 
@@ -191,10 +201,15 @@ class Client(_Asker):
     def healthy(self) -> bool:
         """Whether the server is there and every model answers; asked once."""
         with contextlib.suppress(httpx.RequestError):
-            return self._http.get(f"{self._url}/healthz", timeout=CONNECT_S).status_code == httpx.codes.OK
+            return (
+                self._http.get(f"{self._url}/healthz", timeout=CONNECT_S).status_code
+                == httpx.codes.OK
+            )
         return False
 
-    def swap(self, bundle: str, timeout_s: float = LONG_S, **options: Unpack[SwapOptions]) -> schema.SwapResponse:
+    def swap(
+        self, bundle: str, timeout_s: float = LONG_S, **options: Unpack[SwapOptions]
+    ) -> schema.SwapResponse:
         """Lets the server answer from another bundle."""
         return self._run(self._post(SWAP, timeout_s, bundle=bundle, **options))
 
@@ -204,7 +219,9 @@ class Client(_Asker):
         """Adds, updates and deletes labels, all of these operations or none."""
         return self._run(self._post(LABELS, operations=operations, model=model))
 
-    def compact(self, out: str, timeout_s: float = LONG_S, model: str | None = None) -> schema.CompactResponse:
+    def compact(
+        self, out: str, timeout_s: float = LONG_S, model: str | None = None
+    ) -> schema.CompactResponse:
         """Writes the labels as they are now into a new bundle at `out`."""
         return self._run(self._post(COMPACT, timeout_s, out=out, model=model))
 
@@ -262,10 +279,14 @@ class AsyncClient(_Asker):
     async def healthy(self) -> bool:
         """As `Client.healthy`."""
         with contextlib.suppress(httpx.RequestError):
-            return (await self._http.get(f"{self._url}/healthz", timeout=CONNECT_S)).status_code == httpx.codes.OK
+            return (
+                await self._http.get(f"{self._url}/healthz", timeout=CONNECT_S)
+            ).status_code == httpx.codes.OK
         return False
 
-    async def swap(self, bundle: str, timeout_s: float = LONG_S, **options: Unpack[SwapOptions]) -> schema.SwapResponse:
+    async def swap(
+        self, bundle: str, timeout_s: float = LONG_S, **options: Unpack[SwapOptions]
+    ) -> schema.SwapResponse:
         """As `Client.swap`."""
         return await self._run(self._post(SWAP, timeout_s, bundle=bundle, **options))
 
@@ -275,7 +296,9 @@ class AsyncClient(_Asker):
         """As `Client.change_labels`."""
         return await self._run(self._post(LABELS, operations=operations, model=model))
 
-    async def compact(self, out: str, timeout_s: float = LONG_S, model: str | None = None) -> schema.CompactResponse:
+    async def compact(
+        self, out: str, timeout_s: float = LONG_S, model: str | None = None
+    ) -> schema.CompactResponse:
         """As `Client.compact`."""
         return await self._run(self._post(COMPACT, timeout_s, out=out, model=model))
 
@@ -309,7 +332,9 @@ def _address(url: str) -> tuple[str, str, bool]:
     except httpx.InvalidURL as error:
         raise ConfigError(f"the URL is malformed ({error}), {expected}") from None
     if found.userinfo:
-        raise ConfigError(f"the URL of {found.host} holds a user or password, {expected}; pass token=... instead")
+        raise ConfigError(
+            f"the URL of {found.host} holds a user or password, {expected}; pass token=... instead"
+        )
     if found.scheme not in ("http", "https") or not found.host or found.query or found.fragment:
         raise ConfigError(f"the URL is {url!r}, {expected}")
     return str(found).rstrip("/"), found.host, found.scheme == "https"

@@ -38,7 +38,9 @@ class ClientError(XmcrayError):
         request_id: names the request in the server's log.
     """
 
-    def __init__(self, message: str, kind: str = "", status: int | None = None, request_id: str | None = None) -> None:
+    def __init__(
+        self, message: str, kind: str = "", status: int | None = None, request_id: str | None = None
+    ) -> None:
         super().__init__(message)
         self.kind, self.status, self.request_id = kind, status, request_id
 
@@ -88,10 +90,18 @@ class Call(Generic[AnswerT]):
         content: bytes | None = None,
         write: bool = False,
     ) -> None:
-        self._method, self._url, self._answer, self._content, self._write = method, url, answer, content, write
+        self._method, self._url, self._answer, self._content, self._write = (
+            method,
+            url,
+            answer,
+            content,
+            write,
+        )
         self._tokens, self._timeout_s, self._retries = tokens, timeout_s, retries
         self._started, self._attempts, self._request_id = time.monotonic(), 0, uuid.uuid4().hex
-        self._headers = httpx.Headers({"Accept": "application/json", "X-Request-ID": self._request_id})
+        self._headers = httpx.Headers(
+            {"Accept": "application/json", "X-Request-ID": self._request_id}
+        )
         if content is not None:
             self._headers["Content-Type"] = "application/json"
         self._token, self._renewed = tokens[1 if write else 0], False
@@ -111,7 +121,12 @@ class Call(Generic[AnswerT]):
         self._attempts += 1
         left = max(self.left_s(), 0.001)  # httpx takes 0 for an error of its own
         timeout = httpx.Timeout(left, connect=min(left, CONNECT_S))
-        sent = {"method": self._method, "url": self._url, "headers": self._headers, "content": self._content}
+        sent = {
+            "method": self._method,
+            "url": self._url,
+            "headers": self._headers,
+            "content": self._content,
+        }
         return {**sent, "timeout": timeout}
 
     def answered(self, response: httpx.Response, content: bytes) -> AnswerT | float:
@@ -127,20 +142,31 @@ class Call(Generic[AnswerT]):
                 return self._answer.model_validate_json(content)
             except ValidationError as error:
                 found = f"the answer is no {self._answer.__name__} ({first_error(error)}), expected one of xmcray serve"
-            raise self._error(f"{found}; compare the versions of client and server", "malformed", status) from None
+            raise self._error(
+                f"{found}; compare the versions of client and server", "malformed", status
+            ) from None
         try:
             problem = schema.Problem.model_validate_json(content)
             known = problem.type.startswith(URN)
         except ValidationError:
             known = False
         kind = problem.type.removeprefix(URN) if known else "http"
-        detail = f"{kind}: {problem.detail}" if known else response.reason_phrase or "no reason given"
+        detail = (
+            f"{kind}: {problem.detail}" if known else response.reason_phrase or "no reason given"
+        )
         refused = self._error(f"{status} {detail}", kind, status)
-        if status == httpx.codes.UNAUTHORIZED and self._token and not self._renewed and self._token.renewed(self._sent):
+        if (
+            status == httpx.codes.UNAUTHORIZED
+            and self._token
+            and not self._renewed
+            and self._token.renewed(self._sent)
+        ):
             self._renewed = True
             self._authorize()
             return 0.0
-        safe = not self._write or (status == httpx.codes.SERVICE_UNAVAILABLE and kind in NOTHING_DONE)
+        safe = not self._write or (
+            status == httpx.codes.SERVICE_UNAVAILABLE and kind in NOTHING_DONE
+        )
         if status in RETRIED and safe:
             return self._wait_s(refused, _retry_after_s(response.headers.get("Retry-After")))
         raise refused
@@ -155,7 +181,11 @@ class Call(Generic[AnswerT]):
         if isinstance(error, httpx.TimeoutException) and not unsent:
             raise self.expired() from None
         reason = str(error) or type(error).__name__
-        found = f"no connection ({reason}); is the server running?" if unsent else f"connection lost ({reason})"
+        found = (
+            f"no connection ({reason}); is the server running?"
+            if unsent
+            else f"connection lost ({reason})"
+        )
         lost = self._error(found + ("" if unsent else self._doubt()), "unreachable")
         if isinstance(error, LOST) and (unsent or not self._write):
             return self._wait_s(lost)
@@ -167,13 +197,17 @@ class Call(Generic[AnswerT]):
 
     def _wait_s(self, error: ClientError, at_least: float = 0.0) -> float:
         bound = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** min(self._attempts - 1, 10))
-        wait = at_least + random.uniform(0.0, bound)  # full jitter: those who failed together return apart
+        wait = at_least + random.uniform(
+            0.0, bound
+        )  # full jitter: those who failed together return apart
         if (self._retries is not None and self._attempts > self._retries) or wait >= self.left_s():
             raise error from None
         return wait
 
     def _doubt(self) -> str:
-        return "; it may have been done all the same: look before you repeat it" if self._write else ""
+        return (
+            "; it may have been done all the same: look before you repeat it" if self._write else ""
+        )
 
     def _error(self, found: str, kind: str, status: int | None = None) -> ClientError:
         tried = f", {self._attempts} attempts" if self._attempts > 1 else ""
@@ -201,7 +235,9 @@ def _first_word(path: Path, name: str) -> str:
 def _checked(token: str, name: str) -> Secret:
     """A token that fits into a header: httpx would name any other one in its error."""
     if not token or not all("!" <= letter <= "~" for letter in token):
-        raise ConfigError(f"{name} is empty or has characters other than visible ASCII, expected a token; not shown")
+        raise ConfigError(
+            f"{name} is empty or has characters other than visible ASCII, expected a token; not shown"
+        )
     return Secret(token)
 
 

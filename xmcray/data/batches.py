@@ -63,10 +63,14 @@ class TrainingData:
         rows = np.flatnonzero(train.num_positives())
         held_out = np.zeros(len(train), dtype=bool)
         num_held_out = round(self.config.validation * len(train))
-        held_out[draws.generator(self.config.seed, "validation").permutation(len(train))[:num_held_out]] = True
+        held_out[
+            draws.generator(self.config.seed, "validation").permutation(len(train))[:num_held_out]
+        ] = True
         ids = rows[~held_out[rows]]
         if not len(ids):
-            raise DataError(f"{self.corpus.path} has no training query with a positive; check the label ids")
+            raise DataError(
+                f"{self.corpus.path} has no training query with a positive; check the label ids"
+            )
         if self.config.augment_with_labels:
             num_tokens = self.corpus.num_label_tokens()[self.corpus.label_order]
             ids = np.concatenate([ids, self.num_train + np.flatnonzero(num_tokens)])
@@ -102,7 +106,11 @@ class TrainingData:
 
     def positives(self, query_ids: Int64Array) -> Ragged:
         """Internal label ids, ascending within a query."""
-        return self._merge(query_ids, lambda rows: self.to_internal(self.corpus.split("train").positives(rows)), _own)
+        return self._merge(
+            query_ids,
+            lambda rows: self.to_internal(self.corpus.split("train").positives(rows)),
+            _own,
+        )
 
     def excluded(self, query_ids: Int64Array) -> Ragged:
         """Internal ids of labels that are the query itself: neither positive nor negative. Label texts have none."""
@@ -120,9 +128,13 @@ class TrainingData:
 
     def token_counts(self, vocab_size: int) -> Int64Array:
         """int64 [vocab_size], in how many texts each token occurs, from a seeded sample of the query ids."""
-        order = draws.generator(self.config.seed, "token_counts").permutation(len(self.query_ids))[:_COUNTED]
+        order = draws.generator(self.config.seed, "token_counts").permutation(len(self.query_ids))[
+            :_COUNTED
+        ]
         counts = np.zeros(vocab_size, np.int64)
-        for ids in np.array_split(np.sort(self.query_ids[order]), -(-len(order) // _COUNTED_AT_ONCE)):
+        for ids in np.array_split(
+            np.sort(self.query_ids[order]), -(-len(order) // _COUNTED_AT_ONCE)
+        ):
             tokens = self.tokens(ids)
             distinct = np.unique(tokens.row_ids * vocab_size + tokens.values)
             counts += np.bincount(distinct % vocab_size, minlength=vocab_size)
@@ -132,10 +144,14 @@ class TrainingData:
         is_label = query_ids >= self.num_train
         if not is_label.any():
             return of_rows(query_ids)
-        parts = Ragged.concatenate([of_rows(query_ids[~is_label]), of_labels(query_ids[is_label] - self.num_train)])
+        parts = Ragged.concatenate(
+            [of_rows(query_ids[~is_label]), of_labels(query_ids[is_label] - self.num_train)]
+        )
         position = np.empty(len(query_ids), np.int64)
         position[np.flatnonzero(~is_label)] = np.arange(len(query_ids) - is_label.sum())
-        position[np.flatnonzero(is_label)] = np.arange(len(query_ids) - is_label.sum(), len(query_ids))
+        position[np.flatnonzero(is_label)] = np.arange(
+            len(query_ids) - is_label.sum(), len(query_ids)
+        )
         return parts.take(position)
 
 
@@ -188,11 +204,15 @@ class BatchSampler:
         ids = generator.permutation(self.data.query_ids)
         if clusters is None:
             return ids
-        place = np.append(generator.permutation(clusters.num_clusters), clusters.num_clusters)  # -1 is the last one
+        place = np.append(
+            generator.permutation(clusters.num_clusters), clusters.num_clusters
+        )  # -1 is the last one
         order = np.argsort(place[clusters.cluster[ids]], kind="stable")
         return ids[order]
 
-    def batch(self, step: int, rank: int, num_ranks: int, clusters: QueryClusters | None = None) -> Batch:
+    def batch(
+        self, step: int, rank: int, num_ranks: int, clusters: QueryClusters | None = None
+    ) -> Batch:
         """The global batch of a step with the tokens of this rank's slice."""
         ids = self.query_ids(step, clusters)
         start, stop = share(len(ids), rank, num_ranks)

@@ -93,7 +93,9 @@ class Rejects:
         return taken
 
 
-def read_chunks(source: Source, split: str, num_labels: int, shard_rows: int, skip: bool) -> Iterator[Chunk]:
+def read_chunks(
+    source: Source, split: str, num_labels: int, shard_rows: int, skip: bool
+) -> Iterator[Chunk]:
     """All rows of a split (or "labels") in chunks of `shard_rows`.
 
     A label's id is its row in the raw file, so a rejected label leaves a row without text behind.
@@ -114,7 +116,9 @@ def read_chunks(source: Source, split: str, num_labels: int, shard_rows: int, sk
             return
 
 
-def survey(source: Source, cap: int, seed: int, skip: bool, block_rows: int) -> Iterator[tuple[int, list[str]]]:
+def survey(
+    source: Source, cap: int, seed: int, skip: bool, block_rows: int
+) -> Iterator[tuple[int, list[str]]]:
     """A uniform sample of the texts of labels and training queries, the same for the same seed.
 
     Yields (rows read since the last time, no texts) as a sign of life, and at the end (0, at most `cap` texts).
@@ -123,13 +127,19 @@ def survey(source: Source, cap: int, seed: int, skip: bool, block_rows: int) -> 
     sample: list[str] = []
     seen = num_labels = 0
     for split in ("labels", "train"):
-        rows = source.labels(rejects) if split == "labels" else source.queries(split, num_labels, rejects)
+        rows = (
+            source.labels(rejects)
+            if split == "labels"
+            else source.queries(split, num_labels, rejects)
+        )
         while block := [row.text[:SAMPLE_CHARACTERS] for row in itertools.islice(rows, block_rows)]:
             free = block[: cap - len(sample)]
             sample += free
             first = seen + len(free)
             seen += len(block)
-            places = rng.integers(0, np.arange(first, seen) + 1)  # Algorithm R (Vitter, 1985), a block at a time
+            places = rng.integers(
+                0, np.arange(first, seen) + 1
+            )  # Algorithm R (Vitter, 1985), a block at a time
             for position in np.flatnonzero(places < cap).tolist():
                 sample[places[position]] = block[len(free) + position]
             yield len(block), []
@@ -138,7 +148,9 @@ def survey(source: Source, cap: int, seed: int, skip: bool, block_rows: int) -> 
     yield 0, sample
 
 
-def pack_chunk(chunk: Chunk, tokenizer: TextTokenizer, filters: Int64Array, num_labels: int, shard_rows: int) -> Shard:
+def pack_chunk(
+    chunk: Chunk, tokenizer: TextTokenizer, filters: Int64Array, num_labels: int, shard_rows: int
+) -> Shard:
     """Tokenises a chunk, takes filter pairs out of its positives and packs its files.
 
     Args:
@@ -156,10 +168,14 @@ def pack_chunk(chunk: Chunk, tokenizer: TextTokenizer, filters: Int64Array, num_
         labels, keep, pairs = _positives(chunk.rows, filters, num_labels)
         had = np.diff(np.asarray(chunk.rows["label_ids"].combine_chunks().offsets))
         pairs[:, 0] += chunk.shard * shard_rows
-        shard = Shard(chunk.split, {}, len(texts), len(tokens.values), labels.values, pairs, chunk.rejected)
+        shard = Shard(
+            chunk.split, {}, len(texts), len(tokens.values), labels.values, pairs, chunk.rejected
+        )
         shard.odd[f"{chunk.split}: no text"] = empty
         shard.odd[f"{chunk.split}: no positives"] = int((had == 0).sum())
-        shard.odd[f"{chunk.split}: all positives filtered"] = int(((had > 0) & (labels.lengths == 0)).sum())
+        shard.odd[f"{chunk.split}: all positives filtered"] = int(
+            ((had > 0) & (labels.lengths == 0)).sum()
+        )
         table = _with_relevance(chunk.rows, keep, labels)
     if texts:
         shard.files = pack(chunk.shard, table, tokens, tokenizer.vocab_size, labels)
@@ -188,10 +204,14 @@ def _table(rows: list[Row]) -> pa.Table:
     return pa.table(columns, schema=SCHEMA)
 
 
-def _positives(rows: pa.Table, filters: Int64Array, num_labels: int) -> tuple[Ragged, np.ndarray, Int64Array]:
+def _positives(
+    rows: pa.Table, filters: Int64Array, num_labels: int
+) -> tuple[Ragged, np.ndarray, Int64Array]:
     """Positives without filter pairs, which of the raw ones remain, and the filter pairs as (place, label)."""
     lists = rows["label_ids"].combine_chunks()
-    raw = Ragged(np.asarray(lists.flatten()).astype(np.int64), np.asarray(lists.offsets).astype(np.int64))
+    raw = Ragged(
+        np.asarray(lists.flatten()).astype(np.int64), np.asarray(lists.offsets).astype(np.int64)
+    )
     file_rows = np.asarray(rows["row"])
     pairs = np.empty((0, 2), np.int64)
     if len(file_rows):
@@ -203,7 +223,11 @@ def _positives(rows: pa.Table, filters: Int64Array, num_labels: int) -> tuple[Ra
     row_ids = raw.row_ids
     keep = ~np.isin(row_ids * num_labels + raw.values, pairs[:, 0] * num_labels + pairs[:, 1])
     lengths = np.bincount(row_ids[keep], minlength=len(raw))
-    return Ragged(raw.values[keep], np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])), keep, pairs
+    return (
+        Ragged(raw.values[keep], np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])),
+        keep,
+        pairs,
+    )
 
 
 def _with_relevance(rows: pa.Table, keep: np.ndarray, labels: Ragged) -> pa.Table:

@@ -73,7 +73,9 @@ class Card:
 
     def save(self, path: Path) -> None:
         """Writes the card as YAML, fields in the order of this class."""
-        path.write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False, allow_unicode=True), "utf-8")
+        path.write_text(
+            yaml.safe_dump(dataclasses.asdict(self), sort_keys=False, allow_unicode=True), "utf-8"
+        )
 
     @classmethod
     def load(cls, path: Path) -> Card:
@@ -132,7 +134,9 @@ class Corpus:
         """
         rows = {"train": self.card.num_train, "test": self.card.num_test}
         if not rows.get(name):
-            raise DataError(f"corpus {self.path} has no split {name!r}; it has {[n for n, r in rows.items() if r]}")
+            raise DataError(
+                f"corpus {self.path} has no split {name!r}; it has {[n for n, r in rows.items() if r]}"
+            )
         if name not in self._splits:
             self._splits[name] = Split(self.path, name, rows[name], self.card.shard_rows)
         return self._splits[name]
@@ -217,17 +221,23 @@ class Split:
         for shard, span, local in by_shard(ids[order], self._num_rows, self._shard_rows):
             table = self._table(shard)
             if name in table.column_names:
-                for place, value in zip(order[span].tolist(), table[name].take(local).to_pylist(), strict=True):
+                for place, value in zip(
+                    order[span].tolist(), table[name].take(local).to_pylist(), strict=True
+                ):
                     values[place] = value
         return values
 
     def _read_table(self, shard: int) -> Any:
-        return pq.read_table(self._corpus / self.name / f"{shard_stem(shard)}.parquet", memory_map=True)
+        return pq.read_table(
+            self._corpus / self.name / f"{shard_stem(shard)}.parquet", memory_map=True
+        )
 
 
 def frequency_histogram(counts: Int64Array) -> dict[str, int]:
     """Number of labels per bin of training queries: {"0": ..., "1": ..., "2-5": ..., ">1000": ...}."""
-    names = {low: f"{low}-{high}" if high and high > low else str(low) for low, high in FREQUENCY_BINS}
+    names = {
+        low: f"{low}-{high}" if high and high > low else str(low) for low, high in FREQUENCY_BINS
+    }
     names[FREQUENCY_BINS[-1][0]] = f">{FREQUENCY_BINS[-1][0] - 1}"
     bins = np.searchsorted([low for low, _ in FREQUENCY_BINS], counts, side="right") - 1
     totals = np.bincount(bins, minlength=len(FREQUENCY_BINS)).tolist()

@@ -38,7 +38,11 @@ def open_on_node(source: CorpusSource) -> Corpus:
     """
     copied = source.copy_folder or is_url(source.origin)
     path = local_copy(source.origin, KIND) if copied else source.origin
-    folder, manifest = open_artifact(path, KIND, contents=False)  # a copy was compared when it was made
+    folder, manifest = open_artifact(
+        path, KIND, contents=False
+    )  # a copy was compared when it was made
     if manifest.sha256 != source.sha256:
-        raise DataError(f"{source.origin} holds another corpus than the run was started with; put the old one back")
+        raise DataError(
+            f"{source.origin} holds another corpus than the run was started with; put the old one back"
+        )
     return Corpus(source.origin, folder, manifest.sha256)

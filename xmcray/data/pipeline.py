@@ -25,7 +25,13 @@ from xmcray.data.formats import Source
 from xmcray.data.session import ray_session
 from xmcray.data.stream import READ_CPUS, boxed, mapped, progress_bar, results, share, watched
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
-from xmcray.data.writer import CorpusWriter, PrepareConfig, short_name, sorted_pairs, statistics_table
+from xmcray.data.writer import (
+    CorpusWriter,
+    PrepareConfig,
+    short_name,
+    sorted_pairs,
+    statistics_table,
+)
 from xmcray.storage import new_artifact
 from xmcray.types import Int64Array
 
@@ -61,10 +67,19 @@ def prepare(
         StorageError: `out` exists, or the disk is full.
     """
     config = PrepareConfig(**settings)
-    about = {"name": name, "source": source.path.name, "format": source.format, "licence": licence, **asdict(config)}
+    about = {
+        "name": name,
+        "source": source.path.name,
+        "format": source.format,
+        "licence": licence,
+        **asdict(config),
+    }
     about["tokenizer"] = short_name(config.tokenizer)
     with ray_session(), new_artifact(out, KIND, about) as folder, progress_bar(progress) as bar:
-        run, writer = _Pipeline(source, config, share(parallelism), stall_s, bar), CorpusWriter(folder)
+        run, writer = (
+            _Pipeline(source, config, share(parallelism), stall_s, bar),
+            CorpusWriter(folder),
+        )
         tokenizer = run.tokenizer()
         for shard in run.shards(["labels"], tokenizer, {}, 0):
             writer.add(shard)
@@ -95,10 +110,16 @@ class _Pipeline:
             return from_transformer(config.tokenizer, config.max_len, config.label_max_len)
         task, sample = self.bar.add_task("sample", total=None), list[str]()
         read = functools.partial(
-            survey, cap=SAMPLE_TEXTS, seed=config.seed, skip=config.on_error == "skip", block_rows=config.shard_rows
+            survey,
+            cap=SAMPLE_TEXTS,
+            seed=config.seed,
+            skip=config.on_error == "skip",
+            block_rows=config.shard_rows,
         )
         with watched(self.stall_s) as beat:
-            for count, sample in results(mapped(ray.data.from_blocks([boxed(self.source)]), read, READ_CPUS), beat):  # noqa: B007
+            chunks = mapped(ray.data.from_blocks([boxed(self.source)]), read, READ_CPUS)
+            for count, survey_so_far in results(chunks, beat):
+                sample = survey_so_far  # the last result is a sample of all chunks
                 self.bar.advance(task, count)
         self.bar.update(task, description="vocabulary")
         tokenizer = train_wordpiece(sample, config.vocab_size, config.max_len, config.label_max_len)
@@ -106,7 +127,11 @@ class _Pipeline:
         return tokenizer
 
     def shards(
-        self, splits: Sequence[str], tokenizer: TextTokenizer, filters: Mapping[str, Int64Array], num_labels: int
+        self,
+        splits: Sequence[str],
+        tokenizer: TextTokenizer,
+        filters: Mapping[str, Int64Array],
+        num_labels: int,
     ) -> Iterator[Shard]:
         """Packed shards of the splits, in whatever order they are finished."""
         source, size, skip = self.source, self.config.shard_rows, self.config.on_error == "skip"
@@ -122,8 +147,12 @@ class _Pipeline:
         task = self.bar.add_task(" + ".join(splits), total=None)
         tasks, cpus = self.share
         with watched(self.stall_s) as beat:
-            start = ray.data.from_blocks([boxed(split) for split in splits])  # no task, which could wait for a CPU
-            for shard in results(mapped(mapped(start, read, READ_CPUS), pack, cpus, concurrency=tasks), beat):
+            start = ray.data.from_blocks(
+                [boxed(split) for split in splits]
+            )  # no task, which could wait for a CPU
+            for shard in results(
+                mapped(mapped(start, read, READ_CPUS), pack, cpus, concurrency=tasks), beat
+            ):
                 self.bar.advance(task, shard.num_rows)
                 yield shard
         self.bar.update(task, total=1, completed=1)

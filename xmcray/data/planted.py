@@ -44,7 +44,9 @@ def write_planted(
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     words = [[f"w{label}x{n}" for n in range(WORDS_PER_LABEL)] for label in range(num_labels)]
-    labels = ({"uid": f"label{label}", "text": " ".join(words[label][:3])} for label in range(num_labels))
+    labels = (
+        {"uid": f"label{label}", "text": " ".join(words[label][:3])} for label in range(num_labels)
+    )
     _write(folder / "labels.jsonl", labels)
 
     def write_split(split: str, size: int, fixed: list[int], drawable: int, empty: float) -> None:
@@ -52,14 +54,18 @@ def write_planted(
         rows, pairs = [], []
         for row in range(size):
             positives = [fixed[row]] if row < len(fixed) else _draw(rng, drawable).tolist()
-            tokens = [word for label in positives for word in rng.choice(words[label], 2, replace=False)]
+            tokens = [
+                word for label in positives for word in rng.choice(words[label], 2, replace=False)
+            ]
             if len(positives) > 1 and rng.random() < filtered:
                 pairs.append((row, positives.pop()))
             elif rng.random() < empty:
                 positives, tokens = [], []
             text = [*tokens, *rng.integers(0, 50, noise_words).astype(str)]
             rng.shuffle(text)
-            rows.append({"uid": f"{split}{row}", "text": " ".join(text), "labels": sorted(positives)})
+            rows.append(
+                {"uid": f"{split}{row}", "text": " ".join(text), "labels": sorted(positives)}
+            )
         _write(folder / f"{split}.jsonl", rows)
         lines = "".join(f"{row} {label}\n" for row, label in pairs)
         (folder / f"filter_labels_{split}.txt").write_text(lines, encoding="utf-8")
@@ -74,7 +80,9 @@ def _draw(rng: np.random.Generator, drawable: int) -> Int64Array:
     """1 to 4 different labels of [0, drawable), label l with a weight of 1 / (l + 5)."""
     weights = 1.0 / (np.arange(drawable) + 5.0)
     count = min(int(rng.integers(1, MAX_POSITIVES + 1)), drawable)
-    return np.asarray(rng.choice(drawable, count, replace=False, p=weights / weights.sum()), dtype=np.int64)
+    return np.asarray(
+        rng.choice(drawable, count, replace=False, p=weights / weights.sum()), dtype=np.int64
+    )
 
 
 def _write(path: Path, rows: Iterable[object]) -> None:

@@ -27,7 +27,9 @@ TEST_SHARE = 0.205
 _HIDDEN = re.compile(r"(^|\.)(_|tests?$|testing$|conftest|setup|core$|f2py|distutils|io\.)")
 _SECTION = re.compile(r"^(?P<title>[A-Z][A-Za-z ]+)\n[-=]{3,}[ ]*$", re.MULTILINE)
 _ENTRY = re.compile(r"^(?P<names>[:`~\w.]+(?:[ ]*,[ ]*[:`~\w.]+)*)[ ]*,?[ ]*(?::(?:[ ]|$)|$)")
-_MARKUP = re.compile(r":\w+:`~?([^`<]*)(?:<[^>]*>)?`|`{1,2}([^`]*)`{1,2}|^\.\. \w+::.*$", re.MULTILINE)
+_MARKUP = re.compile(
+    r":\w+:`~?([^`<]*)(?:<[^>]*>)?`|`{1,2}([^`]*)`{1,2}|^\.\. \w+::.*$", re.MULTILINE
+)
 _SIGNATURE = re.compile(r"^(?:[\w.]+\(.*\)(?: ->.*)?\n+)+")  # as ufuncs and compiled functions have
 _SENTENCE = re.compile(r"(?<=[a-z)\]][.!?])\s")
 
@@ -61,13 +63,24 @@ def write_sample(folder: Path) -> None:
     objects, aliases = collect()
     positives = {name: _resolve(item, objects, aliases) for name, item in objects.items()}
     test = {name for name in objects if _is_test(name)}
-    labels = sorted({label for name, found in positives.items() if name not in test for label in found})
+    labels = sorted(
+        {label for name, found in positives.items() if name not in test for label in found}
+    )
     label_ids = {name: row for row, name in enumerate(labels)}
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "labels.jsonl", ({"uid": n, "text": f"{n} {objects[n].sentence}"} for n in labels))
+    _write(
+        folder / "labels.jsonl", ({"uid": n, "text": f"{n} {objects[n].sentence}"} for n in labels)
+    )
     for split, chosen in (("train", objects.keys() - test), ("test", test)):
-        kept = [(n, ids) for n in sorted(chosen) if (ids := [label_ids[p] for p in positives[n] if p in label_ids])]
-        rows = ({"uid": n, "text": f"{objects[n].words}. {objects[n].description}", "labels": ids} for n, ids in kept)
+        kept = [
+            (n, ids)
+            for n in sorted(chosen)
+            if (ids := [label_ids[p] for p in positives[n] if p in label_ids])
+        ]
+        rows = (
+            {"uid": n, "text": f"{objects[n].words}. {objects[n].description}", "labels": ids}
+            for n, ids in kept
+        )
         _write(folder / f"{split}.jsonl", rows)
         pairs = [f"{row} {label_ids[n]}\n" for row, (n, _) in enumerate(kept) if n in label_ids]
         (folder / f"filter_labels_{split}.txt").write_text("".join(pairs), encoding="utf-8")
@@ -80,7 +93,9 @@ def collect() -> tuple[dict[str, Documented], dict[str, str]]:
     first: dict[object, str] = {}
     for path, item in sorted(_public(), key=lambda entry: _preference(*entry)):
         if path not in aliases and (doc := inspect.getdoc(item)):
-            name = first.setdefault((doc, _qualname(item) or path), path)  # one object behind many names
+            name = first.setdefault(
+                (doc, _qualname(item) or path), path
+            )  # one object behind many names
             aliases[path] = name
             if name == path:
                 objects[name] = Documented(name, *_parse(doc), _scopes(path))
@@ -111,8 +126,12 @@ def _modules() -> Iterator[ModuleType]:
                 names.append(info.name)
                 if info.ispkg and not _HIDDEN.search(info.name):
                     path = [f"{p}/{info.name.rsplit('.', 1)[1]}" for p in root.__path__]
-                    names += [sub.name for sub in pkgutil.iter_modules(path, f"{info.name}.") if sub.ispkg]
-        for name in sorted((n for n in names if not _HIDDEN.search(n)), key=lambda n: (n.count("."), n)):
+                    names += [
+                        sub.name for sub in pkgutil.iter_modules(path, f"{info.name}.") if sub.ispkg
+                    ]
+        for name in sorted(
+            (n for n in names if not _HIDDEN.search(n)), key=lambda n: (n.count("."), n)
+        ):
             try:
                 module = importlib.import_module(name)
             except ImportError:  # an optional dependency of one submodule
@@ -139,7 +158,9 @@ def _members(path: str, item: object) -> Iterator[tuple[str, object]]:
             member = inspect.getattr_static(item, name)
             if hasattr(member, "__get__"):  # methods and properties, not a table of coefficients
                 yield f"{path}.{name}", member
-            yield from _members(f"{path}.{name}", getattr(member, "_accessor", None))  # pandas.Series.str
+            yield from _members(
+                f"{path}.{name}", getattr(member, "_accessor", None)
+            )  # pandas.Series.str
 
 
 def _parse(doc: str) -> tuple[str, tuple[str, ...]]:
@@ -155,7 +176,9 @@ def _parse(doc: str) -> tuple[str, tuple[str, ...]]:
                     names += [_plain(name).strip(" :") for name in entry["names"].split(",")]
     head = _SIGNATURE.sub("", head.strip())
     paragraphs = [" ".join(_plain(part).split()) for part in head.split("\n\n")]
-    return " ".join(p for p in paragraphs[:3] if p)[:600], tuple(dict.fromkeys(n for n in names if n))
+    return " ".join(p for p in paragraphs[:3] if p)[:600], tuple(
+        dict.fromkeys(n for n in names if n)
+    )
 
 
 def _plain(text: str) -> str:
@@ -167,11 +190,17 @@ def _scopes(path: str) -> tuple[str, ...]:
     return tuple(".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
 
 
-def _resolve(item: Documented, objects: dict[str, Documented], aliases: dict[str, str]) -> list[str]:
+def _resolve(
+    item: Documented, objects: dict[str, Documented], aliases: dict[str, str]
+) -> list[str]:
     """Names of the objects the See Also section means: as written, or seen from the object's class and modules."""
     found = []
     for name in item.see_also:
-        full = re.sub(r"^(np|sp|pd)\.", lambda m: {"np": "numpy.", "sp": "scipy.", "pd": "pandas."}[m[1]], name)
+        full = re.sub(
+            r"^(np|sp|pd)\.",
+            lambda m: {"np": "numpy.", "sp": "scipy.", "pd": "pandas."}[m[1]],
+            name,
+        )
         for candidate in (full, *(f"{scope}.{full}" for scope in item.scopes)):
             target = aliases.get(candidate)
             if target in objects and target != item.name:

@@ -13,7 +13,9 @@ from typing import Any
 import ray
 
 
-def start_ray(num_cpus: int | None = None, object_store_bytes: int | None = None, dashboard: bool = False) -> bool:
+def start_ray(
+    num_cpus: int | None = None, object_store_bytes: int | None = None, dashboard: bool = False
+) -> bool:
     """Joins the cluster in RAY_ADDRESS, or starts a quiet local one on loopback with a token; once per process.
 
     Args:

@@ -45,7 +45,10 @@ def pack(
         labels: source label ids per row; None for a shard of label texts.
     """
     token_type = np.uint16 if vocab_size <= MAX_UINT16_VOCAB else np.uint32
-    arrays: dict[str, Array] = {"tokens": tokens.values.astype(token_type), "token_offsets": tokens.offsets}
+    arrays: dict[str, Array] = {
+        "tokens": tokens.values.astype(token_type),
+        "token_offsets": tokens.offsets,
+    }
     if labels is not None:
         arrays |= {"labels": labels.values.astype(np.int32), "label_offsets": labels.offsets}
     stem = shard_stem(shard)
@@ -59,7 +62,12 @@ class ShardedRows:
     """Ragged rows of one split, opened shard by shard as they are asked for; `kind` is "token" or "label"."""
 
     def __init__(self, folder: Path, kind: str, num_rows: int, shard_rows: int) -> None:
-        self._folder, self._kind, self._num_rows, self._shard_rows = folder, kind, num_rows, shard_rows
+        self._folder, self._kind, self._num_rows, self._shard_rows = (
+            folder,
+            kind,
+            num_rows,
+            shard_rows,
+        )
         self._shards: dict[int, tuple[Array, Array]] = {}
 
     def take(self, rows: Int64Array) -> Ragged:
@@ -90,18 +98,25 @@ class ShardedRows:
     def lengths(self) -> Int64Array:
         """int64 [rows], length of every row."""
         shards = range(-(-self._num_rows // self._shard_rows))
-        return np.concatenate([np.zeros(0, np.int64), *(np.diff(self._open(shard)[1]) for shard in shards)])
+        return np.concatenate(
+            [np.zeros(0, np.int64), *(np.diff(self._open(shard)[1]) for shard in shards)]
+        )
 
     def _open(self, shard: int) -> tuple[Array, Array]:
         pair = self._shards.get(shard)
         if pair is None:
             stem = self._folder / shard_stem(shard)
-            pair = _map(Path(f"{stem}.{self._kind}s.npy")), _map(Path(f"{stem}.{self._kind}_offsets.npy"))
+            pair = (
+                _map(Path(f"{stem}.{self._kind}s.npy")),
+                _map(Path(f"{stem}.{self._kind}_offsets.npy")),
+            )
             self._shards[shard] = pair
         return pair
 
 
-def by_shard(sorted_rows: Int64Array, num_rows: int, shard_rows: int) -> Sequence[tuple[int, slice, Int64Array]]:
+def by_shard(
+    sorted_rows: Int64Array, num_rows: int, shard_rows: int
+) -> Sequence[tuple[int, slice, Int64Array]]:
     """(shard, its slice of `sorted_rows`, row numbers inside the shard) for every shard the rows touch.
 
     Raises:
@@ -110,11 +125,16 @@ def by_shard(sorted_rows: Int64Array, num_rows: int, shard_rows: int) -> Sequenc
     if len(sorted_rows) == 0:
         return []
     if sorted_rows[0] < 0 or sorted_rows[-1] >= num_rows:
-        raise IndexError(f"rows {sorted_rows[0]} .. {sorted_rows[-1]} asked for, there are {num_rows}")
+        raise IndexError(
+            f"rows {sorted_rows[0]} .. {sorted_rows[-1]} asked for, there are {num_rows}"
+        )
     shards = sorted_rows // shard_rows
     cuts = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
     local = sorted_rows - shards * shard_rows
-    return [(int(shards[start]), slice(start, stop), local[start:stop]) for start, stop in itertools.pairwise(cuts)]
+    return [
+        (int(shards[start]), slice(start, stop), local[start:stop])
+        for start, stop in itertools.pairwise(cuts)
+    ]
 
 
 def _npy(array: Array) -> bytes:
@@ -134,7 +154,9 @@ def _map(path: Path) -> Array:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         start = file.tell()
-    data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
+    data = torch.from_file(
+        str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
+    ).numpy()
     view: Array = data[start:].view(dtype).reshape(shape)
     view.flags.writeable = False
     return view

@@ -23,11 +23,16 @@ from xmcray import logs
 from xmcray.errors import ResourceError, XmcrayError
 
 READ_CPUS = 0.1  # a reading task mostly waits for those who work on what it reads
-RAY_DATA_ACTORS = ("AutoscalingCoordinator", "datasets_stats_actor")  # Ray Data's own, which hold no CPU
+RAY_DATA_ACTORS = (
+    "AutoscalingCoordinator",
+    "datasets_stats_actor",
+)  # Ray Data's own, which hold no CPU
 QUEUE_BYTES = 128 << 20  # what may lie between the tasks; the reader pauses beyond it
 
 
-def mapped(rows: Any, function: Callable[[Any], Iterator[Any]], cpus: float, concurrency: int | None = None) -> Any:
+def mapped(
+    rows: Any, function: Callable[[Any], Iterator[Any]], cpus: float, concurrency: int | None = None
+) -> Any:
     """A Ray Data stage that turns each item into the items of `function`; an XmcrayError becomes the last item."""
 
     def stage(batch: pa.Table) -> Iterator[pa.Table]:
@@ -40,7 +45,9 @@ def mapped(rows: Any, function: Callable[[Any], Iterator[Any]], cpus: float, con
             yield boxed(error)
 
     compute = ray.data.TaskPoolStrategy(size=concurrency)
-    return rows.map_batches(stage, batch_size=1, num_cpus=cpus, compute=compute, batch_format="pyarrow")
+    return rows.map_batches(
+        stage, batch_size=1, num_cpus=cpus, compute=compute, batch_format="pyarrow"
+    )
 
 
 def boxed(item: Any) -> pa.Table:
@@ -127,17 +134,24 @@ def _cpu_holders() -> str:
     """Who has reserved the cluster's CPUs, in one line."""
     total, free = (r.get("CPU", 0.0) for r in (ray.cluster_resources(), ray.available_resources()))
     found = [f"{free:g} of {total:g} CPUs free"]
-    with contextlib.suppress(Exception):  # the tables are for debugging only; the message is worth more than they are
+    with contextlib.suppress(
+        Exception
+    ):  # the tables are for debugging only; the message is worth more than they are
         from ray._private import state
 
-        names = [actor["Name"] or actor["ActorClassName"] for actor in state.actors(actor_state_name="ALIVE").values()]
+        names = [
+            actor["Name"] or actor["ActorClassName"]
+            for actor in state.actors(actor_state_name="ALIVE").values()
+        ]
         others = Counter(name for name in names if name not in RAY_DATA_ACTORS)
         found += [f"{count} x actor {name}" for name, count in sorted(others.items())]
     with contextlib.suppress(Exception):
         for group in ray.util.placement_group_table().values():
             cpus = sum(bundle.get("CPU", 0.0) for bundle in group["bundles"].values())
             if group["state"] == "CREATED" and cpus:
-                found.append(f"placement group {group['name'] or group['placement_group_id'][:8]} holds {cpus:g}")
+                found.append(
+                    f"placement group {group['name'] or group['placement_group_id'][:8]} holds {cpus:g}"
+                )
     return ", ".join(found)
 
 
@@ -151,4 +165,6 @@ def progress_bar(progress: bool) -> Progress:
         TextColumn("{task.speed:,.0f} rows/s"),
         TimeElapsedColumn(),
     )
-    return Progress(*columns, console=console, disable=logs.as_json() or not (progress and console.is_terminal))
+    return Progress(
+        *columns, console=console, disable=logs.as_json() or not (progress and console.is_terminal)
+    )

@@ -51,7 +51,9 @@ class TextTokenizer:
         label_max_len: int = LABEL_MAX_LEN,
     ) -> None:
         if max_len < 1 or label_max_len < 1:
-            raise ConfigError(f"max_len is {max_len} and label_max_len {label_max_len}, expected at least 1")
+            raise ConfigError(
+                f"max_len is {max_len} and label_max_len {label_max_len}, expected at least 1"
+            )
         self._files = dict(files)
         self._by_length: dict[int, Tokenizer] = {}
         self.kind, self.pad_id, self.max_len = kind, pad_id, max_len
@@ -68,10 +70,16 @@ class TextTokenizer:
             return Ragged.empty(0)
         backend = self._truncating(max_len or self.max_len)
         # A block at a time: the library's answer takes some kilobytes per text, of which the ids are a small part.
-        rows = [row.ids for block in _blocks(texts, ENCODE_BLOCK) for row in backend.encode_batch_fast(list(block))]
+        rows = [
+            row.ids
+            for block in _blocks(texts, ENCODE_BLOCK)
+            for row in backend.encode_batch_fast(list(block))
+        ]
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
-        return Ragged(np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(offsets[-1])), offsets)
+        return Ragged(
+            np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(offsets[-1])), offsets
+        )
 
     def tokens(self, text: str) -> list[str]:
         """The pieces of one text, to look at."""
@@ -80,7 +88,11 @@ class TextTokenizer:
     def with_lengths(self, max_len: int, label_max_len: int) -> TextTokenizer:
         """The same tokenizer with other truncation lengths."""
         return TextTokenizer(
-            self._files, kind=self.kind, pad_id=self.pad_id, max_len=max_len, label_max_len=label_max_len
+            self._files,
+            kind=self.kind,
+            pad_id=self.pad_id,
+            max_len=max_len,
+            label_max_len=label_max_len,
         )
 
     def to_files(self) -> dict[str, str]:
@@ -114,9 +126,13 @@ class TextTokenizer:
         """
         try:
             names = ["xmcray.json", *_files_of(folder)]
-            return cls.from_files({name: (folder / name).read_text(encoding="utf-8") for name in names})
+            return cls.from_files(
+                {name: (folder / name).read_text(encoding="utf-8") for name in names}
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BundleError(f"{folder} holds no readable tokenizer ({error}); make the artifact again") from None
+            raise BundleError(
+                f"{folder} holds no readable tokenizer ({error}); make the artifact again"
+            ) from None
 
     def _truncating(self, max_len: int) -> Tokenizer:
         """One backend per length: changing the truncation of a shared one would disturb other threads."""
@@ -133,7 +149,10 @@ class TextTokenizer:
 
 
 def train_wordpiece(
-    texts: Iterable[str], vocab_size: int = MAX_VOCAB, max_len: int = 128, label_max_len: int = LABEL_MAX_LEN
+    texts: Iterable[str],
+    vocab_size: int = MAX_VOCAB,
+    max_len: int = 128,
+    label_max_len: int = LABEL_MAX_LEN,
 ) -> TextTokenizer:
     """A lower-cased WordPiece vocabulary of at most `vocab_size` tokens that occur at least twice in `texts`.
 
@@ -147,7 +166,9 @@ def train_wordpiece(
     normalizer = normalizers.BertNormalizer(lowercase=True)
     alphabet = _alphabet(known, normalizer)
     if not alphabet:
-        raise ConfigError("the corpus has no text to train a tokenizer on; choose --tokenizer MODEL or add texts")
+        raise ConfigError(
+            "the corpus has no text to train a tokenizer on; choose --tokenizer MODEL or add texts"
+        )
     inner = [f"##{letter}" for letter in alphabet if unicodedata.category(letter)[0] != "P"]
     first = [PAD, UNKNOWN, *alphabet, *inner]
     backend = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
@@ -162,14 +183,22 @@ def train_wordpiece(
     )
     backend.train_from_iterator(known, trainer, length=len(known))
     # The trainer registered the characters as special tokens, which match before any word: take the vocabulary alone.
-    clean = Tokenizer(models.WordPiece(backend.get_vocab(with_added_tokens=False), unk_token=UNKNOWN))
+    clean = Tokenizer(
+        models.WordPiece(backend.get_vocab(with_added_tokens=False), unk_token=UNKNOWN)
+    )
     clean.normalizer, clean.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
     return TextTokenizer(
-        {"tokenizer.json": clean.to_str()}, kind="wordpiece", pad_id=0, max_len=max_len, label_max_len=label_max_len
+        {"tokenizer.json": clean.to_str()},
+        kind="wordpiece",
+        pad_id=0,
+        max_len=max_len,
+        label_max_len=label_max_len,
     )
 
 
-def from_transformer(name_or_path: str, max_len: int, label_max_len: int = LABEL_MAX_LEN) -> TextTokenizer:
+def from_transformer(
+    name_or_path: str, max_len: int, label_max_len: int = LABEL_MAX_LEN
+) -> TextTokenizer:
     """The tokenizer of a transformer: a local folder, a model in the local cache, or a hub id to download.
 
     Raises:
@@ -195,19 +224,27 @@ def from_transformer(name_or_path: str, max_len: int, label_max_len: int = LABEL
                     " tokenizer files, or a hub id that is cached or can be downloaded"
                 ) from None
     if getattr(known, "backend_tokenizer", None) is None:
-        raise ConfigError(f"tokenizer {name_or_path!r} has no fast form (tokenizer.json); choose another model")
+        raise ConfigError(
+            f"tokenizer {name_or_path!r} has no fast form (tokenizer.json); choose another model"
+        )
     pad_id = known.pad_token_id if known.pad_token_id is not None else known.eos_token_id or 0
     with tempfile.TemporaryDirectory() as folder:
         known.save_pretrained(folder)
-        files = {name: Path(folder, name).read_text(encoding="utf-8") for name in _files_of(Path(folder))}
-    return TextTokenizer(files, kind="transformer", pad_id=pad_id, max_len=max_len, label_max_len=label_max_len)
+        files = {
+            name: Path(folder, name).read_text(encoding="utf-8") for name in _files_of(Path(folder))
+        }
+    return TextTokenizer(
+        files, kind="transformer", pad_id=pad_id, max_len=max_len, label_max_len=label_max_len
+    )
 
 
 def _alphabet(texts: Sequence[str], normalizer: Any) -> list[str]:
     """The most frequent characters (at most MAX_ALPHABET, ties by code point), sorted."""
     counts: dict[str, int] = {}
     for block in _blocks(texts):
-        points = np.frombuffer(normalizer.normalize_str(" ".join(block)).encode("utf-32-le"), np.uint32)
+        points = np.frombuffer(
+            normalizer.normalize_str(" ".join(block)).encode("utf-32-le"), np.uint32
+        )
         for point, count in zip(*np.unique(points, return_counts=True), strict=True):
             counts[chr(point)] = counts.get(chr(point), 0) + int(count)
     letters = [letter for letter in counts if not letter.isspace()]
@@ -236,6 +273,10 @@ def _probe_hub(name: str) -> None:
     try:
         socket.create_connection((target.hostname or "", target.port or 443), timeout=3).close()
         if proxy:  # the proxy answers although what lies behind it may not
-            urllib.request.urlopen(f"{hub.ENDPOINT}/{name}/resolve/main/config.json", timeout=5).close()
+            urllib.request.urlopen(
+                f"{hub.ENDPOINT}/{name}/resolve/main/config.json", timeout=5
+            ).close()
     except OSError as error:
-        raise OSError(f"not in the local cache, and the model hub is out of reach: {error}") from None
+        raise OSError(
+            f"not in the local cache, and the model hub is out of reach: {error}"
+        ) from None

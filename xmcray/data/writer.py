@@ -77,22 +77,36 @@ class CorpusWriter:
             np.add.at(self.counts[split], shard.label_ids, 1)
             self.filters.setdefault(split, []).append(shard.filters)
 
-    def finish(self, source: Source, config: PrepareConfig, name: str, licence: str, tokenizer: TextTokenizer) -> None:
+    def finish(
+        self,
+        source: Source,
+        config: PrepareConfig,
+        name: str,
+        licence: str,
+        tokenizer: TextTokenizer,
+    ) -> None:
         """Everything that needs the counts: label order, filters, rejected rows, card."""
         for split in ("labels", *source.splits):
             if not self.num_rows[split]:
                 raise DataError(f"{source.path}: split {split!r} has no row; expected at least one")
         num_labels, train = self.num_rows["labels"], self.counts["train"]
         tokenizer.save(self.folder / "tokenizer")
-        np.save(self.folder / "label_order.npy", np.random.default_rng([config.seed, 0]).permutation(num_labels))
+        np.save(
+            self.folder / "label_order.npy",
+            np.random.default_rng([config.seed, 0]).permutation(num_labels),
+        )
         np.save(self.folder / "train_counts.npy", train)
         for split, parts in self.filters.items():
             (self.folder / "filters").mkdir(exist_ok=True)
             np.save(self.folder / "filters" / f"{split}.npy", sorted_pairs(np.concatenate(parts)))
-        rejected = sorted(self.rejected, key=lambda item: (item[0], item[1].file, item[1].line, item[1].reason))
+        rejected = sorted(
+            self.rejected, key=lambda item: (item[0], item[1].file, item[1].line, item[1].reason)
+        )
         if rejected:
             lines = [
-                json.dumps({"split": split, **asdict(bad), "file": Path(bad.file).name}, ensure_ascii=False)
+                json.dumps(
+                    {"split": split, **asdict(bad), "file": Path(bad.file).name}, ensure_ascii=False
+                )
                 for split, bad in rejected
             ]
             (self.folder / "rejected.jsonl").write_text("\n".join(lines) + "\n", "utf-8")

@@ -63,8 +63,14 @@ def look_at(address: str, environment: Mapping[str, str], home: Path) -> Cluster
         port = url.port
     except ValueError:
         port = None
-    if url.scheme not in ("http", "https", "ray-head") or not url.hostname or (url.scheme == "ray-head" and not port):
-        raise ConfigError(f"--cluster {address}: expected http://HOST:PORT of the dashboard, or HOST:PORT of the head")
+    if (
+        url.scheme not in ("http", "https", "ray-head")
+        or not url.hostname
+        or (url.scheme == "ray-head" and not port)
+    ):
+        raise ConfigError(
+            f"--cluster {address}: expected http://HOST:PORT of the dashboard, or HOST:PORT of the head"
+        )
     if url.scheme == "ray-head":
         return _of_head(address, url.hostname, port or 0, environment, home)
     token = _token(environment, home)
@@ -81,17 +87,27 @@ def look_at(address: str, environment: Mapping[str, str], home: Path) -> Cluster
 def findings(cluster: Cluster, gpus: int) -> Iterator[Finding]:
     """What is good and bad about a cluster that answers."""
     here, host = installed("ray"), urlsplit(cluster.url).hostname
-    yield Finding("head", "ok", f"answers at {cluster.url}" + (f", Ray {cluster.ray}" if cluster.ray else ""))
+    yield Finding(
+        "head", "ok", f"answers at {cluster.url}" + (f", Ray {cluster.ray}" if cluster.ray else "")
+    )
     if cluster.ray not in (None, here):
         do = f"install ray=={cluster.ray} here, or {here} there"
         yield Finding("Ray", "warning", f"{cluster.ray} there, {here} here", do)
     if cluster.open:
-        level, do = "warning" if host in LOOPBACK else "error", "start the head with RAY_AUTH_MODE=token and a token"
+        level, do = (
+            "warning" if host in LOOPBACK else "error",
+            "start the head with RAY_AUTH_MODE=token and a token",
+        )
         yield Finding("token", level, "the head asks for none: whoever reaches it runs code", do)  # type: ignore[arg-type]
     else:
         yield Finding("token", "ok", "accepted")
     if not cluster.nodes:
-        yield Finding("nodes", "error", "none is alive", "look at the head's log, or wait until it has started")
+        yield Finding(
+            "nodes",
+            "error",
+            "none is alive",
+            "look at the head's log, or wait until it has started",
+        )
     for node in cluster.nodes:
         has = node.resources
         text = f"{has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs, {has.get('memory', 0) / 2**30:.1f} GiB"
@@ -107,13 +123,24 @@ def findings(cluster: Cluster, gpus: int) -> Iterator[Finding]:
 
 def _token(environment: Mapping[str, str], home: Path) -> str | None:
     """The token that `ray job submit` would send; none without RAY_AUTH_MODE=token."""
-    if environment.get("RAY_AUTH_MODE", "").lower() != "token" or (source := token_source(environment, home)) is None:
+    if (
+        environment.get("RAY_AUTH_MODE", "").lower() != "token"
+        or (source := token_source(environment, home)) is None
+    ):
         return None
-    return environment["RAY_AUTH_TOKEN"] if source == "RAY_AUTH_TOKEN" else Path(source).read_text().strip()
+    return (
+        environment["RAY_AUTH_TOKEN"]
+        if source == "RAY_AUTH_TOKEN"
+        else Path(source).read_text().strip()
+    )
 
 
-def _get(root: str, path: str, token: str | None, environment: Mapping[str, str], home: Path) -> Any:
-    request = urllib.request.Request(root + path, headers={"Authorization": f"Bearer {token}"} if token else {})
+def _get(
+    root: str, path: str, token: str | None, environment: Mapping[str, str], home: Path
+) -> Any:
+    request = urllib.request.Request(
+        root + path, headers={"Authorization": f"Bearer {token}"} if token else {}
+    )
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return json.load(answer)
@@ -126,7 +153,9 @@ def _get(root: str, path: str, token: str | None, environment: Mapping[str, str]
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         raise _silent(root, error) from None
     except (ValueError, KeyError, TypeError):
-        raise ResourceError(f"{root} answers, but is not the dashboard of a Ray head; check the port") from None
+        raise ResourceError(
+            f"{root} answers, but is not the dashboard of a Ray head; check the port"
+        ) from None
 
 
 def _answers_strangers(root: str) -> bool:
@@ -148,31 +177,52 @@ def _silent(where: str, error: BaseException) -> ResourceError:
 def _refused(where: str, environment: Mapping[str, str], home: Path) -> ResourceError:
     source, mode = token_source(environment, home), environment.get("RAY_AUTH_MODE", "").lower()
     if mode != "token":
-        found, do = "RAY_AUTH_MODE is not token, so Ray's commands send none", "export RAY_AUTH_MODE=token"
+        found, do = (
+            "RAY_AUTH_MODE is not token, so Ray's commands send none",
+            "export RAY_AUTH_MODE=token",
+        )
     elif source is None:
-        found, do = "there is none here", "put the cluster's token into ~/.ray/auth_token with mode 0600"
+        found, do = (
+            "there is none here",
+            "put the cluster's token into ~/.ray/auth_token with mode 0600",
+        )
     else:
-        return ResourceError(f"the Ray head at {where} refuses the token of {source}; put that cluster's token there")
+        return ResourceError(
+            f"the Ray head at {where} refuses the token of {source}; put that cluster's token there"
+        )
     return ResourceError(f"the Ray head at {where} wants a token, and {found}; {do}")
 
 
-def _of_head(address: str, host: str, port: int, environment: Mapping[str, str], home: Path) -> Cluster:
+def _of_head(
+    address: str, host: str, port: int, environment: Mapping[str, str], home: Path
+) -> Cluster:
     """Asks the head itself, in a process of its own: Ray aborts the one in which a token is missing."""
     try:
         socket.create_connection((host, port), timeout=PATIENCE_S).close()
     except OSError as error:
         raise _silent(address, error) from None
-    if environment.get("RAY_AUTH_MODE", "").lower() == "token" and token_source(environment, home) is None:
+    if (
+        environment.get("RAY_AUTH_MODE", "").lower() == "token"
+        and token_source(environment, home) is None
+    ):
         raise _refused(address, environment, home)
     command = [sys.executable, "-m", "xmcray.doctor.head", address]
     try:
-        asked = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+        asked = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        )
     except subprocess.TimeoutExpired:
-        raise ResourceError(f"{address} takes connections, but does not answer as a Ray head; check the port") from None
+        raise ResourceError(
+            f"{address} takes connections, but does not answer as a Ray head; check the port"
+        ) from None
     if "InvalidAuthToken" in asked.stderr:
         raise _refused(address, environment, home)
     try:
         answer = json.loads(asked.stdout)
     except ValueError:
-        raise ResourceError(f"{address} answers, but not as a Ray head of this version; check the port") from None
-    return Cluster(address, None, bool(answer["open"]), tuple(Node(**node) for node in answer["nodes"]))
+        raise ResourceError(
+            f"{address} answers, but not as a Ray head of this version; check the port"
+        ) from None
+    return Cluster(
+        address, None, bool(answer["open"]), tuple(Node(**node) for node in answer["nodes"])
+    )

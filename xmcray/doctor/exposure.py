@@ -9,7 +9,16 @@ from pathlib import Path
 from xmcray.doctor.finding import Finding
 from xmcray.doctor.sockets import Listener
 
-OURS = ("raylet", "gcs_server", "ray::", "ray/dashboard", "ray/_private", "ray start", "xmcray", "ray/serve")
+OURS = (
+    "raylet",
+    "gcs_server",
+    "ray::",
+    "ray/dashboard",
+    "ray/_private",
+    "ray start",
+    "xmcray",
+    "ray/serve",
+)
 DASHBOARD = "dashboard/dashboard.py"
 SERVER_TOKENS = ("serve-state/token", "serve-state/admin-token")
 
@@ -56,14 +65,20 @@ def file_modes(environment: Mapping[str, str], home: Path, folder: Path) -> Iter
             mode = stat.S_IMODE(path.stat().st_mode)
             good = not mode & 0o077
             do = "" if good else f"run chmod 600 {path}"
-            yield Finding("token file", "ok" if good else "error", f"{path} has mode {mode:04o}", do)
+            yield Finding(
+                "token file", "ok" if good else "error", f"{path} has mode {mode:04o}", do
+            )
 
 
 def open_ports(listening: Sequence[Listener]) -> Iterator[Finding]:
     """Ports of Ray and of our servers that other machines reach."""
     ours = [one for one in listening if any(word in one.command for word in OURS)]
     beyond = [one for one in ours if not one.loopback]
-    dashboards = [one for one in beyond if DASHBOARD in one.command and f"--port={one.port}" in one.command.split()]
+    dashboards = [
+        one
+        for one in beyond
+        if DASHBOARD in one.command and f"--port={one.port}" in one.command.split()
+    ]
     for one in dashboards:
         yield Finding(
             "dashboard",
@@ -81,4 +96,6 @@ def open_ports(listening: Sequence[Listener]) -> Iterator[Finding]:
         )
         yield Finding("open ports", "warning", f"{some}{more}", do)
     elif not dashboards:
-        yield Finding("open ports", "ok", f"{len(ours)} of Ray and xmcray, none beyond this machine")
+        yield Finding(
+            "open ports", "ok", f"{len(ours)} of Ray and xmcray, none beyond this machine"
+        )

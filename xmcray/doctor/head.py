@@ -17,11 +17,17 @@ def main(address: str) -> None:
     raylet: Any = _raylet
     nodes = raylet.GcsClient(address=address).get_all_node_info(timeout=10).values()
     found = [
-        {"address": node.node_manager_address, "head": bool(node.is_head_node), "resources": dict(node.resources_total)}
+        {
+            "address": node.node_manager_address,
+            "head": bool(node.is_head_node),
+            "resources": dict(node.resources_total),
+        }
         for node in nodes
         if node.state == ALIVE
     ]
-    print(json.dumps({"open": os.environ.get("RAY_AUTH_MODE", "").lower() != "token", "nodes": found}))
+    print(
+        json.dumps({"open": os.environ.get("RAY_AUTH_MODE", "").lower() != "token", "nodes": found})
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_sto
 FILES = 4096
 
 
-def cores(environment: Mapping[str, str], cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[Finding]:
+def cores(
+    environment: Mapping[str, str], cgroup: Path = Path("/sys/fs/cgroup")
+) -> Iterator[Finding]:
     """Cores that this process may use, and threads per process."""
     seen, mine = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     allowed = min(mine, _quota(cgroup) or mine)
@@ -41,25 +43,39 @@ def cores(environment: Mapping[str, str], cgroup: Path = Path("/sys/fs/cgroup"))
             "lower it",
         )
     else:
-        yield Finding("OMP_NUM_THREADS", "ok", threads or "not set: cluster.threads_per_process decides")
+        yield Finding(
+            "OMP_NUM_THREADS", "ok", threads or "not set: cluster.threads_per_process decides"
+        )
 
 
-def memory(meminfo: Path = Path("/proc/meminfo"), shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
+def memory(
+    meminfo: Path = Path("/proc/meminfo"), shm: Path = Path("/dev/shm")
+) -> Iterator[Finding]:
     """Memory, and shared memory, where Ray keeps its objects."""
     values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines(meminfo)}
     total, free = values.get("MemTotal", 0), values.get("MemAvailable", 0)
     if total:
         text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
         if free < (1 - RAY_FULL) * total:
-            yield Finding("memory", "error", f"{text}: Ray kills workers at 95 %", "end other programs")
+            yield Finding(
+                "memory", "error", f"{text}: Ray kills workers at 95 %", "end other programs"
+            )
         elif free < SMALL_MEMORY:
             yield Finding(
-                "memory", "warning", text, "a run with 2 workers on Ray takes about 2 GiB; end other programs"
+                "memory",
+                "warning",
+                text,
+                "a run with 2 workers on Ray takes about 2 GiB; end other programs",
             )
         else:
             yield Finding("memory", "ok", text)
     if not shm.is_dir():
-        yield Finding("shared memory", "warning", f"{shm} is missing: Ray keeps objects on disk", "mount it as tmpfs")
+        yield Finding(
+            "shared memory",
+            "warning",
+            f"{shm} is missing: Ray keeps objects on disk",
+            "mount it as tmpfs",
+        )
         return
     size = shutil.disk_usage(shm).free
     if size < SMALL_SHM:
@@ -81,14 +97,27 @@ def disk(environment: Mapping[str, str]) -> Iterator[Finding]:
         text = f"{usage.free / GIB:.1f} GiB are free at {folder}"
         if name == "disk of Ray" and usage.free < (1 - RAY_FULL) * usage.total:
             yield Finding(
-                name, "error", f"{text}: Ray makes no objects on a disk 95 % full", "free some, or set RAY_TMPDIR"
+                name,
+                "error",
+                f"{text}: Ray makes no objects on a disk 95 % full",
+                "free some, or set RAY_TMPDIR",
             )
         elif usage.free < SMALL_DISK:
-            yield Finding(name, "warning", text, "a run keeps two checkpoints, with the state of its optimisers")
+            yield Finding(
+                name,
+                "warning",
+                text,
+                "a run keeps two checkpoints, with the state of its optimisers",
+            )
         else:
             yield Finding(name, "ok", text)
     if len(f"{ray}{RAY_SOCKET}") > SOCKET_PATH:
-        yield Finding("RAY_TMPDIR", "error", f"{ray} is too long for the sockets of Ray", "choose a shorter folder")
+        yield Finding(
+            "RAY_TMPDIR",
+            "error",
+            f"{ray} is too long for the sockets of Ray",
+            "choose a shorter folder",
+        )
 
 
 def limits() -> Iterator[Finding]:
@@ -111,7 +140,11 @@ def devices(nvidia: Path = Path("/proc/driver/nvidia/gpus")) -> Iterator[Finding
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         yield Finding("GPU", "ok", ", ".join(names))
     elif there:
-        build = "was built without CUDA" if torch.version.cuda is None else f"expects CUDA {torch.version.cuda}"
+        build = (
+            "was built without CUDA"
+            if torch.version.cuda is None
+            else f"expects CUDA {torch.version.cuda}"
+        )
         yield Finding(
             "GPU",
             "warning",

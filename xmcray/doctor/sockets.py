@@ -33,13 +33,19 @@ class Listener:
         words = self.command.split()
         if words and words[0].startswith("ray::"):
             return words[0]
-        scripts = [Path(word).name for word in words[:6] if word.endswith((".py", "raylet", "gcs_server", "xmcray"))]
+        scripts = [
+            Path(word).name
+            for word in words[:6]
+            if word.endswith((".py", "raylet", "gcs_server", "xmcray"))
+        ]
         return scripts[0] if scripts else Path(words[0]).name if words else "?"
 
 
 def listeners(proc: Path = Path("/proc")) -> list[Listener]:
     """Listening TCP sockets of processes that this user may look into, by port."""
-    sockets = {inode: where for name in ("tcp", "tcp6") for inode, where in _table(proc / "net" / name)}
+    sockets = {
+        inode: where for name in ("tcp", "tcp6") for inode, where in _table(proc / "net" / name)
+    }
     found = set()
     for folder in proc.glob("[0-9]*"):
         for inode in _inodes(folder):
@@ -82,6 +88,8 @@ def _inodes(process: Path) -> list[str]:
 
 def _command(process: Path) -> str:
     try:
-        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        )
     except OSError:
         return ""

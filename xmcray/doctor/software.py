@@ -19,9 +19,24 @@ INSTALL = "pip install -c constraints.txt -e '.[cpu]', or '.[gpu]'"
 
 # name -> harmful value, how bad, what it does, what to do
 SWITCHES: dict[str, tuple[str, Level, str, str]] = {
-    "RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR": ("1", "error", "Ray Data unpickles what a data file holds", "unset it"),
-    "RAY_DATA_AUTOLOAD_PYEXTENSIONTYPE": ("1", "error", "Ray Data unpickles what a data file holds", "unset it"),
-    "RAY_TRAIN_V2_ENABLED": ("0", "error", "the old Ray Train is chosen, in which no method trains", "unset it"),
+    "RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR": (
+        "1",
+        "error",
+        "Ray Data unpickles what a data file holds",
+        "unset it",
+    ),
+    "RAY_DATA_AUTOLOAD_PYEXTENSIONTYPE": (
+        "1",
+        "error",
+        "Ray Data unpickles what a data file holds",
+        "unset it",
+    ),
+    "RAY_TRAIN_V2_ENABLED": (
+        "0",
+        "error",
+        "the old Ray Train is chosen, in which no method trains",
+        "unset it",
+    ),
     "RAY_AUTH_MODE": (
         "disabled",
         "warning",
@@ -72,7 +87,12 @@ def faiss() -> Finding:
         return Finding("faiss", "error", "missing", INSTALL)
     if len(there) > 1:
         both = " and ".join(there)
-        return Finding("faiss", "error", f"{both} overwrite each other", f"pip uninstall {both}, then {INSTALL}")
+        return Finding(
+            "faiss",
+            "error",
+            f"{both} overwrite each other",
+            f"pip uninstall {both}, then {INSTALL}",
+        )
     return Finding("faiss", "ok", ", ".join(f"{name} {found}" for name, found in there.items()))
 
 
@@ -98,5 +118,8 @@ def switches(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
     if sys.platform != "linux":
         yield Finding(
-            "platform", "warning", f"{sys.platform}: only Linux is tested", "use Linux for anything that lasts"
+            "platform",
+            "warning",
+            f"{sys.platform}: only Linux is tested",
+            "use Linux for anything that lasts",
         )

@@ -31,10 +31,14 @@ class NearestQueries:
         counts = [Counter(_terms(text)) for text in texts]
         documents = Counter(term for row in counts for term in row)
         self._columns = {term: column for column, term in enumerate(sorted(documents))}
-        self._idf = np.log(len(texts) / np.array([documents[term] for term in sorted(documents)])) + 1
+        self._idf = (
+            np.log(len(texts) / np.array([documents[term] for term in sorted(documents)])) + 1
+        )
         self._train = self._tfidf(counts)
         ones = np.ones(len(positives.values))
-        self._labels = sp.csr_matrix((ones, positives.values, positives.offsets), shape=(len(texts), num_labels))
+        self._labels = sp.csr_matrix(
+            (ones, positives.values, positives.offsets), shape=(len(texts), num_labels)
+        )
 
     def top_labels(self, texts: Sequence[str], k: int, exclude: Ragged | None = None) -> TopLabels:
         """The k best labels of each text, ties by lower id; -1 where fewer labels have a score.
@@ -65,7 +69,10 @@ class NearestQueries:
 
     def _tfidf(self, counts: Sequence[Counter[str]]) -> Any:
         """float64 [rows, V]: 1 + log(count) times log(N / documents) + 1, rows of length 1; unknown terms left out."""
-        known = [[(self._columns[term], n) for term, n in row.items() if term in self._columns] for row in counts]
+        known = [
+            [(self._columns[term], n) for term, n in row.items() if term in self._columns]
+            for row in counts
+        ]
         offsets = np.cumsum([0, *map(len, known)])
         columns = np.array([column for row in known for column, _ in row], np.int64)
         times = np.array([n for row in known for _, n in row], np.float64)

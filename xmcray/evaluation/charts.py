@@ -53,13 +53,19 @@ def line_chart(
     show: Callable[[float], str] = short_number,
 ) -> str:
     """A chart with one line per series; long ones are drawn as means over equal stretches inside their range."""
-    drawn = [Series(s.name, s.x[np.isfinite(s.y)], s.y[np.isfinite(s.y)]) for s in series if np.isfinite(s.y).any()]
+    drawn = [
+        Series(s.name, s.x[np.isfinite(s.y)], s.y[np.isfinite(s.y)])
+        for s in series
+        if np.isfinite(s.y).any()
+    ]
     if not drawn:
         return ""
     every_x, every_y = np.concatenate([s.x for s in drawn]), np.concatenate([s.y for s in drawn])
     x_low, x_high = float(every_x.min()), float(every_x.max())
     x_high = x_high if x_high > x_low else x_low + 1
-    y_low, y_high = _range(min(0.0, float(every_y.min())) if from_zero else float(every_y.min()), float(every_y.max()))
+    y_low, y_high = _range(
+        min(0.0, float(every_y.min())) if from_zero else float(every_y.min()), float(every_y.max())
+    )
     frame = _Frame(x_low, x_high, y_low, y_high)
     parts = [_axes(frame, ticks(x_low, x_high), x_title, y_title, show)]
     for number, line in enumerate(drawn):
@@ -90,13 +96,19 @@ def bar_chart(
     width = 0.76 / len(series)
     for place, name in enumerate(names):
         for row, words in enumerate(name.split("\n")):
-            parts.append(_text(frame.x(place + 0.5), HEIGHT - BOTTOM + 15 + 13 * row, words, "middle"))
+            parts.append(
+                _text(frame.x(place + 0.5), HEIGHT - BOTTOM + 15 + 13 * row, words, "middle")
+            )
         for number in range(len(series)):
             value = float(values[number, place])
             if math.isfinite(value):
                 left, top = frame.x(place + 0.12 + number * width), frame.y(value)
-                size = f'width="{frame.x(width) - frame.x(0) - 1:.1f}" height="{frame.y(0) - top:.1f}"'
-                hint = escape(f"{name.replace(chr(10), chr(32))}: {series[number].name} {show(value)}")
+                size = (
+                    f'width="{frame.x(width) - frame.x(0) - 1:.1f}" height="{frame.y(0) - top:.1f}"'
+                )
+                hint = escape(
+                    f"{name.replace(chr(10), chr(32))}: {series[number].name} {show(value)}"
+                )
                 parts.append(
                     f'<rect class="f{number}" x="{left:.1f}" y="{top:.1f}" {size}><title>{hint}</title></rect>'
                 )
@@ -119,7 +131,11 @@ class _Frame:
         return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
+        return (
+            HEIGHT
+            - BOTTOM
+            - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
+        )
 
 
 def _range(low: float, high: float) -> tuple[float, float]:
@@ -132,11 +148,19 @@ def _text(x: float, y: float, text: str, anchor: str, extra: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(text)}</text>'
 
 
-def _axes(frame: _Frame, x_ticks: Sequence[float], x_title: str, y_title: str, show: Callable[[float], str]) -> str:
+def _axes(
+    frame: _Frame,
+    x_ticks: Sequence[float],
+    x_title: str,
+    y_title: str,
+    show: Callable[[float], str],
+) -> str:
     parts = []
     for tick in ticks(frame.y_low, frame.y_high):
         y = frame.y(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
         parts.append(_text(LEFT - 6, y + 4, show(tick), "end"))
     base = HEIGHT - BOTTOM
     for tick in x_ticks:
@@ -167,12 +191,16 @@ def _line(frame: _Frame, line: Series, number: int) -> str:
         corners = " ".join(f"{frame.x(a):.1f},{frame.y(b):.1f}" for a, b in edge)
         band = f'<polygon class="f{number} band" points="{corners}"/>'
     places = [point.split(",") for point in points] if len(points) <= 30 else []
-    dots = "".join(f'<circle class="f{number}" cx="{left}" cy="{top}" r="2.5"/>' for left, top in places)
+    dots = "".join(
+        f'<circle class="f{number}" cx="{left}" cy="{top}" r="2.5"/>' for left, top in places
+    )
     return f'{band}<polyline class="s{number}" points="{" ".join(points)}"/>{dots}'
 
 
 def _figure(title: str, legend: Sequence[str], note: str, drawing: str) -> str:
-    keys = "".join(f'<span><i class="b{i}"></i>{escape(name)}</span>' for i, name in enumerate(legend) if name)
+    keys = "".join(
+        f'<span><i class="b{i}"></i>{escape(name)}</span>' for i, name in enumerate(legend) if name
+    )
     head = f"<b>{escape(title)}</b>{keys}" + (f"<small>{escape(note)}</small>" if note else "")
     label = escape(title, quote=True)
     return (

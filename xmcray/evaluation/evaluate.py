@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from xmcray.errors import DataError
-from xmcray.evaluation.metrics import F1_CUTOFF, MAIN_METRICS, SEGMENTS, Float64Array, Metrics, segment_range
+from xmcray.evaluation.metrics import (
+    F1_CUTOFF,
+    MAIN_METRICS,
+    SEGMENTS,
+    Float64Array,
+    Metrics,
+    segment_range,
+)
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 SEARCH_K = 100  # answers per query (R@100), clipped to the number of labels
@@ -50,7 +57,12 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """The content of metrics.json (without the columns per query)."""
-        about: dict[str, Any] = {"queries": self.queries, "left_out": self.left_out, "A": self.a, "B": self.b}
+        about: dict[str, Any] = {
+            "queries": self.queries,
+            "left_out": self.left_out,
+            "A": self.a,
+            "B": self.b,
+        }
         tables = {"intervals": self.intervals, "segments": self.segments, "deciles": self.deciles}
         return {**self.metrics, **about, **tables, "index_recall": self.index_recall}
 
@@ -129,7 +141,9 @@ def evaluate(
         intervals=_intervals(columns, resamples, seed) if resamples else {},
         segments=_segments(metrics, values),
         deciles=_deciles(metrics),
-        index_recall=None if exact is None else _index_recall(search, exact, num_queries, exact_sample, seed, chunk),
+        index_recall=None
+        if exact is None
+        else _index_recall(search, exact, num_queries, exact_sample, seed, chunk),
         query_ids=np.concatenate(counted),
         columns=columns,
     )
@@ -152,15 +166,23 @@ def compare(
             "expected the same queries and constants; evaluate both on one corpus and split"
         )
     names = [name for name in MAIN_METRICS if name in a.columns]
-    difference_QM = np.stack([a.columns[name].astype(np.float64) - b.columns[name] for name in names], axis=1)
+    difference_QM = np.stack(
+        [a.columns[name].astype(np.float64) - b.columns[name] for name in names], axis=1
+    )
     best_QM = np.stack([_best(a.columns, name) for name in names], axis=1)
     sampled = _resample(np.hstack([difference_QM, best_QM]), resamples, seed)
-    low, high = np.quantile(sampled[:, : len(names)] / sampled[:, len(names) :], [0.025, 0.975], axis=0)
+    low, high = np.quantile(
+        sampled[:, : len(names)] / sampled[:, len(names) :], [0.025, 0.975], axis=0
+    )
     p_values = _sign_flip(difference_QM, permutations, seed)
     rows = []
     for i, name in enumerate(names):
         left, right = a.metrics[name], b.metrics[name]
-        rows.append(ComparisonRow(name, left, right, left - right, float(low[i]), float(high[i]), float(p_values[i])))
+        rows.append(
+            ComparisonRow(
+                name, left, right, left - right, float(low[i]), float(high[i]), float(p_values[i])
+            )
+        )
     return rows
 
 
@@ -175,15 +197,21 @@ def _resample(columns_QM: Float64Array, resamples: int, seed: int) -> Float64Arr
     num_queries = len(columns_QM)
     sums = np.empty((resamples, columns_QM.shape[1]))
     for i in range(resamples):
-        times = np.bincount(generator.integers(num_queries, size=num_queries), minlength=num_queries)
+        times = np.bincount(
+            generator.integers(num_queries, size=num_queries), minlength=num_queries
+        )
         sums[i] = times.astype(np.float64) @ columns_QM
     return sums
 
 
-def _intervals(columns: dict[str, Float32Array], resamples: int, seed: int) -> dict[str, list[float]]:
+def _intervals(
+    columns: dict[str, Float32Array], resamples: int, seed: int
+) -> dict[str, list[float]]:
     names = [name for name in MAIN_METRICS if name in columns]
     gains = [columns[name].astype(np.float64) for name in names]
-    sums = _resample(np.stack([*gains, *(_best(columns, name) for name in names)], axis=1), resamples, seed)
+    sums = _resample(
+        np.stack([*gains, *(_best(columns, name) for name in names)], axis=1), resamples, seed
+    )
     low, high = np.quantile(sums[:, : len(names)] / sums[:, len(names) :], [0.025, 0.975], axis=0)
     return {name: [float(low[i]), float(high[i])] for i, name in enumerate(names)}
 
@@ -199,7 +227,9 @@ def _sign_flip(difference_QM: Float64Array, permutations: int, seed: int) -> Flo
     done, block = 0, max(1, (1 << 22) // max(len(moved_QM), 1))
     while done < permutations:
         size = min(block, permutations - done)
-        signs: npt.NDArray[np.int8] = generator.integers(0, 2, (size, len(moved_QM)), np.int8) * 2 - 1
+        signs: npt.NDArray[np.int8] = (
+            generator.integers(0, 2, (size, len(moved_QM)), np.int8) * 2 - 1
+        )
         reached += (np.abs(signs.astype(np.float64) @ moved_QM) >= threshold).sum(0)
         done += size
     return reached / (permutations + 1)
@@ -227,7 +257,14 @@ def _segments(metrics: Metrics, values: dict[str, float]) -> list[dict[str, Any]
         if members.any():
             reach = segment_range(low, high)
             f1 = values.get(f"macroF1@{F1_CUTOFF}{reach}")
-            rows.append({"name": name, "range": reach, **_group(metrics, members), f"macroF1@{F1_CUTOFF}": f1})
+            rows.append(
+                {
+                    "name": name,
+                    "range": reach,
+                    **_group(metrics, members),
+                    f"macroF1@{F1_CUTOFF}": f1,
+                }
+            )
     return rows
 
 
@@ -247,7 +284,9 @@ def _index_recall(
 ) -> dict[str, float]:
     """Share of the exact first k answers that the index returned among its own first k, on a seeded sample."""
     generator = np.random.default_rng(seed)
-    rows = np.sort(generator.choice(num_queries, min(sample, num_queries), replace=False)).astype(np.int64)
+    rows = np.sort(generator.choice(num_queries, min(sample, num_queries), replace=False)).astype(
+        np.int64
+    )
     found: dict[str, float] = {}
     totals: dict[str, float] = {}
     for start in range(0, len(rows), chunk):

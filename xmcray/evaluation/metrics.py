@@ -35,7 +35,9 @@ F1_CUTOFF = 5
 SEGMENTS = (("tail", 0, 10), ("torso", 10, 100), ("head", 100, 1000), ("top", 1000, None))
 
 
-def inverse_propensity(train_counts: Int64Array, num_train: int, a: float, b: float) -> Float64Array:
+def inverse_propensity(
+    train_counts: Int64Array, num_train: int, a: float, b: float
+) -> Float64Array:
     """1 / p_l = 1 + C exp(-A log(N_l + B)) with C = (log N - 1) (B + 1)^A  (Jain et al. 2016, Eq. 7).
 
     Args:
@@ -46,11 +48,15 @@ def inverse_propensity(train_counts: Int64Array, num_train: int, a: float, b: fl
         float64 [L], at least 1 (for N < e the formula would leave [0, 1], there C is 0).
     """
     scale = max(np.log(num_train) - 1.0, 0.0) * (b + 1.0) ** a
-    weights: Float64Array = 1.0 + scale * np.exp(-a * np.log(np.asarray(train_counts, np.float64) + b))
+    weights: Float64Array = 1.0 + scale * np.exp(
+        -a * np.log(np.asarray(train_counts, np.float64) + b)
+    )
     return weights
 
 
-def top_k(scores_BL: npt.NDArray[np.floating[Any]], k: int, exclude: Ragged | None = None) -> TopLabels:
+def top_k(
+    scores_BL: npt.NDArray[np.floating[Any]], k: int, exclude: Ragged | None = None
+) -> TopLabels:
     """The k best labels of each row of a dense score matrix, ties by the lower label id. Meant for small matrices.
 
     Args:
@@ -71,7 +77,10 @@ def remove_pairs(rows: Ragged, exclude: Ragged) -> Ragged:
     width = 1 + max(int(part.values.max(initial=-1)) for part in (rows, exclude))
     keep = ~np.isin(rows.row_ids * width + rows.values, exclude.row_ids * width + exclude.values)
     lengths = np.bincount(rows.row_ids[keep], minlength=len(rows))
-    return Ragged(rows.values[keep], np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]))
+    return Ragged(
+        rows.values[keep],
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
+    )
 
 
 class Metrics:
@@ -80,9 +89,13 @@ class Metrics:
     Memory: 12 bytes per label and 17 float32 per query (kept for the bootstrap), never queries x labels.
     """
 
-    def __init__(self, train_counts: Int64Array, num_train: int, a: float, b: float, num_labels: int) -> None:
+    def __init__(
+        self, train_counts: Int64Array, num_train: int, a: float, b: float, num_labels: int
+    ) -> None:
         if len(train_counts) != num_labels:
-            raise DataError(f"found {len(train_counts)} training counts, expected {num_labels}, one per label")
+            raise DataError(
+                f"found {len(train_counts)} training counts, expected {num_labels}, one per label"
+            )
         self.train_counts = np.asarray(train_counts, np.int64)
         self.weights = inverse_propensity(train_counts, num_train, a, b)
         self.num_labels = num_labels
@@ -107,7 +120,9 @@ class Metrics:
             DataError: the chunks differ in length, or a label id is not one of the L labels.
         """
         if len(top.ids) != len(truth):
-            raise DataError(f"found answers of {len(top.ids)} queries, expected {len(truth)}, one row per query")
+            raise DataError(
+                f"found answers of {len(top.ids)} queries, expected {len(truth)}, one row per query"
+            )
         for ids, what in ((top.ids, "an answer"), (truth.values, "a positive")):
             if ids.size and ids.max() >= self.num_labels:
                 raise DataError(
@@ -137,7 +152,10 @@ class Metrics:
             self._record(f"P@{k}", hits[:, :k].sum(1) / k)
             self._record(f"nDCG@{k}", hits[:, :k] @ answered / attainable)
             self._record(f"PSP@{k}", gain_BK[:, :k].sum(1), ideal_BK[:, :k].sum(1))
-            dcg, ideal = gain_BK[:, :k] @ answered / attainable, ideal_BK[:, :k] @ discount / attainable
+            dcg, ideal = (
+                gain_BK[:, :k] @ answered / attainable,
+                ideal_BK[:, :k] @ discount / attainable,
+            )
             self._record(f"PSnDCG@{k}", dcg, ideal)
 
     def _hits(self, ids_BK: Int64Array, truth: Ragged) -> npt.NDArray[np.bool_]:
@@ -158,8 +176,14 @@ class Metrics:
         ideal[truth.row_ids[first], place[first]] = weights[order][first]
         return ideal
 
-    def _count_labels(self, ids: Int64Array, hits: npt.NDArray[np.bool_], positives: Int64Array) -> None:
-        for counts, labels in ((self.hits, ids[hits]), (self.answered, ids[ids >= 0]), (self.positives, positives)):
+    def _count_labels(
+        self, ids: Int64Array, hits: npt.NDArray[np.bool_], positives: Int64Array
+    ) -> None:
+        for counts, labels in (
+            (self.hits, ids[hits]),
+            (self.answered, ids[ids >= 0]),
+            (self.positives, positives),
+        ):
             seen, times = np.unique(labels, return_counts=True)
             counts[seen] += times.astype(np.int32)
 
@@ -182,7 +206,10 @@ class Metrics:
             raise DataError(
                 f"none of {self.left_out} queries has a positive left, expected at least one; choose another split"
             )
-        values = {name: total / self._denominators.get(name, self.queries) for name, total in self._numerators.items()}
+        values = {
+            name: total / self._denominators.get(name, self.queries)
+            for name, total in self._numerators.items()
+        }
         return {**values, **self._macro_f1()}
 
     def _macro_f1(self) -> dict[str, float]:

@@ -35,7 +35,11 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
     path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
     temporary = aside(path)
     # Answers of more queries than fit in memory wait in files without a name beside the destination.
-    with disk_errors(path), TemporaryFile(dir=path.parent) as ids, TemporaryFile(dir=path.parent) as scores:
+    with (
+        disk_errors(path),
+        TemporaryFile(dir=path.parent) as ids,
+        TemporaryFile(dir=path.parent) as scores,
+    ):
         lengths = [np.zeros(1, np.int64)]
         for part in parts:
             # Column ids ascend within a row, as CSR readers expect; a row's ranking is its scores.
@@ -47,7 +51,9 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
                 )
             present = part_ids >= 0
             ids.write(part_ids[present].astype(np.int32).tobytes())
-            scores.write(np.take_along_axis(part.scores, order, 1)[present].astype(np.float32).tobytes())
+            scores.write(
+                np.take_along_axis(part.scores, order, 1)[present].astype(np.float32).tobytes()
+            )
             lengths.append(present.sum(1))
         indptr = np.cumsum(np.concatenate(lengths))
         values = _mapped(scores, np.float32), _mapped(ids, np.int32), indptr
@@ -81,22 +87,38 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
         matrix = sparse.csr_matrix(sparse.load_npz(path))
         matrix.check_format(full_check=True)
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist, expected a prediction file; write one with `xmcray predict`") from None
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, OSError) as error:
-        raise DataError(f"{path} is not a sparse .npz file ({error}); expected scipy.sparse.save_npz output") from None
+        raise DataError(
+            f"{path} does not exist, expected a prediction file; write one with `xmcray predict`"
+        ) from None
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        zipfile.BadZipFile,
+        OSError,
+    ) as error:
+        raise DataError(
+            f"{path} is not a sparse .npz file ({error}); expected scipy.sparse.save_npz output"
+        ) from None
     if matrix.shape != (num_queries, num_labels):
         raise DataError(
             f"{path} is {matrix.shape[0]} x {matrix.shape[1]}, expected {num_queries} queries x {num_labels} labels; "
             "name the corpus and split it was predicted on"
         )
     if np.isnan(matrix.data).any():
-        raise DataError(f"{path} holds a score that is not a number, expected finite scores; predict again")
+        raise DataError(
+            f"{path} holds a score that is not a number, expected finite scores; predict again"
+        )
     # Not sum_duplicates(): two scores of one label are no score at all.
     matrix.sort_indices()
     rows = np.repeat(np.arange(num_queries), np.diff(matrix.indptr))
     twice = (np.diff(rows) == 0) & (np.diff(matrix.indices) == 0)
     if twice.any():
-        raise DataError(f"{path} names a label twice in row {rows[np.argmax(twice)]}, expected each label at most once")
+        raise DataError(
+            f"{path} names a label twice in row {rows[np.argmax(twice)]}, expected each label at most once"
+        )
     return matrix
 
 
@@ -113,7 +135,9 @@ def predictions_to_top_labels(
         ids and scores [B, min(k, L)], -1 and -inf where a row stores fewer answers.
     """
     num_labels = int(matrix.shape[1])
-    chosen = Ragged(np.arange(matrix.nnz, dtype=np.int64), np.asarray(matrix.indptr, np.int64)).take(rows)
+    chosen = Ragged(
+        np.arange(matrix.nnz, dtype=np.int64), np.asarray(matrix.indptr, np.int64)
+    ).take(rows)
     row, label = chosen.row_ids, np.asarray(matrix.indices, np.int64)[chosen.values]
     score = np.asarray(matrix.data, np.float64)[chosen.values]
     if exclude is not None:

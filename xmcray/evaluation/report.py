@@ -109,7 +109,10 @@ def _subtitle(steps: Sequence[Record], metrics: Mapping[str, Any] | None) -> str
     parts = [] if last is None else [f"training recorded up to step {last:,}"]
     if metrics and "queries" in metrics:
         left_out = metrics.get("left_out")
-        parts.append(f"{metrics['queries']:,} queries evaluated" + (f", {left_out:,} left out" if left_out else ""))
+        parts.append(
+            f"{metrics['queries']:,} queries evaluated"
+            + (f", {left_out:,} left out" if left_out else "")
+        )
         parts.append(propensity_note(metrics))
     return "; ".join(parts) or "nothing recorded yet"
 
@@ -135,7 +138,11 @@ def _series(steps: Sequence[Record], key: str, name: str, scale: float = 1.0) ->
         if record.get("step") is not None and isinstance(record.get(key), int | float)
     }
     places = sorted(newest)
-    return [Series(name, np.array(places), np.array([newest[place] for place in places]))] if places else []
+    return (
+        [Series(name, np.array(places), np.array([newest[place] for place in places]))]
+        if places
+        else []
+    )
 
 
 def _training(steps: Sequence[Record]) -> str:
@@ -157,7 +164,9 @@ def _training(steps: Sequence[Record]) -> str:
 def _results(metrics: Mapping[str, Any] | None) -> str:
     if not metrics:
         return ""
-    charts = _segment_bars(metrics.get("segments") or ()) + _decile_bars(metrics.get("deciles") or ())
+    charts = _segment_bars(metrics.get("segments") or ()) + _decile_bars(
+        metrics.get("deciles") or ()
+    )
     intervals = metrics.get("intervals") or {}
     names = [*MAIN_METRICS, *sorted(name for name in metrics if name.startswith("macroF1"))]
     rows = [
@@ -178,9 +187,11 @@ def _results(metrics: Mapping[str, Any] | None) -> str:
     )
     head = '<tr><th>metric</th><th class="n">percent</th><th class="n">95 % bootstrap interval</th></tr>'
     table = f'<div class="card"><table>{head}{body}</table><p>{escape(propensity_note(metrics))}</p></div>'
-    return (_section("Rare and frequent labels", f'<div class="charts">{charts}</div>') if charts else "") + _section(
-        "Metrics", table
-    )
+    return (
+        _section("Rare and frequent labels", f'<div class="charts">{charts}</div>')
+        if charts
+        else ""
+    ) + _section("Metrics", table)
 
 
 def _segment_bars(rows: Sequence[Record]) -> str:
@@ -200,12 +211,19 @@ def _decile_bars(rows: Sequence[Record]) -> str:
         return ""
     names = [str(row["decile"]) for row in rows]
     series = [Series("share of P@5", np.empty(0), _percents(rows, "P@5"))]
-    title, x_title = "Contribution of each tenth of the labels to P@5", "tenths of the labels, rare to frequent"
-    return bar_chart(title, names, series, y_title="percentage points", x_title=x_title, show=_one_digit)
+    title, x_title = (
+        "Contribution of each tenth of the labels to P@5",
+        "tenths of the labels, rare to frequent",
+    )
+    return bar_chart(
+        title, names, series, y_title="percentage points", x_title=x_title, show=_one_digit
+    )
 
 
 def _percents(rows: Sequence[Record], key: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.array([math.nan if row.get(key) is None else 100.0 * row[key] for row in rows], np.float64)
+    return np.array(
+        [math.nan if row.get(key) is None else 100.0 * row[key] for row in rows], np.float64
+    )
 
 
 def _one_digit(value: float) -> str:
@@ -217,7 +235,9 @@ def _section(title: str, body: str) -> str:
 
 
 def _pairs(title: str, first: str, values: Mapping[str, str]) -> str:
-    rows = "".join(f'<tr><td>{escape(k)}</td><td class="v">{escape(v)}</td></tr>' for k, v in values.items())
+    rows = "".join(
+        f'<tr><td>{escape(k)}</td><td class="v">{escape(v)}</td></tr>' for k, v in values.items()
+    )
     head = f"<tr><th>{first}</th><th>value</th></tr>"
     return _section(title, f'<div class="card"><table>{head}{rows}</table></div>' if rows else "")
 
@@ -229,6 +249,10 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             found.update(_flat(value, f"{prefix}{key}."))
         else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+            text = (
+                value
+                if isinstance(value, str)
+                else json.dumps(value, default=str, ensure_ascii=False)
+            )
             found[f"{prefix}{key}"] = text
     return found

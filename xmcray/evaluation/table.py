@@ -29,7 +29,10 @@ def metrics_table(runs: Mapping[str, Metrics], title: str = "Metrics, in percent
     for metric in _metric_names(runs):
         table.add_row(Text(metric), *(_with_interval(run, metric) for run in runs.values()))
     # Runs of other people may use other constants; then their PSP is another number.
-    table.add_row("A, B of PSP", *(f"{run['A']:g}, {run['B']:g}" if "A" in run else "-" for run in runs.values()))
+    table.add_row(
+        "A, B of PSP",
+        *(f"{run['A']:g}, {run['B']:g}" if "A" in run else "-" for run in runs.values()),
+    )
     measured = next((run for run in runs.values() if "queries" in run), None)
     if measured is not None:
         table.caption = Text(_caption(measured))
@@ -38,7 +41,11 @@ def metrics_table(runs: Mapping[str, Metrics], title: str = "Metrics, in percent
 
 def propensity_note(run: Metrics) -> str:
     """The constants every PSP must be read with."""
-    return f"PSP with A = {run['A']:g}, B = {run['B']:g}" if "A" in run and "B" in run else "PSP constants not recorded"
+    return (
+        f"PSP with A = {run['A']:g}, B = {run['B']:g}"
+        if "A" in run and "B" in run
+        else "PSP constants not recorded"
+    )
 
 
 def segment_table(run: Metrics) -> Table:
@@ -48,7 +55,12 @@ def segment_table(run: Metrics) -> Table:
     for row in run.get("segments") or ():
         name, reach = Text(row["name"]), Text(row["range"])
         table.add_row(
-            name, reach, f"{row['labels']:,}", f"{row['positives']:,}", *_shares(row), percent(row["macroF1@5"])
+            name,
+            reach,
+            f"{row['labels']:,}",
+            f"{row['positives']:,}",
+            *_shares(row),
+            percent(row["macroF1@5"]),
         )
     return table
 
@@ -60,14 +72,20 @@ def decile_table(run: Metrics) -> Table:
     for row in run.get("deciles") or ():
         low, high = row["min_count"], row["max_count"]
         reach = f"{low}" if low == high else f"{low}-{high}"
-        table.add_row(str(row["decile"]), reach, f"{row['labels']:,}", f"{row['positives']:,}", *_shares(row))
+        table.add_row(
+            str(row["decile"]), reach, f"{row['labels']:,}", f"{row['positives']:,}", *_shares(row)
+        )
     return table
 
 
 def index_table(run: Metrics) -> Table:
     """How much of the exact answer the index returns: what is lost here is the index's error, not the model's."""
     found = dict(run.get("index_recall") or {})
-    table = _table(f"Index against exact search on {int(found.pop('queries', 0)):,} queries", "measure", "percent")
+    table = _table(
+        f"Index against exact search on {int(found.pop('queries', 0)):,} queries",
+        "measure",
+        "percent",
+    )
     for name, value in found.items():
         table.add_row(name, percent(value))
     return table
@@ -75,22 +93,38 @@ def index_table(run: Metrics) -> Table:
 
 def comparison_table(rows: Sequence[ComparisonRow], a: str, b: str) -> Table:
     """Run `a` against run `b` on the same queries; a difference is marked when its interval leaves zero out."""
-    table = _table("Paired comparison, in percent", "metric", a, b, "difference", "95 % interval", "p (sign flip)")
+    table = _table(
+        "Paired comparison, in percent",
+        "metric",
+        a,
+        b,
+        "difference",
+        "95 % interval",
+        "p (sign flip)",
+    )
     for row in rows:
         style = "" if row.low <= 0 <= row.high else ("green" if row.low > 0 else "red")
         difference = Text(f"{100 * row.difference:+.2f}", style=style)
         interval = f"{100 * row.low:+.2f} .. {100 * row.high:+.2f}"
-        table.add_row(row.metric, percent(row.a), percent(row.b), difference, interval, f"{row.p_value:.4f}")
+        table.add_row(
+            row.metric, percent(row.a), percent(row.b), difference, interval, f"{row.p_value:.4f}"
+        )
     return table
 
 
 def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table:
     """The answers to one query: score, uid and text of each."""
-    table = Table(title=Text(query), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        title=Text(query), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
+    )
     table.add_column(justify="right")
     for score, uid, text in answers:
         # Many corpora name a label by its text; once is enough.
-        table.add_row(f"{score:.2f}", Text(uid), Text("" if text == uid else text, overflow="ellipsis", no_wrap=True))
+        table.add_row(
+            f"{score:.2f}",
+            Text(uid),
+            Text("" if text == uid else text, overflow="ellipsis", no_wrap=True),
+        )
     return table
 
 

@@ -68,7 +68,14 @@ def full_bce(
     total = cast(
         Tensor,
         _ChunkedBce.apply(
-            query_GD, row_SD, positive_rows, positive_labels, skip_rows, skip_labels, chunk_labels, offset
+            query_GD,
+            row_SD,
+            positive_rows,
+            positive_labels,
+            skip_rows,
+            skip_labels,
+            chunk_labels,
+            offset,
         ),
     )
     return LossTerms(total, len(query_GD))
@@ -105,7 +112,9 @@ class _ChunkedBce(torch.autograd.Function):
         total = query_GD.new_zeros(())
         grad_query_GD, grad_row_SD = torch.zeros_like(query_GD), torch.empty_like(row_SD)
         for start in range(0, len(row_SD), chunk_labels):
-            rows = row_SD[start : start + chunk_labels].to(query_GD.dtype)  # stored narrower, perhaps
+            rows = row_SD[start : start + chunk_labels].to(
+                query_GD.dtype
+            )  # stored narrower, perhaps
             score_GC = (query_GD @ rows.T).add_(offset)
             skip = (skip_labels >= start) & (skip_labels < start + len(rows))
             score_GC[skip_rows[skip], skip_labels[skip] - start] = -torch.inf

@@ -51,13 +51,20 @@ def top_k_threshold(
     Returns:
         [G], the same on every rank. Backward by the implicit function: dt/ds_m = -v_m / sum(v), v = z (1 - z).
     """
-    return cast(Tensor, _Threshold.apply(query_GD, column_UD, skip_rows, skip_columns, k, alpha, scale))
+    return cast(
+        Tensor, _Threshold.apply(query_GD, column_UD, skip_rows, skip_columns, k, alpha, scale)
+    )
 
 
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query_GD: Tensor, column_UD: Tensor, skip_rows: Tensor, skip_columns: Tensor, scale: float
+        ctx: Any,
+        query_GD: Tensor,
+        column_UD: Tensor,
+        skip_rows: Tensor,
+        skip_columns: Tensor,
+        scale: float,
     ) -> Tensor:
         own_G = query_GD.new_full((len(query_GD),), -torch.inf)
         for _, _, score_GC in _blocks(query_GD, column_UD, skip_rows, skip_columns, scale):
@@ -72,9 +79,13 @@ class _LogSumExp(torch.autograd.Function):
         query_GD, column_UD, skip_rows, skip_columns, all_G = ctx.saved_tensors
         counted_G = all_G.isfinite()
         shift_G1 = torch.where(counted_G, all_G, 0.0)[:, None]
-        grad_G1 = torch.where(counted_G, collectives.sum_over_ranks(grads[0].contiguous().clone()), 0.0)[:, None]
+        grad_G1 = torch.where(
+            counted_G, collectives.sum_over_ranks(grads[0].contiguous().clone()), 0.0
+        )[:, None]
         grad_query_GD, grad_column_UD = torch.zeros_like(query_GD), torch.empty_like(column_UD)
-        for start, columns, score_GC in _blocks(query_GD, column_UD, skip_rows, skip_columns, ctx.scale):
+        for start, columns, score_GC in _blocks(
+            query_GD, column_UD, skip_rows, skip_columns, ctx.scale
+        ):
             grad_GC = score_GC.sub_(shift_G1).exp_().mul_(ctx.scale * grad_G1)
             grad_query_GD.addmm_(grad_GC, columns)
             torch.mm(grad_GC.T, query_GD, out=grad_column_UD[start : start + len(columns)])
@@ -112,7 +123,9 @@ class _Threshold(torch.autograd.Function):
             rows = slice(start, start + len(score_RU))
             z_RU = torch.sigmoid(alpha * (score_RU + threshold_G[rows, None]))
             slope_RU = z_RU * (1 - z_RU)
-            sum_R = collectives.sum_over_ranks(slope_RU.sum(dim=1)).clamp_min(torch.finfo(z_RU.dtype).tiny)
+            sum_R = collectives.sum_over_ranks(slope_RU.sum(dim=1)).clamp_min(
+                torch.finfo(z_RU.dtype).tiny
+            )
             grad_RU = slope_RU.mul_((-scale * grad_G[rows] / sum_R)[:, None])
             torch.mm(grad_RU, column_UD, out=grad_query_GD[rows])
             grad_column_UD.addmm_(grad_RU.T, query_GD[rows])
@@ -130,7 +143,9 @@ def _solve(score_RU: Tensor, k: float, alpha: float) -> Tensor:
     low, high = bound[:, 0] - 30 / alpha, -bound[:, 1] + 30 / alpha
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        total = collectives.sum_over_ranks(torch.sigmoid(alpha * (score_RU + middle[:, None])).sum(dim=1))
+        total = collectives.sum_over_ranks(
+            torch.sigmoid(alpha * (score_RU + middle[:, None])).sum(dim=1)
+        )
         low, high = torch.where(total < k, middle, low), torch.where(total < k, high, middle)
     return (low + high) / 2
 

@@ -40,9 +40,13 @@ def pair_scores(query_GD: Tensor, row_UD: Tensor, query_P: Tensor, row_P: Tensor
 
 class _PairScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query_GD: Tensor, row_UD: Tensor, query_P: Tensor, row_P: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, query_GD: Tensor, row_UD: Tensor, query_P: Tensor, row_P: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(query_GD, row_UD, query_P, row_P)
-        return torch.einsum("pd,pd->p", query_GD.index_select(0, query_P), row_UD.index_select(0, row_P))
+        return torch.einsum(
+            "pd,pd->p", query_GD.index_select(0, query_P), row_UD.index_select(0, row_P)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -50,12 +54,18 @@ class _PairScores(torch.autograd.Function):
         query_GD, row_UD, query_P, row_P = ctx.saved_tensors
         grad_query_GD = _sparse_product(query_P, row_P, grad_P, len(query_GD), row_UD)
         order = torch.argsort(row_P, stable=True)
-        grad_row_UD = _sparse_product(row_P[order], query_P[order], grad_P[order], len(row_UD), query_GD)
+        grad_row_UD = _sparse_product(
+            row_P[order], query_P[order], grad_P[order], len(row_UD), query_GD
+        )
         return grad_query_GD, grad_row_UD, None, None
 
 
-def _sparse_product(rows: Tensor, columns: Tensor, values: Tensor, num_rows: int, dense: Tensor) -> Tensor:
+def _sparse_product(
+    rows: Tensor, columns: Tensor, values: Tensor, num_rows: int, dense: Tensor
+) -> Tensor:
     """The sparse matrix with `values` at (rows ascending, columns) times `dense`; an embedding bag is the fastest."""
     counts = torch.bincount(rows, minlength=num_rows)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return F.embedding_bag(columns, dense, starts, mode="sum", per_sample_weights=values, include_last_offset=True)
+    return F.embedding_bag(
+        columns, dense, starts, mode="sum", per_sample_weights=values, include_last_offset=True
+    )

@@ -60,16 +60,25 @@ def pick_some_labels(
     total = query_GD.new_zeros(())
     if balance > 0:
         count_P = picked.count_G[picked.positives.rows]
-        weight_P = _weights(count_P, int((picked.count_G > 0).sum()), query_GD, normaliser, reduction)
+        weight_P = _weights(
+            count_P, int((picked.count_G > 0).sum()), query_GD, normaliser, reduction
+        )
         to_labels = softmax(query_GD, column_UD, picked.positives, picked.skipped, scale, weight_P)
         total = total + balance * to_labels
     if balance < 1:
-        total = total + (1 - balance) * _to_queries(query_GD, column_UD, picked, scale, normaliser, reduction)
+        total = total + (1 - balance) * _to_queries(
+            query_GD, column_UD, picked, scale, normaliser, reduction
+        )
     return total
 
 
 def _to_queries(
-    query_GD: Tensor, column_UD: Tensor, picked: Picked, scale: float, normaliser: Normaliser, reduction: Reduction
+    query_GD: Tensor,
+    column_UD: Tensor,
+    picked: Picked,
+    scale: float,
+    normaliser: Normaliser,
+    reduction: Reduction,
 ) -> Tensor:
     """Only columns with a positive are scored: the others are nobody's anchor."""
     column_A, anchor_P = picked.positives.columns.unique(return_inverse=True)
@@ -78,14 +87,20 @@ def _to_queries(
     skip_anchor = place_U[picked.skipped.columns]
     skip = skip_anchor >= 0
     score_AG = column_UD.index_select(0, column_A) @ query_GD.T * scale
-    score_AG = score_AG.index_put((skip_anchor[skip], picked.skipped.rows[skip]), score_AG.new_tensor(-torch.inf))
+    score_AG = score_AG.index_put(
+        (skip_anchor[skip], picked.skipped.rows[skip]), score_AG.new_tensor(-torch.inf)
+    )
     loss_P = score_AG.logsumexp(dim=1)[anchor_P] - score_AG[anchor_P, picked.positives.rows]
     count_P = torch.bincount(anchor_P, minlength=len(column_A))[anchor_P]
     return (loss_P * _weights(count_P, picked.num_labels, query_GD, normaliser, reduction)).sum()
 
 
 def _weights(
-    count_P: Tensor, num_anchors: int, query_GD: Tensor, normaliser: Normaliser, reduction: Reduction
+    count_P: Tensor,
+    num_anchors: int,
+    query_GD: Tensor,
+    normaliser: Normaliser,
+    reduction: Reduction,
 ) -> Tensor:
     """Weight of each positive, such that the sum is G times the loss."""
     share = len(query_GD) / max(num_anchors, 1) if reduction == "mean_anchors" else 1.0

@@ -30,7 +30,12 @@ def decoupled_softmax(
 
 
 def softmax(
-    query_GD: Tensor, column_UD: Tensor, positives: Pairs, skipped: Pairs, scale: float, weight_P: Tensor | None = None
+    query_GD: Tensor,
+    column_UD: Tensor,
+    positives: Pairs,
+    skipped: Pairs,
+    scale: float,
+    weight_P: Tensor | None = None,
 ) -> Tensor:
     """sum over positives of -log(e^s / sum over all columns of e^s') (DEXML, Eq. 3; UniDEC's PSL with weights 1 / |P|).
 
@@ -44,9 +49,17 @@ def softmax(
 
 
 def soft_top_k(
-    query_GD: Tensor, column_UD: Tensor, positives: Pairs, skipped: Pairs, k: float, alpha: float, scale: float
+    query_GD: Tensor,
+    column_UD: Tensor,
+    positives: Pairs,
+    skipped: Pairs,
+    k: float,
+    alpha: float,
+    scale: float,
 ) -> Tensor:
     """sum over positives of -log z, z = sigmoid(alpha * (s + t)) and sum of z = k over all columns (DEXML, Eq. 6)."""
-    threshold_G = top_k_threshold(query_GD, column_UD, skipped.rows, skipped.columns, k, alpha, scale)
+    threshold_G = top_k_threshold(
+        query_GD, column_UD, skipped.rows, skipped.columns, k, alpha, scale
+    )
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
     return F.softplus(-alpha * (score_P + threshold_G[positives.rows]), threshold=_LINEAR).sum()

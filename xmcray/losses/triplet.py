@@ -51,7 +51,10 @@ def triplet(
     if temperature is None:
         loss_P = term_PK.sum(dim=1) / negative_PK.isfinite().sum(dim=1).clamp_min(1)
     else:
-        loss_P = (term_PK * _weights(term_PK, negative_PK.detach() if detached else negative_PK, temperature)).sum(1)
+        loss_P = (
+            term_PK
+            * _weights(term_PK, negative_PK.detach() if detached else negative_PK, temperature)
+        ).sum(1)
     share_P = torch.bincount(positives.rows, minlength=len(score_AC))[positives.rows]
     return (loss_P / share_P).sum()
 
@@ -82,14 +85,18 @@ def regulariser(
     far_N = (margin + gain_AC.gather(1, column_AK))[value_AK.isfinite()]
     if hinge:
         near_P, far_N = F.relu(near_P), F.relu(far_N)
-    counts = torch.stack([((part != 0) if hinge else torch.ones_like(part)).sum() for part in (near_P, far_N)])
+    counts = torch.stack(
+        [((part != 0) if hinge else torch.ones_like(part)).sum() for part in (near_P, far_N)]
+    )
     counts = collectives.sum_over_ranks(counts.to(prototype_AC.dtype)).clamp_min(1)
     return 0.5 * (near_P.sum() / counts[0] + far_N.sum() / counts[1])
 
 
 def hardest(score_AC: Tensor, not_negatives: Pairs, count: int) -> tuple[Tensor, Tensor]:
     """Scores and columns [A, K] of each anchor's best negatives; the score is -inf where it has fewer than K."""
-    masked_AC = score_AC.index_put((not_negatives.rows, not_negatives.columns), score_AC.new_tensor(-torch.inf))
+    masked_AC = score_AC.index_put(
+        (not_negatives.rows, not_negatives.columns), score_AC.new_tensor(-torch.inf)
+    )
     width = score_AC.shape[1]
     if not count or count >= width:
         return masked_AC, torch.arange(width, device=score_AC.device).expand_as(masked_AC)

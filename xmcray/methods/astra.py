@@ -21,7 +21,7 @@ from typing import Literal
 from torch import Tensor
 
 from xmcray import draws
-from xmcray.config import check_choice, check_range
+from xmcray.config import check_range
 from xmcray.errors import ConfigError
 from xmcray.losses.bce import sampled_bce
 from xmcray.losses.pairs import pair_scores
@@ -51,7 +51,6 @@ class AstraConfig(OneVsAllConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("method.max_positives", self.max_positives, low=0)
-        check_choice("method.index_on", self.index_on, ("classifier", "labels"))
         if isinstance(self.importance_weight, float):
             check_range("method.importance_weight", self.importance_weight, low=0)
 
@@ -67,21 +66,29 @@ class Astra(OneVsAll):
             )
         super().__init__(config, parts)
         self.config = config
-        if config.offset == "prior":
+        if config.logit_prior == "prior":
             asked = parts.negatives
             sampled = asked.hard + min(asked.uniform, parts.data.num_labels) * self._pool_weight()
-            self.offset = self.prior(parts.data.num_labels if config.exact else sampled)
+            self.logit_prior = self.prior(parts.data.num_labels if config.exact else sampled)
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """Binary cross-entropy of the batch, over sampled labels or over all (Eq. 1, 2)."""
         query_BD = self.parts.encode(batch.tokens)
         query_GD = gather_rows(self.drop(query_BD, batch), len(batch.query_ids))
-        terms = self.exact(query_GD, batch) if self.config.exact else self._sampled(query_GD, batch, shortlist)
+        terms = (
+            self.exact(query_GD, batch)
+            if self.config.exact
+            else self._sampled(query_GD, batch, shortlist)
+        )
         return LossTerms(terms.total, terms.num_queries, query_BD.detach())
 
     def index_rows(self) -> Tensor:
         """Classifier rows, or embeddings of the label texts."""
-        return self.answer_rows() if self.config.index_on == "classifier" else self.parts.label_vectors()
+        return (
+            self.answer_rows()
+            if self.config.index_on == "classifier"
+            else self.parts.label_vectors()
+        )
 
     def _sampled(self, query_GD: Tensor, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         found = self._candidates(batch, shortlist)
@@ -90,10 +97,10 @@ class Astra(OneVsAll):
         pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T
         weight_P = None if found.pair_weight is None else found.pair_weight.to(query_GD)
         return sampled_bce(
-            pair_score_P + self.offset,
+            pair_score_P + self.logit_prior,
             found.pair_is_positive,
             weight_P,
-            pool_score_GC + self.offset,
+            pool_score_GC + self.logit_prior,
             found.skip_query,
             found.skip_column,
             self._pool_weight(),
@@ -104,12 +111,24 @@ class Astra(OneVsAll):
         unbiased = self.config.importance_weight == "unbiased"
         positives, weight_G = capped_positives(batch, self.config.max_positives, seed, unbiased)
         width = negatives.hard_at(batch.epoch)
-        hard = shortlist.take(batch.query_ids, width) if shortlist and width else Ragged.empty(len(batch.query_ids))
-        pool = draws.uniform_labels(seed, batch.step, data.num_labels, negatives.uniform_at(batch.epoch))
-        return gather_candidates(batch, hard, pool, positives, weight_G, self.parts.partition).to(self.parts.device)
+        hard = (
+            shortlist.take(batch.query_ids, width)
+            if shortlist and width
+            else Ragged.empty(len(batch.query_ids))
+        )
+        pool = draws.uniform_labels(
+            seed, batch.step, data.num_labels, negatives.uniform_at(batch.epoch)
+        )
+        return gather_candidates(batch, hard, pool, positives, weight_G, self.parts.partition).to(
+            self.parts.device
+        )
 
     def _pool_weight(self) -> float:
         weight, uniform = self.config.importance_weight, self.parts.negatives.uniform
         if weight == "none" or not uniform:
             return 1.0
-        return max(1.0, self.parts.data.num_labels / uniform) if weight == "unbiased" else float(weight)
+        return (
+            max(1.0, self.parts.data.num_labels / uniform)
+            if weight == "unbiased"
+            else float(weight)
+        )

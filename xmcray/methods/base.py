@@ -53,18 +53,26 @@ class Parts:
         """For methods that encode label texts: raises DataError unless there are some."""
         if not self.data.corpus.num_label_tokens().any():
             path = self.data.corpus.path
-            raise DataError(f"{path} has no label text, expected some for {method}; train astra instead")
+            raise DataError(
+                f"{path} has no label text, expected some for {method}; train astra instead"
+            )
 
-    def keep_mask(self, purpose: str, step: int, start: int, stop: int, width: int, rate: float) -> Tensor | None:
+    def keep_mask(
+        self, purpose: str, step: int, start: int, stop: int, width: int, rate: float
+    ) -> Tensor | None:
         """Dropout by place in the global batch or pool, bool [stop - start, width]; None where nothing is dropped.
 
         A place has the same mask whichever rank holds it.
         """
         if not rate:
             return None
-        return torch.from_numpy(draws.keep_mask(self.seed, purpose, step, start, stop, width, rate)).to(self.device)
+        return torch.from_numpy(
+            draws.keep_mask(self.seed, purpose, step, start, stop, width, rate)
+        ).to(self.device)
 
-    def keep_factors(self, purpose: str, step: int, start: int, stop: int, width: int, rate: float) -> Tensor | None:
+    def keep_factors(
+        self, purpose: str, step: int, start: int, stop: int, width: int, rate: float
+    ) -> Tensor | None:
         """`keep_mask` as factors, 0 or 1 / (1 - rate)."""
         keep = self.keep_mask(purpose, step, start, stop, width, rate)
         return None if keep is None else keep.to(self.dtype) / (1 - rate)
@@ -157,11 +165,19 @@ def methods() -> Mapping[str, MethodEntry]:
     hard = ("hard_per_query",)
     return {
         "astra": MethodEntry(AstraConfig, Astra),
-        "dexml": MethodEntry(DexmlConfig, Dexml, dual, ("hard_per_query", "cache_hard", "top_k"), by_text=True),
+        "dexml": MethodEntry(
+            DexmlConfig, Dexml, dual, ("hard_per_query", "cache_hard", "top_k"), by_text=True
+        ),
         "prime": MethodEntry(PrimeConfig, Prime, dual, hard, by_text=True),
-        "rae": MethodEntry(RaeConfig, Rae, {**dual, "negatives": {"uniform": 0, "hard": 50}}, hard, by_text=True),
+        "rae": MethodEntry(
+            RaeConfig, Rae, {**dual, "negatives": {"uniform": 0, "hard": 50}}, hard, by_text=True
+        ),
         "renee": MethodEntry(ReneeConfig, Renee, {"negatives": {"uniform": 0, "hard": 0}}),
         "unidec": MethodEntry(
-            UnidecConfig, Unidec, {**dual, "negatives": {"uniform": 0, "hard": 30}}, hard, by_text=True
+            UnidecConfig,
+            Unidec,
+            {**dual, "negatives": {"uniform": 0, "hard": 30}},
+            hard,
+            by_text=True,
         ),
     }

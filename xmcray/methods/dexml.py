@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from xmcray import draws
-from xmcray.config import check_choice, check_range
+from xmcray.config import check_choices, check_range
 from xmcray.errors import ConfigError
 from xmcray.losses.bce import full_bce
 from xmcray.losses.softmax import decoupled_softmax, soft_top_k, softmax
@@ -68,8 +68,7 @@ class DexmlConfig:
     alpha: float = 2.0
 
     def __post_init__(self) -> None:
-        check_choice("method.loss", self.loss, ("decoupled", "softmax", "soft_top_k", "bce"))
-        check_choice("method.columns", self.columns, ("all", "hard", "in_batch", "cache"))
+        check_choices(self, "method")
         check_range("method.hard_per_query", self.hard_per_query, low=1)
         check_range("method.cache_hard", self.cache_hard, low=1)
         check_range("method.num_positives", self.num_positives, low=0)
@@ -84,13 +83,19 @@ class Dexml:
     def __init__(self, config: DexmlConfig, parts: Parts) -> None:
         parts.check_label_texts("dexml")
         if config.columns == "hard" and not parts.negatives.hard:
-            raise ConfigError("method.columns is hard, but negatives.hard is 0; say how many the index is to find")
+            raise ConfigError(
+                "method.columns is hard, but negatives.hard is 0; say how many the index is to find"
+            )
         self.config, self.parts = config, parts
         self.modules: Mapping[str, nn.Module] = {}
         self.lr_factors: Mapping[str, float] = {}
         self.bundle_spec = BundleSpec()
         self.head: Head = (NormalisedHead if config.normalised else Head)(parts.dim)
-        self.cache = EmbeddingCache(parts.partition, self.answer_rows()) if config.columns == "cache" else None
+        self.cache = (
+            EmbeddingCache(parts.partition, self.answer_rows())
+            if config.columns == "cache"
+            else None
+        )
         self.tables: Mapping[str, RowTable] = {"cache": self.cache.table} if self.cache else {}
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
@@ -113,7 +118,9 @@ class Dexml:
         query_BD = self.head(self.parts.encode(batch.tokens))
         query_GD = gather_rows(query_BD, len(batch.query_ids))
         cached_SD = cache.table.weight_SD.detach().requires_grad_()
-        stale = self._total(query_GD.detach(), cached_SD, batch, positives, LabelPool.everything(part))
+        stale = self._total(
+            query_GD.detach(), cached_SD, batch, positives, LabelPool.everything(part)
+        )
         (gradient_SD,) = torch.autograd.grad(stale, cached_SD)
         hardest = cache.hardest(gradient_SD, np.unique(positives.values), self.config.cache_hard)
         pool = LabelPool.of(part, positives, Ragged.from_rows([hardest]))
@@ -145,7 +152,9 @@ class Dexml:
         hard = self.parts.drawn_hard(batch, shortlist, self.config.hard_per_query)
         return LabelPool.of(self.parts.partition, positives, hard)
 
-    def _total(self, query_GD: Tensor, column_UD: Tensor, batch: Batch, positives: Ragged, pool: LabelPool) -> Tensor:
+    def _total(
+        self, query_GD: Tensor, column_UD: Tensor, batch: Batch, positives: Ragged, pool: LabelPool
+    ) -> Tensor:
         scale, device = 1 / self.config.temperature, query_GD.device
         drawn = pool.pairs(positives, device=device)
         if self.config.loss == "decoupled":
@@ -158,7 +167,9 @@ class Dexml:
         if self.config.loss == "bce":
             pairs = drawn.rows, drawn.columns, skipped.rows, skipped.columns
             return full_bce(query_GD * scale, column_UD, *pairs).total
-        return soft_top_k(query_GD, column_UD, drawn, skipped, self._top_k(batch, pool), self.config.alpha, scale)
+        return soft_top_k(
+            query_GD, column_UD, drawn, skipped, self._top_k(batch, pool), self.config.alpha, scale
+        )
 
     def _top_k(self, batch: Batch, pool: LabelPool) -> float:
         """k, and less where a pool has fewer columns that count: some must be able to stay outside."""
@@ -175,7 +186,9 @@ class EmbeddingCache:
 
     def __init__(self, part: LabelPartition, start_SD: Tensor) -> None:
         self.part = part
-        self.table = RowTable(start_SD, RowOptimConfig(kind="sgd", lr=0.0, momentum=0.0))  # for checkpoints only
+        self.table = RowTable(
+            start_SD, RowOptimConfig(kind="sgd", lr=0.0, momentum=0.0)
+        )  # for checkpoints only
 
     def hardest(self, gradient_SD: Tensor, known: Int64Array, count: int) -> Int64Array:
         """The labels of all ranks that the loss would move most, the same on every rank.
@@ -189,8 +202,12 @@ class EmbeddingCache:
         norm_S = gradient_SD.norm(dim=1).float().cpu().numpy()
         norm_S[self.part.to_local(known[self.part.owns(known)])] = -1
         own = _largest(norm_S, np.arange(self.part.start, self.part.stop), count)
-        found = torch.from_numpy(np.stack([norm_S[own - self.part.start], own], axis=1, dtype=np.float64))
-        norm_K, id_K = torch.cat(collectives.gather_ragged(found.to(gradient_SD.device))).cpu().numpy().T
+        found = torch.from_numpy(
+            np.stack([norm_S[own - self.part.start], own], axis=1, dtype=np.float64)
+        )
+        norm_K, id_K = (
+            torch.cat(collectives.gather_ragged(found.to(gradient_SD.device))).cpu().numpy().T
+        )
         return np.sort(_largest(norm_K, id_K.astype(np.int64), count))
 
     def refresh(self, labels: Int64Array, vector_UD: Tensor) -> None:

@@ -37,7 +37,9 @@ class LabelPool:
         ids = np.arange(part.num_labels, dtype=np.int64)
         return cls(part, ids, ids[part.start : part.stop])
 
-    def pairs(self, *lists: Ragged, without: Ragged | None = None, device: torch.device | str = "cpu") -> Pairs:
+    def pairs(
+        self, *lists: Ragged, without: Ragged | None = None, device: torch.device | str = "cpu"
+    ) -> Pairs:
         """The entries of per-query lists that are columns of this rank, by query; an entry of two lists comes once.
 
         Args:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
 from xmcray import draws
-from xmcray.config import check_choice, check_range
+from xmcray.config import check_choices, check_range
 from xmcray.losses.bce import full_bce
 from xmcray.methods.base import BundleSpec, Parts
 from xmcray.methods.label_pool import LabelPool
@@ -32,20 +32,22 @@ class OneVsAllConfig:
             times vectors of the start encoder: of the label "texts", or "centroids", means of the labels' queries.
         init_std: deviation of the rows' start values.
         dropout: on the query embedding, 0.7-0.85 in the papers.
-        offset: added to every score in the loss; "prior" is the log-odds of a positive among what the loss counts. It
+        logit_prior: added to every score in the loss; "prior" is the log-odds of a positive among what the loss counts. It
             spares the rows from learning first that labels are rare, and changes no ranking. 0 is the papers' loss.
         chunk_labels: labels that the exact loss scores at once.
     """
+
+    RENAMED: ClassVar = {"offset": "logit_prior"}
 
     classifier: RowOptimConfig = field(default_factory=RowOptimConfig)
     init: Literal["random", "zeros", "texts", "centroids"] = "random"
     init_std: float = 0.02
     dropout: float = 0.5
-    offset: Literal["prior"] | float = "prior"
+    logit_prior: Literal["prior"] | float = "prior"
     chunk_labels: int = 2048
 
     def __post_init__(self) -> None:
-        check_choice("method.init", self.init, ("random", "zeros", "texts", "centroids"))
+        check_choices(self, "method")
         check_range("method.dropout", self.dropout, 0, 0.99)
         check_range("method.init_std", self.init_std, low=0)
         check_range("method.chunk_labels", self.chunk_labels, low=1)
@@ -67,14 +69,16 @@ class OneVsAll:
         )
         rows_SD = self.classifier.table.weight_SD
         if config.init in ("texts", "centroids"):
-            start_SD = self.parts.label_vectors() if config.init == "texts" else label_centroids(parts)
+            start_SD = (
+                self.parts.label_vectors() if config.init == "texts" else label_centroids(parts)
+            )
             rows_SD.copy_(start_SD * (config.init_std * math.sqrt(parts.dim)))
         self.tables: Mapping[str, RowTable] = {"classifier": self.classifier.table}
         self.modules: Mapping[str, nn.Module] = {}
         self.lr_factors: Mapping[str, float] = {}
         self.head = Head(parts.dim)
         self.bundle_spec = BundleSpec(LabelSide(row_columns=parts.dim))
-        self.offset = 0.0 if config.offset == "prior" else float(config.offset)
+        self.logit_prior = 0.0 if config.logit_prior == "prior" else float(config.logit_prior)
 
     def index_rows(self) -> Tensor:
         """Classifier rows."""
@@ -94,13 +98,19 @@ class OneVsAll:
     def exact(self, query_GD: Tensor, batch: Batch) -> LossTerms:
         """Binary cross-entropy over all labels, in label chunks (Renée)."""
         pool, device = LabelPool.everything(self.parts.partition), query_GD.device
-        positives, excluded = (pool.pairs(part, device=device) for part in (batch.positives, batch.excluded))
+        positives, excluded = (
+            pool.pairs(part, device=device) for part in (batch.positives, batch.excluded)
+        )
         row_SD = self.classifier.table.rows(None)
         pairs = positives.rows, positives.columns, excluded.rows, excluded.columns
-        return full_bce(query_GD, row_SD, *pairs, self.chunk_labels, self.offset)
+        return full_bce(query_GD, row_SD, *pairs, self.chunk_labels, self.logit_prior)
 
     def prior(self, negatives: float) -> float:
         """log(positives / negatives) of an average query that is compared with so many labels."""
         data = self.parts.data
-        ids = data.query_ids[draws.generator(self.parts.seed, "prior").permutation(len(data.query_ids))[:10_000]]
-        return math.log(float(data.positives(ids).lengths.mean()) / max(min(negatives, data.num_labels), 1.0))
+        ids = data.query_ids[
+            draws.generator(self.parts.seed, "prior").permutation(len(data.query_ids))[:10_000]
+        ]
+        return math.log(
+            float(data.positives(ids).lengths.mean()) / max(min(negatives, data.num_labels), 1.0)
+        )

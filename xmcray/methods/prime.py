@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from xmcray import draws
-from xmcray.config import check_choice, check_range
+from xmcray.config import check_choices, check_range
 from xmcray.errors import ConfigError
 from xmcray.evaluation.metrics import inverse_propensity
 from xmcray.losses.pairs import Pairs
@@ -91,8 +91,7 @@ class PrimeConfig:
     hard_per_query: int = 2
 
     def __post_init__(self) -> None:
-        check_choice("method.positives", self.positives, ("inverse_propensity", "uniform"))
-        check_choice("method.reduction", self.reduction, ("weighted", "mean"))
+        check_choices(self, "method")
         for name in ("num_positives", "feed_forward", "hard_per_query", "free_vectors"):
             check_range(f"method.{name}", getattr(self, name), low=1)
         for name in ("num_negatives", "query_to_text", "text_to_query", "regulariser", "gamma_min"):
@@ -118,10 +117,14 @@ class Prime:
         self.num_vectors = min(config.free_vectors, 1 << data.num_labels.bit_length() - 1)
         self.head: Head = NormalisedHead(parts.dim)
         seed = draws.torch_seed(parts.seed, "prototypes")
-        network = PrototypeNetwork(parts.dim, config.feed_forward, data.num_labels, self.num_vectors, seed)
+        network = PrototypeNetwork(
+            parts.dim, config.feed_forward, data.num_labels, self.num_vectors, seed
+        )
         self.network = network.to(parts.device, parts.dtype)
         rows_SD = torch.zeros(size, parts.dim, dtype=parts.dtype, device=parts.device)
-        self.centroids = RowTable(rows_SD, RowOptimConfig(kind="sgd", momentum=0.0))  # kept, but never optimised
+        self.centroids = RowTable(
+            rows_SD, RowOptimConfig(kind="sgd", momentum=0.0)
+        )  # kept, but never optimised
         self.tables: Mapping[str, RowTable] = {"centroids": self.centroids}
         self.modules: Mapping[str, nn.Module] = {"prototypes": self.network}
         self.lr_factors: Mapping[str, float] = {}
@@ -129,7 +132,9 @@ class Prime:
         self.label_weight_L = np.ones(data.num_labels)
         if config.positives == "inverse_propensity":
             card, counts = data.corpus.card, data.corpus.train_counts[data.corpus.label_order]
-            self.label_weight_L = inverse_propensity(counts, card.num_train, card.propensity_a, card.propensity_b)
+            self.label_weight_L = inverse_propensity(
+                counts, card.num_train, card.propensity_a, card.propensity_b
+            )
         self._triplet = partial(
             triplet,
             gamma_min=config.gamma_min,
@@ -155,21 +160,30 @@ class Prime:
         hard = self.parts.drawn_hard(batch, shortlist, config.hard_per_query)
         pool = LabelPool.of(self.parts.partition, drawn, hard)
         tokens = Ragged.concatenate([batch.tokens, data.tokens(data.num_train + pool.own)])
-        query_BD, text_UD = self.head(self.parts.encode(tokens)).split([len(batch.tokens), len(pool.own)])
+        query_BD, text_UD = self.head(self.parts.encode(tokens)).split(
+            [len(batch.tokens), len(pool.own)]
+        )
         prototype_UD = self._prototypes(text_UD, pool.own, self._keep(batch, pool))
         query_GD = gather_rows(query_BD, num_queries)
-        text_PD, prototype_PD = gather_parts(torch.cat([text_UD, prototype_UD], dim=1)).chunk(2, dim=1)
+        text_PD, prototype_PD = gather_parts(torch.cat([text_UD, prototype_UD], dim=1)).chunk(
+            2, dim=1
+        )
         b_BP, s_BP = query_BD @ prototype_PD.T, query_BD @ text_PD.T
         of_queries, of_labels = self._pairs(batch, drawn, pool)
         total = (
-            self._triplet(b_BP, *of_queries) + config.query_to_text * self._triplet(s_BP, *of_queries)
+            self._triplet(b_BP, *of_queries)
+            + config.query_to_text * self._triplet(s_BP, *of_queries)
         ) / num_queries
         label_loss = self._triplet(text_UD @ query_GD.T, *of_labels) / len(np.unique(drawn.values))
         total = (
-            total + config.text_to_query * label_loss + config.regulariser * self._regulariser(b_BP, s_BP, *of_queries)
+            total
+            + config.text_to_query * label_loss
+            + config.regulariser * self._regulariser(b_BP, s_BP, *of_queries)
         )
         rows, labels = self._own(batch.positives)
-        move_centroids(self.centroids.weight_SD, labels, query_GD.detach(), rows, config.centroid_momentum)
+        move_centroids(
+            self.centroids.weight_SD, labels, query_GD.detach(), rows, config.centroid_momentum
+        )
         return LossTerms(total * num_queries, num_queries, query_BD.detach())
 
     def index_rows(self) -> Tensor:
@@ -182,7 +196,9 @@ class Prime:
         text_SD = self._texts(ids)
         with torch.no_grad():
             for i in range(0, len(ids), BLOCK):
-                text_SD[i : i + BLOCK] = self._prototypes(text_SD[i : i + BLOCK], ids[i : i + BLOCK], None)
+                text_SD[i : i + BLOCK] = self._prototypes(
+                    text_SD[i : i + BLOCK], ids[i : i + BLOCK], None
+                )
         return text_SD
 
     def _drawn(self, batch: Batch) -> Ragged:
@@ -190,26 +206,37 @@ class Prime:
         weight_T = self.label_weight_L[batch.positives.values]
         return draw_from_rows(batch.positives, self.config.num_positives, generator, weight_T)
 
-    def _pairs(self, batch: Batch, drawn: Ragged, pool: LabelPool) -> tuple[tuple[Pairs, Pairs], tuple[Pairs, Pairs]]:
+    def _pairs(
+        self, batch: Batch, drawn: Ragged, pool: LabelPool
+    ) -> tuple[tuple[Pairs, Pairs], tuple[Pairs, Pairs]]:
         """Positives, and all that is no negative: of its own queries among all labels, and the other way round."""
         device, own = self.parts.device, (batch.start, batch.stop)
         lists = [drawn], [batch.positives, batch.excluded]
         whole = LabelPool(pool.part, pool.ids, pool.ids)
-        drawn_Q, true_Q = (whole.pairs(*(part.slice(*own) for part in some), device=device) for some in lists)
+        drawn_Q, true_Q = (
+            whole.pairs(*(part.slice(*own) for part in some), device=device) for some in lists
+        )
         drawn_L, true_L = (pool.pairs(*some, device=device) for some in lists)
-        return (drawn_Q, true_Q), (Pairs(drawn_L.columns, drawn_L.rows), Pairs(true_L.columns, true_L.rows))
+        return (drawn_Q, true_Q), (
+            Pairs(drawn_L.columns, drawn_L.rows),
+            Pairs(true_L.columns, true_L.rows),
+        )
 
     def _prototypes(self, text_UD: Tensor, label_ids: Int64Array, keep: Tensor | None) -> Tensor:
         """[U, D] of labels of this rank; a gradient flows to texts, network and free vectors."""
         local = torch.from_numpy(self.parts.partition.to_local(label_ids)).to(self.parts.device)
-        found: Tensor = self.network(text_UD, self.centroids.weight_SD[local], local + self.parts.partition.start, keep)
+        found: Tensor = self.network(
+            text_UD, self.centroids.weight_SD[local], local + self.parts.partition.start, keep
+        )
         return found
 
     def _keep(self, batch: Batch, pool: LabelPool) -> Tensor | None:
         """Dropout mask of this rank's labels by their place among the pool's: the same whoever owns them."""
         first = int(np.searchsorted(pool.ids, self.parts.partition.start))
         place = batch.step, first, first + len(pool.own)
-        return self.parts.keep_factors("prototypes", *place, self.network.mask_width, self.config.dropout)
+        return self.parts.keep_factors(
+            "prototypes", *place, self.network.mask_width, self.config.dropout
+        )
 
     def _own(self, lists: Ragged) -> tuple[Tensor, Tensor]:
         """Row and local label of each entry that is a label of this rank."""
@@ -229,7 +256,11 @@ class Prime:
             if first:
                 text_LD[place : place + len(vectors)] = vectors.float().cpu().numpy()
                 place += len(vectors)
-        clusters = balanced_clusters(text_LD, self.num_vectors, self.parts.seed) if first else np.empty(0, np.int64)
+        clusters = (
+            balanced_clusters(text_LD, self.num_vectors, self.parts.seed)
+            if first
+            else np.empty(0, np.int64)
+        )
         del text_LD
         found = collectives.gather_ragged(torch.from_numpy(clusters).to(self.parts.device))
         self.network.cluster_L.copy_(torch.cat(found))

@@ -71,13 +71,17 @@ class Rae:
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """One drawn positive of each query against the labels and the queries of the global batch (Eq. 10)."""
         data, config = self.parts.data, self.config
-        drawn = draw_from_rows(batch.positives, 1, draws.generator(self.parts.seed, "positives", batch.step))
+        drawn = draw_from_rows(
+            batch.positives, 1, draws.generator(self.parts.seed, "positives", batch.step)
+        )
         hard = self.parts.drawn_hard(batch, shortlist, config.hard_per_query)
         pool = LabelPool.of(self.parts.partition, drawn, hard)
         tokens = Ragged.concatenate([batch.tokens, data.tokens(data.num_train + pool.own)])
         vectors = self.head(self.parts.encode(tokens))
         query_BD, label_UD = vectors.split([len(batch.tokens), len(pool.own)])
-        total = rae_loss(query_BD, label_UD, batch, drawn, pool, 1 / config.temperature, config.query_negatives)
+        total = rae_loss(
+            query_BD, label_UD, batch, drawn, pool, 1 / config.temperature, config.query_negatives
+        )
         return LossTerms(total, len(batch.query_ids), query_BD.detach())
 
     def index_rows(self) -> Tensor:
@@ -126,9 +130,16 @@ def sharing_queries(positives: Ragged, start: int, stop: int) -> Pairs:
     by_label = np.argsort(positives.values, kind="stable")
     labels, queries = positives.values[by_label], positives.row_ids[by_label]
     own = positives.slice(start, stop)
-    first, last = np.searchsorted(labels, own.values, "left"), np.searchsorted(labels, own.values, "right")
+    first, last = (
+        np.searchsorted(labels, own.values, "left"),
+        np.searchsorted(labels, own.values, "right"),
+    )
     count = last - first
-    place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    place = (
+        np.arange(count.sum())
+        - np.repeat(np.cumsum(count) - count, count)
+        + np.repeat(first, count)
+    )
     width = max(stop - start, 1)
     flat = np.unique(queries[place] * width + np.repeat(own.row_ids, count))
     row, column = np.divmod(flat, width)

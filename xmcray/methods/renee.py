@@ -31,8 +31,8 @@ class Renee(OneVsAll):
 
     def __init__(self, config: ReneeConfig, parts: Parts) -> None:
         super().__init__(config, parts)
-        if config.offset == "prior":
-            self.offset = self.prior(parts.data.num_labels)
+        if config.logit_prior == "prior":
+            self.logit_prior = self.prior(parts.data.num_labels)
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """Binary cross-entropy of the batch over all labels."""

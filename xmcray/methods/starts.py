@@ -15,7 +15,9 @@ from xmcray.types import Int64Array
 BLOCK = 1024  # texts encoded together, the same ones whatever the number of ranks
 
 
-def label_centroids(parts: Parts, head: Callable[[Tensor], Tensor] = lambda vectors: vectors) -> Tensor:
+def label_centroids(
+    parts: Parts, head: Callable[[Tensor], Tensor] = lambda vectors: vectors
+) -> Tensor:
     """[S, D], for each label of this rank the mean of its training queries' vectors, its text's where it has none.
 
     Args:
@@ -28,7 +30,9 @@ def label_centroids(parts: Parts, head: Callable[[Tensor], Tensor] = lambda vect
         text_SD[i : i + BLOCK] = head(parts.encode_plain(data.tokens(ids[i : i + BLOCK])))
     centroid_SD = torch.zeros_like(text_SD)
     count_S = torch.zeros(part.size, dtype=torch.int64, device=parts.device)
-    for query_ids, query_BD in encoded(parts, data.query_ids[data.query_ids < data.num_train], head):
+    for query_ids, query_BD in encoded(
+        parts, data.query_ids[data.query_ids < data.num_train], head
+    ):
         positives = data.positives(query_ids)
         own = part.owns(positives.values)
         rows, labels = positives.row_ids[own], part.to_local(positives.values[own])
@@ -49,6 +53,8 @@ def encoded(
     for start in range(0, len(query_ids), BLOCK * collectives.num_ranks()):
         first = start + BLOCK * collectives.rank()
         own_BD = head(parts.encode_plain(parts.data.tokens(query_ids[first : first + BLOCK])))
-        for i, vectors in enumerate(collectives.gather_ragged(own_BD.to(parts.device, parts.dtype))):
+        for i, vectors in enumerate(
+            collectives.gather_ragged(own_BD.to(parts.device, parts.dtype))
+        ):
             at = start + BLOCK * i
             yield query_ids[at : at + BLOCK], vectors

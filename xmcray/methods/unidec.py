@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmcray import draws
-from xmcray.config import check_choice, check_range
+from xmcray.config import check_choices, check_range
 from xmcray.errors import ConfigError
 from xmcray.losses.psl import Normaliser, Picked, Reduction, pick_some_labels
 from xmcray.methods.base import BundleSpec, Parts
@@ -85,15 +85,23 @@ class UnidecConfig:
     text_share: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("num_positives", "hard_per_query", "classifier_positives", "head_dim", "head_lr", "init_std"):
+        for name in (
+            "num_positives",
+            "hard_per_query",
+            "classifier_positives",
+            "head_dim",
+            "head_lr",
+            "init_std",
+        ):
             check_range(f"method.{name}", getattr(self, name), low=0)
         for name in ("balance", "balance_encoder", "balance_classifier"):
             check_range(f"method.{name}", getattr(self, name), 0, 1)
         check_range("method.temperature", self.temperature, low=1e-4)
         check_range("method.dropout", self.dropout, 0, 0.99)
-        check_range("method.text_share", self.text_share, 0.01, 0.99)  # nearer to 0 or 1, answer_by says it better
-        check_choice("method.normaliser", self.normaliser, ("paln", "pal"))
-        check_choice("method.reduction", self.reduction, ("mean_anchors", "sum_per_query"))
+        check_range(
+            "method.text_share", self.text_share, 0.01, 0.99
+        )  # nearer to 0 or 1, answer_by says it better
+        check_choices(self, "method")
         if self.answer_by not in ("both", self.answers):
             raise ConfigError(
                 f"method.answer_by is {self.answer_by}, which method.balance={self.balance:g} does not train; use both"
@@ -117,7 +125,9 @@ class Unidec:
         self.head: Head = self.heads.to(parts.device, parts.dtype)
         self.modules: Mapping[str, nn.Module] = {"head": self.head}
         self.lr_factors: Mapping[str, float] = {"head": config.head_lr}
-        self.bundle_spec = BundleSpec(LabelSide(row_columns=0 if config.answers == "text" else head_dim))
+        self.bundle_spec = BundleSpec(
+            LabelSide(row_columns=0 if config.answers == "text" else head_dim)
+        )
         self.tables: Mapping[str, RowTable] = {}
         if config.balance < 1:
             std = config.init_std if config.init == "random" else 0.0
@@ -132,7 +142,9 @@ class Unidec:
             )
             self.tables = {"classifier": rows.table}
             if config.init == "texts":
-                text_SE = F.normalize(self.heads.classifier(self.parts.label_vectors()).detach(), dim=-1)
+                text_SE = F.normalize(
+                    self.heads.classifier(self.parts.label_vectors()).detach(), dim=-1
+                )
                 rows.table.weight_SD.copy_(text_SE * (config.init_std * math.sqrt(head_dim)))
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
@@ -141,20 +153,30 @@ class Unidec:
         pool, classifier_pool = self._pools(batch, shortlist)
         data = self.parts.data
         labels = pool.own if config.balance > 0 else pool.own[:0]
-        vectors = self.parts.encode(Ragged.concatenate([batch.tokens, data.tokens(data.num_train + labels)]))
+        vectors = self.parts.encode(
+            Ragged.concatenate([batch.tokens, data.tokens(data.num_train + labels)])
+        )
         query_BD, label_UD = vectors.split([len(batch.tokens), len(labels)])
         text_BE = self.heads.text(query_BD, self._keep("text", batch, batch.start, batch.stop))
-        row_BE = self.heads.classifier(query_BD, self._keep("classifier", batch, batch.start, batch.stop))
+        row_BE = self.heads.classifier(
+            query_BD, self._keep("classifier", batch, batch.start, batch.stop)
+        )
         text_GE, row_GE = gather_rows(torch.cat([text_BE, row_BE], dim=1), num_queries).split(
             self.heads.head_dim, dim=1
         )
         total = query_BD.new_zeros(())
         if config.balance > 0:
             first = int(np.searchsorted(pool.ids, self.parts.partition.start))
-            label_UE = self.heads.text(label_UD, self._keep("labels", batch, first, first + len(labels)))
-            total = total + config.balance * self._psl(text_GE, label_UE, batch, pool, config.balance_encoder)
+            label_UE = self.heads.text(
+                label_UD, self._keep("labels", batch, first, first + len(labels))
+            )
+            total = total + config.balance * self._psl(
+                text_GE, label_UE, batch, pool, config.balance_encoder
+            )
         if config.balance < 1:
-            own = torch.from_numpy(self.parts.partition.to_local(classifier_pool.own)).to(self.parts.device)
+            own = torch.from_numpy(self.parts.partition.to_local(classifier_pool.own)).to(
+                self.parts.device
+            )
             row_UE = self.tables["classifier"].rows(own)
             loss = self._psl(row_GE, row_UE, batch, classifier_pool, config.balance_classifier)
             total = total + (1 - config.balance) * loss
@@ -177,7 +199,9 @@ class Unidec:
     def _keep(self, purpose: str, batch: Batch, start: int, stop: int) -> Tensor | None:
         """Dropout's factors for positions start .. stop - 1 of the batch's queries, or of its pool."""
         place = batch.step, start, stop
-        return self.parts.keep_factors(f"dropout {purpose}", *place, self.heads.head_dim, self.config.dropout)
+        return self.parts.keep_factors(
+            f"dropout {purpose}", *place, self.heads.head_dim, self.config.dropout
+        )
 
     def _pools(self, batch: Batch, shortlist: Shortlist | None) -> tuple[LabelPool, LabelPool]:
         """L_B of the dual encoder, and of the classifier."""
@@ -186,15 +210,21 @@ class Unidec:
 
         def drawn(count: int) -> Ragged:
             """The same draw for any count: the first of a larger one are the smaller one."""
-            return draw_from_rows(batch.positives, count, draws.generator(self.parts.seed, "positives", batch.step))
+            return draw_from_rows(
+                batch.positives, count, draws.generator(self.parts.seed, "positives", batch.step)
+            )
 
         some = drawn(config.num_positives) if config.num_positives else batch.positives
         pool = LabelPool.of(part, some, hard)
         if not (config.num_positives and config.classifier_positives):
             return pool, pool
-        return pool, LabelPool.of(part, drawn(config.num_positives + config.classifier_positives), hard)
+        return pool, LabelPool.of(
+            part, drawn(config.num_positives + config.classifier_positives), hard
+        )
 
-    def _psl(self, query_GE: Tensor, column_UE: Tensor, batch: Batch, pool: LabelPool, balance: float) -> Tensor:
+    def _psl(
+        self, query_GE: Tensor, column_UE: Tensor, batch: Batch, pool: LabelPool, balance: float
+    ) -> Tensor:
         config, device = self.config, query_GE.device
         picked = Picked(
             pool.pairs(batch.positives, device=device),
@@ -203,4 +233,6 @@ class Unidec:
             int(np.isin(pool.ids, batch.positives.values).sum()),
         )
         scale = 1 / config.temperature
-        return pick_some_labels(query_GE, column_UE, picked, scale, balance, config.normaliser, config.reduction)
+        return pick_some_labels(
+            query_GE, column_UE, picked, scale, balance, config.normaliser, config.reduction
+        )

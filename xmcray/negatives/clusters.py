@@ -30,9 +30,14 @@ def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> In
     """
     n = len(vectors)
     if num_clusters < 1 or num_clusters & (num_clusters - 1) or num_clusters > max(1, n):
-        raise ConfigError(f"{num_clusters} clusters of {n} vectors; give a power of two of at most {n}")
+        raise ConfigError(
+            f"{num_clusters} clusters of {n} vectors; give a power of two of at most {n}"
+        )
     rows = _normalised(np.asarray(vectors, np.float32))
-    order, starts = np.arange(n), np.array([0, n])  # cluster c of the level is order[starts[c] : starts[c + 1]]
+    order, starts = (
+        np.arange(n),
+        np.array([0, n]),
+    )  # cluster c of the level is order[starts[c] : starts[c + 1]]
     for level in range(num_clusters.bit_length() - 1):
         sizes = np.diff(starts)
         seeds = _two_rows(sizes, draws.generator(seed, "clusters", level))
@@ -40,16 +45,22 @@ def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> In
         for low in range(0, len(sizes), at_once):
             some = slice(low, low + at_once)
             _split(rows, order, starts[:-1][some], sizes[some], seeds[some])
-        starts = np.append(np.stack([starts[:-1], starts[:-1] + (sizes + 1) // 2], axis=1).ravel(), n)
+        starts = np.append(
+            np.stack([starts[:-1], starts[:-1] + (sizes + 1) // 2], axis=1).ravel(), n
+        )
     clusters = np.empty(n, np.int64)
     clusters[order] = np.repeat(np.arange(num_clusters), np.diff(starts))
     return clusters
 
 
-def _split(rows: Float32Array, order: Int64Array, starts: Int64Array, sizes: Int64Array, seeds: Int64Array) -> None:
+def _split(
+    rows: Float32Array, order: Int64Array, starts: Int64Array, sizes: Int64Array, seeds: Int64Array
+) -> None:
     """Reorders each cluster C of `order` so that its first half, the larger if they differ, comes first."""
     slots = np.arange(sizes.max())
-    filled_CM = slots < sizes[:, None]  # sizes differ by at most one: at most the last slot is empty
+    filled_CM = (
+        slots < sizes[:, None]
+    )  # sizes differ by at most one: at most the last slot is empty
     places_CM = starts[:, None] + np.minimum(slots, sizes[:, None] - 1)
     members_CM = order[places_CM]
     vectors_CMD = rows[members_CM]
@@ -66,7 +77,9 @@ def _split(rows: Float32Array, order: Int64Array, starts: Int64Array, sizes: Int
         ranking_CM = np.argsort(-preference_CM, axis=1, kind="stable")
         ranked_CM[active] = ranking_CM
         in_first_CM = np.zeros(ranking_CM.shape, np.float32)
-        np.put_along_axis(in_first_CM, ranking_CM, (slots < half_C[active, None]).astype(np.float32), axis=1)
+        np.put_along_axis(
+            in_first_CM, ranking_CM, (slots < half_C[active, None]).astype(np.float32), axis=1
+        )
         first_CD = np.matmul(in_first_CM[:, None, :], vectors_CMD)[:, 0]
         second_CD = total_CD[active] - first_CD
         norms_C = np.linalg.norm(first_CD, axis=1) + np.linalg.norm(second_CD, axis=1)

@@ -46,7 +46,9 @@ class VersionFolder:
         version, attempt = path.name[1:].split("-")
         self.version, self.attempt = int(version), int(attempt)
 
-    def write_queries(self, step: int, rank: int, ids: Int64Array, vectors: Float32Array, extra: Int64Array) -> Path:
+    def write_queries(
+        self, step: int, rank: int, ids: Int64Array, vectors: Float32Array, extra: Int64Array
+    ) -> Path:
         """Adds a block of query vectors.
 
         Args:
@@ -111,7 +113,9 @@ class VersionFolder:
                     parts.append(rows[low:high])
         return np.concatenate(parts) if parts else np.empty((0, 1), np.float32)
 
-    def write_found(self, part: LabelPartition, block: str, ids: Int64Array, scores: Float32Array) -> None:
+    def write_found(
+        self, part: LabelPartition, block: str, ids: Int64Array, scores: Float32Array
+    ) -> None:
         """Keeps what one index shard found for one query block.
 
         The labels of the shard name it, not its number: a pool of another size does not take it for its own.
@@ -153,7 +157,10 @@ class VersionFolder:
         labels: np.memmap[Any, np.dtype[np.int32]] = np.lib.format.open_memmap(
             path, mode="w+", dtype=np.int32, shape=(num_query_ids, width)
         )
-        with storage.disk_errors(path), path.open("r+b") as file:  # a full disk is a signal under a map without this
+        with (
+            storage.disk_errors(path),
+            path.open("r+b") as file,
+        ):  # a full disk is a signal under a map without this
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         labels[:] = -1
         return labels
@@ -188,12 +195,16 @@ class VersionFolder:
         Raises:
             ShortlistError: altered since they were written.
         """
-        return self._finished(_CLUSTERS, str(_read_json(self.path / "complete.json")["clusters_sha256"]))
+        return self._finished(
+            _CLUSTERS, str(_read_json(self.path / "complete.json")["clusters_sha256"])
+        )
 
     def _finished(self, name: str, sha256: str) -> npt.NDArray[np.int32]:
         path = self.path / name
         if storage.hash_file(path).sha256 != sha256:
-            raise ShortlistError(f"{path} was altered after it was written; resume from an earlier copy of the run")
+            raise ShortlistError(
+                f"{path} was altered after it was written; resume from an earlier copy of the run"
+            )
         values: npt.NDArray[np.int32] = np.load(path, mmap_mode="r")
         return values
 
@@ -209,7 +220,9 @@ class Ledger:
 
     def versions(self) -> list[VersionFolder]:
         """The newest attempt at each version, by version."""
-        newest = {f.version: f for f in sorted(self._folders(), key=lambda f: (f.version, f.attempt))}
+        newest = {
+            f.version: f for f in sorted(self._folders(), key=lambda f: (f.version, f.attempt))
+        }
         return list(newest.values())
 
     def version(self, version: int) -> VersionFolder:
@@ -221,7 +234,9 @@ class Ledger:
 
     def newest_complete(self) -> VersionFolder | None:
         """The finished version with the highest number."""
-        return max((f for f in self.versions() if f.complete), key=lambda f: f.version, default=None)
+        return max(
+            (f for f in self.versions() if f.complete), key=lambda f: f.version, default=None
+        )
 
     def restore(self, inputs: Mapping[str, str], published: Sequence[int]) -> None:
         """Brings the files to the state of a checkpoint.
@@ -264,13 +279,17 @@ class Ledger:
         for path in sorted(self.path.glob(f"v{version:05d}-*/queries/{block}")):
             if storage.hash_file(path).sha256 == sha256:
                 return path
-        raise StorageError(f"{self.path} lacks {block} of version {version}; resume from an earlier copy of the run")
+        raise StorageError(
+            f"{self.path} lacks {block} of version {version}; resume from an earlier copy of the run"
+        )
 
     def _check(self, inputs: Mapping[str, str], names: list[str]) -> None:
         for name in names:
             path = self.path / name
             if not path.is_file() or storage.hash_file(path).sha256 != inputs[name]:
-                raise StorageError(f"{path} is missing or altered; resume from an earlier copy of the run")
+                raise StorageError(
+                    f"{path} is missing or altered; resume from an earlier copy of the run"
+                )
 
     def _start(self, version: int, attempt: int) -> VersionFolder:
         folder = VersionFolder(self.path / f"v{version:05d}-{attempt:04d}")
@@ -281,13 +300,21 @@ class Ledger:
         return (VersionFolder(path) for path in sorted(self.path.glob("v*-*")))
 
 
-def _save(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
-    if path.parent.parent.name == "found":  # never the version's own folder: a withdrawn attempt stays gone
+def _save(
+    path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> None:
+    if (
+        path.parent.parent.name == "found"
+    ):  # never the version's own folder: a withdrawn attempt stays gone
         path.parent.parent.mkdir(exist_ok=True)
     path.parent.mkdir(exist_ok=True)
     temporary = storage.aside(path)
     with storage.disk_errors(path):
-        save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, temporary, metadata=dict(metadata or {}))
+        save_file(
+            {k: np.ascontiguousarray(v) for k, v in tensors.items()},
+            temporary,
+            metadata=dict(metadata or {}),
+        )
         storage.fsync(temporary)
         temporary.replace(path)
 

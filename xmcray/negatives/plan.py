@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from xmcray.config import check_choice, check_range
+from xmcray.config import check_choices, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,10 @@ class NegativesConfig:
             takes the newest complete version at any step and never waits.
         wait_s: seconds that "scheduled" waits for a version that is late.
         max_age: epochs after which negatives that could not be refreshed end the run.
-        keep_recall: queries whose exact neighbours are also found, to report the recall of the index; 0 for none.
+        recall_queries: queries whose exact neighbours are also found, to report the recall of the index; 0 for none.
     """
+
+    RENAMED: ClassVar = {"keep_recall": "recall_queries"}
 
     uniform: int = 2000
     uniform_epochs: int = 0
@@ -44,7 +46,7 @@ class NegativesConfig:
     schedule: Literal["scheduled", "eager"] = "scheduled"
     wait_s: float = 600.0
     max_age: int = 20
-    keep_recall: int = 200
+    recall_queries: int = 200
 
     def __post_init__(self) -> None:
         check_range("negatives.uniform", self.uniform, low=0)
@@ -55,10 +57,10 @@ class NegativesConfig:
         check_range("negatives.start_epoch", self.start_epoch, low=2)
         check_range("negatives.refresh_every", self.refresh_every, low=1)
         check_range("negatives.curriculum", self.curriculum, low=0)
-        check_choice("negatives.schedule", self.schedule, ("scheduled", "eager"))
+        check_choices(self, "negatives")
         check_range("negatives.wait_s", self.wait_s, low=0)
         check_range("negatives.max_age", self.max_age, low=1)
-        check_range("negatives.keep_recall", self.keep_recall, low=0)
+        check_range("negatives.recall_queries", self.recall_queries, low=0)
 
     @property
     def refreshed(self) -> bool:

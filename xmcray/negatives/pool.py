@@ -64,7 +64,9 @@ class IndexShard:
 class Coordinator:
     """Starts searches when all ranks have published, merges, completes; an actor."""
 
-    def __init__(self, run_id: str, corpus: CorpusSource, data: DataConfig, spec: RefreshSpec, nice: int) -> None:
+    def __init__(
+        self, run_id: str, corpus: CorpusSource, data: DataConfig, spec: RefreshSpec, nice: int
+    ) -> None:
         os.nice(nice)
         self.data = TrainingData(open_on_node(corpus), data)
         # by name, not by handle: a handle among the arguments would be lost with the driver's object store
@@ -86,7 +88,9 @@ class Coordinator:
             except FileNotFoundError:
                 if not (version.withdrawn or version.complete):
                     raise
-            self.gauges.show({"pool_version": version.version, "pool_refresh_s": time.perf_counter() - started})
+            self.gauges.show(
+                {"pool_version": version.version, "pool_refresh_s": time.perf_counter() - started}
+            )
 
     @contextlib.contextmanager
     def _queued(self, folder: str) -> Iterator[None]:
@@ -130,7 +134,10 @@ class NegativePool:
         ]
         coordinator = ray.remote(**_RESTARTS)(Coordinator)
         self.coordinator = coordinator.options(
-            name=coordinator_name(run_id), max_concurrency=4, runtime_env=environment, **on_coordinator
+            name=coordinator_name(run_id),
+            max_concurrency=4,
+            runtime_env=environment,
+            **on_coordinator,
         ).remote(run_id, corpus, data, spec, nice)
 
     def close(self) -> None:

@@ -61,7 +61,9 @@ class RefreshSpec:
 
     def parts(self, num_labels: int) -> list[LabelPartition]:
         """The labels of each index shard."""
-        return [LabelPartition(num_labels, self.num_shards, shard) for shard in range(self.num_shards)]
+        return [
+            LabelPartition(num_labels, self.num_shards, shard) for shard in range(self.num_shards)
+        ]
 
 
 def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: RefreshSpec) -> None:
@@ -74,16 +76,22 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
         return
     rows = folder.read_rows(part.start, part.stop)
     sample = _sample(folder, _TUNING_QUERIES, spec.seed)
-    index = build_index(rows, spec.negatives.index, spec.seed, threads=spec.threads, gpu=spec.gpu, queries=sample)
+    index = build_index(
+        rows, spec.negatives.index, spec.seed, threads=spec.threads, gpu=spec.gpu, queries=sample
+    )
     for block in blocks:
         _, vectors, extra = folder.read_queries(block)
-        scores, local = _search(index, vectors, np.minimum(spec.negatives.hard + _rounded_up(extra), part.size))
+        scores, local = _search(
+            index, vectors, np.minimum(spec.negatives.hard + _rounded_up(extra), part.size)
+        )
         folder.write_found(part, block, np.where(local >= 0, part.to_global(local), -1), scores)
-    if spec.negatives.keep_recall and folder.query_blocks:
+    if spec.negatives.recall_queries and folder.query_blocks:
         _write_recall(folder, part, rows, index.search, spec)
 
 
-def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> tuple[Float32Array, Int64Array]:
+def _search(
+    index: Index, vectors: Float32Array, width_B: Int64Array
+) -> tuple[Float32Array, Int64Array]:
     """The `width_B[i]` best rows of query i, padded to the largest width: few queries need many more than the rest."""
     shape = len(vectors), int(width_B.max(initial=1))
     scores, rows = np.full(shape, -np.inf, np.float32), np.full(shape, -1, np.int64)
@@ -100,7 +108,9 @@ def _rounded_up(extra: Int64Array) -> Int64Array:
 
 def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
     """Merges what all shards found: positives and filter pairs out, the h best of each query in; clusters; complete."""
-    if folder.complete:  # by someone else: the inputs may be gone, and a merge of nothing would pass for a version
+    if (
+        folder.complete
+    ):  # by someone else: the inputs may be gone, and a merge of nothing would pass for a version
         return
     labels = folder.new_shortlist(data.num_query_ids, spec.negatives.hard)
     blocks = folder.query_blocks
@@ -110,12 +120,16 @@ def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -
         candidate = np.concatenate([ids_ for ids_, _ in found], axis=1)
         score = np.concatenate([scores for _, scores in found], axis=1)
         forbidden = [data.positives(ids), data.excluded(ids)]
-        labels[ids] = best_allowed(candidate, score, forbidden, data.num_labels, spec.negatives.hard)
+        labels[ids] = best_allowed(
+            candidate, score, forbidden, data.num_labels, spec.negatives.hard
+        )
     if not blocks or folder.query_blocks != blocks:
         raise FileNotFoundError(f"query blocks of {folder.path} vanished while they were merged")
     if spec.negatives.cluster_size and not folder.has_clusters:
         folder.write_clusters(_cluster_queries(folder, blocks, data.num_query_ids, spec))
-    folder.finish(labels, {"recall": _read_recall(folder, spec.parts(data.num_labels)), "blocks": len(blocks)})
+    folder.finish(
+        labels, {"recall": _read_recall(folder, spec.parts(data.num_labels)), "blocks": len(blocks)}
+    )
 
 
 def _cluster_queries(
@@ -129,7 +143,9 @@ def _cluster_queries(
         vectors[np.searchsorted(ids, some)] = rows
     epoch = spec.negatives.schedule_of.use_epoch(folder.version)
     cluster = np.full(num_query_ids, -1, np.int32)
-    cluster[ids] = balanced_clusters(vectors, spec.negatives.num_clusters_at(epoch, len(ids)), spec.seed)
+    cluster[ids] = balanced_clusters(
+        vectors, spec.negatives.num_clusters_at(epoch, len(ids)), spec.seed
+    )
     return cluster
 
 
@@ -144,13 +160,19 @@ def best_allowed(
     """
     score = np.where(candidate >= 0, score, -np.inf)
     row = np.arange(len(candidate))[:, None]
-    banned = np.unique(np.concatenate([part.row_ids * num_labels + part.values for part in forbidden]))
+    banned = np.unique(
+        np.concatenate([part.row_ids * num_labels + part.values for part in forbidden])
+    )
     if len(banned):
         key = row * num_labels + candidate
         at = np.minimum(np.searchsorted(banned, key), len(banned) - 1)
         score = np.where(banned[at] == key, -np.inf, score)
     order = np.lexsort((candidate, -score))[:, :width]
-    best = np.where(np.isfinite(np.take_along_axis(score, order, 1)), np.take_along_axis(candidate, order, 1), -1)
+    best = np.where(
+        np.isfinite(np.take_along_axis(score, order, 1)),
+        np.take_along_axis(candidate, order, 1),
+        -1,
+    )
     out = np.full((len(candidate), width), -1, np.int32)
     out[:, : best.shape[1]] = best
     return out
@@ -168,7 +190,9 @@ class ThreadRefresher:
         """Starts a thread for a version unless there is one."""
         self.check()
         if folder not in self._threads:
-            self._threads[folder] = threading.Thread(target=self._run, args=(VersionFolder(folder),), daemon=True)
+            self._threads[folder] = threading.Thread(
+                target=self._run, args=(VersionFolder(folder),), daemon=True
+            )
             self._threads[folder].start()
 
     def check(self) -> None:
@@ -218,17 +242,21 @@ def _write_recall(
     spec: RefreshSpec,
 ) -> None:
     """Share of the exact `hard` nearest rows that the index finds, on a seeded sample of queries."""
-    sample = _sample(folder, spec.negatives.keep_recall, spec.seed)
+    sample = _sample(folder, spec.negatives.recall_queries, spec.seed)
     width = min(spec.negatives.hard, len(rows))
     if not width:
         return
     _, exact = exact_search(rows, sample, width)
     _, found = search(sample, width)
     hits = sum(len(np.intersect1d(a, b)) for a, b in zip(exact, found, strict=True))
-    folder.write_found(part, "recall", np.array([hits, len(sample) * width]), np.empty(0, np.float32))
+    folder.write_found(
+        part, "recall", np.array([hits, len(sample) * width]), np.empty(0, np.float32)
+    )
 
 
 def _read_recall(folder: VersionFolder, parts: list[LabelPartition]) -> float | None:
-    counts = [folder.read_found(part, "recall")[0] for part in parts if folder.has_found(part, "recall")]
+    counts = [
+        folder.read_found(part, "recall")[0] for part in parts if folder.has_found(part, "recall")
+    ]
     hits, total = np.sum(counts, axis=0) if counts else (0, 0)
     return float(hits / total) if total else None

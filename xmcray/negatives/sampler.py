@@ -44,12 +44,19 @@ class Candidates:
         if device.type == "cpu":
             return self
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in tensors.items()}
+        moved: dict[str, Any] = {
+            name: None if t is None else t.to(device) for name, t in tensors.items()
+        }
         return Candidates(**moved)
 
 
 def gather_candidates(
-    batch: Batch, hard: Ragged, pool: Int64Array, positives: Ragged, weight_G: Float64Array | None, part: LabelPartition
+    batch: Batch,
+    hard: Ragged,
+    pool: Int64Array,
+    positives: Ragged,
+    weight_G: Float64Array | None,
+    part: LabelPartition,
 ) -> Candidates:
     """Candidates of one step on one rank; every rank knows the global batch, so nothing is exchanged.
 
@@ -70,7 +77,11 @@ def gather_candidates(
         np.concatenate([part.to_local(listed[own]), part.to_local(own_pool)]), return_inverse=True
     )
     skip_query, skip_column = _skipped(own_pool, [batch.positives, hard, batch.excluded])
-    weights = None if weight_G is None else torch.from_numpy(np.where(is_positive, weight_G[query], 1.0)[own])
+    weights = (
+        None
+        if weight_G is None
+        else torch.from_numpy(np.where(is_positive, weight_G[query], 1.0)[own])
+    )
     return Candidates(
         row_ids=torch.from_numpy(row_ids),
         pair_query=torch.from_numpy(query[own]),
@@ -83,7 +94,9 @@ def gather_candidates(
     )
 
 
-def capped_positives(batch: Batch, cap: int, seed: int, unbiased: bool) -> tuple[Ragged, Float64Array | None]:
+def capped_positives(
+    batch: Batch, cap: int, seed: int, unbiased: bool
+) -> tuple[Ragged, Float64Array | None]:
     """At most `cap` positives of each query, drawn uniformly, and the weight |P_i| / cap that keeps the sum unbiased.
 
     Args:
@@ -96,7 +109,9 @@ def capped_positives(batch: Batch, cap: int, seed: int, unbiased: bool) -> tuple
     if not cap or lengths.max(initial=0) <= cap:
         return batch.positives, None
     weight = np.where(lengths > cap, lengths / cap, 1.0) if unbiased else None
-    return draw_from_rows(batch.positives, cap, draws.generator(seed, "positives", batch.step)), weight
+    return draw_from_rows(
+        batch.positives, cap, draws.generator(seed, "positives", batch.step)
+    ), weight
 
 
 def draw_from_rows(
@@ -108,12 +123,16 @@ def draw_from_rows(
         weight_T: float [T] > 0; a value is drawn next with probability proportional to its weight, uniformly if not
             given.
     """
-    waits = generator.exponential(size=len(rows.values))  # of a race: the first `count` to arrive are drawn
+    waits = generator.exponential(
+        size=len(rows.values)
+    )  # of a race: the first `count` to arrive are drawn
     arrival = waits if weight_T is None else waits / weight_T
     order = np.lexsort((arrival, rows.row_ids))
     place = np.arange(len(order)) - np.repeat(rows.offsets[:-1], rows.lengths)
     drawn = np.sort(order[place < count])
-    return Ragged(rows.values[drawn], np.concatenate([[0], np.cumsum(np.minimum(rows.lengths, count))]))
+    return Ragged(
+        rows.values[drawn], np.concatenate([[0], np.cumsum(np.minimum(rows.lengths, count))])
+    )
 
 
 def _skipped(pool: Int64Array, lists: list[Ragged]) -> tuple[Int64Array, Int64Array]:

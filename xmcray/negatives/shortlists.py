@@ -81,7 +81,9 @@ class ShortlistFeed:
                 self._take(self._newest())
         elif step % self.steps_per_epoch == 0:
             self._switch_on_schedule(step)
-        if step % self.steps_per_epoch == 0 and self.current is not None:  # within an epoch its order stays
+        if (
+            step % self.steps_per_epoch == 0 and self.current is not None
+        ):  # within an epoch its order stays
             self._order_by(self.current.version, step)
         self.blocked_s += time.perf_counter() - started
         self._check_age(step)
@@ -114,7 +116,9 @@ class ShortlistFeed:
         versions = self.ledger.versions()
         incomplete = {folder.path.name for folder in versions if not folder.complete}
         return {
-            "inputs": {name: sha for name, sha in inputs.items() if name.split("/", 1)[0] in incomplete},
+            "inputs": {
+                name: sha for name, sha in inputs.items() if name.split("/", 1)[0] in incomplete
+            },
             "published": [folder.version for folder in versions if folder.published],
             "version": None if self.current is None else self.current.version,
             "clusters_version": None if self.clusters is None else self.clusters.version,
@@ -133,7 +137,10 @@ class ShortlistFeed:
         return dict(zip(_PENDING, parts, strict=True))
 
     def restore(
-        self, state: Mapping[str, Any], step: int, pending: Sequence[Mapping[str, np.ndarray[Any, Any]]] = ()
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        pending: Sequence[Mapping[str, np.ndarray[Any, Any]]] = (),
     ) -> None:
         """Continues after a checkpoint of `step` steps (or from the start); collective.
 
@@ -174,7 +181,9 @@ class ShortlistFeed:
             return None
         schedule = self.config.schedule_of
         version = schedule.collecting(step // self.steps_per_epoch)
-        return None if version is None or schedule.use_epoch(version) >= self.num_epochs else version
+        return (
+            None if version is None or schedule.use_epoch(version) >= self.num_epochs else version
+        )
 
     def _publish(self, version: int, step: int) -> None:
         self._flush(version, step)
@@ -188,7 +197,9 @@ class ShortlistFeed:
             self.refresher.start(folder.path)
 
     def _flush(self, version: int, step: int) -> None:
-        ids, vectors, extra = (np.concatenate(parts) for parts in zip(*self._collected, strict=True))
+        ids, vectors, extra = (
+            np.concatenate(parts) for parts in zip(*self._collected, strict=True)
+        )
         self._collected.clear()
         folder, rank = self.ledger.version(version), collectives.rank()
         if len(ids):
@@ -230,7 +241,9 @@ class ShortlistFeed:
         """Takes the clusters of a version, as large as the epoch of `step` wants them."""
         if self.config.cluster_size:
             leaf = self.ledger.version(version).clusters()
-            wanted = self.config.num_clusters_at(step // self.steps_per_epoch, int((leaf >= 0).sum()))
+            wanted = self.config.num_clusters_at(
+                step // self.steps_per_epoch, int((leaf >= 0).sum())
+            )
             halvings = max(0, int(leaf.max()).bit_length() + 1 - wanted.bit_length())
             cluster = leaf >> halvings  # -1 stays -1
             self.clusters = QueryClusters(version, int(cluster.max()) + 1, cluster)

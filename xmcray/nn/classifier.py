@@ -10,7 +10,9 @@ from xmcray import draws
 from xmcray.nn.row_table import RowOptimConfig, RowTable
 from xmcray.parallel.partition import LabelPartition
 
-_INIT_BLOCK = 1 << 16  # rows drawn together; a row's start value does not depend on the number of ranks
+_INIT_BLOCK = (
+    1 << 16
+)  # rows drawn together; a row's start value does not depend on the number of ranks
 
 
 class ShardedClassifier:
@@ -47,6 +49,10 @@ def _fill_normal(weight_SD: Tensor, start: int, std: float, seed: int) -> None:
     rows, dim = weight_SD.shape
     for block in range(start // _INIT_BLOCK, -(-(start + rows) // _INIT_BLOCK)):
         first = block * _INIT_BLOCK
-        values = draws.generator(seed, "classifier", block).standard_normal((_INIT_BLOCK, dim), dtype=np.float32)
+        values = draws.generator(seed, "classifier", block).standard_normal(
+            (_INIT_BLOCK, dim), dtype=np.float32
+        )
         low, high = max(first, start), min(first + _INIT_BLOCK, start + rows)
-        weight_SD[low - start : high - start] = torch.from_numpy(values[low - first : high - first] * std)
+        weight_SD[low - start : high - start] = torch.from_numpy(
+            values[low - first : high - first] * std
+        )

@@ -60,7 +60,9 @@ class Int8Encoder(Encoder):
         super().__init__()
         device = encoder.model.get_input_embeddings().weight.device
         if device.type != "cpu":
-            raise ConfigError(f"encoder 'int8' runs on the CPU, found device {str(device)!r}; use 'bfloat16' there")
+            raise ConfigError(
+                f"encoder 'int8' runs on the CPU, found device {str(device)!r}; use 'bfloat16' there"
+            )
         self.dim, self.pooling, self.normalize = encoder.dim, encoder.pooling, encoder.normalize
         self.projection: nn.Linear | None = encoder.projection
         self._hidden = int(encoder.model.config.hidden_size)
@@ -72,7 +74,9 @@ class Int8Encoder(Encoder):
         with torch.inference_mode():
             cosine = float(F.cosine_similarity(self(trial), wanted_BD))
         if not cosine >= _LEAST_COSINE:
-            raise ConfigError(f"encoder 'int8' loses too much of this model (cosine {cosine:.2f}); use 'bfloat16'")
+            raise ConfigError(
+                f"encoder 'int8' loses too much of this model (cosine {cosine:.2f}); use 'bfloat16'"
+            )
 
     def forward(self, tokens: Ragged) -> Tensor:
         """query_BD; a text without tokens is the zero vector."""
@@ -85,7 +89,9 @@ class Int8Encoder(Encoder):
 
     def save(self, folder: Path) -> None:
         """Raises ConfigError: it only answers, and the bundle has the encoder that it was made of."""
-        raise ConfigError(f"an encoder in int8 cannot be saved in {folder}; save the one in float32 that it is made of")
+        raise ConfigError(
+            f"an encoder in int8 cannot be saved in {folder}; save the one in float32 that it is made of"
+        )
 
 
 def _session(model: Any) -> tuple[Any, int]:
@@ -102,11 +108,15 @@ def _session(model: Any) -> tuple[Any, int]:
     model.set_attn_implementation("sdpa")
     ids_BT = to_torch(np.arange(7)[None] % model.config.vocab_size)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tracing: sizes it takes for constants; the trial sees if one is none
+        warnings.simplefilter(
+            "ignore"
+        )  # of tracing: sizes it takes for constants; the trial sees if one is none
         exact, compact = Path(folder) / "float32.onnx", Path(folder) / "int8.onnx"
         try:
             torch.onnx.export(
-                _States(model).eval(),  # the export leaves the model in the mode of the module it is given
+                _States(
+                    model
+                ).eval(),  # the export leaves the model in the mode of the module it is given
                 (ids_BT,),
                 str(exact),
                 input_names=["ids"],
@@ -118,15 +128,23 @@ def _session(model: Any) -> tuple[Any, int]:
             # Said to be preprocessed, or a warning asks for it on each load; it gains nothing on such a graph.
             graph.metadata_props.add(key="onnx.quant.pre_process", value="onnxruntime.quant")
             # Products only: 8-bit embeddings would be smaller, not faster.
-            kinds = {"op_types_to_quantize": ["MatMul", "Gemm"], "weight_type": QuantType.QInt8, "per_channel": True}
+            kinds = {
+                "op_types_to_quantize": ["MatMul", "Gemm"],
+                "weight_type": QuantType.QInt8,
+                "per_channel": True,
+            }
             quantize_dynamic(graph, compact, **kinds)
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
-            session = onnxruntime.InferenceSession(compact, options, providers=["CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(
+                compact, options, providers=["CPUExecutionProvider"]
+            )
             return session, compact.stat().st_size
         except Exception as error:  # whatever the exporter does not know about a model
             found = " ".join(str(error).split())[:120]
-            raise ConfigError(f"encoder 'int8': this model cannot be exported ({found}); use 'bfloat16'") from None
+            raise ConfigError(
+                f"encoder 'int8': this model cannot be exported ({found}); use 'bfloat16'"
+            ) from None
 
 
 class _States(nn.Module):

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -42,9 +42,9 @@ class EncoderConfig:
         pooling: transformer only; "auto" is what the folder declares, and the mean where it declares nothing.
         idf: static only; weigh tokens by inverse document frequency.
         residual: static only; a two-layer network added to the bag.
-        lead: static only; the first token of a text weighs 1 + lead times as much, falling off over some ten tokens:
+        position_decay: static only; the first token of a text weighs 1 + position_decay times as much, falling off over some ten tokens:
             a text begins with its title.
-        pairs: static only; rows for pairs of neighbouring tokens, which share them by a hash; 0 is a bag of tokens.
+        bigram_buckets: static only; rows for pairs of neighbouring tokens, which share them by a hash; 0 is a bag of tokens.
         init_from: static only; a transformer whose input embeddings are the start ("" is from scratch).
         autocast: transformer only; "auto" is bfloat16 on CUDA devices that have it.
         dropout: transformer only; replaces the model's own rates. None keeps them.
@@ -52,13 +52,15 @@ class EncoderConfig:
             folder.
     """
 
+    RENAMED: ClassVar = {"lead": "position_decay", "pairs": "bigram_buckets"}
+
     name: str = "static"
     dim: int = 256
     pooling: Literal["auto", "mean", "cls"] = "auto"
     idf: bool = True
     residual: bool = True
-    lead: float = 0.0
-    pairs: int = 0
+    position_decay: float = 0.0
+    bigram_buckets: int = 0
     init_from: str = ""
     autocast: Literal["auto", "bf16", "none"] = "auto"
     dropout: float | None = None
@@ -66,16 +68,22 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         check_range("encoder.dim", self.dim, low=1 if self.name == "static" else 0)
-        check_range("encoder.lead", self.lead, low=0)
-        check_range("encoder.pairs", self.pairs, low=0)
+        check_range("encoder.position_decay", self.position_decay, low=0)
+        check_range("encoder.bigram_buckets", self.bigram_buckets, low=0)
         if self.dropout is not None:
             check_range("encoder.dropout", self.dropout, low=0, high=1)
             if self.name == "static":
-                raise ConfigError("encoder.dropout is set but encoder.name is static; drop it or name a transformer")
+                raise ConfigError(
+                    "encoder.dropout is set but encoder.name is static; drop it or name a transformer"
+                )
         if self.frozen and self.name == "static":
-            raise ConfigError("encoder.frozen is set but encoder.name is static; drop it or name a transformer")
+            raise ConfigError(
+                "encoder.frozen is set but encoder.name is static; drop it or name a transformer"
+            )
         if self.init_from and self.name != "static":
-            raise ConfigError(f"encoder.init_from needs encoder.name=static, found {self.name!r}; set only one of them")
+            raise ConfigError(
+                f"encoder.init_from needs encoder.name=static, found {self.name!r}; set only one of them"
+            )
 
 
 class Encoder(nn.Module, abc.ABC):
@@ -99,7 +107,9 @@ class Encoder(nn.Module, abc.ABC):
         """Names of parameters whose gradient is a sparse tensor, because a step touches few of their rows."""
         return []
 
-    def remember(self, folder: Path, num_texts: int, tokens_of: Callable[[Int64Array], Ragged]) -> None:
+    def remember(
+        self, folder: Path, num_texts: int, tokens_of: Callable[[Int64Array], Ragged]
+    ) -> None:
         """Told before training which texts it will be asked for, by number; collective.
 
         Args:
@@ -121,7 +131,9 @@ def build_encoder(
     from xmcray.nn.static import StaticEncoder  # it is built on this file
 
     if config.name != "static":
-        from xmcray.nn import transformer  # its library takes seconds to import, which the static encoder spares
+        from xmcray.nn import (
+            transformer,
+        )  # its library takes seconds to import, which the static encoder spares
 
         folder = start_folder(config.name)
         if (folder / SETTINGS).is_file():
@@ -139,7 +151,13 @@ def build_encoder(
         assert len(token_counts) == tokenizer.vocab_size, "counts of another vocabulary"
         # The most frequent token stands in for the number of texts: it is in nearly all of them.
         weight_V += np.log((1 + token_counts.max()) / (1 + token_counts))
-    encoder = StaticEncoder(torch.from_numpy(weight_V), config.dim, config.residual, config.lead, config.pairs)
+    encoder = StaticEncoder(
+        torch.from_numpy(weight_V),
+        config.dim,
+        config.residual,
+        config.position_decay,
+        config.bigram_buckets,
+    )
     encoder.reset(seed)
     if config.init_from:
         from xmcray.nn import transformer
@@ -168,7 +186,9 @@ def load_encoder(folder: Path) -> Encoder:
 
         return StaticEncoder.load(folder)
     if not (folder / "config.json").is_file():
-        raise BundleError(f"{folder} holds no encoder: expected {SETTINGS} or a transformer's config.json")
+        raise BundleError(
+            f"{folder} holds no encoder: expected {SETTINGS} or a transformer's config.json"
+        )
     from xmcray.nn import transformer
 
     return transformer.load(folder)

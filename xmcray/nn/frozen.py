@@ -48,7 +48,10 @@ class KnownTexts:
                 tokens = tokens_of(np.arange(first, min(first + _FILE_ROWS, num_texts)))
                 keys.append(text_keys(tokens))
                 paths.append(folder / f"{len(paths):08d}.npy")
-                if len(paths) % collectives.num_ranks() == collectives.rank() and not paths[-1].exists():
+                if (
+                    len(paths) % collectives.num_ranks() == collectives.rank()
+                    and not paths[-1].exists()
+                ):
                     _write(paths[-1], tokens, encode)
         collectives.gather_objects(None)  # nobody reads before all have written
         self._vectors = [np.load(path, mmap_mode="r") for path in paths]
@@ -60,7 +63,9 @@ class KnownTexts:
         """float32 [B, H] of texts that are known, on the CPU."""
         key_B = text_keys(tokens)
         place_B = np.minimum(np.searchsorted(self._key_N, key_B), len(self._key_N) - 1)
-        assert (self._key_N[place_B] == key_B).all(), "a text that is in no split of the training data"
+        assert (self._key_N[place_B] == key_B).all(), (
+            "a text that is in no split of the training data"
+        )
         file_B, row_B = np.divmod(self._order[place_B], _FILE_ROWS)
         found_BH = np.empty((len(key_B), self._vectors[0].shape[1]), np.float32)
         for file in np.unique(file_B):

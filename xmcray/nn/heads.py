@@ -43,8 +43,12 @@ class Head(nn.Module):
     def save(self, folder: Path) -> None:
         """Writes head.json, and head.safetensors if there are weights."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / SETTINGS).write_text(json.dumps({"kind": self.kind, **self.settings()}), encoding="utf-8")
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        (folder / SETTINGS).write_text(
+            json.dumps({"kind": self.kind, **self.settings()}), encoding="utf-8"
+        )
+        state = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()
+        }
         if state:
             save_file(state, folder / WEIGHTS)
 
@@ -72,7 +76,9 @@ class TwoHeads(Head):
 
     kind = "unidec"
 
-    def __init__(self, dim: int, head_dim: int, answer_by: str = "both", text_share: float = 0.5) -> None:
+    def __init__(
+        self, dim: int, head_dim: int, answer_by: str = "both", text_share: float = 0.5
+    ) -> None:
         super().__init__(dim)
         self.head_dim, self.answer_by, self.text_share = head_dim, answer_by, text_share
         self.out_dim = head_dim * (2 if answer_by == "both" else 1)
@@ -105,7 +111,9 @@ class TwoHeads(Head):
         row_BE = F.normalize(self.classifier(vector_BD), dim=-1)
         if self.answer_by == "classifier":
             return row_BE
-        return torch.cat([2 * self.text_share * self.text(vector_BD), 2 * (1 - self.text_share) * row_BE], dim=1)
+        return torch.cat(
+            [2 * self.text_share * self.text(vector_BD), 2 * (1 - self.text_share) * row_BE], dim=1
+        )
 
     def settings(self) -> dict[str, Any]:
         """Arguments that make such a head again."""
@@ -130,11 +138,21 @@ def load_head(folder: Path) -> Head:
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         kind = settings.pop("kind")
         if kind not in _KINDS:
-            raise BundleError(f"{folder} holds a head of kind {kind!r}, this release knows {', '.join(_KINDS)}")
+            raise BundleError(
+                f"{folder} holds a head of kind {kind!r}, this release knows {', '.join(_KINDS)}"
+            )
         head = _KINDS[kind](**settings)
         state = load_file(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else {}
         head.to(next(iter(state.values()), torch.zeros(0)).dtype).load_state_dict(state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         found = " ".join(str(error).split())[:200]
         raise BundleError(f"head in {folder} cannot be read ({found}); export it again") from None
     return head.eval()

@@ -30,10 +30,15 @@ class LabelSide:
     def save(self, folder: Path) -> None:
         """Writes label_side.json, and prototypes.safetensors if there is a network."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / SETTINGS).write_text(json.dumps({"row_columns": self.row_columns}), encoding="utf-8")
+        (folder / SETTINGS).write_text(
+            json.dumps({"row_columns": self.row_columns}), encoding="utf-8"
+        )
         if self.prototypes is not None:
             state = self.prototypes.state_dict()
-            save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, folder / WEIGHTS)
+            save_file(
+                {name: tensor.cpu().contiguous() for name, tensor in state.items()},
+                folder / WEIGHTS,
+            )
 
 
 def load_label_side(folder: Path) -> LabelSide:
@@ -43,7 +48,9 @@ def load_label_side(folder: Path) -> LabelSide:
         BundleError: a file is missing, as in bundles of earlier releases, or damaged.
     """
     try:
-        row_columns = int(json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["row_columns"])
+        row_columns = int(
+            json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["row_columns"]
+        )
         if not (folder / WEIGHTS).is_file():
             return LabelSide(row_columns)
         state = load_file(folder / WEIGHTS)
@@ -53,5 +60,7 @@ def load_label_side(folder: Path) -> LabelSide:
         network.load_state_dict(state, assign=True)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         found = " ".join(str(error).split())[:200]
-        raise BundleError(f"label side in {folder} cannot be read ({found}); export it again") from None
+        raise BundleError(
+            f"label side in {folder} cannot be read ({found}); export it again"
+        ) from None
     return LabelSide(row_columns, network.eval())

@@ -59,9 +59,14 @@ def try_on(model: Any) -> bool:
     model.eval()
     try:
         with torch.no_grad():
-            wanted = model(inputs_embeds=padded_BTH, attention_mask=mask_BT.long()).last_hidden_state[mask_BT]
+            wanted = model(
+                inputs_embeds=padded_BTH, attention_mask=mask_BT.long()
+            ).last_hidden_state[mask_BT]
             model.set_attn_implementation(NAME)
-            same = bool((run(model, token_TH, lengths) - wanted).abs().max() <= _TOLERANCE * wanted.abs().max())
+            same = bool(
+                (run(model, token_TH, lengths) - wanted).abs().max()
+                <= _TOLERANCE * wanted.abs().max()
+            )
     except (TypeError, ValueError, KeyError, RuntimeError, IndexError, AttributeError):
         same = False  # some part of the model does not know such rows
     finally:
@@ -88,7 +93,9 @@ def _attend(
     sizes, widths = packed_spans
     parts = []
     # split, not slices: the backward of a slice fills a tensor of the whole row with zeros, once for each length
-    for width, *spans in zip(widths, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True):
+    for width, *spans in zip(
+        widths, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True
+    ):
         q, k, v = (x.unflatten(1, (-1, width)).transpose(0, 1) for x in spans)
         found = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
         parts.append(found.transpose(1, 2).flatten(0, 1))

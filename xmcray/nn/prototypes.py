@@ -26,7 +26,9 @@ class PrototypeNetwork(nn.Module):
 
     cluster_L: Tensor
 
-    def __init__(self, dim: int, feed_forward: int, num_labels: int, num_vectors: int, seed: int | None) -> None:
+    def __init__(
+        self, dim: int, feed_forward: int, num_labels: int, num_vectors: int, seed: int | None
+    ) -> None:
         super().__init__()
         self.into = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
@@ -48,7 +50,9 @@ class PrototypeNetwork(nn.Module):
         """The bank: a batch touches few of its rows, and they have no weight decay."""
         return ["bank.weight"]
 
-    def forward(self, text_UD: Tensor, centroid_UD: Tensor, label_ids_U: Tensor, keep: Tensor | None = None) -> Tensor:
+    def forward(
+        self, text_UD: Tensor, centroid_UD: Tensor, label_ids_U: Tensor, keep: Tensor | None = None
+    ) -> Tensor:
         """Prototypes [U, D] of length 1.
 
         Args:
@@ -56,7 +60,9 @@ class PrototypeNetwork(nn.Module):
             keep: [U, mask_width], 0 for what is dropped and 1 / (1 - rate) for what is kept; None drops nothing.
         """
         dim = text_UD.shape[1]
-        token_UTD = torch.stack([text_UD, centroid_UD, self.bank(self.cluster_L[label_ids_U])], dim=1)
+        token_UTD = torch.stack(
+            [text_UD, centroid_UD, self.bank(self.cluster_L[label_ids_U])], dim=1
+        )
         masks = [None] * 4 if keep is None else keep.split(self._mask_sizes, dim=1)
         query_UTD, key_UTD, value_UTD = self.into(token_UTD).chunk(3, dim=2)
         weight_UTT = (query_UTD @ key_UTD.transpose(1, 2) / math.sqrt(dim)).softmax(dim=2)
@@ -67,7 +73,9 @@ class PrototypeNetwork(nn.Module):
         return F.normalize(token_UTD.mean(dim=1), dim=-1)
 
 
-def move_centroids(centroid_SD: Tensor, label_T: Tensor, query_GD: Tensor, query_T: Tensor, momentum: float) -> None:
+def move_centroids(
+    centroid_SD: Tensor, label_T: Tensor, query_GD: Tensor, query_T: Tensor, momentum: float
+) -> None:
     """c <- momentum c + (1 - momentum) h_q in place, once for each entry, in the order of the entries.
 
     Args:
@@ -75,7 +83,11 @@ def move_centroids(centroid_SD: Tensor, label_T: Tensor, query_GD: Tensor, query
     """
     order_T = torch.argsort(label_T, stable=True)
     _, count_U = label_T[order_T].unique_consecutive(return_counts=True)
-    later_T = count_U.cumsum(0).repeat_interleave(count_U) - 1 - torch.arange(len(order_T), device=order_T.device)
+    later_T = (
+        count_U.cumsum(0).repeat_interleave(count_U)
+        - 1
+        - torch.arange(len(order_T), device=order_T.device)
+    )
     weight_T = torch.empty_like(order_T, dtype=query_GD.dtype)
     weight_T[order_T] = (1 - momentum) * momentum ** later_T.to(query_GD)
     ids_U, sum_UD = sum_by_row(label_T, query_T, query_GD, weight_T)

@@ -76,10 +76,14 @@ class RowTable:
         self.rounded = config.storage == "bfloat16"
         self.weight_SD = weight_SD.bfloat16() if self.rounded else weight_SD
         names = () if config.kind == "sgd" and config.momentum == 0 else _STATE_NAMES[config.kind]
-        self.state = {name: torch.zeros_like(weight_SD) for name in names}  # of the width that is computed with
+        self.state = {
+            name: torch.zeros_like(weight_SD) for name in names
+        }  # of the width that is computed with
         rows = len(weight_SD)
         self.last_step_S = torch.zeros(rows, dtype=torch.int32, device=weight_SD.device)
-        self.touches_S = torch.zeros(rows if config.kind == "adam" else 0, dtype=torch.int32, device=weight_SD.device)
+        self.touches_S = torch.zeros(
+            rows if config.kind == "adam" else 0, dtype=torch.int32, device=weight_SD.device
+        )
         # log_decay[t]: sum of log(1 - lr * wd) over the first t updates; an array, for steps read it as a tensor
         self.log_decay = array("d", [0.0])
         self._open: tuple[Tensor | None, Tensor] | None = None
@@ -110,7 +114,9 @@ class RowTable:
         if leaf.grad is not None:
             for part in self._blocks(len(leaf)):
                 rows_BD = self._wide(leaf.detach()[part])
-                self._step(part if ids_U is None else ids_U[part], rows_BD, leaf.grad[part], lr, decay)
+                self._step(
+                    part if ids_U is None else ids_U[part], rows_BD, leaf.grad[part], lr, decay
+                )
 
     def update_rows(self, lr: float, ids_U: Tensor, grad_UD: Tensor) -> None:
         """One optimiser step on rows of distinct ids that nobody has read; counts as a step for all rows.
@@ -166,7 +172,9 @@ class RowTable:
     def _count(self, lr: float) -> float:
         """Counts a step; returns what its weight decay leaves of a row."""
         decay = 1.0 - lr * self.config.weight_decay
-        self.log_decay.append(self.log_decay[-1] + float(torch.log(torch.tensor(decay, dtype=torch.float64))))
+        self.log_decay.append(
+            self.log_decay[-1] + float(torch.log(torch.tensor(decay, dtype=torch.float64)))
+        )
         return decay
 
     def _blocks(self, rows: int) -> Iterator[slice]:
@@ -189,7 +197,11 @@ class RowTable:
         """Rows as they are stored; rounding is a function of step, row and column, whoever holds the row."""
         if not self.rounded:
             return rows_BD
-        ids = torch.arange(where.start, where.start + len(rows_BD)) if isinstance(where, slice) else where
+        ids = (
+            torch.arange(where.start, where.start + len(rows_BD))
+            if isinstance(where, slice)
+            else where
+        )
         ids = ids.to(rows_BD.device)
         columns = torch.arange(rows_BD.shape[1], device=rows_BD.device)
         step = self.num_steps * _MIX[1] & (1 << 62) - 1
@@ -199,7 +211,9 @@ class RowTable:
         bits = (rows_BD.contiguous().view(torch.int32) + noise) & ~0xFFFF
         return bits.view(torch.float32).bfloat16()
 
-    def _step(self, where: Where, rows_BD: Tensor, grad_BD: Tensor, lr: float, decay: float = 1.0) -> None:
+    def _step(
+        self, where: Where, rows_BD: Tensor, grad_BD: Tensor, lr: float, decay: float = 1.0
+    ) -> None:
         """The update of a block of rows, and of their state: in place where `where` is a slice of the table."""
         grad_BD, config = self._wide(grad_BD), self.config
         if decay != 1.0:
@@ -222,7 +236,9 @@ class RowTable:
         else:
             self.last_step_S.index_fill_(0, where, self.num_steps)
 
-    def _adam(self, where: Where, rows_BD: Tensor, grad_BD: Tensor, lr: float, state: Mapping[str, Tensor]) -> None:
+    def _adam(
+        self, where: Where, rows_BD: Tensor, grad_BD: Tensor, lr: float, state: Mapping[str, Tensor]
+    ) -> None:
         """Adam with the bias correction of each row's own number of touches."""
         config = self.config
         touches = _taken(self.touches_S, where)
@@ -232,7 +248,9 @@ class RowTable:
         first_B1 = (-lr / (1 - config.beta1**age_B1)).to(rows_BD.dtype)
         second_B1 = (1 - config.beta2**age_B1).rsqrt().to(rows_BD.dtype)
         mean = state["mean"].lerp_(grad_BD, 1 - config.beta1)
-        square = state["square"].mul_(config.beta2).addcmul_(grad_BD, grad_BD, value=1 - config.beta2)
+        square = (
+            state["square"].mul_(config.beta2).addcmul_(grad_BD, grad_BD, value=1 - config.beta2)
+        )
         rows_BD.addcdiv_(first_B1 * mean, square.sqrt().mul_(second_B1).add_(config.eps))
 
 
@@ -264,6 +282,11 @@ def sum_by_row(
     starts = F.pad(count_U.cumsum(0), (1, 0))
     weight_T = None if weight_T is None else weight_T[order_T]
     sum_UD = F.embedding_bag(
-        source_T[order_T], dense_BD, starts, mode="sum", per_sample_weights=weight_T, include_last_offset=True
+        source_T[order_T],
+        dense_BD,
+        starts,
+        mode="sum",
+        per_sample_weights=weight_T,
+        include_last_offset=True,
     )
     return ids_U, sum_UD

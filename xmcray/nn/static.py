@@ -18,7 +18,9 @@ from xmcray.nn.encoder import SETTINGS, WEIGHTS, Encoder
 from xmcray.nn.row_table import sum_by_row
 from xmcray.types import Int64Array, Ragged, to_torch
 
-_LEAD_TOKENS = 10.0  # positions over which the extra weight of a text's first tokens falls by a factor e
+_LEAD_TOKENS = (
+    10.0  # positions over which the extra weight of a text's first tokens falls by a factor e
+)
 
 
 class StaticEncoder(Encoder):
@@ -32,16 +34,25 @@ class StaticEncoder(Encoder):
         weight_V: float [V], the weight of each token.
         dim: D.
         residual: add the two-layer network.
-        lead: extra weight of the first tokens of a text.
-        pairs: rows for pairs of neighbouring tokens, behind the tokens' own; a pair weighs the mean of its tokens.
+        position_decay: extra weight of the first tokens of a text.
+        bigram_buckets: rows for pairs of neighbouring tokens, behind the tokens' own; a pair weighs the mean of its tokens.
     """
 
     weight: Tensor
 
-    def __init__(self, weight_V: Tensor, dim: int, residual: bool = True, lead: float = 0.0, pairs: int = 0) -> None:
+    def __init__(
+        self,
+        weight_V: Tensor,
+        dim: int,
+        residual: bool = True,
+        position_decay: float = 0.0,
+        bigram_buckets: int = 0,
+    ) -> None:
         super().__init__()
-        self.dim, self.lead, self.pairs = dim, lead, pairs
-        self.embedding = nn.Embedding(len(weight_V) + pairs, dim)
+        self.dim = dim
+        self.position_decay = position_decay
+        self.bigram_buckets = bigram_buckets
+        self.embedding = nn.Embedding(len(weight_V) + bigram_buckets, dim)
         self.register_buffer("weight", weight_V.to(torch.get_default_dtype()))
         self.hidden = nn.Linear(dim, dim) if residual else None
         self.out = nn.Linear(dim, dim) if residual else None
@@ -62,7 +73,7 @@ class StaticEncoder(Encoder):
     def _rows(self, tokens: Ragged) -> tuple[Ragged, Int64Array, Int64Array]:
         """Table rows of each text, and for each the places in `tokens` of the token and of its right neighbour."""
         first = np.arange(len(tokens.values))
-        if not self.pairs:
+        if not self.bigram_buckets:
             return tokens, first, first
         has_next = np.ones(len(first), dtype=bool)
         has_next[tokens.offsets[1:][tokens.lengths > 0] - 1] = False
@@ -71,16 +82,21 @@ class StaticEncoder(Encoder):
         is_pair = np.flatnonzero(np.diff(place, prepend=-1) == 0)
         second[is_pair] += 1
         values = tokens.values[place]
-        values[is_pair] = len(self.weight) + _hash(values[is_pair], tokens.values[second[is_pair]]) % self.pairs
+        values[is_pair] = (
+            len(self.weight)
+            + _hash(values[is_pair], tokens.values[second[is_pair]]) % self.bigram_buckets
+        )
         offsets = np.concatenate([[0], np.cumsum(1 + has_next)])[tokens.offsets]
         return Ragged(values, offsets), place, second
 
     def _weighted(self, tokens: Ragged) -> tuple[Ragged, Tensor]:
         rows, first, second = self._rows(tokens)
         weight_T = self.weight[to_torch(tokens.values).to(self.weight.device)]
-        if self.lead:
-            weight_T = weight_T * (1 + self.lead * torch.exp(_positions(tokens).to(weight_T) / -_LEAD_TOKENS))
-        if not self.pairs:
+        if self.position_decay:
+            weight_T = weight_T * (
+                1 + self.position_decay * torch.exp(_positions(tokens).to(weight_T) / -_LEAD_TOKENS)
+            )
+        if not self.bigram_buckets:
             return rows, weight_T
         first_R, second_R = (to_torch(places).to(weight_T.device) for places in (first, second))
         return rows, (weight_T[first_R] + weight_T[second_R]) / 2
@@ -102,14 +118,16 @@ class StaticEncoder(Encoder):
     def save(self, folder: Path) -> None:
         """Writes model.safetensors and static.json."""
         folder.mkdir(parents=True, exist_ok=True)
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        state = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()
+        }
         save_file(state, folder / WEIGHTS)
         settings = {
             "dim": self.dim,
             "vocab_size": len(self.weight),
             "residual": self.out is not None,
-            "lead": self.lead,
-            "pairs": self.pairs,
+            "position_decay": self.position_decay,
+            "bigram_buckets": self.bigram_buckets,
         }
         (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
@@ -123,12 +141,19 @@ class StaticEncoder(Encoder):
         try:
             settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
             state = load_file(folder / WEIGHTS)
-            shape = int(settings["dim"]), bool(settings["residual"]), float(settings["lead"]), int(settings["pairs"])
+            shape = (
+                int(settings["dim"]),
+                bool(settings["residual"]),
+                float(settings["position_decay"]),
+                int(settings["bigram_buckets"]),
+            )
             encoder = cls(state["weight"], *shape)
             encoder.to(state["weight"].dtype).load_state_dict(state)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             found = " ".join(str(error).split())[:200]
-            raise BundleError(f"encoder in {folder} cannot be read ({found}); save or export it again") from None
+            raise BundleError(
+                f"encoder in {folder} cannot be read ({found}); save or export it again"
+            ) from None
         return encoder.eval()
 
 
@@ -136,7 +161,9 @@ class _WeightedBag(torch.autograd.Function):
     """F.embedding_bag with weights, and a gradient that holds the rows read only: no zeros of the table's size."""
 
     @staticmethod
-    def forward(ctx: Any, table_VD: Tensor, row_T: Tensor, start_B: Tensor, text_T: Tensor, weight_T: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, table_VD: Tensor, row_T: Tensor, start_B: Tensor, text_T: Tensor, weight_T: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(row_T, text_T, weight_T)
         ctx.shape = table_VD.shape
         return F.embedding_bag(row_T, table_VD, start_B, mode="sum", per_sample_weights=weight_T)
@@ -145,7 +172,9 @@ class _WeightedBag(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         row_T, text_T, weight_T = ctx.saved_tensors
         ids_U, sum_UD = sum_by_row(row_T, text_T, grads[0], weight_T)
-        grad_VD = torch.sparse_coo_tensor(ids_U[None], sum_UD, ctx.shape, is_coalesced=True, check_invariants=False)
+        grad_VD = torch.sparse_coo_tensor(
+            ids_U[None], sum_UD, ctx.shape, is_coalesced=True, check_invariants=False
+        )
         return grad_VD, None, None, None, None
 
 

@@ -35,7 +35,14 @@ MODULES = {  # how sentence-transformers 6 names the parts of a folder
     "Dense": "sentence_transformers.base.modules.dense.Dense",
     "Normalize": "sentence_transformers.sentence_transformer.modules.normalize.Normalize",
 }
-HUB_FILES = ["*.json", "*.txt", "*.model", "model*.safetensors", "*/config.json", "*_Dense/model.safetensors"]
+HUB_FILES = [
+    "*.json",
+    "*.txt",
+    "*.model",
+    "model*.safetensors",
+    "*/config.json",
+    "*_Dense/model.safetensors",
+]
 
 
 class TransformerEncoder(Encoder):
@@ -70,7 +77,9 @@ class TransformerEncoder(Encoder):
         super().__init__()
         self.model, self.tokenizer, self.projection = model, tokenizer, projection
         self.pooling, self.normalize, self.autocast = pooling, normalize, autocast
-        self.dim = projection.out_features if projection is not None else int(model.config.hidden_size)
+        self.dim = (
+            projection.out_features if projection is not None else int(model.config.hidden_size)
+        )
         self.packed = packed.try_on(model)
         self.frozen = False
 
@@ -92,7 +101,9 @@ class TransformerEncoder(Encoder):
         self.model.train(mode and not self.frozen)
         return self
 
-    def remember(self, folder: Path, num_texts: int, tokens_of: Callable[[Int64Array], Ragged]) -> None:
+    def remember(
+        self, folder: Path, num_texts: int, tokens_of: Callable[[Int64Array], Ragged]
+    ) -> None:
         """A frozen transformer runs once over each text that training asks for."""
         if self.frozen:
             self.known = KnownTexts(folder, num_texts, tokens_of, self.pooled)
@@ -109,8 +120,12 @@ class TransformerEncoder(Encoder):
             if self.packed
             else micro_batches(tokens.lengths, call_tokens, max_tokens)
         )
-        if not batches:  # a rank without texts still takes part in the step: its gradient is zero, not absent
-            nothing = lookup.weight[:0].sum() + lookup.weight.new_zeros(len(tokens), lookup.weight.shape[1])
+        if (
+            not batches
+        ):  # a rank without texts still takes part in the step: its gradient is zero, not absent
+            nothing = lookup.weight[:0].sum() + lookup.weight.new_zeros(
+                len(tokens), lookup.weight.shape[1]
+            )
             return cast(Tensor, nothing.float())
         # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so once is enough.
         sorted_tokens = tokens.take(np.concatenate(batches))
@@ -143,7 +158,9 @@ class TransformerEncoder(Encoder):
             attention_BT, padded_BTH = None, token_TH.view(*mask.shape, -1)
         else:
             cell_T = to_torch(np.flatnonzero(mask)).to(device)
-            padded_BTH = token_TH.new_zeros(mask.size, token_TH.shape[1]).index_copy(0, cell_T, token_TH)
+            padded_BTH = token_TH.new_zeros(mask.size, token_TH.shape[1]).index_copy(
+                0, cell_T, token_TH
+            )
             padded_BTH = padded_BTH.view(*mask.shape, -1)
         with self._autocast(device):
             output = self.model(inputs_embeds=padded_BTH, attention_mask=attention_BT)
@@ -157,7 +174,9 @@ class TransformerEncoder(Encoder):
         return (state_BTH * mask_BT[..., None]).sum(dim=1) / mask_BT.sum(dim=1, keepdim=True)
 
     def _autocast(self, device: torch.device) -> torch.autocast:
-        supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        supported = device.type == "cuda" and torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
         bf16 = self.autocast == "bf16" or (self.autocast == "auto" and supported)
         return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
@@ -172,23 +191,37 @@ class TransformerEncoder(Encoder):
         task = {"transformer_task": "feature-extraction", "modality_config": reads}
         parts: list[tuple[str, dict[str, Any]]] = [
             ("Transformer", {**task, "module_output_name": "token_embeddings"}),
-            ("Pooling", {"embedding_dimension": hidden, "pooling_mode": self.pooling, "include_prompt": True}),
+            (
+                "Pooling",
+                {
+                    "embedding_dimension": hidden,
+                    "pooling_mode": self.pooling,
+                    "include_prompt": True,
+                },
+            ),
         ]
         if self.projection is not None:
             width = {"in_features": hidden, "out_features": self.dim, "bias": False}
-            parts.append(("Dense", {**width, "activation_function": "torch.nn.modules.linear.Identity"}))
+            parts.append(
+                ("Dense", {**width, "activation_function": "torch.nn.modules.linear.Identity"})
+            )
         if self.normalize:
             parts.append(("Normalize", {}))
         paths = ["", *(f"{i}_{kind}" for i, (kind, _) in enumerate(parts) if i)]
         for (kind, settings), path in zip(parts, paths, strict=True):
             (folder / path).mkdir(exist_ok=True)
-            _write(folder / path / ("config.json" if path else "sentence_bert_config.json"), settings)
+            _write(
+                folder / path / ("config.json" if path else "sentence_bert_config.json"), settings
+            )
             if kind == "Dense" and self.projection is not None:
                 weight = self.projection.weight.detach().cpu().contiguous()
                 save_file({"linear.weight": weight}, folder / path / WEIGHTS)
         _write(
             folder / "modules.json",
-            [{"idx": i, "name": str(i), "path": paths[i], "type": MODULES[kind]} for i, (kind, _) in enumerate(parts)],
+            [
+                {"idx": i, "name": str(i), "path": paths[i], "type": MODULES[kind]}
+                for i, (kind, _) in enumerate(parts)
+            ],
         )
 
 
@@ -256,7 +289,9 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
     elif config.dim not in (0, encoder.dim) or untrained:
         encoder.projection = nn.Linear(hidden, config.dim, bias=False)
         # Orthogonal rows keep inner products best while nothing is learned yet.
-        nn.init.orthogonal_(encoder.projection.weight, generator=torch.Generator().manual_seed(seed))
+        nn.init.orthogonal_(
+            encoder.projection.weight, generator=torch.Generator().manual_seed(seed)
+        )
     encoder.dim = config.dim or encoder.dim
     encoder.pooling = encoder.pooling if config.pooling == "auto" else config.pooling
     encoder.autocast = config.autocast
@@ -294,11 +329,15 @@ def find(name: str) -> Path:
         return Path(name)
     advice = "give a local folder or a hub id such as sentence-transformers/all-MiniLM-L6-v2"
     try:
-        cached = Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
+        cached = Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True)
+        )
         if any(cached.glob("model*.safetensors")):
             return cached
     except ValueError:
-        raise ConfigError(f"encoder {name!r} is neither an existing folder nor a hub id; {advice}") from None
+        raise ConfigError(
+            f"encoder {name!r} is neither an existing folder nor a hub id; {advice}"
+        ) from None
     except OSError:
         pass  # not in the cache
     try:
@@ -306,7 +345,9 @@ def find(name: str) -> Path:
         huggingface_hub.HfApi().model_info(name, timeout=10)
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
     except huggingface_hub.errors.RepositoryNotFoundError:
-        raise ConfigError(f"encoder {name!r} is not on the hub, or it is private; {advice}") from None
+        raise ConfigError(
+            f"encoder {name!r} is not on the hub, or it is private; {advice}"
+        ) from None
     except Exception as error:  # the hub's client lets errors of its network library through
         found = type(error).__name__
         raise ConfigError(
@@ -321,15 +362,28 @@ def _open(
     try:
         parts = _parts(folder, kind)
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        for rate in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout"):
+        for rate in (
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+            "dropout",
+            "attention_dropout",
+        ):
             if dropout is not None and hasattr(config, rate):
                 setattr(config, rate, dropout)
-        options: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
+        options: dict[str, Any] = {
+            "use_safetensors": True,
+            "trust_remote_code": False,
+            "attn_implementation": "sdpa",
+        }
         family: Any = transformers.MODEL_MAPPING.get(type(config), None)
         if family is not None and "add_pooling_layer" in inspect.signature(family).parameters:
-            options["add_pooling_layer"] = False  # an unused pooler would have parameters without a gradient
+            options["add_pooling_layer"] = (
+                False  # an unused pooler would have parameters without a gradient
+            )
         with _quiet():
-            model = transformers.AutoModel.from_pretrained(folder, config=config, dtype=torch.float32, **options)
+            model = transformers.AutoModel.from_pretrained(
+                folder, config=config, dtype=torch.float32, **options
+            )
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         projection = None
         if "Dense" in parts:
@@ -338,8 +392,12 @@ def _open(
             projection.load_state_dict({"weight": weight_DH})
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         found = " ".join(str(error).split())[:200]
-        raise kind(f"encoder in {folder} cannot be loaded ({found}); it needs config.json and {WEIGHTS}") from None
-    return TransformerEncoder(model, tokenizer, parts["Pooling"]["mode"], projection, "Normalize" in parts)
+        raise kind(
+            f"encoder in {folder} cannot be loaded ({found}); it needs config.json and {WEIGHTS}"
+        ) from None
+    return TransformerEncoder(
+        model, tokenizer, parts["Pooling"]["mode"], projection, "Normalize" in parts
+    )
 
 
 def _parts(folder: Path, error: type[ConfigError] | type[BundleError]) -> dict[str, dict[str, Any]]:
@@ -350,12 +408,26 @@ def _parts(folder: Path, error: type[ConfigError] | type[BundleError]) -> dict[s
     for module in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
         kind = module["type"].rsplit(".", 1)[-1]
         settings = folder / module["path"] / "config.json"
-        part = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() and kind != "Transformer" else {}
+        part = (
+            json.loads(settings.read_text(encoding="utf-8"))
+            if settings.is_file() and kind != "Transformer"
+            else {}
+        )
         if kind == "Pooling":
-            old = [name for name in ("cls_token", "mean_tokens", "max_tokens") if part.get(f"pooling_mode_{name}")]
+            old = [
+                name
+                for name in ("cls_token", "mean_tokens", "max_tokens")
+                if part.get(f"pooling_mode_{name}")
+            ]
             part["mode"] = part.get("pooling_mode") or "+".join(old).split("_")[0]
-        linear = str(part.get("activation_function", "")).endswith("Identity") and not part.get("bias", True)
-        if kind not in MODULES or (kind == "Dense" and not linear) or part.get("mode", "mean") not in ("mean", "cls"):
+        linear = str(part.get("activation_function", "")).endswith("Identity") and not part.get(
+            "bias", True
+        )
+        if (
+            kind not in MODULES
+            or (kind == "Dense" and not linear)
+            or part.get("mode", "mean") not in ("mean", "cls")
+        ):
             raise error(
                 f"encoder in {folder} has a part {kind} {part.get('mode', '')} that is not supported; expected mean or"
                 " cls pooling, and at most a bias-free dense layer without activation and a normalisation"

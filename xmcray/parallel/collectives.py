@@ -89,7 +89,9 @@ def gather_placed(*tensors: Tensor) -> tuple[Tensor, ...]:
     """
     sizes = _sizes(tensors[0])
     width, device = max(sizes), tensors[0].device
-    places = [torch.arange(r * width, r * width + size, device=device) for r, size in enumerate(sizes)]
+    places = [
+        torch.arange(r * width, r * width + size, device=device) for r, size in enumerate(sizes)
+    ]
     return torch.cat(places), *(_gathered(tensor, width) for tensor in tensors)
 
 
@@ -169,13 +171,19 @@ def _spans(total: int) -> Sequence[tuple[int, int]]:
 
 def _padded(rows: Tensor, width: int) -> Tensor:
     missing = width - len(rows)
-    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows.contiguous()
+    return (
+        torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+        if missing
+        else rows.contiguous()
+    )
 
 
 def _unpad(buffer: Tensor, total: int, width: int) -> Tensor:
     if total == len(buffer):
         return buffer
-    return torch.cat([buffer[r * width : r * width + b - a] for r, (a, b) in enumerate(_spans(total))])
+    return torch.cat(
+        [buffer[r * width : r * width + b - a] for r, (a, b) in enumerate(_spans(total))]
+    )
 
 
 def _device() -> torch.device:

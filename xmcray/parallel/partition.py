@@ -52,7 +52,9 @@ class LabelPartition:
     def to_local(self, label_ids: Int64Array) -> Int64Array:
         """Global to local ids; every id must be owned."""
         local = label_ids - self.start
-        assert local.size == 0 or (local.min() >= 0 and local.max() < self.size), "label of another rank"
+        assert local.size == 0 or (local.min() >= 0 and local.max() < self.size), (
+            "label of another rank"
+        )
         return local
 
     def to_global(self, local_label_ids: Int64Array) -> Int64Array:

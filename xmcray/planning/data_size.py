@@ -40,7 +40,11 @@ class DataSize:
 
 
 def from_numbers(
-    num_labels: int, num_train: int, tokens_per_text: float, positives_per_query: float = 5.0, vocab_size: int = _VOCAB
+    num_labels: int,
+    num_train: int,
+    tokens_per_text: float,
+    positives_per_query: float = 5.0,
+    vocab_size: int = _VOCAB,
 ) -> DataSize:
     """A data set that is not there yet.
 
@@ -51,7 +55,9 @@ def from_numbers(
     for name, value in {**named, "--positives": positives_per_query}.items():
         if not value >= 1:
             raise ConfigError(f"{name} is {value:g}, expected at least 1")
-    share_V = 1.0 / (np.arange(vocab_size) + 2.7)  # Zipf-Mandelbrot with the usual constants of a language
+    share_V = 1.0 / (
+        np.arange(vocab_size) + 2.7
+    )  # Zipf-Mandelbrot with the usual constants of a language
     return DataSize(
         num_labels=int(num_labels),
         num_train=int(num_train),

@@ -13,7 +13,11 @@ from xmcray.planning.rates import Rates
 
 PRODUCT_SHARE, TRANSFORMER_SHARE, BANDWIDTH_SHARE, RANDOM_SHARE = 0.6, 0.4, 0.8, 0.4
 CALL_S, EXCHANGE_S = 8e-6, 30e-6
-HOST_FLOP_S, HOST_DISK_BYTES_S, HOST_SORT_S = 1e12, 1e9, 5e-8  # of a GPU's share of a server: some 16 cores
+HOST_FLOP_S, HOST_DISK_BYTES_S, HOST_SORT_S = (
+    1e12,
+    1e9,
+    5e-8,
+)  # of a GPU's share of a server: some 16 cores
 HOST_BYTES = 128 << 30
 PROCESS_BYTES = (1 << 30, 3 << 29)
 
@@ -36,13 +40,27 @@ class Spec:
 
 
 SPECS = {
-    "v100-32gb": Spec(memory_bytes=32 << 30, bandwidth=0.900e12, half=125e12, single=15.7e12, link=150e9),
-    "a100-40gb": Spec(memory_bytes=40 << 30, bandwidth=1.555e12, half=312e12, single=19.5e12, link=300e9),
-    "a100-80gb": Spec(memory_bytes=80 << 30, bandwidth=2.039e12, half=312e12, single=19.5e12, link=300e9),
-    "h100-80gb": Spec(memory_bytes=80 << 30, bandwidth=3.350e12, half=989e12, single=67e12, link=450e9),
-    "h200-141gb": Spec(memory_bytes=141 * 10**9, bandwidth=4.800e12, half=989e12, single=67e12, link=450e9),
-    "l4-24gb": Spec(memory_bytes=24 << 30, bandwidth=0.300e12, half=121e12, single=30.3e12, link=32e9),
-    "l40s-48gb": Spec(memory_bytes=48 << 30, bandwidth=0.864e12, half=362e12, single=91.6e12, link=32e9),
+    "v100-32gb": Spec(
+        memory_bytes=32 << 30, bandwidth=0.900e12, half=125e12, single=15.7e12, link=150e9
+    ),
+    "a100-40gb": Spec(
+        memory_bytes=40 << 30, bandwidth=1.555e12, half=312e12, single=19.5e12, link=300e9
+    ),
+    "a100-80gb": Spec(
+        memory_bytes=80 << 30, bandwidth=2.039e12, half=312e12, single=19.5e12, link=300e9
+    ),
+    "h100-80gb": Spec(
+        memory_bytes=80 << 30, bandwidth=3.350e12, half=989e12, single=67e12, link=450e9
+    ),
+    "h200-141gb": Spec(
+        memory_bytes=141 * 10**9, bandwidth=4.800e12, half=989e12, single=67e12, link=450e9
+    ),
+    "l4-24gb": Spec(
+        memory_bytes=24 << 30, bandwidth=0.300e12, half=121e12, single=30.3e12, link=32e9
+    ),
+    "l40s-48gb": Spec(
+        memory_bytes=48 << 30, bandwidth=0.864e12, half=362e12, single=91.6e12, link=32e9
+    ),
 }
 
 

@@ -14,11 +14,32 @@ from typing import Any
 from xmcray.errors import ConfigError
 from xmcray.nn.encoder import EncoderConfig, start_folder
 
-_DISTILBERT = {"model_type": "distilbert", "dim": 768, "n_layers": 6, "hidden_dim": 3072, "n_heads": 12}
+_DISTILBERT = {
+    "model_type": "distilbert",
+    "dim": 768,
+    "n_layers": 6,
+    "hidden_dim": 3072,
+    "n_heads": 12,
+}
 _DISTILBERT |= {"vocab_size": 30522, "max_position_embeddings": 512}
-_BERT = {"model_type": "bert", "type_vocab_size": 2, "vocab_size": 30522, "max_position_embeddings": 512}
-_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "num_attention_heads": 12}
-_MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536, "num_attention_heads": 12}
+_BERT = {
+    "model_type": "bert",
+    "type_vocab_size": 2,
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+}
+_BASE = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+}
+_MINILM = {
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "intermediate_size": 1536,
+    "num_attention_heads": 12,
+}
 KNOWN: dict[str, dict[str, Any]] = {  # config.json of encoders that papers and presets name
     "distilbert-base-uncased": _DISTILBERT,
     "sentence-transformers/msmarco-distilbert-base-v4": _DISTILBERT,
@@ -93,18 +114,22 @@ def encoder_shape(config: EncoderConfig, vocab_size: int) -> EncoderShape:
         return EncoderShape(
             name="static",
             dim=config.dim,
-            table_rows=vocab_size + config.pairs,
+            table_rows=vocab_size + config.bigram_buckets,
             dense=2 * (config.dim**2 + config.dim) if config.residual else 0,
             buffer=vocab_size,
         )
     settings = transformer_settings(config.name)
-    hidden, layers, feed_forward, vocab, positions = (_size(config.name, settings, names) for names in _NAMES.values())
+    hidden, layers, feed_forward, vocab, positions = (
+        _size(config.name, settings, names) for names in _NAMES.values()
+    )
     # Embeddings with their normalisation; each layer has four square maps, two to and from the feed-forward width,
     # their biases and two normalisations (BERT and its relatives).
     embeddings = (vocab + positions + int(settings.get("type_vocab_size", 0)) + 2) * hidden
     if settings.get("model_type") == "distilbert":
         embeddings = (vocab + positions + 2) * hidden
-    layer = 4 * (hidden + 1) * hidden + 2 * hidden * feed_forward + feed_forward + hidden + 4 * hidden
+    layer = (
+        4 * (hidden + 1) * hidden + 2 * hidden * feed_forward + feed_forward + hidden + 4 * hidden
+    )
     transformer = embeddings + layers * layer
     dim = config.dim or hidden
     projection = hidden * dim if dim != hidden or (config.frozen and config.dim) else 0
@@ -147,4 +172,6 @@ def _size(name: str, settings: dict[str, Any], names: tuple[str, ...]) -> int:
     for known in names:
         if isinstance(settings.get(known), int):
             return int(settings[known])
-    raise ConfigError(f"the config.json of encoder {name!r} has none of {', '.join(names)}; plan with another encoder")
+    raise ConfigError(
+        f"the config.json of encoder {name!r} has none of {', '.join(names)}; plan with another encoder"
+    )

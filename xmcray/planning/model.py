@@ -20,7 +20,9 @@ SHARD_ROWS = 16_384  # of the corpus' files
 # Arrays of a block's size that one update reads or writes, by optimiser, without copies out of and into the table. Of
 # one that is made anew the memory is read as well before it is written.
 UPDATE_ARRAYS = {"sgd": 8, "adagrad": 13, "adam": 27}
-FILE_ENTRIES = 60  # elements whose sorting takes as long as looking into one more file of the corpus
+FILE_ENTRIES = (
+    60  # elements whose sorting takes as long as looking into one more file of the corpus
+)
 ADAM_CALLS = 11  # operations of AdamW on each parameter
 HOST_CALLS = 40  # small operations on the host in every step: ids, positives, records
 
@@ -60,7 +62,14 @@ class StepTime(Step):
         met = min(files, load.per_rank) + min(files, load.queries)
         met += min(label_files, load.label_texts / self.shard.workers)
         listed = load.positives + load.queries * load.hard
-        entries = 3 * load.queries + 4 * load.positives + 2 * listed + 2 * load.tokens + load.columns + load.uniform
+        entries = (
+            3 * load.queries
+            + 4 * load.positives
+            + 2 * listed
+            + 2 * load.tokens
+            + load.columns
+            + load.uniform
+        )
         entries += FILE_ENTRIES * met
         # bits are drawn, turned into numbers, and these are divided: six arrays
         dropped = self.costs.dropped(self)
@@ -83,25 +92,41 @@ class StepTime(Step):
 
     def _static(self) -> float:
         """Rows of the table are read forward, summed by row backward; the residual network has two square maps."""
-        dim, entries = self.shape.dim, self.load.tokens * (2 if self.config.encoder.pairs else 1)
+        dim, entries = (
+            self.shape.dim,
+            self.load.tokens * (2 if self.config.encoder.bigram_buckets else 1),
+        )
         table = self.shape.table_rows * dim * VALUE
         texts = self.load.per_rank + self.load.label_texts / self.shard.workers
         read = 2 * self.rates.read_rows(entries, dim * VALUE, table) + entries * self.rates.sort_s
-        return read + 6 * self.rates.product(texts, dim, dim) * bool(self.shape.dense) + 60 * self.rates.call_s
+        return (
+            read
+            + 6 * self.rates.product(texts, dim, dim) * bool(self.shape.dense)
+            + 60 * self.rates.call_s
+        )
 
     def optimiser(self) -> float:
         """AdamW on dense parameters; the rows of sparse tables that any rank touched, on every rank."""
         rates, load = self.rates, self.load
         dense, sparse, _ = self.costs.modules(self.shape.dim, self.data.num_labels)
         dense += self.shape.dense
-        tensors = 1 if rates.on_gpu else self.shape.tensors + self.costs.tensors()  # on a GPU all at once
+        tensors = (
+            1 if rates.on_gpu else self.shape.tensors + self.costs.tensors()
+        )  # on a GPU all at once
         total = rates.move(dense * VALUE, 14) + ADAM_CALLS * tensors * rates.call_s
         if self.shape.is_static:
-            total += self._rows(load.all_token_rows, self.shape.dim, self.shape.table_rows, RowOptimConfig(kind="adam"))
+            total += self._rows(
+                load.all_token_rows,
+                self.shape.dim,
+                self.shape.table_rows,
+                RowOptimConfig(kind="adam"),
+            )
             if self.shard.workers > 1:  # rows of all ranks are sorted and summed
                 entries = load.token_rows * self.shard.workers
                 total += entries * rates.sort_s
-                total += rates.read_rows(entries, self.shape.dim * VALUE, entries * self.shape.dim * VALUE)
+                total += rates.read_rows(
+                    entries, self.shape.dim * VALUE, entries * self.shape.dim * VALUE
+                )
                 total += self.rates.move(entries * self.shape.dim * VALUE, 2)
         if sparse:
             bank = sparse // self.shape.dim
@@ -120,7 +145,9 @@ class StepTime(Step):
         if met >= self.shard.labels:
             arrays, table = UPDATE_ARRAYS[settings.kind], self.shard.labels * width * VALUE
             arrays += 2 if settings.weight_decay else 0
-            return self.rates.move(table, 3 + 2 * row_states(settings)) + self._blocks(table, arrays)
+            return self.rates.move(table, 3 + 2 * row_states(settings)) + self._blocks(
+                table, arrays
+            )
         return self._rows(met, width, self.shard.labels, settings)
 
     def _rows(self, met: float, dim: int, table_rows: float, settings: RowOptimConfig) -> float:
@@ -133,9 +160,16 @@ class StepTime(Step):
             arrays += 24
         table = (1 + states) * table_rows * row
         calls = 10 + 8 * states
-        copies = (1 + states) * (rates.read_rows(met, row, table) + rates.write_rows(met, row, table))
+        copies = (1 + states) * (
+            rates.read_rows(met, row, table) + rates.write_rows(met, row, table)
+        )
         blocks = max(1.0, met * row / self._block_bytes)
-        return copies + rates.move(met * row, 1) + self._blocks(met * row, arrays) + blocks * calls * rates.call_s
+        return (
+            copies
+            + rates.move(met * row, 1)
+            + self._blocks(met * row, arrays)
+            + blocks * calls * rates.call_s
+        )
 
     @property
     def _block_bytes(self) -> int:
@@ -157,9 +191,13 @@ class StepTime(Step):
         vectors = load.per_rank * self.costs.exchanged_width(dim) * VALUE
         dense = self.costs.modules(dim, self.data.num_labels)[0] + self.shape.dense
         total = 2 * rates.exchange(vectors, ranks)
-        total += 2 * rates.exchange(dense * VALUE / ranks, ranks) if dense else 0.0  # in rings: scatter, then gather
+        total += (
+            2 * rates.exchange(dense * VALUE / ranks, ranks) if dense else 0.0
+        )  # in rings: scatter, then gather
         if self.shape.is_static:  # sizes and row numbers, then rows
-            total += 2 * rates.exchange_s + rates.exchange(load.token_rows * (dim * VALUE + 8), ranks)
+            total += 2 * rates.exchange_s + rates.exchange(
+                load.token_rows * (dim * VALUE + 8), ranks
+            )
         return total + self.costs.exchange(self)
 
 
@@ -177,7 +215,9 @@ def validation(step: StepTime) -> float:
         labels = step.shard.labels
         encoded = encoded[0] + labels, encoded[1] + labels * data.tokens_per_label
     rate = rates.encoders.get(step.shape.key)
-    forward = rate.plain(*encoded) if rate else encoded[1] * step.encoder() / 3 / max(step.load.tokens, 1)
+    forward = (
+        rate.plain(*encoded) if rate else encoded[1] * step.encoder() / 3 / max(step.load.tokens, 1)
+    )
     return forward + 2.0 * step.shape.dim * rows * step.shard.labels / rates.search_flop_s
 
 
@@ -185,5 +225,7 @@ def checkpoint(step: StepTime) -> float:
     """A worker's share of the label rows; the first worker also writes the encoder."""
     whole = sizes.checkpoint(step.config, step.data, step.shape, step.shard.value)
     table = sizes.label_rows(step.config, step.shape.dim, step.shard)
-    every = sizes.label_rows(step.config, step.shape.dim, Shard(workers=1, labels=step.data.num_labels, queries=0))
+    every = sizes.label_rows(
+        step.config, step.shape.dim, Shard(workers=1, labels=step.data.num_labels, queries=0)
+    )
     return (whole - every + table) / step.rates.disk_bytes_s

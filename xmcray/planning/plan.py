@@ -100,25 +100,39 @@ def plan(
     workers = max(1, config.cluster.workers if workers is None else workers)
     shape = encoder_shape(config.encoder, data.vocab_size)
     if config.encoder.frozen and not shape.dense and costs_of(config).encoder_alone:
-        raise ConfigError("encoder.frozen leaves this method nothing to train without a projection; set encoder.dim")
+        raise ConfigError(
+            "encoder.frozen leaves this method nothing to train without a projection; set encoder.dim"
+        )
     load = workload(config, data, workers)
     shard = sizes.shard_of(config, data, load, workers)
     check_fit(config, data, rates, workers, memory_bytes)
     on_device, on_host = worker_parts(config, data, rates, workers)
-    step = model.StepTime(config=config, shape=shape, data=data, load=load, shard=shard, rates=rates)
+    step = model.StepTime(
+        config=config, shape=shape, data=data, load=load, shard=shard, rates=rates
+    )
     parts, dim = step.parts(), shape.dim
     checkpoint_s, validation_s = model.checkpoint(step), model.validation(step)
     first = refresh.ANYWHERE if costs_of(config).starts_anywhere else refresh.APART
     refresh_s, first_s = (refresh.refresh(step, spread) for spread in (refresh.APART, first))
     queries = load.steps_per_epoch * load.queries if config.negatives.hard else 0
     training_s = load.steps_per_epoch * step.seconds
-    saves = max(1.0, load.steps_per_epoch / config.log.checkpoint_every) if config.log.checkpoint_every else 1.0
+    saves = (
+        max(1.0, load.steps_per_epoch / config.log.checkpoint_every)
+        if config.log.checkpoint_every
+        else 1.0
+    )
     checks = 1.0 / config.log.validate_every if config.log.validate_every else 0.0
     late = max(0.0, refresh_s - training_s) / config.negatives.refresh_every
     epoch_s = training_s + saves * checkpoint_s + checks * validation_s + late
     total_s = load.epochs * epoch_s + max(0.0, first_s - max(refresh_s, training_s))
     rows = sizes.index(config.negatives.index, shard.labels, dim) if config.negatives.hard else 0
-    searched = config.negatives.index, shard.labels, dim, queries, config.negatives.hard + refresh.FOUND_MORE
+    searched = (
+        config.negatives.index,
+        shard.labels,
+        dim,
+        queries,
+        config.negatives.hard + refresh.FOUND_MORE,
+    )
     notes = [*data.assumptions, *(assumptions() if rates.source == "published specs" else [])]
     if config.negatives.hard:
         notes.append(
@@ -131,7 +145,9 @@ def plan(
             else "index actors have cores of their own"
         )
     if not rates.encoders.get(shape.key):
-        notes.append("the encoder's speed is computed from its floating-point operations, not measured")
+        notes.append(
+            "the encoder's speed is computed from its floating-point operations, not measured"
+        )
     return Plan(
         method=config.method_name,
         device=rates.device,
@@ -202,12 +218,16 @@ def worker_parts(
         "copies for start, versions and checkpoints": max(0, beside - among_steps),
     }
     if not rates.on_gpu:
-        computing["heap between them"] = sizes.holes(shape, config.encoder.frozen, computing["activations"], value)
+        computing["heap between them"] = sizes.holes(
+            shape, config.encoder.frozen, computing["activations"], value
+        )
         return {}, {**host, **computing}
     return {"CUDA": CUDA_BYTES, **computing}, host
 
 
-def check_fit(config: RunConfig, data: DataSize, rates: Rates, workers: int, memory_bytes: int | None = None) -> None:
+def check_fit(
+    config: RunConfig, data: DataSize, rates: Rates, workers: int, memory_bytes: int | None = None
+) -> None:
     """Raises ResourceError, naming the largest part and what would fit, if a worker needs more memory than it has.
 
     Without `memory_bytes` the workers of a CPU share the machine at hand, with their index actors; those of a device
@@ -219,7 +239,9 @@ def check_fit(config: RunConfig, data: DataSize, rates: Rates, workers: int, mem
     if sum(parts.values()) <= limit:
         _check_host(on_host, rates)
         return
-    largest = max((part for part in parts if part not in ("process", "CUDA")), key=lambda part: parts[part])
+    largest = max(
+        (part for part in parts if part not in ("process", "CUDA")), key=lambda part: parts[part]
+    )
     fitting = list(_fitting(config, data, rates, workers, memory_bytes))
     advice = ", or ".join(fitting[:3]) or "lower encoder.dim and raise --workers together"
     raise ResourceError(
@@ -240,13 +262,17 @@ def _check_host(on_host: dict[str, int], rates: Rates) -> None:
         )
 
 
-def _limit(config: RunConfig, data: DataSize, rates: Rates, workers: int, memory_bytes: int | None) -> int:
+def _limit(
+    config: RunConfig, data: DataSize, rates: Rates, workers: int, memory_bytes: int | None
+) -> int:
     if memory_bytes is not None:
         return memory_bytes
     if rates.on_gpu:
         return int(SPARE * rates.memory_bytes)
     dim = encoder_shape(config.encoder, data.vocab_size).dim
-    return int((SPARE * rates.memory_bytes - DRIVER_BYTES) / workers) - _actor(config, data, rates, dim, workers)
+    return int((SPARE * rates.memory_bytes - DRIVER_BYTES) / workers) - _actor(
+        config, data, rates, dim, workers
+    )
 
 
 def _parts(config: RunConfig, data: DataSize, rates: Rates, workers: int) -> dict[str, int]:
@@ -260,7 +286,9 @@ def _actor(config: RunConfig, data: DataSize, rates: Rates, dim: int, workers: i
     return found + rates.process_bytes[0] if found else 0
 
 
-def _fitting(config: RunConfig, data: DataSize, rates: Rates, workers: int, memory_bytes: int | None) -> Iterator[str]:
+def _fitting(
+    config: RunConfig, data: DataSize, rates: Rates, workers: int, memory_bytes: int | None
+) -> Iterator[str]:
     """Changes of one setting each with which a worker fits."""
 
     def fits(changed: RunConfig, number: int = workers) -> bool:

@@ -31,12 +31,24 @@ from xmcray.errors import ResourceError
 from xmcray.nn.encoder import Encoder, EncoderConfig
 from xmcray.nn.static import StaticEncoder
 from xmcray.planning.encoders import EncoderShape, transformer_settings
-from xmcray.planning.rates import SORTED, TOP_COLUMNS, TOP_KEPT, EncoderRate, Points, Rates, between, load_rates
+from xmcray.planning.rates import (
+    SORTED,
+    TOP_COLUMNS,
+    TOP_KEPT,
+    EncoderRate,
+    Points,
+    Rates,
+    between,
+    load_rates,
+)
 from xmcray.types import Ragged
 
 TABLES = (1 << 19, 1 << 23, 1 << 27, 1 << 30)
 ROW_WIDTHS = (64, 256)  # floats
-INNER, OUTER = 1 << 22, 1 << 26  # bytes: more than the inner caches hold, and than is left of the outer one
+INNER, OUTER = (
+    1 << 22,
+    1 << 26,
+)  # bytes: more than the inner caches hold, and than is left of the outer one
 ENVIRONMENT = {  # as training/launch.py starts its workers
     "TOKENIZERS_PARALLELISM": "false",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -60,7 +72,9 @@ optimiser.step(1.0)
 _REPEATS = 9
 
 
-def probe(shape: EncoderShape, config: EncoderConfig, threads: int = 1, known: Rates | None = None) -> Rates:
+def probe(
+    shape: EncoderShape, config: EncoderConfig, threads: int = 1, known: Rates | None = None
+) -> Rates:
     """Measures, in processes of their own.
 
     Args:
@@ -73,14 +87,18 @@ def probe(shape: EncoderShape, config: EncoderConfig, threads: int = 1, known: R
         out, asked = Path(folder) / "rates.json", Path(folder) / "asked.json"
         if known is not None:
             known.save(out)
-        body = {"shape": asdict(shape), "pairs": config.pairs, "residual": config.residual}
+        body = {"shape": asdict(shape), "pairs": config.bigram_buckets, "residual": config.residual}
         asked.write_text(json.dumps(body), encoding="utf-8")
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "xmcray.planning.probe", str(out), str(asked)]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
         if result.returncode:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ResourceError(f"the probe of this machine failed ({last[:200]}); free some memory and try again")
+            raise ResourceError(
+                f"the probe of this machine failed ({last[:200]}); free some memory and try again"
+            )
         return load_rates(out)
 
 
@@ -116,7 +134,8 @@ def measure_machine() -> Rates:
         disk_bytes_s=_disk(),
         build_flop_s=build_flop_s,
         search_flop_s=search_flop_s,
-        transformer_flop_s=0.6 * between(products, 256),  # attention, normalisation and activations beside products
+        transformer_flop_s=0.6
+        * between(products, 256),  # attention, normalisation and activations beside products
     )
 
 
@@ -136,7 +155,9 @@ def _products() -> Points:
     """Of query vectors with rows, at the widths that vectors have."""
     found = []
     for k in (16, 64, 256, 1024):
-        product = partial(torch.mm, torch.randn(512, k), torch.randn(2048, k).T, out=torch.empty(512, 2048))
+        product = partial(
+            torch.mm, torch.randn(512, k), torch.randn(2048, k).T, out=torch.empty(512, 2048)
+        )
         found.append((float(k), 2.0 * 512 * 2048 * k / seconds(product, OUTER)))
     return tuple(found)
 
@@ -154,8 +175,12 @@ def _rows() -> tuple[dict[str, Points], dict[str, Points]]:
     writes: dict[str, Points] = {}
     for width in ROW_WIDTHS:
         found = [_rows_of(size, width) for size in TABLES]
-        reads[str(4 * width)] = tuple((float(size), read_s) for size, (read_s, _) in zip(TABLES, found, strict=True))
-        writes[str(4 * width)] = tuple((float(size), write_s) for size, (_, write_s) in zip(TABLES, found, strict=True))
+        reads[str(4 * width)] = tuple(
+            (float(size), read_s) for size, (read_s, _) in zip(TABLES, found, strict=True)
+        )
+        writes[str(4 * width)] = tuple(
+            (float(size), write_s) for size, (_, write_s) in zip(TABLES, found, strict=True)
+        )
     return reads, writes
 
 
@@ -163,7 +188,9 @@ def _rows_of(table_bytes: int, width: int) -> tuple[float, float]:
     """Seconds of reading and of writing a row of a table, at ascending, otherwise random places."""
     table = torch.zeros(table_bytes // 4 // width, width).fill_(1.0)
     generator = torch.Generator().manual_seed(0)
-    places = itertools.cycle(torch.randint(len(table), (32, _PAIRS), generator=generator).sort(dim=1).values)
+    places = itertools.cycle(
+        torch.randint(len(table), (32, _PAIRS), generator=generator).sort(dim=1).values
+    )
     rows = table.index_select(0, next(places))
     read_s = seconds(lambda: table.index_select(0, next(places)), OUTER)
     write_s = seconds(lambda: table.index_copy_(0, next(places), rows), OUTER)
@@ -196,7 +223,9 @@ def _calls() -> float:
         scores = (rows @ values.T + 0.5).index_select(1, ids)
         picked = nn.functional.embedding_bag(ids, rows, ends, mode="sum")
         order = torch.argsort(ids, stable=True)
-        loss = nn.functional.softplus(scores).sum() + torch.cat([picked, rows[order]]).square().sum()
+        loss = (
+            nn.functional.softplus(scores).sum() + torch.cat([picked, rows[order]]).square().sum()
+        )
         loss.backward()
         table.index_copy_(0, ids, rows.detach())
         torch.bincount(ids, minlength=8).cumsum(0)
@@ -266,8 +295,13 @@ def measure_encoder(shape: EncoderShape, pairs: int, residual: bool) -> EncoderR
     few_s, short_s, long_s = (seconds(partial(train, batch), OUTER) for batch in batches)
     plain_short_s, plain_long_s = (seconds(partial(plain, batch), OUTER) for batch in batches[1:])
     fewer = many_tokens / short - many_tokens / long
-    text_s, plain_text_s = max(0.0, short_s - long_s) / fewer, max(0.0, plain_short_s - plain_long_s) / fewer
-    each_s = max(short_s - few_s, 0.5 * short_s) / (many_tokens - few_tokens)  # of a token, with its share of a text
+    text_s, plain_text_s = (
+        max(0.0, short_s - long_s) / fewer,
+        max(0.0, plain_short_s - plain_long_s) / fewer,
+    )
+    each_s = max(short_s - few_s, 0.5 * short_s) / (
+        many_tokens - few_tokens
+    )  # of a token, with its share of a text
     token_s = max(each_s - text_s / short, 0.1 * each_s)
     return EncoderRate(
         call_s=max(0.0, few_s - few_tokens * each_s),
@@ -290,7 +324,9 @@ def _random_transformer(shape: EncoderShape) -> tuple[Encoder, int]:
     )
     config._attn_implementation = "sdpa"
     model = transformers.AutoModel.from_config(config)
-    projection = None if shape.dim == shape.hidden else nn.Linear(shape.hidden, shape.dim, bias=False)
+    projection = (
+        None if shape.dim == shape.hidden else nn.Linear(shape.hidden, shape.dim, bias=False)
+    )
     encoder = TransformerEncoder(model, None, projection=projection)
     if shape.frozen:
         encoder.freeze()
@@ -303,7 +339,9 @@ def _process_bytes(also: str) -> int:
     Not by getrusage: what that reports begins with the memory of the process that started this one.
     """
     code = "\n".join([_FIRST_STEP, also, "print(open('/proc/self/status').read())"])
-    status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    status = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
@@ -312,7 +350,9 @@ def _collectives() -> tuple[float, float, float]:
     with tempfile.TemporaryDirectory() as folder:
         code = "import sys; from xmcray.planning import probe; probe.rank_times(int(sys.argv[1]), sys.argv[2])"
         ranks = [
-            subprocess.Popen([sys.executable, "-c", code, str(rank), folder], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(rank), folder], stdout=subprocess.PIPE, text=True
+            )
             for rank in range(2)
         ]
         outputs = [process.communicate()[0] for process in ranks]
@@ -324,9 +364,12 @@ def rank_times(rank: int, folder: str) -> None:
     """One of two ranks: prints the seconds of a small and a large all-gather, of work, and of work and a small one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    scores = partial(torch.mm, torch.randn(512, 256), torch.randn(256, 2048), out=torch.empty(512, 2048))
+    scores = partial(
+        torch.mm, torch.randn(512, 256), torch.randn(256, 2048), out=torch.empty(512, 2048)
+    )
     small, large = (
-        partial(dist.all_gather_into_tensor, torch.zeros(2 * size), torch.zeros(size)) for size in (1 << 4, 1 << 21)
+        partial(dist.all_gather_into_tensor, torch.zeros(2 * size), torch.zeros(size))
+        for size in (1 << 4, 1 << 21)
     )
     found = []
     for calls, count in (([small], 20), ([large], 10), ([scores], 60), ([scores, small], 60)):

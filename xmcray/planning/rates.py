@@ -98,7 +98,11 @@ class Rates:
         Args:
             among: bytes that are touched before an array's turn comes again, where they are more than its own.
         """
-        return array_bytes * arrays / between(self.passes, max(array_bytes, among)) if array_bytes else 0.0
+        return (
+            array_bytes * arrays / between(self.passes, max(array_bytes, among))
+            if array_bytes
+            else 0.0
+        )
 
     def order(self, count: float) -> float:
         """Seconds of sorting so many elements, by comparisons."""
@@ -121,7 +125,11 @@ class Rates:
 
     def exchange(self, own_bytes: float, ranks: int) -> float:
         """Seconds of a collective, after other work, in which every rank sends its part to all others."""
-        return 0.0 if ranks == 1 else self.meet_s + self.exchange_s + (ranks - 1) * own_bytes / self.exchange_bytes_s
+        return (
+            0.0
+            if ranks == 1
+            else self.meet_s + self.exchange_s + (ranks - 1) * own_bytes / self.exchange_bytes_s
+        )
 
     def save(self, path: Path) -> None:
         """Writes the rates, to be used again with --probe."""
@@ -137,7 +145,9 @@ def load_rates(path: Path) -> Rates:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise StorageError(f"probe {path} cannot be read ({error.strerror}); leave out --probe to measure") from None
+        raise StorageError(
+            f"probe {path} cannot be read ({error.strerror}); leave out --probe to measure"
+        ) from None
     except ValueError:
         raise ConfigError(f"probe {path} is not JSON; leave out --probe to measure") from None
     try:
@@ -146,7 +156,12 @@ def load_rates(path: Path) -> Rates:
         rows = {k: {b: _points(p) for b, p in body[k].items()} for k in ("row_reads", "row_writes")}
         lists = {k: _points(body[k]) for k in ("products", "passes")}
         encoders = {key: EncoderRate(**rate) for key, rate in body["encoders"].items()}
-        changed = {**rows, **lists, "encoders": encoders, "process_bytes": tuple(body["process_bytes"])}
+        changed = {
+            **rows,
+            **lists,
+            "encoders": encoders,
+            "process_bytes": tuple(body["process_bytes"]),
+        }
         return Rates(**{**body, **changed})
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(
@@ -162,8 +177,13 @@ def between(points: Points, x: float) -> float:
 
 def _row_s(tables: Mapping[str, Points], row_bytes: float, table_bytes: float) -> float:
     """Seconds for a row: linear in its bytes between and beyond the two widths that were measured."""
-    (narrow, low), (wide, high) = sorted(((int(b), between(p, table_bytes)) for b, p in tables.items()))
-    return max(low + (high - low) * (row_bytes - narrow) / (wide - narrow), low * min(1.0, row_bytes / narrow))
+    (narrow, low), (wide, high) = sorted(
+        ((int(b), between(p, table_bytes)) for b, p in tables.items())
+    )
+    return max(
+        low + (high - low) * (row_bytes - narrow) / (wide - narrow),
+        low * min(1.0, row_bytes / narrow),
+    )
 
 
 def _points(values: list[list[float]]) -> Points:

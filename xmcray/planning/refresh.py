@@ -34,8 +34,12 @@ class Spread:
     long: float
 
 
-ANYWHERE = Spread(visited=0.4, long=0.0)  # random directions and about one length: what the index itself chooses
-APART = Spread(visited=0.04, long=LONG_SHARE)  # rows of a trained classifier, by benchmarks/index_recall.py
+ANYWHERE = Spread(
+    visited=0.4, long=0.0
+)  # random directions and about one length: what the index itself chooses
+APART = Spread(
+    visited=0.04, long=LONG_SHARE
+)  # rows of a trained classifier, by benchmarks/index_recall.py
 
 
 def build(rates: Rates, factory: str, rows: int, dim: int) -> float:
@@ -44,7 +48,9 @@ def build(rates: Rates, factory: str, rows: int, dim: int) -> float:
     if not lists:
         return 0.0
     sample = min(rows, TRAIN_ROWS_PER_LIST * lists)
-    copies = rates.move((rows + sample) * dim * VALUE, 3)  # rows without the long ones, and the sample
+    copies = rates.move(
+        (rows + sample) * dim * VALUE, 3
+    )  # rows without the long ones, and the sample
     return 2.0 * dim * lists * (KMEANS_ROUNDS * sample + rows) / rates.build_flop_s + copies
 
 
@@ -62,10 +68,14 @@ def tune(rates: Rates, factory: str, rows: int, dim: int, spread: Spread) -> flo
 
     chosen = steps[bisect.bisect_left(steps[:-1], True, key=enough)]
     all_rows = 2.0 * dim * rows * TUNE_QUERIES / rates.search_flop_s
-    return all_rows + sum(_visits(rates, lists, n, rows, dim, TUNE_QUERIES, TUNE_K, spread) for n in [*tried, chosen])
+    return all_rows + sum(
+        _visits(rates, lists, n, rows, dim, TUNE_QUERIES, TUNE_K, spread) for n in [*tried, chosen]
+    )
 
 
-def search(rates: Rates, factory: str, rows: int, dim: int, queries: float, kept: int, spread: Spread) -> float:
+def search(
+    rates: Rates, factory: str, rows: int, dim: int, queries: float, kept: int, spread: Spread
+) -> float:
     """All queries of an epoch, in the lists they visit or among all rows."""
     lists = sizes.num_lists(resolve_factory(factory, rows))
     if not lists:
@@ -74,14 +84,26 @@ def search(rates: Rates, factory: str, rows: int, dim: int, queries: float, kept
 
 
 def _visits(
-    rates: Rates, lists: int, number: float, rows: int, dim: int, queries: float, kept: int, spread: Spread
+    rates: Rates,
+    lists: int,
+    number: float,
+    rows: int,
+    dim: int,
+    queries: float,
+    kept: int,
+    spread: Spread,
 ) -> float:
     """`retrieval.lists`: the nearest lists of each query, then rounds of products, each with a merge of what it hit."""
     total = rates.product(queries, lists, dim) + rates.top(queries, lists, number)
     seen = 0.0
     for visited, met in rounds(lists, number, rows, spread):
         total += 2.0 * dim * met * queries / rates.search_flop_s
-        total += LIST_CALLS * rates.call_s * lists * -math.expm1(queries * math.log1p(-min(visited / lists, 0.999)))
+        total += (
+            LIST_CALLS
+            * rates.call_s
+            * lists
+            * -math.expm1(queries * math.log1p(-min(visited / lists, 0.999)))
+        )
         hits = met * min(1.0, kept / seen) if seen else 0.0
         total += hits * queries * HIT_SORTS * rates.sort_s + rates.top(queries, kept + hits, kept)
         seen += met
@@ -107,7 +129,9 @@ def refresh(step: StepTime, spread: Spread) -> float:
         return 0.0
     dim, queries = step.shape.dim, step.load.steps_per_epoch * step.load.queries
     kept = config.negatives.hard + FOUND_MORE
-    written = queries * 4 * config.negatives.hard  # the shortlist; rows and queries were written before
+    written = (
+        queries * 4 * config.negatives.hard
+    )  # the shortlist; rows and queries were written before
     if not config.negatives.hard:
         return POLL_S + written / rates.disk_bytes_s
     written += queries * kept * 12
@@ -130,6 +154,10 @@ def _beside(step: StepTime, work: float) -> float:
         return work
     alone = min(1.0, cores / threads)
     yielded = 1.25**-step.config.cluster.index_nice  # weight of a process by its niceness
-    share = alone if cores >= 2 * threads else max((cores - threads) / threads, alone * yielded / (1 + yielded))
+    share = (
+        alone
+        if cores >= 2 * threads
+        else max((cores - threads) / threads, alone * yielded / (1 + yielded))
+    )
     epoch_s = step.load.steps_per_epoch * step.seconds
     return work / share if work <= share * epoch_s else epoch_s + (work - share * epoch_s) / alone

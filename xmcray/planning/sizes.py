@@ -16,14 +16,18 @@ from xmcray.retrieval.index import resolve_factory
 from xmcray.training.checkpoint import ROW_BLOCK_BYTES
 from xmcray.training.run import RunConfig
 
-LAYER_WIDTHS = 9  # tensors of the hidden width that a layer keeps for its backward pass, a token each
+LAYER_WIDTHS = (
+    9  # tensors of the hidden width that a layer keeps for its backward pass, a token each
+)
 TOKENIZER_BYTES = 1500  # of a token in the tokenizer's tables
 
 
 def shard_of(config: RunConfig, data: DataSize, load: Workload, workers: int) -> Shard:
     """The largest shard of any worker."""
     value = 8 if config.optim.precision == "float64" else 4
-    return Shard(workers=workers, labels=-(-data.num_labels // workers), queries=load.per_rank, value=value)
+    return Shard(
+        workers=workers, labels=-(-data.num_labels // workers), queries=load.per_rank, value=value
+    )
 
 
 def label_rows(config: RunConfig, dim: int, shard: Shard) -> int:
@@ -49,7 +53,9 @@ def optimiser(config: RunConfig, shape: EncoderShape, num_labels: int, value: in
     return 3 * (dense + shape.dense) * value + 2 * rows * shape.dim * value + 8 * rows
 
 
-def activations(config: RunConfig, shape: EncoderShape, load: Workload, shard: Shard, half: bool) -> int:
+def activations(
+    config: RunConfig, shape: EncoderShape, load: Workload, shard: Shard, half: bool
+) -> int:
     """What encoding a worker's texts keeps until the backward pass, and the gradient of what it read.
 
     Args:
@@ -64,7 +70,7 @@ def activations(config: RunConfig, shape: EncoderShape, load: Workload, shard: S
         # Indices (about eight int64 a table row met, twice as many with pairs), the bag with three tensors of the
         # residual network and their gradients; the sparse gradient of the rows, padded to be sent, what all ranks sent,
         # and its sum; what came in one step leaves a hole that is a little too small in the next. Adam works on blocks.
-        entries = load.tokens * (2 if config.encoder.pairs else 1)
+        entries = load.tokens * (2 if config.encoder.bigram_buckets else 1)
         kept = (12 if shape.dense else 5) * vectors
         copies = load.token_rows
         if shard.workers > 1:
@@ -98,7 +104,11 @@ def tokens(data: DataSize, load: Workload) -> int:
     """The corpus as a worker maps it: token ids, offsets and label ids; orders of labels and queries (int64)."""
     wide = 2 if data.vocab_size <= 1 << 16 else 4
     texts = data.num_train * data.tokens_per_query + data.num_labels * data.tokens_per_label
-    mapped = wide * texts + ID * (2 * data.num_train + data.num_labels) + 4 * data.num_train * data.positives_per_query
+    mapped = (
+        wide * texts
+        + ID * (2 * data.num_train + data.num_labels)
+        + 4 * data.num_train * data.positives_per_query
+    )
     # label_order, label_rank and train_counts; the ids that are sampled, their order, and the next epoch's
     ids = 3 * ID * data.num_labels + 3 * ID * load.num_query_ids
     return int(mapped + ids + TOKENIZER_BYTES * data.vocab_size)
@@ -132,7 +142,9 @@ def started(config: RunConfig, data: DataSize, dim: int, shard: Shard) -> int:
     return costs_of(config).started_bytes(data.num_labels, dim, shard)
 
 
-def index_actor(config: RunConfig, data: DataSize, dim: int, num_shards: int, on_gpu: bool = False) -> int:
+def index_actor(
+    config: RunConfig, data: DataSize, dim: int, num_shards: int, on_gpu: bool = False
+) -> int:
     """An index actor while it builds: its rows, a copy without the longest, the index, and k-means' sample.
 
     Rows are read in blocks and joined, so that they exist twice before the index does.
@@ -185,7 +197,9 @@ def checkpoint(config: RunConfig, data: DataSize, shape: EncoderShape, value: in
     moments = 2 * (dense + shape.dense + rows * shape.dim) * value + 4 * rows
     whole = Shard(workers=1, labels=data.num_labels, queries=0, value=value)
     table = label_rows(config, shape.dim, whole)
-    return weights + moments + (table - 4 * data.num_labels if table else 0)  # the last steps are not kept
+    return (
+        weights + moments + (table - 4 * data.num_labels if table else 0)
+    )  # the last steps are not kept
 
 
 def writing(config: RunConfig, shape: EncoderShape, shard: Shard, on_gpu: bool) -> int:

@@ -83,4 +83,6 @@ def row_states(config: RowOptimConfig) -> int:
 def row_table(rows: int, dim: int, config: RowOptimConfig, value: int = 4) -> int:
     """Rows, their optimiser state, and the step that touched each (int32; Adam counts touches too)."""
     stored = 2 if config.storage == "bfloat16" else value
-    return rows * dim * (stored + row_states(config) * value) + rows * 4 * (2 if config.kind == "adam" else 1)
+    return rows * dim * (stored + row_states(config) * value) + rows * 4 * (
+        2 if config.kind == "adam" else 1
+    )

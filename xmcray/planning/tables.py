@@ -15,10 +15,17 @@ def sections(plan: Plan) -> dict[str, Rows]:
     for where, parts in (("device", plan.device_bytes), ("process", plan.host_bytes)):
         memory += [(f"{where}: {name}", _bytes(size)) for name, size in parts.items() if size]
         memory += [(f"{where}: together", _bytes(sum(parts.values())))] if parts else []
-    memory += [("an index actor, beside the worker", _bytes(plan.index_bytes))] if plan.index_bytes else []
+    memory += (
+        [("an index actor, beside the worker", _bytes(plan.index_bytes))]
+        if plan.index_bytes
+        else []
+    )
     memory += [("Ray's object store, only while preparing", _bytes(plan.object_store))]
     disk = [
-        (f"checkpoints, {plan.checkpoints} of {_bytes(plan.checkpoint)}", _bytes(plan.checkpoints * plan.checkpoint)),
+        (
+            f"checkpoints, {plan.checkpoints} of {_bytes(plan.checkpoint)}",
+            _bytes(plan.checkpoints * plan.checkpoint),
+        ),
         ("ledger of the negatives", _bytes(plan.ledger)),
         ("index beside the vectors", _bytes(plan.index_on_disk)),
     ]
@@ -67,7 +74,12 @@ def markdown(plan: Plan) -> list[str]:
     """For a page."""
     lines: list[str] = []
     for title, rows in sections(plan).items():
-        lines += ["", f"| {title} | |", "| --- | ---: |", *(f"| {name} | {value} |" for name, value in rows)]
+        lines += [
+            "",
+            f"| {title} | |",
+            "| --- | ---: |",
+            *(f"| {name} | {value} |" for name, value in rows),
+        ]
     return [*lines, "", *(f"- assumed: {line}" for line in plan.assumptions)]
 
 

@@ -47,6 +47,8 @@ def distinct_rows(data: DataSize, config: RunConfig, tokens: float, texts: float
     Pairs of neighbours (one less than tokens in each text) are spread over their rows by a hash, as if all differed.
     """
     rows = float(-np.expm1(tokens * np.log1p(-np.minimum(data.token_share_V, 1 - 1e-12))).sum())
-    if config.encoder.pairs:
-        rows += config.encoder.pairs * -math.expm1(-max(tokens - texts, 0.0) / config.encoder.pairs)
+    if config.encoder.bigram_buckets:
+        rows += config.encoder.bigram_buckets * -math.expm1(
+            -max(tokens - texts, 0.0) / config.encoder.bigram_buckets
+        )
     return rows

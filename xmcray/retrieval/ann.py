@@ -14,7 +14,9 @@ from xmcray.types import Float32Array, Int64Array
 
 TRAIN_ROWS_PER_LIST = 64
 MAX_LISTS = 1 << 22
-TABLE_BYTES = 1 << 28  # FAISS holds the tables that it computes while reading against the same limit
+TABLE_BYTES = (
+    1 << 28
+)  # FAISS holds the tables that it computes while reading against the same limit
 
 _limits = threading.Lock()
 
@@ -39,7 +41,9 @@ def use_threads(threads: int) -> None:
     import_faiss().omp_set_num_threads(threads)
 
 
-def create(rows: Float32Array, ids: Int64Array | None, factory: str, seed: int, threads: int) -> Any:
+def create(
+    rows: Float32Array, ids: Int64Array | None, factory: str, seed: int, threads: int
+) -> Any:
     """A trained FAISS index that holds `rows` float32 [n, D], the same whatever the timing of threads.
 
     Args:
@@ -87,7 +91,9 @@ def read_lists(lists: Any) -> tuple[Float32Array, Int64Array, list[int]]:
     faiss = import_faiss()
     sizes = [int(lists.invlists.list_size(number)) for number in range(lists.nlist)]
     ids = [
-        faiss.rev_swig_ptr(lists.invlists.get_ids(number), size).copy() if size else np.empty(0, np.int64)
+        faiss.rev_swig_ptr(lists.invlists.get_ids(number), size).copy()
+        if size
+        else np.empty(0, np.int64)
         for number, size in enumerate(sizes)
     ]
     offsets = np.concatenate([[0], np.cumsum(sizes)]).tolist()
@@ -103,11 +109,15 @@ def to_gpu(found: Any, gpu: int) -> Any:
     """
     faiss = import_faiss()
     if not hasattr(faiss, "StandardGpuResources"):
-        raise ResourceError("this faiss has no GPU support; run pip install 'xmcray[gpu]', or use index.factory=auto")
+        raise ResourceError(
+            "this faiss has no GPU support; run pip install 'xmcray[gpu]', or use index.factory=auto"
+        )
     try:
         return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), gpu, found)
     except RuntimeError as error:
-        raise ConfigError(f"this index cannot run on a GPU ({_one_line(error)}); use index.factory=auto") from None
+        raise ConfigError(
+            f"this index cannot run on a GPU ({_one_line(error)}); use index.factory=auto"
+        ) from None
 
 
 def write(found: Any, path: Path) -> None:
@@ -128,20 +138,31 @@ def read(path: Path, max_bytes: int, rows: int, dim: int) -> Any:
     """
     faiss = import_faiss()
     if path.stat().st_size > max_bytes:
-        raise BundleError(f"{path} has {path.stat().st_size} bytes, expected at most {max_bytes}; export it again")
+        raise BundleError(
+            f"{path} has {path.stat().st_size} bytes, expected at most {max_bytes}; export it again"
+        )
     with _limits:  # the limits are global to the process
-        before = faiss.get_deserialization_vector_byte_limit(), faiss.get_deserialization_loop_limit()
+        before = (
+            faiss.get_deserialization_vector_byte_limit(),
+            faiss.get_deserialization_loop_limit(),
+        )
         faiss.set_deserialization_vector_byte_limit(max_bytes + TABLE_BYTES)
         faiss.set_deserialization_loop_limit(min(max_bytes, MAX_LISTS))
         try:
             found = faiss.read_index(str(path))
         except (RuntimeError, MemoryError, ValueError, AssertionError) as error:
-            raise BundleError(f"{path} is not a readable FAISS index ({_one_line(error)}); export it again") from None
+            raise BundleError(
+                f"{path} is not a readable FAISS index ({_one_line(error)}); export it again"
+            ) from None
         finally:
             faiss.set_deserialization_vector_byte_limit(before[0])
             faiss.set_deserialization_loop_limit(before[1])
     shape = (int(found.ntotal), int(found.d))
-    if shape != (rows, dim) or found.metric_type != faiss.METRIC_INNER_PRODUCT or not found.is_trained:
+    if (
+        shape != (rows, dim)
+        or found.metric_type != faiss.METRIC_INNER_PRODUCT
+        or not found.is_trained
+    ):
         raise BundleError(
             f"{path} indexes {shape[0]} vectors of width {shape[1]} with metric {found.metric_type}, expected"
             f" {rows} of width {dim} with inner products; export it again"
@@ -164,5 +185,9 @@ def _training_rows(found: Any, rows: Float32Array, seed: int) -> Float32Array:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())  # FAISS: "Error in FUNCTION at FILE:LINE: Error: 'CONDITION' failed: MESSAGE"
-    return re.split(r"failed:|\.(?:cpp|h):\d+:", text)[-1].strip(" :'")[:160] or type(error).__name__
+    text = " ".join(
+        str(error).split()
+    )  # FAISS: "Error in FUNCTION at FILE:LINE: Error: 'CONDITION' failed: MESSAGE"
+    return (
+        re.split(r"failed:|\.(?:cpp|h):\d+:", text)[-1].strip(" :'")[:160] or type(error).__name__
+    )

@@ -114,7 +114,9 @@ class LabelAttributes:
             column = self._columns[name]
             for place in np.flatnonzero(column.there[ids]):
                 value = column.values[ids[place]].item()
-                found[place][name] = column.words[value].as_py() if column.kind == "string" else value
+                found[place][name] = (
+                    column.words[value].as_py() if column.kind == "string" else value
+                )
         return found
 
     def mask(self, conditions: Mapping[str, Condition]) -> BoolArray:
@@ -129,12 +131,16 @@ class LabelAttributes:
         for name, wanted in conditions.items():
             if name not in self._columns:
                 if not self.names:
-                    raise ConfigError(f"unknown attribute {name!r}; no label of this bundle has any")
+                    raise ConfigError(
+                        f"unknown attribute {name!r}; no label of this bundle has any"
+                    )
                 raise ConfigError(unknown("attribute", name, self.names))
             mask &= _meets(name, self._columns[name], wanted)
         return mask
 
-    def with_rows(self, num_labels: int, rows: Mapping[int, Mapping[str, Scalar]]) -> LabelAttributes:
+    def with_rows(
+        self, num_labels: int, rows: Mapping[int, Mapping[str, Scalar]]
+    ) -> LabelAttributes:
         """The attributes of `num_labels` labels, some with another set; what is not given stays, new ones have none.
 
         Args:
@@ -150,7 +156,9 @@ class LabelAttributes:
         sets = [attribute_set(row) for row in rows.values()]
         names = sorted({*self.names, *(name for row in sets for name in row)})
         if len(names) > MAX_NAMES:
-            raise ConfigError(f"labels would have {len(names)} different attributes, expected at most {MAX_NAMES}")
+            raise ConfigError(
+                f"labels would have {len(names)} different attributes, expected at most {MAX_NAMES}"
+            )
         ids = np.fromiter(rows, np.int64, len(rows))
         assert not len(ids) or 0 <= ids.min() <= ids.max() < num_labels
         columns = {}
@@ -167,16 +175,24 @@ def attribute_set(value: object) -> dict[str, Scalar]:
         ConfigError: it is not a mapping from names to strings, booleans and finite numbers.
     """
     if not isinstance(value, Mapping):
-        raise ConfigError(f"attributes are {str(value)[:80]!r}, expected an object of names and values")
+        raise ConfigError(
+            f"attributes are {str(value)[:80]!r}, expected an object of names and values"
+        )
     for name, item in value.items():
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
-            raise ConfigError(f"attribute {str(name)[:80]!r} has no name of 1 to {MAX_NAME} characters")
+            raise ConfigError(
+                f"attribute {str(name)[:80]!r} has no name of 1 to {MAX_NAME} characters"
+            )
         if isinstance(item, float) and not math.isfinite(item):
             raise ConfigError(f"attribute {name!r} is {item}, expected a finite number")
         if isinstance(item, int) and not -_INT64 <= item < _INT64:
-            raise ConfigError(f"attribute {name!r} is an integer of {item.bit_length()} bits, expected at most 63")
+            raise ConfigError(
+                f"attribute {name!r} is an integer of {item.bit_length()} bits, expected at most 63"
+            )
         if not isinstance(item, str | bool | int | float):
-            raise ConfigError(f"attribute {name!r} is {str(item)[:80]!r}, expected a string, true, false or a number")
+            raise ConfigError(
+                f"attribute {name!r} is {str(item)[:80]!r}, expected a string, true, false or a number"
+            )
         if not all(_is_text(part) for part in (name, item) if isinstance(part, str)):
             raise ConfigError(f"attribute {name!a} is not UTF-8 (a lone surrogate); write it anew")
     return dict(value)
@@ -198,7 +214,11 @@ def _changed(
     values, there = np.zeros(num_labels, _TYPES[kind][1]), np.zeros(num_labels, bool)
     words = _NO_WORDS
     if column is not None:
-        values[: len(column.values)], there[: len(column.there)], words = column.values, column.there, column.words
+        values[: len(column.values)], there[: len(column.there)], words = (
+            column.values,
+            column.there,
+            column.words,
+        )
     there[ids] = False
     if given:
         at, new = list(given), list(given.values())
@@ -225,10 +245,16 @@ def _common_kind(name: str, column: _Column | None, given: Any) -> str:
             )
     assert kind is not None
     if kind == "float64":
-        held = column.values[column.there] if column is not None and column.kind == "int64" else np.empty(0)
+        held = (
+            column.values[column.there]
+            if column is not None and column.kind == "int64"
+            else np.empty(0)
+        )
         for value in [*given, *(held[np.abs(held) > _EXACT][:1].tolist())]:
             if isinstance(value, int) and abs(value) > _EXACT:
-                raise ConfigError(f"attribute {name!r} has fractions and {value}, which is no float: give it one type")
+                raise ConfigError(
+                    f"attribute {name!r} has fractions and {value}, which is no float: give it one type"
+                )
     return kind
 
 
@@ -241,14 +267,18 @@ def _kind(value: Scalar) -> str:
 def _numbered(words: pa.Array, new: list[Any]) -> tuple[pa.Array, npt.NDArray[np.int32]]:
     """The words and those of `new`, and the numbers of these; one may come twice, as to look for it costs more."""
     told = pa.array(new, pa.large_string()).dictionary_encode()
-    return pa.concat_arrays([words, told.dictionary]), told.indices.to_numpy() + np.int32(len(words))
+    return pa.concat_arrays([words, told.dictionary]), told.indices.to_numpy() + np.int32(
+        len(words)
+    )
 
 
 def _meets(name: str, column: _Column, wanted: Condition) -> BoolArray:
     """bool [L] of one condition."""
     if isinstance(wanted, Bounds):
         return _within(name, column, wanted)
-    choice: list[Any] = list(wanted) if isinstance(wanted, list | tuple | set | frozenset) else [wanted]
+    choice: list[Any] = (
+        list(wanted) if isinstance(wanted, list | tuple | set | frozenset) else [wanted]
+    )
     for value in choice:
         expected = {"int64", "float64"} if column.kind in ("int64", "float64") else {column.kind}
         if not isinstance(value, str | bool | int | float) or _kind(value) not in expected:
@@ -256,7 +286,9 @@ def _meets(name: str, column: _Column, wanted: Condition) -> BoolArray:
                 f"attribute {name!r} is of type {column.kind}, found {value!r}: compare it with that type"
             )
     if column.kind == "string":
-        chosen = pc.is_in(column.words, value_set=pa.array(choice, pa.large_string())).to_numpy(zero_copy_only=False)
+        chosen = pc.is_in(column.words, value_set=pa.array(choice, pa.large_string())).to_numpy(
+            zero_copy_only=False
+        )
         met = chosen[column.values] if len(chosen) else np.zeros(len(column.values), bool)
     else:
         same = [number for value in choice if (number := _number(column.kind, value)) is not None]
@@ -267,14 +299,18 @@ def _meets(name: str, column: _Column, wanted: Condition) -> BoolArray:
 
 def _within(name: str, column: _Column, bounds: Bounds) -> BoolArray:
     if column.kind not in ("int64", "float64"):
-        raise ConfigError(f"attribute {name!r} is of type {column.kind}, and a range of numbers was asked for")
+        raise ConfigError(
+            f"attribute {name!r} is of type {column.kind}, and a range of numbers was asked for"
+        )
     met = column.there.copy()
     for bound, compare, to_integer in _BOUNDS:
         limit = getattr(bounds, bound)
         if limit is None:
             continue
         if isinstance(limit, bool) or not isinstance(limit, int | float) or limit != limit:
-            raise ConfigError(f"bound {bound!r} of attribute {name!r} is {limit!r}, expected a number")
+            raise ConfigError(
+                f"bound {bound!r} of attribute {name!r} is {limit!r}, expected a number"
+            )
         if column.kind == "int64":
             limit = limit if isinstance(limit, int) or math.isinf(limit) else to_integer(limit)
         elif (limit := _number("float64", limit)) is None:  # beyond all floats

@@ -116,7 +116,9 @@ def write_bundle(
     """
     label_order = np.ascontiguousarray(label_order, np.int64)
     num_labels = len(label_order)
-    assert np.array_equal(np.sort(label_order), np.arange(num_labels)), "label_order is not a permutation"
+    assert np.array_equal(np.sort(label_order), np.arange(num_labels)), (
+        "label_order is not a permutation"
+    )
     with new_artifact(destination, KIND, about) as folder:
         if isinstance(encoder, Encoder):
             encoder.save(folder / "encoder")
@@ -129,7 +131,9 @@ def write_bundle(
         np.save(folder / "label_order.npy", label_order)
         shards, dim = write_shards(folder, vectors, spec, queries, shard_rows, threads)
         if not shards or shards[-1].stop != num_labels:
-            raise DataError(f"{shards[-1].stop if shards else 0} label vectors were given, expected {num_labels}")
+            raise DataError(
+                f"{shards[-1].stop if shards else 0} label vectors were given, expected {num_labels}"
+            )
         settings = Settings(
             num_labels=num_labels,
             dim=dim,
@@ -160,12 +164,18 @@ def read_settings(folder: Path) -> Settings:
         settings = Settings(**values, shards=shards or ())
         kind = settings.predictor["kind"]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise BundleError(f"{folder}/settings.json is malformed ({type(error).__name__}); export it again") from None
+        raise BundleError(
+            f"{folder}/settings.json is malformed ({type(error).__name__}); export it again"
+        ) from None
     if shards is None or shards[-1].stop < settings.num_labels:
-        raise BundleError(f"{folder}/settings.json: its shards do not cover {settings.num_labels} labels; export again")
+        raise BundleError(
+            f"{folder}/settings.json: its shards do not cover {settings.num_labels} labels; export again"
+        )
     if kind not in PREDICTORS:
         known = " and ".join(map(repr, PREDICTORS))
-        raise BundleError(f"{folder} has predictor {kind!r}, this release knows {known}; use the release that made it")
+        raise BundleError(
+            f"{folder} has predictor {kind!r}, this release knows {known}; use the release that made it"
+        )
     return settings
 
 
@@ -181,11 +191,17 @@ def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array,
         order, removed = np.load(folder / "label_order.npy"), np.empty(0, np.int64)
         if (folder / "removed.npy").is_file():
             removed = np.load(folder / "removed.npy")
-        fits = labels.num_rows == num_labels and np.array_equal(np.sort(order[order >= 0]), np.arange(num_labels))
+        fits = labels.num_rows == num_labels and np.array_equal(
+            np.sort(order[order >= 0]), np.arange(num_labels)
+        )
         fits = fits and order.shape == (settings.shards[-1].stop,)
-        fits = fits and np.array_equal(removed, np.unique(removed[(removed >= 0) & (removed < num_labels)]))
+        fits = fits and np.array_equal(
+            removed, np.unique(removed[(removed >= 0) & (removed < num_labels)])
+        )
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise BundleError(f"{folder}: labels cannot be read ({type(error).__name__}); export it again") from None
+        raise BundleError(
+            f"{folder}: labels cannot be read ({type(error).__name__}); export it again"
+        ) from None
     if not fits:
         raise BundleError(
             f"{folder}: labels.parquet, label_order.npy or removed.npy does not hold {num_labels} labels; export again"
@@ -205,9 +221,13 @@ def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
     try:
         attributes = LabelAttributes.load(path)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise BundleError(f"{path} cannot be read ({type(error).__name__}); annotate the labels again") from None
+        raise BundleError(
+            f"{path} cannot be read ({type(error).__name__}); annotate the labels again"
+        ) from None
     if attributes.num_labels != settings.num_labels:
-        raise BundleError(f"{path} has {attributes.num_labels} rows, expected {settings.num_labels}; annotate again")
+        raise BundleError(
+            f"{path} has {attributes.num_labels} rows, expected {settings.num_labels}; annotate again"
+        )
     return attributes
 
 
@@ -217,10 +237,14 @@ def _write_labels(path: Path, uids: Iterable[str], texts: Iterable[str], num_lab
         while True:
             columns = [list(islice(uid, LABEL_BLOCK)), list(islice(text, LABEL_BLOCK))]
             if len(columns[0]) != len(columns[1]):
-                raise DataError("numbers of label uids and label texts differ, expected one of each per label")
+                raise DataError(
+                    "numbers of label uids and label texts differ, expected one of each per label"
+                )
             if not columns[0]:
                 break
             count += len(columns[0])
-            writer.write_table(pa.table([pa.array(c, pa.large_string()) for c in columns], schema=LABEL_SCHEMA))
+            writer.write_table(
+                pa.table([pa.array(c, pa.large_string()) for c in columns], schema=LABEL_SCHEMA)
+            )
     if count != num_labels:
         raise DataError(f"{count} label uids were given, expected {num_labels}")

@@ -50,7 +50,11 @@ def exact_keys(
     """As `exact_search`, but keys int64 [Q, K], of the best among these rows and `best_QK`, what is known already."""
     vector_ND = vectors if isinstance(vectors, Tensor) else as_tensor(vectors)
     device = vector_ND.device
-    id_N = torch.arange(len(vector_ND), device=device) if ids is None else as_tensor(ids, np.int64).to(device)
+    id_N = (
+        torch.arange(len(vector_ND), device=device)
+        if ids is None
+        else as_tensor(ids, np.int64).to(device)
+    )
     nameless_N = id_N < 0
     some_nameless = bool(nameless_N.any())
     query_QD = as_tensor(queries)
@@ -70,7 +74,9 @@ def exact_keys(
             else:
                 score_BR.fill_(-torch.inf)[:, : len(vector_RD)] = query_BD @ vector_RD.T
             if some_nameless:
-                score_BR[:, : len(vector_RD)].masked_fill_(nameless_N[first : first + num_rows], -torch.inf)
+                score_BR[:, : len(vector_RD)].masked_fill_(
+                    nameless_N[first : first + num_rows], -torch.inf
+                )
             if hide is not None:
                 _hide(score_BR, hide, first)
             best_BK = _improve(best_BK, score_BR, id_N[first : first + num_rows])
@@ -86,7 +92,9 @@ def as_tensor(array: Float32Array | Int64Array, kind: type[np.generic] = np.floa
 
 def to_keys(score: Tensor, ids: Tensor) -> Tensor:
     """int64 keys of float32 scores and broadcastable int64 ids; larger is better. NaN and ids below 0 count as -inf."""
-    score = torch.where(score.isnan() | (ids < 0), -torch.inf, score) + 0.0  # + 0.0 turns -0.0 into 0.0
+    score = (
+        torch.where(score.isnan() | (ids < 0), -torch.inf, score) + 0.0
+    )  # + 0.0 turns -0.0 into 0.0
     bits = score.contiguous().view(torch.int32)
     # IEEE floats order like integers once the magnitude bits of negative ones are inverted.
     return ((bits ^ ((bits >> 31) & LOW_BITS)).to(torch.int64) << 32) | (LOW_BITS - ids)
@@ -127,10 +135,14 @@ def _improve(best_BK: Tensor, score_BR: Tensor, id_R: Tensor) -> Tensor:
     if len(query_H) == 0:
         return best_BK
     score_HR = score_BR.view(num_queries, num_rows // GROUP, GROUP)[query_H, group_H]
-    hit_P, place_P = ((score_HR >= bar_B[query_H, None]) & (score_HR > -torch.inf)).nonzero(as_tuple=True)
+    hit_P, place_P = ((score_HR >= bar_B[query_H, None]) & (score_HR > -torch.inf)).nonzero(
+        as_tuple=True
+    )
     query_P, row_P = query_H[hit_P], group_H[hit_P] * GROUP + place_P
     count_B = torch.bincount(query_P, minlength=num_queries)
-    slot_P = torch.arange(len(query_P), device=query_P.device) - (count_B.cumsum(0) - count_B)[query_P]
+    slot_P = (
+        torch.arange(len(query_P), device=query_P.device) - (count_B.cumsum(0) - count_B)[query_P]
+    )
     new_BW = nothing(num_queries, int(count_B.max()), best_BK.device).clone()
     new_BW[query_P, slot_P] = to_keys(score_HR[hit_P, place_P], id_R[row_P])
     return torch.cat([best_BK, new_BW], dim=1).topk(k, dim=1).values

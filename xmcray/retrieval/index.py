@@ -25,7 +25,10 @@ from xmcray.retrieval.lists import Lists, long_rows
 from xmcray.types import Float32Array, Int64Array, Ragged
 
 FLAT_ROWS = 50_000  # up to here a search of all rows costs no more than building, tuning and searching lists
-LONG_SHARE, LONG_RATIO = 0.05, 1.5  # at most so many rows are in no list, those longer than so many medians
+LONG_SHARE, LONG_RATIO = (
+    0.05,
+    1.5,
+)  # at most so many rows are in no list, those longer than so many medians
 BATCH_QUERIES = 256  # from here on lists are scanned with matrix products
 TUNE_QUERIES, TUNE_K, TUNE_NOISE = 256, 50, 0.5
 CODE_LOSS = 0.005  # recall that short codes may cost where lists cost more
@@ -104,7 +107,9 @@ def build_index(
     if factory == "Flat" or num_rows == 0:
         return Index(as_tensor(vectors).to(device), None, threads=threads)
     rows = np.ascontiguousarray(vectors, np.float32)
-    long_ids = long_rows(rows, LONG_SHARE, LONG_RATIO) if "IVF" in factory else np.empty(0, np.int64)
+    long_ids = (
+        long_rows(rows, LONG_SHARE, LONG_RATIO) if "IVF" in factory else np.empty(0, np.int64)
+    )
     if len(long_ids):
         ids = np.setdiff1d(np.arange(num_rows), long_ids, assume_unique=True)
         found = ann.create(rows[ids], ids, factory, seed, threads)
@@ -115,7 +120,9 @@ def build_index(
     index.tune(_stand_ins(rows, seed) if queries is None or not len(queries) else queries, spec)
     if gpu is None:
         return index
-    return Index(index.vectors, ann.to_gpu(found, gpu), long_ids=long_ids, candidates=index.candidates)
+    return Index(
+        index.vectors, ann.to_gpu(found, gpu), long_ids=long_ids, candidates=index.candidates
+    )
 
 
 class Index:
@@ -203,17 +210,24 @@ class Index:
         """
         if self.is_exact:
             return 1.0
-        queries, k = np.ascontiguousarray(queries[:TUNE_QUERIES], np.float32), min(TUNE_K, len(self))
+        queries, k = (
+            np.ascontiguousarray(queries[:TUNE_QUERIES], np.float32),
+            min(TUNE_K, len(self)),
+        )
         _, wanted = exact_search(self.vectors, queries, k)
         lists, recall = ann.lists_of(self._faiss), 0.0
         if lists is not None:
-            steps = [min(spec.nprobe, int(lists.nlist))] if spec.nprobe else _steps(int(lists.nlist))
+            steps = (
+                [min(spec.nprobe, int(lists.nlist))] if spec.nprobe else _steps(int(lists.nlist))
+            )
 
             def reached(probe: int) -> float:
                 lists.nprobe = probe
                 return _recall(self._scan(queries, k, None, None)[1], wanted)
 
-            place = bisect.bisect_left(steps[:-1], spec.recall, key=reached)  # recall grows with the lists
+            place = bisect.bisect_left(
+                steps[:-1], spec.recall, key=reached
+            )  # recall grows with the lists
             recall = reached(steps[place])
         # what the codes lose besides: more candidates, until they cost less recall than the lists
         for candidates in [spec.candidates] if spec.candidates else [2, 4, 8, 16]:
@@ -233,7 +247,9 @@ class Index:
         np.save(_beside(path), self.long_ids)
 
     @classmethod
-    def load(cls, path: Path, max_bytes: int, vectors: Tensor, candidates: int = 1, threads: int = 1) -> Index:
+    def load(
+        cls, path: Path, max_bytes: int, vectors: Tensor, candidates: int = 1, threads: int = 1
+    ) -> Index:
         """What `save` wrote, over the same vectors.
 
         Raises:
@@ -243,7 +259,9 @@ class Index:
         rows, dim = vectors.shape
         try:
             long_ids = np.load(_beside(path))
-            fits = long_ids.dtype == np.int64 and np.array_equal(long_ids, np.unique(long_ids.clip(0, rows - 1)))
+            fits = long_ids.dtype == np.int64 and np.array_equal(
+                long_ids, np.unique(long_ids.clip(0, rows - 1))
+            )
         except (OSError, ValueError):
             fits = False
         if not fits:
@@ -259,8 +277,12 @@ class Index:
             return None
         centroids, row_ids, offsets = ann.read_lists(lists)
         long_ids = torch.from_numpy(self.long_ids)
-        long_ids = long_ids[torch.argsort(self._long_vectors.norm(dim=1), descending=True, stable=True)]
-        return Lists(self.vectors, torch.from_numpy(centroids), torch.from_numpy(row_ids), offsets, long_ids)
+        long_ids = long_ids[
+            torch.argsort(self._long_vectors.norm(dim=1), descending=True, stable=True)
+        ]
+        return Lists(
+            self.vectors, torch.from_numpy(centroids), torch.from_numpy(row_ids), offsets, long_ids
+        )
 
     @functools.cached_property
     def _long_vectors(self) -> Tensor:
@@ -275,7 +297,12 @@ class Index:
         return from_keys(self._lists.search(as_tensor(queries), k, self.nprobe, name_N, hidden))
 
     def _ask(
-        self, queries: Float32Array, width: int, k: int, ids: Int64Array | None, hidden: Ragged | None
+        self,
+        queries: Float32Array,
+        width: int,
+        k: int,
+        ids: Int64Array | None,
+        hidden: Ragged | None,
     ) -> tuple[Float32Array, Int64Array]:
         """The k best of `width` candidates that FAISS proposes and of the long rows."""
         best_QK = self._rescore(queries, self._propose(queries, width), k, ids, hidden)
@@ -292,7 +319,12 @@ class Index:
         return np.asarray(self._faiss.search(queries, min(width, len(self)))[1], np.int64)
 
     def _rescore(
-        self, queries: Float32Array, rows: Int64Array, k: int, ids: Int64Array | None, hidden: Ragged | None
+        self,
+        queries: Float32Array,
+        rows: Int64Array,
+        k: int,
+        ids: Int64Array | None,
+        hidden: Ragged | None,
     ) -> Tensor:
         """Keys int64 [Q, k] of the best of the candidates `rows` [Q, width] by exact inner product."""
         if hidden is not None:

@@ -61,7 +61,9 @@ def read_new_labels(paths: Iterable[str | Path]) -> list[NewLabel]:
 
     def make(row: Row, record: Record) -> NewLabel:
         if not row.text:
-            raise BadValue(f"label {row.uid[:80]!r} has no text, expected some: its vector is made of it")
+            raise BadValue(
+                f"label {row.uid[:80]!r} has no text, expected some: its vector is made of it"
+            )
         attributes = record.get("attributes")
         return NewLabel(row.uid, row.text, {} if attributes is None else attribute_set(attributes))
 
@@ -123,15 +125,23 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
         settings = retriever.settings
         taken = {label.uid for label in new} & retriever.label_ids().keys()
         if taken:
-            raise DataError(f"label {min(taken)!r} is in {bundle} already; remove it first, or choose another uid")
+            raise DataError(
+                f"label {min(taken)!r} is in {bundle} already; remove it first, or choose another uid"
+            )
         changed = with_labels(retriever, load_label_side(folder / "label_side"), new)
-        rows = {i: label.attributes for i, label in enumerate(new, settings.num_labels) if label.attributes}
+        rows = {
+            i: label.attributes
+            for i, label in enumerate(new, settings.num_labels)
+            if label.attributes
+        }
         attributes = read_attributes(folder, settings).with_rows(changed.settings.num_labels, rows)
         _publish(bundle, out, folder, manifest, {"added": len(new)}, retriever, changed, attributes)
         return changed.num_labels
 
 
-def annotate_labels(bundle: str | Path, sets: Mapping[str, Mapping[str, Scalar]], out: str | Path | None = None) -> int:
+def annotate_labels(
+    bundle: str | Path, sets: Mapping[str, Mapping[str, Scalar]], out: str | Path | None = None
+) -> int:
     """Gives labels of a bundle new attributes in place of all they had; returns how many it has. As `add_labels`.
 
     Args:
@@ -143,7 +153,16 @@ def annotate_labels(bundle: str | Path, sets: Mapping[str, Mapping[str, Scalar]]
         known, settings = _known(retriever, sets, bundle), retriever.settings
         rows = {known[uid]: attributes for uid, attributes in sets.items()}
         attributes = read_attributes(folder, settings).with_rows(settings.num_labels, rows)
-        _publish(bundle, out, folder, manifest, {"annotated": len(sets)}, retriever, retriever, attributes)
+        _publish(
+            bundle,
+            out,
+            folder,
+            manifest,
+            {"annotated": len(sets)},
+            retriever,
+            retriever,
+            attributes,
+        )
         return retriever.num_labels
 
 
@@ -157,8 +176,18 @@ def remove_labels(bundle: str | Path, uids: Sequence[str], out: str | Path | Non
         known = _known(retriever, uids, bundle)
         gone = np.array([known[uid] for uid in set(uids)], np.int64)
         if len(gone) == len(known):
-            raise DataError(f"these are all {len(known):,} labels of {bundle}, expected some to be left")
-        _publish(bundle, out, folder, manifest, {"removed": len(gone)}, retriever, retriever.without(gone))
+            raise DataError(
+                f"these are all {len(known):,} labels of {bundle}, expected some to be left"
+            )
+        _publish(
+            bundle,
+            out,
+            folder,
+            manifest,
+            {"removed": len(gone)},
+            retriever,
+            retriever.without(gone),
+        )
         return len(known) - len(gone)
 
 
@@ -171,7 +200,9 @@ def _known(retriever: Retriever, uids: Iterable[str], bundle: str | Path) -> dic
     known = retriever.label_ids()
     for uid in uids:
         if uid not in known:
-            raise DataError(f"label {uid!r} is not in {bundle}, expected a label's uid; look for it with search")
+            raise DataError(
+                f"label {uid!r} is not in {bundle}, expected a label's uid; look for it with search"
+            )
     return known
 
 
@@ -185,7 +216,9 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
     vectors = label_vectors(retriever, side, [label.text for label in new])
     ids = settings.num_labels + np.arange(len(new))
     rows, shards = _rows_for(len(new), retriever.label_order, settings.shards)
-    order = np.concatenate([retriever.label_order, np.full(shards[-1].stop - len(retriever.label_order), -1)])
+    order = np.concatenate(
+        [retriever.label_order, np.full(shards[-1].stop - len(retriever.label_order), -1)]
+    )
     order[rows] = ids
     changed: dict[int, Float32Array] = {}
     for number in [i for i, shard in enumerate(shards) if len(rows) and rows[0] < shard.stop]:
@@ -196,9 +229,13 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
         inside = (rows >= shard.start) & (rows < shard.stop)
         held[rows[inside] - shard.start] = vectors[inside]
         changed[number] = held
-    columns = [pa.array([getattr(n, name) for n in new], pa.large_string()) for name in ("uid", "text")]
+    columns = [
+        pa.array([getattr(n, name) for n in new], pa.large_string()) for name in ("uid", "text")
+    ]
     first = settings.first_added if settings.first_added is not None else settings.num_labels
-    grown = dataclasses.replace(settings, num_labels=settings.num_labels + len(new), shards=shards, first_added=first)
+    grown = dataclasses.replace(
+        settings, num_labels=settings.num_labels + len(new), shards=shards, first_added=first
+    )
     return retriever.with_rows(grown, pa.table(columns, schema=LABEL_SCHEMA), order, changed)
 
 
@@ -206,7 +243,9 @@ def write_changes(before: Retriever, after: Retriever, target: Path) -> set[str]
     """Writes the files of a bundle in which a view of it differs; returns their names."""
     written: set[str] = set()
     if after.settings != before.settings:
-        pq.write_table(after.labels, target / "labels.parquet", row_group_size=LABEL_BLOCK, compression="zstd")
+        pq.write_table(
+            after.labels, target / "labels.parquet", row_group_size=LABEL_BLOCK, compression="zstd"
+        )
         np.save(target / "label_order.npy", after.label_order)
         write_settings(target, after.settings)
         written |= {"labels.parquet", "label_order.npy", "settings.json"}
@@ -229,7 +268,9 @@ def label_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -
     tokenizer = retriever.tokenizer
     tokens = tokenizer.encode(texts, tokenizer.label_max_len)
     if not tokens.lengths.all():
-        raise DataError(f"text {texts[int(tokens.lengths.argmin())][:80]!r} of a label has no token; reword it")
+        raise DataError(
+            f"text {texts[int(tokens.lengths.argmin())][:80]!r} of a label has no token; reword it"
+        )
     vectors = retriever.encode(tokens)
     if side.prototypes is not None:
         # The centroid of a label without queries is its text's vector, in training too; it joins the cluster, and so
@@ -240,7 +281,9 @@ def label_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -
             made: Float32Array = side.prototypes(text_UD, text_UD, near).float().numpy()
         return made
     if side.row_columns:
-        vectors[:, -side.row_columns :] = _rows(retriever, side.row_columns, vectors[:, -side.row_columns :])
+        vectors[:, -side.row_columns :] = _rows(
+            retriever, side.row_columns, vectors[:, -side.row_columns :]
+        )
     return vectors
 
 
@@ -255,13 +298,21 @@ def _rows(retriever: Retriever, columns: int, text_UC: Float32Array) -> Float32A
     """
     exported = retriever.settings.first_added or retriever.settings.num_labels
     sample = np.random.default_rng(0).choice(exported, min(SAMPLE, exported), replace=False)
-    tokens = retriever.tokenizer.encode(retriever.label_texts(sample), retriever.tokenizer.label_max_len)
+    tokens = retriever.tokenizer.encode(
+        retriever.label_texts(sample), retriever.tokenizer.label_max_len
+    )
     told = np.flatnonzero(tokens.lengths)
     if not len(told):
-        raise DataError("no label of the bundle has a text, expected some: by theirs the row of a new one is placed")
+        raise DataError(
+            "no label of the bundle has a text, expected some: by theirs the row of a new one is placed"
+        )
     text_MC = retriever.encode(tokens.take(told))[:, -columns:].astype(np.float64)
     row_MC = retriever.label_vectors(sample[told])[:, -columns:].astype(np.float64)
-    text_C, row_C, lengths = text_MC.mean(axis=0), row_MC.mean(axis=0), np.linalg.norm(row_MC, axis=1)
+    text_C, row_C, lengths = (
+        text_MC.mean(axis=0),
+        row_MC.mean(axis=0),
+        np.linalg.norm(row_MC, axis=1),
+    )
     text_MC, row_MC = text_MC - text_C, row_MC - row_C
     step = np.median(np.linalg.norm(row_MC, axis=1))
     scale = step / max(np.median(np.linalg.norm(text_MC, axis=1)), _TINY)
@@ -269,13 +320,17 @@ def _rows(retriever: Retriever, columns: int, text_UC: Float32Array) -> Float32A
     ridge_CC = (RIDGE * np.trace(gram_CC) / columns + _TINY) * np.eye(columns)
     map_CC = np.linalg.solve(gram_CC + ridge_CC, text_MC.T @ row_MC + scale * ridge_CC)
     step_UC = (text_UC - text_C) @ map_CC
-    row_UC = row_C + step_UC * (step / np.maximum(np.linalg.norm(step_UC, axis=1, keepdims=True), _TINY))
+    row_UC = row_C + step_UC * (
+        step / np.maximum(np.linalg.norm(step_UC, axis=1, keepdims=True), _TINY)
+    )
     if np.ptp(lengths) < 1e-3 * lengths.max():  # UniDEC's have length 1
         row_UC *= lengths.mean() / np.maximum(np.linalg.norm(row_UC, axis=1, keepdims=True), _TINY)
     return np.asarray(row_UC, np.float32)
 
 
-def _rows_for(count: int, order: Int64Array, shards: Sequence[Shard]) -> tuple[Int64Array, tuple[Shard, ...]]:
+def _rows_for(
+    count: int, order: Int64Array, shards: Sequence[Shard]
+) -> tuple[Int64Array, tuple[Shard, ...]]:
     """Rows for `count` labels, ascending: those not used yet, then those of a further shard."""
     free = np.flatnonzero(order < 0)[:count]
     missing = count - len(free)
@@ -287,7 +342,9 @@ def _rows_for(count: int, order: Int64Array, shards: Sequence[Shard]) -> tuple[I
 
 
 @contextlib.contextmanager
-def _opened(bundle: str | Path, out: str | Path | None) -> Iterator[tuple[Retriever, Path, Manifest]]:
+def _opened(
+    bundle: str | Path, out: str | Path | None
+) -> Iterator[tuple[Retriever, Path, Manifest]]:
     """The bundle, every byte compared, in the hands of this process alone if it is to change."""
     if out is None and storage.is_url(bundle):
         raise ConfigError(
@@ -311,7 +368,10 @@ def _publish(
     attributes: LabelAttributes | None = None,
 ) -> None:
     """Writes some files anew, the others get a second name; the manifest says what was changed since the export."""
-    about = {**manifest.about, "changes": [*manifest.about.get("changes", []), {**change, "of": manifest.sha256}]}
+    about = {
+        **manifest.about,
+        "changes": [*manifest.about.get("changes", []), {**change, "of": manifest.sha256}],
+    }
     known: dict[str, storage.FileEntry] = {}
     with storage.new_artifact(out or bundle, KIND, about, known, replacing=out is None) as target:
         written = write_changes(before, after, target)

@@ -20,7 +20,9 @@ from torch import Tensor
 from xmcray.retrieval.exact import nothing, scores_of, to_keys
 from xmcray.types import Int64Array, Ragged
 
-CHUNK = 1 << 16  # queries at once: the more, the larger the products; numbers of 16 bits sort fastest
+CHUNK = (
+    1 << 16
+)  # queries at once: the more, the larger the products; numbers of 16 bits sort fastest
 # Lists visited before the next, and long rows in turn with them: the K-th best so far is the bar of the next round.
 _ROUNDS = (1, 8)
 _LONG_ROUNDS = (512, 4096)
@@ -45,7 +47,9 @@ class Lists:
     offsets: list[int]
     long_ids: Tensor
 
-    def search(self, query_QD: Tensor, k: int, num_lists: int, name_N: Tensor, hidden: Ragged | None) -> Tensor:
+    def search(
+        self, query_QD: Tensor, k: int, num_lists: int, name_N: Tensor, hidden: Ragged | None
+    ) -> Tensor:
         """Keys int64 [Q, k] (exact.to_keys) of the best rows in each query's `num_lists` nearest lists.
 
         Args:
@@ -63,12 +67,18 @@ class Lists:
 class _Search:
     """One chunk of queries: the best keys so far, and the hits of the present round."""
 
-    def __init__(self, lists: Lists, query_BD: Tensor, k: int, name_N: Tensor, hidden: Ragged | None) -> None:
+    def __init__(
+        self, lists: Lists, query_BD: Tensor, k: int, name_N: Tensor, hidden: Ragged | None
+    ) -> None:
         self.lists, self.query_BD, self.name_N = lists, query_BD, name_N
         self.some_nameless = bool((name_N < 0).any())
         self.best_BK = nothing(len(query_BD), k).clone()
         rows = len(lists.vector_ND)
-        self.hidden = np.unique(hidden.row_ids * rows + hidden.values) if hidden and len(hidden.values) else None
+        self.hidden = (
+            np.unique(hidden.row_ids * rows + hidden.values)
+            if hidden and len(hidden.values)
+            else None
+        )
         self.hits: list[tuple[Tensor, Tensor, Tensor]] = []
         self.buffer = query_BD.new_empty(0)
 
@@ -87,7 +97,9 @@ class _Search:
     def _nearest(self, num_lists: int) -> Tensor:
         """int64 [B, num_lists], lists by inner product with their centroids, best first."""
         pieces = self.query_BD.split(_PIECE)
-        return torch.cat([(piece @ self.lists.centroid_CD.T).topk(num_lists, dim=1).indices for piece in pieces])
+        return torch.cat(
+            [(piece @ self.lists.centroid_CD.T).topk(num_lists, dim=1).indices for piece in pieces]
+        )
 
     def _visit(self, list_BV: Tensor) -> None:
         width = list_BV.shape[1]
@@ -123,7 +135,11 @@ class _Search:
         if size > len(self.buffer):
             self.buffer = self.query_BD.new_empty(2 * size)
         score = self.buffer[:size].view(len(who), len(padded))
-        torch.mm(self.query_BD.index_select(0, who), self.lists.vector_ND.index_select(0, padded).T, out=score)
+        torch.mm(
+            self.query_BD.index_select(0, who),
+            self.lists.vector_ND.index_select(0, padded).T,
+            out=score,
+        )
         score[:, len(rows) :] = -torch.inf
         bar = bar_B.index_select(0, who)
         # Few scores reach the bar. Maxima of groups find them in one pass, twice as fast as comparing every score.
@@ -133,7 +149,9 @@ class _Search:
             return
         score_HR = group_HR[at_H, group_H]
         hit_P, place_P = (score_HR >= bar[at_H, None]).nonzero(as_tuple=True)
-        self.hits.append((who[at_H[hit_P]], padded[group_H[hit_P] * _GROUP + place_P], score_HR[hit_P, place_P]))
+        self.hits.append(
+            (who[at_H[hit_P]], padded[group_H[hit_P] * _GROUP + place_P], score_HR[hit_P, place_P])
+        )
 
     def _merge(self) -> None:
         """The best of what was known and of the hits, a few queries at a time."""
@@ -145,7 +163,9 @@ class _Search:
             seen = np.isin((query_P * len(self.lists.vector_ND) + row_P).numpy(), self.hidden)
             kept = torch.from_numpy(np.flatnonzero(~seen))
             query_P, row_P, score_P = query_P[kept], row_P[kept], score_P[kept]
-        order = torch.from_numpy(np.argsort(query_P.numpy().astype(np.uint16), kind="stable"))  # a radix sort
+        order = torch.from_numpy(
+            np.argsort(query_P.numpy().astype(np.uint16), kind="stable")
+        )  # a radix sort
         query_P, key_P = query_P[order], to_keys(score_P[order], self.name_N[row_P[order]])
         count_B = torch.bincount(query_P, minlength=len(self.best_BK))
         end_B = count_B.cumsum(0)
@@ -159,7 +179,9 @@ class _Search:
             self.best_BK[piece] = best.topk(self.best_BK.shape[1], dim=1).values
 
 
-def long_rows(vectors: np.ndarray[tuple[int, ...], np.dtype[np.float32]], share: float, ratio: float) -> Int64Array:
+def long_rows(
+    vectors: np.ndarray[tuple[int, ...], np.dtype[np.float32]], share: float, ratio: float
+) -> Int64Array:
     """int64, ascending: positions of the rows longer than `ratio` times the median length, the longest `share` at most.
 
     A list hides a row by its direction alone, and a query's answers are in the nearest lists as long as no other row
@@ -167,4 +189,6 @@ def long_rows(vectors: np.ndarray[tuple[int, ...], np.dtype[np.float32]], share:
     """
     lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
     longest = np.lexsort((np.arange(len(lengths)), -lengths))[: int(share * len(vectors))]
-    return np.sort(longest[lengths[longest] > ratio * np.median(lengths)]) if len(longest) else longest
+    return (
+        np.sort(longest[lengths[longest] > ratio * np.median(lengths)]) if len(longest) else longest
+    )

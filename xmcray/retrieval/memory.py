@@ -35,7 +35,14 @@ from xmcray.config import check_range
 from xmcray.data.corpus import Split
 from xmcray.errors import BundleError, ConfigError, DataError
 from xmcray.retrieval.index import Index, IndexSpec
-from xmcray.retrieval.shards import Shard, merge, open_shards, read_shards, search_shards, write_shards
+from xmcray.retrieval.shards import (
+    Shard,
+    merge,
+    open_shards,
+    read_shards,
+    search_shards,
+    write_shards,
+)
 from xmcray.storage import Manifest
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
@@ -92,14 +99,19 @@ class Neighbours:
             tops = [getattr(part, name) for part in parts]
             return None if tops[0] is None else merge(tops)
 
-        queries, labels = merge([part.queries for part in parts]), merge([part.labels for part in parts])
+        queries, labels = (
+            merge([part.queries for part in parts]),
+            merge([part.labels for part in parts]),
+        )
         return Neighbours(queries, labels, merged("joined"), merged("completing"))
 
     def slice(self, start: int, stop: int) -> Neighbours:
         """Those of queries start .. stop - 1."""
         joined, completing = self.joined and self.joined.slice(start, stop), self.completing
         completing = completing and completing.slice(start, stop)
-        return Neighbours(self.queries.slice(start, stop), self.labels.slice(start, stop), joined, completing)
+        return Neighbours(
+            self.queries.slice(start, stop), self.labels.slice(start, stop), joined, completing
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +151,10 @@ def joined_weights(near: Neighbours, joined: TopLabels, config: MemoryConfig) ->
     weights = key_weights(near, config)
     score_BK, weight_BK = near.labels.scores, weights[1]
     if config.joint and config.weight:
-        score_BK, weight_BK = np.concatenate([near.queries.scores, score_BK], axis=1), np.concatenate(weights, axis=1)
+        score_BK, weight_BK = (
+            np.concatenate([near.queries.scores, score_BK], axis=1),
+            np.concatenate(weights, axis=1),
+        )
     if config.weight == 1 or not score_BK.shape[1]:
         return np.zeros(joined.scores.shape)
     best_BK = -np.sort(-score_BK.astype(np.float64), axis=1)[:, : config.keys]
@@ -148,7 +163,9 @@ def joined_weights(near: Neighbours, joined: TopLabels, config: MemoryConfig) ->
         last_B1 = np.full_like(best_B1, -np.inf)  # all keys vote
     votes = (joined.scores >= last_B1) & (joined.scores > -np.inf) & (best_B1 > -np.inf)
     power = np.where(votes, joined.scores, 0) - np.where(votes, best_B1, 0)
-    weight = weight_BK.max(axis=1, keepdims=True) * np.exp(np.minimum(power / config.temperature, _MAX_POWER))
+    weight = weight_BK.max(axis=1, keepdims=True) * np.exp(
+        np.minimum(power / config.temperature, _MAX_POWER)
+    )
     return np.where(votes, weight, 0.0)
 
 
@@ -177,12 +194,19 @@ def count_votes(
     voter = voted.row_ids
     own_query, own_place = np.nonzero(weight_LK)
     pair = np.concatenate(
-        [query[voter] * num_labels + voted.values, own_query * num_labels + label_LK[own_query, own_place]]
+        [
+            query[voter] * num_labels + voted.values,
+            own_query * num_labels + label_LK[own_query, own_place],
+        ]
     )
     pairs, entry = np.unique(pair, return_inverse=True)
     split = len(voter)
-    of_queries = np.bincount(entry[:split], weight_QK[query, place][voter], len(pairs)).astype(np.float64)
-    of_labels = np.bincount(entry[split:], weight_LK[own_query, own_place], len(pairs)).astype(np.float64)
+    of_queries = np.bincount(entry[:split], weight_QK[query, place][voter], len(pairs)).astype(
+        np.float64
+    )
+    of_labels = np.bincount(entry[split:], weight_LK[own_query, own_place], len(pairs)).astype(
+        np.float64
+    )
     kept = np.ones(len(pairs), bool) if removed is None else ~removed[pairs % num_labels]
     if exclude is not None and len(exclude.values):
         kept &= ~np.isin(pairs, exclude.row_ids * num_labels + exclude.values)
@@ -261,7 +285,11 @@ class Memory:
         self.config, self.shards, self.indexes = config, shards, indexes
         self.positives, self.num_labels = positives, num_labels
         self._texts = texts
-        self._removed = np.isin(np.arange(num_labels), removed) if removed is not None and len(removed) else None
+        self._removed = (
+            np.isin(np.arange(num_labels), removed)
+            if removed is not None and len(removed)
+            else None
+        )
 
     @classmethod
     def load(
@@ -286,19 +314,38 @@ class Memory:
             shards = read_shards(predictor["shards"], rows)
             labels = np.load(bundle / "memory" / "labels.npy", mmap_mode="r")
             offsets = np.load(bundle / "memory" / "label_offsets.npy", mmap_mode="r")
-            fits = shards is not None and offsets.shape == (rows + 1,) and int(offsets[-1]) == len(labels)
-            fits = fits and labels.dtype == np.int32 and offsets.dtype == np.int64 and not np.any(np.diff(offsets) < 0)
-            fits = fits and (not len(labels) or 0 <= int(labels.min()) <= int(labels.max()) < num_labels)
+            fits = (
+                shards is not None
+                and offsets.shape == (rows + 1,)
+                and int(offsets[-1]) == len(labels)
+            )
+            fits = (
+                fits
+                and labels.dtype == np.int32
+                and offsets.dtype == np.int64
+                and not np.any(np.diff(offsets) < 0)
+            )
+            fits = fits and (
+                not len(labels) or 0 <= int(labels.min()) <= int(labels.max()) < num_labels
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-            raise BundleError(f"{bundle}: its memory cannot be read ({type(error).__name__}); make it again") from None
+            raise BundleError(
+                f"{bundle}: its memory cannot be read ({type(error).__name__}); make it again"
+            ) from None
         if not fits or shards is None:
-            raise BundleError(f"{bundle}: the files of its memory do not fit settings.json; make it again")
+            raise BundleError(
+                f"{bundle}: the files of its memory do not fit settings.json; make it again"
+            )
         indexes = list(open_shards(bundle, manifest, shards, dim, threads, "memory/", part))
         texts = bundle / "memory" / "queries.parquet"
         return cls(config, shards, indexes, Ragged(labels, offsets), num_labels, texts, removed)
 
     def search(
-        self, query_BD: Float32Array, config: MemoryConfig, exact: bool = False, part: tuple[int, int] = (0, 1)
+        self,
+        query_BD: Float32Array,
+        config: MemoryConfig,
+        exact: bool = False,
+        part: tuple[int, int] = (0, 1),
     ) -> TopLabels:
         """The training queries that may vote, by row of the memory; in part i of n: in shards i, i + n ... only."""
         width = min(config.keys, len(self.positives)) if config.weight > 0 else 0
@@ -311,7 +358,9 @@ class Memory:
 
     def with_labels(self, num_labels: int, removed: Int64Array) -> Memory:
         """The same keys where there are L labels, of which some (source ids) are no answers."""
-        return Memory(self.config, self.shards, self.indexes, self.positives, num_labels, self._texts, removed)
+        return Memory(
+            self.config, self.shards, self.indexes, self.positives, num_labels, self._texts, removed
+        )
 
     def without(self, labels: npt.NDArray[np.bool_]) -> Memory:
         """The same memory with fewer answers; bool [L]."""
@@ -319,17 +368,25 @@ class Memory:
         memory._removed = labels if self._removed is None else labels | self._removed
         return memory
 
-    def answer(self, near: Neighbours, k: int, config: MemoryConfig, exclude: Ragged | None = None) -> TopLabels:
+    def answer(
+        self, near: Neighbours, k: int, config: MemoryConfig, exclude: Ragged | None = None
+    ) -> TopLabels:
         """The k most probable labels (Eq. 8); see `ranked`."""
         parts = [TopLabels(np.empty((0, k), np.int64), np.empty((0, k), np.float32))]
         for start in range(0, len(near.labels.ids), VOTERS):
             part = near.slice(start, start + VOTERS)
             hide = None if exclude is None else exclude.slice(start, start + len(part.labels.ids))
             votes = count_votes(part, self.positives, config, self.num_labels, hide, self._removed)
-            parts.append(ranked(votes, config.weight, k, part.completing or part.labels, self.num_labels))
-        return TopLabels(np.concatenate([p.ids for p in parts]), np.concatenate([p.scores for p in parts]))
+            parts.append(
+                ranked(votes, config.weight, k, part.completing or part.labels, self.num_labels)
+            )
+        return TopLabels(
+            np.concatenate([p.ids for p in parts]), np.concatenate([p.scores for p in parts])
+        )
 
-    def voters(self, near: Neighbours, config: MemoryConfig) -> list[dict[int, list[tuple[int, float]]]]:
+    def voters(
+        self, near: Neighbours, config: MemoryConfig
+    ) -> list[dict[int, list[tuple[int, float]]]]:
         """Per query: label -> the rows of the memory that voted for it and their weights, the largest first."""
         weight_BK = config.weight * key_weights(near, config)[0]
         found: list[dict[int, list[tuple[int, float]]]] = []
@@ -351,15 +408,29 @@ class Memory:
             with pq.ParquetFile(self._texts) as file:
                 for block in np.unique(wanted // ROWS).tolist():
                     inside = wanted[wanted // ROWS == block]
-                    values = file.read_row_group(block).take(pa.array(inside - block * ROWS)).to_pydict()
-                    known.update(zip(inside.tolist(), zip(values["uid"], values["text"], strict=True), strict=True))
+                    values = (
+                        file.read_row_group(block).take(pa.array(inside - block * ROWS)).to_pydict()
+                    )
+                    known.update(
+                        zip(
+                            inside.tolist(),
+                            zip(values["uid"], values["text"], strict=True),
+                            strict=True,
+                        )
+                    )
         except (OSError, KeyError, IndexError, pa.ArrowException) as error:
-            raise BundleError(f"{self._texts} cannot be read ({type(error).__name__}); make it again") from None
+            raise BundleError(
+                f"{self._texts} cannot be read ({type(error).__name__}); make it again"
+            ) from None
         return known
 
 
 def remember(
-    split: Split, encode: Callable[[Ragged], Float32Array], config: MemoryConfig, spec: IndexSpec, threads: int = 1
+    split: Split,
+    encode: Callable[[Ragged], Float32Array],
+    config: MemoryConfig,
+    spec: IndexSpec,
+    threads: int = 1,
 ) -> Callable[[Path], Mapping[str, Any]]:
     """What writes a memory of the queries of a split into a bundle's folder: an argument of `bundle.write_bundle`.
 
@@ -372,7 +443,9 @@ def remember(
     """
     rows = np.flatnonzero(split.num_positives())
     if not len(rows):
-        raise DataError(f"no query of split {split.name} has a positive, expected some; there is nothing to remember")
+        raise DataError(
+            f"no query of split {split.name} has a positive, expected some; there is nothing to remember"
+        )
     blocks = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
 
     def write(bundle: Path) -> Mapping[str, Any]:
@@ -381,16 +454,25 @@ def remember(
         shards, _ = write_shards(folder, vectors, spec, threads=threads)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(split.num_positives()[rows])])
         np.save(folder / "label_offsets.npy", offsets)
-        labels = np.lib.format.open_memmap(folder / "labels.npy", "w+", np.int32, (int(offsets[-1]),))
+        labels = np.lib.format.open_memmap(
+            folder / "labels.npy", "w+", np.int32, (int(offsets[-1]),)
+        )
         with pq.ParquetWriter(folder / "queries.parquet", _QUERIES, compression="zstd") as writer:
             for number, block in enumerate(blocks):
                 first, last = number * ROWS, number * ROWS + len(block)
                 labels[offsets[first] : offsets[last]] = split.positives(block).values
-                texts = [pa.array(c, pa.large_string()) for c in (split.uids(block), split.texts(block))]
+                texts = [
+                    pa.array(c, pa.large_string()) for c in (split.uids(block), split.texts(block))
+                ]
                 writer.write_table(pa.table(texts, schema=_QUERIES), row_group_size=ROWS)
         labels.flush()
         plain = [dataclasses.asdict(shard) for shard in shards]
-        return {"kind": "memory", "config": configs.dump(config), "num_queries": len(rows), "shards": plain}
+        return {
+            "kind": "memory",
+            "config": configs.dump(config),
+            "num_queries": len(rows),
+            "shards": plain,
+        }
 
     return write
 

@@ -32,7 +32,11 @@ from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import TopLabels
 
-CHUNK_ROWS, CHUNK_ANSWERS, CHUNK_CHARACTERS = 4096, 1 << 22, 1 << 24  # a chunk ends at the first that is reached
+CHUNK_ROWS, CHUNK_ANSWERS, CHUNK_CHARACTERS = (
+    4096,
+    1 << 22,
+    1 << 24,
+)  # a chunk ends at the first that is reached
 TABLE_ROWS = 1_000_000  # rows of one file of answers
 _FIELDS = Fields()
 _TEXTS = (_FIELDS.text, *_FIELDS.parts)
@@ -75,10 +79,13 @@ def find_queries(path: str | Path) -> list[Path]:
     """
     path = Path(path).absolute()
     if not path.exists():
-        raise DataError(f"{path} does not exist, expected a file or folder of queries (.parquet or .jsonl)")
+        raise DataError(
+            f"{path} does not exist, expected a file or folder of queries (.parquet or .jsonl)"
+        )
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     tables, lines = (
-        [file for file in files if file.name.endswith(ends)] for ends in ((".parquet",), (".jsonl", ".jsonl.gz"))
+        [file for file in files if file.name.endswith(ends)]
+        for ends in ((".parquet",), (".jsonl", ".jsonl.gz"))
     )
     if bool(tables) == bool(lines):
         found = "both .parquet and .jsonl files" if tables else "no .parquet or .jsonl file"
@@ -88,7 +95,9 @@ def find_queries(path: str | Path) -> list[Path]:
     return tables or lines
 
 
-def read_chunks(files: Sequence[Path], chunk_rows: int, done: Collection[int] = ()) -> Iterator[Chunk | End]:
+def read_chunks(
+    files: Sequence[Path], chunk_rows: int, done: Collection[int] = ()
+) -> Iterator[Chunk | End]:
     """The queries of `files` in chunks, without those that are done; at last an End.
 
     Raises:
@@ -111,7 +120,9 @@ def read_chunks(files: Sequence[Path], chunk_rows: int, done: Collection[int] = 
                     yield Chunk(number, uids, texts)
                 number, size, uids, texts = number + 1, 0, [], []
     if not row:
-        raise DataError(f"{files[0]} is empty, expected rows of queries with text, or title and content")
+        raise DataError(
+            f"{files[0]} is empty, expected rows of queries with text, or title and content"
+        )
     if uids and number not in done:
         yield Chunk(number, uids, texts)
     yield End(number + bool(uids), row)
@@ -128,14 +139,20 @@ def _query(record: Record | BadValue, row: int) -> tuple[str, str]:
         raise BadValue(f"no {_TEXTS[0]}, expected it, or {' and '.join(_TEXTS[1:])}")
     text = record.get(_FIELDS.text)
     try:
-        text = (" ".join([record.get(part) or "" for part in _FIELDS.parts]) if text is None else text).strip()
+        text = (
+            " ".join([record.get(part) or "" for part in _FIELDS.parts]) if text is None else text
+        ).strip()
     except (TypeError, AttributeError):
         raise BadValue(f"{' or '.join(_TEXTS)} is not a string") from None
     return check_text(str(row if uid is None else uid), _FIELDS.uid), check_text(text)
 
 
 def answer_chunk(
-    retriever: Retriever, chunk: Chunk, k: int, memory: MemoryConfig | None = None, texts: bool = False
+    retriever: Retriever,
+    chunk: Chunk,
+    k: int,
+    memory: MemoryConfig | None = None,
+    texts: bool = False,
 ) -> pa.Table:
     """The answers of a chunk, a row per query: uid, text if asked for, and lists label_id, label_uid and score.
 
@@ -167,7 +184,9 @@ def collect(chunks: Sequence[Path], folder: Path, k: int) -> Iterator[TopLabels]
             if writer is None or rows + len(table) > TABLE_ROWS:
                 stack.close()
                 name = folder / f"predictions-{files:05d}.parquet"
-                writer = stack.enter_context(pq.ParquetWriter(name, table.schema, compression="zstd"))
+                writer = stack.enter_context(
+                    pq.ParquetWriter(name, table.schema, compression="zstd")
+                )
                 rows, files = 0, files + 1
             writer.write_table(table)
             rows += len(table)
@@ -180,7 +199,9 @@ def _read_chunk(path: Path) -> pa.Table:
             return file.read()
     except (OSError, pa.ArrowException) as error:
         found = " ".join(str(error).split())[:120]
-        raise StorageError(f"{path} cannot be read ({found}); remove it and run the same command again") from None
+        raise StorageError(
+            f"{path} cannot be read ({found}); remove it and run the same command again"
+        ) from None
 
 
 def _top_labels(table: pa.Table, k: int) -> TopLabels:

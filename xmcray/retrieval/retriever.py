@@ -86,11 +86,23 @@ class Retriever:
         memory: Memory | None = None,
         removed: Int64Array | None = None,
     ) -> None:
-        self.settings, self.tokenizer, self.sha256, self.memory = settings, tokenizer, sha256, memory
-        self._encoder, self._head, self.labels, self.label_order = encoder, head, labels, label_order
+        self.settings, self.tokenizer, self.sha256, self.memory = (
+            settings,
+            tokenizer,
+            sha256,
+            memory,
+        )
+        self._encoder, self._head, self.labels, self.label_order = (
+            encoder,
+            head,
+            labels,
+            label_order,
+        )
         self._shards = list(shards)
         self.removed = np.empty(0, np.int64) if removed is None else removed
-        self._num_exported = sum(shard.start < (settings.first_added or shard.stop) for shard in settings.shards)
+        self._num_exported = sum(
+            shard.start < (settings.first_added or shard.stop) for shard in settings.shards
+        )
         rows = np.flatnonzero(label_order >= 0)
         self.rank = np.empty(len(rows), np.int64)
         self.rank[label_order[rows]] = rows
@@ -126,7 +138,9 @@ class Retriever:
         try:
             where = torch.zeros(0, device=device or "cpu").device
         except (RuntimeError, AssertionError):
-            raise ConfigError(f"device {device!r} is not available on this machine; use 'cpu'") from None
+            raise ConfigError(
+                f"device {device!r} is not available on this machine; use 'cpu'"
+            ) from None
         folder, manifest = open_artifact(path, KIND)
         settings = read_settings(folder)
         labels, order, removed = read_labels(folder, settings)
@@ -138,7 +152,9 @@ class Retriever:
                 f" {settings.dim}; export again"
             )
         num_threads = threads or torch.get_num_threads()
-        shards = list(open_shards(folder, manifest, settings.shards, settings.dim, num_threads, part=part))
+        shards = list(
+            open_shards(folder, manifest, settings.shards, settings.dim, num_threads, part=part)
+        )
         memory = None
         if settings.predictor["kind"] == "memory":
             known = settings.predictor, settings.num_labels, settings.dim
@@ -147,7 +163,18 @@ class Retriever:
             for shard in [*shards, *(memory.indexes if memory else ())]:
                 shard.vectors = shard.vectors.to(where)
         tokenizer = TextTokenizer.load(folder / "tokenizer")
-        return cls(model, head, tokenizer, labels, order, shards, settings, manifest.sha256, memory, removed)
+        return cls(
+            model,
+            head,
+            tokenizer,
+            labels,
+            order,
+            shards,
+            settings,
+            manifest.sha256,
+            memory,
+            removed,
+        )
 
     @property
     def num_labels(self) -> int:
@@ -162,7 +189,10 @@ class Retriever:
     @property
     def indexed(self) -> bool:
         """Whether some search compares a query with a part of the vectors only."""
-        return not all(index.is_exact for index in [*self._shards, *(self.memory.indexes if self.memory else ())])
+        return not all(
+            index.is_exact
+            for index in [*self._shards, *(self.memory.indexes if self.memory else ())]
+        )
 
     @property
     def encodes_at_once(self) -> bool:
@@ -177,11 +207,18 @@ class Retriever:
                 tokens = texts.slice(start, min(start + CHUNK, len(texts)))
             else:
                 tokens = self.tokenizer.encode(list(texts[start : start + CHUNK]))
-            parts.append(embed(self._encoder, self._head, tokens, normalised=self.memory is not None))
+            parts.append(
+                embed(self._encoder, self._head, tokens, normalised=self.memory is not None)
+            )
         return np.concatenate(parts)
 
     def search(
-        self, texts: Sequence[str], k: int = 10, *, memory: MemoryConfig | None = None, explain: bool = False
+        self,
+        texts: Sequence[str],
+        k: int = 10,
+        *,
+        memory: MemoryConfig | None = None,
+        explain: bool = False,
     ) -> list[list[Answer]]:
         """The k best labels of each text, best first.
 
@@ -191,7 +228,9 @@ class Retriever:
             ConfigError: k is not in 1 .. L, `texts` is a single string, or there is no memory.
         """
         if isinstance(texts, str):
-            raise ConfigError("search was given one string, expected a list of texts; write search([text])")
+            raise ConfigError(
+                "search was given one string, expected a list of texts; write search([text])"
+            )
         self._check(k)
         self._voting(memory, explain)
         answers: list[list[Answer]] = []
@@ -208,9 +247,13 @@ class Retriever:
         voters = _voters(voting[0], near, top, voting[1]) if voting and explain else None
         known = self._named(np.maximum(top.ids, 0).ravel())
         answers = []
-        for row, (ids, scores) in enumerate(zip(top.ids.tolist(), top.scores.tolist(), strict=True)):
+        for row, (ids, scores) in enumerate(
+            zip(top.ids.tolist(), top.scores.tolist(), strict=True)
+        ):
             uids, texts = (known[name][row * k : (row + 1) * k] for name in ("uid", "text"))
-            found = zip(ids, uids, texts, scores, voters[row] if voters else [None] * k, strict=True)
+            found = zip(
+                ids, uids, texts, scores, voters[row] if voters else [None] * k, strict=True
+            )
             answers.append([Answer(*values) for values in found if values[0] >= 0])
         return answers
 
@@ -238,7 +281,9 @@ class Retriever:
         for start in range(0, len(tokens), CHUNK):
             stop = min(start + CHUNK, len(tokens))
             hide = None if exclude is None else exclude.slice(start, stop)
-            parts.append(self.nearest(self.encode(tokens.slice(start, stop)), k, hide, exact, memory))
+            parts.append(
+                self.nearest(self.encode(tokens.slice(start, stop)), k, hide, exact, memory)
+            )
         ids = [np.empty((0, k), np.int64), *(part.ids for part in parts)]
         scores = [np.empty((0, k), np.float32), *(part.scores for part in parts)]
         return TopLabels(np.concatenate(ids), np.concatenate(scores))
@@ -270,20 +315,30 @@ class Retriever:
         """
         self._check(k)
         voting = self._voting(memory)
-        near = functools.partial(self._search, query_BD=query_BD, exclude=exclude, exact=exact, part=part)
+        near = functools.partial(
+            self._search, query_BD=query_BD, exclude=exclude, exact=exact, part=part
+        )
         if voting is None:
             return Neighbours(TopLabels.nothing(len(query_BD)), near(k))
         remembering, config = voting
         # The keys are those of the export, whatever labels joined or were removed since: so no probability changes.
         queries = remembering.search(query_BD, config, exact, part)
-        labels = near(remembering.width(k, config), shards=slice(self._num_exported), names=self.label_order)
+        labels = near(
+            remembering.width(k, config), shards=slice(self._num_exported), names=self.label_order
+        )
         if not self.changed and not self._filtered:
             return Neighbours(queries, labels)
-        joined = near(min(config.keys, self.settings.num_labels), shards=slice(self._num_exported, None))
+        joined = near(
+            min(config.keys, self.settings.num_labels), shards=slice(self._num_exported, None)
+        )
         return Neighbours(queries, labels, joined, completing=near(k))
 
     def fuse(
-        self, near: Neighbours, k: int, memory: MemoryConfig | None = None, exclude: Ragged | None = None
+        self,
+        near: Neighbours,
+        k: int,
+        memory: MemoryConfig | None = None,
+        exclude: Ragged | None = None,
     ) -> TopLabels:
         """The second half of `nearest`: the k best labels among what was found."""
         voting = self._voting(memory)
@@ -301,7 +356,10 @@ class Retriever:
         if self.memory is not None:
             view.memory = self.memory.without(~allowed)
         # A long list of candidates would hold few that are allowed, or none: compare just these where they are few.
-        rows = [np.flatnonzero(view._names[shard.start : shard.stop] >= 0) for shard in self.settings.shards]
+        rows = [
+            np.flatnonzero(view._names[shard.start : shard.stop] >= 0)
+            for shard in self.settings.shards
+        ]
         view._answering = [
             index.only(few) if len(few) <= max(FLAT_ROWS, len(index) // 16) < len(index) else index
             for index, few in zip(self._shards, rows, strict=True)
@@ -310,10 +368,16 @@ class Retriever:
 
     def without(self, label_ids: Int64Array) -> Retriever:
         """A view of the bundle in which some labels are no answers any more."""
-        return self._changed(self.settings, self.labels, self.label_order, {}, np.union1d(self.removed, label_ids))
+        return self._changed(
+            self.settings, self.labels, self.label_order, {}, np.union1d(self.removed, label_ids)
+        )
 
     def with_rows(
-        self, settings: Settings, labels: pa.Table, label_order: Int64Array, vectors: Mapping[int, Float32Array]
+        self,
+        settings: Settings,
+        labels: pa.Table,
+        label_order: Int64Array,
+        vectors: Mapping[int, Float32Array],
     ) -> Retriever:
         """A view of the bundle with more labels; see `labels.with_labels`.
 
@@ -321,7 +385,9 @@ class Retriever:
             settings: with the shards there are then. labels: uid and text of the new ones.
             label_order: int64 [rows]. vectors: of the shards that are new or changed, by number.
         """
-        return self._changed(settings, pa.concat_tables([self.labels, labels]), label_order, vectors, self.removed)
+        return self._changed(
+            settings, pa.concat_tables([self.labels, labels]), label_order, vectors, self.removed
+        )
 
     def new_shards(self, before: Retriever) -> list[int]:
         """The shards that another view of the bundle does not have, or has with other vectors."""
@@ -369,7 +435,9 @@ class Retriever:
         found: dict[str, list[str]] = {name: [""] * len(label_ids) for name in ("uid", "text")}
         for number in np.unique(number_N).tolist():
             places = np.flatnonzero(number_N == number)
-            rows = blocks[number].take(pa.array(label_ids[places] - ends[number] + len(blocks[number])))
+            rows = blocks[number].take(
+                pa.array(label_ids[places] - ends[number] + len(blocks[number]))
+            )
             for name, values in found.items():
                 for place, value in zip(places.tolist(), rows[name].to_pylist(), strict=True):
                     values[place] = value
@@ -420,12 +488,16 @@ class Retriever:
             exact=exact,
         )
 
-    def _voting(self, asked: MemoryConfig | None, explain: bool = False) -> tuple[Memory, MemoryConfig] | None:
+    def _voting(
+        self, asked: MemoryConfig | None, explain: bool = False
+    ) -> tuple[Memory, MemoryConfig] | None:
         """The memory and its settings for one request; None where there is no memory."""
         if self.memory is not None:
             return self.memory, asked or self.memory.config
         if asked is not None or explain:
-            raise ConfigError("this bundle has no memory of training queries; make one with `xmcray memory`")
+            raise ConfigError(
+                "this bundle has no memory of training queries; make one with `xmcray memory`"
+            )
         return None
 
     def _check(self, k: int) -> None:
@@ -443,9 +515,17 @@ def embed(encoder: Encoder, head: Head, tokens: Ragged, normalised: bool) -> Flo
     return vectors
 
 
-def _voters(memory: Memory, near: Neighbours, top: TopLabels, config: MemoryConfig) -> list[list[tuple[Voter, ...]]]:
+def _voters(
+    memory: Memory, near: Neighbours, top: TopLabels, config: MemoryConfig
+) -> list[list[tuple[Voter, ...]]]:
     """Of each answer in `top`."""
     found = memory.voters(near, config)
-    rows = [[of_label.get(label, []) for label in ids] for of_label, ids in zip(found, top.ids.tolist(), strict=True)]
+    rows = [
+        [of_label.get(label, []) for label in ids]
+        for of_label, ids in zip(found, top.ids.tolist(), strict=True)
+    ]
     texts = memory.texts(row for answers in rows for voters in answers for row, _ in voters)
-    return [[tuple(Voter(*texts[row], weight) for row, weight in voters) for voters in answers] for answers in rows]
+    return [
+        [tuple(Voter(*texts[row], weight) for row, weight in voters) for voters in answers]
+        for answers in rows
+    ]

@@ -63,7 +63,9 @@ def write_shards(
         start, dim = shards[-1].stop if shards else 0, rows.shape[1]
         stop = start + len(rows)
         save_vectors(folder, number, rows, start)
-        index = build_index(rows, spec.factory, spec.seed, threads=threads, spec=spec, queries=queries)
+        index = build_index(
+            rows, spec.factory, spec.seed, threads=threads, spec=spec, queries=queries
+        )
         if not index.is_exact:
             (folder / "index").mkdir(exist_ok=True)
             index.save(folder / _index(number))
@@ -74,14 +76,20 @@ def write_shards(
 def save_vectors(folder: Path, number: int, rows: Float32Array, start: int) -> None:
     """Writes the vectors of one shard, whose rows begin at `start`."""
     # one entry of metadata: safetensors writes several in an order that changes from file to file
-    save_file({"vectors": rows}, folder / vectors_name(number), metadata={"rows": f"{start}:{start + len(rows)}"})
+    save_file(
+        {"vectors": rows},
+        folder / vectors_name(number),
+        metadata={"rows": f"{start}:{start + len(rows)}"},
+    )
 
 
 def read_shards(values: Sequence[Mapping[str, Any]], rows: int) -> tuple[Shard, ...] | None:
     """Shards from plain values; None where they do not cover `rows` rows, at least one, without a gap."""
     shards = tuple(Shard(**value) for value in values)
     ends = [0, *(shard.stop for shard in shards)]
-    return shards if [shard.start for shard in shards] == ends[:-1] and ends[-1] == rows > 0 else None
+    return (
+        shards if [shard.start for shard in shards] == ends[:-1] and ends[-1] == rows > 0 else None
+    )
 
 
 def open_shards(
@@ -102,13 +110,17 @@ def open_shards(
         BundleError: a file is malformed, or does not fit the settings.
     """
     for number, shard in enumerate(shards):
-        vectors = _read_vectors(bundle / within / vectors_name(number), shard.stop - shard.start, dim)
+        vectors = _read_vectors(
+            bundle / within / vectors_name(number), shard.stop - shard.start, dim
+        )
         if not shard.indexed or number % part[1] != part[0]:
             yield Index(vectors, None, threads=threads)
             continue
         name = within + _index(number)
         if name not in manifest.files:
-            raise BundleError(f"{bundle}/{name} is missing, expected by settings.json; export it again")
+            raise BundleError(
+                f"{bundle}/{name} is missing, expected by settings.json; export it again"
+            )
         size = manifest.files[name].size
         yield Index.load(bundle / name, size, vectors, candidates=shard.candidates, threads=threads)
 
@@ -137,7 +149,9 @@ def search_shards(
         return TopLabels.nothing(len(query_BD))
     keys = [nothing(len(query_BD), k)]
     for shard, index in zip(shards, indexes, strict=True):
-        known = np.arange(shard.start, shard.stop) if names is None else names[shard.start : shard.stop]
+        known = (
+            np.arange(shard.start, shard.stop) if names is None else names[shard.start : shard.stop]
+        )
         hide = None if hidden is None else _inside(hidden, shard)
         scores, ids = index.search(query_BD, min(k, len(index)), known, hide, exact)
         keys.append(to_keys(as_tensor(scores), as_tensor(np.maximum(ids, 0), np.int64)))
@@ -146,7 +160,10 @@ def search_shards(
 
 def merge(parts: Sequence[TopLabels]) -> TopLabels:
     """The best of several answers to the same queries, as wide as the first; equal scores by lower id."""
-    keys = [to_keys(as_tensor(part.scores), as_tensor(np.maximum(part.ids, 0), np.int64)) for part in parts]
+    keys = [
+        to_keys(as_tensor(part.scores), as_tensor(np.maximum(part.ids, 0), np.int64))
+        for part in parts
+    ]
     return _best(keys, parts[0].width)
 
 
@@ -187,9 +204,13 @@ def _read_vectors(path: Path, rows: int, dim: int) -> Tensor:
         with safe_open(path, framework="pt") as file:
             vectors: Tensor = file.get_tensor("vectors")
     except (OSError, SafetensorError) as error:
-        raise BundleError(f"{path} cannot be read ({' '.join(str(error).split())[:120]}); export it again") from None
+        raise BundleError(
+            f"{path} cannot be read ({' '.join(str(error).split())[:120]}); export it again"
+        ) from None
     if tuple(vectors.shape) != (rows, dim) or str(vectors.dtype) != "torch.float32":
-        raise BundleError(f"{path} holds {vectors.dtype} {tuple(vectors.shape)}, expected float32 {(rows, dim)}")
+        raise BundleError(
+            f"{path} holds {vectors.dtype} {tuple(vectors.shape)}, expected float32 {(rows, dim)}"
+        )
     return vectors
 
 

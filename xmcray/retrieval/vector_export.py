@@ -33,7 +33,9 @@ from xmcray.storage import new_artifact, open_artifact
 from xmcray.types import Float32Array
 
 KIND = "vectors"
-BLOCK_BYTES = 8 << 20  # of the vectors in memory at a time; as JSON they take about five times as much
+BLOCK_BYTES = (
+    8 << 20
+)  # of the vectors in memory at a time; as JSON they take about five times as much
 
 
 def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
@@ -51,7 +53,12 @@ def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
     check_choice("--to", system, tuple(SYSTEMS))
     folder, manifest = open_artifact(bundle, BUNDLE)
     settings = read_settings(folder)
-    about: dict[str, Any] = {"command": "export", "to": system, "bundle": manifest.sha256, "dim": settings.dim}
+    about: dict[str, Any] = {
+        "command": "export",
+        "to": system,
+        "bundle": manifest.sha256,
+        "dim": settings.dim,
+    }
     about["distance"] = "inner product"
     with new_artifact(out, KIND, about) as made:
         attributes = pq.read_table(folder / ATTRIBUTES) if (folder / ATTRIBUTES).is_file() else None
@@ -77,10 +84,16 @@ def _blocks(folder: Path, settings: Settings, attributes: pa.Table | None) -> It
                 continue
             vectors = _read(folder / vectors_name(number), start - shard.start, len(ids))[used]
             if not np.isfinite(vectors).all():
-                raise BundleError(f"{folder}/{vectors_name(number)} holds a number that is not finite; train again")
+                raise BundleError(
+                    f"{folder}/{vectors_name(number)} holds a number that is not finite; train again"
+                )
             at = pa.array(ids[used])
             uids, texts = (labels[name].take(at).combine_chunks() for name in ("uid", "text"))
-            more = None if attributes is None else attributes.take(at).to_struct_array().combine_chunks()
+            more = (
+                None
+                if attributes is None
+                else attributes.take(at).to_struct_array().combine_chunks()
+            )
             yield Block(ids[used], uids, texts, vectors, more)
 
 
@@ -90,5 +103,7 @@ def _read(path: Path, start: int, rows: int) -> Float32Array:
         with safe_open(path, framework="np") as file:
             vectors: Float32Array = file.get_slice("vectors")[start : start + rows]
     except (OSError, SafetensorError) as error:
-        raise BundleError(f"{path} cannot be read ({' '.join(str(error).split())[:120]}); export it again") from None
+        raise BundleError(
+            f"{path} cannot be read ({' '.join(str(error).split())[:120]}); export it again"
+        ) from None
     return vectors

@@ -53,7 +53,9 @@ class Block:
         """What each label has of attributes."""
         if self.attributes is None:
             return [{} for _ in self.ids]
-        return [{k: v for k, v in row.items() if v is not None} for row in self.attributes.to_pylist()]
+        return [
+            {k: v for k, v in row.items() if v is not None} for row in self.attributes.to_pylist()
+        ]
 
 
 @dataclass(slots=True)
@@ -73,7 +75,11 @@ class Target:
     notes: list[str]
 
     def write(
-        self, name: str, blocks: Iterator[Block], opened: Callable[[Path], Any], add: Callable[[Any, Block], None]
+        self,
+        name: str,
+        blocks: Iterator[Block],
+        opened: Callable[[Path], Any],
+        add: Callable[[Any, Block], None],
     ) -> int:
         """Writes all blocks to files of about FILE_ROWS labels, such as points-00000.jsonl; returns how many labels.
 
@@ -92,7 +98,9 @@ class Target:
                 rows, in_file = rows + len(block.ids), in_file + len(block.ids)
         return rows
 
-    def write_lines(self, name: str, blocks: Iterator[Block], to_lines: Callable[[Block], Iterator[str]]) -> int:
+    def write_lines(
+        self, name: str, blocks: Iterator[Block], to_lines: Callable[[Block], Iterator[str]]
+    ) -> int:
         """As `write`, for lines of ASCII."""
 
         def add(file: TextIO, block: Block) -> None:
@@ -100,14 +108,21 @@ class Target:
 
         return self.write(name, blocks, lambda path: path.open("w", encoding="ascii"), add)
 
-    def write_tables(self, name: str, blocks: Iterator[Block], strings: pa.DataType, as_json: bool = False) -> int:
+    def write_tables(
+        self, name: str, blocks: Iterator[Block], strings: pa.DataType, as_json: bool = False
+    ) -> int:
         """As `write`, for Parquet with label_id, uid, text, vector and, where there are any, attributes.
 
         Args:
             strings: type of uid and text. as_json: attributes are such strings too, not structs.
         """
         vectors = pa.list_(pa.float32())
-        columns = [("label_id", pa.int64()), ("uid", strings), ("text", strings), ("vector", vectors)]
+        columns = [
+            ("label_id", pa.int64()),
+            ("uid", strings),
+            ("text", strings),
+            ("vector", vectors),
+        ]
         if self.attributes is not None:
             columns.append(("attributes", strings if as_json else self.attributes))
         schema = pa.schema(columns)
@@ -116,9 +131,18 @@ class Target:
             rows, dim = block.vectors.shape
             offsets = pa.array(np.arange(rows + 1) * dim, pa.int32())
             lists = pa.ListArray.from_arrays(offsets, pa.array(block.vectors.ravel()), type=vectors)
-            values = [pa.array(block.ids), block.uids.cast(strings), block.texts.cast(strings), lists]
+            values = [
+                pa.array(block.ids),
+                block.uids.cast(strings),
+                block.texts.cast(strings),
+                lists,
+            ]
             if self.attributes is not None:
-                values.append(pa.array(map(_json, block.attribute_sets()), strings) if as_json else block.attributes)
+                values.append(
+                    pa.array(map(_json, block.attribute_sets()), strings)
+                    if as_json
+                    else block.attributes
+                )
             file.write_table(pa.table(values, schema=schema))
 
         # no dictionaries, which vectors do not gain by, and the packing that every reader knows
@@ -139,13 +163,20 @@ def _milvus(target: Target, blocks: Iterator[Block]) -> int:
 
     def fitting(block: Block) -> Block:
         nonlocal cut
-        too_long = [pc.sum(pc.greater(pc.binary_length(s), MAX_VARCHAR)).as_py() for s in (block.uids, block.texts)]
+        too_long = [
+            pc.sum(pc.greater(pc.binary_length(s), MAX_VARCHAR)).as_py()
+            for s in (block.uids, block.texts)
+        ]
         if too_long[0]:
-            raise BundleError(f"a uid has more than {MAX_VARCHAR:,} bytes, the most in Milvus; choose another system")
+            raise BundleError(
+                f"a uid has more than {MAX_VARCHAR:,} bytes, the most in Milvus; choose another system"
+            )
         if not too_long[1]:
             return block
         cut += too_long[1]
-        texts = [text.encode()[:MAX_VARCHAR].decode(errors="ignore") for text in block.texts.to_pylist()]
+        texts = [
+            text.encode()[:MAX_VARCHAR].decode(errors="ignore") for text in block.texts.to_pylist()
+        ]
         return dataclasses.replace(block, texts=pa.array(texts, pa.large_string()))
 
     strings = pa.string()  # it knows no large ones
@@ -159,12 +190,23 @@ def _milvus(target: Target, blocks: Iterator[Block]) -> int:
         {"fieldName": "label_id", "dataType": "Int64", "isPrimary": True},
         {"fieldName": "uid", **text},
         {"fieldName": "text", **text},
-        {"fieldName": "vector", "dataType": "FloatVector", "elementTypeParams": {"dim": target.dim}},
+        {
+            "fieldName": "vector",
+            "dataType": "FloatVector",
+            "elementTypeParams": {"dim": target.dim},
+        },
         *([{"fieldName": "attributes", "dataType": "JSON"}] if target.attributes else []),
     ]
-    index = {"fieldName": "vector", "indexName": "vector", "metricType": "IP", "indexType": "AUTOINDEX"}
+    index = {
+        "fieldName": "vector",
+        "indexName": "vector",
+        "metricType": "IP",
+        "indexType": "AUTOINDEX",
+    }
     name = {"collectionName": "labels"}
-    target.write_json("collection.json", {**name, "schema": {"fields": fields}, "indexParams": [index]})
+    target.write_json(
+        "collection.json", {**name, "schema": {"fields": fields}, "indexParams": [index]}
+    )
     paths = [[f"labels/{path.name}"] for path in sorted(target.folder.glob("*.parquet"))]
     target.write_json("import.json", {**name, "files": paths})
     return rows
@@ -178,7 +220,9 @@ def _qdrant(target: Target, blocks: Iterator[Block]) -> int:
 def _upserts(block: Block) -> Iterator[str]:
     points, size = list[str](), 0
     for label_id, uid, text, vector, attributes in _rows(block):
-        payload = _json({"uid": uid, "text": text, **({"attributes": attributes} if attributes else {})})
+        payload = _json(
+            {"uid": uid, "text": text, **({"attributes": attributes} if attributes else {})}
+        )
         point = f'{{"id":{label_id},"vector":{vector},"payload":{payload}}}'
         if points and (len(points) == POINTS or size + len(point) > LINE_BYTES):
             yield f'{{"points":[{",".join(points)}]}}'
@@ -193,15 +237,24 @@ def _vespa(target: Target, blocks: Iterator[Block]) -> int:
     (application / "schemas").mkdir(parents=True)
     names = _vespa_names(target.attributes)
     fields = [
-        vector_readme.vespa_field(names[part.name], _VESPA_TYPES[str(part.type)]) for part in target.attributes or ()
+        vector_readme.vespa_field(names[part.name], _VESPA_TYPES[str(part.type)])
+        for part in target.attributes or ()
     ]
-    schema = vector_readme.VESPA_SCHEMA.replace("DIM", str(target.dim)).replace("ATTRIBUTES", "".join(fields))
+    schema = vector_readme.VESPA_SCHEMA.replace("DIM", str(target.dim)).replace(
+        "ATTRIBUTES", "".join(fields)
+    )
     (application / "schemas" / "label.sd").write_text(schema, encoding="utf-8")
     (application / "services.xml").write_text(vector_readme.VESPA_SERVICES, encoding="utf-8")
     return target.write_lines("documents-{}.jsonl", blocks, functools.partial(_puts, names))
 
 
-_VESPA_TYPES = {"string": "string", "large_string": "string", "bool": "bool", "int64": "long", "double": "double"}
+_VESPA_TYPES = {
+    "string": "string",
+    "large_string": "string",
+    "bool": "bool",
+    "int64": "long",
+    "double": "double",
+}
 
 
 def _vespa_names(attributes: pa.DataType | None) -> dict[str, str]:
@@ -216,21 +269,37 @@ def _vespa_names(attributes: pa.DataType | None) -> dict[str, str]:
 
 
 # Code points that Vespa accepts nowhere: most control characters and those that Unicode reserves (com.yahoo.text.Text).
-_PLANES = "".join(f"{chr(plane << 16 | 0xFFFE)}{chr(plane << 16 | 0xFFFF)}" for plane in range(1, 17))
+_PLANES = "".join(
+    f"{chr(plane << 16 | 0xFFFE)}{chr(plane << 16 | 0xFFFF)}" for plane in range(1, 17)
+)
 _NO_TEXT = re.compile(f"[\0-\b\v\f\x0e-\x1f\ufdd0-\ufddf{_PLANES}]")
 _QUOTED = re.compile(f"{_NO_TEXT.pattern}|%")
 
 
 def _puts(names: Mapping[str, str], block: Block) -> Iterator[str]:
     for label_id, uid, text, vector, attributes in _rows(block):
-        name = _json(f"id:xmcray:label::{_QUOTED.sub(lambda found: urllib.parse.quote(found[0], safe=''), uid)}")
-        fields = {"label_id": label_id, "uid": uid, "text": text, **{names[k]: v for k, v in attributes.items()}}
-        plain = {key: _NO_TEXT.sub(" ", v) if isinstance(v, str) else v for key, v in fields.items()}
+        name = _json(
+            f"id:xmcray:label::{_QUOTED.sub(lambda found: urllib.parse.quote(found[0], safe=''), uid)}"
+        )
+        fields = {
+            "label_id": label_id,
+            "uid": uid,
+            "text": text,
+            **{names[k]: v for k, v in attributes.items()},
+        }
+        plain = {
+            key: _NO_TEXT.sub(" ", v) if isinstance(v, str) else v for key, v in fields.items()
+        }
         yield f'{{"put":{name},"fields":{{{_json(plain)[1:-1]},"vector":{{"values":{vector}}}}}}}'
 
 
 def _rows(block: Block) -> Iterator[tuple[int, str, str, str, dict[str, Any]]]:
-    columns = block.uids.to_pylist(), block.texts.to_pylist(), block.json_vectors(), block.attribute_sets()
+    columns = (
+        block.uids.to_pylist(),
+        block.texts.to_pylist(),
+        block.json_vectors(),
+        block.attribute_sets(),
+    )
     return zip(block.ids.tolist(), *columns, strict=True)
 
 

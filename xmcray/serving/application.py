@@ -47,7 +47,9 @@ from xmcray.types import Float32Array
 NAME = "xmcray"
 Handle = DeploymentHandle[Any]
 Address = tuple[str, int, int]  # host, port, port of gRPC or 0
-HEAD = "node:__internal_head__"  # a resource that Ray gives to one node, where Serve's proxy would be
+HEAD = (
+    "node:__internal_head__"  # a resource that Ray gives to one node, where Serve's proxy would be
+)
 NO_PART = (-1, 1)  # of the shards: none
 BATCH = 32
 STATUS_S = 2.0
@@ -63,7 +65,11 @@ def build(args: Mapping[str, Any], address: Address | None = None) -> Applicatio
     config = build_config(ServeConfig, dict(args))
     config = dataclasses.replace(config, state_dir=str(Path(config.state_dir).absolute()))
     coordinator = _deployment(
-        config, CoordinatorDeployment, "Coordinator", max_ongoing_requests=1000, graceful_shutdown_timeout_s=1
+        config,
+        CoordinatorDeployment,
+        "Coordinator",
+        max_ongoing_requests=1000,
+        graceful_shutdown_timeout_s=1,
     ).bind(config)
     ingress = _ingress(config, address)
     shards = composed_parts(config)
@@ -72,7 +78,9 @@ def build(args: Mapping[str, Any], address: Address | None = None) -> Applicatio
         return alone
     encoder = _deployment(config, EncoderDeployment, "Encoder").bind(config, coordinator)
     searchers = [
-        _deployment(config, SearcherDeployment, f"Searcher{i}").bind(config, coordinator, (i, shards))
+        _deployment(config, SearcherDeployment, f"Searcher{i}").bind(
+            config, coordinator, (i, shards)
+        )
         for i in range(shards)
     ]
     composed: Application = ingress.bind(config, coordinator, encoder, searchers, address)
@@ -94,7 +102,9 @@ class CoordinatorDeployment(Coordinator):
 class _Following:
     """A replica that holds what the coordinator decided; ready when all of it is loaded."""
 
-    async def _start(self, config: ServeConfig, coordinator: Handle, part: tuple[int, int]) -> Follower:
+    async def _start(
+        self, config: ServeConfig, coordinator: Handle, part: tuple[int, int]
+    ) -> Follower:
         self._coordinator = coordinator
         _log_with_serve()
         follower = Follower(config, self._follow, self._operations, part)
@@ -102,8 +112,12 @@ class _Following:
         self._task = asyncio.create_task(follower.run())
         return follower
 
-    async def _follow(self, replica: str, known: Mapping[str, Known], wait_s: float) -> dict[str, News]:
-        found: dict[str, News] = await _called(self._coordinator.follow.remote(replica, known, wait_s))
+    async def _follow(
+        self, replica: str, known: Mapping[str, Known], wait_s: float
+    ) -> dict[str, News]:
+        found: dict[str, News] = await _called(
+            self._coordinator.follow.remote(replica, known, wait_s)
+        )
         return found
 
     async def _operations(self, model: str, since: int) -> list[Numbered]:
@@ -157,19 +171,29 @@ class GatewayDeployment(_Following):
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)
         found = dict([await self.own_metrics()])
-        with contextlib.suppress(DeploymentUnavailableError):  # Serve hears of a replica a moment after it is ready
+        with contextlib.suppress(
+            DeploymentUnavailableError
+        ):  # Serve hears of a replica a moment after it is ready
             replies = await handle.broadcast("own_metrics").results_async(return_exceptions=True)
             found |= dict(reply for reply in replies if not isinstance(reply, BaseException))
         texts = sorted(found.items())
-        with contextlib.suppress(Exception):  # it is being started again: the others are worth having
-            status: Status = await asyncio.wait_for(_called(self._coordinator.status.remote()), STATUS_S)
-            texts.append(("coordinator", metrics.of_coordinator(status.replicas, status.copy_seconds)))
+        with contextlib.suppress(
+            Exception
+        ):  # it is being started again: the others are worth having
+            status: Status = await asyncio.wait_for(
+                _called(self._coordinator.status.remote()), STATUS_S
+            )
+            texts.append(
+                ("coordinator", metrics.of_coordinator(status.replicas, status.copy_seconds))
+            )
         return metrics.combined(texts)
 
     def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
         if any(task.done() for task in self._tasks):
-            raise RuntimeError("this replica does not follow the coordinator any more, or does not listen")
+            raise RuntimeError(
+                "this replica does not follow the coordinator any more, or does not listen"
+            )
 
 
 class EncoderDeployment(_Following):
@@ -180,16 +204,22 @@ class EncoderDeployment(_Following):
         self._follower = await self._start(config, coordinator, NO_PART)
 
     @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=0)
-    async def encode(self, asked: list[tuple[Pin, list[str]]]) -> list[tuple[Float32Array, list[bool]]]:
+    async def encode(
+        self, asked: list[tuple[Pin, list[str]]]
+    ) -> list[tuple[Float32Array, list[bool]]]:
         """As `Snapshot.encode` for each of the requests; those of the same version at once."""
         found: list[Any] = [None] * len(asked)
         for key in {(pin.model, pin.version) for pin, _ in asked}:
             places = [i for i, (pin, _) in enumerate(asked) if (pin.model, pin.version) == key]
             pin = asked[places[0]][0]
-            snapshot = await self._follower.any_of(pin.model, pin.version, self._config.deadline_ms / 1000)
+            snapshot = await self._follower.any_of(
+                pin.model, pin.version, self._config.deadline_ms / 1000
+            )
             texts = [text for i in places for text in asked[i][1]]
             loop = asyncio.get_running_loop()
-            vectors, longer = await loop.run_in_executor(self._thread, snapshot.encode, texts, self._config.max_tokens)
+            vectors, longer = await loop.run_in_executor(
+                self._thread, snapshot.encode, texts, self._config.max_tokens
+            )
             ends = np.cumsum([0, *(len(asked[i][1]) for i in places)]).tolist()
             for i, first, last in zip(places, ends, ends[1:], strict=False):
                 found[i] = vectors[first:last], longer[first:last]
@@ -207,9 +237,13 @@ class SearcherDeployment(_Following):
         self._searches = Together[Asked, Near](thread, find, service.TOGETHER)
         self._follower = await self._start(config, coordinator, part)
 
-    async def find(self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None) -> Near:
+    async def find(
+        self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None
+    ) -> Near:
         """See `service.find`."""
-        snapshot = await self._follower.pinned(pin.model, pin.version, pin.number, self._config.deadline_ms / 1000)
+        snapshot = await self._follower.pinned(
+            pin.model, pin.version, pin.number, self._config.deadline_ms / 1000
+        )
         asked = Asked(snapshot, request, k, query_BD)
         return await self._searches.run(asked.alike, len(request.texts), asked)
 
@@ -222,12 +256,19 @@ class _Parts:
 
     async def encode(self, pin: Pin, texts: list[str]) -> tuple[Float32Array, list[bool]]:
         with _missing_parts():
-            found: tuple[Float32Array, list[bool]] = await _called(self._encoder.encode.remote((pin, texts)))
+            found: tuple[Float32Array, list[bool]] = await _called(
+                self._encoder.encode.remote((pin, texts))
+            )
         return found
 
-    async def find(self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None) -> Near:
+    async def find(
+        self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None
+    ) -> Near:
         with _missing_parts():
-            calls = [_called(searcher.find.remote(pin, request, k, query_BD)) for searcher in self._searchers]
+            calls = [
+                _called(searcher.find.remote(pin, request, k, query_BD))
+                for searcher in self._searchers
+            ]
             near: list[Near] = await asyncio.gather(*calls)
         if len(near) == 1:
             return near[0]
@@ -262,9 +303,13 @@ def _missing_parts() -> Iterator[None]:
     try:
         yield
     except BackPressureError:
-        raise ProblemError("overloaded", "too many requests wait for the encoder or a searcher; ask again") from None
+        raise ProblemError(
+            "overloaded", "too many requests wait for the encoder or a searcher; ask again"
+        ) from None
     except RayError:
-        raise ProblemError("not-ready", "the encoder or a searcher was lost with this request; ask again") from None
+        raise ProblemError(
+            "not-ready", "the encoder or a searcher was lost with this request; ask again"
+        ) from None
 
 
 async def _called(response: Any) -> Any:
@@ -303,7 +348,16 @@ def _ingress(config: ServeConfig, address: Address | None) -> Any:
     if address is not None:
         options["ray_actor_options"] = {"num_cpus": CPUS, "resources": {HEAD: 0.001}}
     if config.max_replicas > config.replicas:
-        options = {"autoscaling_config": {"min_replicas": config.replicas, "max_replicas": config.max_replicas}}
-    options["backpressure_config"] = BackpressureConfig(status_code=503, retry_after_s=RETRY_AFTER_S)
-    options["max_ongoing_requests"] = 2 * config.in_flight  # so that most refusals are ours, with a reason
+        options = {
+            "autoscaling_config": {
+                "min_replicas": config.replicas,
+                "max_replicas": config.max_replicas,
+            }
+        }
+    options["backpressure_config"] = BackpressureConfig(
+        status_code=503, retry_after_s=RETRY_AFTER_S
+    )
+    options["max_ongoing_requests"] = (
+        2 * config.in_flight
+    )  # so that most refusals are ours, with a reason
     return _deployment(config, serve.ingress()(GatewayDeployment), "Gateway", **options)

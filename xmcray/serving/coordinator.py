@@ -111,12 +111,17 @@ class Coordinator:
             self._models[name] = found = await self._run(self._open, name, bundle)
             await self._run(found.snapshot.probe, found.snapshot.probes)
 
-    async def follow(self, replica: str, known: Mapping[str, Known], wait_s: float) -> dict[str, News]:
+    async def follow(
+        self, replica: str, known: Mapping[str, Known], wait_s: float
+    ) -> dict[str, News]:
         """What a replica lacks, as soon as there is something; nothing after `wait_s`."""
         self._seen[replica] = time.monotonic(), known
         async with self._changed:
             self._changed.notify_all()  # whoever waits for this replica
-            lacks = lambda: [n for n, m in self._models.items() if self._lacks(known.get(n, Known()), m)]  # noqa: E731
+
+            def lacks() -> list[str]:
+                return [n for n, m in self._models.items() if self._lacks(known.get(n, Known()), m)]
+
             try:
                 await asyncio.wait_for(self._changed.wait_for(lacks), wait_s)
             except TimeoutError:
@@ -145,7 +150,9 @@ class Coordinator:
             except DataError as error:
                 raise ProblemError("refused", str(error)) from None
             for operation in operations:
-                if operation.text is not None and not await self._run(snapshot.has_tokens, operation.text):
+                if operation.text is not None and not await self._run(
+                    snapshot.has_tokens, operation.text
+                ):
                     raise ProblemError(
                         "refused",
                         f"the text of label {operation.uid[:80]!r} has no token, expected some: its vector is made of"
@@ -156,11 +163,15 @@ class Coordinator:
             except XmcrayError as error:
                 raise ProblemError("refused", str(error)) from None
             if not after.retriever.num_labels:
-                raise ProblemError("refused", f"these are all labels of model {model!r}, expected some to be left")
+                raise ProblemError(
+                    "refused", f"these are all labels of model {model!r}, expected some to be left"
+                )
             try:
                 number = await self._run(found.log.append, operations)
             except StorageError as error:
-                raise ProblemError("refused", f"the operations were not acknowledged: {error}") from None
+                raise ProblemError(
+                    "refused", f"the operations were not acknowledged: {error}"
+                ) from None
             found.snapshot = after
         await self._tell()
         return number
@@ -193,22 +204,35 @@ class Coordinator:
             except StorageError as error:  # it only takes room
                 log.warning("model %s: the log before the new bundle stays (%s)", model, error)
         seconds = round(time.monotonic() - begin, 3)
-        log.info("model %s: %s replaced %s in %.1f s", model, fresh.version[:12], old.version[:12], seconds)
+        log.info(
+            "model %s: %s replaced %s in %.1f s",
+            model,
+            fresh.version[:12],
+            old.version[:12],
+            seconds,
+        )
         return schema.SwapResponse(
             model=model, previous=old.version, version=fresh.version, recall=recall, seconds=seconds
         )
 
-    async def _switch(self, model: str, found: _Model, request: schema.SwapRequest) -> tuple[Snapshot, float]:
+    async def _switch(
+        self, model: str, found: _Model, request: schema.SwapRequest
+    ) -> tuple[Snapshot, float]:
         """The new snapshot, from which everybody answers now, and its recall."""
         fresh = await self._run(self._load, model, request.bundle, found.log)
         version = fresh.version
         floor = self._config.recall_floor if request.recall_floor is None else request.recall_floor
         recall = await self._run(_compare, found.snapshot, fresh, request.version, floor)
-        await self._decide(found, replace(found.head, epoch=_epoch(), loading=(request.bundle, version)))
-        missing = await self._until(lambda known: version in known[model].versions, self._config.swap_s)
+        await self._decide(
+            found, replace(found.head, epoch=_epoch(), loading=(request.bundle, version))
+        )
+        missing = await self._until(
+            lambda known: version in known[model].versions, self._config.swap_s
+        )
         if missing:
             raise ProblemError(
-                "refused", f"{missing} replica(s) did not load {request.bundle} in {self._config.swap_s:g} s"
+                "refused",
+                f"{missing} replica(s) did not load {request.bundle} in {self._config.swap_s:g} s",
             )
         async with found.lock:  # operations that came meanwhile
             fresh = await self._run(_caught_up, fresh, found.log)
@@ -230,11 +254,16 @@ class Coordinator:
             version = await self._run(self._write, model, snapshot, found.head.bundle, out)
         except XmcrayError as error:
             raise ProblemError("refused", str(error)) from None
-        return schema.CompactResponse(model=model, bundle=out, version=version, label_log=snapshot.number)
+        return schema.CompactResponse(
+            model=model, bundle=out, version=version, label_log=snapshot.number
+        )
 
     async def status(self) -> Status:
         """How it stands, for the metrics."""
-        return Status(len(self._alive()), {name: model.log.lag().seconds for name, model in self._models.items()})
+        return Status(
+            len(self._alive()),
+            {name: model.log.lag().seconds for name, model in self._models.items()},
+        )
 
     @property
     def ready(self) -> bool:
@@ -273,7 +302,11 @@ class Coordinator:
         snapshot = Snapshot.load(bundle, name, self._config.threads, encoder=self._config.encoder)
         if expected not in (None, snapshot.version):
             log.warning("model %s: %s has changed since it was swapped in", name, bundle)
-        upload = f"{self._config.upload.rstrip('/')}/{folder_name(name)}" if self._config.upload else None
+        upload = (
+            f"{self._config.upload.rstrip('/')}/{folder_name(name)}"
+            if self._config.upload
+            else None
+        )
         journal = LabelLog(folder / "labels", name, start_after=snapshot.number, upload_url=upload)
         snapshot = _caught_up(snapshot, journal)
         return _Model(Head(bundle, snapshot.version, _epoch()), snapshot, journal)
@@ -306,7 +339,11 @@ class Coordinator:
         return await asyncio.shield(task)
 
     def _remember(self, model: str, head: Head) -> None:
-        state = {"configured": self._config.bundles[model], "bundle": head.bundle, "version": head.version}
+        state = {
+            "configured": self._config.bundles[model],
+            "bundle": head.bundle,
+            "version": head.version,
+        }
         storage.write_json(self._folder / folder_name(model) / "head.json", state)
 
     async def _decide(self, model: _Model, head: Head) -> None:
@@ -327,7 +364,9 @@ class Coordinator:
         async with self._changed:
             while missing() and time.monotonic() < deadline:
                 try:
-                    await asyncio.wait_for(self._changed.wait(), 1.0)  # replicas also leave without a word
+                    await asyncio.wait_for(
+                        self._changed.wait(), 1.0
+                    )  # replicas also leave without a word
                 except TimeoutError:
                     continue
             return missing()

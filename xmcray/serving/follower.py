@@ -24,7 +24,10 @@ from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
 log = logging.getLogger("xmcray.serving")
-FOLLOW_S, PRESENT_S = 4.0, 2.0  # longest wait for news; between signs of life while a bundle is loaded
+FOLLOW_S, PRESENT_S = (
+    4.0,
+    2.0,
+)  # longest wait for news; between signs of life while a bundle is loaded
 RETRY_S = 0.5
 OLD_SNAPSHOTS = 64
 
@@ -55,7 +58,11 @@ class Follower:
     """
 
     def __init__(
-        self, config: ServeConfig, follow: Follow, operations: Operations, part: tuple[int, int] = WHOLE
+        self,
+        config: ServeConfig,
+        follow: Follow,
+        operations: Operations,
+        part: tuple[int, int] = WHOLE,
     ) -> None:
         self._config, self._follow, self._operations, self._part = config, follow, operations, part
         self._models = {name: _Model() for name in config.bundles}
@@ -75,7 +82,10 @@ class Follower:
             except asyncio.CancelledError:
                 raise
             except Exception as error:
-                log.warning("the coordinator cannot be followed (%s); trying again", " ".join(str(error).split())[:200])
+                log.warning(
+                    "the coordinator cannot be followed (%s); trying again",
+                    " ".join(str(error).split())[:200],
+                )
                 await asyncio.sleep(RETRY_S)
 
     @property
@@ -93,7 +103,9 @@ class Follower:
         if model is None:
             raise unknown_model(str(name), self._models)
         if model.answering not in model.newest:
-            raise ProblemError("not-ready", f"model {self.resolve(name)!r} is being loaded; ask again")
+            raise ProblemError(
+                "not-ready", f"model {self.resolve(name)!r} is being loaded; ask again"
+            )
         return model.newest[model.answering]
 
     def resolve(self, name: str | None) -> str:
@@ -117,7 +129,9 @@ class Follower:
             return newest
         if (version, number) in model.older:
             return model.older[version, number][1]
-        raise ProblemError("not-ready", f"version {version[:12]} with operation {number} is not here; ask again")
+        raise ProblemError(
+            "not-ready", f"version {version[:12]} with operation {number} is not here; ask again"
+        )
 
     async def any_of(self, name: str, version: str, wait_s: float) -> Snapshot:
         """Some snapshot of a version: its encoder is the same in all of them.
@@ -178,7 +192,9 @@ class Follower:
         async def tell() -> None:
             while True:
                 await asyncio.sleep(PRESENT_S)
-                with contextlib.suppress(Exception):  # without a coordinator nobody waits for this replica
+                with contextlib.suppress(
+                    Exception
+                ):  # without a coordinator nobody waits for this replica
                     await self._follow(self._replica, self._known(), 0.0)
 
         telling = asyncio.create_task(tell())
@@ -192,13 +208,19 @@ class Follower:
 
     async def _load(self, name: str, bundle: str, version: str) -> Snapshot:
         config = self._config
-        snapshot: Snapshot = await self._run(Snapshot.load, bundle, name, config.threads, self._part, config.encoder)
+        snapshot: Snapshot = await self._run(
+            Snapshot.load, bundle, name, config.threads, self._part, config.encoder
+        )
         if snapshot.version != version:
-            raise ProblemError("refused", f"{bundle} has SHA-256 {snapshot.version}, expected {version}")
+            raise ProblemError(
+                "refused", f"{bundle} has SHA-256 {snapshot.version}, expected {version}"
+            )
         while operations := await self._operations(name, snapshot.number):
             snapshot = await self._run(snapshot.after, [operation for _, operation in operations])
         if self._part == WHOLE:
-            await self._run(snapshot.probe, snapshot.probes)  # pages of the files are read before the first request
+            await self._run(
+                snapshot.probe, snapshot.probes
+            )  # pages of the files are read before the first request
         return snapshot
 
     async def _replace(self, model: _Model, snapshot: Snapshot, operations: Any) -> None:
@@ -212,7 +234,11 @@ class Follower:
         past = time.monotonic() - self._config.keep_s
         for version in [version for version, since in model.dropped.items() if since < past]:
             del model.dropped[version], model.newest[version]
-        model.older = {pin: kept for pin, kept in model.older.items() if kept[0] > past and pin[0] in model.newest}
+        model.older = {
+            pin: kept
+            for pin, kept in model.older.items()
+            if kept[0] > past and pin[0] in model.newest
+        }
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

@@ -139,7 +139,9 @@ def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
         name = service.served.resolve(body.model)
         service.served.current(name)
         return _answer(
-            schema.OperationsResponse(model=name, label_log=await gateway.admin.operate(name, body.operations))
+            schema.OperationsResponse(
+                model=name, label_log=await gateway.admin.operate(name, body.operations)
+            )
         )
 
     @app.post("/admin/v1/swap", response_model=schema.SwapResponse, tags=["admin"])
@@ -179,7 +181,10 @@ class _Guard:
     """Around every request: its id, its token, the size of its body, what it took."""
 
     def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], gateway: Gateway, tells_request_id: bool
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        gateway: Gateway,
+        tells_request_id: bool,
     ) -> None:
         self._app, self._gateway, self._tells_request_id = app, gateway, tells_request_id
 
@@ -198,7 +203,10 @@ class _Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if self._tells_request_id:
-                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]
+                    message["headers"] = [
+                        *message["headers"],
+                        (b"x-request-id", request_id.encode("latin-1")),
+                    ]
             await send(message)
 
         metrics.working.inc()
@@ -211,7 +219,9 @@ class _Guard:
                     async with asyncio.timeout(self._gateway.service.config.deadline_ms / 1000):
                         body = await self._body(headers, receive)
                 except TimeoutError:
-                    raise ProblemError("late", "the body did not arrive in time; send it at once") from None
+                    raise ProblemError(
+                        "late", "the body did not arrive in time; send it at once"
+                    ) from None
             except ProblemError as problem:
                 await _problem(problem, request_id)(scope, receive, told)
             else:
@@ -226,7 +236,10 @@ class _Guard:
         if path.startswith("/admin/"):
             if not self._gateway.admin_tokens.accept(authorization):
                 known = self._gateway.tokens.accept(authorization)
-                raise ProblemError("forbidden" if known else "unauthorized", "expected `Bearer` with the admin token")
+                raise ProblemError(
+                    "forbidden" if known else "unauthorized",
+                    "expected `Bearer` with the admin token",
+                )
         elif path not in OPEN and not self._gateway.tokens.accept(authorization, basic=True):
             raise ProblemError("unauthorized", "expected `Authorization: Bearer TOKEN`")
 
@@ -234,7 +247,9 @@ class _Guard:
         """The whole body, as the application will receive it; refused before it is read where its length is told."""
         limit, length = self._gateway.service.config.max_body, headers.get(b"content-length", "")
         if length.isdigit() and int(length) > limit:
-            raise ProblemError("too-large", f"the body has {int(length):,} bytes, expected at most {limit:,}")
+            raise ProblemError(
+                "too-large", f"the body has {int(length):,} bytes, expected at most {limit:,}"
+            )
         parts, size, more = list[bytes](), 0, True
         while more:
             message = await receive()
@@ -243,8 +258,12 @@ class _Guard:
             parts.append(message.get("body", b""))
             size, more = size + len(parts[-1]), message.get("more_body", False)
             if size > limit:
-                raise ProblemError("too-large", f"the body has more than {limit:,} bytes; send less at once")
-        whole: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+                raise ProblemError(
+                    "too-large", f"the body has more than {limit:,} bytes; send less at once"
+                )
+        whole: list[MutableMapping[str, Any]] = [
+            {"type": "http.request", "body": b"".join(parts), "more_body": False}
+        ]
 
         async def again() -> MutableMapping[str, Any]:
             return whole.pop() if whole else await receive()
@@ -259,14 +278,18 @@ def _path(scope: Scope) -> str:
 
 
 def _request_id(given: str | None) -> str:
-    return given if given and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given) else secrets.token_hex(16)
+    return (
+        given if given and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given) else secrets.token_hex(16)
+    )
 
 
 def _answer(found: BaseModel) -> Response:
     headers = {}
     if isinstance(found, schema.Pinned):
         headers = {"X-Xmcray-Version": found.version, "X-Xmcray-Label-Log": str(found.label_log)}
-    return Response(found.model_dump_json(exclude_none=True), media_type="application/json", headers=headers)
+    return Response(
+        found.model_dump_json(exclude_none=True), media_type="application/json", headers=headers
+    )
 
 
 def _page(name: str) -> Response:
@@ -307,10 +330,15 @@ async def _of_ours(request: Request, error: Exception) -> Response:
 
 async def _of_validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    errors = [{"where": list(map(str, found["loc"])), "message": found["msg"]} for found in error.errors()[:20]]
+    errors = [
+        {"where": list(map(str, found["loc"])), "message": found["msg"]}
+        for found in error.errors()[:20]
+    ]
     first = errors[0] if errors else {"where": ["body"], "message": "malformed"}
     where = ".".join(first["where"])
-    return _problem(ProblemError("invalid", f"{where}: {first['message']}", errors), request.state.id)
+    return _problem(
+        ProblemError("invalid", f"{where}: {first['message']}", errors), request.state.id
+    )
 
 
 async def _of_http(request: Request, error: Exception) -> Response:
@@ -323,4 +351,6 @@ async def _of_http(request: Request, error: Exception) -> Response:
 
 
 async def _of_mistake(request: Request, error: Exception) -> Response:
-    return _problem(ProblemError("internal", "the request could not be answered; see the log"), request.state.id)
+    return _problem(
+        ProblemError("internal", "the request could not be answered; see the log"), request.state.id
+    )

@@ -102,7 +102,9 @@ class LabelLog:
                 shutil.rmtree(unfinished)
             if not self._files():
                 if self._folder.is_dir() and any(self._folder.iterdir()):
-                    raise StorageError(f"{self._folder} has files but no log; restore it, or move it away")
+                    raise StorageError(
+                        f"{self._folder} has files but no log; restore it, or move it away"
+                    )
                 if copy:
                     self._fetch(copy)
             self._recover(start_after)
@@ -120,7 +122,10 @@ class LabelLog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -170,8 +175,12 @@ class LabelLog:
                 chosen = known[after(known, number) :]
                 if limit is not None:
                     enough = number + max(limit, 1)
-                    chosen = [line for i, line in enumerate(chosen) if i == 0 or line.last <= enough]
-                found = (operation for line, data in read(chosen) for operation in decode(data, line))
+                    chosen = [
+                        line for i, line in enumerate(chosen) if i == 0 or line.last <= enough
+                    ]
+                found = (
+                    operation for line, data in read(chosen) for operation in decode(data, line)
+                )
                 return [operation for operation in found if operation[0] > number]
             except FileNotFoundError as error:
                 if self._lines is lines:  # if not, it was archived meanwhile
@@ -210,7 +219,9 @@ class LabelLog:
             StorageError: the URL cannot be used, or its log is another one.
         """
         if self._uploader is None:
-            raise StorageError(f"the log of model {self.model!r} has no URL to be uploaded to; give it one")
+            raise StorageError(
+                f"the log of model {self.model!r} has no URL to be uploaded to; give it one"
+            )
         return self._uploader.upload()
 
     def lag(self) -> Lag:
@@ -236,7 +247,9 @@ class LabelLog:
                 self._hurry()
             first, at = self.last + 1, round(time.time(), 3)
             data = encode(self.model, first, at, operations)
-            line = Line(str(self._path), self._size, len(data), first, self.last + len(operations), at)
+            line = Line(
+                str(self._path), self._size, len(data), first, self.last + len(operations), at
+            )
             self._write(data)
         except BaseException as error:
             for waiting in batches:
@@ -262,7 +275,9 @@ class LabelLog:
                 with self._breaking():
                     os.ftruncate(self._file, self._size)
                 raise
-            with self._breaking():  # after a failure nobody knows which pages are on the disk, and none is retried
+            with (
+                self._breaking()
+            ):  # after a failure nobody knows which pages are on the disk, and none is retried
                 os.fsync(self._file)
             self._size += len(data)
 
@@ -313,7 +328,9 @@ class LabelLog:
                     " restore it"
                 )
             data = path.read_bytes()
-            lines, self._size = scan(data, str(path), self.model, self.last + 1, unfinished=path == files[-1])
+            lines, self._size = scan(
+                data, str(path), self.model, self.last + 1, unfinished=path == files[-1]
+            )
             self._lines += lines
             self.last = lines[-1].last if lines else self.last
         if self.last < start_after:
@@ -327,7 +344,9 @@ class LabelLog:
         self._path = files[-1]
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         os.ftruncate(self._file, self._size)
-        os.fsync(self._file)  # a killed process may have written what it had no time to sync; now it counts
+        os.fsync(
+            self._file
+        )  # a killed process may have written what it had no time to sync; now it counts
         storage.fsync(self._folder)
 
     def _archived_lines(self, number: int, begin: int) -> list[Line]:

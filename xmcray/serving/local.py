@@ -48,7 +48,11 @@ def tokens_of(config: ServeConfig) -> tuple[Tokens, Tokens]:
     """Tokens of readers and of administrators; those that nobody gave are made in the state folder."""
     folder = Path(config.state_dir)
     reading = Path(config.token_file) if config.token_file else new_token_file(folder / "token")
-    admin = Path(config.admin_token_file) if config.admin_token_file else new_token_file(folder / "admin-token")
+    admin = (
+        Path(config.admin_token_file)
+        if config.admin_token_file
+        else new_token_file(folder / "admin-token")
+    )
     return Tokens(reading), Tokens(admin)
 
 
@@ -67,13 +71,17 @@ async def local_gateway(config: ServeConfig) -> AsyncIterator[LocalGateway]:
         coordinator.close()
 
 
-def serve_local(config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]) -> None:
+def serve_local(
+    config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]
+) -> None:
     """Serves until SIGTERM or SIGINT; see `run.serve_forever`."""
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop where it is installed
         runner.run(_serve(config, host, port, grpc_port, ready))
 
 
-async def _serve(config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]) -> None:
+async def _serve(
+    config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]
+) -> None:
     stop = asyncio.Event()
     async with local_gateway(config) as gateway:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -88,7 +96,9 @@ async def _serve(config: ServeConfig, host: str, port: int, grpc_port: int, read
 
 
 @contextlib.asynccontextmanager
-async def listening(gateway: Gateway, host: str, port: int, grpc_port: int) -> AsyncIterator[asyncio.Task[None]]:
+async def listening(
+    gateway: Gateway, host: str, port: int, grpc_port: int
+) -> AsyncIterator[asyncio.Task[None]]:
     """Answers HTTP and, where there is a port for it, gRPC in this process; yields what runs until it is left.
 
     Raises:
@@ -122,7 +132,9 @@ async def _grpc(gateway: Gateway, host: str, port: int) -> AsyncIterator[None]:
     if not port:
         yield
         return
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])  # or another server could share the port unnoticed
+    server = grpc.aio.server(
+        options=[("grpc.so_reuseport", 0)]
+    )  # or another server could share the port unnoticed
     add_RetrieverServicer_to_server(_Servicer(gateway), server)
     server.add_insecure_port(authority(host, port))
     await server.start()

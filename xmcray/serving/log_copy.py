@@ -91,7 +91,9 @@ class LogCopy:
                     self._files.makedirs(f"{self._root}/{ARCHIVE}", exist_ok=True)
                     self._files.mv(self._path(segment), self._path(segment, ARCHIVE))
 
-    def lines(self, model: str, archived: int, segments: Sequence[Segment]) -> Iterator[tuple[Line, bytes]]:
+    def lines(
+        self, model: str, archived: int, segments: Sequence[Segment]
+    ) -> Iterator[tuple[Line, bytes]]:
         """All lines, in order and each once, of what `segments()` told."""
         last, known = archived, dict[int, bytes]()
         for segment in segments:
@@ -99,7 +101,9 @@ class LogCopy:
             with storage.reaching(self.url):
                 data = self._files.cat_file(self._path(segment))
             if Segment.of(segment.first, segment.last, data) != segment:
-                raise StorageError(f"{where} is damaged (its SHA-256 differs from its name); restore the file")
+                raise StorageError(
+                    f"{where} is damaged (its SHA-256 differs from its name); restore the file"
+                )
             for line in scan(data, where, model, segment.first)[0]:
                 text = data[line.offset : line.offset + line.size]
                 if line.first > last + 1:
@@ -120,10 +124,14 @@ class LogCopy:
         with storage.reaching(self.url):
             self._files.invalidate_cache(folder)
             try:
-                names = [str(path).rsplit("/", 1)[-1] for path in self._files.ls(folder, detail=False)]
+                names = [
+                    str(path).rsplit("/", 1)[-1] for path in self._files.ls(folder, detail=False)
+                ]
             except FileNotFoundError:
                 return []
-        return [Segment(int(m[1]), int(m[2]), m[3]) for name in names if (m := _NAME.fullmatch(name))]
+        return [
+            Segment(int(m[1]), int(m[2]), m[3]) for name in names if (m := _NAME.fullmatch(name))
+        ]
 
     def _path(self, segment: Segment, within: str = "") -> str:
         return "/".join(filter(None, (self._root, within, segment.name)))

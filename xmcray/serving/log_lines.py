@@ -56,7 +56,9 @@ def decode(data: bytes, line: Line) -> list[tuple[int, Operation]]:
     return list(enumerate(map(Operation.model_validate, body["operations"]), body["first"]))
 
 
-def scan(data: bytes, source: str, model: str, first: int, unfinished: bool = False) -> tuple[list[Line], int]:
+def scan(
+    data: bytes, source: str, model: str, first: int, unfinished: bool = False
+) -> tuple[list[Line], int]:
     """All lines of a file, and the number of bytes that they fill.
 
     Args:
@@ -106,7 +108,9 @@ def after(lines: Sequence[Line], number: int) -> int:
 def _parse(data: bytes, source: str, offset: int) -> Mapping[str, Any]:
     match = _LINE.fullmatch(data)
     if not match or len(match[3]) != int(match[2]) or _digest(match[3]) != match[1].decode():
-        raise StorageError(f"{source}, byte {offset}: the line is damaged (its hash differs); restore the file")
+        raise StorageError(
+            f"{source}, byte {offset}: the line is damaged (its hash differs); restore the file"
+        )
     body: Mapping[str, Any] = json.loads(match[3])
     return body
 
@@ -132,10 +136,16 @@ def check_operations(operations: Sequence[Operation], known: Callable[[str], boo
         uid, added = operation.uid, operation.op == "add"
         what = f"operation {place} of {len(operations)}: {operation.op} of label {uid[:80]!r}"
         if changed.get(uid, known(uid)) == added:
-            raise DataError(f"{what}, which is {'there already; update it' if added else 'not there; add it first'}")
-        if operation.op == "delete" and (operation.text is not None or operation.attributes is not None):
+            raise DataError(
+                f"{what}, which is {'there already; update it' if added else 'not there; add it first'}"
+            )
+        if operation.op == "delete" and (
+            operation.text is not None or operation.attributes is not None
+        ):
             raise DataError(f"{what} has a text or attributes, expected the uid alone")
-        only_attributes = operation.op == "update" and operation.text is None and operation.attributes is not None
+        only_attributes = (
+            operation.op == "update" and operation.text is None and operation.attributes is not None
+        )
         if operation.op != "delete" and not only_attributes and not (operation.text or "").strip():
             raise DataError(f"{what} has no text, expected some: its vector is made of it")
         changed[uid] = operation.op != "delete"

@@ -47,9 +47,18 @@ class Uploader:
     def __init__(self, log: Source, copy: LogCopy, every_s: float, segment_bytes: int) -> None:
         """Looks what the copy holds, if it can be reached; `start` then begins."""
         self.uploaded = 0
-        self._log, self._copy, self._every_s, self._segment_bytes = log, copy, every_s, segment_bytes
+        self._log, self._copy, self._every_s, self._segment_bytes = (
+            log,
+            copy,
+            every_s,
+            segment_bytes,
+        )
         self._compared, self._archived, self._problem = False, 0, ""
-        self._lock, self._wake, self._closing = threading.Lock(), threading.Event(), threading.Event()
+        self._lock, self._wake, self._closing = (
+            threading.Lock(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._thread = threading.Thread(target=self._run, name="label-log-upload", daemon=True)
         self._attempt(only_compare=True)
 
@@ -88,7 +97,9 @@ class Uploader:
         waiting = lines[after(lines, uploaded) :]
         if not waiting:
             return Lag(problem=self._problem)
-        return Lag(waiting[-1].last - uploaded, max(0.0, time.time() - waiting[0].at), self._problem)
+        return Lag(
+            waiting[-1].last - uploaded, max(0.0, time.time() - waiting[0].at), self._problem
+        )
 
     def _next(self) -> list[Line]:
         """The next lines to upload together."""
@@ -158,4 +169,6 @@ class Uploader:
             failures = 0 if self._attempt() else failures + 1
             wait_s = self._every_s
             if failures:  # apart from other writers that wait for the same server
-                wait_s = min(_LONGEST_WAIT_S, self._every_s * 2**failures) * random.uniform(0.5, 1.0)
+                wait_s = min(_LONGEST_WAIT_S, self._every_s * 2**failures) * random.uniform(
+                    0.5, 1.0
+                )

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from xmcray.serving.schema import Model
@@ -20,18 +27,39 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
-            "xmcray_requests", "Requests by route and status.", ["route", "status"], registry=registry
+            "xmcray_requests",
+            "Requests by route and status.",
+            ["route", "status"],
+            registry=registry,
         )
         self.seconds = Histogram(
-            "xmcray_request_seconds", "Time from request to answer.", ["route"], buckets=SECONDS, registry=registry
+            "xmcray_request_seconds",
+            "Time from request to answer.",
+            ["route"],
+            buckets=SECONDS,
+            registry=registry,
         )
-        self.texts = Counter("xmcray_texts", "Texts that were searched for.", ["model"], registry=registry)
-        self.working = Gauge("xmcray_requests_in_flight", "Requests that are being worked on.", registry=registry)
-        self.version = Gauge("xmcray_bundle", "1 for the bundle that answers.", ["model", "version"], registry=registry)
+        self.texts = Counter(
+            "xmcray_texts", "Texts that were searched for.", ["model"], registry=registry
+        )
+        self.working = Gauge(
+            "xmcray_requests_in_flight", "Requests that are being worked on.", registry=registry
+        )
+        self.version = Gauge(
+            "xmcray_bundle",
+            "1 for the bundle that answers.",
+            ["model", "version"],
+            registry=registry,
+        )
         self.number = Gauge(
-            "xmcray_label_log_number", "Last label operation in the answers.", ["model"], registry=registry
+            "xmcray_label_log_number",
+            "Last label operation in the answers.",
+            ["model"],
+            registry=registry,
         )
-        self.labels = Gauge("xmcray_labels", "Labels that can be answered.", ["model"], registry=registry)
+        self.labels = Gauge(
+            "xmcray_labels", "Labels that can be answered.", ["model"], registry=registry
+        )
 
     def tell(self, models: Sequence[Model]) -> None:
         """Notes what is served now."""
@@ -49,9 +77,14 @@ class Metrics:
 def of_coordinator(replicas: int, copy_seconds: Mapping[str, float]) -> str:
     """What only the coordinator knows, in the same format."""
     registry = CollectorRegistry()
-    Gauge("xmcray_replicas", "Processes that follow the coordinator.", registry=registry).set(replicas)
+    Gauge("xmcray_replicas", "Processes that follow the coordinator.", registry=registry).set(
+        replicas
+    )
     seconds = Gauge(
-        "xmcray_label_log_copy_seconds", "Age of what the copy of the log lacks.", ["model"], registry=registry
+        "xmcray_label_log_copy_seconds",
+        "Age of what the copy of the log lacks.",
+        ["model"],
+        registry=registry,
     )
     for model, value in copy_seconds.items():
         seconds.labels(model).set(value)
@@ -65,12 +98,16 @@ def combined(texts: Sequence[tuple[str, str]]) -> str:
     for replica, text in texts:
         for family in text_string_to_metric_families(text):
             name = f"{family.name}_total" if family.type == "counter" else family.name
-            heads.setdefault(name, f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}")
+            heads.setdefault(
+                name, f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}"
+            )
             for sample in family.samples:
                 labels = {**sample.labels, "replica": replica}
                 shown = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
                 samples.setdefault(name, []).append(f"{sample.name}{{{shown}}} {sample.value}")
-    return "".join(f"{head}\n" + "\n".join(samples.get(name, [])) + "\n" for name, head in heads.items())
+    return "".join(
+        f"{head}\n" + "\n".join(samples.get(name, [])) + "\n" for name, head in heads.items()
+    )
 
 
 def _escaped(value: str) -> str:

@@ -56,4 +56,6 @@ class ProblemError(XmcrayError):
 
 def unknown_model(name: str, known: Iterable[str]) -> ProblemError:
     """For a request that names a model which is not served."""
-    return ProblemError("not-found", f"model {name[:80]!r} is not served, expected one of: {', '.join(known)}")
+    return ProblemError(
+        "not-found", f"model {name[:80]!r} is not served, expected one of: {', '.join(known)}"
+    )

@@ -58,7 +58,9 @@ async def search(gateway: Gateway, request: SearchRequest, context: Context) -> 
     """Answers one call; an error goes into the context."""
     begin, code, details = time.perf_counter(), grpc.StatusCode.UNKNOWN, ""
     try:
-        found = await _found(gateway, request, {name.lower(): v for name, v in context.invocation_metadata()})
+        found = await _found(
+            gateway, request, {name.lower(): v for name, v in context.invocation_metadata()}
+        )
         code = grpc.StatusCode.OK
     except ProblemError as problem:
         code, details = CODES[problem.kind], problem.detail
@@ -66,7 +68,10 @@ async def search(gateway: Gateway, request: SearchRequest, context: Context) -> 
         code, details = grpc.StatusCode.INVALID_ARGUMENT, str(error)
     except ValidationError as error:
         first = error.errors()[0]
-        code, details = grpc.StatusCode.INVALID_ARGUMENT, f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        code, details = (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+        )
     finally:
         gateway.metrics.requests.labels(ROUTE, code.name).inc()
         gateway.metrics.seconds.labels(ROUTE).observe(time.perf_counter() - begin)
@@ -79,13 +84,19 @@ async def search(gateway: Gateway, request: SearchRequest, context: Context) -> 
     return answer
 
 
-async def _found(gateway: Gateway, request: SearchRequest, given: dict[str, Any]) -> schema.SearchResponse:
+async def _found(
+    gateway: Gateway, request: SearchRequest, given: dict[str, Any]
+) -> schema.SearchResponse:
     if not gateway.tokens.accept(str(given.get("authorization", ""))):
         raise ProblemError("unauthorized", "expected metadata `authorization: Bearer TOKEN`")
     if request.ByteSize() > gateway.service.config.max_body:
-        raise ProblemError("too-large", f"the request has {request.ByteSize():,} bytes; send less at once")
+        raise ProblemError(
+            "too-large", f"the request has {request.ByteSize():,} bytes; send less at once"
+        )
     values = MessageToDict(request, preserving_proto_field_name=True)
-    return await gateway.service.search(schema.SearchRequest.model_validate(values), _request_id(given))
+    return await gateway.service.search(
+        schema.SearchRequest.model_validate(values), _request_id(given)
+    )
 
 
 def _request_id(given: dict[str, Any]) -> str:

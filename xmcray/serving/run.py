@@ -17,7 +17,9 @@ from xmcray.errors import ConfigError, ResourceError
 from xmcray.retrieval.bundle import KIND
 from xmcray.serving.settings import ServeConfig, authority, composed_parts
 
-LONGEST_S = 605.0  # of a request on Ray Serve: a swap may take long; searches have deadlines of their own
+LONGEST_S = (
+    605.0  # of a request on Ray Serve: a swap may take long; searches have deadlines of their own
+)
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 # What Ray Serve's own RAY_SERVE_THROUGHPUT_OPTIMIZED sets, less its port for HTTP in every replica.
 FASTER = {
@@ -31,7 +33,10 @@ FASTER = {
 # at /metrics).
 ALONE = {"RAY_enable_metrics_collection": "0", "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000"}
 
-QUIET = {"log_level": "WARNING", "enable_access_log": False}  # a line for each request costs as much as a small search
+QUIET = {
+    "log_level": "WARNING",
+    "enable_access_log": False,
+}  # a line for each request costs as much as a small search
 
 
 def serve_forever(
@@ -66,7 +71,10 @@ def serve_forever(
         return
     done = threading.Event()
     with serving(config, host, port, grpc_port) as url:
-        for number in (signal.SIGTERM, signal.SIGINT):  # now: Ray sets handlers of its own when it starts
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+        ):  # now: Ray sets handlers of its own when it starts
             signal.signal(number, lambda *_: done.set())
         ready(url)
         done.wait()
@@ -86,7 +94,12 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
         ResourceError: the port is taken.
     """
     check_port(host, port)
-    for name, value in FASTER.items():  # read when Ray Serve is imported, here and in every process that it starts
+    for (
+        name,
+        value,
+    ) in (
+        FASTER.items()
+    ):  # read when Ray Serve is imported, here and in every process that it starts
         os.environ.setdefault(name, value)
     import ray
     from ray import serve

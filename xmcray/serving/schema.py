@@ -45,7 +45,8 @@ class Filter(Schema):
     allow: Annotated[list[Uid], Field(max_length=MAX_LIST)] | None = None
     deny: Annotated[list[Uid], Field(max_length=MAX_LIST)] = []
     attributes: Annotated[
-        dict[Name, Scalar | Annotated[list[Scalar], Field(max_length=1000)] | Range], Field(max_length=8)
+        dict[Name, Scalar | Annotated[list[Scalar], Field(max_length=1000)] | Range],
+        Field(max_length=8),
     ] = {}
 
 

@@ -42,7 +42,12 @@ class Tokens:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._known, self._stamp, self._checked = path, list[tuple[bytes, float]](), -1, 0.0
+        self._path, self._known, self._stamp, self._checked = (
+            path,
+            list[tuple[bytes, float]](),
+            -1,
+            0.0,
+        )
         self._read()
 
     def accept(self, authorization: str | None, *, basic: bool = False) -> bool:
@@ -52,7 +57,9 @@ class Tokens:
             authorization: "Bearer TOKEN"; with `basic` also "Basic", with the token as password.
         """
         if time.monotonic() - self._checked > CHECK_S:
-            with contextlib.suppress(ConfigError, OSError):  # what was accepted stays while the file is being written
+            with contextlib.suppress(
+                ConfigError, OSError
+            ):  # what was accepted stays while the file is being written
                 self._read()
         scheme, _, given = (authorization or "").partition(" ")
         if basic and scheme.lower() == "basic":
@@ -72,13 +79,19 @@ class Tokens:
         try:
             status = self._path.stat()
         except OSError as error:
-            raise ConfigError(f"token file {self._path}: {error.strerror}; make it with mode 0600") from None
+            raise ConfigError(
+                f"token file {self._path}: {error.strerror}; make it with mode 0600"
+            ) from None
         if status.st_mtime_ns == self._stamp:
             return
         if stat.S_IMODE(status.st_mode) & 0o077:
             mode = stat.S_IMODE(status.st_mode)
-            raise ConfigError(f"token file {self._path} has mode {mode:04o}, expected 0600; run chmod 600 on it")
-        known = [_parse(line, self._path) for line in self._path.read_text().splitlines() if line.strip()]
+            raise ConfigError(
+                f"token file {self._path} has mode {mode:04o}, expected 0600; run chmod 600 on it"
+            )
+        known = [
+            _parse(line, self._path) for line in self._path.read_text().splitlines() if line.strip()
+        ]
         if not known:
             raise ConfigError(f"token file {self._path} is empty, expected a token a line")
         self._known, self._stamp = known, status.st_mtime_ns
@@ -87,13 +100,17 @@ class Tokens:
 def _parse(line: str, path: Path) -> tuple[bytes, float]:
     token, _, rest = line.strip().partition(" ")
     if len(token) < MIN_LENGTH:
-        raise ConfigError(f"token file {path}: a token of {len(token)} characters, expected at least {MIN_LENGTH}")
+        raise ConfigError(
+            f"token file {path}: a token of {len(token)} characters, expected at least {MIN_LENGTH}"
+        )
     if not rest:
         return _digest(token), float("inf")
     try:
         until = datetime.fromisoformat(rest.removeprefix("until").strip())
     except ValueError:
-        raise ConfigError(f"token file {path}: after a token stands {rest[:40]!r}, expected `until TIME`") from None
+        raise ConfigError(
+            f"token file {path}: after a token stands {rest[:40]!r}, expected `until TIME`"
+        ) from None
     return _digest(token), (until if until.tzinfo else until.replace(tzinfo=UTC)).timestamp()
 
 

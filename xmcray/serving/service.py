@@ -81,7 +81,9 @@ class Parts(Protocol):
     async def encode(self, pin: Pin, texts: list[str]) -> tuple[Float32Array, list[bool]]:
         """As `Snapshot.encode`."""
 
-    async def find(self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None) -> Near:
+    async def find(
+        self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None
+    ) -> Near:
         """As `find`, over all shards."""
 
 
@@ -105,7 +107,10 @@ class Service:
         To be asked before a request is parsed: under overload most of the time would go there.
         """
         if self.working >= self.config.in_flight:
-            raise ProblemError("overloaded", f"{self.working} requests are being worked on; ask again a little later")
+            raise ProblemError(
+                "overloaded",
+                f"{self.working} requests are being worked on; ask again a little later",
+            )
 
     async def search(self, request: schema.SearchRequest, request_id: str) -> schema.SearchResponse:
         """The best labels of each text.
@@ -113,7 +118,11 @@ class Service:
         Raises:
             ProblemError: the request is refused, or there was no time.
         """
-        begin, snapshot, model = time.perf_counter(), self.served.current(request.model), self._name(request.model)
+        begin, snapshot, model = (
+            time.perf_counter(),
+            self.served.current(request.model),
+            self._name(request.model),
+        )
         self._check(request, snapshot)
         k = min(request.k, snapshot.retriever.num_labels)
         async with self._admitted(request.timeout_ms) as until:
@@ -121,13 +130,22 @@ class Service:
                 asked = Asked(snapshot, request, k)
                 found = await self._searches.run(asked.alike, len(request.texts), asked)
             else:
-                pin, query_BD, longer = Pin(model, snapshot.version, snapshot.number), None, list[bool]()
+                pin, query_BD, longer = (
+                    Pin(model, snapshot.version, snapshot.number),
+                    None,
+                    list[bool](),
+                )
                 if not snapshot.retriever.encodes_at_once:
                     query_BD, longer = await self._parts.encode(pin, request.texts)
                     self._refuse_long(longer)
                 near = await self._parts.find(pin, request, k, query_BD)
                 found = await self._run(
-                    until, self._results, snapshot, request, k, Near(near.found, longer or near.longer)
+                    until,
+                    self._results,
+                    snapshot,
+                    request,
+                    k,
+                    Near(near.found, longer or near.longer),
                 )
         return schema.SearchResponse(
             **pinned(model, snapshot),
@@ -149,7 +167,10 @@ class Service:
             query_BD, longer = await self._encoded(until, pin, snapshot, request.texts)
         self._refuse_long(longer)
         return schema.EncodeResponse(
-            **pinned(model, snapshot), request_id=request_id, dim=query_BD.shape[1], vectors=query_BD.tolist()
+            **pinned(model, snapshot),
+            request_id=request_id,
+            dim=query_BD.shape[1],
+            vectors=query_BD.tolist(),
         )
 
     def label(self, uid: str, name: str | None) -> schema.LabelResponse:
@@ -161,7 +182,9 @@ class Service:
         snapshot = self.served.current(name)
         label = snapshot.label_id(uid)
         if label is None:
-            raise ProblemError("not-found", f"label {uid[:80]!r} is not in model {self._name(name)!r}")
+            raise ProblemError(
+                "not-found", f"label {uid[:80]!r} is not in model {self._name(name)!r}"
+            )
         return schema.LabelResponse(
             **pinned(self._name(name), snapshot),
             uid=uid,
@@ -200,16 +223,25 @@ class Service:
     def _search(self, asked: Sequence[Asked]) -> list[list[schema.Result]]:
         """The results of each of some searches that are alike."""
         near = find(asked, self.config.max_tokens)
-        return [self._results(one.snapshot, one.request, one.k, its) for one, its in zip(asked, near, strict=True)]
+        return [
+            self._results(one.snapshot, one.request, one.k, its)
+            for one, its in zip(asked, near, strict=True)
+        ]
 
-    def _results(self, snapshot: Snapshot, request: schema.SearchRequest, k: int, near: Near) -> list[schema.Result]:
+    def _results(
+        self, snapshot: Snapshot, request: schema.SearchRequest, k: int, near: Near
+    ) -> list[schema.Result]:
         self._refuse_long(near.longer)
         retriever, fields = snapshot.view(request.filter), set(request.fields)
         plain, voting = fields - {"attributes"}, snapshot.voting(request.memory)
         found = retriever.answers(near.found, k, memory=voting, explain=request.explain)
         results = []
         for answers, truncated in zip(found, near.longer, strict=True):
-            attributes = snapshot.attributes.of([a.label_id for a in answers]) if "attributes" in fields else None
+            attributes = (
+                snapshot.attributes.of([a.label_id for a in answers])
+                if "attributes" in fields
+                else None
+            )
             shown = []
             for place, answer in enumerate(answers):
                 values: dict[str, Any] = {name: getattr(answer, name) for name in plain}
@@ -218,7 +250,9 @@ class Service:
                 if retriever.memory is not None:
                     values["completed"] = answer.score < 0
                 if answer.voters is not None:
-                    values["voters"] = [{"uid": v.uid, "text": v.text, "weight": v.weight} for v in answer.voters]
+                    values["voters"] = [
+                        {"uid": v.uid, "text": v.text, "weight": v.weight} for v in answer.voters
+                    ]
                 shown.append(schema.Answer.model_validate(values))
             results.append(schema.Result(answers=shown, truncated=truncated))
         return results
@@ -230,23 +264,30 @@ class Service:
         memory = snapshot.retriever.memory
         if memory is None and (request.explain or request.memory is not None):
             raise ProblemError(
-                "invalid", "this model has no memory of training queries; leave `explain` and `memory` out"
+                "invalid",
+                "this model has no memory of training queries; leave `explain` and `memory` out",
             )
-        names = set(request.filter.attributes if request.filter else ()) - set(snapshot.attributes.names)
+        names = set(request.filter.attributes if request.filter else ()) - set(
+            snapshot.attributes.names
+        )
         if names:
             known = ", ".join(snapshot.attributes.names) or "none"
-            raise ProblemError("invalid", f"no label has an attribute {min(names)[:80]!r}; there are: {known}")
+            raise ProblemError(
+                "invalid", f"no label has an attribute {min(names)[:80]!r}; there are: {known}"
+            )
 
     def _check_number(self, texts: list[str]) -> None:
         if len(texts) > self.config.max_texts:
             raise ProblemError(
-                "invalid", f"{len(texts)} texts in one request, expected at most {self.config.max_texts}"
+                "invalid",
+                f"{len(texts)} texts in one request, expected at most {self.config.max_texts}",
             )
 
     def _refuse_long(self, longer: list[bool]) -> None:
         if self.config.long_texts == "refuse" and any(longer):
             raise ProblemError(
-                "too-long", f"text {longer.index(True)} has more tokens than the model reads; shorten or split it"
+                "too-long",
+                f"text {longer.index(True)} has more tokens than the model reads; shorten or split it",
             )
 
     @contextlib.asynccontextmanager
@@ -263,7 +304,9 @@ class Service:
             async with asyncio.timeout(wait_s):
                 yield time.monotonic() + wait_s
         except TimeoutError:
-            raise ProblemError("timeout", f"no answer within {1000 * wait_s:.0f} ms; ask for less, or later") from None
+            raise ProblemError(
+                "timeout", f"no answer within {1000 * wait_s:.0f} ms; ask for less, or later"
+            ) from None
         finally:
             self.working -= 1
 
@@ -290,10 +333,17 @@ def find(asked: Sequence[Asked], max_tokens: int, part: tuple[int, int] = WHOLE)
     if known:
         query_BD, longer = np.concatenate(known), [False] * sum(map(len, known))
     else:
-        query_BD, longer = snapshot.encode([text for one in asked for text in one.request.texts], max_tokens)
-    found = snapshot.view(request.filter).find(query_BD, k, snapshot.voting(request.memory), part=part)
+        query_BD, longer = snapshot.encode(
+            [text for one in asked for text in one.request.texts], max_tokens
+        )
+    found = snapshot.view(request.filter).find(
+        query_BD, k, snapshot.voting(request.memory), part=part
+    )
     ends = itertools.accumulate((len(one.request.texts) for one in asked), initial=0)
-    return [Near(found.slice(first, last), longer[first:last]) for first, last in itertools.pairwise(ends)]
+    return [
+        Near(found.slice(first, last), longer[first:last])
+        for first, last in itertools.pairwise(ends)
+    ]
 
 
 def pinned(model: str, snapshot: Snapshot) -> dict[str, Any]:

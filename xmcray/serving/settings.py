@@ -93,7 +93,10 @@ def composed_parts(config: ServeConfig) -> int:
     """Searchers of the composed mode; 0 in the single mode."""
     if config.mode == "single":
         return 0
-    settings = [read_settings(storage.open_artifact(b, KIND, contents=False)[0]) for b in config.bundles.values()]
+    settings = [
+        read_settings(storage.open_artifact(b, KIND, contents=False)[0])
+        for b in config.bundles.values()
+    ]
     if config.mode == "auto" and max(s.num_labels for s in settings) < COMPOSED_LABELS:
         return 0
     return config.parts or min(MAX_PARTS, max(len(s.shards) for s in settings))

@@ -59,7 +59,12 @@ class Snapshot:
 
     @classmethod
     def load(
-        cls, bundle: str, model: str, threads: int, part: tuple[int, int] = WHOLE, encoder: str = "float32"
+        cls,
+        bundle: str,
+        model: str,
+        threads: int,
+        part: tuple[int, int] = WHOLE,
+        encoder: str = "float32",
     ) -> Snapshot:
         """A bundle as it was written; every file is compared with its hash.
 
@@ -73,7 +78,9 @@ class Snapshot:
         folder, manifest = storage.open_artifact(bundle, KIND, contents=False)
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)
-        return cls(retriever, attributes, load_label_side(folder / "label_side"), folder, number, number)
+        return cls(
+            retriever, attributes, load_label_side(folder / "label_side"), folder, number, number
+        )
 
     @property
     def version(self) -> str:
@@ -110,7 +117,9 @@ class Snapshot:
         attributes = self.attributes.with_rows(retriever.settings.num_labels, told)
         number = self.number + len(operations)
         known = self._exported_ids
-        return Snapshot(retriever, attributes, self._side, self.folder, number, self.exported, known, changed)
+        return Snapshot(
+            retriever, attributes, self._side, self.folder, number, self.exported, known, changed
+        )
 
     def label_id(self, uid: str) -> int | None:
         """Source id of a label that can be answered."""
@@ -133,7 +142,9 @@ class Snapshot:
         full = np.flatnonzero(tokens.lengths >= limit)
         longer = np.zeros(len(texts), bool)
         if len(full):
-            longer[full] = tokenizer.encode([texts[i] for i in full.tolist()], limit + 1).lengths > limit
+            longer[full] = (
+                tokenizer.encode([texts[i] for i in full.tolist()], limit + 1).lengths > limit
+            )
         return self.retriever.encode(tokens), longer.tolist()
 
     def view(self, wanted: schema.Filter | None) -> Retriever:
@@ -163,7 +174,9 @@ class Snapshot:
         if memory is None:
             raise ConfigError("this bundle has no memory of training queries; leave `memory` out")
         known, given = memory.config, asked.model_dump(exclude_none=True)
-        return MemoryConfig(**{name: given.get(name, getattr(known, name)) for name in MemoryConfig.__annotations__})
+        return MemoryConfig(
+            **{name: given.get(name, getattr(known, name)) for name in MemoryConfig.__annotations__}
+        )
 
     @functools.cached_property
     def probes(self) -> list[str]:

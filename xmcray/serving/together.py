@@ -34,7 +34,9 @@ class Together(Generic[Item, Found]):
         most: texts in one call, unless a single item has more.
     """
 
-    def __init__(self, thread: Executor, work: Callable[[Sequence[Item]], Sequence[Found]], most: int) -> None:
+    def __init__(
+        self, thread: Executor, work: Callable[[Sequence[Item]], Sequence[Found]], most: int
+    ) -> None:
         self._thread, self._work, self._most = thread, work, most
         self._waiting: list[_Entry[Item, Found]] = []
         self._lock = threading.Lock()
@@ -85,7 +87,9 @@ class Together(Generic[Item, Found]):
         return taken
 
 
-def _tell(entry: _Entry[Item, Found], found: Found | None = None, error: Exception | None = None) -> None:
+def _tell(
+    entry: _Entry[Item, Found], found: Found | None = None, error: Exception | None = None
+) -> None:
     """Ends an item's wait, in the loop that waits."""
 
     def end() -> None:

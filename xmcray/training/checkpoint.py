@@ -85,7 +85,9 @@ def save(
     results = collectives.gather_objects(_guard(write, aside))
     errors = [result for result in results if isinstance(result, str)]
     if not errors and collectives.rank() == 0:
-        entries = {name: FileEntry(*entry) for result in results for name, entry in dict(result).items()}
+        entries = {
+            name: FileEntry(*entry) for result in results for name, entry in dict(result).items()
+        }
 
         def finish() -> dict[str, list[Any]]:
             storage.finish_manifest(aside, KIND, {"step": step}, entries)
@@ -138,7 +140,9 @@ def load_weights(checkpoint: Checkpoint, stepper: Stepper, part: LabelPartition)
     """Restores what answers queries, and nothing of the optimisers."""
     _load_modules(checkpoint.path, stepper)
     for name, table in stepper.method.tables.items():
-        for first, tensors in row_blocks(checkpoint.path, name, part.start, part.stop, only="weight"):
+        for first, tensors in row_blocks(
+            checkpoint.path, name, part.start, part.stop, only="weight"
+        ):
             table.weight_SD[first : first + len(tensors["weight"])] = tensors["weight"]
 
 
@@ -155,7 +159,9 @@ def _load_modules(path: Path, stepper: Stepper) -> None:
         tensors = load_file(path / "modules.safetensors")
         for name, module in others.items():
             prefix = f"{name}/"
-            module.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+            module.load_state_dict(
+                {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            )
 
 
 def row_blocks(
@@ -185,7 +191,13 @@ def _write_rows(folder: Path, stepper: Stepper, part: LabelPartition) -> dict[st
         height = max(1, ROW_BLOCK_BYTES // max(1, row_bytes))
         for low in range(0, part.size, height):  # in blocks: what is written is copied in memory
             file = folder / f"{name}-{part.start + low:010d}.safetensors"
-            save_file({key: tensor[low : low + height].cpu().contiguous() for key, tensor in tensors.items()}, file)
+            save_file(
+                {
+                    key: tensor[low : low + height].cpu().contiguous()
+                    for key, tensor in tensors.items()
+                },
+                file,
+            )
             storage.fsync(file)
             entry = storage.hash_file(file)
             written[file.name] = [entry.size, entry.sha256]
@@ -196,13 +208,19 @@ def _write_shared(folder: Path, step: int, stepper: Stepper, state: Mapping[str,
     stepper.encoder.save(folder / "encoder")
     others = {name: module for name, module in stepper.modules.items() if name != "encoder"}
     if others:
-        tensors = {f"{m}/{k}": v.detach().cpu() for m, module in others.items() for k, v in module.state_dict().items()}
+        tensors = {
+            f"{m}/{k}": v.detach().cpu()
+            for m, module in others.items()
+            for k, v in module.state_dict().items()
+        }
         save_file(tensors, folder / "modules.safetensors")
     save_file(
         {k: v.detach().cpu().contiguous() for k, v in stepper.optimizer.tensors().items()},
         folder / "optimizer.safetensors",
     )
-    storage.write_json(folder / "state.json", {"step": step, "num_ranks": collectives.num_ranks(), **state})
+    storage.write_json(
+        folder / "state.json", {"step": step, "num_ranks": collectives.num_ranks(), **state}
+    )
 
 
 def _guard(write: Callable[[], Any], path: Path) -> Any:

@@ -33,7 +33,10 @@ _RECALL = 0.99  # of the index: answers are for users, hard negatives may miss m
 
 
 def export_run(
-    run: Run, out: str | Path, corpus: Corpus | None = None, settings: Mapping[str, Any] | None = None
+    run: Run,
+    out: str | Path,
+    corpus: Corpus | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the bundle of a finished run; nothing is left at `out` on failure.
 
@@ -55,7 +58,10 @@ def export_run(
     num_labels = corpus.card.num_labels
     first = _finished(run, last, data, LabelPartition(num_labels, _blocks(num_labels), 0))
     memory = first.method.bundle_spec.memory
-    ids = [np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64) for start in range(0, num_labels, _BLOCK)]
+    ids = [
+        np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64)
+        for start in range(0, num_labels, _BLOCK)
+    ]
     write_bundle(
         out,
         last.path / "encoder",
@@ -75,8 +81,12 @@ def export_run(
         },
         method=run.config.method_name,
         label_side=first.method.bundle_spec.label_side,
-        queries=_query_vectors(first, data.tokens(sample_rows(data.num_train, run.config.optim.seed))),
-        predictor=remember(corpus.split("train"), lambda t: _query_vectors(first, t), memory, spec) if memory else None,
+        queries=_query_vectors(
+            first, data.tokens(sample_rows(data.num_train, run.config.optim.seed))
+        ),
+        predictor=remember(corpus.split("train"), lambda t: _query_vectors(first, t), memory, spec)
+        if memory
+        else None,
     )
 
 
@@ -87,7 +97,9 @@ def index_spec(seed: int, settings: Mapping[str, Any]) -> IndexSpec:
         ConfigError: as for `export_run`.
     """
     if other := [name for name in settings if name != "index"]:
-        raise ConfigError(f"an export takes settings of the index alone, found {other[0]!r}; give it to `xmcray train`")
+        raise ConfigError(
+            f"an export takes settings of the index alone, found {other[0]!r}; give it to `xmcray train`"
+        )
     section = settings.get("index", {})
     if not isinstance(section, Mapping):
         raise ConfigError(f"index is {section!r}, expected a section with settings")
@@ -120,7 +132,9 @@ def open_corpus(run: Run) -> Corpus:
         StorageError: it was altered.
     """
     if not is_url(run.corpus) and not Path(run.corpus).exists():
-        raise RunError(f"{run.path} was trained on {run.corpus}, which does not exist; name the corpus with --data")
+        raise RunError(
+            f"{run.path} was trained on {run.corpus}, which does not exist; name the corpus with --data"
+        )
     return Corpus.open(run.corpus)
 
 
@@ -139,7 +153,9 @@ def _blocks(num_labels: int) -> int:
 
 def _finished(run: Run, last: Checkpoint, data: TrainingData, part: LabelPartition) -> Setup:
     """The trained method with a block of the labels, as one of many ranks would hold it."""
-    device = torch.device("cuda" if torch.cuda.is_available() and run.config.cluster.device != "cpu" else "cpu")
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() and run.config.cluster.device != "cpu" else "cpu"
+    )
     setup = build(run.config, data, device, part)
     checkpoints.load_weights(last, setup.stepper, part)
     return setup
@@ -155,9 +171,13 @@ def _vectors(run: Run, last: Checkpoint, data: TrainingData) -> Iterator[Float32
 
 def sample_rows(num_train: int, seed: int) -> Int64Array:
     """Training queries by which an index is tuned: a seeded sample, ascending."""
-    return np.sort(np.random.default_rng(seed).choice(num_train, min(_TUNE_QUERIES, num_train), replace=False))
+    return np.sort(
+        np.random.default_rng(seed).choice(num_train, min(_TUNE_QUERIES, num_train), replace=False)
+    )
 
 
 def _query_vectors(setup: Setup, tokens: Ragged) -> Float32Array:
-    vectors: Float32Array = answer_queries(setup.stepper.encoder, setup.method, tokens).float().cpu().numpy()
+    vectors: Float32Array = (
+        answer_queries(setup.stepper.encoder, setup.method, tokens).float().cpu().numpy()
+    )
     return vectors

@@ -57,7 +57,9 @@ _RAY_SETTINGS = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
-_START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"  # how long a group waits for its nodes, at each try
+_START_TIMEOUT = (
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"  # how long a group waits for its nodes, at each try
+)
 _ABORT_S = 10  # for a controller to end its workers; one that waits for nodes does not hear
 _ALLOCATOR = {  # glibc would give large blocks back after every step and fault them in again at the next
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -100,7 +102,9 @@ def train(
             "--refit chooses the number of epochs on held-out queries, but data.validation is 0; raise it"
         )
     trackers.check(config.log.track)
-    credentials.refuse([str(corpus), *credentials.texts(config.to_dict())], "what the run would keep")
+    credentials.refuse(
+        [str(corpus), *credentials.texts(config.to_dict())], "what the run would keep"
+    )
     path = Path(out).absolute()
     opened = Corpus.open(corpus)
     without_text = int((opened.num_label_tokens() == 0).sum())
@@ -119,7 +123,9 @@ def train(
     return run
 
 
-def clipped(config: RunConfig, num_train: int, num_labels: int, without_text: int = 0) -> Iterator[str]:
+def clipped(
+    config: RunConfig, num_train: int, num_labels: int, without_text: int = 0
+) -> Iterator[str]:
     """Settings that ask for more than there is, as warnings: what is there is taken.
 
     Args:
@@ -129,7 +135,9 @@ def clipped(config: RunConfig, num_train: int, num_labels: int, without_text: in
     counts = {f"method.{name}": getattr(config.method, name) for name in entry.at_most_labels}
     usual = {f"method.{name}": getattr(entry.config_type(), name) for name in entry.at_most_labels}
     for name, value in {**counts, "negatives.hard": negatives.hard}.items():
-        if value > num_labels and value != usual.get(name):  # a default means "as many as make sense"
+        if value > num_labels and value != usual.get(
+            name
+        ):  # a default means "as many as make sense"
             yield f"{name} is {value}, clipped to the number of labels, {num_labels}"
     drawn = counts.get("method.hard_per_query", 0)
     if 0 < negatives.hard < drawn <= num_labels:
@@ -145,7 +153,9 @@ def refit_config(selection: Run) -> RunConfig:
     """The settings of a finished run with nothing held out and the epochs that were best on its validation split."""
     config = selection.config
     records = [r for r in read_records(selection.path / "metrics.jsonl") if _SELECT_BY in r]
-    best = max(records, key=lambda r: float(r[_SELECT_BY]), default={"epoch": config.optim.epochs - 1})
+    best = max(
+        records, key=lambda r: float(r[_SELECT_BY]), default={"epoch": config.optim.epochs - 1}
+    )
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, validation=0.0),
@@ -172,16 +182,22 @@ def _train_one(run: Run, corpus: Corpus, watch: FitContext) -> None:
         raise
 
 
-def train_here(run: Run, corpus: Corpus, on_step: Callable[[int], None] | None = None) -> dict[str, Any]:
+def train_here(
+    run: Run, corpus: Corpus, on_step: Callable[[int], None] | None = None
+) -> dict[str, Any]:
     """Trains in this process, without Ray; the index is built in a thread."""
     cluster = run.config.cluster
     threads = cluster.threads_per_process or max(1, (os.cpu_count() or 2) // 2)
     torch.set_num_threads(threads)
     if cluster.device == "gpu" and not torch.cuda.is_available():
-        raise ResourceError("cluster.device is gpu, but this machine has no CUDA device; set cluster.device=cpu")
+        raise ResourceError(
+            "cluster.device is gpu, but this machine has no CUDA device; set cluster.device=cpu"
+        )
     gpu = cluster.device != "cpu" and torch.cuda.is_available()
     data = TrainingData(corpus, run.config.data)
-    refresher = ThreadRefresher(data, RefreshSpec(1, run.config.negatives, run.config.optim.seed, threads))
+    refresher = ThreadRefresher(
+        data, RefreshSpec(1, run.config.negatives, run.config.optim.seed, threads)
+    )
     setup = build(run.config, data, torch.device("cuda" if gpu else "cpu"), vectors=run.vectors)
     try:
         return Loop(run, setup, refresher, on_step).train()
@@ -197,7 +213,11 @@ def _train_on_ray(run: Run, corpus: Corpus) -> None:
     try:
         with ray_session():
             cluster = run.config.cluster
-            where = place(cluster, Nodes.of_cluster(), cluster.workers if run.config.negatives.refreshed else 0)
+            where = place(
+                cluster,
+                Nodes.of_cluster(),
+                cluster.workers if run.config.negatives.refreshed else 0,
+            )
             with _pool(run, corpus, where):
                 _fit(_trainer(run, where))
     finally:
@@ -214,7 +234,9 @@ def _fit(trainer: Any) -> Any:
         ResourceError: there was no room for the workers, or none any more (waiting.py).
     """
     controllers: list[Any] = []
-    trainer._register_sigint_handler = controllers.append  # Ray's own makes an interrupt an exit with code 0
+    trainer._register_sigint_handler = (
+        controllers.append
+    )  # Ray's own makes an interrupt an exit with code 0
     try:
         return trainer.fit()
     except KeyboardInterrupt:
@@ -247,13 +269,19 @@ def _trainer(run: Run, where: Placement) -> Any:
     )
     storage = run.path / "ray"
     storage.mkdir(exist_ok=True)
-    environment = {"OMP_NUM_THREADS": str(where.threads), "TOKENIZERS_PARALLELISM": "false", **_ALLOCATOR}
+    environment = {
+        "OMP_NUM_THREADS": str(where.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        **_ALLOCATOR,
+    }
     environment[logs.VARIABLE] = os.environ.get(logs.VARIABLE, "")
     return _train.torch.TorchTrainer(
         work,
         train_loop_config=dataclasses.asdict(settings),
         torch_config=torch_config(
-            "nccl" if where.use_gpu else "gloo", int(negatives.wait_s) + 300, str(storage / "rendezvous")
+            "nccl" if where.use_gpu else "gloo",
+            int(negatives.wait_s) + 300,
+            str(storage / "rendezvous"),
         ),
         scaling_config=_train.ScalingConfig(
             num_workers=elastic,
@@ -266,7 +294,9 @@ def _trainer(run: Run, where: Placement) -> Any:
             name=f"{run.id}-{secrets.token_hex(3)}",
             storage_path=str(storage),
             # Failed starts of the group are bounded by time, not by number: Ray's count spans the whole run.
-            failure_config=_train.FailureConfig(max_failures=cluster.max_failures, controller_failure_limit=-1),
+            failure_config=_train.FailureConfig(
+                max_failures=cluster.max_failures, controller_failure_limit=-1
+            ),
             callbacks=[Patience(run.path, where.asked, where.wait_s)],
             logging_config=_train.LoggingConfig(log_level="ERROR"),
             worker_runtime_env={"env_vars": environment},

@@ -59,11 +59,13 @@ def build(
         vectors: folder for what a frozen encoder computes once; without it computes as often as it is asked.
     """
     optim = config.optim
-    partition = partition or LabelPartition(data.num_labels, collectives.num_ranks(), collectives.rank())
-    tokenizer = data.corpus.tokenizer()
-    encoder = build_encoder(config.encoder, tokenizer, data.token_counts(tokenizer.vocab_size), optim.seed).to(
-        device, optim.dtype
+    partition = partition or LabelPartition(
+        data.num_labels, collectives.num_ranks(), collectives.rank()
     )
+    tokenizer = data.corpus.tokenizer()
+    encoder = build_encoder(
+        config.encoder, tokenizer, data.token_counts(tokenizer.vocab_size), optim.seed
+    ).to(device, optim.dtype)
     if vectors is not None:
         encoder.remember(vectors, data.num_train + data.num_labels, data.tokens)
     embedder = Embedder(encoder, optim.micro_batch)
@@ -108,7 +110,9 @@ class Loop:
         self.watch = watch or Watch(StopFlag(run.path))
         self.saved_step = 0
         self.steps_per_epoch = setup.sampler.steps_per_epoch
-        self.last_step = (self.config.optim.stop_epoch or self.config.optim.epochs) * self.steps_per_epoch
+        self.last_step = (
+            self.config.optim.stop_epoch or self.config.optim.epochs
+        ) * self.steps_per_epoch
         self.feed = ShortlistFeed(
             Ledger(run.negatives),
             self.config.negatives,
@@ -180,7 +184,9 @@ class Loop:
     def _save(self, step: int) -> None:
         state = {"epoch": step // self.steps_per_epoch, "negatives": self.feed.state(step)}
         stepper, part, keep = self.setup.stepper, self.setup.partition, self.config.log.keep
-        checkpoints.save(self.run.checkpoints, step, stepper, part, state, keep, self.feed.pending())
+        checkpoints.save(
+            self.run.checkpoints, step, stepper, part, state, keep, self.feed.pending()
+        )
         self.saved_step = step
         if collectives.rank() == 0:
             self._retire_versions()
@@ -188,7 +194,8 @@ class Loop:
     def _retire_versions(self) -> None:
         """Removes versions of hard negatives, and inputs of versions, that no kept checkpoint can still need."""
         states = [
-            json.loads(path.read_text(encoding="utf-8")) for path in self.run.checkpoints.glob("step-*/state.json")
+            json.loads(path.read_text(encoding="utf-8"))
+            for path in self.run.checkpoints.glob("step-*/state.json")
         ]
         kept = [state["negatives"] for state in states if state["negatives"]]
         if kept and all(state["version"] is not None for state in kept):
@@ -199,7 +206,11 @@ class Loop:
                 folder.drop_inputs()
 
     def _record(self, step: int, window: _Window) -> None:
-        loss = float(collectives.sum_over_ranks(torch.tensor([window.loss], dtype=torch.float64, device=_wire())))
+        loss = float(
+            collectives.sum_over_ranks(
+                torch.tensor([window.loss], dtype=torch.float64, device=_wire())
+            )
+        )
         if collectives.rank() == 0:
             current = self.feed.current
             self.records.add(
@@ -223,7 +234,9 @@ class Loop:
     def _validate(self, step: int) -> None:
         if not len(self.setup.data.validation_rows):
             return
-        values = validate(self.setup.stepper.encoder, self.setup.method, self.setup.data, self.setup.partition)
+        values = validate(
+            self.setup.stepper.encoder, self.setup.method, self.setup.data, self.setup.partition
+        )
         if collectives.rank() == 0:
             self.records.add({"step": step, "epoch": (step - 1) // self.steps_per_epoch, **values})
 
@@ -279,5 +292,9 @@ def _wire() -> str:
 
 
 def _resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    pages = (
+        int(Path("/proc/self/statm").read_text().split()[1])
+        if Path("/proc/self/statm").exists()
+        else 0
+    )
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -56,8 +56,15 @@ def memory_bundle(
     model, head = open_encoder(encoder, corpus)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, head = model.to(device), head.to(device)
-    encode, order, num_labels = encoder_of(model, head, progress), corpus.label_order, corpus.card.num_labels
-    blocks = [np.arange(i, min(i + _BLOCK, num_labels), dtype=np.int64) for i in range(0, num_labels, _BLOCK)]
+    encode, order, num_labels = (
+        encoder_of(model, head, progress),
+        corpus.label_order,
+        corpus.card.num_labels,
+    )
+    blocks = [
+        np.arange(i, min(i + _BLOCK, num_labels), dtype=np.int64)
+        for i in range(0, num_labels, _BLOCK)
+    ]
     spec = IndexSpec()
     train = corpus.split("train")
     sample = np.random.default_rng(0).choice(len(train), min(256, len(train)), replace=False)
@@ -108,7 +115,9 @@ def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
     return encoder.eval(), head.eval()
 
 
-def encoder_of(encoder: Encoder, head: Head, progress: Callable[[int], None] | None = None) -> Encode:
+def encoder_of(
+    encoder: Encoder, head: Head, progress: Callable[[int], None] | None = None
+) -> Encode:
     """Token ids -> float32 vectors of length 1, in bounded memory; `progress` hears how many texts it encoded."""
     done = 0
 
@@ -140,10 +149,18 @@ def sweep_memory(
         raise ConfigError("the grid of memory settings is empty, expected at least one")
     held_out, corpus = data.validation_rows, data.corpus
     if not len(held_out):
-        raise DataError("no training query is held out, expected some to choose by; set data.validation=0.05")
+        raise DataError(
+            "no training query is held out, expected some to choose by; set data.validation=0.05"
+        )
     card, train = corpus.card, corpus.split("train")
     measured = [
-        Metrics(corpus.train_counts, card.num_train, card.propensity_a, card.propensity_b, card.num_labels)
+        Metrics(
+            corpus.train_counts,
+            card.num_train,
+            card.propensity_a,
+            card.propensity_b,
+            card.num_labels,
+        )
         for _ in grid
     ]
     for rows, answers in _answers(encode, data, grid):
@@ -159,10 +176,15 @@ def _answers(
     corpus, held_out, num_labels = data.corpus, data.validation_rows, data.num_labels
     train = corpus.split("train")
     kept = data.query_ids[data.query_ids < data.num_train]
-    key_ND, label_LD = encode(train.tokens(kept)), encode(corpus.label_tokens(np.arange(num_labels)))
+    key_ND, label_LD = (
+        encode(train.tokens(kept)),
+        encode(corpus.label_tokens(np.arange(num_labels))),
+    )
     widest = dataclasses.replace(grid[0], weight=0.5, keys=max(config.keys for config in grid))
     index = Index(torch.from_numpy(key_ND), None, threads=torch.get_num_threads())
-    memory = Memory(widest, [Shard(0, len(kept), False, 1)], [index], train.positives(kept), num_labels)
+    memory = Memory(
+        widest, [Shard(0, len(kept), False, 1)], [index], train.positives(kept), num_labels
+    )
     k = min(SEARCH_K, num_labels)
     for start in range(0, len(held_out), VOTERS):
         rows = held_out[start : start + VOTERS]
@@ -179,5 +201,7 @@ def _fits(folder: Path, encoder: Encoder, tokenizer: TextTokenizer) -> bool:
     if tokenizer.kind != "transformer":
         return False
     own = from_transformer(str(folder), tokenizer.max_len, tokenizer.label_max_len)
-    vocabularies = [Tokenizer.from_str(t.to_files()["tokenizer.json"]).get_vocab() for t in (own, tokenizer)]
+    vocabularies = [
+        Tokenizer.from_str(t.to_files()["tokenizer.json"]).get_vocab() for t in (own, tokenizer)
+    ]
     return bool(vocabularies[0] == vocabularies[1])

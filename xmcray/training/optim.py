@@ -10,12 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from xmcray.config import check_choice, check_range
+from xmcray.config import check_choices, check_range
 from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
 from xmcray.parallel import collectives
 
 _BUCKET = 8_000_000  # elements reduced together
-_BELOW_ONE, _ABOVE_ZERO = 0.999_999, 1e-30  # Adam divides by 1 - beta and by eps where a gradient is 0
+_BELOW_ONE, _ABOVE_ZERO = (
+    0.999_999,
+    1e-30,
+)  # Adam divides by 1 - beta and by eps where a gradient is 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +70,7 @@ class OptimConfig:
         check_range("optim.eps", self.eps, low=_ABOVE_ZERO)
         check_range("optim.micro_batch", self.micro_batch, low=0)
         check_range("optim.seed", self.seed, low=0)
-        check_choice("optim.schedule", self.schedule, ("cosine", "linear", "constant"))
-        check_choice("optim.precision", self.precision, ("float32", "float64"))
-        check_choice("optim.matmul", self.matmul, ("float32", "bf16"))
+        check_choices(self, "optim")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,7 +85,11 @@ def lr_factor(config: OptimConfig, step: int, total_steps: int) -> float:
     if config.schedule == "constant":
         return 1.0
     done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0))) if config.schedule == "cosine" else max(0.0, 1.0 - done)
+    return (
+        0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+        if config.schedule == "cosine"
+        else max(0.0, 1.0 - done)
+    )
 
 
 def sparse_parameters(module: nn.Module) -> list[str]:
@@ -111,21 +116,35 @@ class EncoderOptimizer:
         lr_factors: Mapping[str, float] | None = None,
     ) -> None:
         named = {
-            f"{m}.{n}": p for m, module in modules.items() for n, p in module.named_parameters() if p.requires_grad
+            f"{m}.{n}": p
+            for m, module in modules.items()
+            for n, p in module.named_parameters()
+            if p.requires_grad
         }
         rows = RowOptimConfig(
-            kind="adam", lr=config.token_lr or config.lr, beta1=config.beta1, beta2=config.beta2, eps=config.eps
+            kind="adam",
+            lr=config.token_lr or config.lr,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
         )
-        self.sparse = {name: (named[name], RowTable(named.pop(name).detach(), rows)) for name in sparse}
+        self.sparse = {
+            name: (named[name], RowTable(named.pop(name).detach(), rows)) for name in sparse
+        }
         self.named = named
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, parameter in named.items():
             decayed = parameter.ndim > 1 and "norm" not in name.lower()
             factor = (lr_factors or {}).get(name.split(".", 1)[0], 1.0)
-            groups.setdefault((factor, config.weight_decay if decayed else 0.0), []).append(parameter)
+            groups.setdefault((factor, config.weight_decay if decayed else 0.0), []).append(
+                parameter
+            )
         self.config = config
         self.adam = torch.optim.AdamW(
-            [{"params": params, "lr_factor": f, "weight_decay": wd} for (f, wd), params in groups.items()]
+            [
+                {"params": params, "lr_factor": f, "weight_decay": wd}
+                for (f, wd), params in groups.items()
+            ]
             or [{"params": [nn.Parameter(torch.zeros(1))], "lr_factor": 1.0}],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
@@ -150,9 +169,18 @@ class EncoderOptimizer:
     def tensors(self) -> dict[str, Tensor]:
         """Optimiser state by name."""
         state = self.adam.state
-        kept = {f"{n}/{k}": v for n, p in self.named.items() for k, v in state[p].items() if isinstance(v, Tensor)}
+        kept = {
+            f"{n}/{k}": v
+            for n, p in self.named.items()
+            for k, v in state[p].items()
+            if isinstance(v, Tensor)
+        }
         for name, (_, table) in self.sparse.items():
-            kept |= {f"{name}/{key}": tensor for key, tensor in table.tensors().items() if key != "weight"}
+            kept |= {
+                f"{name}/{key}": tensor
+                for key, tensor in table.tensors().items()
+                if key != "weight"
+            }
         return kept
 
     def load(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:

@@ -12,7 +12,11 @@ from xmcray import __version__, storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import DataError
 from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, evaluate
-from xmcray.evaluation.predictions import predictions_to_top_labels, read_predictions, write_predictions
+from xmcray.evaluation.predictions import (
+    predictions_to_top_labels,
+    read_predictions,
+    write_predictions,
+)
 from xmcray.evaluation.report import write_report
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training import tracking
@@ -84,7 +88,9 @@ def measure_bundle(
         answers.append(first(rows))
         return answers[-1]
 
-    options: dict[str, Any] = {"exact": searcher(retriever, corpus, split, True) if indexed else None}
+    options: dict[str, Any] = {
+        "exact": searcher(retriever, corpus, split, True) if indexed else None
+    }
     found = measure(search if predictions else first, corpus, split, progress=progress, **options)
     if predictions:
         # the comparison with exact search repeats some queries after all of them were answered once
@@ -114,14 +120,22 @@ def check_fits(retriever: Retriever, corpus: Corpus) -> None:
     """Raises DataError unless the corpus has the labels and the token ids that the bundle knows."""
     ours, theirs = retriever.num_labels, corpus.card.num_labels
     if retriever.changed:
-        raise DataError("labels joined or were removed since the bundle was exported; evaluate the bundle as it was")
+        raise DataError(
+            "labels joined or were removed since the bundle was exported; evaluate the bundle as it was"
+        )
     if ours != theirs:
-        raise DataError(f"the bundle has {ours:,} labels, corpus {corpus.path} has {theirs:,}; name its own corpus")
+        raise DataError(
+            f"the bundle has {ours:,} labels, corpus {corpus.path} has {theirs:,}; name its own corpus"
+        )
     if retriever.tokenizer.to_files() != corpus.tokenizer().to_files():
-        raise DataError(f"corpus {corpus.path} has another vocabulary than the bundle; name the bundle's own corpus")
+        raise DataError(
+            f"corpus {corpus.path} has another vocabulary than the bundle; name the bundle's own corpus"
+        )
 
 
-def finish(run: Run, corpus: Corpus, evaluate_test: bool = True, progress: Progress | None = None) -> Evaluation | None:
+def finish(
+    run: Run, corpus: Corpus, evaluate_test: bool = True, progress: Progress | None = None
+) -> Evaluation | None:
     """Writes RUN/bundle, and RUN/metrics.json of the test split if there is one; then RUN/report.html."""
     bundle = bundle_of(run, corpus)
     found = None
@@ -133,7 +147,11 @@ def finish(run: Run, corpus: Corpus, evaluate_test: bool = True, progress: Progr
 
 def _punctuality(result: Mapping[str, Any]) -> str:
     late = result.get("schedule_broken_at_step")
-    return "always in time" if late is None else f"late since step {late:,}: the run cannot be repeated exactly"
+    return (
+        "always in time"
+        if late is None
+        else f"late since step {late:,}: the run cannot be repeated exactly"
+    )
 
 
 def record(run: Run, corpus: Corpus, evaluation: Evaluation | None) -> None:

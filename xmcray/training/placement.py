@@ -54,8 +54,14 @@ class Nodes:
         bootstrap = Path.home() / _BOOTSTRAP
         if bootstrap.is_file():
             head = [(node, 1) for node in alive.values() if _HEAD in node]
-            return cls(alive, [*head, *_of_types(yaml.safe_load(bootstrap.read_text(encoding="utf-8")))], True)
-        if os.environ.get("RAY_USAGE_STATS_KUBERAY_IN_USE") == "1":  # set in KubeRay's pods; the limits are not
+            return cls(
+                alive,
+                [*head, *_of_types(yaml.safe_load(bootstrap.read_text(encoding="utf-8")))],
+                True,
+            )
+        if (
+            os.environ.get("RAY_USAGE_STATS_KUBERAY_IN_USE") == "1"
+        ):  # set in KubeRay's pods; the limits are not
             return cls(alive, None, True)
         return cls(alive, [], False)
 
@@ -116,7 +122,8 @@ def place(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> Placement:
         _index_options(cluster, nodes, num_shards, use_gpu),
         _on_cpu_nodes(nodes),
         f"{fewest} workers that ask for {_words(each)} each",
-        cluster.wait_s or (3600 if nodes.autoscaled else 240),  # a machine in the cloud may take long to come
+        cluster.wait_s
+        or (3600 if nodes.autoscaled else 240),  # a machine in the cloud may take long to come
     )
 
 
@@ -153,10 +160,14 @@ def _lacking(workers: int, each: Resources, nodes: Nodes, possible: int) -> str:
 
 
 def _words(each: Resources) -> str:
-    return " and ".join(f"{number:g} {name}" for name, number in each.items() if number) or "nothing"
+    return (
+        " and ".join(f"{number:g} {name}" for name, number in each.items() if number) or "nothing"
+    )
 
 
-def _index_options(cluster: ClusterConfig, nodes: Nodes, num_shards: int, use_gpu: bool) -> dict[str, Any]:
+def _index_options(
+    cluster: ClusterConfig, nodes: Nodes, num_shards: int, use_gpu: bool
+) -> dict[str, Any]:
     """Options of index actors; where as many GPUs as workers are left, each has one."""
     unit = {cluster.index_resource: 1.0}
     if cluster.index_resource and (nodes.room(unit) or nodes.possible_room(unit)):
@@ -180,7 +191,9 @@ def _on_cpu_nodes(nodes: Nodes) -> dict[str, Any]:
     if not excluded:
         return {}
     selectors = [{"ray.io/node-id": f"!in({','.join(names)})"} for names in excluded]
-    others = [{"label_selector": selector} for selector in [*selectors[1:], {"ray.io/node-id": "!none"}]]
+    others = [
+        {"label_selector": selector} for selector in [*selectors[1:], {"ray.io/node-id": "!none"}]
+    ]
     return {"label_selector": selectors[0], "fallback_strategy": others}
 
 
@@ -189,7 +202,10 @@ def _room(nodes: Iterable[tuple[Resources, int]], each: Resources) -> int:
     if not needs:
         return 1 << 16
     return sum(
-        count * min(int(has.get(name, 0) / number + 1e-9) for name, number in needs)  # 0.3 has room for 0.1 thrice
+        count
+        * min(
+            int(has.get(name, 0) / number + 1e-9) for name, number in needs
+        )  # 0.3 has room for 0.1 thrice
         for has, count in nodes
     )
 
@@ -198,7 +214,9 @@ def _threads(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> int:
     """Threads of each process: on one machine, all together do not exceed its cores."""
     if len([node for node in nodes.alive.values() if node.get("CPU")]) > 1:
         return cluster.threads_per_process or max(1, int(cluster.cpus_per_worker))
-    return cluster.threads_per_process or max(1, (os.cpu_count() or 1) // (cluster.workers + num_shards))
+    return cluster.threads_per_process or max(
+        1, (os.cpu_count() or 1) // (cluster.workers + num_shards)
+    )
 
 
 def _of_types(config: Mapping[str, Any]) -> list[tuple[Resources, int]]:

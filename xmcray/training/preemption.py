@@ -20,7 +20,9 @@ from typing import Any
 EXIT_CODE = 128 + signal.SIGTERM
 
 
-class Terminated(BaseException):  # like KeyboardInterrupt: no `except Exception` takes it for a failure
+class Terminated(
+    BaseException
+):  # like KeyboardInterrupt: no `except Exception` takes it for a failure
     """SIGTERM asked the process to end. The message is its last line; the exit code is 143."""
 
 

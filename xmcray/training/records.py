@@ -43,7 +43,9 @@ class Records:
         if self.path.is_file():
             kept = [record for record in read_records(self.path) if record["step"] <= step]
             aside = self.path.with_name(f".metrics.{os.getpid()}")
-            aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            aside.write_text(
+                "".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8"
+            )
             aside.replace(self.path)
 
 

@@ -60,11 +60,18 @@ class _Loopback(Backend):
             "ranks": len(worker_group),
             "timeout_s": backend_config.timeout_s,
         }
-        ray.get([worker_group.execute_single_async(i, _join, worker=i, **told) for i in range(len(worker_group))])
+        ray.get(
+            [
+                worker_group.execute_single_async(i, _join, worker=i, **told)
+                for i in range(len(worker_group))
+            ]
+        )
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         """Ends the group; a worker that hangs is killed by Ray afterwards."""
-        ray.wait(left := worker_group.execute_async(_leave), num_returns=len(left), timeout=_LEAVE_S)
+        ray.wait(
+            left := worker_group.execute_async(_leave), num_returns=len(left), timeout=_LEAVE_S
+        )
 
 
 def _join(store: str, backend: str, worker: int, ranks: int, timeout_s: int) -> None:

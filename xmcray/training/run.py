@@ -30,7 +30,7 @@ import yaml
 
 from xmcray import config as configs
 from xmcray import errors, storage
-from xmcray.config import check_choice, check_range
+from xmcray.config import check_choices, check_range
 from xmcray.data.batches import DataConfig
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, XmcrayError
@@ -83,7 +83,7 @@ class ClusterConfig:
         check_range("cluster.min_workers", self.min_workers, 0, self.workers)
         check_range("cluster.resize_every_s", self.resize_every_s, low=0)
         check_range("cluster.wait_s", self.wait_s, low=0)
-        check_choice("cluster.device", self.device, ("auto", "cpu", "gpu"))
+        check_choices(self, "cluster")
         check_range("cluster.cpus_per_worker", self.cpus_per_worker, low=0)
         check_range("cluster.threads_per_process", self.threads_per_process, low=0)
         check_range("cluster.max_failures", self.max_failures, low=0)
@@ -128,7 +128,9 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     @classmethod
-    def resolve(cls, method_name: str, values: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    def resolve(
+        cls, method_name: str, values: Mapping[str, Any], overrides: Sequence[str] = ()
+    ) -> RunConfig:
         """A configuration from YAML values and dotted overrides.
 
         Raises:
@@ -140,10 +142,14 @@ class RunConfig:
         merged = configs.merge(configs.overlay(known[method_name].defaults, values), overrides)
         written_for = merged.pop("method_name", method_name)
         if written_for != method_name:
-            raise ConfigError(f"the configuration is for method {written_for}, not for {method_name}; name that one")
+            raise ConfigError(
+                f"the configuration is for method {written_for}, not for {method_name}; name that one"
+            )
         settings = merged.pop("method", {})
         if not isinstance(settings, Mapping):
-            raise ConfigError(f"method is {settings!r}, expected a section with the settings of {method_name}")
+            raise ConfigError(
+                f"method is {settings!r}, expected a section with the settings of {method_name}"
+            )
         method = configs.build(known[method_name].config_type, settings, "method.")
         sections = {f.name: f for f in dataclasses.fields(cls)}
         merged = {"method_name": method_name, "method": method, **merged}
@@ -176,8 +182,15 @@ class Run:
     def create(cls, path: Path, config: RunConfig, corpus: Corpus) -> Run:
         """Starts a folder; it must not exist or be empty but for a lock."""
         run = cls(path.absolute(), secrets.token_hex(6), config, corpus.origin, corpus.sha256)
-        body = {"id": run.id, "config": config.to_dict(), "corpus": run.corpus, "corpus_sha256": run.corpus_sha256}
-        storage.write_json(path / "run.json", body)  # first: with it alone the folder is a run already
+        body = {
+            "id": run.id,
+            "config": config.to_dict(),
+            "corpus": run.corpus,
+            "corpus_sha256": run.corpus_sha256,
+        }
+        storage.write_json(
+            path / "run.json", body
+        )  # first: with it alone the folder is a run already
         run.write_config()
         return run
 
@@ -195,7 +208,9 @@ class Run:
             config = RunConfig.resolve(values["method_name"], values)
             return cls(folder, body["id"], config, str(body["corpus"]), body["corpus_sha256"])
         except (FileNotFoundError, NotADirectoryError):
-            raise RunError(f"{path} is not a run: it has no run.json; train with --out {path} first") from None
+            raise RunError(
+                f"{path} is not a run: it has no run.json; train with --out {path} first"
+            ) from None
         except (ValueError, KeyError, TypeError):
             raise RunError(f"{path}/run.json is damaged; train again with another --out") from None
 
@@ -204,7 +219,9 @@ class Run:
         path = self.path / "config.yaml"
         if not path.exists():
             temporary = storage.aside(path)
-            temporary.write_text(yaml.safe_dump(self.config.to_dict(), sort_keys=False), encoding="utf-8")
+            temporary.write_text(
+                yaml.safe_dump(self.config.to_dict(), sort_keys=False), encoding="utf-8"
+            )
             temporary.replace(path)
 
     @property
@@ -225,7 +242,9 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """result.json, or None while the run is not finished."""
         try:
-            body: dict[str, Any] = json.loads((self.path / "result.json").read_text(encoding="utf-8"))
+            body: dict[str, Any] = json.loads(
+                (self.path / "result.json").read_text(encoding="utf-8")
+            )
         except FileNotFoundError:
             return None
         return body
@@ -241,7 +260,10 @@ def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -
     """
     if resume == "never":
         refuse_contents(path)
-    for left in [*path.glob(".run.json.*"), *path.glob(".config.yaml.*")]:  # by a process killed while it started
+    for left in [
+        *path.glob(".run.json.*"),
+        *path.glob(".config.yaml.*"),
+    ]:  # by a process killed while it started
         left.unlink()
     if _contents(path) <= {SELECTION, VECTORS}:
         path.mkdir(parents=True, exist_ok=True)
@@ -252,7 +274,9 @@ def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -
     different = sorted(_differences(run.config.to_dict(), config.to_dict()))
     different = [change for change in different if not change.startswith(("cluster.", "log."))]
     if different:
-        raise RunError(f"{path} was started with {different[0]}; use the same settings or another --out")
+        raise RunError(
+            f"{path} was started with {different[0]}; use the same settings or another --out"
+        )
     run.write_config()
     return dataclasses.replace(run, config=config)
 
@@ -260,13 +284,23 @@ def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -
 def refuse_contents(path: Path) -> None:
     """Raises RunError if the folder holds anything but a lock."""
     if _contents(path):
-        raise RunError(f"{path} is not empty and --resume never was given; remove it or choose another --out")
+        raise RunError(
+            f"{path} is not empty and --resume never was given; remove it or choose another --out"
+        )
 
 
 def discard(run: Run) -> None:
     """Removes the files of a run that never reached a checkpoint, so that its folder can be used again."""
     if not run.checkpoints.exists():
-        for name in ("run.json", "config.yaml", "metrics.jsonl", "negatives", "ray", "trackers", VECTORS):
+        for name in (
+            "run.json",
+            "config.yaml",
+            "metrics.jsonl",
+            "negatives",
+            "ray",
+            "trackers",
+            VECTORS,
+        ):
             path = run.path / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if not any(run.path.iterdir()):
@@ -276,7 +310,9 @@ def discard(run: Run) -> None:
 def note_mistake(run: Run, error: XmcrayError) -> None:
     """Keeps a user's mistake where all ranks and the driver find it; on a disk that is full it may be lost."""
     with contextlib.suppress(OSError, XmcrayError):
-        storage.write_json(run.path / _MISTAKE, {"kind": type(error).__name__, "message": str(error)})
+        storage.write_json(
+            run.path / _MISTAKE, {"kind": type(error).__name__, "message": str(error)}
+        )
 
 
 def noted_mistake(run: Run) -> XmcrayError | None:
@@ -309,7 +345,9 @@ def locked(path: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise RunError(f"{path} is in use by another process; wait for it or choose another --out") from None
+                raise RunError(
+                    f"{path} is in use by another process; wait for it or choose another --out"
+                ) from None
             try:
                 yield
             finally:

@@ -35,7 +35,10 @@ class Embedder:
             return self.encoder(tokens)  # type: ignore[no-any-return]
         seed = int(torch.randint(2**62, (1,)))
         with torch.no_grad():
-            parts = [self._chunk(chunk, seed + i) for i, chunk in enumerate(_chunks(tokens, self.micro_batch))]
+            parts = [
+                self._chunk(chunk, seed + i)
+                for i, chunk in enumerate(_chunks(tokens, self.micro_batch))
+            ]
         leaf = torch.cat(parts).requires_grad_()
         self._kept.append((tokens, leaf, seed))
         return leaf
@@ -45,7 +48,9 @@ class Embedder:
         for tokens, leaf, seed in self._kept:
             assert leaf.grad is not None
             grads = leaf.grad.split(self.micro_batch)
-            for i, (chunk, grad) in enumerate(zip(_chunks(tokens, self.micro_batch), grads, strict=True)):
+            for i, (chunk, grad) in enumerate(
+                zip(_chunks(tokens, self.micro_batch), grads, strict=True)
+            ):
                 self._chunk(chunk, seed + i).backward(grad)
         self._kept.clear()
 
@@ -61,7 +66,9 @@ def encode_plain(encoder: Encoder, tokens: Ragged) -> Tensor:
     encoder.eval()
     with torch.no_grad():
         found, place = None, 0
-        for chunk in _chunks(tokens, _PLAIN_ROWS):  # no list of parts, which would exist twice when it is joined
+        for chunk in _chunks(
+            tokens, _PLAIN_ROWS
+        ):  # no list of parts, which would exist twice when it is joined
             vectors = encoder(chunk)
             if found is None:
                 found = vectors.new_empty(len(tokens), vectors.shape[1])
@@ -90,15 +97,26 @@ class Stepper:
     """
 
     def __init__(
-        self, encoder: Encoder, embedder: Embedder, method: Method, config: OptimConfig, total_steps: int
+        self,
+        encoder: Encoder,
+        embedder: Embedder,
+        method: Method,
+        config: OptimConfig,
+        total_steps: int,
     ) -> None:
         self.encoder, self.embedder, self.method = encoder, embedder, method
         self.config, self.total_steps = config, total_steps
         torch.set_float32_matmul_precision("medium" if config.matmul == "bf16" else "highest")
         self.modules: dict[str, nn.Module] = {"encoder": encoder, **method.modules}
-        sparse = [f"{m}.{p}" for m, module in self.modules.items() for p in sparse_parameters(module)]
+        sparse = [
+            f"{m}.{p}" for m, module in self.modules.items() for p in sparse_parameters(module)
+        ]
         self.optimizer = EncoderOptimizer(self.modules, config, sparse, method.lr_factors)
-        if not (self.optimizer.named or sparse or any(table.config.lr for table in method.tables.values())):
+        if not (
+            self.optimizer.named
+            or sparse
+            or any(table.config.lr for table in method.tables.values())
+        ):
             raise ConfigError(
                 "encoder.frozen leaves this method nothing to train without a projection; set encoder.dim"
             )
@@ -106,7 +124,9 @@ class Stepper:
     def step(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
         """Loss, gradients and one update of everything; returns this rank's terms of the loss."""
         # dropout inside a transformer: replayable, different on every rank
-        torch.manual_seed(draws.torch_seed(self.config.seed, "torch", batch.step, collectives.rank()))
+        torch.manual_seed(
+            draws.torch_seed(self.config.seed, "torch", batch.step, collectives.rank())
+        )
         self.encoder.train()
         self.optimizer.zero_grad()
         terms = self.method.loss(batch, shortlist)
@@ -120,4 +140,6 @@ class Stepper:
 
 
 def _chunks(tokens: Ragged, rows: int) -> Iterable[Ragged]:
-    return (tokens.slice(start, min(start + rows, len(tokens))) for start in range(0, len(tokens), rows))
+    return (
+        tokens.slice(start, min(start + rows, len(tokens))) for start in range(0, len(tokens), rows)
+    )

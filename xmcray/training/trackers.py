@@ -25,7 +25,11 @@ from xmcray.errors import ConfigError
 from xmcray.training.run import SELECTION, Run
 
 Name = Literal["tensorboard", "mlflow", "wandb"]
-_MODULES: dict[str, str] = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+_MODULES: dict[str, str] = {
+    "tensorboard": "torch.utils.tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+}
 _PROJECT = "xmcray"
 _TELL_NOBODY = {  # about our users: neither to the trackers' authors nor on the terminal
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -71,7 +75,9 @@ def settings_of(run: Run) -> dict[str, Any]:
     """What a tracker shows as the settings of a run, by dotted name; secrets in URLs masked."""
     about = {"corpus": run.corpus, "corpus_sha256": run.corpus_sha256, "xmcray": __version__}
     values = {**_flat(run.config.to_dict()), **about}
-    return {name: mask(value) if isinstance(value, str) else value for name, value in values.items()}
+    return {
+        name: mask(value) if isinstance(value, str) else value for name, value in values.items()
+    }
 
 
 class _TensorBoard:
@@ -82,7 +88,9 @@ class _TensorBoard:
         self._writer = module.SummaryWriter(folder, purge_step=after + 1 if after else None)
         if not after:
             shown = yaml.safe_dump(settings_of(run), sort_keys=False)
-            self._writer.add_text("settings", "".join(f"    {line}\n" for line in shown.splitlines()))
+            self._writer.add_text(
+                "settings", "".join(f"    {line}\n" for line in shown.splitlines())
+            )
 
     def tell(self, values: Mapping[str, float], step: int, order: int, time: float) -> None:
         for name, value in values.items():
@@ -99,7 +107,9 @@ class _MLflow:
     def __init__(self, module: Any, run: Run, after: int) -> None:
         for noisy in ("alembic", "mlflow"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
-        self._client = module.MlflowClient()  # not the fluent interface, which notes the command line too
+        self._client = (
+            module.MlflowClient()
+        )  # not the fluent interface, which notes the command line too
         self._metric = module.entities.Metric
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
         found = self._client.get_experiment_by_name(experiment)
@@ -111,12 +121,17 @@ class _MLflow:
             return
         tags = {"xmcray.run": run.id, "mlflow.source.name": _PROJECT}
         self._id = self._client.create_run(number, run_name=name_of(run), tags=tags).info.run_id
-        parameters = [module.entities.Param(name, str(value)) for name, value in settings_of(run).items()]
+        parameters = [
+            module.entities.Param(name, str(value)) for name, value in settings_of(run).items()
+        ]
         for start in range(0, len(parameters), 100):  # as many as a request may carry
             self._client.log_batch(self._id, params=parameters[start : start + 100])
 
     def tell(self, values: Mapping[str, float], step: int, order: int, time: float) -> None:
-        metrics = [self._metric(_mlflow_name(name), value, int(1000 * time), step) for name, value in values.items()]
+        metrics = [
+            self._metric(_mlflow_name(name), value, int(1000 * time), step)
+            for name, value in values.items()
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, finished: bool) -> None:
@@ -134,7 +149,12 @@ class _WandB:
         mode = os.environ.get("WANDB_MODE") or ("online" if _wandb_key() else "offline")
         quiet = {"silent": True, "console": "off", "init_timeout": 20, "finish_timeout": 20}
         # neither source code nor command line, packages or machine: the settings are all that is told
-        reticent = {"disable_git": True, "disable_code": True, "x_disable_meta": True, "x_disable_machine_info": True}
+        reticent = {
+            "disable_git": True,
+            "disable_code": True,
+            "x_disable_meta": True,
+            "x_disable_machine_info": True,
+        }
         folder = folder_of(run)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = module.init(
@@ -144,7 +164,9 @@ class _WandB:
             dir=str(folder),
             resume="allow" if mode == "online" else None,
             mode=mode,
-            settings=module.Settings(**quiet, **reticent, x_disable_stats=True, x_save_requirements=False),
+            settings=module.Settings(
+                **quiet, **reticent, x_disable_stats=True, x_save_requirements=False
+            ),
         )
         self._run.config.update(settings_of(run), allow_val_change=True)
         self._run.define_metric("*", step_metric="step")  # W&B's own step must grow with every call
@@ -173,7 +195,11 @@ def name_of(run: Run) -> str:
 def _flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat.update(_flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value})
+        flat.update(
+            _flat(value, f"{where}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{where}{key}": value}
+        )
     return flat
 
 

@@ -29,7 +29,16 @@ _RETRY_S = 60.0
 _PATIENCE_S = 30.0  # how long the end of a training waits for trackers
 _STEP, _VALIDATION, _TEST = range(3)  # at one step they are recorded in this order
 _KINDS = ("train", "validation", "test")
-_NO_VALUES = ("step", "last_step", "epoch", "time", "queries", "left_out", "A", "B")  # where, when and of what
+_NO_VALUES = (
+    "step",
+    "last_step",
+    "epoch",
+    "time",
+    "queries",
+    "left_out",
+    "A",
+    "B",
+)  # where, when and of what
 
 
 @contextlib.contextmanager
@@ -105,7 +114,9 @@ class _Follower:
                     self._tell()
                 if ended and self._tracker is not None:
                     self._tracker.close(self.run.result() is not None)
-            except Exception as error:  # whatever a tracker raises: the training does not end for it
+            except (
+                Exception
+            ) as error:  # whatever a tracker raises: the training does not end for it
                 self._tracker, self._retry_at = None, time.monotonic() + _RETRY_S
                 self._warn(f"{type(error).__name__}: {error}")
             if ended:
@@ -131,7 +142,11 @@ class _Follower:
         if not self._warned:
             self._warned = True
             what = " ".join(mask(what).split())[:300]
-            logger.warning("%s cannot be told about the run (%s); the training goes on without it", self.name, what)
+            logger.warning(
+                "%s cannot be told about the run (%s); the training goes on without it",
+                self.name,
+                what,
+            )
 
 
 def _records(run: Run) -> Iterator[tuple[tuple[int, int], Record]]:
@@ -145,8 +160,12 @@ def _records(run: Run) -> Iterator[tuple[tuple[int, int], Record]]:
 
 def _values(record: Record, kind: str) -> dict[str, float]:
     """The numbers of a record, as "train/loss", "validation/P@1", "test/P@1"."""
-    numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return {f"{kind}/{name}": float(value) for name, value in numbers.items() if name not in _NO_VALUES}
+    numbers = {
+        k: v for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)
+    }
+    return {
+        f"{kind}/{name}": float(value) for name, value in numbers.items() if name not in _NO_VALUES
+    }
 
 
 _FILE = threading.Lock()  # several followers write told.json
@@ -172,4 +191,6 @@ def _write_told(run: Run, name: str, at: tuple[int, int]) -> None:
     with _FILE:
         folder.mkdir(exist_ok=True)
         told = {**_read_told(run), name: at}
-        storage.write_json(folder / "told.json", {tracker: list(values) for tracker, values in told.items()})
+        storage.write_json(
+            folder / "told.json", {tracker: list(values) for tracker, values in told.items()}
+        )

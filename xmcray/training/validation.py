@@ -19,7 +19,9 @@ _KEPT = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10")
 _K = 10
 
 
-def validate(encoder: Encoder, method: Method, data: TrainingData, part: LabelPartition) -> dict[str, float]:
+def validate(
+    encoder: Encoder, method: Method, data: TrainingData, part: LabelPartition
+) -> dict[str, float]:
     """Metrics on `data.validation_rows`; collective, the same result on every rank."""
     row_SD = method.answer_rows()
     rows = data.validation_rows
@@ -30,7 +32,13 @@ def validate(encoder: Encoder, method: Method, data: TrainingData, part: LabelPa
     scores, ids = exact_search(row_SD, query_GD, _K, source_S, _own(data.excluded(rows), part))
     top = _merge(ids, scores)
     card = data.corpus.card
-    metrics = Metrics(data.corpus.train_counts, card.num_train, card.propensity_a, card.propensity_b, data.num_labels)
+    metrics = Metrics(
+        data.corpus.train_counts,
+        card.num_train,
+        card.propensity_a,
+        card.propensity_b,
+        data.num_labels,
+    )
     metrics.update(top, data.corpus.split("train").positives(rows))
     result = metrics.result()
     return {name: float(result[name]) for name in _KEPT if name in result}
@@ -39,13 +47,19 @@ def validate(encoder: Encoder, method: Method, data: TrainingData, part: LabelPa
 def _own(lists: Ragged, part: LabelPartition) -> Ragged:
     """The labels of this rank in each list, by their local ids."""
     own = part.owns(lists.values)
-    return Ragged(part.to_local(lists.values[own]), np.concatenate([[0], np.cumsum(own)])[lists.offsets])
+    return Ragged(
+        part.to_local(lists.values[own]), np.concatenate([[0], np.cumsum(own)])[lists.offsets]
+    )
 
 
 def _merge(ids: Int64Array, scores: Float32Array) -> TopLabels:
     """The best of all ranks, ties by the lower source id."""
     device = "cuda" if collectives.on_gpu() else "cpu"
-    gathered = (collectives.gather_ragged(torch.from_numpy(own).to(device)) for own in (ids, scores))
-    source, score = (np.concatenate([part.cpu().numpy() for part in parts], axis=1) for parts in gathered)
+    gathered = (
+        collectives.gather_ragged(torch.from_numpy(own).to(device)) for own in (ids, scores)
+    )
+    source, score = (
+        np.concatenate([part.cpu().numpy() for part in parts], axis=1) for parts in gathered
+    )
     order = np.lexsort((source, -score))[:, :_K]
     return TopLabels(np.take_along_axis(source, order, 1), np.take_along_axis(score, order, 1))

@@ -48,6 +48,8 @@ class Watch:
         """The step of the next look: `every_s` ahead, but at most twice as far as the last one was."""
         now = time.perf_counter()
         done, seconds = step - self._last, now - self._looked_at
-        ahead = min(2 * done, int(self.every_s * done / max(seconds, 1e-9))) if self._looked_at else 0
+        ahead = (
+            min(2 * done, int(self.every_s * done / max(seconds, 1e-9))) if self._looked_at else 0
+        )
         self._last, self._looked_at = step, now
         return step + max(1, ahead)

@@ -56,7 +56,9 @@ def _train(told: WorkerSettings) -> dict[str, Any]:
     if noted_mistake(run) is not None:
         return {}
     device = (
-        torch.device("cuda") if torch.cuda.is_available() and config.cluster.device != "cpu" else torch.device("cpu")
+        torch.device("cuda")
+        if torch.cuda.is_available() and config.cluster.device != "cpu"
+        else torch.device("cpu")
     )
     try:
         source = CorpusSource(run.corpus, run.corpus_sha256, config.cluster.copy_corpus)

@@ -52,7 +52,11 @@ class FusionConfig:
         configs.check_range("fusion.text", self.text, 0, 1)
 
 
-KINDS: Mapping[str, type[Any]] = {"memory": MemoryConfig, "fusion": FusionConfig, "index": IndexSpec}
+KINDS: Mapping[str, type[Any]] = {
+    "memory": MemoryConfig,
+    "fusion": FusionConfig,
+    "index": IndexSpec,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,13 @@ class Held:
     def measure(self, top: TopLabels) -> Mapping[str, float]:
         """Metrics of the answers to all of them."""
         corpus, card = self.data.corpus, self.data.corpus.card
-        metrics = Metrics(corpus.train_counts, card.num_train, card.propensity_a, card.propensity_b, card.num_labels)
+        metrics = Metrics(
+            corpus.train_counts,
+            card.num_train,
+            card.propensity_a,
+            card.propensity_b,
+            card.num_labels,
+        )
         metrics.update(top, corpus.split("train").positives(self.rows))
         return metrics.result()
 
@@ -111,19 +121,31 @@ def kind_of(space: Space, where: str) -> str:
     """
     kinds = {name.partition(".")[0] for name in space}
     if unknown := sorted(kinds - KINDS.keys()):
-        known = [f"{kind}.{f.name}" for kind, body in KINDS.items() for f in dataclasses.fields(body)]
+        known = [
+            f"{kind}.{f.name}" for kind, body in KINDS.items() for f in dataclasses.fields(body)
+        ]
         name = next(name for name in space if name.partition(".")[0] in unknown)
         hint = configs.unknown("inference-time setting", name, known)
-        raise ConfigError(f"{where}: {hint}; for settings of training name a method in place of --bundle")
+        raise ConfigError(
+            f"{where}: {hint}; for settings of training name a method in place of --bundle"
+        )
     if len(kinds) > 1:
-        raise ConfigError(f"{where} names settings of {' and '.join(sorted(kinds))}, expected one of them at a time")
+        raise ConfigError(
+            f"{where} names settings of {' and '.join(sorted(kinds))}, expected one of them at a time"
+        )
     kind = kinds.pop()
     check_space(space, lambda values: _build(kind, values), where)
     return kind
 
 
 def sweep_bundle(
-    path: str, corpus: Corpus, space: Space, trials: int, seed: int, metric: str, where: str = "the space"
+    path: str,
+    corpus: Corpus,
+    space: Space,
+    trials: int,
+    seed: int,
+    metric: str,
+    where: str = "the space",
 ) -> tuple[list[Measured], Mapping[str, float]]:
     """Metrics of randomly drawn settings, the best first, and those of the bundle as it is.
 
@@ -154,7 +176,10 @@ def sweep_bundle(
 
 def as_trials(found: Sequence[Measured], metric: str) -> list[Trial]:
     """For the report of a sweep."""
-    return [Trial(i, one.values, "finished", "", ((0, one.metrics[metric]),)) for i, one in enumerate(found)]
+    return [
+        Trial(i, one.values, "finished", "", ((0, one.metrics[metric]),))
+        for i, one in enumerate(found)
+    ]
 
 
 def _open(path: str, corpus: Corpus) -> Held:
@@ -162,7 +187,9 @@ def _open(path: str, corpus: Corpus) -> Held:
     _, manifest = storage.open_artifact(path, bundles.KIND, contents=False)
     about = manifest.about
     if about.get("corpus_sha256", corpus.sha256) != corpus.sha256:
-        raise DataError(f"bundle {path} was made from another corpus than {corpus.path}; name that one with --data")
+        raise DataError(
+            f"bundle {path} was made from another corpus than {corpus.path}; name that one with --data"
+        )
     trained = about.get("config", {})
     section = trained.get("data")
     config = DataConfig() if section is None else configs.build(DataConfig, section, "data.")
@@ -175,7 +202,9 @@ def _open(path: str, corpus: Corpus) -> Held:
     check_fits(retriever, corpus)
     data = TrainingData(corpus, config)
     if not len(data.validation_rows):
-        raise ConfigError(f"no query with a positive is held out of {corpus.path}; raise data.validation")
+        raise ConfigError(
+            f"no query with a positive is held out of {corpus.path}; raise data.validation"
+        )
     query_BD = retriever.encode(corpus.split("train").tokens(data.validation_rows))
     return Held(retriever, data, query_BD, trained.get("optim", {}).get("seed", 0))
 
@@ -192,19 +221,28 @@ def _as_it_is(held: Held) -> Mapping[str, float]:
 def _sweep_memory(held: Held, grid: list[Values]) -> list[Measured]:
     memory, rows = held.retriever.memory, held.rows
     if memory is None:
-        raise ConfigError("the bundle has no memory of training queries; make one with `xmcray memory`")
+        raise ConfigError(
+            "the bundle has no memory of training queries; make one with `xmcray memory`"
+        )
     settings = [_build("memory", values, memory.config) for values in grid]
     remembered = np.flatnonzero(held.data.corpus.split("train").num_positives())
     if len(remembered) != len(memory.positives):
-        counts = f"the memory holds {len(memory.positives):,} queries, the corpus {len(remembered):,}"
+        counts = (
+            f"the memory holds {len(memory.positives):,} queries, the corpus {len(remembered):,}"
+        )
         raise DataError(f"{counts}; make the bundle of this corpus anew")
     names = np.where(np.isin(remembered, rows), -1, np.arange(len(remembered)))
-    widest = dataclasses.replace(settings[0], weight=0.5, keys=max(config.keys for config in settings))
+    widest = dataclasses.replace(
+        settings[0], weight=0.5, keys=max(config.keys for config in settings)
+    )
     width = min(widest.keys, int((names >= 0).sum()))
     by_label = dataclasses.replace(widest, weight=0.0)
     excluded, answers = held.excluded(), {config: [TopLabels.nothing(0)] for config in settings}
     for start in range(0, len(rows), VOTERS):
-        query_BD, hide = held.query_BD[start : start + VOTERS], excluded.slice(start, min(start + VOTERS, len(rows)))
+        query_BD, hide = (
+            held.query_BD[start : start + VOTERS],
+            excluded.slice(start, min(start + VOTERS, len(rows))),
+        )
         near = Neighbours(
             search_shards(memory.shards, memory.indexes, query_BD, width, names=names),
             held.retriever.find(query_BD, held.k, by_label, hide).labels,
@@ -219,7 +257,9 @@ def _sweep_fusion(path: str, held: Held, grid: list[Values]) -> list[Measured]:
     folder, _ = storage.open_artifact(path, bundles.KIND, contents=False)
     head = load_head(folder / "head")
     if not isinstance(head, TwoHeads) or head.answer_by != "both":
-        raise ConfigError("fusion.text weighs the two answers of UniDEC's answer_by=both; this bundle has one")
+        raise ConfigError(
+            "fusion.text weighs the two answers of UniDEC's answer_by=both; this bundle has one"
+        )
     found = []
     for values in grid:
         share = _build("fusion", values).text
@@ -234,8 +274,12 @@ def _sweep_fusion(path: str, held: Held, grid: list[Values]) -> list[Measured]:
 def _sweep_index(held: Held, grid: list[Values]) -> list[Measured]:
     retriever = held.retriever
     if retriever.memory is not None:
-        raise ConfigError("index settings are swept on bundles without a memory; name the bundle of its encoder's run")
-    vectors = np.concatenate([retriever.vectors(number) for number in range(len(retriever.settings.shards))])
+        raise ConfigError(
+            "index settings are swept on bundles without a memory; name the bundle of its encoder's run"
+        )
+    vectors = np.concatenate(
+        [retriever.vectors(number) for number in range(len(retriever.settings.shards))]
+    )
     source, train = retriever.label_order, held.data.corpus.split("train")
     hidden = Ragged(retriever.rank[held.excluded().values], held.excluded().offsets)
     sample = retriever.encode(train.tokens(sample_rows(held.data.num_train, held.seed)))
@@ -270,4 +314,6 @@ def _distinct(grid: Iterator[Values]) -> list[Values]:
 
 
 def _joined(parts: Sequence[TopLabels]) -> TopLabels:
-    return TopLabels(np.concatenate([p.ids for p in parts]), np.concatenate([p.scores for p in parts]))
+    return TopLabels(
+        np.concatenate([p.ids for p in parts]), np.concatenate([p.scores for p in parts])
+    )

@@ -60,7 +60,9 @@ class OptunaProposals:
         past: values and scores of trials that ended.
     """
 
-    def __init__(self, space: Space, seed: int, check: Check, past: Iterable[tuple[Values, float | None]]) -> None:
+    def __init__(
+        self, space: Space, seed: int, check: Check, past: Iterable[tuple[Values, float | None]]
+    ) -> None:
         self.space, self.check = space, check
         self._optuna = _import_optuna()
         known = list(past)
@@ -95,7 +97,11 @@ class OptunaProposals:
 
     def _add(self, values: Values, score: float | None) -> None:
         params = {name: self._coded(name, value) for name, value in values.items()}
-        known: dict[str, Any] = {"params": params, "distributions": self._distributions, "value": score}
+        known: dict[str, Any] = {
+            "params": params,
+            "distributions": self._distributions,
+            "value": score,
+        }
         self._study.add_trial(self._optuna.trial.create_trial(**known, state=self._state(score)))
 
     def _state(self, score: float | None) -> Any:
@@ -105,13 +111,19 @@ class OptunaProposals:
     def _translated(self, distribution: Distribution) -> Any:
         kinds = self._optuna.distributions
         if isinstance(distribution, Choice):
-            return kinds.CategoricalDistribution(range(len(distribution.values)))  # a choice may be a list
+            return kinds.CategoricalDistribution(
+                range(len(distribution.values))
+            )  # a choice may be a list
         low, high = distribution.samples()
         if distribution.step:
             high = distribution.on_grid(distribution.num_steps)
         if distribution.whole:
-            return kinds.IntDistribution(low, high, log=distribution.log, step=round(distribution.step) or 1)
-        return kinds.FloatDistribution(low, high, log=distribution.log, step=distribution.step or None)
+            return kinds.IntDistribution(
+                low, high, log=distribution.log, step=round(distribution.step) or 1
+            )
+        return kinds.FloatDistribution(
+            low, high, log=distribution.log, step=distribution.step or None
+        )
 
     def _coded(self, name: str, value: Any) -> Any:
         distribution = self.space[name]
@@ -144,6 +156,8 @@ def _import_optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise ResourceError("optuna is not installed; run pip install 'xmcray[tune]', or use --search random") from None
+        raise ResourceError(
+            "optuna is not installed; run pip install 'xmcray[tune]', or use --search random"
+        ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

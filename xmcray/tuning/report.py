@@ -19,7 +19,11 @@ from xmcray.tuning.space import Choice, Distribution, Range, Space, Value
 from xmcray.tuning.sweep import Trial, write_text
 
 Float64Array = npt.NDArray[np.float64]
-_LOW, _MIDDLE, _HIGH = (68, 1, 84), (38, 140, 141), (244, 160, 24)  # dark to bright, told apart by everybody
+_LOW, _MIDDLE, _HIGH = (
+    (68, 1, 84),
+    (38, 140, 141),
+    (244, 160, 24),
+)  # dark to bright, told apart by everybody
 _WIDTH, _HEIGHT, _SIDE, _TOP, _BOTTOM = 1080, 380, 90, 20, 56
 _ROW, _LABEL = 26, 300  # of the bars
 _STYLE = """
@@ -46,17 +50,25 @@ def importance(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
     score_N = np.array([score for _, score in kept])
     if len(kept) < 5 or not np.ptp(score_N):
         return {}
-    shares = {name: _explained(d, [trial.values[name] for trial, _ in kept], score_N) for name, d in space.items()}
+    shares = {
+        name: _explained(d, [trial.values[name] for trial, _ in kept], score_N)
+        for name, d in space.items()
+    }
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
-def write_report(path: Path, title: str, metric: str, space: Space, trials: Sequence[Trial], notes: str = "") -> None:
+def write_report(
+    path: Path, title: str, metric: str, space: Space, trials: Sequence[Trial], notes: str = ""
+) -> None:
     """Writes the page, whole or not at all.
 
     Args:
         trials: the best first. notes: a sentence under the heading.
     """
-    counted = {state: sum(trial.state == state for trial in trials) for state in ("finished", "stopped", "failed")}
+    counted = {
+        state: sum(trial.state == state for trial in trials)
+        for state in ("finished", "stopped", "failed")
+    }
     counts = ", ".join(f"{count} {state}" for state, count in counted.items() if count)
     steps = sum(trial.steps for trial in trials)
     trained = f", {steps:,} training steps" if steps else ""
@@ -73,7 +85,9 @@ def write_report(path: Path, title: str, metric: str, space: Space, trials: Sequ
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}{_STYLE}</style></head>\n"
-        f"<body><main><h1>{escape(title)}</h1><p>{escape(subtitle)}</p>\n" + "\n".join(filter(None, sections)) + "\n"
+        f"<body><main><h1>{escape(title)}</h1><p>{escape(subtitle)}</p>\n"
+        + "\n".join(filter(None, sections))
+        + "\n"
         "</main></body></html>\n",
     )
 
@@ -106,7 +120,10 @@ def _coordinates(metric: str, space: Space, trials: Sequence[Trial]) -> str:
         return ""
     scores = [trial.score or 0.0 for trial in drawn]
     low, high = min(scores), max(scores)
-    places = {name: _SIDE + i * (_WIDTH - 2 * _SIDE) / len(space) for i, name in enumerate([*space, metric])}
+    places = {
+        name: _SIDE + i * (_WIDTH - 2 * _SIDE) / len(space)
+        for i, name in enumerate([*space, metric])
+    }
 
     def y(share: float) -> float:
         return _TOP + (1 - share) * (_HEIGHT - _TOP - _BOTTOM)
@@ -115,7 +132,11 @@ def _coordinates(metric: str, space: Space, trials: Sequence[Trial]) -> str:
     for number in reversed(range(len(drawn))):  # the best on top
         trial, score = drawn[number], scores[number]
         share = (score - low) / (high - low) if high > low else 0.5
-        points = [(x, space[name].place(trial.values[name])) for name, x in places.items() if name in space]
+        points = [
+            (x, space[name].place(trial.values[name]))
+            for name, x in places.items()
+            if name in space
+        ]
         line = " ".join(f"{x:.1f},{y(at):.1f}" for x, at in [*points, (places[metric], share)])
         kind = " ".join(["best"] * (number == 0) + ["cut"] * (trial.state == "stopped"))
         hint = ", ".join(f"{name} {shown(value)}" for name, value in trial.values.items())
@@ -124,12 +145,16 @@ def _coordinates(metric: str, space: Space, trials: Sequence[Trial]) -> str:
             f"<title>{escape(f'{trial.name}: {metric} {100 * score:.2f}; {hint}')}</title></polyline>"
         )
     for name, x in places.items():
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{y(1):.1f}" y2="{y(0):.1f}"/>')
+        parts.append(
+            f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{y(1):.1f}" y2="{y(0):.1f}"/>'
+        )
         ends = _ends(space[name]) if name in space else (f"{100 * low:.2f}", f"{100 * high:.2f}")
         parts += [_text(x, y(0) + 16, ends[0]), _text(x, y(1) - 7, ends[1])]
         for row, words in enumerate(_two_lines(name)):
             parts.append(_text(x, y(0) + 34 + 14 * row, words, "name"))
-    return _section("Trials", _drawing("Parallel coordinates", "lines", _WIDTH, _HEIGHT, "".join(parts)))
+    return _section(
+        "Trials", _drawing("Parallel coordinates", "lines", _WIDTH, _HEIGHT, "".join(parts))
+    )
 
 
 def _bars(metric: str, shares: Mapping[str, float]) -> str:
@@ -139,9 +164,15 @@ def _bars(metric: str, shares: Mapping[str, float]) -> str:
     for row, (name, share) in enumerate(shares.items()):
         top, width = row * _ROW, share * (_WIDTH - _LABEL - 80)
         parts.append(_text(_LABEL - 10, top + 17, name, "name", "end"))
-        parts.append(f'<rect class="f0" x="{_LABEL}" y="{top + 5}" width="{max(width, 1):.1f}" height="{_ROW - 10}"/>')
-        parts.append(_text(_LABEL + max(width, 1) + 8, top + 17, f"{100 * share:.0f} %", anchor="start"))
-    drawing = _drawing("Importance of the settings", "bars", _WIDTH, len(shares) * _ROW + 6, "".join(parts))
+        parts.append(
+            f'<rect class="f0" x="{_LABEL}" y="{top + 5}" width="{max(width, 1):.1f}" height="{_ROW - 10}"/>'
+        )
+        parts.append(
+            _text(_LABEL + max(width, 1) + 8, top + 17, f"{100 * share:.0f} %", anchor="start")
+        )
+    drawing = _drawing(
+        "Importance of the settings", "bars", _WIDTH, len(shares) * _ROW + 6, "".join(parts)
+    )
     about = f"Variance of {metric} that a setting explains alone, at the last epoch that all trials reached."
     return _section("Importance", f"{drawing}<p>{escape(about)}</p>")
 
@@ -149,14 +180,27 @@ def _bars(metric: str, shares: Mapping[str, float]) -> str:
 def _table(metric: str, space: Space, trials: Sequence[Trial]) -> str:
     numbers = {"epoch", "steps", metric}
     names = ["trial", "state", metric, "epoch", "steps", *space]
-    head = "".join(f"<th{' class=n' if name in numbers else ''}>{escape(name)}</th>" for name in names)
+    head = "".join(
+        f"<th{' class=n' if name in numbers else ''}>{escape(name)}</th>" for name in names
+    )
     rows = []
     for trial in trials:
-        score, epoch = ("-", "-") if trial.best is None else (f"{100 * trial.best[0]:.2f}", str(trial.best[1]))
+        score, epoch = (
+            ("-", "-") if trial.best is None else (f"{100 * trial.best[0]:.2f}", str(trial.best[1]))
+        )
         state = f"{trial.state}: {trial.message}" if trial.message else trial.state
-        cells = [trial.name, state, score, epoch, f"{trial.steps:,}", *(shown(trial.values[name]) for name in space)]
+        cells = [
+            trial.name,
+            state,
+            score,
+            epoch,
+            f"{trial.steps:,}",
+            *(shown(trial.values[name]) for name in space),
+        ]
         kinds = ["n" if name in numbers else "state" if name == "state" else "v" for name in names]
-        rows.append("".join(f'<td class="{k}">{escape(c)}</td>' for k, c in zip(kinds, cells, strict=True)))
+        rows.append(
+            "".join(f'<td class="{k}">{escape(c)}</td>' for k, c in zip(kinds, cells, strict=True))
+        )
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return _section("All trials", f'<div class="card"><table><tr>{head}</tr>{body}</table></div>')
 

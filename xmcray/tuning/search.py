@@ -57,7 +57,9 @@ class Share:
     slots: int
 
 
-def run_sweep(sweep: Sweep, num_trials: int, keep: int, cluster: ClusterConfig, on_end: Ended) -> None:
+def run_sweep(
+    sweep: Sweep, num_trials: int, keep: int, cluster: ClusterConfig, on_end: Ended
+) -> None:
     """Runs the trials below `num_trials` that have not ended.
 
     Args:
@@ -70,10 +72,14 @@ def run_sweep(sweep: Sweep, num_trials: int, keep: int, cluster: ClusterConfig, 
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         guide = Guide(sweep, left, keep, on_end)
-        with ray_session(dashboard=True):  # without a dashboard Tune leaks placement groups of trials it stops
+        with ray_session(
+            dashboard=True
+        ):  # without a dashboard Tune leaks placement groups of trials it stops
             try:
                 _fit(sweep, guide, share(cluster, ray.nodes()))
-                for number in guide.drawn:  # Tune does not wait for the processes of trials that it stopped
+                for (
+                    number
+                ) in guide.drawn:  # Tune does not wait for the processes of trials that it stopped
                     wait_until_free(sweep.run_path(number))
             finally:
                 remove_leftovers()
@@ -83,7 +89,9 @@ def run_sweep(sweep: Sweep, num_trials: int, keep: int, cluster: ClusterConfig, 
     sweep.prune(keep)
     failed = [trial for trial in sweep.trials() if trial.state == "failed"]
     if len(failed) == num_trials:
-        raise RunError(f"none of {num_trials} trials finished; the first failed because {failed[0].message}")
+        raise RunError(
+            f"none of {num_trials} trials finished; the first failed because {failed[0].message}"
+        )
 
 
 def _fit(sweep: Sweep, guide: Guide, of_trial: Share) -> None:
@@ -102,7 +110,9 @@ def _fit(sweep: Sweep, guide: Guide, of_trial: Share) -> None:
             name="tune",
             storage_path=str(sweep.path / "ray"),
             stop=_Emergency(guide),
-            failure_config=tune.FailureConfig(max_failures=sweep.config.resolve({}).cluster.max_failures),
+            failure_config=tune.FailureConfig(
+                max_failures=sweep.config.resolve({}).cluster.max_failures
+            ),
             verbose=0,
         ),
     ).fit()
@@ -122,18 +132,28 @@ def share(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> Share:
     processes = max(cluster.workers, 1)
     gpu = cluster.device == "gpu" or (cluster.device == "auto" and gpus >= processes)
     each = {"CPU": cluster.cpus_per_worker or 1.0, **({"GPU": 1.0} if gpu else {})}
-    room = sum(int(min(node.get(name, 0) // amount for name, amount in each.items())) for node in have)
+    room = sum(
+        int(min(node.get(name, 0) // amount for name, amount in each.items())) for node in have
+    )
     if room < processes:
-        found = "; ".join(", ".join(f"{node.get(name, 0):g} {name}" for name in each) for node in have)
+        found = "; ".join(
+            ", ".join(f"{node.get(name, 0):g} {name}" for name in each) for node in have
+        )
         asked = ", ".join(f"{amount:g} {name}" for name, amount in each.items())
         raise ResourceError(
             f"no trial is feasible: it asks for {processes} x ({asked}), the cluster's nodes have {found}; lower"
             " --workers or cluster.cpus_per_worker, or set cluster.device=cpu"
         )
     threads = cluster.threads_per_process or max(1, int(each["CPU"]))
-    settings = {"workers": cluster.workers, "device": "gpu" if gpu else "cpu", "threads_per_process": threads}
+    settings = {
+        "workers": cluster.workers,
+        "device": "gpu" if gpu else "cpu",
+        "threads_per_process": threads,
+    }
     # beside workers, whose CPUs the training reserves itself, the actor only waits; but Tune wants to reserve something
-    return Share({"memory": _WAITING_BYTES} if cluster.workers else each, settings, room // processes)
+    return Share(
+        {"memory": _WAITING_BYTES} if cluster.workers else each, settings, room // processes
+    )
 
 
 def asha(sweep: Sweep) -> ASHAScheduler:
@@ -218,18 +238,26 @@ class Guide(Searcher):
         if isinstance(error, _OF_ALL):
             self.problem = self.problem or error
 
-    def on_trial_complete(self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False) -> None:
+    def on_trial_complete(
+        self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False
+    ) -> None:
         """A trial has finished, was stopped, or failed."""
         number = self._running.pop(trial_id, None)
         if number is None or self.problem is not None:
             return  # the sweep is about to end: this trial is to go on another time
         mistake, trace = self._mistakes.get(trial_id), self.sweep.traceback_path(number)
         try:
-            self.sweep.prune(self.keep)  # before: the process of a trial that is stopped still trains for a moment
+            self.sweep.prune(
+                self.keep
+            )  # before: the process of a trial that is stopped still trains for a moment
             if mistake is not None:
                 self.sweep.end(number, "failed", str(mistake))
             elif error:
-                why = f"of an error, see {trace}" if trace.exists() else "its process died again and again"
+                why = (
+                    f"of an error, see {trace}"
+                    if trace.exists()
+                    else "its process died again and again"
+                )
                 self.sweep.end(number, "failed", why)
             else:
                 done = (self.sweep.run_path(number) / "result.json").is_file()
@@ -284,5 +312,7 @@ def remove_leftovers() -> None:
     """Removes placement groups of trainings in stopped trials; those of other jobs in the cluster are left alone."""
     job = ray.get_runtime_context().get_job_id()
     for group_id, about in placement_group_table().items():
-        if group_id.endswith(job) and about["state"] != "REMOVED":  # an id ends with that of its job
+        if (
+            group_id.endswith(job) and about["state"] != "REMOVED"
+        ):  # an id ends with that of its job
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))

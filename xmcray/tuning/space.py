@@ -24,7 +24,12 @@ from xmcray.errors import ConfigError
 
 Value = Any  # number, text, boolean, or a list of them: what YAML can hold
 Values = dict[str, Value]  # by dotted name
-_RANGES = {"uniform": (False, False), "log_uniform": (True, False), "int": (False, True), "log_int": (True, True)}
+_RANGES = {
+    "uniform": (False, False),
+    "log_uniform": (True, False),
+    "int": (False, True),
+    "log_int": (True, True),
+}
 _KINDS = (*_RANGES, "choice")
 
 
@@ -48,10 +53,16 @@ class Range:
         if self.step:
             return self.on_grid(int(generator.integers(0, self.num_steps, endpoint=True)))
         if not self.log:
-            whole = self.whole and int(generator.integers(round(self.low), round(self.high), endpoint=True))
+            whole = self.whole and int(
+                generator.integers(round(self.low), round(self.high), endpoint=True)
+            )
             return whole if self.whole else float(generator.uniform(self.low, self.high))
-        margin = 0.5 if self.whole else 0.0  # half of an integer's width, so that the ends are drawn as often
-        value = math.exp(generator.uniform(math.log(self.low - margin), math.log(self.high + margin)))
+        margin = (
+            0.5 if self.whole else 0.0
+        )  # half of an integer's width, so that the ends are drawn as often
+        value = math.exp(
+            generator.uniform(math.log(self.low - margin), math.log(self.high + margin))
+        )
         value = min(max(value, self.low), self.high)
         return round(value) if self.whole else value
 
@@ -71,7 +82,9 @@ class Range:
 
     def place(self, value: Value) -> float:
         """Where a value lies between the bounds, 0 to 1, on the scale it is drawn on."""
-        low, high, at = (math.log(x) if self.log else float(x) for x in (self.low, self.high, value))
+        low, high, at = (
+            math.log(x) if self.log else float(x) for x in (self.low, self.high, value)
+        )
         return (at - low) / (high - low) if high > low else 0.5
 
     def to_yaml(self) -> dict[str, Any]:
@@ -120,7 +133,9 @@ def load_space(path: str) -> Space:
 def parse_space(values: Mapping[str, Any], where: str) -> Space:
     """Dotted names and distributions from plain values; `where`: the file's name in errors."""
     if not values:
-        raise ConfigError(f"{where} names no setting, expected lines such as optim.lr: {{log_uniform: [1e-4, 1e-2]}}")
+        raise ConfigError(
+            f"{where} names no setting, expected lines such as optim.lr: {{log_uniform: [1e-4, 1e-2]}}"
+        )
     return {str(name): _parse(body, f"{where}: {name}") for name, body in values.items()}
 
 
@@ -135,7 +150,10 @@ def check_space(space: Space, check: Check, where: str) -> None:
     Raises:
         ConfigError: the first that does not fit.
     """
-    corners: list[Values] = [{}, *({name: d.samples()[i] for name, d in space.items()} for i in (0, -1))]
+    corners: list[Values] = [
+        {},
+        *({name: d.samples()[i] for name, d in space.items()} for i in (0, -1)),
+    ]
     for name, distribution in space.items():
         for value in distribution.samples():
             problems = list(_problems(check, [{**corner, name: value} for corner in corners]))
@@ -166,13 +184,17 @@ def _problems(check: Check, candidates: Sequence[Values]) -> Iterator[ConfigErro
 def _parse(body: Any, where: str) -> Distribution:
     kinds = [key for key in body if key != "step"] if isinstance(body, Mapping) else []
     if len(kinds) != 1:
-        raise ConfigError(f"{where} is {body!r}, expected one of {', '.join(_KINDS)}, as in {{uniform: [0, 1]}}")
+        raise ConfigError(
+            f"{where} is {body!r}, expected one of {', '.join(_KINDS)}, as in {{uniform: [0, 1]}}"
+        )
     kind, given, step = kinds[0], body[kinds[0]], body.get("step")
     if kind not in _KINDS:
         raise ConfigError(f"{where}: {configs.unknown('distribution', str(kind), _KINDS)}")
     if kind == "choice":
         if not isinstance(given, list) or not given or step is not None:
-            raise ConfigError(f"{where}: choice is {given!r}, expected a list of values, and no step")
+            raise ConfigError(
+                f"{where}: choice is {given!r}, expected a list of values, and no step"
+            )
         return Choice(values=tuple(given))
     log, whole = _RANGES[kind]
     if not isinstance(given, list) or len(given) != 2:
@@ -182,7 +204,9 @@ def _parse(body: Any, where: str) -> Distribution:
     if not low < high:
         raise ConfigError(f"{where}: {kind} is [{low:g}, {high:g}], expected the lower bound first")
     if log and low <= 0:
-        raise ConfigError(f"{where}: {kind} starts at {low:g}, expected more than 0: it is uniform in the logarithm")
+        raise ConfigError(
+            f"{where}: {kind} starts at {low:g}, expected more than 0: it is uniform in the logarithm"
+        )
     if step is not None and (log or not 0 < width <= high - low):
         expected = f"none for {kind}" if log else f"more than 0 and at most {high - low:g}"
         raise ConfigError(f"{where}: step is {width:g}, expected {expected}")
@@ -196,5 +220,7 @@ def _number(value: Any, whole: bool, where: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or (whole and number != round(number)):
-        raise ConfigError(f"{where} holds {value!r}, expected {'an integer' if whole else 'a number'}")
+        raise ConfigError(
+            f"{where} holds {value!r}, expected {'an integer' if whole else 'a number'}"
+        )
     return number

@@ -32,7 +32,15 @@ from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 from xmcray.tuning.space import Space, Values, nested, parse_space
 
-METRICS = ("nDCG@5", "P@1", "P@3", "P@5", "PSP@1", "PSP@5", "R@10")  # what a validation in training tells
+METRICS = (
+    "nDCG@5",
+    "P@1",
+    "P@3",
+    "P@5",
+    "PSP@1",
+    "PSP@5",
+    "R@10",
+)  # what a validation in training tells
 State = Literal["unfinished", "finished", "stopped", "failed"]
 _HEAVY = ("checkpoints", "negatives", "ray", "vectors", "bundle")  # of a run; the rest is small
 _NOT_COMPARED = ("cluster", "log")  # sections that do not change what a trial comes to
@@ -115,7 +123,13 @@ class Trial:
     def plain(self) -> dict[str, Any]:
         """For results.json."""
         score, epoch = self.best or (None, None)
-        told = {"trial": self.name, "state": self.state, "score": score, "epoch": epoch, "steps": self.steps}
+        told = {
+            "trial": self.name,
+            "state": self.state,
+            "score": score,
+            "epoch": epoch,
+            "steps": self.steps,
+        }
         return {**told, "values": self.values, "curve": self.curve, "message": self.message}
 
 
@@ -141,7 +155,9 @@ class Sweep:
             sweep = cls.open(path)
             different = next(_differences(_identity(sweep.config), _identity(config)), None)
             if different:
-                raise RunError(f"{path} holds a sweep with {different}; use the same settings or another --out")
+                raise RunError(
+                    f"{path} holds a sweep with {different}; use the same settings or another --out"
+                )
         elif found := sorted({item.name for item in path.iterdir()} - {"lock", "ledger", "trials"}):
             raise RunError(f"{path} holds {found[0]} and no sweep; choose another --out")
         for name in ("ledger", "trials"):
@@ -163,7 +179,9 @@ class Sweep:
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(f"{path} is not a sweep: it has no sweep.json") from None
         except (ValueError, ConfigError):
-            raise RunError(f"{path}/sweep.json is damaged; sweep again with another --out") from None
+            raise RunError(
+                f"{path}/sweep.json is damaged; sweep again with another --out"
+            ) from None
 
     @property
     def space(self) -> Space:
@@ -191,12 +209,17 @@ class Sweep:
 
     def trials(self) -> list[Trial]:
         """All that were drawn, by number."""
-        return [self.trial(int(path.stem)) for path in sorted((self.path / "ledger").glob("[0-9]*.json"))]
+        return [
+            self.trial(int(path.stem))
+            for path in sorted((self.path / "ledger").glob("[0-9]*.json"))
+        ]
 
     def trial(self, number: int) -> Trial:
         """One that was drawn."""
         body, records = self._read(number), read_records(self.run_path(number) / "metrics.jsonl")
-        known = {r["epoch"] + 1: float(r[self.config.metric]) for r in records if self.config.metric in r}
+        known = {
+            r["epoch"] + 1: float(r[self.config.metric]) for r in records if self.config.metric in r
+        }
         steps = max((int(record["step"]) for record in records), default=0)
         state, message = body.get("state", "unfinished"), body.get("message", "")
         return Trial(number, body["values"], state, message, tuple(sorted(known.items())), steps)
@@ -204,7 +227,9 @@ class Sweep:
     def ranked(self) -> list[Trial]:
         """The best first: those that trained to the end, then those that were stopped, then the others."""
         order = ("finished", "stopped", "unfinished", "failed")
-        return sorted(self.trials(), key=lambda t: (order.index(t.state), -(t.score or 0.0), t.number))
+        return sorted(
+            self.trials(), key=lambda t: (order.index(t.state), -(t.score or 0.0), t.number)
+        )
 
     def prune(self, keep: int) -> None:
         """Removes checkpoints and other large files of trials that have ended, except of the best."""
@@ -226,7 +251,11 @@ class Sweep:
         ranked = self.ranked()
         storage.write_json(
             self.path / "results.json",
-            {"metric": self.config.metric, "method": self.config.method, "trials": [t.plain() for t in ranked]},
+            {
+                "metric": self.config.metric,
+                "method": self.config.method,
+                "trials": [t.plain() for t in ranked],
+            },
         )
         if (settings := self.best_settings()) is not None:
             score, epoch = ranked[0].best or (0.0, 0)
@@ -256,7 +285,9 @@ def write_text(path: Path, text: str) -> None:
 def _identity(config: SweepConfig) -> dict[str, Any]:
     body: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     del body["corpus"]  # it may lie elsewhere now; its hash tells
-    body["settings"] = {name: section for name, section in body["settings"].items() if name not in _NOT_COMPARED}
+    body["settings"] = {
+        name: section for name, section in body["settings"].items() if name not in _NOT_COMPARED
+    }
     return body
 
 

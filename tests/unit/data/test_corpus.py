@@ -60,7 +60,9 @@ def test_sharded_rows_equal_the_rows_written(tmp_path: Path, vocab_size: int) ->
     assert got.values.dtype == np.int64
     assert [got[i].tolist() for i in range(len(asked))] == [rows[i].tolist() for i in asked]
     assert len(reader.take(np.empty(0, np.int64))) == 0
-    assert np.load(tmp_path / "00000.tokens.npy").dtype == (np.uint16 if vocab_size == 100 else np.uint32)
+    assert np.load(tmp_path / "00000.tokens.npy").dtype == (
+        np.uint16 if vocab_size == 100 else np.uint32
+    )
     for wrong in (23, -1):
         with pytest.raises(IndexError, match="there are 23"):
             reader.take(np.array([0, wrong]))
@@ -116,7 +118,10 @@ def test_filter_pairs_leave_positives_and_relevance_together() -> None:
 def test_the_sample_is_uniform_and_repeats() -> None:
     source: Any = FakeSource(labels=[Row("l", f"label {i}") for i in range(40)], train=queries(160))
     samples = [
-        [(count, len(texts), texts) for count, texts in survey(source, 50, seed, False, block_rows=30)]
+        [
+            (count, len(texts), texts)
+            for count, texts in survey(source, 50, seed, False, block_rows=30)
+        ]
         for seed in (0, 0, 1)
     ]
     assert samples[0] == samples[1]

@@ -18,7 +18,9 @@ from xmcray.errors import DataError
 GOOD = b'{"uid": "good", "text": "a", "labels": [0]}\n'
 
 
-def folder_with(tmp_path: Path, train: bytes, labels: bytes = b'{"uid": "a"}\n{"uid": "b"}\n') -> Path:
+def folder_with(
+    tmp_path: Path, train: bytes, labels: bytes = b'{"uid": "a"}\n{"uid": "b"}\n'
+) -> Path:
     (tmp_path / "labels.jsonl").write_bytes(labels)
     (tmp_path / "train.jsonl").write_bytes(train)
     return tmp_path
@@ -37,7 +39,10 @@ def read(folder: Path, bad: list[BadRow]) -> list[Row]:
         (b"[" * 100_000, "broken JSON (maximum recursion depth"),
         (b"[1]", "found an array, expected a JSON object"),
         (b"null", "found null, expected a JSON object"),
-        (b'{"uid": "x", "labels": [0, 2]}', "label id 2 is out of range, there are 2 labels (0 to 1)"),
+        (
+            b'{"uid": "x", "labels": [0, 2]}',
+            "label id 2 is out of range, there are 2 labels (0 to 1)",
+        ),
         (b'{"uid": "x", "labels": [-1]}', "label id -1 is out of range"),
         (b'{"uid": "x", "labels": [true]}', "label 'True' is neither an integer nor a string"),
         (b'{"uid": "x", "labels": [0.0]}', "label '0.0' is neither an integer nor a string"),
@@ -49,8 +54,14 @@ def read(folder: Path, bad: list[BadRow]) -> list[Row]:
         (b'{"uid": [1]}', "uid is list, expected a string or an integer"),
         (b'{"uid": "x", "text": 5}', "text or title or content is not a string"),
         (b'{"uid": "x", "title": ["t"]}', "text or title or content is not a string"),
-        (b'{"uid": "x", "labels": [0], "relevance": [NaN]}', "relevance nan of label 0 is not a finite number"),
-        (b'{"uid": "x", "labels": [0], "relevance": [-Infinity]}', "relevance -inf of label 0 is not a finite"),
+        (
+            b'{"uid": "x", "labels": [0], "relevance": [NaN]}',
+            "relevance nan of label 0 is not a finite number",
+        ),
+        (
+            b'{"uid": "x", "labels": [0], "relevance": [-Infinity]}',
+            "relevance -inf of label 0 is not a finite",
+        ),
         (b'{"uid": "x", "labels": [0], "relevance": [1e300]}', "is not a finite number"),
         (b'{"uid": "x", "labels": [0], "relevance": ["1"]}', "is not a finite number"),
         (b'{"uid": "x", "labels": [0, 1], "relevance": [1.0]}', "1 relevance values for 2 labels"),
@@ -76,7 +87,9 @@ def test_bad_row_is_named_and_left_out(tmp_path: Path, line: bytes, reason: str)
 
 def test_a_rejected_row_does_not_claim_its_uid(tmp_path: Path) -> None:
     bad: list[BadRow] = []
-    rows = read(folder_with(tmp_path, b'{"uid": "x", "labels": [9]}\n{"uid": "x", "labels": [1]}\n'), bad)
+    rows = read(
+        folder_with(tmp_path, b'{"uid": "x", "labels": [9]}\n{"uid": "x", "labels": [1]}\n'), bad
+    )
     assert [(row.uid, row.label_ids) for row in rows] == [("x", (1,))]
 
 
@@ -95,12 +108,17 @@ def test_byte_order_mark_and_windows_line_ends_are_no_mistake(tmp_path: Path) ->
     assert (len(rows), bad) == (1, [])
 
 
-def test_lines_longer_than_a_block_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_longer_than_a_block_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(base, "BLOCK", 7)
     path = tmp_path / "lines"
     for data in (b"", b"a", b"a\n", b"\n", b"a\n\nbb\n", b"x" * 50 + b"\nyy\n" + b"z" * 20):
         path.write_bytes(data)
-        assert list(base.read_lines(path)) == data.split(b"\n")[: data.count(b"\n") + (data[-1:] not in (b"", b"\n"))]
+        assert (
+            list(base.read_lines(path))
+            == data.split(b"\n")[: data.count(b"\n") + (data[-1:] not in (b"", b"\n"))]
+        )
 
 
 def gzipped(tmp_path: Path, data: bytes) -> Path:
@@ -109,7 +127,9 @@ def gzipped(tmp_path: Path, data: bytes) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("cut", [lambda d: d[:-20], lambda d: d[:5], lambda d: b"plain", lambda d: d[:40] + b"\0" * 9])
+@pytest.mark.parametrize(
+    "cut", [lambda d: d[:-20], lambda d: d[:5], lambda d: b"plain", lambda d: d[:40] + b"\0" * 9]
+)
 def test_truncated_or_unreadable_gzip(tmp_path: Path, cut: Any) -> None:
     data = gzip.compress(b"".join(b'{"uid": "%d", "text": "%x"}\n' % (n, n**9) for n in range(999)))
     with pytest.raises(DataError, match=r"train\.jsonl\.gz is not a complete gzip file"):
@@ -155,21 +175,39 @@ def test_filter_file_naming_what_is_not_there(tmp_path: Path, line: str, reason:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-KEYS = ["uid", "text", "title", "content", "labels", "relevance", "target_ind", "target_rel", "query_id", "docid", ""]
+KEYS = [
+    "uid",
+    "text",
+    "title",
+    "content",
+    "labels",
+    "relevance",
+    "target_ind",
+    "target_rel",
+    "query_id",
+    "docid",
+    "",
+]
 RECORD = st.dictionaries(st.sampled_from(KEYS), JSON | st.lists(st.integers(-1, 3), max_size=3))
 JSON_LINE = RECORD.map(lambda record: json.dumps(record).encode())
 SPARSE_LINE = st.text("0123 :,-.e\t", max_size=20).map(str.encode)
-CONTENTS = st.binary(max_size=60) | st.lists(JSON_LINE | SPARSE_LINE | st.binary(max_size=9), max_size=5).map(
-    b"\n".join
+CONTENTS = st.binary(max_size=60) | st.lists(
+    JSON_LINE | SPARSE_LINE | st.binary(max_size=9), max_size=5
+).map(b"\n".join)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(sorted(FORMATS)), contents=st.lists(CONTENTS, min_size=4, max_size=4))
-def test_arbitrary_bytes_raise_nothing_but_data_errors(tmp_path: Path, name: str, contents: list[bytes]) -> None:
+def test_arbitrary_bytes_raise_nothing_but_data_errors(
+    tmp_path: Path, name: str, contents: list[bytes]
+) -> None:
     folder = tmp_path / name
     layout = FORMATS[name]
     files = dict.fromkeys([p.split("|")[0] for p in (*layout.train, "filter_labels_train.txt")])

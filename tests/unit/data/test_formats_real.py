@@ -11,7 +11,9 @@ from xmcray.data.formats import BadRow, detect
 DATA = Path(__file__).parents[3] / "../shared/data"
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="the real data sets are not beside this checkout (../shared/data)")
+@pytest.mark.skipif(
+    not DATA.is_dir(), reason="the real data sets are not beside this checkout (../shared/data)"
+)
 @pytest.mark.parametrize(
     ("name", "labels", "test", "pairs"),
     [("cdnjs-keywords", 2320, 819, 0), ("wordnet-hypernyms", 19032, 17101, 3768)],

@@ -35,10 +35,20 @@ def read(folder: Path, split: str = "train") -> tuple[list[Row], list[Row]]:
 
 @pytest.mark.parametrize("ending", [".json", ".json.gz"])
 def test_lf_joins_both_parts(tmp_path: Path, ending: str) -> None:
-    write(tmp_path / f"lbl{ending}", {"uid": "a", "title": "Äpfel", "content": ""}, {"uid": "b", "title": "pears"})
+    write(
+        tmp_path / f"lbl{ending}",
+        {"uid": "a", "title": "Äpfel", "content": ""},
+        {"uid": "b", "title": "pears"},
+    )
     write(
         tmp_path / f"trn{ending}",
-        {"uid": "q", "title": " red", "content": "fruit ", "target_ind": [1, 0, 1], "target_rel": [1.0, 1.0, 1.0]},
+        {
+            "uid": "q",
+            "title": " red",
+            "content": "fruit ",
+            "target_ind": [1, 0, 1],
+            "target_rel": [1.0, 1.0, 1.0],
+        },
         {"uid": 7, "content": "no title", "target_ind": [], "target_rel": []},
         {"uid": "r", "title": "weighted", "target_ind": [1, 0], "target_rel": [0.5, 1]},
     )
@@ -55,7 +65,10 @@ def test_lf_joins_both_parts(tmp_path: Path, ending: str) -> None:
 def test_lf_takes_titles_only_where_the_folder_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "LF-AmazonTitles-131K"
     write(folder / "lbl.json", {"uid": "a", "title": "label", "content": "not read"})
-    write(folder / "trn.json", {"uid": "q", "title": "query", "content": "not read", "target_ind": [0]})
+    write(
+        folder / "trn.json",
+        {"uid": "q", "title": "query", "content": "not read", "target_ind": [0]},
+    )
     labels, queries = read(folder)
     assert [labels[0].text, queries[0].text] == ["label", "query"]
 
@@ -78,17 +91,28 @@ def test_json_lines_by_text_or_parts_and_uid_from_row(tmp_path: Path) -> None:
 
 
 def test_tevatron(tmp_path: Path) -> None:
-    write(tmp_path / "corpus.jsonl", {"docid": "d9", "document_text": "x"}, {"docid": 4, "title": "y", "text": "z"})
+    write(
+        tmp_path / "corpus.jsonl",
+        {"docid": "d9", "document_text": "x"},
+        {"docid": 4, "title": "y", "text": "z"},
+    )
     write(
         tmp_path / "train.jsonl",
-        {"query_id": "q", "query_text": "x?", "positive_document_ids": [4, "d9"], "negative_document_ids": ["n"]},
+        {
+            "query_id": "q",
+            "query_text": "x?",
+            "positive_document_ids": [4, "d9"],
+            "negative_document_ids": ["n"],
+        },
     )
     labels, queries = read(tmp_path)
     assert [(label.uid, label.text) for label in labels] == [("d9", "x"), ("4", "y z")]
     assert queries == [Row("q", "x?", (0, 1))]
 
 
-@pytest.mark.parametrize("name", ["filter_labels_train.txt", "filter_labels_trn.txt", "trn_filter_labels.txt"])
+@pytest.mark.parametrize(
+    "name", ["filter_labels_train.txt", "filter_labels_trn.txt", "trn_filter_labels.txt"]
+)
 def test_filters_under_every_name(tmp_path: Path, name: str) -> None:
     write(tmp_path / "labels.jsonl", {"text": "a"}, {"text": "b"})
     write(tmp_path / "train.jsonl", {"text": "q"}, {"text": "r"}, {"text": "s"})
@@ -102,7 +126,12 @@ def test_filters_under_every_name(tmp_path: Path, name: str) -> None:
 
 def test_rows_keep_their_number_when_others_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "labels.jsonl", {"text": "a"})
-    write(tmp_path / "train.jsonl", "{", {"text": "kept", "labels": [0]}, {"text": "bad", "labels": [1]})
+    write(
+        tmp_path / "train.jsonl",
+        "{",
+        {"text": "kept", "labels": [0]},
+        {"text": "bad", "labels": [1]},
+    )
     write(tmp_path / "filter_labels_train.txt", "2 0")
     bad: list[BadRow] = []
     source = detect(tmp_path)
@@ -140,7 +169,9 @@ def test_an_empty_file_fails(tmp_path: Path, empty: str) -> None:
     write(tmp_path / "labels.jsonl", {"text": "a"})
     write(tmp_path / "train.jsonl", {"text": "q"})
     (tmp_path / empty).write_bytes(b"")
-    with pytest.raises(DataError, match=f"has no valid {'label' if empty == 'labels.jsonl' else 'train query'}"):
+    with pytest.raises(
+        DataError, match=f"has no valid {'label' if empty == 'labels.jsonl' else 'train query'}"
+    ):
         read(tmp_path)
 
 

@@ -83,19 +83,27 @@ def test_parquet_in_several_files_and_labels_by_uid(tmp_path: Path) -> None:
         ("4", 4, (0,)),
         ("5", 5, (0,)),
     ]
-    assert [str(b) for b in bad] == [f"{tmp_path}/train/1.parquet:1: label 'nope' is not the uid of a label"]
+    assert [str(b) for b in bad] == [
+        f"{tmp_path}/train/1.parquet:1: label 'nope' is not the uid of a label"
+    ]
 
 
 @pytest.mark.parametrize("name", SAVERS)
 def test_bad_rows(tmp_path: Path, name: str) -> None:
-    text = pa.array([b"fine", b"\xff\xfe", b"dup", b"range"], pa.binary()).cast(pa.string(), safe=False)
+    text = pa.array([b"fine", b"\xff\xfe", b"dup", b"range"], pa.binary()).cast(
+        pa.string(), safe=False
+    )
     SAVERS[name](tmp_path, "labels", LABELS)
     table = pa.table({"uid": ["0", "1", "0", "3"], "text": text, "labels": [[0], [0], [0], [2]]})
     SAVERS[name](tmp_path, "train", table)
     bad: list[BadRow] = []
     _, queries = read(tmp_path, bad)
     assert [row.uid for row in queries] == ["0"]
-    reasons = ["not UTF-8", "duplicate uid '0'", "label id 2 is out of range, there are 2 labels (0 to 1)"]
+    reasons = [
+        "not UTF-8",
+        "duplicate uid '0'",
+        "label id 2 is out of range, there are 2 labels (0 to 1)",
+    ]
     assert [(b.line, b.reason) for b in bad] == list(zip((2, 3, 4), reasons, strict=True))
 
 
@@ -118,10 +126,14 @@ class Canary(pa.ExtensionType):
 
 @pytest.mark.parametrize("name", SAVERS)
 @pytest.mark.parametrize("pad", range(3))
-def test_extension_types_are_refused_before_their_code_runs(tmp_path: Path, name: str, pad: int) -> None:
+def test_extension_types_are_refused_before_their_code_runs(
+    tmp_path: Path, name: str, pad: int
+) -> None:
     SAVERS[name](tmp_path, "labels", LABELS)
     column = pa.ExtensionArray.from_storage(Canary(), pa.array([1]))
-    table = pa.table({"text": ["q"], "x" * (pad + 1): column}).replace_schema_metadata({"k" * pad: "v"})
+    table = pa.table({"text": ["q"], "x" * (pad + 1): column}).replace_schema_metadata(
+        {"k" * pad: "v"}
+    )
     SAVERS[name](tmp_path, "train", table)
     pa.register_extension_type(Canary())
     Canary.woken = False
@@ -150,7 +162,9 @@ def test_extension_types_are_refused_before_their_code_runs(tmp_path: Path, name
 def test_other_types_are_refused(tmp_path: Path, name: str, column: Any) -> None:
     SAVERS[name](tmp_path, "labels", LABELS)
     SAVERS[name](tmp_path, "train", pa.table({"text": ["q"], "odd": column}))
-    with pytest.raises(DataError, match=r"column 'odd' is of type .*expected strings, integers, floats or lists"):
+    with pytest.raises(
+        DataError, match=r"column 'odd' is of type .*expected strings, integers, floats or lists"
+    ):
         read(tmp_path, [])
 
 
@@ -158,7 +172,9 @@ def test_other_types_are_refused(tmp_path: Path, name: str, column: Any) -> None
 def test_no_text_column(tmp_path: Path, name: str) -> None:
     SAVERS[name](tmp_path, "labels", LABELS)
     SAVERS[name](tmp_path, "train", pa.table({"question": ["q"], "labels": [[0]]}))
-    with pytest.raises(DataError, match=r"no column text, title or content \(found: question, labels\)"):
+    with pytest.raises(
+        DataError, match=r"no column text, title or content \(found: question, labels\)"
+    ):
         read(tmp_path, [])
 
 
@@ -166,9 +182,17 @@ def test_no_text_column(tmp_path: Path, name: str) -> None:
 def test_damaged_file(tmp_path: Path, name: str) -> None:
     for split, table in (("labels", LABELS), ("train", TRAIN)):
         SAVERS[name](tmp_path, split, table)
-    path = next(p for p in tmp_path.rglob("*") if "train" in str(p) and p.suffix in (".parquet", ".arrow"))
+    path = next(
+        p for p in tmp_path.rglob("*") if "train" in str(p) and p.suffix in (".parquet", ".arrow")
+    )
     whole = path.read_bytes()
-    for damaged in (b"", whole[:9], whole[: len(whole) // 2], b"\0" * 80, whole[: len(whole) // 3] + b"\xff" * 200):
+    for damaged in (
+        b"",
+        whole[:9],
+        whole[: len(whole) // 2],
+        b"\0" * 80,
+        whole[: len(whole) // 3] + b"\xff" * 200,
+    ):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=r"(cannot be read|not a complete Parquet file).*again"):
             read(tmp_path, [])
@@ -178,8 +202,14 @@ def test_saved_selection_and_foreign_paths_are_refused(tmp_path: Path) -> None:
     for split, table in (("labels", LABELS), ("train", TRAIN)):
         save_arrow(tmp_path, split, table)
     for state, message in (
-        ({"_data_files": [{"filename": "../labels/data-00000-of-00001.arrow"}]}, "names other folders"),
-        ({"_data_files": [{"filename": "x"}], "_indices_data_files": [{"filename": "i"}]}, "selects rows by an index"),
+        (
+            {"_data_files": [{"filename": "../labels/data-00000-of-00001.arrow"}]},
+            "names other folders",
+        ),
+        (
+            {"_data_files": [{"filename": "x"}], "_indices_data_files": [{"filename": "i"}]},
+            "selects rows by an index",
+        ),
         ({"files": []}, "is not the state.json of a saved dataset"),
     ):
         (tmp_path / "train/state.json").write_text(json.dumps(state))

@@ -14,7 +14,11 @@ from xmcray.data.formats import BadRow, Row, detect
 from xmcray.errors import DataError
 
 Y = np.array([[0, 1, 0], [0, 0, 0], [2.5, 0, 1]], dtype=np.float32)
-ROWS = [Row("0", "first", (1,)), Row("1", "", (), row=1), Row("2", "drei Äpfel", (0, 2), (2.5, 1.0), 2)]
+ROWS = [
+    Row("0", "first", (1,)),
+    Row("1", "", (), row=1),
+    Row("2", "drei Äpfel", (0, 2), (2.5, 1.0), 2),
+]
 LABELS = [Row("0", "a"), Row("1", ""), Row("2", "c", row=2)]
 TEXTS, LABEL_TEXTS = "first\n\n drei Äpfel \n", "a\n\nc\n"
 Y_TXT = "3 3\n1:1.00000\n\n0:2.5 2:1\n"
@@ -53,7 +57,9 @@ def test_dexml(tmp_path: Path, kind: str) -> None:
 
 
 def test_renee(tmp_path: Path) -> None:
-    files = {f"{s}_X__txt": TEXTS for s in ("trn", "tst")} | {f"{s}_X_Y__txt": Y_TXT for s in ("trn", "tst")}
+    files = {f"{s}_X__txt": TEXTS for s in ("trn", "tst")} | {
+        f"{s}_X_Y__txt": Y_TXT for s in ("trn", "tst")
+    }
     write(tmp_path, Y__txt=LABEL_TEXTS, tst_filter_labels__txt="2 2\n", **files)
     for split in ("train", "test"):
         assert read(tmp_path, split) == (renumbered(LABELS), ROWS)
@@ -69,7 +75,11 @@ def test_pecos_with_a_matrix(tmp_path: Path) -> None:
 
 
 def test_pecos_with_labels_before_a_tab(tmp_path: Path) -> None:
-    write(tmp_path, Y__txt=LABEL_TEXTS, X__trn__txt="1\tfirst\n\t\n0::2.5,2\tdrei Äpfel\nno tab\nx\ty\n")
+    write(
+        tmp_path,
+        Y__txt=LABEL_TEXTS,
+        X__trn__txt="1\tfirst\n\t\n0::2.5,2\tdrei Äpfel\nno tab\nx\ty\n",
+    )
     bad: list[BadRow] = []
     assert read(tmp_path, on_bad=bad.append) == (renumbered(LABELS), ROWS)
     assert [(b.line, b.reason.split(",")[0]) for b in bad] == [(4, "no tab"), (5, "found 'x'")]
@@ -98,10 +108,20 @@ def test_header_shape_wins_over_the_labels_seen(tmp_path: Path) -> None:
 
 
 def test_bag_of_words_row_may_start_with_a_space(tmp_path: Path) -> None:
-    write(tmp_path, train__txt="4 3 2\n0,1 0:1 2:3\n 1:1\n1:1\n1\n", test__txt="1 3 2\n0 0:1.5\n", Xf__txt="x\ny\nz\n")
+    write(
+        tmp_path,
+        train__txt="4 3 2\n0,1 0:1 2:3\n 1:1\n1:1\n1\n",
+        test__txt="1 3 2\n0 0:1.5\n",
+        Xf__txt="x\ny\nz\n",
+    )
     labels, queries = read(tmp_path)
     assert [label.text for label in labels] == ["", ""]
-    assert [(row.text, row.label_ids) for row in queries] == [("z x", (0, 1)), ("y", ()), ("y", ()), ("", (1,))]
+    assert [(row.text, row.label_ids) for row in queries] == [
+        ("z x", (0, 1)),
+        ("y", ()),
+        ("y", ()),
+        ("", (1,)),
+    ]
     assert read(tmp_path, "test")[1] == [Row("0", "x", (0,))]
 
 
@@ -131,12 +151,17 @@ def test_bad_bag_of_words_row(tmp_path: Path, row: str, reason: str) -> None:
         ({"trn_X_Y__txt": "4 3\n\n\n\n\n"}, "less than 3 rows, expected 4 as its header says"),
         ({"trn_X_Y__txt": "4 3\n\n\n\n"}, "3 rows, expected 4 as its header says"),
         ({"trn_X_Y__txt": "3 9\n\n\n\n"}, "has 9 columns, but there are 3 labels"),
-        ({"trn_X_Y__txt": "0:1\n1:1\n2:1\n"}, "found '0:1', expected a header of 2 numbers: rows columns"),
+        (
+            {"trn_X_Y__txt": "0:1\n1:1\n2:1\n"},
+            "found '0:1', expected a header of 2 numbers: rows columns",
+        ),
         ({"trn_X_Y__txt": ""}, "found '', expected a header"),
         ({"Y__txt": ""}, "has no valid label"),
     ],
 )
-def test_files_that_contradict_each_other(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_files_that_contradict_each_other(
+    tmp_path: Path, files: dict[str, str], message: str
+) -> None:
     write(tmp_path, **({"trn_X__txt": TEXTS, "Y__txt": LABEL_TEXTS, "trn_X_Y__txt": Y_TXT} | files))
     with pytest.raises(DataError, match=message):
         read(tmp_path)
@@ -154,7 +179,11 @@ def test_bad_rows_of_text_and_of_matrix_are_told_apart(tmp_path: Path) -> None:
     bad: list[BadRow] = []
     with pytest.raises(DataError, match="no valid train query"):
         read(tmp_path, on_bad=bad.append)
-    assert [(Path(b.file).name, b.line) for b in bad] == [("trn_X.txt", 1), ("trn_X_Y.txt", 3), ("trn_X_Y.txt", 4)]
+    assert [(Path(b.file).name, b.line) for b in bad] == [
+        ("trn_X.txt", 1),
+        ("trn_X_Y.txt", 3),
+        ("trn_X_Y.txt", 4),
+    ]
 
 
 def npz(path: Path, **changes: np.ndarray) -> None:
@@ -199,8 +228,13 @@ def test_npz_that_claims_more_than_it_holds(tmp_path: Path) -> None:
     write(tmp_path, raw_trn_X__txt=TEXTS, raw_Y__txt=LABEL_TEXTS)
     npz(tmp_path / "whole.npz")
     huge = io.BytesIO()
-    np.lib.format.write_array_header_1_0(huge, {"descr": "<f8", "fortran_order": False, "shape": (10**13,)})
-    with zipfile.ZipFile(tmp_path / "whole.npz") as old, zipfile.ZipFile(tmp_path / "Y.trn.npz", "w") as new:
+    np.lib.format.write_array_header_1_0(
+        huge, {"descr": "<f8", "fortran_order": False, "shape": (10**13,)}
+    )
+    with (
+        zipfile.ZipFile(tmp_path / "whole.npz") as old,
+        zipfile.ZipFile(tmp_path / "Y.trn.npz", "w") as new,
+    ):
         for name in old.namelist():
             new.writestr(name, huge.getvalue() if name == "data.npy" else old.read(name))
     with pytest.raises(DataError, match="expected numbers that fit its 128 bytes"):

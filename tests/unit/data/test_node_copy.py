@@ -54,7 +54,9 @@ def test_processes_that_come_together_copy_once(corpus: Corpus, tmp_path: Path) 
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 4
-    asked = [line for path in corpus.path.parent.rglob("asked") for line in path.read_text().splitlines()]
+    asked = [
+        line for path in corpus.path.parent.rglob("asked") for line in path.read_text().splitlines()
+    ]
     files = json.loads((corpus.path / MANIFEST).read_text())["files"]
     assert len(files) == len(asked) == len(set(asked))
     assert len(copies(tmp_path)) == 1
@@ -83,10 +85,14 @@ def test_an_altered_source_is_refused_and_leaves_nothing(corpus: Corpus, tmp_pat
 def test_another_corpus_in_its_place_is_refused(corpus: Corpus) -> None:
     with pytest.raises(DataError, match="holds another corpus than the run was started with"):
         open_on_node(CorpusSource(str(corpus.path), "0" * 64))
-    assert open_on_node(CorpusSource(str(corpus.path), corpus.sha256)).path == corpus.path, "a folder is read in place"
+    assert open_on_node(CorpusSource(str(corpus.path), corpus.sha256)).path == corpus.path, (
+        "a folder is read in place"
+    )
 
 
-def test_no_room_for_a_copy(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_a_copy(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("", (), {"free": 1000}))
     with pytest.raises(StorageError, match=r"has room for 0\.0 GB; remove old copies"):
         local_copy(str(corpus.path), "corpus")

@@ -17,7 +17,9 @@ def refuse(bad: BadRow) -> None:
 
 
 def labels_named(row: Row) -> set[int]:
-    return {int(word.split("x")[0][1:]) for word in row.text.split() if re.fullmatch(r"w\d+x\d", word)}
+    return {
+        int(word.split("x")[0][1:]) for word in row.text.split() if re.fullmatch(r"w\d+x\d", word)
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 1])

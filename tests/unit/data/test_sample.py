@@ -39,7 +39,9 @@ def test_sizes(splits: dict[str, list[Row]], labels: list[Row]) -> None:
     assert 1500 < len(labels) < 2600
 
 
-def test_every_label_is_trained_and_most_are_rare(splits: dict[str, list[Row]], labels: list[Row]) -> None:
+def test_every_label_is_trained_and_most_are_rare(
+    splits: dict[str, list[Row]], labels: list[Row]
+) -> None:
     counts = Counter(label for row in splits["train"] for label in row.label_ids)
     assert len(counts) == len(labels)
     assert 0.7 < np.mean([count <= 5 for count in counts.values()]) < 0.95
@@ -59,7 +61,10 @@ def test_the_query_itself_is_filtered_and_no_answer(
 def test_text_ends_before_the_see_also_section() -> None:
     doc = "solve(a, b)\n\nSolve it.\nWell.\n\nMore `words`.\n\nSee Also\n--------\n"
     doc += "numpy.linalg.inv : Not a word of it.\nlstsq, :func:`qr`\n    Two.\n\nNotes\n-----\nother : thing\n"
-    assert sample._parse(doc) == ("Solve it. Well. More words.", ("numpy.linalg.inv", "lstsq", "qr"))
+    assert sample._parse(doc) == (
+        "Solve it. Well. More words.",
+        ("numpy.linalg.inv", "lstsq", "qr"),
+    )
 
 
 def test_a_reader_could_know_each_answer_by_its_text(labels: list[Row]) -> None:

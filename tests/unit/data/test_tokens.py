@@ -69,7 +69,9 @@ def test_folder_gives_the_same_tokenizer_back(tmp_path: Path) -> None:
 def test_two_processes_learn_the_same_bytes() -> None:
     """More characters than are kept, and many ties between merges: both depend on a hash seed in the library."""
     digests = {
-        subprocess.run([sys.executable, "-c", MANY_LETTERS], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", MANY_LETTERS], capture_output=True, text=True, check=True
+        ).stdout
         for _ in range(2)
     }
     assert len(digests) == 1
@@ -94,7 +96,9 @@ def test_a_transformer_folder_keeps_its_special_tokens(tmp_path: Path) -> None:
     assert [words[i] for i in rows[2]] == ["[CLS]", "[SEP]"]
     assert (tokenizer.kind, tokenizer.pad_id, tokenizer.vocab_size) == ("transformer", 0, 7)
     tokenizer.save(tmp_path / "saved")
-    assert "tokenizer_class" in json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert "tokenizer_class" in json.loads(
+        (tmp_path / "saved" / "tokenizer_config.json").read_text()
+    )
 
 
 def test_an_unreachable_hub_id_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

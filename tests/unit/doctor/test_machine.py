@@ -40,18 +40,27 @@ def test_the_command_says_ok_warning_error_and_what_to_do(
     assert err == f"error: token file: {token} has mode 0644; run chmod 600 {token}\n"
     found = [one for one in json.loads(out) if one["level"] == "error"]
     assert found == [
-        {"check": "token file", "level": "error", "found": f"{token} has mode 0644", "do": f"run chmod 600 {token}"}
+        {
+            "check": "token file",
+            "level": "error",
+            "found": f"{token} has mode 0644",
+            "do": f"run chmod 600 {token}",
+        }
     ]
     assert "0123456789abcdef" not in out
 
 
 def test_versions() -> None:
-    assert {finding.level for finding in software.versions()} == {"ok"}, "this environment is the one we ask for"
+    assert {finding.level for finding in software.versions()} == {"ok"}, (
+        "this environment is the one we ask for"
+    )
     assert software.version(Requirement("numpy>=99")).level == "error"
     assert "missing" in software.version(Requirement("no-such-package-here>=1")).found
 
 
-@pytest.mark.parametrize(("there", "level"), [((), "error"), (("faiss-cpu",), "ok"), (software.FAISS, "error")])
+@pytest.mark.parametrize(
+    ("there", "level"), [((), "error"), (("faiss-cpu",), "ok"), (software.FAISS, "error")]
+)
 def test_one_faiss(there: tuple[str, ...], level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "installed", lambda name: "1.15.1" if name in there else None)
     assert software.faiss().level == level
@@ -59,12 +68,18 @@ def test_one_faiss(there: tuple[str, ...], level: str, monkeypatch: pytest.Monke
 
 def test_harmful_switches() -> None:
     assert [one for one in software.switches({"PATH": "x"}) if one.check in software.SWITCHES] == []
-    bad = {"RAY_DATA_AUTOLOAD_PYEXTENSIONTYPE": "1", "RAY_AUTH_MODE": "disabled", "RAY_TRAIN_V2_ENABLED": "0"}
+    bad = {
+        "RAY_DATA_AUTOLOAD_PYEXTENSIONTYPE": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_TRAIN_V2_ENABLED": "0",
+    }
     found = levels([one for one in software.switches(bad) if one.check in software.SWITCHES])
     assert found == dict(zip(bad, ["error", "warning", "error"], strict=True))
 
 
-def test_a_container_that_may_use_two_cores_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_that_may_use_two_cores_of_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cpu.max").write_text("200000 100000\n")
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
@@ -76,16 +91,24 @@ def test_a_container_that_may_use_two_cores_of_many(tmp_path: Path, monkeypatch:
 
 def test_memory(tmp_path: Path) -> None:
     def found(total: int, free: int) -> str:
-        (tmp_path / "meminfo").write_text(f"MemTotal: {total << 20} kB\nMemAvailable: {free << 20} kB\n")
+        (tmp_path / "meminfo").write_text(
+            f"MemTotal: {total << 20} kB\nMemAvailable: {free << 20} kB\n"
+        )
         return levels(list(machine.memory(tmp_path / "meminfo", tmp_path / "none")))["memory"]
 
     assert [found(64, 32), found(64, 3), found(8, 1)] == ["ok", "error", "warning"]
-    assert levels(list(machine.memory(tmp_path / "meminfo", tmp_path / "none")))["shared memory"] == "warning"
+    assert (
+        levels(list(machine.memory(tmp_path / "meminfo", tmp_path / "none")))["shared memory"]
+        == "warning"
+    )
 
 
 def test_a_folder_too_long_for_sockets(tmp_path: Path) -> None:
     assert "RAY_TMPDIR" not in levels(list(machine.disk({"RAY_TMPDIR": "/tmp"})))
-    assert levels(list(machine.disk({"RAY_TMPDIR": str(tmp_path / ("x" * 90))})))["RAY_TMPDIR"] == "error"
+    assert (
+        levels(list(machine.disk({"RAY_TMPDIR": str(tmp_path / ("x" * 90))})))["RAY_TMPDIR"]
+        == "error"
+    )
 
 
 def test_ray_token(tmp_path: Path) -> None:
@@ -126,5 +149,8 @@ def test_open_ports() -> None:
 
 def test_errors_in_one_line() -> None:
     bad = Finding("a", "error", "is wrong", "mend it")
-    assert worst([Finding("x", "ok", "fine"), bad, Finding("b", "error", "too")]) == "a: is wrong; mend it (and 1 more)"
+    assert (
+        worst([Finding("x", "ok", "fine"), bad, Finding("b", "error", "too")])
+        == "a: is wrong; mend it (and 1 more)"
+    )
     assert worst([Finding("x", "warning", "so so")]) == ""

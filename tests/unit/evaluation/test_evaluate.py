@@ -1,6 +1,7 @@
 """Whole evaluations of a small score matrix: chunks, intervals, tables, comparison."""
 
 import io
+import itertools
 import json
 from collections.abc import Callable
 
@@ -30,7 +31,13 @@ def searcher(strength: float, k: int = 100) -> Callable[[Int64Array], TopLabels]
 
 
 def run(strength: float, **options: object) -> Evaluation:
-    arguments = {"num_queries": NUM_QUERIES, "train_counts": COUNTS, "num_train": 4000, "a": 0.6, "b": 2.6}
+    arguments = {
+        "num_queries": NUM_QUERIES,
+        "train_counts": COUNTS,
+        "num_train": 4000,
+        "a": 0.6,
+        "b": 2.6,
+    }
     return evaluate(searcher(strength), TRUTH.take, **{**arguments, "resamples": 200, **options})  # type: ignore[arg-type]
 
 
@@ -52,7 +59,9 @@ def test_intervals_hold_the_value_and_are_seeded() -> None:
         assert low <= first.metrics[name] <= high, name
     # A mean's interval is close to 1.96 standard errors.
     low, high = run(2.0, resamples=2000).intervals["P@1"]
-    assert high - low == pytest.approx(2 * 1.96 * first.columns["P@1"].std() / np.sqrt(first.queries), rel=0.1)
+    assert high - low == pytest.approx(
+        2 * 1.96 * first.columns["P@1"].std() / np.sqrt(first.queries), rel=0.1
+    )
 
 
 def test_segments_and_deciles_add_up_to_p_at_5() -> None:
@@ -60,8 +69,14 @@ def test_segments_and_deciles_add_up_to_p_at_5() -> None:
     assert sum(row["P@5"] for row in found.segments) == pytest.approx(found.metrics["P@5"])
     assert sum(row["P@5"] for row in found.deciles) == pytest.approx(found.metrics["P@5"])
     assert [row["name"] for row in found.segments] == ["unseen", "tail", "torso", "head", "top"]
-    assert sum(row["labels"] for row in found.deciles) == sum(row["labels"] for row in found.segments) == NUM_LABELS
-    assert all(left["max_count"] <= right["min_count"] for left, right in zip(found.deciles, found.deciles[1:]))  # noqa: B905
+    assert (
+        sum(row["labels"] for row in found.deciles)
+        == sum(row["labels"] for row in found.segments)
+        == NUM_LABELS
+    )
+    assert all(
+        left["max_count"] <= right["min_count"] for left, right in itertools.pairwise(found.deciles)
+    )
 
 
 def test_json_holds_the_promised_keys() -> None:
@@ -77,15 +92,36 @@ def test_index_recall_tells_index_error_from_model_error() -> None:
         ids[:, 9] = -1  # this index misses the tenth answer of every query
         return TopLabels(ids, top.scores)
 
-    options = {"num_queries": NUM_QUERIES, "train_counts": COUNTS, "num_train": 4000, "a": 0.6, "b": 2.6}
-    found = evaluate(lossy, TRUTH.take, exact=searcher(2.0), exact_sample=50, resamples=0, **options)  # type: ignore[arg-type]
-    assert found.index_recall == {"queries": 50, "recall@1": 1.0, "recall@10": 0.9, "recall@100": 0.99}
+    options = {
+        "num_queries": NUM_QUERIES,
+        "train_counts": COUNTS,
+        "num_train": 4000,
+        "a": 0.6,
+        "b": 2.6,
+    }
+    found = evaluate(
+        lossy, TRUTH.take, exact=searcher(2.0), exact_sample=50, resamples=0, **options
+    )  # type: ignore[arg-type]
+    assert found.index_recall == {
+        "queries": 50,
+        "recall@1": 1.0,
+        "recall@10": 0.9,
+        "recall@100": 0.99,
+    }
     assert found.intervals == {}
 
 
 def test_too_few_answers_are_refused() -> None:
     with pytest.raises(DataError, match="returned 10 answers per query, expected 100"):
-        evaluate(searcher(2.0, k=10), TRUTH.take, num_queries=9, train_counts=COUNTS, num_train=4000, a=0.6, b=2.6)
+        evaluate(
+            searcher(2.0, k=10),
+            TRUTH.take,
+            num_queries=9,
+            train_counts=COUNTS,
+            num_train=4000,
+            a=0.6,
+            b=2.6,
+        )
 
 
 def test_comparison_sees_a_difference_and_none() -> None:
@@ -102,8 +138,32 @@ def test_comparison_sees_a_difference_and_none() -> None:
 
 def test_sign_flip_equals_enumeration() -> None:
     # Three queries in favour, none against: of 8 sign patterns two are as extreme, p = 1/4.
-    a = Evaluation({"P@1": 1.0}, 3, 0, 0.5, 1.5, {}, [], [], None, np.arange(3), {"P@1": np.ones(3, np.float32)})
-    b = Evaluation({"P@1": 0.0}, 3, 0, 0.5, 1.5, {}, [], [], None, np.arange(3), {"P@1": np.zeros(3, np.float32)})
+    a = Evaluation(
+        {"P@1": 1.0},
+        3,
+        0,
+        0.5,
+        1.5,
+        {},
+        [],
+        [],
+        None,
+        np.arange(3),
+        {"P@1": np.ones(3, np.float32)},
+    )
+    b = Evaluation(
+        {"P@1": 0.0},
+        3,
+        0,
+        0.5,
+        1.5,
+        {},
+        [],
+        [],
+        None,
+        np.arange(3),
+        {"P@1": np.zeros(3, np.float32)},
+    )
     (row,) = compare(a, b, permutations=20_000)
     assert row.p_value == pytest.approx(0.25, abs=0.02)
 

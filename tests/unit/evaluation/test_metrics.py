@@ -35,7 +35,9 @@ def test_values_derived_by_hand() -> None:
     w = inverse_propensity(np.arange(1, 7), 100, 0.55, 1.5)
     # Sums first, then the quotient. The rarest labels weigh most: w[1] > w[5], w[2] > w[3] > w[4].
     assert found["PSP@1"] == pytest.approx(w[3] / (w[1] + w[2]))
-    assert found["PSP@3"] == pytest.approx((w[1] + w[3] + w[4]) / (w[1] + w[5] + w[2] + w[3] + w[4]))
+    assert found["PSP@3"] == pytest.approx(
+        (w[1] + w[3] + w[4]) / (w[1] + w[5] + w[2] + w[3] + w[4])
+    )
     gain = w[1] * second / ideal[0] + (w[3] + w[4] * third) / ideal[1]
     best = (w[1] + w[5] * second) / ideal[0] + (w[2] + w[3] * second + w[4] * third) / ideal[1]
     assert found["PSnDCG@3"] == pytest.approx(gain / best)
@@ -45,7 +47,9 @@ def test_macro_f1_averages_labels_that_have_a_positive() -> None:
     metrics = Metrics(np.array([5, 10, 11, 2000]), 3000, 0.55, 1.5, 4)
     metrics.update(answers([0, 2], [0, 3]), Ragged.from_rows([[0, 1], [3]]))
     found = metrics.result()
-    assert found["macroF1@5(0,10]"] == pytest.approx((2 / 3 + 0) / 2)  # label 0: one right of two; label 1: missed
+    assert found["macroF1@5(0,10]"] == pytest.approx(
+        (2 / 3 + 0) / 2
+    )  # label 0: one right of two; label 1: missed
     assert "macroF1@5(10,100]" not in found  # label 2 was answered but is nobody's positive
     assert found["macroF1@5(1000,inf)"] == 1.0
 
@@ -99,7 +103,9 @@ def test_top_k_masks_before_it_cuts() -> None:
 
 
 def test_remove_pairs_keeps_row_boundaries() -> None:
-    left = remove_pairs(Ragged.from_rows([[1, 2], [2], [], [0, 5]]), Ragged.from_rows([[2, 9], [2], [1], []]))
+    left = remove_pairs(
+        Ragged.from_rows([[1, 2], [2], [], [0, 5]]), Ragged.from_rows([[2, 9], [2], [1], []])
+    )
     assert [left[i].tolist() for i in range(4)] == [[1], [], [], [0, 5]]
 
 
@@ -107,7 +113,9 @@ def test_remove_pairs_keeps_row_boundaries() -> None:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 30))
 def test_bounds_and_order(seed: int, num_queries: int, num_labels: int) -> None:
     generator = np.random.default_rng(seed)
-    truth = Ragged.from_rows([np.flatnonzero(row) for row in generator.random((num_queries, num_labels)) < 0.3])
+    truth = Ragged.from_rows(
+        [np.flatnonzero(row) for row in generator.random((num_queries, num_labels)) < 0.3]
+    )
     top = top_k(generator.integers(0, 4, (num_queries, num_labels)).astype(float), 20)
     metrics = Metrics(generator.integers(0, 2000, num_labels), 5000, 0.55, 1.5, num_labels)
     counted = metrics.update(top, truth)
@@ -129,7 +137,10 @@ def test_perfect_ranking_reaches_one(seed: int) -> None:
     counts = np.arange(20) * 7
     metrics = Metrics(counts, 500, 0.55, 1.5, 20)
     # Rarer positives first: the best ranking for the propensity-scored metrics as well.
-    metrics.update(top_k(relevant * (1000.0 - counts), 20), Ragged.from_rows([np.flatnonzero(r) for r in relevant]))
+    metrics.update(
+        top_k(relevant * (1000.0 - counts), 20),
+        Ragged.from_rows([np.flatnonzero(r) for r in relevant]),
+    )
     found = metrics.result()
     for name in ("nDCG@3", "nDCG@5", "PSP@1", "PSP@5", "PSnDCG@5", "R@100"):
         assert found[name] == pytest.approx(1.0), name

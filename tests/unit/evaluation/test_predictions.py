@@ -10,7 +10,11 @@ from scipy import sparse
 
 from xmcray.errors import DataError, StorageError
 from xmcray.evaluation.metrics import top_k
-from xmcray.evaluation.predictions import predictions_to_top_labels, read_predictions, write_predictions
+from xmcray.evaluation.predictions import (
+    predictions_to_top_labels,
+    read_predictions,
+    write_predictions,
+)
 from xmcray.types import Ragged, TopLabels
 
 SCORES = np.array([[0.5, 0.0, -1.0, 0.5], [-np.inf, -2.0, -np.inf, 0.0], [-np.inf] * 4], np.float32)
@@ -26,7 +30,10 @@ def test_zeros_negatives_ties_and_empty_rows_survive(tmp_path: Path) -> None:
     again = predictions_to_top_labels(matrix, np.arange(3), 3)
     assert again.ids.tolist() == top.ids.tolist() == [[0, 3, 1], [3, 1, -1], [-1, -1, -1]]
     np.testing.assert_array_equal(again.scores, top.scores)
-    assert predictions_to_top_labels(matrix, np.array([2, 0]), 9).ids.tolist() == [[-1] * 4, [0, 3, 1, -1]]
+    assert predictions_to_top_labels(matrix, np.array([2, 0]), 9).ids.tolist() == [
+        [-1] * 4,
+        [0, 3, 1, -1],
+    ]
 
 
 def test_scipy_reads_our_file(tmp_path: Path) -> None:
@@ -54,15 +61,21 @@ def test_unusable_files_are_named(tmp_path: Path) -> None:
     np.savez(path, a=np.array([{}], dtype=object))
     with pytest.raises(DataError, match=r"not a sparse \.npz"):
         read_predictions(path, 3, 4)
-    sparse.save_npz(path, sparse.csr_matrix((np.array([1.0, np.nan]), [0, 1], [0, 2, 2, 2]), shape=(3, 4)))
+    sparse.save_npz(
+        path, sparse.csr_matrix((np.array([1.0, np.nan]), [0, 1], [0, 2, 2, 2]), shape=(3, 4))
+    )
     with pytest.raises(DataError, match="not a number"):
         read_predictions(path, 3, 4)
-    sparse.save_npz(path, sparse.csr_matrix((np.array([1.0, 2.0]), [1, 1], [0, 0, 2, 2]), shape=(3, 4)))
+    sparse.save_npz(
+        path, sparse.csr_matrix((np.array([1.0, 2.0]), [1, 1], [0, 0, 2, 2]), shape=(3, 4))
+    )
     with pytest.raises(DataError, match="twice in row 1"):
         read_predictions(path, 3, 4)
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_predictions(tmp_path / "scores.npz", [top_k(SCORES, 4)], 4)
     before = path.read_bytes()
     with pytest.raises(DataError, match="label 3, expected less than 2"):

@@ -14,18 +14,45 @@ from xmcray.evaluation.report import write_report
 
 EVIL = '<script>alert("1")</script>'
 STEPS: list[dict[str, Any]] = [
-    *({"step": s, "epoch": 0, "loss": 5.0 / (s + 1), "queries_per_s": 100.0, "negatives_age": s} for s in range(700)),
+    *(
+        {"step": s, "epoch": 0, "loss": 5.0 / (s + 1), "queries_per_s": 100.0, "negatives_age": s}
+        for s in range(700)
+    ),
     {"step": 350, "P@1": 0.25, "P@5": 0.125},
     {"step": 699, "P@1": 0.5, "P@5": 0.25},
 ]
 METRICS: dict[str, Any] = {
-    **{"P@1": 0.4321, "PSP@5": 0.3, "macroF1@5(0,10]": 0.2, "queries": 40, "left_out": 2, "A": 0.6, "B": 2.6},
+    **{
+        "P@1": 0.4321,
+        "PSP@5": 0.3,
+        "macroF1@5(0,10]": 0.2,
+        "queries": 40,
+        "left_out": 2,
+        "A": 0.6,
+        "B": 2.6,
+    },
     "intervals": {"P@1": [0.4, 0.4567]},
     "segments": [
-        {"name": EVIL, "range": "(0,10]", "labels": 3, "positives": 0, "P@5": 0.0, "recall@5": None, "macroF1@5": 0.2}
+        {
+            "name": EVIL,
+            "range": "(0,10]",
+            "labels": 3,
+            "positives": 0,
+            "P@5": 0.0,
+            "recall@5": None,
+            "macroF1@5": 0.2,
+        }
     ],
     "deciles": [
-        {"decile": 1, "min_count": 0, "max_count": 1, "labels": 3, "positives": 9, "P@5": 0.1, "recall@5": 0.2}
+        {
+            "decile": 1,
+            "min_count": 0,
+            "max_count": 1,
+            "labels": 3,
+            "positives": 9,
+            "P@5": 0.1,
+            "recall@5": 0.2,
+        }
     ],
     "index_recall": {"queries": 10, "recall@10": 0.987},
 }
@@ -59,12 +86,19 @@ class Page(HTMLParser):
 
 
 def page(path: Path, **given: Any) -> str:
-    write_report(path, **{"title": "run", "steps": STEPS, "metrics": METRICS, "config": {}, "facts": {}, **given})
+    write_report(
+        path,
+        **{"title": "run", "steps": STEPS, "metrics": METRICS, "config": {}, "facts": {}, **given},
+    )
     return path.read_text(encoding="utf-8")
 
 
 def test_everything_is_on_the_page(tmp_path: Path) -> None:
-    text = page(tmp_path / "r.html", config={"optimisation": {"lr": 0.1, "off": {}}}, facts={"corpus": "abc123"})
+    text = page(
+        tmp_path / "r.html",
+        config={"optimisation": {"lr": 0.1, "off": {}}},
+        facts={"corpus": "abc123"},
+    )
     for part in (
         "43.21",
         "40.00 to 45.67",
@@ -99,7 +133,9 @@ def test_missing_parts_are_left_out(tmp_path: Path) -> None:
     assert Page(empty).charts == []
     assert "nothing recorded yet" in empty
     assert "<h2>" not in empty
-    only_loss = page(tmp_path / "r.html", steps=[{"step": 1, "loss": 2.0, "P@1": None}], metrics={"P@1": 0.5})
+    only_loss = page(
+        tmp_path / "r.html", steps=[{"step": 1, "loss": 2.0, "P@1": None}], metrics={"P@1": 0.5}
+    )
     assert Page(only_loss).charts == ["Training loss"]
     assert "constants not recorded" in only_loss
 
@@ -125,7 +161,9 @@ def test_the_folder_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyP
         page(tmp_path / "r.html")
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 7), (-3, 3), (1e-4, 2e-4), (0, 123456), (99.5, 100)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0, 7), (-3, 3), (1e-4, 2e-4), (0, 123456), (99.5, 100)]
+)
 def test_ticks_are_round_and_inside(low: float, high: float) -> None:
     found = ticks(low, high)
     assert 3 <= len(found) <= 8
@@ -142,13 +180,19 @@ def test_lines_keep_their_ends_and_stay_short() -> None:
 
 
 def test_a_single_point_and_a_constant_are_drawn() -> None:
-    assert "<circle" in line_chart("t", [Series("a", np.array([5.0]), np.array([0.0]))], y_title="y")
-    flat = line_chart("t", [Series("a", np.arange(3.0), np.full(3, 2.0))], y_title="y", from_zero=False)
+    assert "<circle" in line_chart(
+        "t", [Series("a", np.array([5.0]), np.array([0.0]))], y_title="y"
+    )
+    flat = line_chart(
+        "t", [Series("a", np.arange(3.0), np.full(3, 2.0))], y_title="y", from_zero=False
+    )
     assert "<polyline" in flat
 
 
 def test_a_bar_is_as_high_as_its_value() -> None:
-    chart = bar_chart("t", ["a", "b"], [Series("s", np.empty(0), np.array([2.0, 1.0]))], y_title="y", x_title="x")
+    chart = bar_chart(
+        "t", ["a", "b"], [Series("s", np.empty(0), np.array([2.0, 1.0]))], y_title="y", x_title="x"
+    )
     high, low = (float(value) for value in re.findall(r'<rect [^>]*height="([\d.]+)"', chart))
     assert high == pytest.approx(2 * low, abs=0.2)
 

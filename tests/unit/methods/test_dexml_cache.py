@@ -41,7 +41,9 @@ def test_hardest_are_the_longest_gradients_and_of_equal_ones_the_lower_labels() 
     assert cache.hardest(gradient, none, 1).tolist() == [3]
     assert cache.hardest(gradient, none, 3).tolist() == [0, 1, 3]
     assert cache.hardest(gradient, np.array([1, 3]), 2).tolist() == [0, 2]
-    assert cache.hardest(gradient, np.array([1, 3]), 99).tolist() == [0, 2, 4, 5], "more than there are: all"
+    assert cache.hardest(gradient, np.array([1, 3]), 99).tolist() == [0, 2, 4, 5], (
+        "more than there are: all"
+    )
 
 
 def test_a_step_encodes_the_labels_that_a_dense_loss_would_move_most(
@@ -55,7 +57,9 @@ def test_a_step_encodes_the_labels_that_a_dense_loss_would_move_most(
     loss = torch.zeros((), dtype=torch.float64)
     for i in range(len(batch.query_ids)):
         own = batch.positives[i]
-        negatives = np.setdiff1d(np.arange(data.num_labels), np.concatenate([own, batch.excluded[i]]))
+        negatives = np.setdiff1d(
+            np.arange(data.num_labels), np.concatenate([own, batch.excluded[i]])
+        )
         for p in own:
             loss = loss - torch.log_softmax(score_GL[i, [p, *negatives]], dim=0)[0]
     loss.backward()
@@ -88,11 +92,17 @@ def test_rows_start_as_the_label_texts_and_those_encoded_are_refreshed(data: Tra
 @pytest.mark.parametrize("loss", ["decoupled", "softmax", "soft_top_k", "bce"])
 def test_a_cache_that_takes_all_labels_is_no_restriction(data: TrainingData, loss: str) -> None:
     setup, method, _ = setup_of(data, "method.cache_hard=1000", f"method.loss={loss}")
-    config = RunConfig.resolve("dexml", {}, [*SETTINGS, "method.columns=all", f"method.loss={loss}"])
+    config = RunConfig.resolve(
+        "dexml", {}, [*SETTINGS, "method.columns=all", f"method.loss={loss}"]
+    )
     whole = build(config, data, torch.device("cpu"))
     batch = setup.sampler.batch(0, 0, 1)
-    assert setup.stepper.step(batch, None).value == pytest.approx(whole.stepper.step(batch, None).value, rel=1e-12)
-    torch.testing.assert_close(method.answer_rows(), whole.method.answer_rows(), rtol=1e-9, atol=1e-12)
+    assert setup.stepper.step(batch, None).value == pytest.approx(
+        whole.stepper.step(batch, None).value, rel=1e-12
+    )
+    torch.testing.assert_close(
+        method.answer_rows(), whole.method.answer_rows(), rtol=1e-9, atol=1e-12
+    )
 
 
 def test_a_cut_run_goes_on_with_its_cache(data: TrainingData, tmp_path: Path) -> None:

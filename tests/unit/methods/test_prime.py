@@ -74,7 +74,9 @@ def test_centroids_start_as_means_and_move_with_every_query(corpus: Corpus) -> N
     assert sizes.max() - sizes.min() <= 1
 
 
-def triplets(score: torch.Tensor, positive: torch.Tensor, true: torch.Tensor, count: int) -> torch.Tensor:
+def triplets(
+    score: torch.Tensor, positive: torch.Tensor, true: torch.Tensor, count: int
+) -> torch.Tensor:
     """Mean over anchors of the weighted sum over the hardest negatives, in plain loops."""
     total = []
     for s, drawn, known in zip(score, positive, true, strict=True):
@@ -90,26 +92,43 @@ def triplets(score: torch.Tensor, positive: torch.Tensor, true: torch.Tensor, co
 
 
 def test_the_loss_is_that_of_plain_loops(corpus: Corpus) -> None:
-    setup, method = built(corpus, "method.dropout=0", "method.num_positives=1", "method.num_negatives=5")
+    setup, method = built(
+        corpus, "method.dropout=0", "method.num_positives=1", "method.num_negatives=5"
+    )
     batch = setup.sampler.batch(0, 0, 1)
     method._start()
     drawn = method._drawn(batch)
     assert (drawn.lengths == 1).all()
     labels = np.unique(drawn.values)
     query = start_vectors(setup, batch.query_ids)
-    text, prototype = start_vectors(setup, setup.data.num_train + labels), method.answer_rows()[labels]
-    true = torch.from_numpy(np.stack([np.isin(labels, batch.positives[i]) for i in range(len(query))]))
-    assert true.sum() > len(query), "no positive was left out of the draw: the comparison would show little"
-    known = true | torch.from_numpy(np.stack([np.isin(labels, batch.excluded[i]) for i in range(len(query))]))
+    text, prototype = (
+        start_vectors(setup, setup.data.num_train + labels),
+        method.answer_rows()[labels],
+    )
+    true = torch.from_numpy(
+        np.stack([np.isin(labels, batch.positives[i]) for i in range(len(query))])
+    )
+    assert true.sum() > len(query), (
+        "no positive was left out of the draw: the comparison would show little"
+    )
+    known = true | torch.from_numpy(
+        np.stack([np.isin(labels, batch.excluded[i]) for i in range(len(query))])
+    )
     picked = torch.from_numpy(np.stack([np.isin(labels, drawn[i]) for i in range(len(query))]))
     b, s = query @ prototype.T, query @ text.T
-    expected = triplets(b, picked, known, 5) + triplets(s, picked, known, 5) + triplets(s.T, picked.T, known.T, 5)
+    expected = (
+        triplets(b, picked, known, 5)
+        + triplets(s, picked, known, 5)
+        + triplets(s.T, picked.T, known.T, 5)
+    )
     near, far = [], []
     for i in range(len(query)):
         near += [float(v) for v in F.relu(s[i] - b[i] + 0.1)[picked[i]]]
         hardest = b[i].masked_fill(known[i], -np.inf).topk(5).indices
         far += [float(v) for v in F.relu(b[i] - s[i] + 0.1)[hardest]]
-    expected = expected + 0.1 * sum(float(np.mean([v for v in part if v > 0])) for part in (near, far)) / 2
+    expected = (
+        expected + 0.1 * sum(float(np.mean([v for v in part if v > 0])) for part in (near, far)) / 2
+    )
     terms = method.loss(batch, None)
     torch.testing.assert_close(terms.total / terms.num_queries, expected, rtol=1e-9, atol=1e-12)
 
@@ -134,8 +153,12 @@ def test_rare_positives_are_drawn_more_often(corpus: Corpus) -> None:
     assert abs(found - expected) < 0.1 * abs(expected - uniform)
 
 
-def test_settings_that_cannot_be_are_refused_or_clipped(corpus: Corpus, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"free_vectors is 48, expected a power of two; take 32 or 64"):
+def test_settings_that_cannot_be_are_refused_or_clipped(
+    corpus: Corpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"free_vectors is 48, expected a power of two; take 32 or 64"
+    ):
         PrimeConfig(free_vectors=48)
     with pytest.raises(ConfigError, match=r"gamma_max"):
         PrimeConfig(gamma_min=0.3, gamma_max=0.1)
@@ -165,14 +188,24 @@ def test_a_batch_of_one_has_no_negative_and_no_nan(corpus: Corpus) -> None:
 
 def weights(folder: Path, corpus: Corpus, stop: int) -> dict[str, torch.Tensor]:
     """Everything a run that goes on from its folder's checkpoint, if there is one, has after `stop` steps."""
-    config = RunConfig.resolve("prime", {}, [*SETTINGS, "optim.precision=float32", "log.checkpoint_every=2"])
+    config = RunConfig.resolve(
+        "prime", {}, [*SETTINGS, "optim.precision=float32", "log.checkpoint_every=2"]
+    )
     setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
     run = Run(folder, "test", config, corpus.origin, corpus.sha256)
     loop = Loop(run, setup, ThreadRefresher(setup.data, RefreshSpec(1, config.negatives, 0)))
     loop.last_step = stop
     loop.train()
-    state = {f"{m}.{k}": v for m, module in setup.stepper.modules.items() for k, v in module.state_dict().items()}
-    return {**state, "rows": setup.method.answer_rows(), "centroids": setup.method.tables["centroids"].weight_SD}
+    state = {
+        f"{m}.{k}": v
+        for m, module in setup.stepper.modules.items()
+        for k, v in module.state_dict().items()
+    }
+    return {
+        **state,
+        "rows": setup.method.answer_rows(),
+        "centroids": setup.method.tables["centroids"].weight_SD,
+    }
 
 
 def test_a_run_goes_on_byte_by_byte(corpus: Corpus, tmp_path: Path) -> None:
@@ -191,4 +224,6 @@ def test_a_bundle_answers_with_prototypes(corpus: Corpus, tmp_path: Path) -> Non
     retriever = Retriever.load(tmp_path / "bundle")
     top = retriever.top_labels(tokens, 23, exact=True)
     score_QL = (retriever.encode(tokens) @ after.T)[:, corpus.label_rank]
-    np.testing.assert_allclose(top.scores, np.take_along_axis(score_QL, top.ids, 1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        top.scores, np.take_along_axis(score_QL, top.ids, 1), rtol=1e-5, atol=1e-6
+    )

@@ -27,7 +27,13 @@ from xmcray.training.memory import encoder_of, open_encoder
 from xmcray.training.run import Run, RunConfig
 from xmcray.types import Ragged, Shortlist
 
-SETTINGS = ["encoder.dim=16", "optim.batch_size=32", "optim.epochs=4", "cluster.workers=0", "negatives.hard=5"]
+SETTINGS = [
+    "encoder.dim=16",
+    "optim.batch_size=32",
+    "optim.epochs=4",
+    "cluster.workers=0",
+    "negatives.hard=5",
+]
 SETTINGS += ["cluster.threads_per_process=1", "negatives.start_epoch=2", "method.memory.keys=20"]
 
 
@@ -38,10 +44,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(scope="module")
 def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(corpus.path, tmp_path_factory.mktemp("run") / "r", RunConfig.resolve("rae", {}, SETTINGS))
+    return train(
+        corpus.path, tmp_path_factory.mktemp("run") / "r", RunConfig.resolve("rae", {}, SETTINGS)
+    )
 
 
-def loss_by_loops(setup: Any, batch: Any, drawn: Any, pool: set[int], query_negatives: bool) -> float:
+def loss_by_loops(
+    setup: Any, batch: Any, drawn: Any, pool: set[int], query_negatives: bool
+) -> float:
     """Eq. 10 as it is written, over vectors of length 1."""
     method, data = setup.method, setup.data
     with torch.no_grad():
@@ -50,8 +60,12 @@ def loss_by_loops(setup: Any, batch: Any, drawn: Any, pool: set[int], query_nega
     total = 0.0
     for i in range(len(query_BD)):
         positives = set(batch.positives[i].tolist())
-        rivals = [query_BD[i] @ label_LD[p] for p in pool - positives - set(batch.excluded[i].tolist())]
-        others = [j for j in range(len(query_BD)) if not positives & set(batch.positives[j].tolist())]
+        rivals = [
+            query_BD[i] @ label_LD[p] for p in pool - positives - set(batch.excluded[i].tolist())
+        ]
+        others = [
+            j for j in range(len(query_BD)) if not positives & set(batch.positives[j].tolist())
+        ]
         rivals += [query_BD[i] @ query_BD[j] for j in others if query_negatives]
         score = query_BD[i] @ label_LD[drawn[i]]
         total += np.log(1 + np.exp((np.array(rivals) - score) / method.config.temperature).sum())
@@ -60,20 +74,26 @@ def loss_by_loops(setup: Any, batch: Any, drawn: Any, pool: set[int], query_nega
 
 
 @pytest.mark.parametrize("query_negatives", [True, False])
-def test_the_loss_of_a_batch_equals_loops(corpus: Corpus, query_negatives: bool, monkeypatch: Any) -> None:
+def test_the_loss_of_a_batch_equals_loops(
+    corpus: Corpus, query_negatives: bool, monkeypatch: Any
+) -> None:
     config = RunConfig.resolve("rae", {}, [*SETTINGS, f"method.query_negatives={query_negatives}"])
     setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
     setup.stepper.encoder.eval()
     batch = setup.sampler.batch(2 * setup.sampler.steps_per_epoch, 0, 1)
     hard = np.full((setup.data.num_train, 6), -1, np.int32)
     rng = np.random.default_rng(0)
-    for row, positives in zip(batch.query_ids, (batch.positives[i] for i in range(32)), strict=True):
+    for row, positives in zip(
+        batch.query_ids, (batch.positives[i] for i in range(32)), strict=True
+    ):
         hard[row, :4] = rng.permutation(np.setdiff1d(np.arange(23), positives))[:4]
     lists: list[Ragged] = []
 
     draw = rae.draw_from_rows
     for module in (rae, base):
-        monkeypatch.setattr(module, "draw_from_rows", lambda *a: lists.append(draw(*a)) or lists[-1])
+        monkeypatch.setattr(
+            module, "draw_from_rows", lambda *a: lists.append(draw(*a)) or lists[-1]
+        )
     terms = setup.method.loss(batch, Shortlist(0, 0, hard))
     drawn, negatives = lists
     assert drawn.lengths.tolist() == [1] * 32
@@ -92,13 +112,17 @@ def test_a_batch_of_one_has_nothing_to_compete_with(corpus: Corpus) -> None:
     assert all(p.isfinite().all() for p in setup.stepper.encoder.parameters())
 
 
-def test_a_finished_run_answers_with_its_memory(run: Run, corpus: Corpus, tmp_path: Path, capsys: Any) -> None:
+def test_a_finished_run_answers_with_its_memory(
+    run: Run, corpus: Corpus, tmp_path: Path, capsys: Any
+) -> None:
     assert cli.main(["export", str(run.path), "--out", str(tmp_path / "b")]) == 0
     retriever = Retriever.load(tmp_path / "b", threads=1)
     assert retriever.memory is not None
     assert retriever.memory.config == MemoryConfig(keys=20)
     last = last_checkpoint(run)
-    encode = encoder_of(load_encoder(last.path / "encoder").eval(), load_head(tmp_path / "b" / "head"))
+    encode = encoder_of(
+        load_encoder(last.path / "encoder").eval(), load_head(tmp_path / "b" / "head")
+    )
     tokens = corpus.split("test").tokens(np.arange(9))
     np.testing.assert_allclose(retriever.encode(tokens), encode(tokens), atol=1e-6)
     remembered = corpus.split("train").tokens(np.flatnonzero(corpus.split("train").num_positives()))

@@ -29,7 +29,16 @@ def test_loss_and_gradients_over_5000_pools() -> None:
     part = LabelPartition(LABELS, 1, 0)
     losses, gradients = np.empty(POOLS), np.empty((POOLS, exact.size))
     for step in range(POOLS):
-        batch = Batch(0, step, np.arange(QUERIES), 0, QUERIES, Ragged.empty(QUERIES), positives, Ragged.empty(QUERIES))
+        batch = Batch(
+            0,
+            step,
+            np.arange(QUERIES),
+            0,
+            QUERIES,
+            Ragged.empty(QUERIES),
+            positives,
+            Ragged.empty(QUERIES),
+        )
         pool = draws.uniform_labels(0, step, LABELS, POOL)
         found = gather_candidates(batch, hard, pool, positives, None, part)
         query_GD.grad = row_LD.grad = None
@@ -45,7 +54,9 @@ def test_loss_and_gradients_over_5000_pools() -> None:
         )
         terms.total.backward()
         losses[step] = float(terms.total.detach())
-        gradients[step] = np.concatenate([query_GD.grad.numpy().ravel(), row_LD.grad.numpy().ravel()])
+        gradients[step] = np.concatenate(
+            [query_GD.grad.numpy().ravel(), row_LD.grad.numpy().ravel()]
+        )
     assert abs((losses.mean() - exact_loss) / (losses.std() / POOLS**0.5)) <= 3
     z = (gradients.mean(axis=0) - exact) / (gradients.std(axis=0) / POOLS**0.5)
     assert np.abs(z).max() <= 4.5

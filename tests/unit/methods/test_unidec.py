@@ -27,7 +27,13 @@ from xmcray.training.outcome import finish
 from xmcray.training.run import RunConfig
 from xmcray.types import Batch, Int64Array, Shortlist
 
-SMALL = ["encoder.dim=12", "optim.precision=float64", "optim.batch_size=20", "negatives.hard=4", "method.dropout=0"]
+SMALL = [
+    "encoder.dim=12",
+    "optim.precision=float64",
+    "optim.batch_size=20",
+    "negatives.hard=4",
+    "method.dropout=0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,24 +81,40 @@ def psl_by_loops(score: Any, positive: Any, counted: Any) -> float:
 def both_ways(score: Any, batch: Batch, pool: Int64Array, balance: float) -> float:
     positive = np.array([np.isin(pool, batch.positives[i]) for i in range(len(score))])
     counted = ~np.array([np.isin(pool, batch.excluded[i]) for i in range(len(score))])
-    to_labels, to_queries = psl_by_loops(score, positive, counted), psl_by_loops(score.T, positive.T, counted.T)
+    to_labels, to_queries = (
+        psl_by_loops(score, positive, counted),
+        psl_by_loops(score.T, positive.T, counted.T),
+    )
     return balance * to_labels + (1 - balance) * to_queries
 
 
 def test_the_loss_is_the_papers(corpus: Corpus) -> None:
-    settings = ["method.num_positives=1", "method.hard_per_query=1", "method.classifier_positives=1"]
-    parts = ["method.balance=0.3", "method.balance_encoder=0.4", "method.balance_classifier=0.8", "method.head_dim=9"]
+    settings = [
+        "method.num_positives=1",
+        "method.hard_per_query=1",
+        "method.classifier_positives=1",
+    ]
+    parts = [
+        "method.balance=0.3",
+        "method.balance_encoder=0.4",
+        "method.balance_classifier=0.8",
+        "method.head_dim=9",
+    ]
     setup = made(corpus, *settings, *parts, "optim.batch_size=7")
     method, batch, shortlist = setup.method, batch_of(setup), shortlist_of(setup)
     assert isinstance(method, Unidec)
     pool, wider = method._pools(batch, shortlist)
     brought = sum(np.isin(batch.positives[i], pool.ids).sum() for i in range(7))
-    assert brought > 7, "no query met a positive that another one brought: the comparison would show little"
+    assert brought > 7, (
+        "no query met a positive that another one brought: the comparison would show little"
+    )
     assert set(pool.ids) < set(wider.ids)
     with torch.no_grad():
         query_GD = setup.stepper.encoder(batch.tokens)
         label_UD = setup.stepper.encoder(setup.data.tokens(setup.data.num_train + pool.ids))
-        text_GE, text_UE = (F.normalize(torch.tanh(method.heads.text_layer(v))) for v in (query_GD, label_UD))
+        text_GE, text_UE = (
+            F.normalize(torch.tanh(method.heads.text_layer(v))) for v in (query_GD, label_UD)
+        )
         row_UE = method.tables["classifier"].weight_SD[torch.from_numpy(wider.ids)]
         row_GE = method.heads.classifier_layer(query_GD)
     expected = 0.3 * both_ways((text_GE @ text_UE.T / 0.05).numpy(), batch, pool.ids, 0.4)
@@ -122,12 +144,18 @@ def test_supcon_has_no_rows(corpus: Corpus) -> None:
     assert made(corpus, "method.balance=0").method.head.out_dim == 12
 
 
-@pytest.mark.parametrize("settings", [["optim.batch_size=1"], ["method.hard_per_query=50", "method.num_positives=50"]])
+@pytest.mark.parametrize(
+    "settings", [["optim.batch_size=1"], ["method.hard_per_query=50", "method.num_positives=50"]]
+)
 def test_settings_wider_than_the_data(corpus: Corpus, settings: list[str]) -> None:
     setup = made(corpus, *settings)
-    terms = setup.stepper.step(setup.sampler.batch(5 * setup.sampler.steps_per_epoch, 0, 1), shortlist_of(setup))
+    terms = setup.stepper.step(
+        setup.sampler.batch(5 * setup.sampler.steps_per_epoch, 0, 1), shortlist_of(setup)
+    )
     assert math.isfinite(terms.value)
-    assert all(p.isfinite().all() for module in setup.stepper.modules.values() for p in module.parameters())
+    assert all(
+        p.isfinite().all() for module in setup.stepper.modules.values() for p in module.parameters()
+    )
 
 
 def test_what_is_not_trained_does_not_answer() -> None:
@@ -146,7 +174,9 @@ def test_an_answer_adds_the_cosines_of_its_parts(corpus: Corpus, answer_by: str)
     assert isinstance(method, Unidec)
     with torch.no_grad():
         text = F.normalize(torch.tanh(method.heads.text_layer(query_BD))) @ method.index_rows().T
-        clf = F.cosine_similarity(method.heads.classifier_layer(query_BD)[:, None], row_SE[None], dim=2)
+        clf = F.cosine_similarity(
+            method.heads.classifier_layer(query_BD)[:, None], row_SE[None], dim=2
+        )
         expected = {"both": text + clf, "text": text, "classifier": clf}[answer_by]
         torch.testing.assert_close(method.head.eval()(query_BD) @ method.answer_rows().T, expected)
 
@@ -158,7 +188,9 @@ def test_a_head_is_saved_and_loaded(tmp_path: Path) -> None:
     vector_BD = torch.randn(5, 6)
     torch.testing.assert_close(load_head(tmp_path)(vector_BD), head(vector_BD))
     assert head(vector_BD).shape == (5, 8)
-    torch.testing.assert_close(head(vector_BD)[:, :4].norm(dim=1), torch.full((5,), 1.5))  # twice its share
+    torch.testing.assert_close(
+        head(vector_BD)[:, :4].norm(dim=1), torch.full((5,), 1.5)
+    )  # twice its share
     torch.testing.assert_close(head(vector_BD)[:, 4:].norm(dim=1), torch.full((5,), 0.5))
     (tmp_path / "head.safetensors").unlink()
     with pytest.raises(BundleError, match="export it again"):
@@ -173,7 +205,9 @@ def test_a_module_learns_at_a_multiple_of_the_learning_rate() -> None:
         module(torch.ones(1, 3)).sum().backward()
     optimizer.step(0.5)
     moved = {name: (before[name] - module.weight.detach()) for name, module in modules.items()}
-    torch.testing.assert_close(moved["encoder"], torch.full((2, 3), 0.005))  # Adam's first step is the learning rate
+    torch.testing.assert_close(
+        moved["encoder"], torch.full((2, 3), 0.005)
+    )  # Adam's first step is the learning rate
     torch.testing.assert_close(moved["head"], torch.full((2, 3), 0.015))
 
 
@@ -187,7 +221,13 @@ def test_labels_without_any_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_answers_with_both_parts(corpus: Corpus, tmp_path: Path) -> None:
-    settings = ["encoder.dim=16", "optim.batch_size=32", "optim.epochs=12", "optim.warmup_steps=5", "optim.lr=0.01"]
+    settings = [
+        "encoder.dim=16",
+        "optim.batch_size=32",
+        "optim.epochs=12",
+        "optim.warmup_steps=5",
+        "optim.lr=0.01",
+    ]
     settings += ["negatives.start_epoch=2", "cluster.workers=0", "cluster.threads_per_process=1"]
     run = train(corpus.path, tmp_path / "run", RunConfig.resolve("unidec", {}, settings))
     found = finish(run, corpus)

@@ -16,7 +16,13 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import ShortlistError
 from xmcray.negatives.ledger import Ledger, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, merge_shards, run_version, wait_published
+from xmcray.negatives.refresh import (
+    RefreshSpec,
+    ThreadRefresher,
+    merge_shards,
+    run_version,
+    wait_published,
+)
 from xmcray.training.loop import Loop, Setup, build
 from xmcray.training.run import Run, RunConfig
 from xmcray.types import Batch
@@ -53,7 +59,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 class Watched:
     """A run in this process, with the batches and negatives of its steps."""
 
-    def __init__(self, folder: Path, corpus: Corpus, *extra: str, cut: int = 0, held: bool = False) -> None:
+    def __init__(
+        self, folder: Path, corpus: Corpus, *extra: str, cut: int = 0, held: bool = False
+    ) -> None:
         config = RunConfig.resolve("dexml", {}, [*SETTINGS, *extra])
         data = TrainingData(corpus, config.data)
         self.setup: Setup = build(config, data, torch.device("cpu"))
@@ -66,14 +74,18 @@ class Watched:
         self.cut = cut
         self.then: dict[int, Any] = {}
         self.batches: dict[int, list[int]] = {}
-        self.orders: dict[int, tuple[int, int] | None] = {}  # version and number of clusters, by step
+        self.orders: dict[
+            int, tuple[int, int] | None
+        ] = {}  # version and number of clusters, by step
         self.versions: dict[int, int | None] = {}
         step = self.setup.stepper.step
 
         def recording(batch: Batch, shortlist: Any) -> Any:
             clusters = self.loop.feed.clusters
             self.batches[batch.step] = batch.query_ids.tolist()
-            self.orders[batch.step] = None if clusters is None else (clusters.version, clusters.num_clusters)
+            self.orders[batch.step] = (
+                None if clusters is None else (clusters.version, clusters.num_clusters)
+            )
             self.versions[batch.step] = None if shortlist is None else shortlist.version
             return step(batch, shortlist)
 
@@ -95,7 +107,9 @@ class Watched:
 
 
 def sampler_of(corpus: Corpus) -> BatchSampler:
-    return BatchSampler(TrainingData(corpus, RunConfig.resolve("dexml", {}, SETTINGS).data), 50, seed=3)
+    return BatchSampler(
+        TrainingData(corpus, RunConfig.resolve("dexml", {}, SETTINGS).data), 50, seed=3
+    )
 
 
 def order(sampler: BatchSampler, epoch: int, clusters: QueryClusters | None) -> np.ndarray:
@@ -103,7 +117,9 @@ def order(sampler: BatchSampler, epoch: int, clusters: QueryClusters | None) -> 
     return np.concatenate([sampler.query_ids(step, clusters) for step in steps])
 
 
-def test_an_epoch_goes_through_clusters_one_by_one_and_ends_with_queries_of_none(corpus: Corpus) -> None:
+def test_an_epoch_goes_through_clusters_one_by_one_and_ends_with_queries_of_none(
+    corpus: Corpus,
+) -> None:
     sampler = sampler_of(corpus)
     cluster = np.random.default_rng(0).integers(-1, 16, sampler.data.num_query_ids).astype(np.int32)
     clusters = QueryClusters(0, 16, cluster)
@@ -114,24 +130,39 @@ def test_an_epoch_goes_through_clusters_one_by_one_and_ends_with_queries_of_none
     assert len(starts) == 17, "each cluster once"
     assert passed[-1] == -1
     assert passed[starts].tolist() != sorted(passed[starts])
-    assert ids.tolist() == order(sampler_of(corpus), 1, clusters).tolist(), "a function of its arguments"
+    assert ids.tolist() == order(sampler_of(corpus), 1, clusters).tolist(), (
+        "a function of its arguments"
+    )
     assert ids.tolist() != order(sampler, 2, clusters).tolist()
-    assert order(sampler, 1, None).tolist() != ids.tolist(), "what was kept for other clusters is not used"
+    assert order(sampler, 1, None).tolist() != ids.tolist(), (
+        "what was kept for other clusters is not used"
+    )
     assert ids.tolist() != order(sampler, 1, QueryClusters(1, 16, np.roll(cluster, 1))).tolist()
 
 
 def test_clusters_grow_with_the_epochs_and_hold_what_is_asked_for() -> None:
     config = NegativesConfig(cluster_size=4)
-    sizes = [1000 // config.num_clusters_at(epoch, 1000) for epoch in (0, 9, 10, 24, 25, 50, 75, 100, 125, 150, 200)]
+    sizes = [
+        1000 // config.num_clusters_at(epoch, 1000)
+        for epoch in (0, 9, 10, 24, 25, 50, 75, 100, 125, 150, 200)
+    ]
     assert sizes == [7, 7, 15, 15, 31, 62, 125, 250, 500, 1000, 1000]
     assert config.num_clusters_at(0, 4096) == 1024
     assert config.num_clusters_at(0, 3) == 1, "fewer queries than a cluster wants: all of them"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_clusters_come_with_each_version_and_hold_alike_queries(corpus: Corpus, tmp_path: Path, variant: str) -> None:
+def test_clusters_come_with_each_version_and_hold_alike_queries(
+    corpus: Corpus, tmp_path: Path, variant: str
+) -> None:
     watched = Watched(tmp_path, corpus, *VARIANTS[variant]).train()
-    assert [watched.orders[step] for step in range(0, 25, STEPS_PER_EPOCH)] == [None, None, (0, 32), (1, 16), (2, 8)]
+    assert [watched.orders[step] for step in range(0, 25, STEPS_PER_EPOCH)] == [
+        None,
+        None,
+        (0, 32),
+        (1, 16),
+        (2, 8),
+    ]
     for epoch in range(5):
         assert sorted(watched.epoch(epoch)) == watched.setup.data.query_ids.tolist()
     assert watched.versions[10] == 0
@@ -155,21 +186,32 @@ def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("every", "cut"), [(1, 7), (1, 12), (4, 3), (4, 5), (4, 10), (4, 15), (4, 18), (4, 24)])
+@pytest.mark.parametrize(
+    ("every", "cut"), [(1, 7), (1, 12), (4, 3), (4, 5), (4, 10), (4, 15), (4, 18), (4, 24)]
+)
 def test_cut_and_resumed(
-    corpus: Corpus, undisturbed: dict[str, Watched], tmp_path: Path, variant: str, every: int, cut: int
+    corpus: Corpus,
+    undisturbed: dict[str, Watched],
+    tmp_path: Path,
+    variant: str,
+    every: int,
+    cut: int,
 ) -> None:
     settings = [*VARIANTS[variant], f"log.checkpoint_every={every}"]
     with pytest.raises(CutError):
         Watched(tmp_path, corpus, *settings, cut=cut).train()
     resumed, whole = Watched(tmp_path, corpus, *settings).train(), undisturbed[variant]
     assert min(resumed.batches) == cut // every * every
-    assert resumed.batches == {step: ids for step, ids in whole.batches.items() if step in resumed.batches}
+    assert resumed.batches == {
+        step: ids for step, ids in whole.batches.items() if step in resumed.batches
+    }
     assert torch.equal(resumed.setup.method.answer_rows(), whole.setup.method.answer_rows())
 
 
 @pytest.mark.parametrize("cut", [8, 11, 17, 18])
-def test_eager_changes_the_order_only_where_an_epoch_starts(corpus: Corpus, tmp_path: Path, cut: int) -> None:
+def test_eager_changes_the_order_only_where_an_epoch_starts(
+    corpus: Corpus, tmp_path: Path, cut: int
+) -> None:
     """Versions 0 and 1 are published at steps 5 and 10, finished at 6 and 11, and noticed at once and at step 16."""
 
     def eager(folder: Path, cut: int = 0) -> Watched:
@@ -180,7 +222,9 @@ def test_eager_changes_the_order_only_where_an_epoch_starts(corpus: Corpus, tmp_
 
     whole = eager(tmp_path / "whole").train()
     assert [whole.versions[step] for step in (5, 6, 15, 16)] == [None, 0, 0, 1]
-    assert [order and order[0] for order in whole.orders.values()] == [None] * 10 + [0] * 10 + [1] * 5
+    assert [order and order[0] for order in whole.orders.values()] == [None] * 10 + [0] * 10 + [
+        1
+    ] * 5
     for epoch in range(5):
         assert sorted(whole.epoch(epoch)) == whole.setup.data.query_ids.tolist()
     with pytest.raises(CutError):
@@ -189,7 +233,9 @@ def test_eager_changes_the_order_only_where_an_epoch_starts(corpus: Corpus, tmp_
     assert resumed.batches == {step: ids for step, ids in whole.batches.items() if step >= cut}
 
 
-def test_finished_clusters_are_not_made_twice(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_clusters_are_not_made_twice(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A merge that was killed between clusters and shortlist goes on with the clusters."""
     watched = Watched(tmp_path, corpus, held=True, cut=5)
     with pytest.raises(CutError):
@@ -234,7 +280,9 @@ def test_clusters_do_not_depend_on_how_the_blocks_were_cut(corpus: Corpus, tmp_p
     for name, parts in blocks.items():
         folder = Ledger(tmp_path / name).version(0)
         for rank, some in enumerate(parts):
-            folder.write_queries(0, rank, data.query_ids[some], vectors[some], np.zeros(len(some), np.int64))
+            folder.write_queries(
+                0, rank, data.query_ids[some], vectors[some], np.zeros(len(some), np.int64)
+            )
             folder.publish(rank, len(parts), 1)
         run_version(folder, data, RefreshSpec(2, config, 0))
         found.append(np.array(folder.clusters()))

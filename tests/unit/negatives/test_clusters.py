@@ -12,9 +12,13 @@ def _vectors(n: int, dim: int = 8, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((n, dim)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("n", "num_clusters"), [(1, 1), (2, 2), (3, 2), (64, 64), (1000, 16), (1001, 256), (777, 512)])
+@pytest.mark.parametrize(
+    ("n", "num_clusters"), [(1, 1), (2, 2), (3, 2), (64, 64), (1000, 16), (1001, 256), (777, 512)]
+)
 def test_sizes_differ_by_at_most_one(n: int, num_clusters: int) -> None:
-    sizes = np.bincount(balanced_clusters(_vectors(n), num_clusters, seed=1), minlength=num_clusters)
+    sizes = np.bincount(
+        balanced_clusters(_vectors(n), num_clusters, seed=1), minlength=num_clusters
+    )
     assert len(sizes) == num_clusters
     assert sizes.sum() == n
     assert sizes.max() - sizes.min() <= 1
@@ -25,14 +29,18 @@ def test_two_planted_groups_of_equal_size_are_found(seed: int) -> None:
     """Lengths of the vectors do not matter: groups are directions."""
     centres = np.array([[1, 0, 0], [0, 1, 0]], np.float32)
     group = np.random.default_rng(seed).permutation(np.repeat([0, 1], 50))
-    vectors = (centres[group] + 0.1 * _vectors(100, 3, seed)) * np.linspace(0.1, 100, 100, dtype=np.float32)[:, None]
+    vectors = (centres[group] + 0.1 * _vectors(100, 3, seed)) * np.linspace(
+        0.1, 100, 100, dtype=np.float32
+    )[:, None]
     found = balanced_clusters(vectors, 2, seed)
     assert len(np.unique(np.stack([group, found]), axis=1).T) == 2
 
 
 def test_coarser_clusters_are_the_parents() -> None:
     vectors = _vectors(300)
-    np.testing.assert_array_equal(balanced_clusters(vectors, 64, seed=3) >> 3, balanced_clusters(vectors, 8, seed=3))
+    np.testing.assert_array_equal(
+        balanced_clusters(vectors, 64, seed=3) >> 3, balanced_clusters(vectors, 8, seed=3)
+    )
 
 
 def test_same_seed_same_clusters_and_another_seed_others() -> None:

@@ -18,8 +18,13 @@ def published(path: Path, data: TrainingData) -> VersionFolder:
     """A version that two ranks have published."""
     rng, labels = np.random.default_rng(0), data.num_labels
     folder = Ledger(path).version(0)
-    rows, vectors = rng.normal(size=(labels, 8)).astype("f"), rng.normal(size=(len(data.query_ids), 8)).astype("f")
-    for rank, (ids, part) in enumerate(zip(np.array_split(data.query_ids, 2), np.array_split(vectors, 2), strict=True)):
+    rows, vectors = (
+        rng.normal(size=(labels, 8)).astype("f"),
+        rng.normal(size=(len(data.query_ids), 8)).astype("f"),
+    )
+    for rank, (ids, part) in enumerate(
+        zip(np.array_split(data.query_ids, 2), np.array_split(vectors, 2), strict=True)
+    ):
         extra = data.positives(ids).lengths + data.excluded(ids).lengths
         folder.write_queries(7, rank, ids, part, extra)
         start, stop = rank * labels // 2, (rank + 1) * labels // 2
@@ -29,7 +34,9 @@ def published(path: Path, data: TrainingData) -> VersionFolder:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (3, 2)])
-def test_what_another_number_of_shards_found_is_not_mixed_in(before: int, after: int, tmp_path: Path) -> None:
+def test_what_another_number_of_shards_found_is_not_mixed_in(
+    before: int, after: int, tmp_path: Path
+) -> None:
     data = TrainingData(planted_corpus(tmp_path / "data"), DataConfig())
     config = NegativesConfig(hard=5, start_epoch=2)
     expected = published(tmp_path / "expected", data)

@@ -32,7 +32,7 @@ SETTINGS = [
     "negatives.hard=4",
     "negatives.start_epoch=2",
     "negatives.refresh_every=1",
-    "negatives.keep_recall=0",
+    "negatives.recall_queries=0",
     "data.validation=0",
     "log.every=1",
     "log.checkpoint_every=3",
@@ -49,7 +49,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return planted_corpus(tmp_path_factory.mktemp("resume"), num_queries=200, num_labels=40)
 
 
-def loop_in(folder: Path, corpus: Corpus, *extra: str, cut: int = 0) -> tuple[Loop, Setup, RefreshSpec]:
+def loop_in(
+    folder: Path, corpus: Corpus, *extra: str, cut: int = 0
+) -> tuple[Loop, Setup, RefreshSpec]:
     config = RunConfig.resolve("astra", {}, [*SETTINGS, *extra])
     data = TrainingData(corpus, config.data)
     setup = build(config, data, torch.device("cpu"))
@@ -73,7 +75,9 @@ def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tor
 
 
 @pytest.mark.parametrize("cut", [3, 4, 5, 6, 8, 9, 11, 12, 14, 17])
-def test_cut_and_resumed(corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path, cut: int) -> None:
+def test_cut_and_resumed(
+    corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path, cut: int
+) -> None:
     with pytest.raises(CutError):
         loop_in(tmp_path, corpus, cut=cut)[0].train()
     loop, setup, _ = loop_in(tmp_path, corpus)
@@ -97,7 +101,9 @@ def test_cut_after_a_version_was_completed_beyond_the_checkpoint(
 
 
 @pytest.mark.parametrize("first", [4, 8, 10])
-def test_cut_twice_after_one_checkpoint(corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path, first: int) -> None:
+def test_cut_twice_after_one_checkpoint(
+    corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path, first: int
+) -> None:
     for _ in range(2):
         loop, _, _ = loop_in(tmp_path, corpus, cut=first)
         with pytest.raises(CutError):
@@ -123,7 +129,9 @@ def test_a_second_merge_does_not_undo_a_finished_version(corpus: Corpus, tmp_pat
     assert (before >= 0).any()
 
 
-def test_scheduled_waits_for_a_late_version(corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path) -> None:
+def test_scheduled_waits_for_a_late_version(
+    corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path
+) -> None:
     loop, setup, spec = loop_in(tmp_path, corpus)
     held = loop.feed.refresher = HeldRefresher(setup.data, spec)
     trainer = threading.Thread(target=loop.train)
@@ -134,7 +142,9 @@ def test_scheduled_waits_for_a_late_version(corpus: Corpus, undisturbed: torch.T
     assert loop.feed.broken_at_step is None
 
 
-def test_scheduled_goes_on_without_a_version_that_never_comes(corpus: Corpus, tmp_path: Path) -> None:
+def test_scheduled_goes_on_without_a_version_that_never_comes(
+    corpus: Corpus, tmp_path: Path
+) -> None:
     loop, setup, spec = loop_in(tmp_path, corpus, "negatives.wait_s=0")
     loop.feed.refresher = HeldRefresher(setup.data, spec)
     result = loop.train()

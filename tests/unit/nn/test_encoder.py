@@ -11,7 +11,13 @@ from xmcray.nn.encoder import EncoderConfig, build_encoder, fit_width, load_enco
 from xmcray.nn.static import StaticEncoder
 from xmcray.types import Ragged
 
-TEXTS = ["sort an array", "", "sort", "the sorted order of an array of numbers", "numbers numbers numbers"]
+TEXTS = [
+    "sort an array",
+    "",
+    "sort",
+    "the sorted order of an array of numbers",
+    "numbers numbers numbers",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +46,23 @@ def test_bag_is_the_idf_weighted_sum_over_the_length_of_the_weights() -> None:
     encoder = StaticEncoder(torch.tensor([1.0, 2.0, 5.0]), dim=2, residual=False)
     encoder.embedding.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1.0], [9.0, 9.0]])
     vectors = encoder(Ragged.from_rows([[0, 1, 1], []]))
-    torch.testing.assert_close(vectors, torch.tensor([[1 / 3, 4 / 3], [0.0, 0.0]]))  # weights 1, 2, 2: length 3
+    torch.testing.assert_close(
+        vectors, torch.tensor([[1 / 3, 4 / 3], [0.0, 0.0]])
+    )  # weights 1, 2, 2: length 3
 
 
 def test_lead_makes_the_first_tokens_of_each_text_weigh_more(tmp_path: Path) -> None:
-    encoder = StaticEncoder(torch.ones(12), dim=12, residual=False, lead=3.0)
+    encoder = StaticEncoder(torch.ones(12), dim=12, residual=False, position_decay=3.0)
     encoder.embedding.weight.data = torch.eye(12)
     vectors = encoder(Ragged.from_rows([np.arange(12), np.arange(12)]))
     weight = 1 + 3 * torch.exp(-torch.arange(12) / 10)
     torch.testing.assert_close(vectors, (weight / weight.norm()).expand(2, 12))
     encoder.save(tmp_path)
-    assert load_encoder(tmp_path).lead == 3.0
+    assert load_encoder(tmp_path).position_decay == 3.0
 
 
 def test_pairs_of_neighbours_have_rows_and_weigh_the_mean_of_their_tokens(tmp_path: Path) -> None:
-    encoder = StaticEncoder(torch.tensor([1.0, 3.0]), dim=2, residual=False, pairs=50)
+    encoder = StaticEncoder(torch.tensor([1.0, 3.0]), dim=2, residual=False, bigram_buckets=50)
     encoder.embedding.weight.data[:] = torch.tensor([1.0, 0.0])
     encoder.embedding.weight.data[2:] = torch.tensor([0.0, 1.0])
     texts = Ragged.from_rows([[0, 1, 0], [], [1], [0, 1]])
@@ -68,7 +76,9 @@ def test_pairs_of_neighbours_have_rows_and_weigh_the_mean_of_their_tokens(tmp_pa
     assert torch.equal(load_encoder(tmp_path)(texts), encoder(texts))
 
 
-def test_untrained_vectors_have_length_about_one_whatever_the_number_of_tokens(tokenizer: TextTokenizer) -> None:
+def test_untrained_vectors_have_length_about_one_whatever_the_number_of_tokens(
+    tokenizer: TextTokenizer,
+) -> None:
     encoder = build_encoder(EncoderConfig(dim=512), tokenizer, None, seed=0)
     rows = [np.arange(n) for n in (1, 4, 30)]
     np.testing.assert_allclose(encoder(Ragged.from_rows(rows)).norm(dim=1).detach(), 1, atol=0.2)
@@ -79,11 +89,15 @@ def test_rare_tokens_weigh_more_unless_idf_is_off(tokenizer: TextTokenizer) -> N
     weight = build_encoder(EncoderConfig(dim=4), tokenizer, counts, seed=0).state_dict()["weight"]
     assert (weight.diff() < 0).all()
     assert weight[-1] == pytest.approx(1)
-    off = build_encoder(EncoderConfig(dim=4, idf=False), tokenizer, counts, seed=0).state_dict()["weight"]
+    off = build_encoder(EncoderConfig(dim=4, idf=False), tokenizer, counts, seed=0).state_dict()[
+        "weight"
+    ]
     assert (off == 1).all()
 
 
-def test_a_text_has_the_same_vector_whatever_its_neighbours(encoder: StaticEncoder, tokenizer: TextTokenizer) -> None:
+def test_a_text_has_the_same_vector_whatever_its_neighbours(
+    encoder: StaticEncoder, tokenizer: TextTokenizer
+) -> None:
     tokens = tokenizer.encode(TEXTS)
     together = encoder(tokens)
     assert together.shape == (len(TEXTS), 24)
@@ -122,10 +136,14 @@ def test_gradient_is_right_and_zero_outside_the_batch(tokenizer: TextTokenizer) 
 
     table = encoder.get_parameter("embedding.weight").detach().requires_grad_()
     generator = torch.Generator().manual_seed(0)
-    along, towards = (torch.randn(t.shape, generator=generator).double() for t in (table, vectors(table)))
+    along, towards = (
+        torch.randn(t.shape, generator=generator).double() for t in (table, vectors(table))
+    )
     (vectors(table) * towards).sum().backward()
     moved = (vectors(table + 1e-6 * along) - vectors(table - 1e-6 * along)) / 2e-6
-    torch.testing.assert_close((table.grad.to_dense() * along).sum(), (moved * towards).sum(), rtol=1e-8, atol=0)
+    torch.testing.assert_close(
+        (table.grad.to_dense() * along).sum(), (moved * towards).sum(), rtol=1e-8, atol=0
+    )
     assert encoder.sparse_parameters() == ["embedding.weight"]
     assert table.grad.coalesce().indices()[0].tolist() == [1, 2, 5]
 
@@ -172,7 +190,9 @@ def test_a_damaged_encoder_is_one_line(encoder: StaticEncoder, tmp_path: Path, d
 
 def test_the_seed_alone_decides_the_start(tokenizer: TextTokenizer) -> None:
     def table(seed: int) -> torch.Tensor:
-        return build_encoder(EncoderConfig(dim=8), tokenizer, None, seed).get_parameter("embedding.weight")
+        return build_encoder(EncoderConfig(dim=8), tokenizer, None, seed).get_parameter(
+            "embedding.weight"
+        )
 
     torch.manual_seed(0)
     first = table(1)
@@ -184,7 +204,9 @@ def test_fit_width_keeps_the_principal_axes() -> None:
     plane = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
     rows = torch.nn.functional.pad(plane - plane.mean(dim=0), (1, 3)).double()
     fitted = fit_width(rows + 7, 2)
-    torch.testing.assert_close(torch.cdist(fitted, fitted), torch.cdist(rows, rows) / rows.norm(dim=1).mean())
+    torch.testing.assert_close(
+        torch.cdist(fitted, fitted), torch.cdist(rows, rows) / rows.norm(dim=1).mean()
+    )
     wide = fit_width(rows, 9)
     assert wide.shape == (50, 9)
     assert wide.norm(dim=1).mean() == pytest.approx(1)
@@ -192,7 +214,13 @@ def test_fit_width_keeps_the_principal_axes() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"dim": 0}, {"dropout": 0.1}, {"name": "x", "dropout": 2.0}, {"name": "x", "init_from": "y"}, {"pooling": "max"}],
+    [
+        {"dim": 0},
+        {"dropout": 0.1},
+        {"name": "x", "dropout": 2.0},
+        {"name": "x", "init_from": "y"},
+        {"pooling": "max"},
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(values: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"encoder\.|pooling"):

@@ -34,7 +34,9 @@ def tokenizer(folder: Path) -> TextTokenizer:
 
 
 def make(folder: Path, tokenizer: TextTokenizer) -> TransformerEncoder:
-    config = EncoderConfig(name=str(folder), dim=16, frozen=True)  # as wide as the model: it is projected all the same
+    config = EncoderConfig(
+        name=str(folder), dim=16, frozen=True
+    )  # as wide as the model: it is projected all the same
     encoder = build_encoder(config, tokenizer, None, seed=1)
     assert isinstance(encoder, TransformerEncoder)
     return encoder
@@ -66,7 +68,11 @@ def test_vectors_come_from_the_files_and_only_the_projection_learns(
     optimizer = EncoderOptimizer({"encoder": restarted}, OptimConfig(), [])
     found.square().sum().backward()
     optimizer.step(1.0)
-    moved = [name for name, tensor in restarted.state_dict().items() if not torch.equal(tensor, before[name])]
+    moved = [
+        name
+        for name, tensor in restarted.state_dict().items()
+        if not torch.equal(tensor, before[name])
+    ]
     assert moved == ["projection.weight"]
 
 

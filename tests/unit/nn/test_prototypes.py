@@ -65,7 +65,9 @@ def test_a_mask_of_ones_drops_nothing_and_each_value_of_it_counts() -> None:
     ones = torch.ones(2, ours.mask_width, dtype=torch.float64)
     plain = ours(text, centroid, ids)
     torch.testing.assert_close(ours(text, centroid, ids, ones), plain, rtol=0, atol=0)
-    starts = torch.tensor([0, 9, 9 + 3 * DIM, 9 + 3 * DIM + 3 * FEED_FORWARD])  # weights, attention, hidden, out
+    starts = torch.tensor(
+        [0, 9, 9 + 3 * DIM, 9 + 3 * DIM + 3 * FEED_FORWARD]
+    )  # weights, attention, hidden, out
     for start in starts:
         mask = ones.clone()
         mask[1, start] = 0

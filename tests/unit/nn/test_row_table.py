@@ -11,7 +11,9 @@ from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
 KINDS = ["sgd", "adagrad", "adam"]
 
 
-def dense_reference(weight: torch.Tensor, grads: list[torch.Tensor], config: RowOptimConfig) -> torch.Tensor:
+def dense_reference(
+    weight: torch.Tensor, grads: list[torch.Tensor], config: RowOptimConfig
+) -> torch.Tensor:
     """The same rules written for a dense table, one line each."""
     w, m, s = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
     for t, g in enumerate(grads, start=1):
@@ -41,7 +43,9 @@ def test_all_rows_touched_is_the_dense_rule(kind: str, listed: bool) -> None:
         ids = torch.arange(7) if listed else None
         (table.rows(ids) * grad).sum().backward()
         table.update(config.lr)
-    torch.testing.assert_close(table.weight_SD, dense_reference(start, grads, config), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        table.weight_SD, dense_reference(start, grads, config), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,7 +71,9 @@ def test_decay_of_skipped_steps_is_exact_with_a_changing_rate() -> None:
         table.update(lr)
     assert table.weight_SD[3, 0] == 1.0  # lazy: not yet brought up to date
     table.flush()
-    torch.testing.assert_close(table.weight_SD, torch.full((4, 2), expected, dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        table.weight_SD, torch.full((4, 2), expected, dtype=torch.float64), rtol=1e-14, atol=0
+    )
 
 
 def test_a_row_read_in_two_places_is_updated_once_with_the_sum() -> None:
@@ -94,7 +100,9 @@ def test_state_restored_continues_with_the_same_bits(kind: str) -> None:
     saved = {name: tensor.clone() for name, tensor in whole.tensors().items()}
     run(whole, range(4, 9))
     again = RowTable(torch.zeros(9, 3), config)
-    again.load([(6, {k: t[6:] for k, t in saved.items()}), (0, {k: t[:6] for k, t in saved.items()})], 4)
+    again.load(
+        [(6, {k: t[6:] for k, t in saved.items()}), (0, {k: t[:6] for k, t in saved.items()})], 4
+    )
     run(again, range(4, 9))
     whole.flush()
     again.flush()
@@ -145,7 +153,10 @@ def test_entries_of_a_row_are_summed(weighted: bool) -> None:
 def test_bfloat16_rows_are_rounded_without_bias_and_alike_on_any_rank() -> None:
     start = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     config = RowOptimConfig(kind="sgd", momentum=0.0, storage="bfloat16")
-    whole, right = RowTable(start.clone(), config), RowTable(start[40:].clone(), config, first_row=40)
+    whole, right = (
+        RowTable(start.clone(), config),
+        RowTable(start[40:].clone(), config, first_row=40),
+    )
     gradient = torch.full((64, 8), 1e-3)  # far below what bfloat16 holds beside a weight of about 1
     for _ in range(400):
         whole.update_rows(0.1, torch.arange(64), gradient)

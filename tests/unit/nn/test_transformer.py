@@ -14,7 +14,22 @@ from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
 from xmcray.nn.transformer import TransformerEncoder, micro_batches
 from xmcray.types import Ragged
 
-WORDS = ["sort", "an", "array", "of", "numbers", "find", "the", "largest", "element", "in", "each", "row", "and", "a"]
+WORDS = [
+    "sort",
+    "an",
+    "array",
+    "of",
+    "numbers",
+    "find",
+    "the",
+    "largest",
+    "element",
+    "in",
+    "each",
+    "row",
+    "and",
+    "a",
+]
 TEXTS = ["sort an array", "", "find", " ".join(WORDS), "the largest element", "row"]
 
 
@@ -36,7 +51,9 @@ def make(folder: Path, tokenizer: TextTokenizer, **settings: object) -> Transfor
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_vectors_are_those_of_one_padded_batch(model_folder: Path, tokenizer: TextTokenizer, pooling: str) -> None:
+def test_vectors_are_those_of_one_padded_batch(
+    model_folder: Path, tokenizer: TextTokenizer, pooling: str
+) -> None:
     encoder = make(model_folder, tokenizer, dim=0, pooling=pooling)
     tokens = tokenizer.encode(TEXTS)
     mask = torch.arange(int(tokens.lengths.max())) < torch.from_numpy(tokens.lengths)[:, None]
@@ -48,13 +65,17 @@ def test_vectors_are_those_of_one_padded_batch(model_folder: Path, tokenizer: Te
     torch.testing.assert_close(encoder(tokens), expected, rtol=0, atol=1e-6)
 
 
-def test_a_text_has_the_same_vector_whatever_its_neighbours(model_folder: Path, tokenizer: TextTokenizer) -> None:
+def test_a_text_has_the_same_vector_whatever_its_neighbours(
+    model_folder: Path, tokenizer: TextTokenizer
+) -> None:
     encoder = make(model_folder, tokenizer, dim=5)
     tokens = tokenizer.encode(TEXTS)
     together = encoder(tokens)
     assert together.shape == (len(TEXTS), 5)
     order = np.array([5, 3, 1, 0, 2, 4])
-    torch.testing.assert_close(encoder(tokens.take(order)), together[torch.from_numpy(order)], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        encoder(tokens.take(order)), together[torch.from_numpy(order)], rtol=0, atol=1e-6
+    )
     alone = torch.cat([encoder(tokens.slice(i, i + 1)) for i in range(len(TEXTS))])
     torch.testing.assert_close(alone, together, rtol=0, atol=1e-6)
 
@@ -72,7 +93,9 @@ def test_rows_without_tokens_are_zero_and_a_batch_of_them_has_a_zero_gradient(
     assert not encoder.model.get_input_embeddings().weight.grad.any()
 
 
-def test_every_parameter_has_a_gradient_and_it_is_the_same_twice(model_folder: Path, tokenizer: TextTokenizer) -> None:
+def test_every_parameter_has_a_gradient_and_it_is_the_same_twice(
+    model_folder: Path, tokenizer: TextTokenizer
+) -> None:
     encoder = make(model_folder, tokenizer, dim=5).train()
     gradients = []
     for _ in range(2):
@@ -84,7 +107,9 @@ def test_every_parameter_has_a_gradient_and_it_is_the_same_twice(model_folder: P
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_dropout_setting_replaces_the_models_own(model_folder: Path, tokenizer: TextTokenizer) -> None:
+def test_dropout_setting_replaces_the_models_own(
+    model_folder: Path, tokenizer: TextTokenizer
+) -> None:
     encoder = make(model_folder, tokenizer, dim=0, dropout=0.0).train()
     tokens = tokenizer.encode(TEXTS)
     assert torch.equal(encoder(tokens), encoder(tokens))
@@ -104,7 +129,9 @@ def test_saved_and_loaded_encoder_gives_the_same_bits(
     tokens = tokenizer.encode(TEXTS)
     assert torch.equal(loaded(tokens), encoder(tokens))
     assert loaded.dim == (dim or 16)
-    start = make(tmp_path, tokenizer, dim=dim)  # training continues from it: same projection and pooling, no length 1
+    start = make(
+        tmp_path, tokenizer, dim=dim
+    )  # training continues from it: same projection and pooling, no length 1
     assert not start.normalize
     torch.testing.assert_close(
         torch.nn.functional.normalize(start(tokens)), torch.nn.functional.normalize(loaded(tokens))
@@ -114,7 +141,9 @@ def test_saved_and_loaded_encoder_gives_the_same_bits(
 def test_sentence_transformers_reads_our_folder_and_we_read_theirs(
     model_folder: Path, tokenizer: TextTokenizer, tmp_path: Path
 ) -> None:
-    theirs = pytest.importorskip("sentence_transformers", reason="needs the package sentence-transformers")
+    theirs = pytest.importorskip(
+        "sentence_transformers", reason="needs the package sentence-transformers"
+    )
     encoder = make(model_folder, tokenizer, dim=5)
     encoder.save(tmp_path / "ours")
     ours = encoder(tokenizer.encode(TEXTS)).detach().numpy()
@@ -132,17 +161,35 @@ def test_older_sentence_transformers_folders_are_read(
     encoder.save(tmp_path)
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_Pooling",
+            "type": "sentence_transformers.models.Pooling",
+        },
+        {
+            "idx": 2,
+            "name": "2",
+            "path": "2_Normalize",
+            "type": "sentence_transformers.models.Normalize",
+        },
     ]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    old = {"word_embedding_dimension": 16, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    old = {
+        "word_embedding_dimension": 16,
+        "pooling_mode_cls_token": True,
+        "pooling_mode_mean_tokens": False,
+    }
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(old))
     tokens = tokenizer.encode(TEXTS)
-    torch.testing.assert_close(load_encoder(tmp_path)(tokens), torch.nn.functional.normalize(encoder(tokens)))
+    torch.testing.assert_close(
+        load_encoder(tmp_path)(tokens), torch.nn.functional.normalize(encoder(tokens))
+    )
 
 
-@pytest.mark.parametrize("pooling", [{"pooling_mode": "lasttoken"}, {"pooling_mode_max_tokens": True}])
+@pytest.mark.parametrize(
+    "pooling", [{"pooling_mode": "lasttoken"}, {"pooling_mode_max_tokens": True}]
+)
 def test_parts_we_do_not_have_are_named(
     model_folder: Path, tokenizer: TextTokenizer, tmp_path: Path, pooling: dict[str, object]
 ) -> None:
@@ -152,24 +199,36 @@ def test_parts_we_do_not_have_are_named(
         load_encoder(tmp_path)
 
 
-def test_static_encoder_starts_from_a_transformers_embeddings(model_folder: Path, tokenizer: TextTokenizer) -> None:
+def test_static_encoder_starts_from_a_transformers_embeddings(
+    model_folder: Path, tokenizer: TextTokenizer
+) -> None:
     config = EncoderConfig(dim=16, init_from=str(model_folder))
-    table = build_encoder(config, tokenizer, None, seed=0).get_parameter("embedding.weight").detach()
-    rows = transformers.AutoModel.from_pretrained(model_folder).get_input_embeddings().weight.detach()
+    table = (
+        build_encoder(config, tokenizer, None, seed=0).get_parameter("embedding.weight").detach()
+    )
+    rows = (
+        transformers.AutoModel.from_pretrained(model_folder).get_input_embeddings().weight.detach()
+    )
     centred = rows - rows.mean(dim=0)
     torch.testing.assert_close(table, centred / centred.norm(dim=1).mean())
 
 
 def test_a_corpus_with_another_tokenizer_is_refused(model_folder: Path) -> None:
     other = train_wordpiece(iter(TEXTS), vocab_size=40, max_len=8)
-    for config in (EncoderConfig(name=str(model_folder)), EncoderConfig(init_from=str(model_folder))):
+    for config in (
+        EncoderConfig(name=str(model_folder)),
+        EncoderConfig(init_from=str(model_folder)),
+    ):
         with pytest.raises(ConfigError, match="prepare the corpus again with --tokenizer"):
             build_encoder(config, other, None, seed=0)
 
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("./nowhere/to/be", "neither an existing folder nor a hub id"), ("no-such-owner/no-such-model", "hub|cache")],
+    [
+        ("./nowhere/to/be", "neither an existing folder nor a hub id"),
+        ("no-such-owner/no-such-model", "hub|cache"),
+    ],
 )
 def test_a_model_that_cannot_be_had_is_one_line(
     tokenizer: TextTokenizer, name: str, found: str, monkeypatch: pytest.MonkeyPatch
@@ -185,7 +244,9 @@ def test_a_folder_with_pickled_weights_only_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text((model_folder / "config.json").read_text())
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"cannot be loaded .* needs config.json and model.safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be loaded .* needs config.json and model.safetensors"
+    ):
         make(tmp_path, tokenizer)
 
 

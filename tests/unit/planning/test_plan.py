@@ -57,7 +57,10 @@ def tensors_of(setup: Setup) -> int:
     ("method", "settings"),
     [
         ("astra", []),
-        ("astra", ["method.classifier.kind=adam", "encoder.residual=false", "encoder.pairs=50"]),
+        (
+            "astra",
+            ["method.classifier.kind=adam", "encoder.residual=false", "encoder.bigram_buckets=50"],
+        ),
         ("astra", ["method.classifier.storage=bfloat16", "method.classifier.kind=adagrad"]),
         ("renee", ["method.classifier.momentum=0", "optim.precision=float64"]),
         ("unidec", ["method.head_dim=6"]),
@@ -80,13 +83,19 @@ def test_what_lives_as_long_as_the_run_has_the_bytes_of_the_real_tensors(
 
     assert sizes.label_rows(config, shape.dim, shard) == tensors_of(setup)
     encoder = setup.stepper.encoder
-    assert sizes.encoder(shape, value) == sum(tensor.nbytes for tensor in encoder.state_dict().values())
-    modules = sum(t.nbytes for module in setup.method.modules.values() for t in module.state_dict().values())
+    assert sizes.encoder(shape, value) == sum(
+        tensor.nbytes for tensor in encoder.state_dict().values()
+    )
+    modules = sum(
+        t.nbytes for module in setup.method.modules.values() for t in module.state_dict().values()
+    )
     assert sizes.method_modules(config, shape, data.num_labels, value) == modules
     optimiser = setup.stepper.optimizer
     dense = sum(p.nbytes for p in optimiser.named.values())
     sparse = sum(t.nbytes for _, rows in optimiser.sparse.values() for t in rows.state.values())
-    counts = sum(rows.last_step_S.nbytes + rows.touches_S.nbytes for _, rows in optimiser.sparse.values())
+    counts = sum(
+        rows.last_step_S.nbytes + rows.touches_S.nbytes for _, rows in optimiser.sparse.values()
+    )
     assert sizes.optimiser(config, shape, data.num_labels, value) == 3 * dense + sparse + counts
 
 
@@ -121,7 +130,9 @@ def test_a_checkpoint_has_the_planned_size(corpus: Corpus, tmp_path: Path) -> No
 
 
 def test_the_step_of_a_corpus_is_the_one_that_is_sampled(corpus: Corpus) -> None:
-    config = RunConfig.resolve("astra", {}, ["optim.batch_size=50", "data.validation=0", "cluster.workers=0"])
+    config = RunConfig.resolve(
+        "astra", {}, ["optim.batch_size=50", "data.validation=0", "cluster.workers=0"]
+    )
     size, data = from_corpus(corpus), TrainingData(corpus, config.data)
     load = workload(config, size, 1)
     setup = build(config, data, torch.device("cpu"))
@@ -156,7 +167,9 @@ def test_every_method_has_costs() -> None:
 
 def test_workers_share_label_rows_and_price_is_per_worker_and_hour() -> None:
     one, eight = made(workers=1, price_per_hour=2.0), made(workers=8, price_per_hour=2.0)
-    assert eight.device_bytes["classifier shard"] == pytest.approx(one.device_bytes["classifier shard"] / 8, rel=1e-4)
+    assert eight.device_bytes["classifier shard"] == pytest.approx(
+        one.device_bytes["classifier shard"] / 8, rel=1e-4
+    )
     assert eight.cost == pytest.approx(2.0 * 8 * eight.total_s / 3600)
     assert made(workers=1).cost is None
 
@@ -192,8 +205,13 @@ def test_worker_parts_are_on_the_device_or_in_the_process() -> None:
     assert {"classifier shard", "negatives"} <= host.keys()
 
 
-def test_the_first_refresh_visits_more_lists_and_actors_without_cores_wait_for_the_trainer() -> None:
-    config, data = RunConfig.resolve("astra", {}, ["encoder.dim=64"]), from_numbers(400_000, 20_000, 8)
+def test_the_first_refresh_visits_more_lists_and_actors_without_cores_wait_for_the_trainer() -> (
+    None
+):
+    config, data = (
+        RunConfig.resolve("astra", {}, ["encoder.dim=64"]),
+        from_numbers(400_000, 20_000, 8),
+    )
     alone = dataclasses.replace(A100, on_gpu=False)
     load, shape = workload(config, data, 2), encoder_shape(config.encoder, data.vocab_size)
     shard = sizes.shard_of(config, data, load, 2)
@@ -217,7 +235,9 @@ def test_the_rounds_of_a_search_meet_each_visited_list_and_long_row_once() -> No
 
 def test_selecting_costs_a_pass_and_the_order_of_what_is_kept() -> None:
     rates = dataclasses.replace(A100, on_gpu=False, top_s=8e-9, sort_s=5e-8)
-    assert rates.top(1, TOP_COLUMNS, TOP_KEPT) == pytest.approx(TOP_COLUMNS * 8e-9)  # as it was measured
+    assert rates.top(1, TOP_COLUMNS, TOP_KEPT) == pytest.approx(
+        TOP_COLUMNS * 8e-9
+    )  # as it was measured
     assert rates.top(1, 256, 100) > 256 * 8e-9
     assert rates.order(SORTED) == pytest.approx(SORTED * 5e-8)
 
@@ -234,11 +254,27 @@ def test_rates_are_kept_and_read(tmp_path: Path) -> None:
     assert {"a100-80gb", "h100-80gb", "h200-141gb", "l4-24gb"} <= SPECS.keys()
 
 
-SIZE = ["--labels", "1.3e6", "--queries", "2.2e6", "--tokens-per-text", "12", "--device", "a100-80gb"]
+SIZE = [
+    "--labels",
+    "1.3e6",
+    "--queries",
+    "2.2e6",
+    "--tokens-per-text",
+    "12",
+    "--device",
+    "a100-80gb",
+]
 
 
 def test_the_verb_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    preset = ["--config", "preset:astra/lf-amazontitles-1.3m", "--workers", "8", "--price-per-hour", "2"]
+    preset = [
+        "--config",
+        "preset:astra/lf-amazontitles-1.3m",
+        "--workers",
+        "8",
+        "--price-per-hour",
+        "2",
+    ]
     assert main(["plan", "astra", *SIZE, *preset, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["labels"], found["workers"], found["source"]) == (1_300_000, 8, "published specs")
@@ -262,7 +298,9 @@ def test_the_verb_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         (["astra", "--data", "no-such-corpus"], "does not exist"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error

@@ -90,9 +90,15 @@ def test_conditions(conditions: dict[str, Any], expected: list[int], tmp_path: P
         ({"new": 1}, "attribute 'new' is of type bool, found 1"),
         ({"price": [1.5, "x"]}, "attribute 'price' is of type float64, found 'x'"),
         ({"price": None}, "attribute 'price' is of type float64, found None"),
-        ({"lang": Range(gt=1)}, "attribute 'lang' is of type string, and a range of numbers was asked for"),
+        (
+            {"lang": Range(gt=1)},
+            "attribute 'lang' is of type string, and a range of numbers was asked for",
+        ),
         ({"new": Range()}, "attribute 'new' is of type bool, and a range"),
-        ({"year": Range(gt=float("nan"))}, "bound 'gt' of attribute 'year' is nan, expected a number"),
+        (
+            {"year": Range(gt=float("nan"))},
+            "bound 'gt' of attribute 'year' is nan, expected a number",
+        ),
     ],
 )
 def test_conditions_that_make_no_sense(conditions: dict[str, Any], message: str) -> None:
@@ -110,7 +116,9 @@ VALUES = {
     "size": st.floats(-2, 2) | st.integers(-2, 2),
 }
 SETS = st.fixed_dictionaries({}, optional=VALUES)
-STEPS = st.lists(st.tuples(st.integers(0, 3), st.dictionaries(st.integers(0, 9), SETS, max_size=4)), max_size=5)
+STEPS = st.lists(
+    st.tuples(st.integers(0, 3), st.dictionaries(st.integers(0, 9), SETS, max_size=4)), max_size=5
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -130,7 +138,11 @@ def test_changes_and_conditions_against_a_plain_list(steps: Any, chosen: st.Data
     for name in attributes.names:
         value = chosen.draw(VALUES[name])
         found = attributes.mask({name: [value]}).tolist()
-        assert found == attributes.mask({name: value}).tolist() == [row.get(name) == value for row in plain]
+        assert (
+            found
+            == attributes.mask({name: value}).tolist()
+            == [row.get(name) == value for row in plain]
+        )
         if name in ("count", "size"):
             low = chosen.draw(st.floats(-3, 3))
             expected_above = [name in row and row[name] > low for row in plain]
@@ -148,7 +160,12 @@ def test_a_file_keeps_values_and_types(tmp_path: Path) -> None:
     expected = [{"lang": "fr"}, *ROWS[1:], {"lang": "it", "year": 3}, {}]
     assert read.of(range(7)) == changed.of(range(7)) == expected  # type: ignore[arg-type]
     assert [type(value) for value in read.of([3])[0].values()] == [str, bool, int]
-    assert pq.read_schema(tmp_path / FILE).types == [pa.large_string(), pa.bool_(), pa.float64(), pa.int64()]
+    assert pq.read_schema(tmp_path / FILE).types == [
+        pa.large_string(),
+        pa.bool_(),
+        pa.float64(),
+        pa.int64(),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -176,15 +193,22 @@ def test_sets_that_are_none(row: Any, message: str) -> None:
 def test_an_attribute_has_one_type() -> None:
     for row in ({"year": "x"}, {"year": True}, {"lang": 1}, {"new": 0}, {"price": "1"}):
         (name,) = row
-        with pytest.raises(ConfigError, match=f"attribute '{name}' of other labels is of type .*: give it one type"):
+        with pytest.raises(
+            ConfigError, match=f"attribute '{name}' of other labels is of type .*: give it one type"
+        ):
             KNOWN.with_rows(5, {2: row})
     with pytest.raises(ConfigError, match="attribute 'a' of other labels"):
         LabelAttributes(2).with_rows(2, {0: {"a": 1}, 1: {"a": "1"}})
-    with pytest.raises(ConfigError, match="attribute 'year' has fractions and 4611686018427387905, which is no float"):
+    with pytest.raises(
+        ConfigError,
+        match="attribute 'year' has fractions and 4611686018427387905, which is no float",
+    ):
         KNOWN.with_rows(5, {0: {"year": 0.5}})
     few = KNOWN.with_rows(5, {3: {}}).with_rows(5, {2: {"year": 0.5}})
     assert few.of([0, 2]) == [ROWS[0], {"year": 0.5}]
-    with pytest.raises(ConfigError, match="labels would have 132 different attributes, expected at most 128"):
+    with pytest.raises(
+        ConfigError, match="labels would have 132 different attributes, expected at most 128"
+    ):
         KNOWN.with_rows(5, {0: {f"n{i}": 1 for i in range(128)}})
 
 
@@ -218,11 +242,19 @@ def test_attributes_come_with_labels_and_later(bundle: Path, tmp_path: Path) -> 
     assert not (tmp_path / "b" / FILE).exists()
     new = [NewLabel("n1", TEXTS[1], {"lang": "de", "year": 2000}), NewLabel("n2", TEXTS[2])]
     add_labels(tmp_path / "b", new)
-    sets: dict[str, dict[str, Any]] = {"u3": {"lang": "fr", "price": 1.5}, "n1": {"lang": "it"}, "n2": {}}
+    sets: dict[str, dict[str, Any]] = {
+        "u3": {"lang": "fr", "price": 1.5},
+        "n1": {"lang": "it"},
+        "n2": {},
+    }
     assert annotate_labels(tmp_path / "b", sets, tmp_path / "c") == len(TEXTS) + 3
     before, after = attributes_of(tmp_path / "b"), attributes_of(tmp_path / "c")
     ids = Retriever.load(tmp_path / "c").label_ids()
-    assert before.of([ids[uid] for uid in ("u3", "n1", "n2")]) == [{}, {"lang": "de", "year": 2000}, {}]
+    assert before.of([ids[uid] for uid in ("u3", "n1", "n2")]) == [
+        {},
+        {"lang": "de", "year": 2000},
+        {},
+    ]
     assert after.of([ids[uid] for uid in ("u3", "n1", "n2")]) == [sets["u3"], sets["n1"], {}]
     remove_labels(tmp_path / "c", ["u3"])
     add_labels(tmp_path / "c", [NewLabel("late", TEXTS[3])])
@@ -231,7 +263,13 @@ def test_attributes_come_with_labels_and_later(bundle: Path, tmp_path: Path) -> 
     assert np.flatnonzero(last.mask({"lang": ["fr", "it"]})).tolist() == [ids["u3"], ids["n1"]]
     manifest = storage.open_artifact(tmp_path / "c", "bundle")[1]
     assert FILE in manifest.files
-    assert [change.get("annotated") for change in manifest.about["changes"]] == [None, None, 3, None, None]
+    assert [change.get("annotated") for change in manifest.about["changes"]] == [
+        None,
+        None,
+        3,
+        None,
+        None,
+    ]
     with pytest.raises(DataError, match="label 'nobody' is not in"):
         annotate_labels(tmp_path / "c", {"nobody": {}})
     with pytest.raises(ConfigError, match="give it one type"):
@@ -242,11 +280,15 @@ def test_a_damaged_file_of_attributes(bundle: Path, tmp_path: Path) -> None:
     good = LabelAttributes(len(TEXTS)).with_rows(len(TEXTS), {0: {"a": 1}})
     shutil.copytree(bundle, tmp_path / "b")
     good.with_rows(len(TEXTS) + 1, {}).save(tmp_path / "b")
-    with pytest.raises(BundleError, match=f"has {len(TEXTS) + 1} rows, expected {len(TEXTS)}; annotate again"):
+    with pytest.raises(
+        BundleError, match=f"has {len(TEXTS) + 1} rows, expected {len(TEXTS)}; annotate again"
+    ):
         attributes_of(tmp_path / "b")
     for column in (pa.array([1] * len(TEXTS), pa.int8()), pa.array([float("inf")] * len(TEXTS))):
         pq.write_table(pa.table({"a": column}), tmp_path / "b" / FILE)
-        with pytest.raises(BundleError, match=r"attributes\.parquet cannot be read \(ValueError\); annotate"):
+        with pytest.raises(
+            BundleError, match=r"attributes\.parquet cannot be read \(ValueError\); annotate"
+        ):
             attributes_of(tmp_path / "b")
     (tmp_path / "b" / FILE).write_bytes(b"PAR1")
     with pytest.raises(BundleError, match="cannot be read"):
@@ -257,18 +299,36 @@ BAD = {
     "none": ('{"uid": "u1"}', "x.jsonl:2: no attributes, expected an object"),
     "no uid": ('{"attributes": {}}', "x.jsonl:2: no uid"),
     "twice": ('{"uid": "u0", "attributes": {}}', "x.jsonl:2: duplicate uid 'u0'"),
-    "null": ('{"uid": "u1", "attributes": {"a": null}}', "x.jsonl:2: attribute 'a' is 'None', expected a string"),
-    "number": ('{"uid": "u1", "attributes": 3}', "x.jsonl:2: attributes are '3', expected an object"),
-    "another type": ('{"uid": "u1", "attributes": {"a": "x"}}', "attribute 'a' of other labels is of type int64"),
+    "null": (
+        '{"uid": "u1", "attributes": {"a": null}}',
+        "x.jsonl:2: attribute 'a' is 'None', expected a string",
+    ),
+    "number": (
+        '{"uid": "u1", "attributes": 3}',
+        "x.jsonl:2: attributes are '3', expected an object",
+    ),
+    "another type": (
+        '{"uid": "u1", "attributes": {"a": "x"}}',
+        "attribute 'a' of other labels is of type int64",
+    ),
     "unknown uid": ('{"uid": "v", "attributes": {}}', "label 'v' is not in"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_mistakes_are_one_line(name: str, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(
+    name: str, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line, message = BAD[name]
     (tmp_path / "x.jsonl").write_text('{"uid": "u0", "attributes": {"a": 1}}\n' + line)
-    arguments = ["labels", "annotate", str(bundle), str(tmp_path / "x.jsonl"), "--out", str(tmp_path / "b")]
+    arguments = [
+        "labels",
+        "annotate",
+        str(bundle),
+        str(tmp_path / "x.jsonl"),
+        "--out",
+        str(tmp_path / "b"),
+    ]
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -291,4 +351,7 @@ def test_the_commands(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert attributes_of(Path(path)).of([0, 1, 560, 561]) == [{"a": 2, "b": "x"}, {}, {"a": 1}, {}]
     (tmp_path / "new.jsonl").write_text('{"uid": "k", "text": "sort", "attributes": {"a": "1"}}')
     assert cli.main(["labels", "add", path, str(tmp_path / "new.jsonl")]) == 2
-    assert "attribute 'a' of other labels is of type int64, found '1': give it one type" in capsys.readouterr().err
+    assert (
+        "attribute 'a' of other labels is of type int64, found '1': give it one type"
+        in capsys.readouterr().err
+    )

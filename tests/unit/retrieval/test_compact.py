@@ -22,8 +22,31 @@ from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 from xmcray.types import Ragged
 
-WORDS = ["sort", "an", "array", "of", "numbers", "find", "the", "largest", "element", "in", "each", "row", "and", "a"]
-TEXTS = ["sort an array", "", "find", " ".join(WORDS * 2), "the largest element", "row", "a row of numbers"]
+WORDS = [
+    "sort",
+    "an",
+    "array",
+    "of",
+    "numbers",
+    "find",
+    "the",
+    "largest",
+    "element",
+    "in",
+    "each",
+    "row",
+    "and",
+    "a",
+]
+TEXTS = [
+    "sort an array",
+    "",
+    "find",
+    " ".join(WORDS * 2),
+    "the largest element",
+    "row",
+    "a row of numbers",
+]
 LABELS = [f"{a} {b}" for a in WORDS for b in WORDS if a != b]
 DIM = 12
 LEAST_COSINE = {"bfloat16": 0.999, "int8": 0.98}
@@ -49,19 +72,26 @@ def bundle(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     vectors = np.random.default_rng(0).standard_normal((len(LABELS), DIM)).astype(np.float32)
     names, order = [f"u{i}" for i in range(len(LABELS))], np.arange(len(LABELS))
     spec = IndexSpec(factory="Flat")
-    write_bundle(path, encoder, Head(DIM), tokenizer, names, LABELS, order, [vectors], spec, {"by": "test"})
+    write_bundle(
+        path, encoder, Head(DIM), tokenizer, names, LABELS, order, [vectors], spec, {"by": "test"}
+    )
     return path
 
 
 def cosines(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     known = np.abs(other).sum(axis=1) > 0
-    return torch.cosine_similarity(torch.from_numpy(one[known]), torch.from_numpy(other[known])).numpy()
+    return torch.cosine_similarity(
+        torch.from_numpy(one[known]), torch.from_numpy(other[known])
+    ).numpy()
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 def test_vectors_are_near_those_of_float32_but_not_the_same(bundle: Path, precision: str) -> None:
     need(precision)
-    exact, compact = Retriever.load(bundle).encode(TEXTS), Retriever.load(bundle, encoder=precision).encode(TEXTS)
+    exact, compact = (
+        Retriever.load(bundle).encode(TEXTS),
+        Retriever.load(bundle, encoder=precision).encode(TEXTS),
+    )
     assert compact.dtype == np.float32
     assert cosines(compact, exact).min() >= LEAST_COSINE[precision]
     assert np.abs(compact - exact).max() > 0  # it did change how the encoder computes
@@ -69,7 +99,9 @@ def test_vectors_are_near_those_of_float32_but_not_the_same(bundle: Path, precis
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
-def test_a_text_has_its_vector_whatever_its_neighbours(bert: Path, precision: str, pooling: str) -> None:
+def test_a_text_has_its_vector_whatever_its_neighbours(
+    bert: Path, precision: str, pooling: str
+) -> None:
     need(precision)
     given = encoder_of(bert, dim=0, pooling=pooling)
     encoder = compacted(given, precision)
@@ -81,7 +113,9 @@ def test_a_text_has_its_vector_whatever_its_neighbours(bert: Path, precision: st
         alone = torch.cat([encoder(tokens.slice(i, i + 1)) for i in range(len(tokens))]).numpy()
         exact = encoder_of(bert, dim=0, pooling=pooling)(tokens).numpy()
     # bfloat16 rounds sums whose order depends on the kernel that the number of rows selects; 8-bit integers do not
-    np.testing.assert_allclose(alone, together, rtol=0, atol=0.02 if precision == "bfloat16" else 1e-6)
+    np.testing.assert_allclose(
+        alone, together, rtol=0, atol=0.02 if precision == "bfloat16" else 1e-6
+    )
     assert cosines(together, exact).min() >= LEAST_COSINE[precision]
     assert not together[-1].any()
 
@@ -101,8 +135,12 @@ def test_a_static_encoder_stays_as_it_is(tmp_path: Path) -> None:
     np.testing.assert_array_equal(same, Retriever.load(path).encode(texts))
 
 
-def test_what_cannot_be_is_refused_in_one_line(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="encoder is 'int4', expected one of float32, bfloat16, int8"):
+def test_what_cannot_be_is_refused_in_one_line(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError, match="encoder is 'int4', expected one of float32, bfloat16, int8"
+    ):
         Retriever.load(bundle, encoder="int4")
     with pytest.raises(ConfigError, match="encoder is 'int4'"):
         ServeConfig(bundles={"a": "b"}, encoder="int4")

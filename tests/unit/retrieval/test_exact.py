@@ -10,7 +10,10 @@ from xmcray.types import Ragged
 def brute(vectors, queries, k, ids=None, hidden=None):
     """The definition: sort all rows of each query by (score descending, id ascending)."""
     ids = np.arange(len(vectors)) if ids is None else ids
-    scores, answers = np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1)
+    scores, answers = (
+        np.full((len(queries), k), -np.inf, np.float32),
+        np.full((len(queries), k), -1),
+    )
     for row, query in enumerate(queries):
         score = vectors @ query
         keep = np.setdiff1d(np.arange(len(vectors)), hidden[row] if hidden is not None else [])
@@ -31,9 +34,13 @@ def test_answers_are_the_definition_whatever_the_blocks(monkeypatch, block, rows
     rng = np.random.default_rng(rows + k)
     vectors, queries = small_integers(rng, rows, 6), small_integers(rng, 7, 6)
     ids = rng.permutation(rows)
-    hidden = Ragged.from_rows([rng.choice(rows, rng.integers(0, min(rows, 6)), replace=False) for _ in queries])
+    hidden = Ragged.from_rows(
+        [rng.choice(rows, rng.integers(0, min(rows, 6)), replace=False) for _ in queries]
+    )
     for got, wanted in zip(
-        exact_search(vectors, queries, k, ids, hidden), brute(vectors, queries, k, ids, hidden), strict=True
+        exact_search(vectors, queries, k, ids, hidden),
+        brute(vectors, queries, k, ids, hidden),
+        strict=True,
     ):
         np.testing.assert_array_equal(got, wanted)
 
@@ -50,7 +57,10 @@ def test_no_rows_and_no_queries():
     scores, ids = exact_search(np.empty((0, 4), np.float32), np.ones((2, 4), np.float32), 3)
     assert (ids == -1).all()
     assert np.isneginf(scores).all()
-    assert exact_search(np.ones((5, 4), np.float32), np.empty((0, 4), np.float32), 3)[1].shape == (0, 3)
+    assert exact_search(np.ones((5, 4), np.float32), np.empty((0, 4), np.float32), 3)[1].shape == (
+        0,
+        3,
+    )
 
 
 def test_not_a_number_is_never_an_answer():
@@ -67,7 +77,9 @@ def test_read_only_vectors_are_accepted():
 def test_keys_order_like_score_then_id_and_can_be_read_back():
     score = torch.tensor([-1e30, -2.5, -1e-40, -0.0, 0.0, 1e-40, 3.0, 1e30])
     keys = to_keys(score[:, None].repeat(1, 2), torch.tensor([7, 3]))
-    assert keys[1:, :].min(dim=1).values.gt(keys[:-1, :].max(dim=1).values)[[0, 1, 2, 4, 5, 6]].all()
+    assert (
+        keys[1:, :].min(dim=1).values.gt(keys[:-1, :].max(dim=1).values)[[0, 1, 2, 4, 5, 6]].all()
+    )
     assert torch.equal(keys[3], keys[4]), "both zeros are one score"
     assert (keys[:, 1] > keys[:, 0]).all(), "the lower id wins"
     scores, ids = from_keys(keys)

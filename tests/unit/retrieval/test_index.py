@@ -21,8 +21,12 @@ def clustered():
     """Rows of a classifier in miniature: clusters, lengths that differ, queries near rows."""
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((40, 16), dtype=np.float32)
-    rows = centres[rng.integers(40, size=3000)] + 0.5 * rng.standard_normal((3000, 16), dtype=np.float32)
-    queries = rows[rng.integers(3000, size=200)] + 0.2 * rng.standard_normal((200, 16), dtype=np.float32)
+    rows = centres[rng.integers(40, size=3000)] + 0.5 * rng.standard_normal(
+        (3000, 16), dtype=np.float32
+    )
+    queries = rows[rng.integers(3000, size=200)] + 0.2 * rng.standard_normal(
+        (200, 16), dtype=np.float32
+    )
     return rows * rng.lognormal(0, 0.3, (3000, 1)).astype(np.float32), queries
 
 
@@ -43,7 +47,9 @@ def test_recall_scores_and_order(clustered, factory):
     scores, ids = build_index(rows, factory, seed=1).search(queries, 50)
     wanted_scores, wanted = exact_search(rows, queries, 50)
     assert recall(ids, wanted) >= (1 if factory == "Flat" else 0.9)
-    np.testing.assert_allclose(scores, np.take_along_axis(queries @ rows.T, ids, 1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        scores, np.take_along_axis(queries @ rows.T, ids, 1), rtol=1e-5, atol=1e-5
+    )
     assert (np.diff(scores, axis=1) <= 0).all()
     assert (scores <= wanted_scores + 1e-5).all()
 
@@ -66,7 +72,9 @@ def test_saved_index_answers_alike(clustered, factory, tmp_path):
     index = build_index(rows, factory, seed=1)
     index.save(tmp_path / "i.faiss")
     size = (tmp_path / "i.faiss").stat().st_size
-    loaded = Index.load(tmp_path / "i.faiss", size, torch.from_numpy(rows), candidates=index.candidates)
+    loaded = Index.load(
+        tmp_path / "i.faiss", size, torch.from_numpy(rows), candidates=index.candidates
+    )
     for a, b in zip(index.search(queries, 7), loaded.search(queries, 7), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -80,7 +88,9 @@ def test_hidden_rows_are_masked_before_the_top_k(clustered, factory):
     hidden = Ragged.from_rows(list(first[:, :5]))
     _, second = index.search(queries, 15, hidden=hidden)
     assert (second >= 0).all()
-    assert recall(second, first[:, 5:]) >= (1 if factory == "Flat" else 0.97), "the places of hidden rows are refilled"
+    assert recall(second, first[:, 5:]) >= (1 if factory == "Flat" else 0.97), (
+        "the places of hidden rows are refilled"
+    )
     assert not any(np.isin(a, b).any() for a, b in zip(second, first[:, :5], strict=True))
 
 
@@ -144,7 +154,9 @@ def test_auto_by_size():
 
 
 def test_empty_shard():
-    scores, ids = build_index(np.empty((0, 8), np.float32), "IVF16,Flat").search(np.ones((2, 8), np.float32), 3)
+    scores, ids = build_index(np.empty((0, 8), np.float32), "IVF16,Flat").search(
+        np.ones((2, 8), np.float32), 3
+    )
     assert (ids == -1).all()
     assert np.isneginf(scores).all()
 
@@ -183,7 +195,9 @@ def test_altered_files_never_crash_the_process(clustered, tmp_path):
     """In a process of its own, whose exit status says whether it crashed."""
     rows = clustered[0][:600]
     for name, factory in (("ivf", "IVF16,PQ8x4fs"), ("flat", "IVF16,Flat"), ("graph", "HNSW8")):
-        build_index(rows, factory, spec=IndexSpec(nprobe=2, candidates=2)).save(tmp_path / f"{name}.faiss")
+        build_index(rows, factory, spec=IndexSpec(nprobe=2, candidates=2)).save(
+            tmp_path / f"{name}.faiss"
+        )
     np.save(tmp_path / "rows.npy", rows)
     program = """
         import pathlib, sys, numpy as np, torch
@@ -207,7 +221,10 @@ def test_altered_files_never_crash_the_process(clustered, tmp_path):
         print(refused)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) >= 80, "at least every truncated file is refused"

@@ -27,7 +27,10 @@ from xmcray.retrieval.memory import Neighbours
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import TopLabels
 
-NEW = [NewLabel(f"new{i}", f"{a} {a} {b} {b} {b} {b}") for i, (a, b) in enumerate(zip(WORDS, WORDS[7:], strict=False))]
+NEW = [
+    NewLabel(f"new{i}", f"{a} {a} {b} {b} {b} {b}")
+    for i, (a, b) in enumerate(zip(WORDS, WORDS[7:], strict=False))
+]
 PLANTED = [NewLabel(f"new{i}", f"w{i}x1 w{i}x1 w{i + 9}x2") for i in range(9)]
 K = 20
 
@@ -39,7 +42,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def bundle(kind: str) -> Path:
         if kind not in made:
-            made[kind] = write_memory(folder) if kind == "memory" else write_bundle_of(folder / kind, kind)
+            made[kind] = (
+                write_memory(folder) if kind == "memory" else write_bundle_of(folder / kind, kind)
+            )
         return made[kind]
 
     return bundle
@@ -47,7 +52,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def queries_of(retriever: Retriever, new: list[NewLabel]) -> Any:
     """So many queries that lists are scanned; fewer are answered by FAISS one by one."""
-    return retriever.encode([*TEXTS[:250], *(label.text for label in new), *(f"w{i}x0 w{i}x1" for i in range(20))])
+    return retriever.encode(
+        [*TEXTS[:250], *(label.text for label in new), *(f"w{i}x0 w{i}x1" for i in range(20))]
+    )
 
 
 def bits(top: TopLabels) -> list[list[tuple[int, bytes]]]:
@@ -62,14 +69,18 @@ def same_but(wanted: TopLabels, found: TopLabels, strangers: set[int]) -> int:
     """Asserts that both rank the labels that are no strangers alike, bit for bit; returns how many were met."""
     met = 0
     for one, other in zip(bits(wanted), bits(found), strict=True):
-        known = [[answer for answer in answers if answer[0] not in strangers] for answers in (one, other)]
+        known = [
+            [answer for answer in answers if answer[0] not in strangers] for answers in (one, other)
+        ]
         depth = min(map(len, known))
         assert known[0][:depth] == known[1][:depth]
         met += len(one) + len(other) - len(known[0]) - len(known[1])
     return met
 
 
-@pytest.mark.parametrize("kind", ["texts", "textsIVF", "rows", "rowsIVF", "both", "prototypes", "memory"])
+@pytest.mark.parametrize(
+    "kind", ["texts", "textsIVF", "rows", "rowsIVF", "both", "prototypes", "memory"]
+)
 def test_labels_join_and_leave(kind: str, bundles: Any, tmp_path: Path) -> None:
     source = bundles(kind)
     first = Retriever.load(source, threads=1)
@@ -98,8 +109,12 @@ def test_labels_join_and_leave(kind: str, bundles: Any, tmp_path: Path) -> None:
         assert not np.isin(found.ids, list(gone)).any()
         assert (found.ids[:, : depth - len(gone)] >= 0).all()
         assert same_but(second.nearest(query_BD, depth), found, gone) > 0
-    assert third.label_ids() == {uid: label for uid, label in second.label_ids().items() if label not in gone}
-    assert storage.open_artifact(tmp_path / "b", "bundle")[1].about["changes"][-1]["removed"] == len(gone)
+    assert third.label_ids() == {
+        uid: label for uid, label in second.label_ids().items() if label not in gone
+    }
+    assert storage.open_artifact(tmp_path / "b", "bundle")[1].about["changes"][-1][
+        "removed"
+    ] == len(gone)
 
 
 def test_a_removed_label_may_come_back_under_a_new_number(bundles: Any, tmp_path: Path) -> None:
@@ -109,14 +124,19 @@ def test_a_removed_label_may_come_back_under_a_new_number(bundles: Any, tmp_path
     assert (answer.uid, answer.label_id) == ("u3", len(TEXTS))
 
 
-def test_more_labels_than_a_shard_has_room_for(bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_labels_than_a_shard_has_room_for(
+    bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "ROOM", 4)
     add_labels(bundles("texts"), NEW[:6], tmp_path / "parts")
     add_labels(tmp_path / "parts", NEW[6:])
     retriever = Retriever.load(tmp_path / "parts")
     assert [shard.stop - len(TEXTS) for shard in retriever.settings.shards] == [0, 8, 12]
     add_labels(bundles("texts"), NEW, tmp_path / "whole")
-    found = [Retriever.load(tmp_path / name).search([n.text for n in NEW], 3) for name in ("parts", "whole")]
+    found = [
+        Retriever.load(tmp_path / name).search([n.text for n in NEW], 3)
+        for name in ("parts", "whole")
+    ]
     assert found[0] == found[1]
 
 
@@ -137,7 +157,9 @@ def test_a_bundle_changes_at_one_moment(
     system: str, bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if system == "renames":
-        monkeypatch.setattr(storage, "_EXCHANGE", 1 << 20)  # refused, as by a system without the call
+        monkeypatch.setattr(
+            storage, "_EXCHANGE", 1 << 20
+        )  # refused, as by a system without the call
     shutil.copytree(bundles("texts"), tmp_path / "b")
     reader = Retriever.load(tmp_path / "b")
     answers = reader.search(TEXTS[:5], 3)
@@ -146,7 +168,10 @@ def test_a_bundle_changes_at_one_moment(
     with pytest.raises(StorageError, match="disk is full"):
         add_labels(tmp_path / "b", NEW)
     monkeypatch.undo()
-    with storage.exclusive(tmp_path / "b"), pytest.raises(StorageError, match="is being changed by another process"):
+    with (
+        storage.exclusive(tmp_path / "b"),
+        pytest.raises(StorageError, match="is being changed by another process"),
+    ):
         remove_labels(tmp_path / "b", ["u1"])
     assert storage.open_artifact(tmp_path / "b", "bundle")[1].sha256 == sha256
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
@@ -167,26 +192,46 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_labels_are_one_line(name: str, bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_labels_are_one_line(
+    name: str, bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line, message = BAD[name]
     (tmp_path / "new.jsonl").write_text(json.dumps({"uid": "new0", "text": "sort"}) + "\n" + line)
-    refused(["labels", "add", bundles("texts"), tmp_path / "new.jsonl", "--out", tmp_path / "b"], message, capsys)
+    refused(
+        ["labels", "add", bundles("texts"), tmp_path / "new.jsonl", "--out", tmp_path / "b"],
+        message,
+        capsys,
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["new.jsonl"]
 
 
-def test_other_mistakes_are_one_line(bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_mistakes_are_one_line(
+    bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bundle = bundles("texts")
     refused(["labels", "remove", bundle, "u1", "nobody"], "label 'nobody' is not in", capsys)
-    refused(["labels", "remove", bundle, *(f"u{i}" for i in range(len(TEXTS)))], "these are all 560 labels", capsys)
+    refused(
+        ["labels", "remove", bundle, *(f"u{i}" for i in range(len(TEXTS)))],
+        "these are all 560 labels",
+        capsys,
+    )
     refused(["labels", "add", bundle, tmp_path / "none.jsonl"], "none.jsonl is no file", capsys)
     refused(["labels", "remove", bundle, "u1", "--out", bundle], "exists and is not empty", capsys)
     refused(["labels", "remove", "memory://b", "u1"], "is a URL", capsys)
-    refused(["labels", "remove", tmp_path / "none", "u1"], "does not exist; expected a bundle", capsys)
+    refused(
+        ["labels", "remove", tmp_path / "none", "u1"], "does not exist; expected a bundle", capsys
+    )
     refused(["labels", "drop", bundle, "u1"], "invalid choice: 'drop'", capsys)
     remove_labels(bundles("memory"), ["label1"], tmp_path / "less")
     data = ["--data", bundles("memory").parent / "corpus"]
-    refused(["evaluate", tmp_path / "less", *data], "joined or were removed since the bundle was exported", capsys)
-    shutil.copytree(bundle, tmp_path / "old", ignore=shutil.ignore_patterns("label_side", "manifest.json"))
+    refused(
+        ["evaluate", tmp_path / "less", *data],
+        "joined or were removed since the bundle was exported",
+        capsys,
+    )
+    shutil.copytree(
+        bundle, tmp_path / "old", ignore=shutil.ignore_patterns("label_side", "manifest.json")
+    )
     storage.finish_manifest(tmp_path / "old", "bundle", {}, {})
     with pytest.raises(BundleError, match=r"label side in .* cannot be read"):
         add_labels(tmp_path / "old", NEW)
@@ -218,9 +263,16 @@ def refused(arguments: list[Any], message: str, capsys: pytest.CaptureFixture[st
 
 
 def test_the_command(bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "new.jsonl").write_text(json.dumps({"uid": "n", "title": "sort sort", "content": "norm norm"}))
+    (tmp_path / "new.jsonl").write_text(
+        json.dumps({"uid": "n", "title": "sort sort", "content": "norm norm"})
+    )
     bundle = str(tmp_path / "b")
-    assert cli.main(["labels", "add", str(bundles("rows")), str(tmp_path / "new.jsonl"), "--out", bundle]) == 0
+    assert (
+        cli.main(
+            ["labels", "add", str(bundles("rows")), str(tmp_path / "new.jsonl"), "--out", bundle]
+        )
+        == 0
+    )
     assert "has 561 labels" in capsys.readouterr().out
     assert cli.main(["search", bundle, "sort sort norm norm", "-k", "1", "--json"]) == 0
     (answer,) = json.loads(capsys.readouterr().out)[0]["answers"]
@@ -263,6 +315,8 @@ def test_only_allowed_labels_are_answered(kind: str, share: float, bundles: Any)
     wanted = [ids[allowed[ids]][:k] for ids in everything.ids]
     hits = [len(np.intersect1d(a, b)) for a, b in zip(found.ids, wanted, strict=True)]
     plain = retriever.nearest(query_BD, k).ids
-    recall = np.mean([len(np.intersect1d(a, b[:k])) / k for a, b in zip(plain, everything.ids, strict=True)])
+    recall = np.mean(
+        [len(np.intersect1d(a, b[:k])) / k for a, b in zip(plain, everything.ids, strict=True)]
+    )
     assert sum(hits) >= 0.9 * recall * sum(map(len, wanted))
     assert recall == 1 or kind == "rowsIVF"

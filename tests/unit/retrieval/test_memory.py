@@ -35,7 +35,9 @@ from xmcray.types import Ragged, TopLabels
 
 SETTINGS = [
     MemoryConfig(weight=weight, keys=keys, temperature=temperature, joint=joint)
-    for weight, keys, temperature, joint in itertools.product((0, 0.3, 0.5, 1), (7, 40), (0.04, 0.5), (True, False))
+    for weight, keys, temperature, joint in itertools.product(
+        (0, 0.3, 0.5, 1), (7, 40), (0.04, 0.5), (True, False)
+    )
 ]
 
 
@@ -67,7 +69,8 @@ def test_probabilities_are_golden(name: str) -> None:
     g = golden(f"rae_predict_lambda{name}")
     config = MemoryConfig(weight=float(g["lambda_"]), keys=int(g["b"]), temperature=float(g["tau"]))
     near = Neighbours(
-        nearest(g["queries"] @ g["memory_queries"].T, config.keys), nearest(g["queries"] @ g["memory_labels"].T, 10)
+        nearest(g["queries"] @ g["memory_queries"].T, config.keys),
+        nearest(g["queries"] @ g["memory_labels"].T, 10),
     )
     positives = Ragged.from_rows([np.flatnonzero(row) for row in g["memory_positives"]])
     votes = count_votes(near, positives, config, 12)
@@ -81,14 +84,20 @@ def arrays() -> tuple[Any, Any, Any]:
     """Scores full of ties, and positives; some training queries carry many labels."""
     rng = np.random.default_rng(0)
     positive_NL = (rng.random((60, 30)) < 0.05) | (rng.random((60, 1)) < 0.05)
-    return rng.integers(-4, 5, (9, 60)) / 4, rng.integers(-4, 5, (9, 30)) / 4, positive_NL.astype(float)
+    return (
+        rng.integers(-4, 5, (9, 60)) / 4,
+        rng.integers(-4, 5, (9, 30)) / 4,
+        positive_NL.astype(float),
+    )
 
 
 @pytest.mark.parametrize("config", SETTINGS)
 def test_any_setting_equals_the_formula(arrays: tuple[Any, Any, Any], config: MemoryConfig) -> None:
     query_score_BN, label_score_BL, positive_NL = arrays
     near = Neighbours(nearest(query_score_BN, 40), nearest(label_score_BL, 30))
-    votes = count_votes(near, Ragged.from_rows([np.flatnonzero(row) for row in positive_NL]), config, 30)
+    votes = count_votes(
+        near, Ragged.from_rows([np.flatnonzero(row) for row in positive_NL]), config, 30
+    )
     expected = dense(*arrays, config)
     found = np.zeros(expected.shape)
     found.ravel()[votes.pairs] = votes.share(config.weight)
@@ -100,15 +109,22 @@ def test_any_setting_equals_the_formula(arrays: tuple[Any, Any, Any], config: Me
         np.testing.assert_array_equal(top.ids[row, :num_voted], order)
         rest = [label for label in near.labels.ids[row] if not found[row, label]]
         assert top.ids[row, num_voted:].tolist() == rest, "completed in order of inner product"
-        assert top.scores[row, num_voted:].tolist() == [label_score_BL[row, label] - 2 for label in rest]
+        assert top.scores[row, num_voted:].tolist() == [
+            label_score_BL[row, label] - 2 for label in rest
+        ]
 
 
-def test_a_sweep_equals_one_search_per_setting(arrays: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_equals_one_search_per_setting(
+    arrays: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     query_score_BN, label_score_BL, positive_NL = arrays
     near = Neighbours(nearest(query_score_BN, 40), nearest(label_score_BL, 30))
     positives = Ragged.from_rows([np.flatnonzero(row) for row in positive_NL])
     exclude = Ragged.from_rows([[row] for row in range(9)])
-    expected = [ranked(count_votes(near, positives, c, 30, exclude), c.weight, 5, near.labels, 30) for c in SETTINGS]
+    expected = [
+        ranked(count_votes(near, positives, c, 30, exclude), c.weight, 5, near.labels, 30)
+        for c in SETTINGS
+    ]
     counted = []
     real = count_votes
     monkeypatch.setattr(memories, "count_votes", lambda *a, **k: counted.append(1) or real(*a, **k))
@@ -138,7 +154,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return planted_corpus(tmp_path_factory.mktemp("memory"), num_queries=301, num_labels=47)
 
 
-def make(corpus: Corpus, path: Path, spec: IndexSpec | None = None, config: MemoryConfig | None = None) -> Path:
+def make(
+    corpus: Corpus, path: Path, spec: IndexSpec | None = None, config: MemoryConfig | None = None
+) -> Path:
     """A bundle of an untrained encoder with a memory of the training queries."""
     spec, order = spec or IndexSpec(), corpus.label_order
     encoder = build_encoder(EncoderConfig(dim=24), corpus.tokenizer(), None, seed=0).eval()
@@ -148,7 +166,9 @@ def make(corpus: Corpus, path: Path, spec: IndexSpec | None = None, config: Memo
     uids, texts = corpus.label_uids(everything), corpus.label_texts(everything)
     vectors = [encode(corpus.label_tokens(order))]
     tokenizer, head = corpus.tokenizer(), Head(encoder.dim)
-    write_bundle(path, encoder, head, tokenizer, uids, texts, order, vectors, spec, {}, predictor=predictor)
+    write_bundle(
+        path, encoder, head, tokenizer, uids, texts, order, vectors, spec, {}, predictor=predictor
+    )
     return path
 
 
@@ -165,7 +185,10 @@ def expected_of(retriever: Retriever, corpus: Corpus, rows: Any, config: MemoryC
     positive_NL = np.zeros((len(kept), corpus.card.num_labels))
     positive_NL[positives.row_ids, positives.values] = 1
     queries = retriever.encode(corpus.split("test").tokens(rows))
-    keys, labels = retriever.encode(train.tokens(kept)), retriever.encode(corpus.label_tokens(np.arange(47)))
+    keys, labels = (
+        retriever.encode(train.tokens(kept)),
+        retriever.encode(corpus.label_tokens(np.arange(47))),
+    )
     return dense(queries @ keys.T, queries @ labels.T, positive_NL, config)
 
 
@@ -180,8 +203,12 @@ def test_a_bundle_answers_with_probabilities(
     tokens = corpus.split("test").tokens(rows)
     top = retriever.top_labels(tokens, 47, memory=config)
     expected = expected_of(retriever, corpus, rows, config or MemoryConfig(keys=30))
-    assert (np.sort(top.ids, axis=1) == np.arange(47)).all(), "every label once: the list is completed"
-    np.testing.assert_allclose(np.maximum(top.scores, 0), np.take_along_axis(expected, top.ids, 1), atol=1e-4)
+    assert (np.sort(top.ids, axis=1) == np.arange(47)).all(), (
+        "every label once: the list is completed"
+    )
+    np.testing.assert_allclose(
+        np.maximum(top.scores, 0), np.take_along_axis(expected, top.ids, 1), atol=1e-4
+    )
     assert (np.diff(top.scores, axis=1) <= 0).all()
     monkeypatch.setattr(retrievers, "CHUNK", 7)
     monkeypatch.setattr(memories, "VOTERS", 3)
@@ -200,7 +227,11 @@ def test_an_answer_names_who_voted(corpus: Corpus, bundle: Path) -> None:
     retriever, train = Retriever.load(bundle, threads=1), corpus.split("train")
     rows = np.arange(len(train))
     known = dict(
-        zip(train.uids(rows), zip(train.texts(rows), map(set, train.positives(rows)), strict=True), strict=True)
+        zip(
+            train.uids(rows),
+            zip(train.texts(rows), map(set, train.positives(rows)), strict=True),
+            strict=True,
+        )
     )
     texts = corpus.split("test").texts(np.arange(5))
     for answers in retriever.search(texts, 6, explain=True, memory=MemoryConfig(weight=1)):
@@ -226,7 +257,8 @@ def test_texts_of_voters_come_from_several_blocks(
     kept = np.flatnonzero(train.num_positives())
     found = memory.texts([0, 15, 16, len(kept) - 1, 16])
     assert found == {
-        row: (train.uids(kept[[row]])[0], train.texts(kept[[row]])[0]) for row in (0, 15, 16, len(kept) - 1)
+        row: (train.uids(kept[[row]])[0], train.texts(kept[[row]])[0])
+        for row in (0, 15, 16, len(kept) - 1)
     }
     assert [memory.positives[row].tolist() for row in range(len(kept))] == [
         row.tolist() for row in train.positives(kept)
@@ -254,7 +286,14 @@ def test_bundles_without_a_memory_say_so(corpus: Corpus, bundle: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("weight", -0.1), ("weight", 1.5), ("weight", float("nan")), ("keys", 0), ("temperature", 0.0)]
+    ("name", "value"),
+    [
+        ("weight", -0.1),
+        ("weight", 1.5),
+        ("weight", float("nan")),
+        ("keys", 0),
+        ("temperature", 0.0),
+    ],
 )
 def test_settings_out_of_range(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"memory.{name} is {value}, expected at least"):
@@ -298,7 +337,8 @@ def test_the_sweep_measures_held_out_queries(corpus: Corpus, bundle: Path, tmp_p
     positive_NL = np.zeros((len(kept), 47))
     positive_NL[train.positives(kept).row_ids, train.positives(kept).values] = 1
     query, key, label = (
-        encode(t) for t in (train.tokens(rows), train.tokens(kept), corpus.label_tokens(np.arange(47)))
+        encode(t)
+        for t in (train.tokens(rows), train.tokens(kept), corpus.label_tokens(np.arange(47)))
     )
     for config, metrics in found:
         probability = dense(query @ key.T, query @ label.T, positive_NL, config)
@@ -309,15 +349,26 @@ def test_the_sweep_measures_held_out_queries(corpus: Corpus, bundle: Path, tmp_p
         assert metrics["P@1"] == pytest.approx(measured.result()["P@1"], abs=0.02)
         assert metrics["P@5"] == pytest.approx(measured.result()["P@5"], abs=0.02)
     with pytest.raises(DataError, match="held out"):
-        sweep_memory(encode, TrainingData(corpus, dataclasses.replace(data.config, validation=0)), SETTINGS)
+        sweep_memory(
+            encode, TrainingData(corpus, dataclasses.replace(data.config, validation=0)), SETTINGS
+        )
 
 
 def test_a_transformer_fits_the_tokens_it_was_trained_with(corpus: Corpus, tmp_path: Path) -> None:
     def model(name: str, words: list[str]) -> Path:
-        vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])}
+        vocabulary = {
+            word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
+        }
         transformers.BertTokenizer(vocab=vocabulary).save_pretrained(tmp_path / name)
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-        transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / name)
+        sizes = {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        }
+        transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes)).save_pretrained(
+            tmp_path / name
+        )
         return tmp_path / name
 
     def prepared_with(tokenizer: TextTokenizer) -> Any:
@@ -346,9 +397,25 @@ class TestCommand:
         self, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         first = str(tmp_path / "first")
-        made = ["memory", str(self.encoder(corpus, tmp_path / "encoder")), "--data", str(corpus.path), "--out", first]
+        made = [
+            "memory",
+            str(self.encoder(corpus, tmp_path / "encoder")),
+            "--data",
+            str(corpus.path),
+            "--out",
+            first,
+        ]
         assert cli.main([*made, "--memory", "keys=30"]) == 0
-        again = ["memory", first, "--data", str(corpus.path), "--out", str(tmp_path / "second"), "--memory", "weight=0"]
+        again = [
+            "memory",
+            first,
+            "--data",
+            str(corpus.path),
+            "--out",
+            str(tmp_path / "second"),
+            "--memory",
+            "weight=0",
+        ]
         assert cli.main(again) == 0
         retrievers_ = [Retriever.load(tmp_path / name) for name in ("first", "second")]
         configs = [r.memory.config for r in retrievers_ if r.memory]
@@ -358,14 +425,21 @@ class TestCommand:
         assert tops[0] == tops[1]
         capsys.readouterr()
         text = corpus.split("test").texts(np.arange(1))[0]
-        assert cli.main(["search", first, text, "-k", "2", "--explain", "--memory", "weight=1", "--json"]) == 0
+        assert (
+            cli.main(
+                ["search", first, text, "-k", "2", "--explain", "--memory", "weight=1", "--json"]
+            )
+            == 0
+        )
         (found,) = json.loads(capsys.readouterr().out)
         assert {"uid", "text", "weight"} == found["answers"][0]["voters"][0].keys()
         assert cli.main(["search", first, text, "-k", "2", "--explain"]) == 0
         assert "  by " in capsys.readouterr().out
         assert cli.main(["evaluate", first, "--data", str(corpus.path)]) == 0
 
-    def test_mistakes_are_one_line(self, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_mistakes_are_one_line(
+        self, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         other = planted_corpus(tmp_path / "other", num_queries=40, num_labels=47, seed=9)
         encoder, data = str(self.encoder(corpus, tmp_path / "encoder")), str(corpus.path)
         memory_bundle(encoder, corpus, tmp_path / "b")

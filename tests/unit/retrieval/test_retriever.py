@@ -36,7 +36,19 @@ def make(parts, path, vectors=None, order=None, uids=None, **options):
     spec = options.pop("spec", IndexSpec())
     blocks = (vectors[order][start : start + 70] for start in range(0, LABELS, 70))
     head = options.pop("head", Head)(encoder.dim)
-    write_bundle(path, encoder, head, tokenizer, uids, TEXTS, order, blocks, spec, {"command": "test"}, **options)
+    write_bundle(
+        path,
+        encoder,
+        head,
+        tokenizer,
+        uids,
+        TEXTS,
+        order,
+        blocks,
+        spec,
+        {"command": "test"},
+        **options,
+    )
     return path
 
 
@@ -72,7 +84,11 @@ def test_excluded_labels_are_masked_before_the_top_k(parts, tmp_path, shard_rows
     first = retriever.top_labels(tokens, 12)
     exclude = Ragged.from_rows([first.ids[0, :10], [], first.ids[2, [3]]])
     second = retriever.top_labels(tokens, 2, exclude)
-    assert second.ids.tolist() == [first.ids[0, 10:].tolist(), first.ids[1, :2].tolist(), first.ids[2, :2].tolist()]
+    assert second.ids.tolist() == [
+        first.ids[0, 10:].tolist(),
+        first.ids[1, :2].tolist(),
+        first.ids[2, :2].tolist(),
+    ]
     everything = retriever.top_labels(tokens.slice(0, 1), LABELS, Ragged.from_rows([[5, 6]]))
     assert everything.ids[0, -2:].tolist() == [-1, -1]
     assert np.isneginf(everything.scores[0, -2:]).all()
@@ -84,14 +100,19 @@ def test_approximate_index_and_exact(parts, tmp_path):
     vectors = rng.standard_normal((LABELS, DIM)).astype(np.float32)
     spec = IndexSpec(factory="IVF8,Flat", nprobe=1, candidates=1)
     path = make(parts, tmp_path / "b", vectors=vectors, spec=spec, shard_rows=200)
-    assert sorted(p.name for p in (path / "index").glob("*.faiss")) == ["00000.faiss", "00001.faiss"]
+    assert sorted(p.name for p in (path / "index").glob("*.faiss")) == [
+        "00000.faiss",
+        "00001.faiss",
+    ]
     retriever = Retriever.load(path)
     queries = rng.standard_normal((50, DIM)).astype(np.float32)
     exact = retriever.nearest(queries, 5, exact=True)
     np.testing.assert_array_equal(exact.ids, np.argsort(-(queries @ vectors.T), axis=1)[:, :5])
     found = retriever.nearest(queries, 5)
     assert not np.array_equal(found.ids, exact.ids), "one list of eight does not hold all"
-    np.testing.assert_allclose(found.scores, np.take_along_axis(queries @ vectors.T, found.ids, 1), rtol=1e-5)
+    np.testing.assert_allclose(
+        found.scores, np.take_along_axis(queries @ vectors.T, found.ids, 1), rtol=1e-5
+    )
 
 
 def test_search_gives_uids_and_texts(parts, bundle):
@@ -102,7 +123,9 @@ def test_search_gives_uids_and_texts(parts, bundle):
         for answer in row:
             assert answer.uid == f"uid{answer.label_id}"
             assert answer.text == TEXTS[answer.label_id]
-            assert answer.score == pytest.approx(float(vector @ parts[3][answer.label_id]), abs=1e-5)
+            assert answer.score == pytest.approx(
+                float(vector @ parts[3][answer.label_id]), abs=1e-5
+            )
     assert retriever.search([], k=1) == []
 
 
@@ -111,14 +134,18 @@ def test_texts_and_their_tokens_are_encoded_alike_in_any_chunk(bundle, monkeypat
     texts = TEXTS[:37]
     whole = retriever.encode(texts)
     monkeypatch.setattr("xmcray.retrieval.retriever.CHUNK", 5)
-    np.testing.assert_allclose(retriever.encode(retriever.tokenizer.encode(texts)), whole, atol=1e-6)
+    np.testing.assert_allclose(
+        retriever.encode(retriever.tokenizer.encode(texts)), whole, atol=1e-6
+    )
     assert retriever.top_labels(retriever.tokenizer.encode(texts), 3).ids.shape == (37, 3)
     assert [len(row) for row in retriever.search(texts, 3)] == [3] * 37
 
 
 def test_normalised_queries(parts, tmp_path):
     retriever = Retriever.load(make(parts, tmp_path / "b", head=NormalisedHead))
-    np.testing.assert_allclose(np.linalg.norm(retriever.encode(["label 3", "b"]), axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.linalg.norm(retriever.encode(["label 3", "b"]), axis=1), 1, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("k", [-1, 0, LABELS + 1])
@@ -140,14 +167,20 @@ def test_vectors_stay_on_disk(bundle):
     address = shard.vectors.data_ptr()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     spans = [line.split() for line in maps if "vectors/00000.safetensors" in line]
-    assert any(int(low, 16) <= address < int(high, 16) for low, high in (span[0].split("-") for span in spans))
+    assert any(
+        int(low, 16) <= address < int(high, 16)
+        for low, high in (span[0].split("-") for span in spans)
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"uids": ["a"] * (LABELS - 1)}, "differ"),
-        ({"vectors": np.ones((LABELS, DIM), np.float32), "order": np.arange(LABELS - 1)}, "uids were given"),
+        (
+            {"vectors": np.ones((LABELS, DIM), np.float32), "order": np.arange(LABELS - 1)},
+            "uids were given",
+        ),
     ],
 )
 def test_wrong_counts_leave_nothing_behind(parts, tmp_path, options, message):
@@ -170,7 +203,9 @@ def test_unknown_predictor(parts, tmp_path, monkeypatch):
     import xmcray.retrieval.bundle as module
 
     known = module.Settings
-    monkeypatch.setattr(module, "Settings", lambda **values: known(**{**values, "predictor": {"kind": "later"}}))
+    monkeypatch.setattr(
+        module, "Settings", lambda **values: known(**{**values, "predictor": {"kind": "later"}})
+    )
     path = make(parts, tmp_path / "b")
     monkeypatch.undo()
     with pytest.raises(BundleError, match="predictor 'later'"):
@@ -178,6 +213,10 @@ def test_unknown_predictor(parts, tmp_path, monkeypatch):
 
 
 def test_import_needs_no_ray():
-    program = "import sys; sys.modules['ray'] = None; import xmcray.retrieval.retriever; print('ok')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    program = (
+        "import sys; sys.modules['ray'] = None; import xmcray.retrieval.retriever; print('ok')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
     assert done.stdout == "ok\n", done.stderr

@@ -41,7 +41,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_wordpiece(iter(TEXTS), vocab_size=300, max_len=8)
     encoder = build_encoder(EncoderConfig(dim=DIM), tokenizer, None, seed=0).eval()
     rng = np.random.default_rng(0)
-    vectors = rng.standard_normal((LABELS, DIM), np.float32) * rng.uniform(0.1, 3, (LABELS, 1)).astype(np.float32)
+    vectors = rng.standard_normal((LABELS, DIM), np.float32) * rng.uniform(
+        0.1, 3, (LABELS, 1)
+    ).astype(np.float32)
     parts = encoder, Head(DIM), tokenizer, UIDS, texts, rng.permutation(LABELS), [vectors]
     write_bundle(path, *parts, IndexSpec(), {"by": "test"}, shard_rows=190)
     add_labels(path, [NewLabel("joined", "label 3 of b", ATTRIBUTES)])
@@ -56,14 +58,22 @@ def found(bundle: Path) -> tuple[Float32Array, Int64Array]:
 
 
 def overlap(theirs: list[list[int]], ours: Int64Array) -> float:
-    return float(np.mean([len(set(a) & set(b)) / K for a, b in zip(theirs, ours.tolist(), strict=True)]))
+    return float(
+        np.mean([len(set(a) & set(b)) / K for a, b in zip(theirs, ours.tolist(), strict=True)])
+    )
 
 
 def records(folder: Path, pattern: str) -> list[dict]:
-    return [json.loads(line) for path in sorted(folder.glob(pattern)) for line in path.read_text("ascii").splitlines()]
+    return [
+        json.loads(line)
+        for path in sorted(folder.glob(pattern))
+        for line in path.read_text("ascii").splitlines()
+    ]
 
 
-def test_parquet_finds_the_same_by_exact_search(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_finds_the_same_by_exact_search(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vector_export, "BLOCK_BYTES", 4 * DIM * 60)
     monkeypatch.setattr(vector_systems, "FILE_ROWS", 150)
     assert export_vectors(bundle, tmp_path / "out", "parquet") == LABELS - 1
@@ -71,14 +81,20 @@ def test_parquet_finds_the_same_by_exact_search(bundle: Path, tmp_path: Path, mo
     files = sorted((tmp_path / "out").glob("labels-*.parquet"))
     assert len(files) > 2
     tables = [pq.read_table(path).to_pydict() for path in files]
-    rows = [row for t in tables for row in zip(t["label_id"], t["uid"], t["text"], t["vector"], strict=True)]
+    rows = [
+        row
+        for t in tables
+        for row in zip(t["label_id"], t["uid"], t["text"], t["vector"], strict=True)
+    ]
     retriever = Retriever.load(bundle)
     assert {uid: label_id for label_id, uid, _, _ in rows} == retriever.label_ids()
     ids = np.array([row[0] for row in rows])
     assert [row[2] for row in rows] == retriever.label_texts(ids)
     vectors = np.array([row[3] for row in rows], np.float32)
     np.testing.assert_array_equal(vectors, retriever.label_vectors(ids))
-    more = dict(zip(ids.tolist(), [value for t in tables for value in t["attributes"]], strict=True))
+    more = dict(
+        zip(ids.tolist(), [value for t in tables for value in t["attributes"]], strict=True)
+    )
     assert more[LABELS] == ATTRIBUTES
     assert set(more[1].values()) == {None}
     query_BD, expected = found(bundle)
@@ -86,8 +102,12 @@ def test_parquet_finds_the_same_by_exact_search(bundle: Path, tmp_path: Path, mo
     assert overlap(theirs.tolist(), expected) >= 0.99
 
 
-def test_qdrant_finds_the_same(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    qdrant_client = pytest.importorskip("qdrant_client", reason="pip install 'xmcray[dev]' for the round trip")
+def test_qdrant_finds_the_same(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qdrant_client = pytest.importorskip(
+        "qdrant_client", reason="pip install 'xmcray[dev]' for the round trip"
+    )
     monkeypatch.setattr(vector_systems, "POINTS", 40)
     export_vectors(bundle, tmp_path / "out", "qdrant")
     client, models = qdrant_client.QdrantClient(":memory:"), qdrant_client.models
@@ -105,7 +125,9 @@ def test_qdrant_finds_the_same(bundle: Path, tmp_path: Path, monkeypatch: pytest
         np.array(odd.vector, np.float32), Retriever.load(bundle).label_vectors(np.array([7]))[0]
     )
     query_BD, expected = found(bundle)
-    answers = [client.query_points("labels", query=query.tolist(), limit=K).points for query in query_BD]
+    answers = [
+        client.query_points("labels", query=query.tolist(), limit=K).points for query in query_BD
+    ]
     assert overlap([[point.id for point in points] for points in answers], expected) >= 0.99
 
 
@@ -121,7 +143,12 @@ def test_vespa_puts(bundle: Path, tmp_path: Path) -> None:
     odd = by_id[7]
     assert odd["put"] == "id:xmcray:label::uid 7%25%1B"
     assert (odd["fields"]["uid"], odd["fields"]["text"]) == ("uid 7% ", "a b c ")
-    known = {"attribute_a_price": 2.5, "attribute_a_price_": True, "attribute_lang": "d e", "attribute_year": 1999}
+    known = {
+        "attribute_a_price": 2.5,
+        "attribute_a_price_": True,
+        "attribute_lang": "d e",
+        "attribute_year": 1999,
+    }
     assert by_id[LABELS]["fields"].items() >= known.items()
     schema = (tmp_path / "out" / "application" / "schemas" / "label.sd").read_text()
     kinds = zip(known, ("double", "bool", "string", "long"), strict=True)
@@ -135,7 +162,9 @@ def test_milvus_takes_no_longer_strings(bundle: Path, tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "out" / "labels-00000.parquet")
     kinds = ["int64", "string", "string", "list<element: float>", "string"]
     assert list(map(str, table.schema.types)) == kinds
-    attributes = dict(zip(table["label_id"].to_pylist(), table["attributes"].to_pylist(), strict=True))
+    attributes = dict(
+        zip(table["label_id"].to_pylist(), table["attributes"].to_pylist(), strict=True)
+    )
     assert (json.loads(attributes[LABELS]), attributes[1]) == (ATTRIBUTES, "{}")
     cut = table["text"].to_pylist()[table["label_id"].to_pylist().index(8)]
     assert cut == ODD[8][: 65_535 // 3]
@@ -143,13 +172,19 @@ def test_milvus_takes_no_longer_strings(bundle: Path, tmp_path: Path) -> None:
     collection = json.loads((tmp_path / "out" / "collection.json").read_text())
     assert [field["fieldName"] for field in collection["schema"]["fields"]] == table.column_names
     assert collection["indexParams"][0]["metricType"] == "IP"
-    assert json.loads((tmp_path / "out" / "import.json").read_text())["files"] == [["labels/labels-00000.parquet"]]
+    assert json.loads((tmp_path / "out" / "import.json").read_text())["files"] == [
+        ["labels/labels-00000.parquet"]
+    ]
 
 
-def test_a_memory_gives_its_labels_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_memory_gives_its_labels_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     memory = write_memory(tmp_path)
     for system in SYSTEMS:
-        assert cli.main(["export", str(memory), "--to", system, "--out", str(tmp_path / system)]) == 0
+        assert (
+            cli.main(["export", str(memory), "--to", system, "--out", str(tmp_path / system)]) == 0
+        )
         assert "47 label vectors" in capsys.readouterr().out
         assert "memory of training queries" in (tmp_path / system / "README.md").read_text()
     assert tuple(SYSTEMS) == VECTOR_SYSTEMS
@@ -157,13 +192,18 @@ def test_a_memory_gives_its_labels_and_says_so(tmp_path: Path, capsys: pytest.Ca
     retriever = Retriever.load(memory)
     query_BD = retriever.encode([f"w{number}x1 w{number}x2" for number in range(20)])
     ours = retriever.nearest(query_BD, 5, memory=MemoryConfig(weight=0)).ids
-    order = np.argsort(-(query_BD @ np.array(table["vector"].to_pylist(), np.float32).T), axis=1)[:, :5]
+    order = np.argsort(-(query_BD @ np.array(table["vector"].to_pylist(), np.float32).T), axis=1)[
+        :, :5
+    ]
     np.testing.assert_array_equal(np.sort(np.array(table["label_id"])[order]), np.sort(ours))
 
 
 def test_mistakes(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(bundle), "--to", "qdrnt", "--out", str(tmp_path / "x")]) == 2
-    assert cli.main(["export", str(tmp_path / "none"), "--to", "qdrant", "--out", str(tmp_path / "x")]) == 2
+    assert (
+        cli.main(["export", str(tmp_path / "none"), "--to", "qdrant", "--out", str(tmp_path / "x")])
+        == 2
+    )
     assert capsys.readouterr().err.count("\n") == 2
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
@@ -172,8 +212,12 @@ def test_mistakes(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         export_vectors(bundle, tmp_path / "mine", "parquet")
 
 
-def test_a_number_that_is_not_finite_is_no_json(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_export, "_read", lambda path, start, rows: np.full((rows, DIM), np.inf, np.float32))
+def test_a_number_that_is_not_finite_is_no_json(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        vector_export, "_read", lambda path, start, rows: np.full((rows, DIM), np.inf, np.float32)
+    )
     with pytest.raises(BundleError, match="not finite"):
         export_vectors(bundle, tmp_path / "x", "vespa")
     assert list(tmp_path.iterdir()) == []

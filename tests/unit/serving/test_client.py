@@ -30,7 +30,12 @@ from xmcray.serving.schema import Filter, Operation
 
 URL, TOKEN, ADMIN = "http://127.0.0.1:1", "reader-secret-5Tq", "admin-secret-9Xw"
 PINNED = {"model": "m", "version": "0" * 64, "label_log": 3}
-FOUND = {**PINNED, "request_id": "r", "took_ms": 1.0, "results": [{"answers": [{"uid": "u", "score": 0.5}]}]}
+FOUND = {
+    **PINNED,
+    "request_id": "r",
+    "took_ms": 1.0,
+    "results": [{"answers": [{"uid": "u", "score": 0.5}]}],
+}
 SWAPPED = {"model": "m", "previous": "0" * 64, "version": "1" * 64, "recall": 1.0, "seconds": 2.0}
 LABEL = {**PINNED, "uid": "u", "text": "t", "label_id": 0, "attributes": {}}
 CHANGED = {"model": "m", "label_log": 4}
@@ -62,7 +67,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(clients, "time", clock)
     monkeypatch.setattr(clients.call, "time", clock)
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(random, "uniform", lambda low, high: high)  # the longest wait that jitter allows
+    monkeypatch.setattr(
+        random, "uniform", lambda low, high: high
+    )  # the longest wait that jitter allows
     monkeypatch.delenv("XMCRAY_TOKEN", raising=False)
     return clock
 
@@ -88,7 +95,12 @@ class Server:
 
 
 def problem(status: int, kind: str, **more: Any) -> httpx.Response:
-    body = {"type": f"urn:xmcray:{kind}", "title": kind, "status": status, "detail": "found, expected,\nwhat to do"}
+    body = {
+        "type": f"urn:xmcray:{kind}",
+        "title": kind,
+        "status": status,
+        "detail": "found, expected,\nwhat to do",
+    }
     headers = more.pop("headers", {})
     return httpx.Response(status, json={**body, **more}, headers=headers)
 
@@ -99,7 +111,9 @@ class Ask:
     def __init__(self, cls: type[Client] | type[AsyncClient]) -> None:
         self.cls = cls
 
-    def __call__(self, server: Server, method: str, *arguments: Any, settings: Any = None, **options: Any) -> Any:
+    def __call__(
+        self, server: Server, method: str, *arguments: Any, settings: Any = None, **options: Any
+    ) -> Any:
         made = {"token": TOKEN, "admin_token": ADMIN, **(settings or {})}
         client = self.cls(URL, transport=httpx.MockTransport(server), **made)
 
@@ -145,7 +159,9 @@ ANSWERS = {
      {"operations": [{"op": "delete", "uid": "u"}], "model": None}),
     ("compact", ("o",), "POST /admin/v1/compact", {"out": "o", "model": None}),
 ])  # fmt: skip
-def test_what_is_sent(ask: Ask, method: str, arguments: tuple[Any, ...], route: str, body: object) -> None:
+def test_what_is_sent(
+    ask: Ask, method: str, arguments: tuple[Any, ...], route: str, body: object
+) -> None:
     server = Server(ANSWERS[method])
     answer = ask(server, method, *arguments)
     assert (answer if method == "models" else answer.model_dump(exclude_unset=True)) == (
@@ -161,7 +177,13 @@ def test_options_of_a_search(ask: Ask) -> None:
     server = Server(FOUND)
     ask(server, "search", ["x"], filter=Filter(deny=["u"]), fields=["uid"], explain=True)
     sent = json.loads(server.requests[0].content)
-    assert sent == {"texts": ["x"], "k": 10, "filter": {"deny": ["u"]}, "fields": ["uid"], "explain": True}
+    assert sent == {
+        "texts": ["x"],
+        "k": 10,
+        "filter": {"deny": ["u"]},
+        "fields": ["uid"],
+        "explain": True,
+    }
 
 
 @pytest.mark.parametrize(("method", "arguments", "options"), [
@@ -171,7 +193,9 @@ def test_options_of_a_search(ask: Ask) -> None:
     ("swap", ("b",), {"version": "1"}),
     ("label", ("",), {}),
 ])  # fmt: skip
-def test_a_request_the_server_would_refuse_is_not_sent(ask: Ask, method: str, arguments: Any, options: Any) -> None:
+def test_a_request_the_server_would_refuse_is_not_sent(
+    ask: Ask, method: str, arguments: Any, options: Any
+) -> None:
     server = Server(FOUND)
     with pytest.raises(ConfigError) as caught:
         ask(server, method, *arguments, **options)
@@ -181,7 +205,18 @@ def test_a_request_the_server_would_refuse_is_not_sent(ask: Ask, method: str, ar
 
 @pytest.mark.parametrize(
     "failure",
-    [408, 429, 500, 502, 503, 504, *UNSENT, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError],
+    [
+        408,
+        429,
+        500,
+        502,
+        503,
+        504,
+        *UNSENT,
+        httpx.ReadError,
+        httpx.WriteError,
+        httpx.RemoteProtocolError,
+    ],
 )
 def test_reads_are_tried_again(ask: Ask, failure: Any) -> None:
     for call in READS:
@@ -194,7 +229,18 @@ def test_reads_are_tried_again(ask: Ask, failure: Any) -> None:
 
 @pytest.mark.parametrize(
     "failure",
-    [408, 429, 500, 502, 503, 504, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadTimeout],
+    [
+        408,
+        429,
+        500,
+        502,
+        503,
+        504,
+        httpx.ReadError,
+        httpx.WriteError,
+        httpx.RemoteProtocolError,
+        httpx.ReadTimeout,
+    ],
 )
 def test_a_write_that_may_have_been_done_is_not_repeated(ask: Ask, failure: Any) -> None:
     for call in WRITES:
@@ -273,7 +319,9 @@ def test_waits_grow_until_the_time_is_over(ask: Ask, clock: Clock) -> None:
     error = ask.error(server, "models", settings={"timeout_s": 8})
     assert error.kind == "unreachable"
     assert "is the server running?" in str(error)
-    assert clock.sleeps == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2, 2])  # another 2 s would be too long
+    assert clock.sleeps == pytest.approx(
+        [0.1, 0.2, 0.4, 0.8, 1.6, 2, 2]
+    )  # another 2 s would be too long
     left = [request.extensions["timeout"]["read"] for request in server.requests]
     assert left == pytest.approx([8, 7.9, 7.7, 7.3, 6.5, 4.9, 2.9, 0.9])
 
@@ -294,10 +342,16 @@ def test_number_of_retries(ask: Ask, retries: int) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize(("written", "seconds"), [("3", 3.0), ("date", 3.0), ("soon", 0.0), ("-1", 0.0), ("nan", 0.0)])
+@pytest.mark.parametrize(
+    ("written", "seconds"), [("3", 3.0), ("date", 3.0), ("soon", 0.0), ("-1", 0.0), ("nan", 0.0)]
+)
 def test_retry_after(ask: Ask, clock: Clock, status: int, written: str, seconds: float) -> None:
     value = email.utils.formatdate(clock.now + 3, usegmt=True) if written == "date" else written
-    ask(Server(problem(status, "overloaded", headers={"Retry-After": value}), FOUND), "search", ["x"])
+    ask(
+        Server(problem(status, "overloaded", headers={"Retry-After": value}), FOUND),
+        "search",
+        ["x"],
+    )
     assert clock.sleeps == pytest.approx([seconds + 0.1])
 
 
@@ -339,7 +393,9 @@ def test_an_async_call_ends_though_nothing_comes(monkeypatch: pytest.MonkeyPatch
         raise AssertionError
 
     async def call() -> None:
-        async with AsyncClient(URL, TOKEN, timeout_s=0.02, transport=httpx.MockTransport(never)) as client:
+        async with AsyncClient(
+            URL, TOKEN, timeout_s=0.02, transport=httpx.MockTransport(never)
+        ) as client:
             await client.search(["x"])
 
     with pytest.raises(ClientError, match=r"within 0\.02 s") as caught:
@@ -347,7 +403,9 @@ def test_an_async_call_ends_though_nothing_comes(monkeypatch: pytest.MonkeyPatch
     assert caught.value.kind == "deadline"
 
 
-@pytest.mark.parametrize(("reply", "healthy"), [({"status": "ok"}, True), (503, False), (httpx.ConnectError, False)])
+@pytest.mark.parametrize(
+    ("reply", "healthy"), [({"status": "ok"}, True), (503, False), (httpx.ConnectError, False)]
+)
 def test_healthy_is_asked_once_and_without_a_token(ask: Ask, reply: Any, healthy: bool) -> None:
     server = Server(reply)
     assert ask(server, "healthy") is healthy
@@ -380,7 +438,8 @@ class TestTokens:
         assert "xyz" not in str(caught.value)
 
     @pytest.mark.parametrize(
-        "url", ["", "127.0.0.1:80", "ftp://h", "http://", "http://u:pw@h", "http://h?a=b", "http://h:x"]
+        "url",
+        ["", "127.0.0.1:80", "ftp://h", "http://", "http://u:pw@h", "http://h?a=b", "http://h:x"],
     )
     def test_wrong_urls(self, url: str) -> None:
         with pytest.raises(ConfigError) as caught:
@@ -419,11 +478,15 @@ class TestTokens:
             if Path(clients.__file__).parent in Path(frame.f_code.co_filename).parents
         ]
         assert len(frames) == 3
-        shown = repr([frame.f_locals for frame in frames]) + repr([vars(frame.f_locals["self"]) for frame in frames])
+        shown = repr([frame.f_locals for frame in frames]) + repr(
+            [vars(frame.f_locals["self"]) for frame in frames]
+        )
         assert TOKEN not in shown
         assert ADMIN not in shown
 
-    def test_a_proxy_does_not_get_what_is_meant_for_this_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_proxy_does_not_get_what_is_meant_for_this_machine(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("HTTP_PROXY", "http://proxy.invalid:1")
         monkeypatch.delenv("NO_PROXY", raising=False)
         assert not Client(URL)._http._mounts
@@ -459,7 +522,9 @@ def test_over_a_real_connection_and_no_secret_is_shown(caplog: pytest.LogCapture
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Flaky) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            with Client(f"http://127.0.0.1:{server.server_port}", TOKEN, admin_token=ADMIN) as client:
+            with Client(
+                f"http://127.0.0.1:{server.server_port}", TOKEN, admin_token=ADMIN
+            ) as client:
                 assert client.search(["x"]).results[0].answers[0].uid == "u"
                 Flaky.served = 1
                 with pytest.raises(ClientError) as caught:
@@ -468,7 +533,9 @@ def test_over_a_real_connection_and_no_secret_is_shown(caplog: pytest.LogCapture
             server.shutdown()
     error = caught.value
     assert "Bearer ***" in str(error)
-    shown = "".join([caplog.text, str(error), repr(error), repr(client), repr(vars(client)), repr(vars(error))])
+    shown = "".join(
+        [caplog.text, str(error), repr(error), repr(client), repr(vars(client)), repr(vars(error))]
+    )
     for secret in (TOKEN, ADMIN):
         assert secret not in shown
 
@@ -476,5 +543,7 @@ def test_over_a_real_connection_and_no_secret_is_shown(caplog: pytest.LogCapture
 def test_it_needs_none_of_the_heavy_packages() -> None:
     heavy = ["torch", "ray", "faiss", "fastapi", "transformers", "pyarrow", "numpy"]
     code = f"import sys, xmcray.client; print([name for name in {heavy} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

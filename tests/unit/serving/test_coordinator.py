@@ -53,7 +53,9 @@ def test_a_client_that_leaves_takes_no_operation_with_it(
                 return number
 
             monkeypatch.setattr(found.log, "append", slow)
-            request = asyncio.create_task(one._coordinator.operate("default", [add("n1", "sort join")]))
+            request = asyncio.create_task(
+                one._coordinator.operate("default", [add("n1", "sort join")])
+            )
             await asyncio.to_thread(durable.wait, 20)
             request.cancel()
             await asyncio.sleep(0)
@@ -110,7 +112,12 @@ def test_a_swap_that_cannot_be_remembered_changes_nothing(
             assert (answer.status_code, "disk is full" in answer.json()["detail"]) == (409, True)
             found = inside(one)
             assert found.head.loading is None
-            assert found.snapshot.version == found.head.version == one.models.current(None).version == before
+            assert (
+                found.snapshot.version
+                == found.head.version
+                == one.models.current(None).version
+                == before
+            )
             monkeypatch.undo()
             assert (await one.ask("/admin/v1/swap", body, ADMIN)).status_code == 200
 
@@ -119,9 +126,15 @@ def test_a_swap_that_cannot_be_remembered_changes_nothing(
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("nowhere://x/y", "Protocol not known"), ("http://127.0.0.1:9/x", "cannot be used"), ("memory://none", "has no")],
+    [
+        ("nowhere://x/y", "Protocol not known"),
+        ("http://127.0.0.1:9/x", "cannot be used"),
+        ("memory://none", "has no"),
+    ],
 )
-def test_a_url_that_cannot_be_read_is_refused(bundle: Path, tmp_path: Path, url: str, said: str) -> None:
+def test_a_url_that_cannot_be_read_is_refused(
+    bundle: Path, tmp_path: Path, url: str, said: str
+) -> None:
     async def test() -> None:
         async with served(tmp_path, {"default": bundle}) as one:
             answer = await one.ask("/admin/v1/swap", {"bundle": url}, ADMIN)

@@ -26,12 +26,28 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     tokenizer = train_wordpiece(["a b c"] * 3, vocab_size=40, max_len=8)
     encoder = build_encoder(EncoderConfig(dim=DIM), tokenizer, None, seed=0).eval()
     centre = rng.standard_normal((GROUPS, DIM))
-    vectors = (centre[rng.integers(GROUPS, size=LABELS)] + 0.5 * rng.standard_normal((LABELS, DIM))).astype(np.float32)
+    vectors = (
+        centre[rng.integers(GROUPS, size=LABELS)] + 0.5 * rng.standard_normal((LABELS, DIM))
+    ).astype(np.float32)
     uids = [f"u{i}" for i in range(LABELS)]
     order, spec = rng.permutation(LABELS), IndexSpec(factory="IVF128,SQfp16")
-    write_bundle(folder / "b", encoder, Head(DIM), tokenizer, uids, uids, order, [vectors], spec, {}, threads=2)
+    write_bundle(
+        folder / "b",
+        encoder,
+        Head(DIM),
+        tokenizer,
+        uids,
+        uids,
+        order,
+        [vectors],
+        spec,
+        {},
+        threads=2,
+    )
     shares = rng.random(LABELS)
-    sets = [{"share": share, "side": "left" if share < 0.5 else "right"} for share in shares.tolist()]
+    sets = [
+        {"share": share, "side": "left" if share < 0.5 else "right"} for share in shares.tolist()
+    ]
     annotate_labels(folder / "b", dict(zip(uids, sets, strict=True)))
     return Snapshot.load(str(folder / "b"), "a", threads=1)
 
@@ -46,10 +62,14 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     ],
 )
 @pytest.mark.parametrize("queries", [1, 300])
-def test_recall_and_violations(wanted: Filter, share: float, queries: int, snapshot: Snapshot, tmp_path: Path) -> None:
+def test_recall_and_violations(
+    wanted: Filter, share: float, queries: int, snapshot: Snapshot, tmp_path: Path
+) -> None:
     rng = np.random.default_rng(queries)
     retriever = snapshot.retriever
-    query_BD = retriever.label_vectors(rng.integers(LABELS, size=300)) + 0.3 * rng.standard_normal((300, DIM))
+    query_BD = retriever.label_vectors(rng.integers(LABELS, size=300)) + 0.3 * rng.standard_normal(
+        (300, DIM)
+    )
     query_BD = query_BD.astype(np.float32)
     view = snapshot.view(wanted)
     parts = [view.nearest(query_BD[i : i + queries], K).ids for i in range(0, 300, queries)]

@@ -30,10 +30,21 @@ def test_what_was_appended_is_read_by_number(tmp_path: Path) -> None:
     for _ in range(2):  # also after nothing was done
         with LabelLog(tmp_path, "m") as log:
             assert (log.begin, log.last) == (0, 6)
-            assert [log.since(number) for number in range(7)] == [ALL[number:] for number in range(7)]
-            assert [log.since(0, limit)[-1][0] for limit in (1, 2, 3, 5, 6, 9)] == [2, 2, 3, 3, 6, 6]
+            assert [log.since(number) for number in range(7)] == [
+                ALL[number:] for number in range(7)
+            ]
+            assert [log.since(0, limit)[-1][0] for limit in (1, 2, 3, 5, 6, 9)] == [
+                2,
+                2,
+                3,
+                3,
+                6,
+                6,
+            ]
             assert log.since(1, 1) == ALL[1:2]
-            with pytest.raises(StorageError, match=r"label log of model 'm' ends with operation 6, not yet 7"):
+            with pytest.raises(
+                StorageError, match=r"label log of model 'm' ends with operation 6, not yet 7"
+            ):
                 log.since(7)
             assert log.append([]) == 6
             assert log.lag() == Lag()
@@ -48,7 +59,9 @@ def test_a_torn_tail_of_any_length_is_cut_off(tmp_path: Path) -> None:
     (state / "label_log").mkdir(parents=True)
     file = state / "label_log" / "000000000001.log"
     for stop in range(start, len(data)):
-        unwritten = (0, 1, len(data) - stop)[stop % 3]  # blocks that the file has, and that hold nothing yet
+        unwritten = (0, 1, len(data) - stop)[
+            stop % 3
+        ]  # blocks that the file has, and that hold nothing yet
         for zeros in {0, unwritten}:
             assert scan(data[:stop] + bytes(zeros), "a log", "m", 1, unfinished=True)[1] == start
         file.write_bytes(data[:stop] + bytes(unwritten))
@@ -79,7 +92,9 @@ def test_a_flipped_bit_anywhere_is_named(place: int, bit: int, whole: tuple[Path
     (file,) = files(state)
     file.write_bytes(damaged)
     start = data.rfind(b"\n", 0, place) + 1
-    with pytest.raises(StorageError, match=r"000000000001\.log, byte (\d+): the line is damaged") as caught:
+    with pytest.raises(
+        StorageError, match=r"000000000001\.log, byte (\d+): the line is damaged"
+    ) as caught:
         LabelLog(state, "m")
     assert f"byte {start}:" in str(caught.value)
     assert file.read_bytes() == damaged, "nothing is cut off"
@@ -99,12 +114,24 @@ def cut(paths: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda paths: paths[1].unlink(), r"0003\.log begins with operation 3, expected 2: a file is missing"),
+        (
+            lambda paths: paths[1].unlink(),
+            r"0003\.log begins with operation 3, expected 2: a file is missing",
+        ),
         (cut, r"0002\.log, byte 0: the line is damaged"),
         (lambda paths: paths[1].write_bytes(b""), r"0003\.log begins with operation 3, expected 2"),
-        (lambda paths: paths[1].write_bytes(paths[1].read_bytes() + b"\0"), r"0002\.log, byte \d+: the line is dam"),
-        (lambda paths: paths[1].write_bytes(paths[2].read_bytes()), r"found operation 3, expected 2"),
-        (lambda paths: paths[3].rename(paths[3].with_name("000000000009.log")), "begins with operation 9, expected 4"),
+        (
+            lambda paths: paths[1].write_bytes(paths[1].read_bytes() + b"\0"),
+            r"0002\.log, byte \d+: the line is dam",
+        ),
+        (
+            lambda paths: paths[1].write_bytes(paths[2].read_bytes()),
+            r"found operation 3, expected 2",
+        ),
+        (
+            lambda paths: paths[3].rename(paths[3].with_name("000000000009.log")),
+            "begins with operation 9, expected 4",
+        ),
     ],
 )
 def test_a_gap_is_named(harm: Callable[[list[Path]], None], message: str, tmp_path: Path) -> None:
@@ -120,16 +147,22 @@ def test_who_may_open_it(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="is being changed by another process"):
             LabelLog(tmp_path, "m")
         log.append([add("a")])
-    with pytest.raises(StorageError, match="is the label log of model 'm', expected 'n'; give each its own folder"):
+    with pytest.raises(
+        StorageError, match="is the label log of model 'm', expected 'n'; give each its own folder"
+    ):
         LabelLog(tmp_path, "n")
-    with pytest.raises(StorageError, match="ends with operation 1, the bundle holds 5 of model 'm'"):
+    with pytest.raises(
+        StorageError, match="ends with operation 1, the bundle holds 5 of model 'm'"
+    ):
         LabelLog(tmp_path, "m", start_after=5)
     with LabelLog(tmp_path, "m", start_after=1) as log:
         assert log.append([add("b")]) == 2
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_refuses_and_leaves_no_trace(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_refuses_and_leaves_no_trace(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, room = os.write, [20]
 
     def write(file: int, data: bytes) -> int:
@@ -142,7 +175,9 @@ def test_a_full_disk_refuses_and_leaves_no_trace(number: int, tmp_path: Path, mo
     with LabelLog(tmp_path, "m") as log:
         log.append(BATCHES[0])
         monkeypatch.setattr(os, "write", write)
-        with pytest.raises(StorageError, match=r"no space left while writing .*0001\.log: the disk is full"):
+        with pytest.raises(
+            StorageError, match=r"no space left while writing .*0001\.log: the disk is full"
+        ):
             log.append(BATCHES[1])
         assert (log.last, log.since(0)) == (2, ALL[:2])
         monkeypatch.undo()
@@ -154,7 +189,11 @@ def test_a_full_disk_refuses_and_leaves_no_trace(number: int, tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ("fsync", OSError(errno.EIO, "Input/output error"), "could not be written .*; see to the disk and restart"),
+        (
+            "fsync",
+            OSError(errno.EIO, "Input/output error"),
+            "could not be written .*; see to the disk and restart",
+        ),
         ("write", KeyboardInterrupt(), "a write to .* was interrupted; restart the writer"),
     ],
 )
@@ -175,7 +214,9 @@ def test_after_a_failure_that_nobody_understands_nobody_writes(
         assert log.since(0) == ALL[:2]
 
 
-def test_a_first_append_syncs_the_file_and_every_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_append_syncs_the_file_and_every_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, synced = os.fsync, list[str]()
 
     def fsync(file: int) -> None:
@@ -185,7 +226,9 @@ def test_a_first_append_syncs_the_file_and_every_new_folder(tmp_path: Path, monk
     monkeypatch.setattr(os, "fsync", fsync)
     state = tmp_path / "new" / "state"
     with LabelLog(state, "m", segment_bytes=1) as log:
-        assert {str(path) for path in (tmp_path, state.parent, state, state / "label_log")} <= set(synced)
+        assert {str(path) for path in (tmp_path, state.parent, state, state / "label_log")} <= set(
+            synced
+        )
         for batch in BATCHES[:2]:
             synced.clear()
             log.append(batch)
@@ -237,7 +280,9 @@ def test_threads_share_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(syncs) == 2
         assert sorted(numbers.values()) == list(range(2, 19, 2))
         found = dict(log.since(0))
-        assert all((found[n - 1].uid, found[n].uid) == (f"u{i}", f"u{i}") for i, n in numbers.items())
+        assert all(
+            (found[n - 1].uid, found[n].uid) == (f"u{i}", f"u{i}") for i, n in numbers.items()
+        )
         assert log.since(0, 3)[-1][0] == 2, "a commit is read as a whole"
         assert len(log.since(2, 3)) == 16
 
@@ -259,7 +304,10 @@ def test_what_is_archived_can_be_read_as_long_as_it_is_there(tmp_path: Path) -> 
     with LabelLog(tmp_path, "m") as log:
         assert (log.begin, log.append([add("z")])) == (6, 7), "numbers go on"
         assert log.since(3) == [*whole[3], (7, add("z"))]
-        with pytest.raises(StorageError, match=r"operations 3 to 6 of model 'm' are archived and not in .*; use a bun"):
+        with pytest.raises(
+            StorageError,
+            match=r"operations 3 to 6 of model 'm' are archived and not in .*; use a bun",
+        ):
             log.since(2)
         with pytest.raises(StorageError, match="operations 1 to 6"):
             log.since(0)
@@ -300,7 +348,9 @@ def test_nothing_acknowledged_is_lost_and_nothing_deleted_comes_back(tmp_path: P
     acknowledged = kills = 0
     while acknowledged < 100:
         with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(state), url, str(kills)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WRITER, str(state), url, str(kills)],
+            stdout=subprocess.PIPE,
+            text=True,
         ) as writer:
             assert writer.stdout is not None
             left, asked = draw.randint(1, 14), threading.Event()
@@ -315,7 +365,9 @@ def test_nothing_acknowledged_is_lost_and_nothing_deleted_comes_back(tmp_path: P
                         sent |= dict(enumerate(told[1], told[0]))
                 left -= 1
                 if left == 0:
-                    asked.wait(draw.choice([0, draw.random() * 0.003]))  # somewhere in the next operation
+                    asked.wait(
+                        draw.choice([0, draw.random() * 0.003])
+                    )  # somewhere in the next operation
                     writer.kill()
             assert writer.wait() == -9
         kills += 1

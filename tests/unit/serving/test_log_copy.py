@@ -26,7 +26,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def objects(url: str, within: str = "label_log") -> dict[str, str]:
     """Paths of the segments by name."""
     filesystem, root = fsspec.core.url_to_fs(url)
-    found = filesystem.ls(f"{root}/{within}", detail=False) if filesystem.exists(f"{root}/{within}") else []
+    found = (
+        filesystem.ls(f"{root}/{within}", detail=False)
+        if filesystem.exists(f"{root}/{within}")
+        else []
+    )
     return {path.rsplit("/", 1)[-1]: path for path in found if path.endswith(".log")}
 
 
@@ -94,7 +98,9 @@ def another_writer(url: str) -> None:
         (another_writer, "two writers used this URL"),
     ],
 )
-def test_a_copy_that_is_not_whole_is_not_taken(harm: Callable[[str], None], message: str, tmp_path: Path) -> None:
+def test_a_copy_that_is_not_whole_is_not_taken(
+    harm: Callable[[str], None], message: str, tmp_path: Path
+) -> None:
     url = f"file://{tmp_path}/copy"
     copied(url, tmp_path / "one").close()
     harm(url)
@@ -114,7 +120,9 @@ def test_an_upload_that_arrived_although_it_failed_does_no_harm(url: str, tmp_pa
         assert len(objects(url)) == 4
     with LabelLog(tmp_path / "two", "m", upload_url=url) as log:
         assert log.since(0) == ALL
-    name, path = min(objects(url).items())  # archiving it was interrupted, before the other one was removed
+    name, path = min(
+        objects(url).items()
+    )  # archiving it was interrupted, before the other one was removed
     filesystem.makedirs(f"{root}/label_log/archive", exist_ok=True)
     filesystem.pipe_file(f"{root}/label_log/archive/{name}", filesystem.cat_file(path))
     with LabelLog(tmp_path / "three", "m", upload_url=url) as log:
@@ -130,12 +138,15 @@ def test_local_state_wins_but_not_over_a_newer_copy(url: str, tmp_path: Path) ->
         log.append([add("z")])
     for state in ("old", "copied"):
         with pytest.raises(
-            StorageError, match=r"ends with operation 7, is no copy of the local log, which ends with [26]:"
+            StorageError,
+            match=r"ends with operation 7, is no copy of the local log, which ends with [26]:",
         ):
             LabelLog(tmp_path / state, "m", upload_url=url)
     with LabelLog(tmp_path / "copied", "m") as log:
         log.append([add("another 7")])
-    with pytest.raises(StorageError, match="ends with operation 7, is no copy of the local log, which ends with 7"):
+    with pytest.raises(
+        StorageError, match="ends with operation 7, is no copy of the local log, which ends with 7"
+    ):
         LabelLog(tmp_path / "copied", "m", upload_url=url)
 
 
@@ -158,7 +169,9 @@ def test_archiving_reaches_the_copy(url: str, tmp_path: Path) -> None:
         LabelLog(tmp_path / "old", "m", upload_url=url)
     with LabelLog(tmp_path / "three", "m", upload_url=url, start_after=6) as log:
         assert (log.begin, log.append([add("z")])) == (6, 7)
-    with LabelLog(tmp_path / "three", "m", upload_url=f"{url}-new") as log:  # a log that begins late, and a new URL
+    with LabelLog(
+        tmp_path / "three", "m", upload_url=f"{url}-new"
+    ) as log:  # a log that begins late, and a new URL
         assert log.upload() == 7
     with LabelLog(tmp_path / "four", "m", upload_url=f"{url}-new") as log:
         assert (log.begin, log.since(6)) == (6, [(7, add("z"))])
@@ -185,13 +198,19 @@ class Server:
         return act
 
 
-def test_a_server_that_is_down_or_slow_stops_no_append(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_down_or_slow_stops_no_append(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, server = "memory://down", Server(monkeypatch)
     server.down = True
-    with pytest.raises(StorageError, match=r"memory://down/label_log cannot be used \(ConnectionError: nobody ans"):
+    with pytest.raises(
+        StorageError, match=r"memory://down/label_log cannot be used \(ConnectionError: nobody ans"
+    ):
         LabelLog(tmp_path, "m", upload_url=url)
     LabelLog(tmp_path, "m").close()
-    with LabelLog(tmp_path, "m", upload_url=url, upload_every_s=0.001) as log:  # there is a log: it is enough
+    with LabelLog(
+        tmp_path, "m", upload_url=url, upload_every_s=0.001
+    ) as log:  # there is a log: it is enough
         assert log.append(BATCHES[0]) == 2
         for _ in range(3):
             server.asked.clear()
@@ -214,7 +233,9 @@ def test_a_server_that_is_down_or_slow_stops_no_append(tmp_path: Path, monkeypat
 
 def test_a_closed_file_is_uploaded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(monkeypatch)
-    with LabelLog(tmp_path, "m", upload_url="memory://closed", upload_every_s=1000, segment_bytes=1) as log:
+    with LabelLog(
+        tmp_path, "m", upload_url="memory://closed", upload_every_s=1000, segment_bytes=1
+    ) as log:
         log.append(BATCHES[0])
         server.asked.clear()
         log.append(BATCHES[1])

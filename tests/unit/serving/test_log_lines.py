@@ -18,12 +18,24 @@ def test_a_bundle_says_what_it_holds() -> None:
 @pytest.mark.parametrize(
     ("operations", "message"),
     [
-        ([add("new"), add("old")], "operation 2 of 2: add of label 'old', which is there already; update it"),
-        ([update("new", "x")], "operation 1 of 1: update of label 'new', which is not there; add it first"),
-        ([delete("old"), delete("old")], "operation 2 of 2: delete of label 'old', which is not there"),
+        (
+            [add("new"), add("old")],
+            "operation 2 of 2: add of label 'old', which is there already; update it",
+        ),
+        (
+            [update("new", "x")],
+            "operation 1 of 1: update of label 'new', which is not there; add it first",
+        ),
+        (
+            [delete("old"), delete("old")],
+            "operation 2 of 2: delete of label 'old', which is not there",
+        ),
         ([Operation(op="add", uid="new")], "add of label 'new' has no text"),
         ([update("old", " ")], "update of label 'old' has no text"),
-        ([Operation(op="delete", uid="old", text="x")], "delete of label 'old' has a text or attributes"),
+        (
+            [Operation(op="delete", uid="old", text="x")],
+            "delete of label 'old' has a text or attributes",
+        ),
     ],
 )
 def test_operations_that_make_no_sense(operations: list[Operation], message: str) -> None:
@@ -33,5 +45,13 @@ def test_operations_that_make_no_sense(operations: list[Operation], message: str
 
 def test_operations_that_follow_from_each_other() -> None:
     attributes = Operation(op="update", uid="old", attributes={"n": 1})
-    batch = [attributes, delete("old"), add("old"), update("old", "x"), add("new"), delete("new"), add("new")]
+    batch = [
+        attributes,
+        delete("old"),
+        add("old"),
+        update("old", "x"),
+        add("new"),
+        delete("new"),
+        add("new"),
+    ]
     check_operations(batch, {"old"}.__contains__)

@@ -27,9 +27,13 @@ def known() -> set[str]:
         gauge.labels('a"b\\c').set(3)
     one.version.labels("a", "v").set(1)
     one.texts.labels("a").inc(2)
-    text = metrics.combined([("r1", one.text()), ("r2", one.text()), ("c", metrics.of_coordinator(2, {"a": 1.5}))])
+    text = metrics.combined(
+        [("r1", one.text()), ("r2", one.text()), ("c", metrics.of_coordinator(2, {"a": 1.5}))]
+    )
     families = list(text_string_to_metric_families(text))
-    assert len({family.name for family in families}) == len(families), "a family stands at one place"
+    assert len({family.name for family in families}) == len(families), (
+        "a family stands at one place"
+    )
     samples = [sample for family in families for sample in family.samples]
     assert sum(s.value for s in samples if s.name == "xmcray_requests_total") == 2
     assert {s.labels["replica"] for s in samples} == {"r1", "r2", "c"}

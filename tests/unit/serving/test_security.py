@@ -43,7 +43,9 @@ def test_rotation_with_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert now_with("\n") == [True, False], "a file that is being written changes nothing"
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", f"Basic {OLD}", OLD, f"Bearer {OLD[:-1]}", "Bearer é"])
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", f"Basic {OLD}", OLD, f"Bearer {OLD[:-1]}", "Bearer é"]
+)
 def test_what_is_no_token(header: str | None, tmp_path: Path) -> None:
     assert not Tokens(write(tmp_path / "t", OLD)).accept(header, basic=True)
 

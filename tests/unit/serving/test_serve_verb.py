@@ -33,9 +33,24 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path) -> None:
     port, rpc_port = free_port(), free_port()
-    command = [sys.executable, "-c", "import sys; from xmcray.cli import main; sys.exit(main())", "serve", str(bundle)]
-    command += ["--port", str(port), "--state-dir", str(tmp_path / "state"), "--grpc-port", str(rpc_port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from xmcray.cli import main; sys.exit(main())",
+        "serve",
+        str(bundle),
+    ]
+    command += [
+        "--port",
+        str(port),
+        "--state-dir",
+        str(tmp_path / "state"),
+        "--grpc-port",
+        str(rpc_port),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == f"serving default on http://127.0.0.1:{port}\n"
         token_file = tmp_path / "state" / "token"
@@ -47,7 +62,9 @@ def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path
         with grpc.insecure_channel(f"127.0.0.1:{rpc_port}") as channel:
             call, asked = RetrieverStub(channel).Search, SearchRequest(texts=["sort join"], k=5)
             token = ("authorization", f"Bearer {token_file.read_text().strip()}")
-            assert [a.uid for a in call(asked, metadata=[token]).results[0].answers] == [a.uid for a in wanted]
+            assert [a.uid for a in call(asked, metadata=[token]).results[0].answers] == [
+                a.uid for a in wanted
+            ]
             with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
                 call(asked)
         server.send_signal(number)

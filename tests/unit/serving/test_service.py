@@ -36,7 +36,11 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def serving(tmp_path: Path) -> Callable[..., None]:
     """Runs a coroutine of a served application."""
 
-    def run(test: Callable[[Served], Coroutine[Any, Any, None]], bundles: dict[str, Path], **settings: Any) -> None:
+    def run(
+        test: Callable[[Served], Coroutine[Any, Any, None]],
+        bundles: dict[str, Path],
+        **settings: Any,
+    ) -> None:
         async def main() -> None:
             async with served(tmp_path, bundles, **settings) as one:
                 await test(one)
@@ -61,9 +65,13 @@ def test_answers_are_the_retrievers(bundles: dict[str, Path], serving: Callable[
                 if kind == "memory":
                     voters = [[v.uid for v in a.voters or ()] for a in answers]
                     assert [[v["uid"] for v in a["voters"]] for a in result["answers"]] == voters
-                    assert [a["completed"] for a in result["answers"]] == [a.score < 0 for a in answers]
+                    assert [a["completed"] for a in result["answers"]] == [
+                        a.score < 0 for a in answers
+                    ]
             encoded = (await one.ask("/v1/encode", {"texts": ASKED, "model": kind})).json()
-            np.testing.assert_allclose(encoded["vectors"], Retriever.load(path).encode(ASKED), atol=1e-6)
+            np.testing.assert_allclose(
+                encoded["vectors"], Retriever.load(path).encode(ASKED), atol=1e-6
+            )
 
     serving(test, bundles)
 
@@ -102,23 +110,37 @@ def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
     serving(test, paths)
 
 
-def test_memory_settings_of_a_request(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+def test_memory_settings_of_a_request(
+    bundles: dict[str, Path], serving: Callable[..., None]
+) -> None:
     async def test(one: Served) -> None:
         body = await one.search(ASKED, k=5, memory={"weight": 0.0, "keys": 9})
         retriever = Retriever.load(bundles["memory"], threads=1)
         known = retriever.memory.config if retriever.memory else MemoryConfig()
         config = MemoryConfig(weight=0.0, keys=9, temperature=known.temperature, joint=known.joint)
         wanted = retriever.search(ASKED, 5, memory=config)
-        assert [[a["uid"] for a in r["answers"]] for r in body["results"]] == [[a.uid for a in r] for r in wanted]
+        assert [[a["uid"] for a in r["answers"]] for r in body["results"]] == [
+            [a.uid for a in r] for r in wanted
+        ]
 
     serving(test, {"memory": bundles["memory"]})
 
 
-def test_every_route_wants_its_token(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+def test_every_route_wants_its_token(
+    bundles: dict[str, Path], serving: Callable[..., None]
+) -> None:
     async def test(one: Served) -> None:
         search = {"texts": ["a"]}
-        reading = [("/v1/search", search), ("/v1/encode", search), ("/v1/labels/u1", None), ("/v1/models", None)]
-        reading += [(path, None) for path in ("/metrics", "/openapi.json", "/", "/docs", "/page/app.js", "/nowhere")]
+        reading = [
+            ("/v1/search", search),
+            ("/v1/encode", search),
+            ("/v1/labels/u1", None),
+            ("/v1/models", None),
+        ]
+        reading += [
+            (path, None)
+            for path in ("/metrics", "/openapi.json", "/", "/docs", "/page/app.js", "/nowhere")
+        ]
         admin = [
             ("/admin/v1/labels", {"operations": [{"op": "delete", "uid": "u1"}]}),
             ("/admin/v1/swap", {"bundle": "x"}),
@@ -131,7 +153,9 @@ def test_every_route_wants_its_token(bundles: dict[str, Path], serving: Callable
         basic = base64.b64encode(f"me:{TOKEN}".encode()).decode()
         for path, body in [*reading, *admin]:
             for header in (None, "Bearer wrong", "Bearer ", TOKEN, "Basic !", f"Bearer {TOKEN}x"):
-                answer = await one.ask(path, body, None, headers={"Authorization": header} if header else {})
+                answer = await one.ask(
+                    path, body, None, headers={"Authorization": header} if header else {}
+                )
                 assert answer.status_code == 401, (path, header)
                 assert answer.headers["content-type"] == "application/problem+json"
                 assert "Bearer" in answer.headers["www-authenticate"]
@@ -157,7 +181,9 @@ def test_a_prefix_opens_no_door(bundles: dict[str, Path], serving: Callable[...,
             operations = {"operations": [{"op": "delete", "uid": "u1"}]}
             for token, status in ((TOKEN, 403), (ADMIN, 200)):
                 headers = {"Authorization": f"Bearer {token}"}
-                assert (await client.post("/admin/v1/labels", json=operations, headers=headers)).status_code == status
+                assert (
+                    await client.post("/admin/v1/labels", json=operations, headers=headers)
+                ).status_code == status
             assert (await client.get("/healthz")).status_code == 200
             assert (await client.get("/v1/models")).status_code == 401
 
@@ -182,19 +208,30 @@ def test_a_prefix_opens_no_door(bundles: dict[str, Path], serving: Callable[...,
     ],
 )
 def test_requests_that_are_refused(
-    body: dict[str, Any], status: int, kind: str, detail: str, bundles: dict[str, Path], serving: Callable[..., None]
+    body: dict[str, Any],
+    status: int,
+    kind: str,
+    detail: str,
+    bundles: dict[str, Path],
+    serving: Callable[..., None],
 ) -> None:
     async def test(one: Served) -> None:
         answer = await one.ask("/v1/search", body, headers={"X-Request-ID": "me-1"})
         problem = answer.json()
-        assert (answer.status_code, problem["status"], problem["type"]) == (status, status, f"urn:xmcray:{kind}")
+        assert (answer.status_code, problem["status"], problem["type"]) == (
+            status,
+            status,
+            f"urn:xmcray:{kind}",
+        )
         assert detail in problem["detail"]
         assert problem["request_id"] == answer.headers["x-request-id"] == "me-1"
 
     serving(test, {"a": bundles["texts"]}, long_texts="refuse")
 
 
-def test_a_long_text_is_cut_and_says_so(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+def test_a_long_text_is_cut_and_says_so(
+    bundles: dict[str, Path], serving: Callable[..., None]
+) -> None:
     async def test(one: Served) -> None:
         body = await one.search(["matrix " * 17, "matrix " * 16, "x"], k=1)
         assert [result["truncated"] for result in body["results"]] == [True, False, False]
@@ -215,7 +252,9 @@ def test_a_body_that_does_not_come(bundles: dict[str, Path], serving: Callable[.
     serving(test, {"a": bundles["texts"]}, deadline_ms=300)
 
 
-def test_too_many_requests_and_too_little_time(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+def test_too_many_requests_and_too_little_time(
+    bundles: dict[str, Path], serving: Callable[..., None]
+) -> None:
     async def test(one: Served) -> None:
         async def stuck(*_: Any) -> Any:
             await asyncio.Event().wait()
@@ -227,11 +266,16 @@ def test_too_many_requests_and_too_little_time(bundles: dict[str, Path], serving
             await asyncio.sleep(0.001)
         refused = await one.ask("/v1/search", content=b"not even read")
         assert refused.status_code == 503
-        assert (await one.ask("/v1/search", body, "wrong" * 4)).status_code == 401, "nobody else learns of the load"
+        assert (await one.ask("/v1/search", body, "wrong" * 4)).status_code == 401, (
+            "nobody else learns of the load"
+        )
         for answer in [await answer for answer in waiting]:
             assert (answer.status_code, answer.json()["type"]) == (503, "urn:xmcray:timeout")
             assert answer.headers["retry-after"] == "1"
-        assert (refused.headers["retry-after"], refused.json()["type"]) == ("1", "urn:xmcray:overloaded")
+        assert (refused.headers["retry-after"], refused.json()["type"]) == (
+            "1",
+            "urn:xmcray:overloaded",
+        )
         one.service._searches.run = right  # type: ignore[method-assign]
         assert (await one.ask("/v1/search", body | {"timeout_ms": 9000})).status_code == 200
         assert one.service.working == 0
@@ -242,10 +286,14 @@ def test_too_many_requests_and_too_little_time(bundles: dict[str, Path], serving
 def test_allow_and_deny(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
     async def test(one: Served) -> None:
         allow = [f"u{i}" for i in range(0, len(TEXTS), 50)]
-        body = await one.search(ASKED[:3], k=100, filter={"allow": [*allow, "unknown"], "deny": allow[:2]})
+        body = await one.search(
+            ASKED[:3], k=100, filter={"allow": [*allow, "unknown"], "deny": allow[:2]}
+        )
         for result in body["results"]:
             assert {answer["uid"] for answer in result["answers"]} == set(allow[2:])
-        assert [r["answers"] for r in (await one.search(["a"], filter={"allow": []}))["results"]] == [[]]
+        assert [
+            r["answers"] for r in (await one.search(["a"], filter={"allow": []}))["results"]
+        ] == [[]]
 
     serving(test, {"a": bundles["rowsIVF"]})
 
@@ -261,11 +309,18 @@ def test_labels_change_while_they_are_served(bundles: dict[str, Path], tmp_path:
             await one.reached(2)
             after = await one.search(["sort"], k=560)
             assert (before["label_log"], after["label_log"]) == (0, 2)
-            scores = [{a["uid"]: a["score"] for a in body["results"][0]["answers"]} for body in (before, after)]
+            scores = [
+                {a["uid"]: a["score"] for a in body["results"][0]["answers"]}
+                for body in (before, after)
+            ]
             assert scores[0].keys() - scores[1].keys() == {"u9"}
             assert scores[1].keys() - scores[0].keys() == {"n1"}
-            assert all(scores[1][uid] == scores[0][uid] for uid in scores[0].keys() & scores[1].keys())
-            assert (await one.search(["sort sort join"], k=1))["results"][0]["answers"][0]["uid"] == "n1"
+            assert all(
+                scores[1][uid] == scores[0][uid] for uid in scores[0].keys() & scores[1].keys()
+            )
+            assert (await one.search(["sort sort join"], k=1))["results"][0]["answers"][0][
+                "uid"
+            ] == "n1"
             assert (await one.ask("/v1/labels/n1")).json()["text"] == "sort sort join"
             for operation, reason in [
                 ({"op": "add", "uid": "n1", "text": "x"}, "there already"),
@@ -277,7 +332,9 @@ def test_labels_change_while_they_are_served(bundles: dict[str, Path], tmp_path:
                 assert refused.status_code == 409
                 assert reason in refused.json()["detail"]
             assert (await one.ask("/v1/labels/u10")).status_code == 200, "all of a batch or nothing"
-            assert (await one.change({"op": "update", "uid": "n1", "text": "median"})).json()["label_log"] == 3
+            assert (await one.change({"op": "update", "uid": "n1", "text": "median"})).json()[
+                "label_log"
+            ] == 3
             compact = await one.ask("/admin/v1/compact", {"out": str(tmp_path / "compact")}, ADMIN)
             assert (compact.status_code, compact.json()["label_log"]) == (200, 3)
         # the same state folder again: the log is replayed
@@ -288,7 +345,9 @@ def test_labels_change_while_they_are_served(bundles: dict[str, Path], tmp_path:
             await one.change({"op": "add", "uid": "late", "text": "trace trace"})
             swapped = await one.ask("/admin/v1/swap", {"bundle": str(tmp_path / "compact")}, ADMIN)
             assert (swapped.status_code, swapped.json()["recall"]) == (200, 1.0)
-            assert (await one.search(["trace trace"], k=1))["results"][0]["answers"][0]["uid"] == "late"
+            assert (await one.search(["trace trace"], k=1))["results"][0]["answers"][0][
+                "uid"
+            ] == "late"
             again = await one.search(ASKED, k=560, filter={"deny": ["late"]})
             assert again["version"] != everything["version"]
             assert again["results"] == everything["results"]
@@ -300,8 +359,12 @@ def test_labels_change_while_they_are_served(bundles: dict[str, Path], tmp_path:
     asyncio.run(main())
 
 
-def test_swaps_that_are_refused(bundles: dict[str, Path], tmp_path: Path, serving: Callable[..., None]) -> None:
-    damaged = {name: shutil.copytree(bundles["texts"], tmp_path / name) for name in ("flipped", "missing")}
+def test_swaps_that_are_refused(
+    bundles: dict[str, Path], tmp_path: Path, serving: Callable[..., None]
+) -> None:
+    damaged = {
+        name: shutil.copytree(bundles["texts"], tmp_path / name) for name in ("flipped", "missing")
+    }
     vectors = damaged["flipped"] / "vectors" / "00000.safetensors"
     data = bytearray(vectors.read_bytes())
     data[-7] ^= 1
@@ -320,7 +383,9 @@ def test_swaps_that_are_refused(bundles: dict[str, Path], tmp_path: Path, servin
             ("worse", "of the best labels"),
             ("nowhere", "does not exist"),
         ]:
-            answer = await one.ask("/admin/v1/swap", {"bundle": str(tmp_path / name), "recall_floor": 0.9}, ADMIN)
+            answer = await one.ask(
+                "/admin/v1/swap", {"bundle": str(tmp_path / name), "recall_floor": 0.9}, ADMIN
+            )
             assert (answer.status_code, answer.json()["type"]) == (409, "urn:xmcray:refused")
             assert reason in answer.json()["detail"]
             assert (await one.search(ASKED, k=9))["results"] == before["results"]
@@ -338,7 +403,9 @@ def test_pages_and_description(bundles: dict[str, Path], serving: Callable[..., 
         assert page.headers["x-content-type-options"] == "nosniff"
         assert (await one.ask("/page/..%2f..%2fschema.py")).status_code == 404
         described = (await one.ask("/openapi.json")).json()
-        assert {"/v1/search", "/v1/encode", "/v1/models", "/admin/v1/swap"} <= described["paths"].keys()
+        assert {"/v1/search", "/v1/encode", "/v1/models", "/admin/v1/swap"} <= described[
+            "paths"
+        ].keys()
         await one.search(["a", "b"])
         text = (await one.ask("/metrics")).text
         assert 'xmcray_texts_total{model="a",replica="local"} 2.0' in text

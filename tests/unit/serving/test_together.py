@@ -33,7 +33,15 @@ def test_alike_items_that_wait_are_one_call() -> None:
         together = Together(thread, work, most=4)
         held = threading.Event()
         thread.submit(held.wait, 10)  # the thread is busy while all of these come
-        asked = [("a", 1, 1), ("b", 1, 2), ("a", 1, 3), ("a", 9, 4), ("a", 1, 13), ("b", 1, 5), ("a", 1, 6)]
+        asked = [
+            ("a", 1, 1),
+            ("b", 1, 2),
+            ("a", 1, 3),
+            ("a", 9, 4),
+            ("a", 1, 13),
+            ("b", 1, 5),
+            ("a", 1, 6),
+        ]
         waiting = [asyncio.ensure_future(together.run(*one)) for one in asked]
         given_up = asyncio.ensure_future(together.run("a", 1, 99))
         await asyncio.sleep(0)

@@ -19,7 +19,13 @@ from xmcray.training import checkpoint as checkpoints
 from xmcray.training.loop import Loop, Setup, build
 from xmcray.training.run import Run, RunConfig
 
-SETTINGS = ["encoder.dim=16", "optim.batch_size=32", "optim.epochs=2", "negatives.hard=0", "negatives.uniform=10"]
+SETTINGS = [
+    "encoder.dim=16",
+    "optim.batch_size=32",
+    "optim.epochs=2",
+    "negatives.hard=0",
+    "negatives.uniform=10",
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,9 @@ def test_any_number_of_ranks_reads_its_rows(
     wanted = setup.method.answer_rows()
     for part in parts:
         rows = torch.zeros(part.size, wanted.shape[1])
-        for first, tensors in checkpoints.row_blocks(newest.path, "classifier", part.start, part.stop, only="weight"):
+        for first, tensors in checkpoints.row_blocks(
+            newest.path, "classifier", part.start, part.stop, only="weight"
+        ):
             rows[first : first + len(tensors["weight"])] = tensors["weight"]
         assert torch.equal(rows, wanted[part.start : part.stop])
 
@@ -83,7 +91,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 400 kB: room for one checkpoint, not for two."""
     mount = tmp_path / "disk"
     mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(mount)], capture_output=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(mount)], capture_output=True
+    )
     if made.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield mount
@@ -91,8 +101,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_disk_full_leaves_the_last_checkpoint(corpus: Corpus, small_disk: Path) -> None:
-    loop, setup = loop_in(small_disk, corpus, "log.checkpoint_every=1", "log.keep=50", "optim.epochs=20")
-    with pytest.raises(StorageError, match=r"no space left while writing .*disk is full; free some space") as caught:
+    loop, setup = loop_in(
+        small_disk, corpus, "log.checkpoint_every=1", "log.keep=50", "optim.epochs=20"
+    )
+    with pytest.raises(
+        StorageError, match=r"no space left while writing .*disk is full; free some space"
+    ) as caught:
         loop.train()
     assert "\n" not in str(caught.value)
     left = sorted(path.name for path in (small_disk / "checkpoints").iterdir())

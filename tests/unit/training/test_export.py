@@ -21,7 +21,13 @@ from xmcray.training.export import export_run, last_checkpoint
 from xmcray.training.launch import train
 from xmcray.training.run import Run, RunConfig
 
-SETTINGS = ["encoder.dim=16", "optim.batch_size=32", "optim.epochs=2", "negatives.hard=0", "negatives.uniform=10"]
+SETTINGS = [
+    "encoder.dim=16",
+    "optim.batch_size=32",
+    "optim.epochs=2",
+    "negatives.hard=0",
+    "negatives.uniform=10",
+]
 SETTINGS += ["cluster.workers=0", "cluster.threads_per_process=1"]
 
 
@@ -32,20 +38,28 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(scope="module")
 def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(corpus.path, tmp_path_factory.mktemp("run") / "r", RunConfig.resolve("astra", {}, SETTINGS))
+    return train(
+        corpus.path, tmp_path_factory.mktemp("run") / "r", RunConfig.resolve("astra", {}, SETTINGS)
+    )
 
 
 def test_scores_are_those_of_the_checkpoint(run: Run, corpus: Corpus, tmp_path: Path) -> None:
     export_run(run, tmp_path / "b")
     retriever = Retriever.load(tmp_path / "b")
     last = last_checkpoint(run)
-    (rows,) = [load_file(path)["weight"] for path in last.path.glob("classifier-*.safetensors")]  # internal order
+    (rows,) = [
+        load_file(path)["weight"] for path in last.path.glob("classifier-*.safetensors")
+    ]  # internal order
     test = corpus.split("test")
     tokens = test.tokens(np.arange(len(test)))
     with torch.no_grad():
-        score_QL = (load_encoder(last.path / "encoder").eval()(tokens) @ rows.T).numpy()[:, corpus.label_rank]
+        score_QL = (load_encoder(last.path / "encoder").eval()(tokens) @ rows.T).numpy()[
+            :, corpus.label_rank
+        ]
     top = retriever.top_labels(tokens, 23)
-    np.testing.assert_allclose(top.scores, np.take_along_axis(score_QL, top.ids, 1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        top.scores, np.take_along_axis(score_QL, top.ids, 1), rtol=1e-5, atol=1e-6
+    )
     assert (np.diff(top.scores, axis=1) <= 0).all()
     answer = retriever.search(["w3x0"], 1)[0][0]
     assert (answer.uid, answer.text) == (
@@ -66,23 +80,38 @@ def test_it_is_the_same_whatever_ranks_wrote_the_checkpoint(run: Run, tmp_path: 
     shutil.copytree(run.path, tmp_path / "two")
     path = next(iter(sorted((tmp_path / "two" / "checkpoints").iterdir(), reverse=True)))
     whole = load_file(path / "classifier-0000000000.safetensors")
-    save_file({k: v[:9].contiguous() for k, v in whole.items()}, path / "classifier-0000000000.safetensors")
-    save_file({k: v[9:].contiguous() for k, v in whole.items()}, path / "classifier-0000000009.safetensors")
+    save_file(
+        {k: v[:9].contiguous() for k, v in whole.items()},
+        path / "classifier-0000000000.safetensors",
+    )
+    save_file(
+        {k: v[9:].contiguous() for k, v in whole.items()},
+        path / "classifier-0000000009.safetensors",
+    )
     finish_manifest(path, "checkpoint", {"step": last_checkpoint(run).step}, {})
     export_run(run, tmp_path / "a")
     export_run(Run.open(tmp_path / "two"), tmp_path / "b")
-    assert read_manifest(tmp_path / "a", "bundle").sha256 == read_manifest(tmp_path / "b", "bundle").sha256
+    assert (
+        read_manifest(tmp_path / "a", "bundle").sha256
+        == read_manifest(tmp_path / "b", "bundle").sha256
+    )
 
 
-def test_only_the_last_step_of_a_finished_run_is_exported(run: Run, corpus: Corpus, tmp_path: Path) -> None:
+def test_only_the_last_step_of_a_finished_run_is_exported(
+    run: Run, corpus: Corpus, tmp_path: Path
+) -> None:
     shutil.copytree(run.path, tmp_path / "copy")
     copy = Run.open(tmp_path / "copy")
     newest = sorted(copy.checkpoints.iterdir())[-1]
     weights = newest / "classifier-0000000000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    with pytest.raises(ConfigError, match="an export takes settings of the index alone, found 'method'; give it to"):
+    with pytest.raises(
+        ConfigError, match="an export takes settings of the index alone, found 'method'; give it to"
+    ):
         export_run(run, tmp_path / "b", settings={"method": {}})
-    with pytest.raises(ConfigError, match=r"unknown setting 'index\.nprob'; did you mean 'index\.nprobe'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown setting 'index\.nprob'; did you mean 'index\.nprobe'"
+    ):
         export_run(run, tmp_path / "b", settings={"index": {"nprob": 1}})
     with pytest.raises(RunError, match="no intact checkpoint of its last step"):
         export_run(copy, tmp_path / "b")

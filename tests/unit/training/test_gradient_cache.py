@@ -13,17 +13,42 @@ from xmcray.nn.transformer import TransformerEncoder
 from xmcray.training.step import Embedder
 from xmcray.types import Ragged
 
-WORDS = ["sort", "an", "array", "of", "numbers", "find", "the", "largest", "element", "in", "each", "row"]
-TEXTS = ["sort an array", "find", "", " ".join(WORDS), "the largest element", "row of numbers", "each"]
+WORDS = [
+    "sort",
+    "an",
+    "array",
+    "of",
+    "numbers",
+    "find",
+    "the",
+    "largest",
+    "element",
+    "in",
+    "each",
+    "row",
+]
+TEXTS = [
+    "sort an array",
+    "find",
+    "",
+    " ".join(WORDS),
+    "the largest element",
+    "row of numbers",
+    "each",
+]
 CHUNK = 3
 
 
 @pytest.fixture(scope="module")
-def encoder_and_tokens(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformerEncoder, Ragged]:
+def encoder_and_tokens(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[TransformerEncoder, Ragged]:
     """A random BERT of two layers with dropout, in float64."""
     folder = write_bert(tmp_path_factory.mktemp("bert"), WORDS, layers=2)
     tokenizer = from_transformer(str(folder), max_len=16)
-    encoder = build_encoder(EncoderConfig(name=str(folder), dim=6, dropout=0.3), tokenizer, None, seed=1)
+    encoder = build_encoder(
+        EncoderConfig(name=str(folder), dim=6, dropout=0.3), tokenizer, None, seed=1
+    )
     assert isinstance(encoder, TransformerEncoder)
     return encoder.double().train(), tokenizer.encode(TEXTS)
 
@@ -62,7 +87,9 @@ def direct(encoder: TransformerEncoder, tokens: Ragged, seed: int) -> tuple[Tens
     return total.detach(), gradients(encoder)
 
 
-def test_gradients_are_those_of_one_graph(encoder_and_tokens: tuple[TransformerEncoder, Ragged]) -> None:
+def test_gradients_are_those_of_one_graph(
+    encoder_and_tokens: tuple[TransformerEncoder, Ragged],
+) -> None:
     encoder, tokens = encoder_and_tokens
     total, expected = direct(encoder, tokens, seed=7)
     found_total, found = cached(encoder, tokens, seed=7)
@@ -72,7 +99,9 @@ def test_gradients_are_those_of_one_graph(encoder_and_tokens: tuple[TransformerE
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9 * float(theirs.abs().max()))
 
 
-def test_other_masks_give_other_gradients(encoder_and_tokens: tuple[TransformerEncoder, Ragged]) -> None:
+def test_other_masks_give_other_gradients(
+    encoder_and_tokens: tuple[TransformerEncoder, Ragged],
+) -> None:
     """Or else the test above would pass without any replay."""
     encoder, tokens = encoder_and_tokens
     total, expected = direct(encoder, tokens, seed=7)

@@ -43,9 +43,14 @@ def test_index_actors_avoid_gpus_and_nodes_without_cpus() -> None:
 
 def test_a_resource_that_marks_nodes_decides() -> None:
     marked = fixed(h=HEAD, g=GPU, c={**CPU, "index": 3})
-    with pytest.raises(ResourceError, match="4 index actors ask for one 'index' each, the cluster has 3"):
+    with pytest.raises(
+        ResourceError, match="4 index actors ask for one 'index' each, the cluster has 3"
+    ):
         place(config(), marked, 4)
-    assert place(config(workers=3), marked, 3).index == {"resources": {"index": 1.0}, "scheduling_strategy": "SPREAD"}
+    assert place(config(workers=3), marked, 3).index == {
+        "resources": {"index": 1.0},
+        "scheduling_strategy": "SPREAD",
+    }
     assert "resources" not in place(config(index_resource=""), marked, 4).index
 
 
@@ -56,8 +61,16 @@ def test_gpus_that_are_left_build_indexes() -> None:
 
 def test_what_is_lacking_is_one_line() -> None:
     for settings, nodes, message in (
-        ({"device": "gpu"}, fixed(c=CPU), "4 workers ask for a GPU each, the cluster has 0; lower --workers or set"),
-        ({"cpus_per_worker": 3}, fixed(a=CPU, b={"CPU": 4}), "3 CPUs each, the cluster's nodes have 8, 4; lower"),
+        (
+            {"device": "gpu"},
+            fixed(c=CPU),
+            "4 workers ask for a GPU each, the cluster has 0; lower --workers or set",
+        ),
+        (
+            {"cpus_per_worker": 3},
+            fixed(a=CPU, b={"CPU": 4}),
+            "3 CPUs each, the cluster's nodes have 8, 4; lower",
+        ),
         (
             {"device": "gpu", "cpus_per_worker": 4},
             fixed(g=GPU, c=CPU),
@@ -67,8 +80,12 @@ def test_what_is_lacking_is_one_line() -> None:
         with pytest.raises(ResourceError, match=message):
             place(config(**settings), nodes, 0)
     assert place(config(cpus_per_worker=0.1, workers=3), fixed(c={"CPU": 0.3}), 0)
-    assert place(config(cpus_per_worker=3, min_workers=3), fixed(a=CPU, b={"CPU": 4}), 0), "fewer may start"
-    with pytest.raises(ConfigError, match=r"cluster\.min_workers is 5, expected at least 0 and at most 4"):
+    assert place(config(cpus_per_worker=3, min_workers=3), fixed(a=CPU, b={"CPU": 4}), 0), (
+        "fewer may start"
+    )
+    with pytest.raises(
+        ConfigError, match=r"cluster\.min_workers is 5, expected at least 0 and at most 4"
+    ):
         config(min_workers=5)
 
 
@@ -78,20 +95,36 @@ def test_an_autoscaler_is_waited_for_within_its_limits(caplog: pytest.LogCapture
         where = place(config(workers=8), may_grow, 8)
     assert where.use_gpu
     assert where.index["resources"] == {"index": 1.0}
-    assert "room for 0 of 8 workers; the run waits for nodes that its autoscaler starts" in caplog.text
-    with pytest.raises(ResourceError, match=r"ask for 1 CPU and 1 GPU each, .* autoscaler have room for 8; lower"):
+    assert (
+        "room for 0 of 8 workers; the run waits for nodes that its autoscaler starts" in caplog.text
+    )
+    with pytest.raises(
+        ResourceError, match=r"ask for 1 CPU and 1 GPU each, .* autoscaler have room for 8; lower"
+    ):
         place(config(workers=9, device="gpu"), may_grow, 9)
     assert place(config(workers=9), may_grow, 0).use_gpu is False, "auto takes what there can be"
     unknown = Nodes({"h": HEAD}, None, autoscaled=True)
     assert place(config(device="gpu"), unknown, 4).use_gpu
 
 
-def test_the_configuration_on_a_head_says_what_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_on_a_head_says_what_may_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    nodes = [{"NodeID": "h", "Alive": True, "Resources": HEAD}, {"NodeID": "g", "Alive": True, "Resources": GPU}]
-    monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"NodeID": "x", "Alive": False, "Resources": GPU}])
+    nodes = [
+        {"NodeID": "h", "Alive": True, "Resources": HEAD},
+        {"NodeID": "g", "Alive": True, "Resources": GPU},
+    ]
+    monkeypatch.setattr(
+        "ray.nodes", lambda: [*nodes, {"NodeID": "x", "Alive": False, "Resources": GPU}]
+    )
     assert Nodes.of_cluster() == Nodes({"h": HEAD, "g": GPU}, [], autoscaled=False)
-    types = {"gpu": {"resources": GPU, "max_workers": 9}, "head": {"resources": HEAD, "max_workers": 0}}
+    types = {
+        "gpu": {"resources": GPU, "max_workers": 9},
+        "head": {"resources": HEAD, "max_workers": 0},
+    }
     cluster = {"max_workers": 3, "head_node_type": "head", "available_node_types": types}
     (tmp_path / "ray_bootstrap_config.yaml").write_text(json.dumps(cluster))
-    assert Nodes.of_cluster() == Nodes({"h": HEAD, "g": GPU}, [(HEAD, 1), (GPU, 3)], autoscaled=True)
+    assert Nodes.of_cluster() == Nodes(
+        {"h": HEAD, "g": GPU}, [(HEAD, 1), (GPU, 3)], autoscaled=True
+    )

@@ -21,24 +21,49 @@ from xmcray.training.preemption import StopFlag, handling
 from xmcray.training.records import Records
 from xmcray.training.watch import Watch
 
-SETTINGS = ["encoder.dim=16", "optim.batch_size=32", "optim.epochs=6", "negatives.hard=3", "negatives.uniform=10"]
-SETTINGS += ["negatives.start_epoch=2", "negatives.refresh_every=1", "method.dropout=0.2", "log.every=1"]
+SETTINGS = [
+    "encoder.dim=16",
+    "optim.batch_size=32",
+    "optim.epochs=6",
+    "negatives.hard=3",
+    "negatives.uniform=10",
+]
+SETTINGS += [
+    "negatives.start_epoch=2",
+    "negatives.refresh_every=1",
+    "method.dropout=0.2",
+    "log.every=1",
+]
 SETTINGS += ["method.classifier.kind=adagrad", "cluster.threads_per_process=1"]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return planted_corpus(tmp_path_factory.mktemp("preemption"), num_queries=220, num_labels=40).path
+    return planted_corpus(
+        tmp_path_factory.mktemp("preemption"), num_queries=220, num_labels=40
+    ).path
 
 
 def train(corpus: Path, out: Path) -> int:
-    command = ["train", "astra", "--data", str(corpus), "--out", str(out), "--workers", "0", "--no-evaluate"]
+    command = [
+        "train",
+        "astra",
+        "--data",
+        str(corpus),
+        "--out",
+        str(out),
+        "--workers",
+        "0",
+        "--no-evaluate",
+    ]
     return cli.main([*command, *(part for setting in SETTINGS for part in ("--set", setting))])
 
 
 def weights(run: Path) -> dict[str, str]:
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
-    return {name: entry.sha256 for name, entry in read_manifest(newest, "checkpoint").files.items()} | {"": newest.name}
+    return {
+        name: entry.sha256 for name, entry in read_manifest(newest, "checkpoint").files.items()
+    } | {"": newest.name}
 
 
 def sigterm_at(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +81,10 @@ def sigterm_at(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sigterm_saves_and_the_same_command_continues_byte_for_byte(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train(corpus, tmp_path / "undisturbed") == 0
     out = tmp_path / "run"
@@ -76,7 +104,11 @@ def test_sigterm_saves_and_the_same_command_continues_byte_for_byte(
 def test_sigterm_outside_of_training_ends_a_command_with_its_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(cli.VERBS, "labels", (lambda _: os.kill(os.getpid(), signal.SIGTERM), lambda _: None, "x", ""))
+    monkeypatch.setitem(
+        cli.VERBS,
+        "labels",
+        (lambda _: os.kill(os.getpid(), signal.SIGTERM), lambda _: None, "x", ""),
+    )
     assert cli.main(["labels"]) == 143
     assert capsys.readouterr().err == "terminated; the same command starts it again\n"
 
@@ -84,19 +116,26 @@ def test_sigterm_outside_of_training_ends_a_command_with_its_line(
 @pytest.mark.parametrize("address", ["", "127.0.0.1:6379"])
 def test_ray_leaves_our_handler_alone(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**_: object) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: None)  # as ray.init does; its handler ends the process
+        signal.signal(
+            signal.SIGTERM, lambda *_: None
+        )  # as ray.init does; its handler ends the process
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    for name in ("RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED"):  # which it sets: back to what they were afterwards
+    for name in (
+        "RAY_AUTH_TOKEN",
+        "RAY_USAGE_STATS_ENABLED",
+    ):  # which it sets: back to what they were afterwards
         monkeypatch.setenv(name, "x")
     with handling(signal.SIGTERM, print):
         start_ray()
         assert signal.getsignal(signal.SIGTERM) is print
 
 
-def test_a_look_costs_a_broadcast_in_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_costs_a_broadcast_in_two_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, looks = [1.0], list[int]()
 
     def broadcast(value: int) -> int:

@@ -59,7 +59,10 @@ def test_a_start_that_was_killed_can_be_repeated(
     again = start(tmp_path / "r")
     assert sorted(path.name for path in again.path.iterdir()) == ["config.yaml", "lock", "run.json"]
     assert Run.open(tmp_path / "r") == again
-    assert RunConfig.resolve("astra", yaml.safe_load((again.path / "config.yaml").read_text())) == again.config
+    assert (
+        RunConfig.resolve("astra", yaml.safe_load((again.path / "config.yaml").read_text()))
+        == again.config
+    )
 
 
 def test_the_configuration_of_the_start_stays_when_only_the_machine_changes(tmp_path: Path) -> None:

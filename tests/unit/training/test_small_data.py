@@ -19,8 +19,19 @@ from xmcray.training.launch import clipped, train
 from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 
-SETTINGS = ["encoder.dim=8", "cluster.workers=0", "cluster.threads_per_process=1", "optim.epochs=3", "log.every=1"]
-SETTINGS += ["negatives.start_epoch=2", "negatives.refresh_every=1", "negatives.hard=50", "negatives.cluster_size=40"]
+SETTINGS = [
+    "encoder.dim=8",
+    "cluster.workers=0",
+    "cluster.threads_per_process=1",
+    "optim.epochs=3",
+    "log.every=1",
+]
+SETTINGS += [
+    "negatives.start_epoch=2",
+    "negatives.refresh_every=1",
+    "negatives.hard=50",
+    "negatives.cluster_size=40",
+]
 WORDS = ("apple", "bread", "candle", "door", "engine")
 
 
@@ -29,9 +40,13 @@ def prepared(folder: Path, labels: list[str], filters: str = "") -> Corpus:
     raw = folder / "raw"
     raw.mkdir(parents=True)
     texts = [f"{WORDS[i % 5]} {WORDS[i * 2 % 5]}" if i else "" for i in range(13)]
-    rows = [{"uid": str(i), "text": text, "labels": [i % len(labels)]} for i, text in enumerate(texts)]
+    rows = [
+        {"uid": str(i), "text": text, "labels": [i % len(labels)]} for i, text in enumerate(texts)
+    ]
     (raw / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (raw / "labels.jsonl").write_text("\n".join(json.dumps({"uid": f"l{i}", "text": t}) for i, t in enumerate(labels)))
+    (raw / "labels.jsonl").write_text(
+        "\n".join(json.dumps({"uid": f"l{i}", "text": t}) for i, t in enumerate(labels))
+    )
     (raw / "filter_labels_train.txt").write_text(filters)
     return corpus_of(raw, folder / "corpus", vocab_size=200)
 
@@ -47,17 +62,30 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Corpus]:
 @pytest.mark.parametrize("name", methods())
 @pytest.mark.parametrize(("data", "batch_size"), [("three", 1), ("three", 11), ("one", 4)])
 def test_every_method_trains_on_few_labels(
-    name: str, data: str, batch_size: int, corpora: dict[str, Corpus], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str,
+    data: str,
+    batch_size: int,
+    corpora: dict[str, Corpus],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     corpus = corpora[data]
     config = RunConfig.resolve(name, {}, [*SETTINGS, f"optim.batch_size={batch_size}"])
     with caplog.at_level(logging.WARNING):
         run = train(corpus.path, tmp_path / "run", config)
-    assert f"negatives.hard is 50, clipped to the number of labels, {corpus.card.num_labels}" in caplog.messages
-    assert "negatives.cluster_size is 40, clipped to the number of training queries, 13" in caplog.messages
+    assert (
+        f"negatives.hard is 50, clipped to the number of labels, {corpus.card.num_labels}"
+        in caplog.messages
+    )
+    assert (
+        "negatives.cluster_size is 40, clipped to the number of training queries, 13"
+        in caplog.messages
+    )
     by_text = f"1 of 3 labels have no text, by which {name} would find them"
     assert (by_text in caplog.messages) == (methods()[name].by_text and data == "three")
-    losses = [record["loss"] for record in read_records(run.path / "metrics.jsonl") if "loss" in record]
+    losses = [
+        record["loss"] for record in read_records(run.path / "metrics.jsonl") if "loss" in record
+    ]
     assert np.isfinite(losses).all()
     export_run(run, tmp_path / "bundle")
     retriever = Retriever.load(tmp_path / "bundle")
@@ -69,14 +97,18 @@ def test_every_method_trains_on_few_labels(
 @pytest.mark.parametrize("name", [name for name, entry in methods().items() if entry.by_text])
 def test_texts_are_needed_where_labels_are_made_of_them(name: str, tmp_path: Path) -> None:
     corpus = prepared(tmp_path, ["", ""])
-    with pytest.raises(DataError, match=f"has no label text, expected some for {name}; train astra instead"):
+    with pytest.raises(
+        DataError, match=f"has no label text, expected some for {name}; train astra instead"
+    ):
         train(corpus.path, tmp_path / "run", RunConfig.resolve(name, {}, SETTINGS))
     assert not (tmp_path / "run").exists()
 
 
 def test_rows_need_negatives(corpora: dict[str, Corpus], tmp_path: Path) -> None:
     config = RunConfig.resolve("astra", {}, [*SETTINGS, "negatives.hard=0", "negatives.uniform=0"])
-    with pytest.raises(ConfigError, match=r"rows would only meet positives; raise one, or set method\.exact=true"):
+    with pytest.raises(
+        ConfigError, match=r"rows would only meet positives; raise one, or set method\.exact=true"
+    ):
         train(corpora["three"].path, tmp_path / "run", config)
 
 
@@ -85,6 +117,8 @@ def test_what_is_clipped_is_said() -> None:
         return list(clipped(RunConfig.resolve(method, {}, list(settings)), 100, 20))
 
     assert lines("astra", "negatives.hard=20") == lines("dexml") == lines("renee") == []
-    assert lines("dexml", "method.top_k=21") == ["method.top_k is 21, clipped to the number of labels, 20"]
+    assert lines("dexml", "method.top_k=21") == [
+        "method.top_k is 21, clipped to the number of labels, 20"
+    ]
     eta = ["method.hard_per_query=9", "negatives.hard=7"]
     assert lines("unidec", *eta) == ["method.hard_per_query is 9, clipped to negatives.hard, 7"]

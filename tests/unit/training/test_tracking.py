@@ -28,14 +28,25 @@ NAMES = ("tensorboard", "mlflow", "wandb")
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the user's own accounts and servers, and nothing sent anywhere."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "MLFLOW_EXPERIMENT_NAME"):
+    for name in (
+        "WANDB_API_KEY",
+        "WANDB_IDENTITY_TOKEN_FILE",
+        "WANDB_MODE",
+        "MLFLOW_EXPERIMENT_NAME",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
 
 
 def run_in(tmp_path: Path, *names: str) -> Run:
     config = RunConfig.resolve("astra", {}, [f"log.track=[{', '.join(names)}]"])
-    run = Run(tmp_path / "one", "0123456789ab", config, f"https://me:{SECRET}@host/corpus?sig={SECRET}", "0" * 64)
+    run = Run(
+        tmp_path / "one",
+        "0123456789ab",
+        config,
+        f"https://me:{SECRET}@host/corpus?sig={SECRET}",
+        "0" * 64,
+    )
     run.path.mkdir(exist_ok=True)
     return run
 
@@ -45,7 +56,9 @@ def read_tensorboard(run: Run) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(run.path / "trackers" / "tensorboard"))
     events.Reload()
-    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return {
+        name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]
+    }
 
 
 def read_mlflow(run: Run) -> dict[str, list[tuple[int, float]]]:
@@ -55,8 +68,13 @@ def read_mlflow(run: Run) -> dict[str, list[tuple[int, float]]]:
     (found,) = client.search_runs(["1"])
     assert found.data.params["optim.epochs"] == "15"
     assert found.data.params["corpus"] == "https://me:***@host/corpus?sig=***"
-    history = {name: client.get_metric_history(found.info.run_id, name) for name in found.data.metrics}
-    return {name.replace("_at_", "@"): [(m.step, m.value) for m in values] for name, values in history.items()}
+    history = {
+        name: client.get_metric_history(found.info.run_id, name) for name in found.data.metrics
+    }
+    return {
+        name.replace("_at_", "@"): [(m.step, m.value) for m in values]
+        for name, values in history.items()
+    }
 
 
 def read_wandb(run: Run) -> dict[str, list[tuple[int, float]]]:
@@ -66,10 +84,15 @@ def read_wandb(run: Run) -> dict[str, list[tuple[int, float]]]:
     wandb.teardown()  # waits for the process that writes the files
 
     found: dict[str, list[tuple[int, float]]] = {}
-    for path in sorted((run.path / "trackers" / "wandb").glob("offline-run-*/run-0123456789ab.wandb")):
+    for path in sorted(
+        (run.path / "trackers" / "wandb").glob("offline-run-*/run-0123456789ab.wandb")
+    ):
         for data in wandb_messages(path.read_bytes()):
             message = messages.Record.FromString(data)
-            values = {"".join(i.nested_key) or i.key: json.loads(i.value_json) for i in message.history.item}
+            values = {
+                "".join(i.nested_key) or i.key: json.loads(i.value_json)
+                for i in message.history.item
+            }
             for name in values.keys() - {"step", "_step", "_timestamp", "_runtime"}:
                 found.setdefault(name, []).append((values["step"], values[name]))
     return found
@@ -95,7 +118,13 @@ READERS = {"tensorboard": read_tensorboard, "mlflow": read_mlflow, "wandb": read
 
 
 def step(number: int) -> dict[str, Any]:
-    return {"step": number, "epoch": 0, "loss": 1.0 / number, "negatives_age": None, "schedule_broken_at_step": None}
+    return {
+        "step": number,
+        "epoch": 0,
+        "loss": 1.0 / number,
+        "negatives_age": None,
+        "schedule_broken_at_step": None,
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,15 +143,23 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path: Path, na
             records.add(step(number))
         records.add({"step": 100, "epoch": 0, "P@1": 0.5})
     (run.path / "result.json").write_text('{"steps": 100}')
-    (run.path / "metrics.json").write_text('{"P@1": 0.25, "queries": 8, "intervals": {"P@1": [0, 1]}}')
+    (run.path / "metrics.json").write_text(
+        '{"P@1": 0.25, "queries": 8, "intervals": {"P@1": [0, 1]}}'
+    )
     tracking.catch_up(run)
     tracking.catch_up(run)
     found = READERS[name](run)
     assert set(found) == {"train/loss", "validation/P@1", "test/P@1"}
     assert [at for at, _ in found["train/loss"]] == [20, 40, 60, 80, 100]
-    assert [value for _, value in found["train/loss"]] == pytest.approx([1 / s for s in (20, 40, 60, 80, 100)])
+    assert [value for _, value in found["train/loss"]] == pytest.approx(
+        [1 / s for s in (20, 40, 60, 80, 100)]
+    )
     assert (found["validation/P@1"], found["test/P@1"]) == ([(100, 0.5)], [(100, 0.25)])
-    told = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    told = [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
     assert told == []
 
 
@@ -151,29 +188,46 @@ def test_a_tracker_that_fails_is_one_warning_and_is_told_later(
         for number in (20, 40):
             Records(run.path / "metrics.jsonl").add(step(number))
     (warning,) = caplog.messages
-    assert "mlflow cannot be told about the run (ConnectionError: https://me:***@host/api refused)" in warning
+    assert (
+        "mlflow cannot be told about the run (ConnectionError: https://me:***@host/api refused)"
+        in warning
+    )
     server.up = True
     tracking.catch_up(run)
     assert server.told == [({"train/loss": 0.05}, 20), ({"train/loss": 0.025}, 40)]
 
 
-def test_a_tracker_that_is_not_installed_is_named_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_is_named_before_anything_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else name)
     trackers.check(["tensorboard", "mlflow"])
-    with pytest.raises(ConfigError, match=r"log\.track names wandb, .* pip install 'xmcray\[wandb\]'"):
+    with pytest.raises(
+        ConfigError, match=r"log\.track names wandb, .* pip install 'xmcray\[wandb\]'"
+    ):
         trackers.check(NAMES)
     assert RunConfig.resolve("astra", {}, ["log.track=mlflow"]).log.track == ("mlflow",)
     with pytest.raises(ConfigError, match="expected one of tensorboard, mlflow, wandb"):
         RunConfig.resolve("astra", {}, ["log.track=mlfow"])
 
 
-def test_a_training_tells_its_tracker_from_the_first_record_to_the_test_metrics(tmp_path: Path) -> None:
+def test_a_training_tells_its_tracker_from_the_first_record_to_the_test_metrics(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("tensorboard")
     planted_corpus(tmp_path)
-    small = ("encoder.dim=8", "optim.epochs=1", "negatives.hard=0", "log.every=1", "cluster.threads_per_process=1")
+    small = (
+        "encoder.dim=8",
+        "optim.epochs=1",
+        "negatives.hard=0",
+        "log.every=1",
+        "cluster.threads_per_process=1",
+    )
     settings = [part for value in (*small, "log.track=tensorboard") for part in ("--set", value)]
     data, out = str(tmp_path / "corpus"), str(tmp_path / "one")
-    assert cli.main(["train", "astra", "--data", data, "--out", out, "--workers", "0", *settings]) == 0
+    assert (
+        cli.main(["train", "astra", "--data", data, "--out", out, "--workers", "0", *settings]) == 0
+    )
     run = Run.open(out)
     found, records = read_tensorboard(run), read_records(run.path / "metrics.jsonl")
     losses = [(r["step"], pytest.approx(r["loss"])) for r in records if "loss" in r]

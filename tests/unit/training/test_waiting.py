@@ -27,7 +27,10 @@ def test_only_time_without_workers_counts(tmp_path: Path, monkeypatch: pytest.Mo
         clock["now"] = now
         patience.after_controller_state_update(first, state)
     clock["now"] = 1141
-    with pytest.raises(ResourceError, match=r"no room for 2 workers for 240 s: .* raise cluster\.wait_s, and the same"):
+    with pytest.raises(
+        ResourceError,
+        match=r"no room for 2 workers for 240 s: .* raise cluster\.wait_s, and the same",
+    ):
         patience.after_controller_state_update(first, lost)
 
 

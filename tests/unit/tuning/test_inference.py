@@ -54,7 +54,9 @@ def of_two_heads(corpus: Corpus, folder: Path, config: RunConfig) -> str:
     ids = np.arange(LABELS)
     about = {"config": config.to_dict(), "corpus_sha256": corpus.sha256}
     words = corpus.tokenizer(), corpus.label_uids(ids), corpus.label_texts(ids), corpus.label_order
-    write_bundle(folder / "bundle", encoder, head, *words, [vectors], IndexSpec(), about, method="unidec")
+    write_bundle(
+        folder / "bundle", encoder, head, *words, [vectors], IndexSpec(), about, method="unidec"
+    )
     return str(folder / "bundle")
 
 
@@ -69,10 +71,17 @@ def test_a_memory_is_asked_as_if_it_had_not_seen_the_queries(corpus: Corpus, mem
     )
     found, before = sweep_bundle(memory, corpus, space, 60, 0, "P@1")
     assert len(found) == 12, "each setting once"
-    assert [one.metrics["P@1"] for one in found] == sorted((one.metrics["P@1"] for one in found), reverse=True)
-    grid = [MemoryConfig(**{name.partition(".")[2]: v for name, v in one.values.items()}) for one in found]
+    assert [one.metrics["P@1"] for one in found] == sorted(
+        (one.metrics["P@1"] for one in found), reverse=True
+    )
+    grid = [
+        MemoryConfig(**{name.partition(".")[2]: v for name, v in one.values.items()})
+        for one in found
+    ]
     encode = encoder_of(*open_encoder(memory, corpus))
-    expected = sweep_memory(encode, TrainingData(corpus, DataConfig()), [*grid, MemoryConfig(keys=25)])
+    expected = sweep_memory(
+        encode, TrainingData(corpus, DataConfig()), [*grid, MemoryConfig(keys=25)]
+    )
     for one, (_, metrics) in zip(found, expected, strict=False):
         for name in ("P@1", "P@5", "PSP@5"):
             assert one.metrics[name] == pytest.approx(metrics[name], abs=1e-6)
@@ -94,7 +103,8 @@ def test_the_fastest_index_that_loses_nothing(corpus: Corpus, tmp_path: Path) ->
     pytest.importorskip("faiss")
     bundle = of_two_heads(corpus, tmp_path, RunConfig.resolve("unidec", {}))
     space = parse_space(
-        {"index.factory": {"choice": ["Flat", "IVF4,Flat"]}, "index.nprobe": {"choice": [1, 4]}}, "here"
+        {"index.factory": {"choice": ["Flat", "IVF4,Flat"]}, "index.nprobe": {"choice": [1, 4]}},
+        "here",
     )
     found, before = sweep_bundle(bundle, corpus, space, 30, 0, "P@1")
     assert len(found) == 4
@@ -104,34 +114,64 @@ def test_the_fastest_index_that_loses_nothing(corpus: Corpus, tmp_path: Path) ->
 
 
 def test_what_cannot_be_swept(corpus: Corpus, memory: str, tmp_path: Path) -> None:
-    weight, fusion = parse_space({"memory.weight": {"uniform": [0, 1]}}, "f"), {"fusion.text": {"uniform": [0, 1]}}
-    refitted = of_two_heads(corpus, tmp_path, RunConfig.resolve("unidec", {}, ["data.validation=0"]))
+    weight, fusion = (
+        parse_space({"memory.weight": {"uniform": [0, 1]}}, "f"),
+        {"fusion.text": {"uniform": [0, 1]}},
+    )
+    refitted = of_two_heads(
+        corpus, tmp_path, RunConfig.resolve("unidec", {}, ["data.validation=0"])
+    )
     with pytest.raises(ConfigError, match=r"trained on all training queries \(data.validation=0\)"):
         sweep_bundle(refitted, corpus, parse_space(fusion, "f"), 3, 0, "P@1")
     with pytest.raises(ConfigError, match="this bundle has one"):
         sweep_bundle(memory, corpus, parse_space(fusion, "f"), 3, 0, "P@1")
     with pytest.raises(ConfigError, match="bundles without a memory"):
-        sweep_bundle(memory, corpus, parse_space({"index.nprobe": {"int": [1, 2]}}, "f"), 3, 0, "P@1")
+        sweep_bundle(
+            memory, corpus, parse_space({"index.nprobe": {"int": [1, 2]}}, "f"), 3, 0, "P@1"
+        )
     with pytest.raises(ConfigError, match="unknown metric 'P@2'"):
         sweep_bundle(memory, corpus, weight, 3, 0, "P@2")
     with pytest.raises(ConfigError, match="settings of fusion and memory, expected one of them"):
         sweep_bundle(memory, corpus, {**weight, **parse_space(fusion, "f")}, 3, 0, "P@1")
     with pytest.raises(ConfigError, match=r"f: memory\.weight is 2\.0, expected at least 0"):
-        sweep_bundle(memory, corpus, parse_space({"memory.weight": {"uniform": [0, 2]}}, "f"), 3, 0, "P@1", "f")
+        sweep_bundle(
+            memory,
+            corpus,
+            parse_space({"memory.weight": {"uniform": [0, 2]}}, "f"),
+            3,
+            0,
+            "P@1",
+            "f",
+        )
     other = planted_corpus(tmp_path / "other", num_queries=900, num_labels=LABELS, seed=1)
     with pytest.raises(DataError, match="was made from another corpus"):
         sweep_bundle(memory, other, weight, 3, 0, "P@1")
 
 
-def test_the_command(corpus: Corpus, memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    corpus: Corpus, memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     space, out = tmp_path / "space.yaml", tmp_path / "out"
     space.write_text("memory.weight: {uniform: [0, 1]}\nmemory.keys: {int: [1, 50]}\n")
-    command = ["tune", "--bundle", memory, "--data", str(corpus.path), "--space", str(space), "--out", str(out)]
+    command = [
+        "tune",
+        "--bundle",
+        memory,
+        "--data",
+        str(corpus.path),
+        "--space",
+        str(space),
+        "--out",
+        str(out),
+    ]
     assert cli.main([*command, "--trials", "8"]) == 0
     assert "--memory weight=" in capsys.readouterr().out
     best = yaml.safe_load((out / "best.yaml").read_text())
     told = json.loads((out / "results.json").read_text())
-    assert RunConfig.resolve("rae", best).method.memory.keys == told["settings"][0]["values"]["memory.keys"]
+    assert (
+        RunConfig.resolve("rae", best).method.memory.keys
+        == told["settings"][0]["values"]["memory.keys"]
+    )
     assert len(told["settings"]) == 8
     assert "Parallel coordinates" in (out / "report.html").read_text()
     assert cli.main([*command, "--trials", "8", "--json"]) == 0
@@ -141,19 +181,42 @@ def test_the_command(corpus: Corpus, memory: str, tmp_path: Path, capsys: pytest
     assert "holds thesis.tex, not a sweep of a bundle" in capsys.readouterr().err
 
 
-def test_the_best_index_is_exported(corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_index_is_exported(
+    corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The file that a sweep of indexes leaves is all that `export` has to be told."""
     faiss = pytest.importorskip("faiss")
     run, space, out, bundle = (tmp_path / name for name in ("run", "space.yaml", "sweep", "bundle"))
-    settings = ["encoder.dim=8", "optim.epochs=1", "negatives.hard=0", "cluster.workers=0", "data.validation=0.2"]
+    settings = [
+        "encoder.dim=8",
+        "optim.epochs=1",
+        "negatives.hard=0",
+        "cluster.workers=0",
+        "data.validation=0.2",
+    ]
     train(corpus.path, run, RunConfig.resolve("renee", {}, settings))
     space.write_text("index.factory: {choice: [HNSW8]}\nindex.ef_search: {choice: [37]}\n")
-    sweep = ["tune", "--bundle", str(run), "--data", str(corpus.path), "--space", str(space), "--out", str(out)]
+    sweep = [
+        "tune",
+        "--bundle",
+        str(run),
+        "--data",
+        str(corpus.path),
+        "--space",
+        str(space),
+        "--out",
+        str(out),
+    ]
     assert cli.main([*sweep, "--trials", "2"]) == 0
     told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
     command = told.removeprefix("next: xmcray ").replace("BUNDLE", str(bundle)).split()
     assert cli.main(command) == 0
-    assert cli.main([*command[:3], str(tmp_path / "flat"), *command[4:], "--set", "index.factory=Flat"]) == 0
+    assert (
+        cli.main(
+            [*command[:3], str(tmp_path / "flat"), *command[4:], "--set", "index.factory=Flat"]
+        )
+        == 0
+    )
     index = faiss.read_index(str(bundle / "index" / "00000.faiss"))
     assert isinstance(index, faiss.IndexHNSW)
     assert index.hnsw.efSearch == 37

@@ -38,7 +38,10 @@ def test_draws_lie_on_their_scales() -> None:
     values = [drawn.propose(number) for number in range(2000)]
     assert {v["a"] for v in values} == {round(i / 10, 12) for i in range(11)}
     assert {v["c"] for v in values} == {3, 4, 5}
-    for name, far, middle in (("b", 1e-4, 0.5), ("d", 1000, 0.45)):  # integers reach half a unit below 1
+    for name, far, middle in (
+        ("b", 1e-4, 0.5),
+        ("d", 1000, 0.45),
+    ):  # integers reach half a unit below 1
         logs = np.log([v[name] for v in values]) / np.log(far)
         assert abs(np.mean(logs) - middle) < 0.03
         assert 0 <= logs.min() < 0.02
@@ -61,7 +64,10 @@ def test_a_trial_draws_the_same_whatever_else_is_drawn() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (0.1, "x.yaml: optim.lr is 0.1, expected one of uniform, log_uniform, int, log_int, choice"),
+        (
+            0.1,
+            "x.yaml: optim.lr is 0.1, expected one of uniform, log_uniform, int, log_int, choice",
+        ),
         ({"uniform": [0, 1], "int": [0, 1]}, "expected one of uniform"),
         ({"unifrom": [0, 1]}, "unknown distribution 'unifrom'; did you mean 'uniform'?"),
         ({"uniform": [1, 0]}, "uniform is [1, 0], expected the lower bound first"),
@@ -90,11 +96,20 @@ def test_a_wrong_distribution_is_named(body: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        ({"optim.lrr": {"uniform": [0, 1]}}, "f: unknown setting 'optim.lrr'; did you mean 'optim.lr'?"),
+        (
+            {"optim.lrr": {"uniform": [0, 1]}},
+            "f: unknown setting 'optim.lrr'; did you mean 'optim.lr'?",
+        ),
         ({"method.clasifier.lr": {"uniform": [0, 1]}}, "did you mean 'method.classifier'?"),
-        ({"method.dropout": {"uniform": [0, 2]}}, "f: method.dropout is 2.0, expected at least 0 and at most 0.99"),
+        (
+            {"method.dropout": {"uniform": [0, 2]}},
+            "f: method.dropout is 2.0, expected at least 0 and at most 0.99",
+        ),
         ({"negatives.hard": {"uniform": [0, 9]}}, "f: negatives.hard is 0.0, expected int"),
-        ({"method.init": {"choice": ["random", "text"]}}, "f: method.init is 'text', expected one of random"),
+        (
+            {"method.init": {"choice": ["random", "text"]}},
+            "f: method.init is 'text', expected one of random",
+        ),
         ({"optim": {"choice": [1]}}, "f: optim is 1, expected a section"),
     ],
 )
@@ -116,7 +131,10 @@ def test_settings_that_bound_each_other() -> None:
     pairs = [(v["method.gamma_min"], v["method.gamma_max"]) for v in map(drawn.propose, range(50))]
     assert all(low <= high for low, high in pairs)
     assert any(low > 0.05 for low, _ in pairs)
-    never = parse_space({"method.gamma_min": {"uniform": [0.5, 0.6]}, "method.gamma_max": {"uniform": [0.1, 0.2]}}, "f")
+    never = parse_space(
+        {"method.gamma_min": {"uniform": [0.5, 0.6]}, "method.gamma_max": {"uniform": [0.1, 0.2]}},
+        "f",
+    )
     with pytest.raises(ConfigError, match="no feasible trial"):
         RandomProposals(never, 0, prime.resolve).propose(0)
 
@@ -143,7 +161,9 @@ def test_dotted_names_become_sections() -> None:
 
 def test_optuna_learns_and_goes_on_where_another_was() -> None:
     pytest.importorskip("optuna")
-    space = parse_space({"x": {"uniform": [0, 1], "step": 0.001}, "kind": {"choice": [[1], "b"]}}, "here")
+    space = parse_space(
+        {"x": {"uniform": [0, 1], "step": 0.001}, "kind": {"choice": [[1], "b"]}}, "here"
+    )
 
     def reached(values: dict[str, object]) -> float:
         return -abs(float(str(values["x"])) - 0.8) - (values["kind"] != "b")
@@ -160,6 +180,10 @@ def test_optuna_learns_and_goes_on_where_another_was() -> None:
     for number in range(20, 50):
         proposed.append(second.propose(number))
         second.learn(number, proposed[-1], reached(proposed[-1]))
-    blind = np.mean([reached(v) for v in map(RandomProposals(space, 0, lambda _: None).propose, range(1000))])
+    blind = np.mean(
+        [reached(v) for v in map(RandomProposals(space, 0, lambda _: None).propose, range(1000))]
+    )
     assert np.mean([reached(v) for v in proposed[-15:]]) > blind + 0.2
-    assert len({v["x"] for v in proposed} & {v["x"] for v, _ in past}) < 10, "the draws of before, once more"
+    assert len({v["x"] for v in proposed} & {v["x"] for v, _ in past}) < 10, (
+        "the draws of before, once more"
+    )

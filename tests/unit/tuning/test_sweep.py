@@ -36,12 +36,18 @@ def config(*settings: str, **changed: object) -> SweepConfig:
 
 
 def make(
-    folder: Path, curves: dict[int, list[float]], states: dict[int, str] | None = None, **changed: object
+    folder: Path,
+    curves: dict[int, list[float]],
+    states: dict[int, str] | None = None,
+    **changed: object,
 ) -> Sweep:
     """A sweep whose trials have validated so often, in steps of ten."""
     sweep = Sweep.open_or_create(folder, config(**changed))
     for number, curve in curves.items():
-        sweep.draw(number, {"optim.lr": 1e-4 * 10**number, "method.init": "zeros" if number % 2 else "random"})
+        sweep.draw(
+            number,
+            {"optim.lr": 1e-4 * 10**number, "method.init": "zeros" if number % 2 else "random"},
+        )
         run = sweep.run_path(number)
         (run / "checkpoints").mkdir(parents=True)
         lines = [{"step": 10 * (i + 1), "epoch": i, "P@1": score} for i, score in enumerate(curve)]
@@ -73,7 +79,9 @@ class Page(HTMLParser):
 
 def test_the_best_is_one_that_was_trained_to_the_end(tmp_path: Path) -> None:
     states = {1: "stopped", 2: "failed", 3: "unfinished"}
-    sweep = make(tmp_path, {0: [0.1, 0.5, 0.4], 1: [0.9], 2: [0.95], 3: [0.99], 4: [0.2, 0.6, 0.6]}, states)
+    sweep = make(
+        tmp_path, {0: [0.1, 0.5, 0.4], 1: [0.9], 2: [0.95], 3: [0.99], 4: [0.2, 0.6, 0.6]}, states
+    )
     assert [trial.number for trial in sweep.ranked()] == [4, 0, 1, 3, 2]
     assert sweep.trial(4).best == (0.6, 2), "of equal ones the earlier"
     assert sweep.trial(0).steps == 30
@@ -83,13 +91,21 @@ def test_the_best_is_one_that_was_trained_to_the_end(tmp_path: Path) -> None:
     again = RunConfig.resolve("astra", best)
     assert (again.optim.lr, again.method.init, again.optim.epochs) == (1.0, "random", 9)
     sweep.prune(keep=1)
-    assert [(sweep.run_path(n) / "checkpoints").exists() for n in range(5)] == [False, False, False, True, True]
+    assert [(sweep.run_path(n) / "checkpoints").exists() for n in range(5)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert (sweep.run_path(0) / "metrics.jsonl").exists()
 
 
 def test_a_restart_reads_what_was_written(tmp_path: Path) -> None:
     sweep = make(tmp_path, {0: [0.1], 1: [0.2]}, {1: "unfinished"})
-    again = Sweep.open_or_create(tmp_path, config("cluster.workers=0", "log.every=3", corpus="/elsewhere"))
+    again = Sweep.open_or_create(
+        tmp_path, config("cluster.workers=0", "log.every=3", corpus="/elsewhere")
+    )
     assert again.trials() == sweep.trials()
     assert Sweep.open(tmp_path).config.corpus == "/elsewhere", "trials read where the corpus is now"
     with pytest.raises(AssertionError, match="ends once"):
@@ -100,7 +116,9 @@ def test_a_restart_reads_what_was_written(tmp_path: Path) -> None:
         (config(seed=1), "seed = 0, now 1"),
         (config(corpus_sha256="d"), "corpus_sha256 = c, now d"),
     ):
-        with pytest.raises(RunError, match=f"holds a sweep with {message}; use the same settings or another --out"):
+        with pytest.raises(
+            RunError, match=f"holds a sweep with {message}; use the same settings or another --out"
+        ):
             Sweep.open_or_create(tmp_path, changed)
     (tmp_path / "sweep.json").write_text("{")
     with pytest.raises(RunError, match="damaged"):
@@ -121,7 +139,9 @@ def test_what_was_drawn_stays_drawn_and_ended_trials_do_not_come_back(tmp_path: 
     fresh = Guide(Sweep.open_or_create(tmp_path / "fresh", config()), [0, 1, 2, 3], 1, ended.append)
     for name in "abcd":
         fresh.suggest(name)
-    assert sweep.trial(2).values == fresh.sweep.trial(2).values, "a function of seed and number alone"
+    assert sweep.trial(2).values == fresh.sweep.trial(2).values, (
+        "a function of seed and number alone"
+    )
     guide.hear("b", "ConfigError", "too much")
     guide.on_trial_complete("b")
     guide.on_trial_complete("c", error=True)
@@ -130,7 +150,9 @@ def test_what_was_drawn_stays_drawn_and_ended_trials_do_not_come_back(tmp_path: 
     assert [(trial.number, trial.state) for trial in ended] == [(2, "failed"), (3, "failed")]
     assert "too much" in sweep.trial(2).message
     assert "died" in sweep.trial(3).message
-    assert sweep.trial(1).state == "unfinished", "a full disk is not the trial's fault: it goes on another time"
+    assert sweep.trial(1).state == "unfinished", (
+        "a full disk is not the trial's fault: it goes on another time"
+    )
     assert "disk" in str(guide.problem)
     assert guide.suggest("e") == Guide.FINISHED
 
@@ -151,28 +173,53 @@ def test_the_scheduler_knows_the_past(tmp_path: Path) -> None:
 
 def test_shares_of_a_cluster() -> None:
     def nodes(*resources: dict[str, float]) -> list[dict[str, object]]:
-        return [{"Alive": True, "Resources": r} for r in resources] + [{"Alive": False, "Resources": {"CPU": 64.0}}]
+        return [{"Alive": True, "Resources": r} for r in resources] + [
+            {"Alive": False, "Resources": {"CPU": 64.0}}
+        ]
 
     two = nodes({"CPU": 2.0})
     alone = share(ClusterConfig(workers=0), two)
-    assert (dict(alone.resources), alone.slots, alone.cluster["threads_per_process"]) == ({"CPU": 1.0}, 2, 1)
+    assert (dict(alone.resources), alone.slots, alone.cluster["threads_per_process"]) == (
+        {"CPU": 1.0},
+        2,
+        1,
+    )
     nested = share(ClusterConfig(workers=2, cpus_per_worker=0.5), two)
-    assert (set(nested.resources), nested.slots) == ({"memory"}, 2), "the training reserves for its workers itself"
-    assert share(ClusterConfig(workers=0, cpus_per_worker=3), nodes({"CPU": 4.0}, {"CPU": 2.0})).slots == 1
+    assert (set(nested.resources), nested.slots) == ({"memory"}, 2), (
+        "the training reserves for its workers itself"
+    )
+    assert (
+        share(ClusterConfig(workers=0, cpus_per_worker=3), nodes({"CPU": 4.0}, {"CPU": 2.0})).slots
+        == 1
+    )
     gpus = share(ClusterConfig(workers=0), nodes({"CPU": 16.0, "GPU": 4.0}))
     assert (gpus.slots, gpus.cluster["device"]) == (4, "gpu")
-    assert share(ClusterConfig(workers=0, device="cpu"), nodes({"CPU": 16.0, "GPU": 4.0})).slots == 16
-    with pytest.raises(ResourceError, match=r"no trial is feasible: it asks for 3 x \(1 CPU\), .* have 2 CPU; lower"):
+    assert (
+        share(ClusterConfig(workers=0, device="cpu"), nodes({"CPU": 16.0, "GPU": 4.0})).slots == 16
+    )
+    with pytest.raises(
+        ResourceError,
+        match=r"no trial is feasible: it asks for 3 x \(1 CPU\), .* have 2 CPU; lower",
+    ):
         share(ClusterConfig(workers=3), two)
     with pytest.raises(ResourceError, match="2 CPU, 0 GPU"):
         share(ClusterConfig(workers=0, device="gpu"), two)
 
 
 def test_the_page_of_a_sweep(tmp_path: Path) -> None:
-    space = parse_space({"optim.lr": {"log_uniform": [1e-4, 1e-2]}, EVIL: {"choice": ["a", "b"]}}, "here")
+    space = parse_space(
+        {"optim.lr": {"log_uniform": [1e-4, 1e-2]}, EVIL: {"choice": ["a", "b"]}}, "here"
+    )
     spread = [10 ** (-4 + 2 * i / 11) for i in range(12)]
     trials = [
-        Trial(i, {"optim.lr": lr, EVIL: "ab"[i % 2]}, "finished", "", ((1, i / 20), (2, 0.9 - i / 20)), 20)
+        Trial(
+            i,
+            {"optim.lr": lr, EVIL: "ab"[i % 2]},
+            "finished",
+            "",
+            ((1, i / 20), (2, 0.9 - i / 20)),
+            20,
+        )
         for i, lr in enumerate(spread)
     ]
     stopped = Trial(12, {"optim.lr": 1e-3, EVIL: "a"}, "stopped", "", ((1, 0.3),), 10)
@@ -194,11 +241,17 @@ def test_the_page_of_a_sweep(tmp_path: Path) -> None:
 def test_importance_is_that_of_the_last_common_epoch() -> None:
     space = {"x": Range(low=0, high=1), "y": Range(low=0, high=1)}
     values = [{"x": i / 10, "y": (7 * i % 11) / 10} for i in range(11)]
-    trials = [Trial(i, v, "finished", "", ((1, -((v["x"] - 0.5) ** 2)), (2, v["y"]))) for i, v in enumerate(values)]
+    trials = [
+        Trial(i, v, "finished", "", ((1, -((v["x"] - 0.5) ** 2)), (2, v["y"])))
+        for i, v in enumerate(values)
+    ]
     shares = importance(space, trials)
     assert list(shares) == ["y", "x"]
     assert shares["y"] == pytest.approx(1)
-    early = [dataclasses.replace(trials[0], state="stopped", curve=trials[0].curve[:1]), *trials[1:]]
+    early = [
+        dataclasses.replace(trials[0], state="stopped", curve=trials[0].curve[:1]),
+        *trials[1:],
+    ]
     shares = importance(space, early)
     assert list(shares) == ["x", "y"]
     assert shares["x"] == pytest.approx(1), "an optimum inside the range counts as well as a slope"
@@ -215,8 +268,14 @@ def test_importance_is_that_of_the_last_common_epoch() -> None:
         (["astra", "--trials", "0"], "--trials is 0, expected at least 1"),
         (["astra", "--keep", "0"], "--keep is 0, expected at least 1"),
         (["astra", "--metric", "P@2"], "unknown metric 'P@2'; did you mean 'P@5'?"),
-        (["astra", "--set", "data.validation=0"], "data.validation is 0, so no query is left to compare trials by"),
-        (["astra", "--set", "log.validate_every=0"], "log.validate_every is 0, but asha compares trials"),
+        (
+            ["astra", "--set", "data.validation=0"],
+            "data.validation is 0, so no query is left to compare trials by",
+        ),
+        (
+            ["astra", "--set", "log.validate_every=0"],
+            "log.validate_every is 0, but asha compares trials",
+        ),
         (["astra", "--set", "optim.lr=-1"], "optim.lr is -1.0, expected at least 0"),
         (["--bundle", "b", "--keep", "2"], "--keep is for trainings, but --bundle only searches"),
         (["--bundle", "b"], "unknown inference-time setting 'optim.lr'"),
@@ -227,7 +286,16 @@ def test_mistakes_of_a_command(
 ) -> None:
     space = tmp_path / "space.yaml"
     space.write_text("optim.lr: {uniform: [0, 1]}\n")
-    command = ["tune", *arguments, "--data", "C", "--space", str(space), "--out", str(tmp_path / "out")]
+    command = [
+        "tune",
+        *arguments,
+        "--data",
+        "C",
+        "--space",
+        str(space),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert cli.main(command) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -235,8 +303,12 @@ def test_mistakes_of_a_command(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["log.every", "cluster.workers", "data.validation", "method.memory.weight"])
-def test_what_cannot_be_searched(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name", ["log.every", "cluster.workers", "data.validation", "method.memory.weight"]
+)
+def test_what_cannot_be_searched(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     space = tmp_path / "space.yaml"
     space.write_text(f"{name}: {{int: [1, 2]}}\n")
     assert cli.main(["tune", "rae", "--data", "C", "--space", str(space), "--out", "D"]) == 2
@@ -246,7 +318,9 @@ def test_what_cannot_be_searched(name: str, tmp_path: Path, capsys: pytest.Captu
 def test_no_optuna(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     sweep = Sweep.open_or_create(tmp_path, config(search="optuna"))
-    with pytest.raises(ResourceError, match=r"run pip install 'xmcray\[tune\]', or use --search random"):
+    with pytest.raises(
+        ResourceError, match=r"run pip install 'xmcray\[tune\]', or use --search random"
+    ):
         Guide(sweep, [0], 1, lambda _: None)
     with pytest.raises(ConfigError, match="--search is 'grid'"):
         config(search="grid")

@@ -67,7 +67,9 @@ class Source:
         """
         if split not in self.splits:
             raise DataError(f"{self.path} has no {split} split; found: {', '.join(self.splits)}")
-        return self._some(FORMATS[self.format].queries(self.path, split, num_labels, on_bad), f"{split} query")
+        return self._some(
+            FORMATS[self.format].queries(self.path, split, num_labels, on_bad), f"{split} query"
+        )
 
     def filters(self, split: str) -> Int64Array:
         """Pairs (row of the split's file, row of the label file) that must not be answered; see `Row.row`.
@@ -86,7 +88,9 @@ class Source:
             empty = False
             yield row
         if empty:
-            raise DataError(f"{self.path} has no valid {what}; expected at least one (format {self.format})")
+            raise DataError(
+                f"{self.path} has no valid {what}; expected at least one (format {self.format})"
+            )
 
 
 def detect(path: str | Path, format: str | None = None) -> Source:  # noqa: A002 - named as the option
@@ -118,7 +122,9 @@ def _no_layout(folder: Path, name: str | None) -> str:
     def missing(key: str) -> list[str]:
         return [p.replace("|", " or ") for p in FORMATS[key].train if not find(folder, p)]
 
-    names = [name] if name else [key for key in FORMATS if len(missing(key)) < len(FORMATS[key].train)]
+    names = (
+        [name] if name else [key for key in FORMATS if len(missing(key)) < len(FORMATS[key].train)]
+    )
     if names:
         best = min(names, key=lambda key: len(missing(key)))
         return f"{folder} lacks {' and '.join(missing(best))} of format {best}; add it or name another --format"

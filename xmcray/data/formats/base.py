@@ -112,7 +112,9 @@ def find_one(folder: Path, pattern: str) -> Path:
     """
     if files := find(folder, pattern):
         return files[0]
-    raise DataError(f"{folder} has no {pattern.replace('|', ' or ')} (also looked for .gz); add the file")
+    raise DataError(
+        f"{folder} has no {pattern.replace('|', ' or ')} (also looked for .gz); add the file"
+    )
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -127,9 +129,13 @@ def read_lines(path: Path) -> Iterator[bytes]:
             limit = max(FREE_BYTES, MAX_RATIO * path.stat().st_size) if packed else None
             yield from _split(file.read, path, limit)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path} is not a complete gzip file ({error}); copy or download it again") from None
+        raise DataError(
+            f"{path} is not a complete gzip file ({error}); copy or download it again"
+        ) from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}); check the path and its rights") from None
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}); check the path and its rights"
+        ) from None
 
 
 def _split(read: Callable[[int], bytes], path: Path, limit: int | None) -> Iterator[bytes]:
@@ -152,7 +158,9 @@ def _split(read: Callable[[int], bytes], path: Path, limit: int | None) -> Itera
         pending.append(parts[-1])
         pending_size += len(parts[-1])
         if pending_size > MAX_LINE:
-            raise DataError(f"{path} has a line of more than {MAX_LINE >> 20} MB; expected one row per line")
+            raise DataError(
+                f"{path} has a line of more than {MAX_LINE >> 20} MB; expected one row per line"
+            )
     if last := b"".join(pending):
         yield last
 
@@ -166,7 +174,9 @@ def decode(line: bytes) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
-        raise BadValue(f"not UTF-8 (byte {line[error.start]:#04x} at position {error.start})") from None
+        raise BadValue(
+            f"not UTF-8 (byte {line[error.start]:#04x} at position {error.start})"
+        ) from None
 
 
 def check_text(text: str, what: str = "text") -> str:
@@ -181,7 +191,9 @@ def check_text(text: str, what: str = "text") -> str:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise BadValue(f"{what} is not UTF-8 (lone surrogate at position {error.start})") from None
+            raise BadValue(
+                f"{what} is not UTF-8 (lone surrogate at position {error.start})"
+            ) from None
     return text
 
 
@@ -196,7 +208,9 @@ def check_labels(
     unique = tuple(sorted(set(ids)))
     if unique and not 0 <= unique[0] <= unique[-1] < num_labels:
         wrong = unique[0] if unique[0] < 0 else unique[-1]
-        raise BadValue(f"label id {wrong} is out of range, there are {num_labels} labels (0 to {num_labels - 1})")
+        raise BadValue(
+            f"label id {wrong} is out of range, there are {num_labels} labels (0 to {num_labels - 1})"
+        )
     if relevance is None:
         return unique, None
     if len(relevance) != len(ids):
@@ -235,9 +249,13 @@ def read_filters(folder: Path, split: str, shape: Callable[[], tuple[int, int]])
                 row, label = map(int, parts)
             except ValueError:
                 found = line[:40].decode(errors="replace")
-                raise DataError(f"{path}:{number}: found {found!r}, expected a row and a label id") from None
+                raise DataError(
+                    f"{path}:{number}: found {found!r}, expected a row and a label id"
+                ) from None
             if not (0 <= row < rows and 0 <= label < labels):
-                what, there = (f"row {row}", rows) if not 0 <= row < rows else (f"label {label}", labels)
+                what, there = (
+                    (f"row {row}", rows) if not 0 <= row < rows else (f"label {label}", labels)
+                )
                 raise DataError(
                     f"{path}:{number}: names {what}, but there are only {there}, counted from 0; "
                     f"is this the filter file of the {split} split?"

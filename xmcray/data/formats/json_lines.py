@@ -56,7 +56,9 @@ def row_maker(
         The function; it raises BadValue for a record that cannot be used.
     """
     uid_field, text_field, parts = fields.uid, fields.text, fields.parts
-    seen: set[int] = set()  # 64-bit hashes instead of the uids: a third of the memory, no collision below 10^8 rows
+    seen: set[int] = (
+        set()
+    )  # 64-bit hashes instead of the uids: a third of the memory, no collision below 10^8 rows
     known: dict[str, int] | None = None
 
     def lookup(labels: list[Any]) -> list[int]:
@@ -79,7 +81,9 @@ def row_maker(
         uid = get(uid_field)
         if type(uid) is not str:
             if uid is not None and type(uid) is not int:
-                raise BadValue(f"{uid_field} is {type(uid).__name__}, expected a string or an integer")
+                raise BadValue(
+                    f"{uid_field} is {type(uid).__name__}, expected a string or an integer"
+                )
             uid = str(row if uid is None else uid)
         try:
             text = get(text_field)
@@ -87,7 +91,9 @@ def row_maker(
                 text = " ".join([get(part) or "" for part in parts])
             text = text.strip()
         except (TypeError, AttributeError):
-            raise BadValue(f"{' or '.join(filter(None, (text_field, *parts)))} is not a string") from None
+            raise BadValue(
+                f"{' or '.join(filter(None, (text_field, *parts)))} is not a string"
+            ) from None
         if len(text) > MAX_TEXT or len(uid) > MAX_TEXT or not (text.isascii() and uid.isascii()):
             check_text(text)
             check_text(uid, uid_field)
@@ -121,13 +127,23 @@ def read_records(path: Path) -> Iterator[Record | BadValue]:
         except BadValue as error:
             yield error
         except (ValueError, RecursionError) as error:
-            yield BadValue("broken JSON" + (f" ({error})" if line.strip() else ": the line is blank"))
+            yield BadValue(
+                "broken JSON" + (f" ({error})" if line.strip() else ": the line is blank")
+            )
         else:
-            yield record if type(record) is dict else BadValue(f"found {_kind(record)}, expected a JSON object")
+            yield (
+                record
+                if type(record) is dict
+                else BadValue(f"found {_kind(record)}, expected a JSON object")
+            )
 
 
 def rows_of(
-    records: Iterable[Record | BadValue], path: Path, make: Callable[[Record, int], Row], on_bad: OnBad, first: int = 0
+    records: Iterable[Record | BadValue],
+    path: Path,
+    make: Callable[[Record, int], Row],
+    on_bad: OnBad,
+    first: int = 0,
 ) -> Iterator[Row]:
     """The valid rows of a file; `first` is the row number of its first record."""
     for number, record in enumerate(records):
@@ -142,7 +158,9 @@ def rows_of(
 
 
 def _kind(value: object) -> str:
-    return {list: "an array", str: "a string", type(None): "null", bool: "true or false"}.get(type(value), "a number")
+    return {list: "an array", str: "a string", type(None): "null", bool: "true or false"}.get(
+        type(value), "a number"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +200,10 @@ class JsonLines:
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
         """Rows of the split's file and of the label file."""
-        rows, labels = (sum(1 for _ in read_lines(find_one(folder, self.files[key]))) for key in (split, "labels"))
+        rows, labels = (
+            sum(1 for _ in read_lines(find_one(folder, self.files[key])))
+            for key in (split, "labels")
+        )
         return rows, labels
 
     def _fields(self, fields: Fields, folder: Path) -> Fields:
@@ -192,10 +213,23 @@ class JsonLines:
 
 
 _LF_FIELDS = Fields(text="", labels="target_ind", relevance="target_rel")
-LF = JsonLines({"train": "trn.json", "test": "tst.json", "labels": "lbl.json"}, _LF_FIELDS, _LF_FIELDS, title_rule=True)
-JSONL = JsonLines({"train": "train.jsonl", "test": "test.jsonl", "labels": "labels.jsonl"}, Fields(), Fields())
+LF = JsonLines(
+    {"train": "trn.json", "test": "tst.json", "labels": "lbl.json"},
+    _LF_FIELDS,
+    _LF_FIELDS,
+    title_rule=True,
+)
+JSONL = JsonLines(
+    {"train": "train.jsonl", "test": "test.jsonl", "labels": "labels.jsonl"}, Fields(), Fields()
+)
 TEVATRON = JsonLines(
     {"train": "train.jsonl", "test": "test.jsonl|dev.jsonl", "labels": "corpus.jsonl"},
-    Fields(uid="query_id", text="query_text", labels="positive_document_ids", relevance="", labels_are_uids=True),
+    Fields(
+        uid="query_id",
+        text="query_text",
+        labels="positive_document_ids",
+        relevance="",
+        labels_are_uids=True,
+    ),
     Fields(uid="docid", text="document_text", parts=("title", "text")),
 )

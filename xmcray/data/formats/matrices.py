@@ -56,9 +56,13 @@ def read_header(path: Path, lines: Iterator[bytes], names: tuple[str, ...]) -> t
     """
     first = next(lines, b"")
     numbers = first.split()
-    if len(numbers) != len(names) or not all(number.isdigit() and len(number) < 19 for number in numbers):
+    if len(numbers) != len(names) or not all(
+        number.isdigit() and len(number) < 19 for number in numbers
+    ):
         found = first[:40].decode(errors="replace")
-        raise DataError(f"{path}:1: found {found!r}, expected a header of {len(names)} numbers: {' '.join(names)}")
+        raise DataError(
+            f"{path}:1: found {found!r}, expected a header of {len(names)} numbers: {' '.join(names)}"
+        )
     return tuple(map(int, numbers))
 
 
@@ -76,7 +80,9 @@ def parse_entries(line: bytes, default: float | None = None) -> Entries:
             ids.append(int(index))
             values.append(float(value) if colon or default is None else default)
         except ValueError:
-            raise BadValue(f"found {entry[:40].decode(errors='replace')!r}, expected index:value") from None
+            raise BadValue(
+                f"found {entry[:40].decode(errors='replace')!r}, expected index:value"
+            ) from None
     return ids, values
 
 
@@ -108,32 +114,58 @@ def load_npz(path: Path) -> Any:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            parts = {name: _read_member(archive, f"{name}.npy") for name in ("indptr", "indices", "data", "shape")}
+            parts = {
+                name: _read_member(archive, f"{name}.npy")
+                for name in ("indptr", "indices", "data", "shape")
+            }
             kind = _read_member(archive, "format.npy").item()
         name = (kind.decode("ascii", "replace") if isinstance(kind, bytes) else str(kind)).lower()
         return _checked(name, **parts)
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}); check the path and its rights") from None
-    except (zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, RuntimeError, EOFError) as error:
-        raise DataError(f"{path} is not a complete npz file of scipy.sparse.save_npz ({error})") from None
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}); check the path and its rights"
+        ) from None
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        KeyError,
+        NotImplementedError,
+        RuntimeError,
+        EOFError,
+    ) as error:
+        raise DataError(
+            f"{path} is not a complete npz file of scipy.sparse.save_npz ({error})"
+        ) from None
     except (ValueError, TypeError, OverflowError, MemoryError, SyntaxError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{path} is not a sparse matrix of scipy.sparse.save_npz ({reason}); save it again") from None
+        raise DataError(
+            f"{path} is not a sparse matrix of scipy.sparse.save_npz ({reason}); save it again"
+        ) from None
 
 
 def _read_member(archive: zipfile.ZipFile, name: str) -> Any:
     info = archive.getinfo(name)
     if info.file_size > max(FREE_BYTES, MAX_RATIO * info.compress_size):
-        raise ValueError(f"{name} unpacks to more than {MAX_RATIO} times its size: a decompression bomb")
-    with archive.open(info) as file:  # the header alone: numpy would take memory for whatever shape it names
+        raise ValueError(
+            f"{name} unpacks to more than {MAX_RATIO} times its size: a decompression bomb"
+        )
+    with archive.open(
+        info
+    ) as file:  # the header alone: numpy would take memory for whatever shape it names
         version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
         shape, _, dtype = read(file)
     size = dtype.itemsize
     for length in shape:
         size *= int(length)
     if dtype.hasobject or size > info.file_size:
-        raise ValueError(f"{name} holds {dtype} {shape}, expected numbers that fit its {info.file_size} bytes")
+        raise ValueError(
+            f"{name} holds {dtype} {shape}, expected numbers that fit its {info.file_size} bytes"
+        )
     with archive.open(info) as file:
         return np.lib.format.read_array(file, allow_pickle=False)
 
@@ -141,14 +173,22 @@ def _read_member(archive: zipfile.ZipFile, name: str) -> Any:
 def _checked(kind: str, indptr: Any, indices: Any, data: Any, shape: Any) -> Any:
     if kind not in ("csr", "csc"):
         raise ValueError(f"format {kind[:20]!r}, expected csr or csc")
-    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (indptr, indices, shape)) or len(shape) != 2:
+    if (
+        any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (indptr, indices, shape))
+        or len(shape) != 2
+    ):
         raise ValueError("indptr, indices or shape are not lists of integers")
     if data.shape != indices.shape or data.dtype.kind not in "iufb":
         raise ValueError(f"{data.size} values of type {data.dtype} for {indices.size} indices")
     rows, cols = (int(size) for size in shape)
     major, minor = (rows, cols) if kind == "csr" else (cols, rows)
     pointers: Int64Array = indptr.astype(np.int64)
-    if len(pointers) != major + 1 or pointers[0] != 0 or pointers[-1] != len(indices) or (np.diff(pointers) < 0).any():
+    if (
+        len(pointers) != major + 1
+        or pointers[0] != 0
+        or pointers[-1] != len(indices)
+        or (np.diff(pointers) < 0).any()
+    ):
         raise ValueError(f"row pointers do not fit {major} rows and {len(indices)} entries")
     if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < minor):
         raise ValueError(f"an index is out of range, expected 0 to {minor - 1}")

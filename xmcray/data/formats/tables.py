@@ -34,7 +34,9 @@ _COLUMNS = (_FIELDS.uid, _FIELDS.text, *_FIELDS.parts, _FIELDS.labels, _FIELDS.r
 
 def _in_base64(mark: bytes) -> tuple[bytes, ...]:
     """What base64 makes of `mark` wherever it stands in the encoded text: Parquet stores Arrow's schema so."""
-    return tuple(base64.b64encode(b"\0" * shift + mark)[(0, 2, 3)[shift] : -4] for shift in range(3))
+    return tuple(
+        base64.b64encode(b"\0" * shift + mark)[(0, 2, 3)[shift] : -4] for shift in range(3)
+    )
 
 
 _MARKS = (_MARK, *_in_base64(_MARK))
@@ -42,11 +44,19 @@ _MARKS = (_MARK, *_in_base64(_MARK))
 
 def _refuse_extensions(path: Path, schema: bytes) -> None:
     if any(mark in schema for mark in _MARKS):
-        raise DataError(f"{path} has a column of an extension type, which can run code; save it with plain types")
+        raise DataError(
+            f"{path} has a column of an extension type, which can run code; save it with plain types"
+        )
 
 
 def _check_schema(path: Path, schema: Any) -> None:
-    plain = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
+    plain = (
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_null,
+    )
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     for field in schema:
         inner = field.type.value_type if any(test(field.type) for test in lists) else field.type
@@ -56,7 +66,9 @@ def _check_schema(path: Path, schema: Any) -> None:
                 "expected strings, integers, floats or lists of those; drop or convert it"
             )
     if not set(schema.names) & set(_COLUMNS[1:4]):
-        raise DataError(f"{path} has no column text, title or content (found: {', '.join(schema.names)[:200]})")
+        raise DataError(
+            f"{path} has no column text, title or content (found: {', '.join(schema.names)[:200]})"
+        )
 
 
 def _parquet_footer(path: Path) -> bytes:
@@ -123,7 +135,9 @@ def _check_offsets(batch: Any) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read ({' '.join(str(error).split())[:200]}); copy or write it again")
+    return DataError(
+        f"{path} cannot be read ({' '.join(str(error).split())[:200]}); copy or write it again"
+    )
 
 
 def _records(batches: Iterator[Any]) -> Iterator[Mapping[str, Any] | BadValue]:
@@ -181,7 +195,10 @@ class Tables:
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
         """Rows of the split and of the labels."""
-        rows, labels = (sum(self._num_rows(path) for path in self._paths(folder, key)) for key in (split, "labels"))
+        rows, labels = (
+            sum(self._num_rows(path) for path in self._paths(folder, key))
+            for key in (split, "labels")
+        )
         return rows, labels
 
     def _rows(self, folder: Path, key: str, num_labels: int | None, on_bad: OnBad) -> Iterator[Row]:
@@ -212,11 +229,17 @@ class Tables:
             names = [str(entry["filename"]) for entry in state["_data_files"]]
             indices = state.get("_indices_data_files") or state.get("_indices_files")
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise DataError(f"{path} is not the state.json of a saved dataset; save it again") from None
+            raise DataError(
+                f"{path} is not the state.json of a saved dataset; save it again"
+            ) from None
         if indices or any(Path(name).name != name for name in names):
-            raise DataError(f"{path} selects rows by an index or names other folders; call flatten_indices() and save")
+            raise DataError(
+                f"{path} selects rows by an index or names other folders; call flatten_indices() and save"
+            )
         return [path.parent / name for name in names]
 
 
-PARQUET = Tables({key: f"{key}.parquet|{key}/*.parquet|{key}-*.parquet" for key in ("train", "test", "labels")})
+PARQUET = Tables(
+    {key: f"{key}.parquet|{key}/*.parquet|{key}-*.parquet" for key in ("train", "test", "labels")}
+)
 HUGGINGFACE = Tables({key: f"{key}/state.json" for key in ("train", "test", "labels")}, arrow=True)

@@ -74,14 +74,18 @@ def _feature_texts(matrix: Matrix, names: list[str]) -> Texts:
             yield text
 
 
-def _join(texts: Texts, path: Path, first_line: int, matrix: Matrix, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
+def _join(
+    texts: Texts, path: Path, first_line: int, matrix: Matrix, num_labels: int, on_bad: OnBad
+) -> Iterator[Row]:
     """Texts and label rows side by side.
 
     Raises:
         DataError: more columns than labels, or not as many rows as the matrix says.
     """
     if matrix.shape[1] > num_labels:
-        raise DataError(f"{matrix.path} has {matrix.shape[1]} columns, but there are {num_labels} labels; one is wrong")
+        raise DataError(
+            f"{matrix.path} has {matrix.shape[1]} columns, but there are {num_labels} labels; one is wrong"
+        )
     number = -1
     for number, (text, entries) in enumerate(zip_longest(texts, matrix.rows)):
         if text is None or entries is None or number >= matrix.shape[0]:
@@ -103,7 +107,9 @@ def _join(texts: Texts, path: Path, first_line: int, matrix: Matrix, num_labels:
 
 
 def _mismatch(path: Path, matrix: Matrix, found: str) -> DataError:
-    return DataError(f"{path} and {matrix.path} differ: {found} rows, expected {matrix.shape[0]} as its header says")
+    return DataError(
+        f"{path} and {matrix.path} differ: {found} rows, expected {matrix.shape[0]} as its header says"
+    )
 
 
 def _label_rows(texts: Texts, path: Path, first_line: int, on_bad: OnBad) -> Iterator[Row]:
@@ -118,7 +124,9 @@ def _label_rows(texts: Texts, path: Path, first_line: int, on_bad: OnBad) -> Ite
 class Lines:
     """A layout of texts or features by line with a label matrix."""
 
-    queries_in: Mapping[str, str]  # split -> pattern; texts by line, or a feature matrix if `features`
+    queries_in: Mapping[
+        str, str
+    ]  # split -> pattern; texts by line, or a feature matrix if `features`
     labels_in: str  # texts by line, or a feature matrix where the first line is its header
     matrix_in: Mapping[str, str]
     features: bool = False
@@ -157,13 +165,17 @@ class Lines:
         features = open_matrix(path)
         if features.shape[0] != matrix.shape[0]:
             raise _mismatch(path, matrix, str(features.shape[0]))
-        return _join(_feature_texts(features, _feature_names(folder)), path, 2, matrix, num_labels, on_bad)
+        return _join(
+            _feature_texts(features, _feature_names(folder)), path, 2, matrix, num_labels, on_bad
+        )
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
         """Rows of the split's file and number of labels."""
         labels = sum(1 for _ in self.labels(folder, lambda bad: None))
         path = find_one(folder, self.queries_in[split])
-        return (open_matrix(path).shape[0] if self.features else sum(1 for _ in read_lines(path))), labels
+        return (
+            open_matrix(path).shape[0] if self.features else sum(1 for _ in read_lines(path))
+        ), labels
 
 
 def _is_matrix(path: Path) -> bool:
@@ -177,7 +189,9 @@ def _tab_rows(path: Path, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         try:
             if not tab:
                 raise BadValue("no tab, expected labels<TAB>text; or add Y.trn.npz and Y.tst.npz")
-            positives, values = parse_entries(labels.replace(b"::", b":").replace(b",", b" "), default=1.0)
+            positives, values = parse_entries(
+                labels.replace(b"::", b":").replace(b",", b" "), default=1.0
+            )
             ids, relevance = check_labels(positives, values, num_labels)
             text = check_text(decode(rest).strip())
         except BadValue as error:
@@ -203,7 +217,9 @@ class BagOfWords:
         """All queries of a split in file order."""
         path, lines, (points, features, labels) = self._open(folder, split)
         if labels > num_labels:
-            raise DataError(f"{path}:1: the header says {labels} labels, but there are {num_labels}")
+            raise DataError(
+                f"{path}:1: the header says {labels} labels, but there are {num_labels}"
+            )
         names = _feature_names(folder)
         number = -1
         for number, line in enumerate(lines):
@@ -213,7 +229,9 @@ class BagOfWords:
                     head, rest = b"", line
                 ids, _ = parse_entries(head.replace(b",", b" "), default=1.0)
                 kept, _ = check_labels(ids, None, num_labels)
-                text = next(_feature_texts(Matrix(path, (1, features), iter([_entries(rest)]), 1), names))
+                text = next(
+                    _feature_texts(Matrix(path, (1, features), iter([_entries(rest)]), 1), names)
+                )
                 if isinstance(text, BadValue):
                     raise text
             except BadValue as error:
@@ -221,11 +239,15 @@ class BagOfWords:
             else:
                 yield Row(str(number), text, kept, None, number)
         if number + 1 != points:
-            raise DataError(f"{path} has {number + 1} rows, but its header says {points}; the file is not complete")
+            raise DataError(
+                f"{path} has {number + 1} rows, but its header says {points}; the file is not complete"
+            )
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
         """Rows and labels as the headers say."""
-        return self._open(folder, split)[2][0], sum(1 for _ in self.labels(folder, lambda bad: None))
+        return self._open(folder, split)[2][0], sum(
+            1 for _ in self.labels(folder, lambda bad: None)
+        )
 
     def _open(self, folder: Path, split: str) -> tuple[Path, Iterator[bytes], tuple[int, ...]]:
         path = find_one(folder, getattr(self, split)[0])
@@ -241,7 +263,9 @@ def _entries(line: bytes) -> Entries | BadValue:
 
 
 DEXML = Lines(
-    {"train": "raw/trn_X.txt", "test": "raw/tst_X.txt"}, "raw/Y.txt", {"train": "Y.trn.npz", "test": "Y.tst.npz"}
+    {"train": "raw/trn_X.txt", "test": "raw/tst_X.txt"},
+    "raw/Y.txt",
+    {"train": "Y.trn.npz", "test": "Y.tst.npz"},
 )
 RENEE = Lines(
     {"train": "trn_X.txt", "test": "tst_X.txt"},

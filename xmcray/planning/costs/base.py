@@ -67,7 +67,9 @@ class Costs(ABC):
     def met(self, data: DataSize, queries: int, positives: float) -> Met:
         """Labels that a batch of so many queries with so many positives in all meets."""
         drawn = min(positives, queries * self.num_positives) if self.num_positives else positives
-        columns = union(data.num_labels, distinct_labels(data, drawn), queries * self.hard_per_query)
+        columns = union(
+            data.num_labels, distinct_labels(data, drawn), queries * self.hard_per_query
+        )
         return Met(columns=columns, by_text=True, hard=self.hard_per_query)
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -104,7 +106,11 @@ class Costs(ABC):
 
     def started_bytes(self, num_labels: int, dim: int, shard: Shard) -> int:
         """What start values take for a moment."""
-        return 2 * shard.labels * dim * 4 if getattr(self.method, "init", "") in ("texts", "centroids") else 0
+        return (
+            2 * shard.labels * dim * 4
+            if getattr(self.method, "init", "") in ("texts", "centroids")
+            else 0
+        )
 
     # -- seconds -------------------------------------------------------------------------------------------------------
 

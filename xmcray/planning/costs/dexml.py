@@ -61,4 +61,6 @@ class DexmlCosts(Costs):
             return softmax(step, columns, dim)
         grid = step.load.queries * columns
         passes = grid / block(grid) * rates.move(block(grid) * VALUE, 6)
-        return 4 * rates.product(step.load.queries, columns, dim) + (BISECTIONS + 2) * (grid * rates.exp_s + passes)
+        return 4 * rates.product(step.load.queries, columns, dim) + (BISECTIONS + 2) * (
+            grid * rates.exp_s + passes
+        )

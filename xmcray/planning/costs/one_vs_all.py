@@ -35,7 +35,10 @@ class ReneeCosts(Costs):
         """
         wide = 2 if self.method.classifier.storage == "bfloat16" else 0
         chunks = 3 * load.queries * self.method.chunk_labels
-        return int(gathered(shape, load, shard) + (chunks + (2 + wide) * shard.labels * shape.dim) * shard.value)
+        return int(
+            gathered(shape, load, shard)
+            + (chunks + (2 + wide) * shard.labels * shape.dim) * shard.value
+        )
 
     def dropped(self, step: Step) -> float:
         """Dropout of the query vectors."""
@@ -55,10 +58,15 @@ class AstraCosts(ReneeCosts):
 
     def met(self, data: DataSize, queries: int, positives: float) -> Met:
         """What is listed, and the pool."""
-        hard, uniform = self.config.negatives.hard, min(self.config.negatives.uniform, data.num_labels)
+        hard, uniform = (
+            self.config.negatives.hard,
+            min(self.config.negatives.uniform, data.num_labels),
+        )
         columns = float(data.num_labels)
         if not self.method.exact:
-            columns = union(data.num_labels, distinct_labels(data, positives), queries * hard + uniform)
+            columns = union(
+                data.num_labels, distinct_labels(data, positives), queries * hard + uniform
+            )
         return Met(columns=columns, by_text=False, hard=hard, uniform=uniform)
 
     def score_bytes(self, shape: EncoderShape, load: Workload, shard: Shard) -> int:
@@ -89,10 +97,14 @@ class AstraCosts(ReneeCosts):
         pairs = (load.positives + load.queries * load.hard) / workers
         row, met = dim * VALUE, step.columns * dim * VALUE
         # forward both vectors of a pair are copied and multiplied; backward each is read once more, with a weight
-        listed = 2 * (rates.read_rows(pairs, row, met) + rates.read_rows(pairs, row, load.queries * row))
+        listed = 2 * (
+            rates.read_rows(pairs, row, met) + rates.read_rows(pairs, row, load.queries * row)
+        )
         listed += rates.move(pairs * row, 3) + 2 * pairs * rates.sort_s
         dense = 3 * rates.product(load.queries, pool, dim) + 2 * rates.read_rows(pool, row, met)
         grid = load.queries * pool
         dense += grid * (rates.softplus_s + rates.exp_s) + rates.move(grid * VALUE, 10)
-        gradients = rates.move(met, 6)  # two gradients of the rows are filled with zeros, made and added
+        gradients = rates.move(
+            met, 6
+        )  # two gradients of the rows are filled with zeros, made and added
         return listed + dense + gradients + rates.move(load.queries * row, 10) + 120 * rates.call_s

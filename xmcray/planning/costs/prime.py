@@ -31,7 +31,9 @@ class PrimeCosts(Costs):
         dim, columns = shape.dim, load.columns / shard.workers
         network = columns * self._kept(dim)
         kept = 6 * shard.queries * load.columns + 3 * columns * load.queries
-        drawn = shard.queries * self.num_positives * min(self.method.num_negatives or 100, load.columns)
+        drawn = (
+            shard.queries * self.num_positives * min(self.method.num_negatives or 100, load.columns)
+        )
         numbers = network + kept + 20 * drawn + 6 * load.columns * dim
         return int(gathered(shape, load, shard) + numbers * shard.value)
 
@@ -54,16 +56,22 @@ class PrimeCosts(Costs):
         # what the network keeps for its backward pass is larger than the caches: nothing is there when it is read again
         kept = self._kept(dim) * own * VALUE
         total = self._network(step, kept) + rates.move((load.per_rank + own) * width, 30, kept)
-        hardest, grids = int(self.method.num_negatives), [(load.per_rank, load.columns)] * 2 + [(own, load.queries)]
-        for anchors, columns in [*grids, grids[0]]:  # the regulariser sorts the scores with prototypes once more
+        hardest, grids = (
+            int(self.method.num_negatives),
+            [(load.per_rank, load.columns)] * 2 + [(own, load.queries)],
+        )
+        for anchors, columns in [
+            *grids,
+            grids[0],
+        ]:  # the regulariser sorts the scores with prototypes once more
             # scores without what is no negative, zeros that gradients of listed entries are put into, and their sums
             total += rates.move(anchors * columns * VALUE, 22, kept)
             if 0 < hardest < columns:
                 total += rates.top(anchors, columns, hardest)
             best = min(hardest or columns, columns)
-            listed = (load.per_rank if anchors == load.per_rank else load.queries / step.shard.workers) * (
-                self.num_positives
-            )
+            listed = (
+                load.per_rank if anchors == load.per_rank else load.queries / step.shard.workers
+            ) * (self.num_positives)
             total += rates.move(listed * best * VALUE, 80) + listed * best * 2 * rates.exp_s
         total += sum(3 * rates.product(anchors, columns, dim) for anchors, columns in grids)
         return total + 400 * rates.call_s
@@ -75,10 +83,17 @@ class PrimeCosts(Costs):
 
     def _network(self, step: Step, kept: float) -> float:
         """Attention among a label's three tokens and two maps, forward and backward, with dropout between them."""
-        rates, dim, wide, cells = step.rates, step.shape.dim, int(self.method.feed_forward), 3 * step.columns
+        rates, dim, wide, cells = (
+            step.rates,
+            step.shape.dim,
+            int(self.method.feed_forward),
+            3 * step.columns,
+        )
         maps = rates.product(cells, 4 * dim, dim) + 2 * rates.product(cells, wide, dim)
         # forward 34 arrays of the tokens' size are read or made, backward 58; of the inner width two masks, a bias
-        passes = rates.move(cells * dim * VALUE, 92, kept) + rates.move(cells * wide * VALUE, 18, kept)
+        passes = rates.move(cells * dim * VALUE, 92, kept) + rates.move(
+            cells * wide * VALUE, 18, kept
+        )
         gelu = cells * wide * 2 * rates.exp_s
         # two products of 3 x 3 tokens for each label and four for their gradients go row by row
         attention = rates.read_rows(6 * 6 * step.columns, dim * VALUE, kept)

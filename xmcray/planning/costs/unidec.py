@@ -70,7 +70,9 @@ class UnidecCosts(Costs):
         grid = load.queries * anchors
         to_queries = 3 * rates.product(load.queries, anchors, width) + 2 * grid * rates.exp_s
         to_queries += rates.move(grid * VALUE, 14)
-        return heads + sides * (softmax(step, step.columns, width) + to_queries) + 400 * rates.call_s
+        return (
+            heads + sides * (softmax(step, step.columns, width) + to_queries) + 400 * rates.call_s
+        )
 
     def exchange(self, step: Step) -> float:
         """A softmax of each side."""
