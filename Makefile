@@ -28,10 +28,11 @@ test: setup  ## tier P: at most 9 minutes on 2 cores
 	sh tests/browser/install.sh
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(TIER_P)
 
-check: setup  ## style, formatting, strict types, and links of the documentation
+check: setup  ## style, formatting, strict types, dead code, and links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/vulture
 	$(SITE)
 
 site: setup  ## the documentation as pages: build/site/index.html
