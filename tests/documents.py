@@ -1,0 +1,145 @@
+"""Finds the commands, settings and presets that the documents name."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "cluster/README.md",
+    "tune/README.md",
+    "benchmarks/README.md",
+]
+FILE_SUFFIXES = (".json", ".jsonl", ".md", ".py", ".yaml")
+_FENCE = re.compile(r"^( *)```[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"(?:(?<=\n\n)|\A)((?:(?: {4}|\t)[^\n]*\n)+)")
+_INLINE = re.compile(r"`([^`]+)`")
+_PRESET = re.compile(r"preset:([a-z]+/[A-Za-z0-9.\-]+)")
+_SETTING = re.compile(
+    r"(?:data|encoder|negatives|optim|cluster|log|method|memory|fusion|index)"
+    r"(?:\.[a-z_][a-z0-9_]*)+"
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a document.
+
+    Attributes:
+        page: path of the document, relative to the repository.
+        words: the command's words, "xmcray" or "python" first.
+        complete: it stands in a block that a reader copies. An inline one may leave out arguments.
+    """
+
+    page: str
+    words: tuple[str, ...]
+    complete: bool
+
+    def __str__(self) -> str:
+        return f"{self.page}: {shlex.join(self.words)}"
+
+
+def pages() -> list[Path]:
+    """All documents that name commands, and the job scripts, whose docstrings do."""
+    named = [ROOT / page for page in PAGES]
+    written = sorted((ROOT / "docs").rglob("*.md"))
+    return [*named, *written, *sorted((ROOT / "jobs").glob("*.py"))]
+
+
+def commands() -> list[Command]:
+    """Every `xmcray ...` and `python jobs/...` command, each once per document."""
+    found = {}
+    for path in pages():
+        page = path.relative_to(ROOT).as_posix()
+        text = path.read_text(encoding="utf-8")
+        for code, complete in _pieces(text):
+            for line in code.replace("\\\\\n", " ").replace("\\\n", " ").splitlines():
+                words = command_words(line)
+                for chosen in [tuple(words)] if complete else _alternatives(words):
+                    if chosen:
+                        command = Command(page, chosen, complete)
+                        found[str(command)] = command
+    return list(found.values())
+
+
+def named_settings() -> list[tuple[str, str]]:
+    """(page, dotted name) of every setting in inline code."""
+    names = []
+    for path in pages():
+        for code in _INLINE.findall(_without_blocks(path.read_text(encoding="utf-8"))):
+            match = re.match(_SETTING.pattern + r"(?=$|=)", code)
+            if match and Path(match[0]).suffix not in FILE_SUFFIXES:
+                names.append((path.relative_to(ROOT).as_posix(), match[0]))
+    return names
+
+
+def named_presets() -> list[tuple[str, str]]:
+    """(page, METHOD/DATASET) of every preset."""
+    names = []
+    for path in pages():
+        page = path.relative_to(ROOT).as_posix()
+        found = _PRESET.findall(path.read_text(encoding="utf-8"))
+        names.extend((page, name.rstrip(".")) for name in found)
+    return names
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """Code of a document, and whether it is a block."""
+    for match in _FENCE.finditer(text):
+        yield match[2], True
+    without_fences = _FENCE.sub("\n", text)
+    for match in _INDENTED.finditer(without_fences):
+        yield match[1], True
+    for code in _INLINE.findall(_without_blocks(text)):
+        yield " ".join(code.split()), False
+
+
+def _without_blocks(text: str) -> str:
+    return _INDENTED.sub("\n", _FENCE.sub("\n", text))
+
+
+def command_words(line: str) -> list[str]:
+    """The words of our command in a line of shell, without what the shell itself reads."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # prose with an apostrophe
+        return []
+    for start, word in enumerate(words):
+        if _begins(words, start):
+            break
+        if "=" not in word and word != "--" and "--" not in words[start:]:
+            return []  # another program, to which "xmcray" is an argument
+    else:
+        return []
+    command = []
+    for word in words[start:]:
+        if word in ("|", ">", "2>", "&&", ";"):
+            break
+        command.append(word)
+    return command
+
+
+def _begins(words: list[str], start: int) -> bool:
+    if words[start] == "xmcray":
+        return len(words) > start + 1
+    is_python = words[start] == "python" and len(words) > start + 1
+    return is_python and words[start + 1].startswith("jobs/")
+
+
+def _alternatives(words: list[str]) -> Iterator[tuple[str, ...]]:
+    """A synopsis as commands: brackets are optional and left in, "a|b" is a or b, "..." goes."""
+    choices = []
+    for word in words:
+        plain = word.strip("[]") if word.startswith("[") or word.endswith("]") else word
+        if plain in ("...", "…"):
+            continue
+        choices.append(plain.split("|") if re.fullmatch(r"[\w.-]+(\|[\w.-]+)+", plain) else [plain])
+    if choices:
+        yield from itertools.product(*choices)
