@@ -93,12 +93,21 @@ def aside(path: Path) -> Path:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes JSON so that a reader sees the old or the new text, never a part: temporary file, sync, rename."""
+    """Writes JSON as `write_text` writes text."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file so that a reader sees the old or the new text, never a part of it.
+
+    The text goes to a temporary file, which is synchronised and renamed. What UTF-8 cannot encode is
+    written as an escape.
+    """
     temporary = aside(path)
     with disk_errors(path):
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(value, file, indent=1, sort_keys=True)
+            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

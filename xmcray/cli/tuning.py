@@ -208,7 +208,6 @@ def _tune_bundle(options: argparse.Namespace) -> None:
     from xmcray.training.run import locked
     from xmcray.tuning.report import write_report
     from xmcray.tuning.space import nested
-    from xmcray.tuning.sweep import write_text
 
     corpus, metric, out = Corpus.open(options.data), options.metric, Path(options.out).absolute()
     bundle = bundle_at(options.bundle, options.data)
@@ -238,7 +237,9 @@ def _tune_bundle(options: argparse.Namespace) -> None:
             {f"method.{n}" if kind == "memory" else n: value for n, value in best.values.items()}
         )
         score = f"{metric} {best.metrics[metric]:.4f} on validation, {before[metric]:.4f} of the bundle as it is"
-        write_text(out / "best.yaml", f"# {score}.\n" + yaml.safe_dump(settings, sort_keys=False))
+        storage.write_text(
+            out / "best.yaml", f"# {score}.\n" + yaml.safe_dump(settings, sort_keys=False)
+        )
         title = f"Settings of {Path(options.bundle).name} on {corpus.card.name}"
         write_report(
             out / "report.html",
@@ -296,21 +297,10 @@ def _line(trial: Trial, metric: str, trials: list[Trial], of: int) -> str:
 
 
 def _show_trials(trials: list[Trial], space: Space, metric: str) -> None:
-    rows = []
-    for trial in trials:
-        score, epoch = (
-            ("-", "-") if trial.best is None else (f"{100 * trial.best[0]:.2f}", str(trial.best[1]))
-        )
-        rows.append(
-            [
-                trial.name,
-                trial.state,
-                score,
-                epoch,
-                f"{trial.steps:,}",
-                *_cells(trial.values, space),
-            ]
-        )
+    rows = [
+        [t.name, t.state, t.score_text, t.epoch_text, f"{t.steps:,}", *_cells(t.values, space)]
+        for t in trials
+    ]
     _show_table(
         "Trials, the best first", ["trial", "state", metric, "epoch", "steps", *space], rows
     )

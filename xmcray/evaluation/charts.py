@@ -1,46 +1,112 @@
-"""Line and bar charts as inline SVG: no script, no asset; colours come from the page's style (classes s0, s1 ...)."""
+"""Line and bar charts as inline SVG, drawn by the templates line_chart.svg.j2 and bar_chart.svg.j2.
+
+A chart needs no script and no asset. Its colours come from the style of the page: class s0 strokes
+and class f0 fills in the colour of the first series, s1 and f1 in that of the second, and so on.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
+from markupsafe import Markup
 
 from xmcray.evaluation.metrics import Float64Array
+from xmcray.evaluation.pages import render
 
-WIDTH, HEIGHT = 520, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 48
-MAX_POINTS = 300
+MAX_POINTS = 300  # a longer line is drawn as means over equal stretches
+MAX_LABELLED_BARS = 12  # with more bars, their values would overlap
+GROUP_MARGIN = 0.12  # free on either side of a group of bars, as a share of its width
+
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A named line or set of bars: x and y of equal length (x is ignored by bars)."""
+    """A named line or set of bars.
+
+    Attributes:
+        name: shown in the legend.
+        x: float64, horizontal positions; bars ignore them.
+        y: float64, one value for each position.
+    """
 
     name: str
     x: Float64Array
     y: Float64Array
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Maps data to pixels, counted from the upper left corner of the drawing.
+
+    Attributes:
+        x_low: smallest value of the horizontal axis.
+        x_high: its largest value.
+        y_low: smallest value of the vertical axis.
+        y_high: its largest value.
+    """
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+    width: int = 520
+    height: int = 260
+    left: int = 64
+    right: int = 506
+    top: int = 14
+    base: int = 212  # the horizontal axis; its ticks and title are below
+
+    def x(self, value: float) -> float:
+        """Pixels from the left edge."""
+        share = (value - self.x_low) / (self.x_high - self.x_low)
+        return self.left + share * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        """Pixels from the upper edge; large values are at the top."""
+        share = (value - self.y_low) / (self.y_high - self.y_low)
+        return self.base - share * (self.base - self.top)
+
+    def x_ticks(self) -> list[float]:
+        """Round values on the horizontal axis."""
+        return ticks(self.x_low, self.x_high)
+
+    def y_ticks(self) -> list[float]:
+        """Round values on the vertical axis."""
+        return ticks(self.y_low, self.y_high)
+
+
 def short_number(value: float) -> str:
-    """1,500,000 -> 1.5M; 0.025 -> 0.025."""
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            # 1e4 is where thousands get their letter, so that steps 1,000 .. 9,999 stay readable.
-            return f"{value / (1e3 if suffix == 'k' else size):.4g}{suffix}"
-    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    """A number in few characters: 1,500,000 -> 1.5M; 0.025 -> 0.025."""
+    size = abs(value)
+    if size >= 1e9:
+        return f"{value / 1e9:.4g}G"
+    if size >= 1e6:
+        return f"{value / 1e6:.4g}M"
+    if size >= 1e4:  # not 1e3: the steps 1,000 to 9,999 stay readable
+        return f"{value / 1e3:.4g}k"
+    if size >= 1e3:
+        return f"{value:,.0f}"
+    return f"{value:,.4g}"
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) that lie within [low, high]."""
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    """About `count` round numbers within [low, high].
+
+    They are 1, 2 or 5 times a power of ten apart.
+    """
+    smallest_step = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(smallest_step))
+    # 0.999 and 1e-9 forgive rounding errors, so that a step or an end that fits exactly is kept.
+    step = next(
+        power * factor for factor in (1, 2, 5, 10) if power * factor >= smallest_step * 0.999
+    )
     first = math.ceil(low / step - 1e-9)
-    return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
+    last = math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
 
 
 def line_chart(
@@ -50,31 +116,58 @@ def line_chart(
     y_title: str,
     x_title: str = "step",
     from_zero: bool = True,
-    show: Callable[[float], str] = short_number,
-) -> str:
-    """A chart with one line per series; long ones are drawn as means over equal stretches inside their range."""
-    drawn = [
-        Series(s.name, s.x[np.isfinite(s.y)], s.y[np.isfinite(s.y)])
-        for s in series
-        if np.isfinite(s.y).any()
-    ]
+) -> Markup:
+    """A chart with one line for each series; values that are not finite are counted in its caption.
+
+    Args:
+        title: heading of the chart.
+        series: the lines. Those without a finite value are left out.
+        y_title: title of the vertical axis.
+        x_title: title of the horizontal axis.
+        from_zero: whether the vertical axis always shows 0.
+
+    Returns:
+        An HTML figure; nothing if no series has a finite value.
+    """
+    drawn = []
+    for line in series:
+        finite = np.isfinite(line.y)
+        if finite.any():
+            drawn.append(Series(line.name, line.x[finite], line.y[finite]))
     if not drawn:
-        return ""
-    every_x, every_y = np.concatenate([s.x for s in drawn]), np.concatenate([s.y for s in drawn])
-    x_low, x_high = float(every_x.min()), float(every_x.max())
-    x_high = x_high if x_high > x_low else x_low + 1
-    y_low, y_high = _range(
-        min(0.0, float(every_y.min())) if from_zero else float(every_y.min()), float(every_y.max())
+        return Markup()
+    all_x = np.concatenate([line.x for line in drawn])
+    all_y = np.concatenate([line.y for line in drawn])
+    x_low = float(all_x.min())
+    x_high = float(all_x.max())
+    y_low = float(all_y.min())
+    if from_zero:
+        y_low = min(0.0, y_low)
+    y_low, y_high = _value_range(y_low, float(all_y.max()))
+    if x_high == x_low:  # a single point
+        x_high = x_low + 1
+    legend = []
+    notes = []
+    for line in drawn:
+        last_value = short_number(float(line.y[-1]))
+        if len(drawn) > 1:
+            legend.append(f"{line.name} {last_value}")
+        else:
+            notes.append(f"last {last_value}")
+    num_missing = sum(len(line.y) for line in series) - len(all_y)
+    if num_missing:
+        notes.append(f"{num_missing:,} values not finite, not drawn")
+    return render(
+        "line_chart.svg.j2",
+        title=title,
+        legend=legend,
+        note=", ".join(notes),
+        frame=Frame(x_low, x_high, y_low, y_high),
+        x_title=x_title,
+        y_title=y_title,
+        show=short_number,
+        lines=[_shortened(line) for line in drawn],
     )
-    frame = _Frame(x_low, x_high, y_low, y_high)
-    parts = [_axes(frame, ticks(x_low, x_high), x_title, y_title, show)]
-    for number, line in enumerate(drawn):
-        parts.append(_line(frame, line, number))
-    legend = [f"{line.name} {show(float(line.y[-1]))}" if len(drawn) > 1 else "" for line in drawn]
-    missing = sum(len(s.y) for s in series) - len(every_y)
-    last = f"last {show(float(drawn[0].y[-1]))}" if len(drawn) == 1 else ""
-    notes = [last, f"{missing:,} values not finite, not drawn" if missing else ""]
-    return _figure(title, legend, ", ".join(filter(None, notes)), "".join(parts))
 
 
 def bar_chart(
@@ -85,125 +178,107 @@ def bar_chart(
     y_title: str,
     x_title: str,
     show: Callable[[float], str] = short_number,
-) -> str:
-    """Groups of bars, one per name (up to two lines) with a bar per series; a value that is not finite has no bar."""
-    values = np.stack([s.y for s in series])
-    if not np.isfinite(values).any():
-        return ""
-    _, high = _range(0.0, float(np.nanmax(values)))
-    frame = _Frame(0.0, float(len(names)), 0.0, high)
-    parts = [_axes(frame, [], x_title, y_title, show)]
-    width = 0.76 / len(series)
-    for place, name in enumerate(names):
-        for row, words in enumerate(name.split("\n")):
-            parts.append(
-                _text(frame.x(place + 0.5), HEIGHT - BOTTOM + 15 + 13 * row, words, "middle")
-            )
-        for number in range(len(series)):
-            value = float(values[number, place])
+) -> Markup:
+    """Groups of bars; a value that is not finite has no bar.
+
+    Args:
+        title: heading of the chart.
+        names: one for each group, of one or two lines.
+        series: one bar in each group.
+        y_title: title of the vertical axis.
+        x_title: title of the horizontal axis.
+        show: writes a value.
+
+    Returns:
+        An HTML figure; nothing if no value is finite.
+    """
+    values = [float(value) for line in series for value in line.y if math.isfinite(value)]
+    if not values:
+        return Markup()
+    _, y_high = _value_range(0.0, max(values))
+    bar_width = (1 - 2 * GROUP_MARGIN) / len(series)
+    bars = []
+    for group, name in enumerate(names):
+        one_line_name = name.replace("\n", " ")
+        for number, line in enumerate(series):
+            value = float(line.y[group])
             if math.isfinite(value):
-                left, top = frame.x(place + 0.12 + number * width), frame.y(value)
-                size = (
-                    f'width="{frame.x(width) - frame.x(0) - 1:.1f}" height="{frame.y(0) - top:.1f}"'
+                left = group + GROUP_MARGIN + number * bar_width
+                bars.append(
+                    _Bar(number, left, value, f"{one_line_name}: {line.name} {show(value)}")
                 )
-                hint = escape(
-                    f"{name.replace(chr(10), chr(32))}: {series[number].name} {show(value)}"
-                )
-                parts.append(
-                    f'<rect class="f{number}" x="{left:.1f}" y="{top:.1f}" {size}><title>{hint}</title></rect>'
-                )
-                if len(names) * len(series) <= 12:
-                    centre = frame.x(place + 0.12 + (number + 0.5) * width)
-                    parts.append(_text(centre, top - 4, show(value), "middle"))
-    return _figure(title, [s.name for s in series] if len(series) > 1 else [], "", "".join(parts))
+    return render(
+        "bar_chart.svg.j2",
+        title=title,
+        legend=[line.name for line in series] if len(series) > 1 else [],
+        note="",
+        frame=Frame(0.0, float(len(names)), 0.0, y_high),
+        x_title=x_title,
+        y_title=y_title,
+        show=show,
+        names=names,
+        bars=bars,
+        bar_width=bar_width,
+        bars_have_values=len(names) * len(series) <= MAX_LABELLED_BARS,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
-    """Maps data to the drawing's coordinates."""
+class _Bar:
+    """One bar.
 
-    x_low: float
-    x_high: float
-    y_low: float
-    y_high: float
+    Attributes:
+        number: of its series, which decides its colour.
+        left: its left edge; a group is 1 wide.
+        value: its height.
+        hint: text that is shown when the pointer rests on it.
+    """
 
-    def x(self, value: float) -> float:
-        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        return (
-            HEIGHT
-            - BOTTOM
-            - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
-        )
+    number: int
+    left: float
+    value: float
+    hint: str
 
 
-def _range(low: float, high: float) -> tuple[float, float]:
-    """The ends of a value axis: room around the data, but no ground below zero for values that never are negative."""
-    room = (high - low) * 0.08 if high > low else max(abs(high) * 0.1, 1e-3)
-    return (max(low - room, 0.0) if low >= 0 else low - room), high + room
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line as it is drawn.
+
+    Attributes:
+        points: of the line, from left to right.
+        band: corners of the area between the smallest and largest values; empty for a short line.
+    """
+
+    points: list[Point]
+    band: list[Point]
 
 
-def _text(x: float, y: float, text: str, anchor: str, extra: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(text)}</text>'
+def _shortened(line: Series) -> _Line:
+    """Means over equal stretches of a long line, inside the range of its values."""
+    stretch = max(1, math.ceil(len(line.y) / MAX_POINTS))
+    starts = np.arange(0, len(line.y), stretch)
+    lengths = np.diff(np.append(starts, len(line.y)))  # the last stretch may be shorter
+    x = np.add.reduceat(line.x, starts) / lengths
+    y = np.add.reduceat(line.y, starts) / lengths
+    band: list[Point] = []
+    if stretch > 1:
+        upper = _points(x, np.maximum.reduceat(line.y, starts))
+        lower = _points(x, np.minimum.reduceat(line.y, starts))
+        # The outline goes to the right along the upper edge and back along the lower one.
+        band = [*upper, *reversed(lower)]
+    return _Line(_points(x, y), band)
 
 
-def _axes(
-    frame: _Frame,
-    x_ticks: Sequence[float],
-    x_title: str,
-    y_title: str,
-    show: Callable[[float], str],
-) -> str:
-    parts = []
-    for tick in ticks(frame.y_low, frame.y_high):
-        y = frame.y(tick)
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        parts.append(_text(LEFT - 6, y + 4, show(tick), "end"))
-    base = HEIGHT - BOTTOM
-    for tick in x_ticks:
-        x = frame.x(tick)
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 4}"/>')
-        parts.append(_text(x, base + 16, short_number(tick), "middle"))
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
-    middle = (TOP + base) / 2
-    turned = f' class="name" transform="rotate(-90 12 {middle:.1f})"'
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, x_title, "middle", ' class="name"'))
-    parts.append(_text(12, middle, y_title, "middle", turned))
-    return "".join(parts)
+def _points(x: Iterable[float], y: Iterable[float]) -> list[Point]:
+    return list(zip(x, y, strict=True))
 
 
-def _line(frame: _Frame, line: Series, number: int) -> str:
-    size = max(1, math.ceil(len(line.y) / MAX_POINTS))
-    starts = np.arange(0, len(line.y), size)
-    lengths = np.diff(np.append(starts, len(line.y)))
-    x, y = np.add.reduceat(line.x, starts) / lengths, np.add.reduceat(line.y, starts) / lengths
-    points = [f"{frame.x(a):.1f},{frame.y(b):.1f}" for a, b in zip(x, y, strict=True)]
-    if len(points) == 1:
-        left, top = points[0].split(",")
-        return f'<circle class="f{number}" cx="{left}" cy="{top}" r="3.5"/>'
-    band = ""
-    if size > 1:
-        edge = [(a, b) for a, b in zip(x, np.maximum.reduceat(line.y, starts), strict=True)]
-        edge += [(a, b) for a, b in zip(x, np.minimum.reduceat(line.y, starts), strict=True)][::-1]
-        corners = " ".join(f"{frame.x(a):.1f},{frame.y(b):.1f}" for a, b in edge)
-        band = f'<polygon class="f{number} band" points="{corners}"/>'
-    places = [point.split(",") for point in points] if len(points) <= 30 else []
-    dots = "".join(
-        f'<circle class="f{number}" cx="{left}" cy="{top}" r="2.5"/>' for left, top in places
-    )
-    return f'{band}<polyline class="s{number}" points="{" ".join(points)}"/>{dots}'
-
-
-def _figure(title: str, legend: Sequence[str], note: str, drawing: str) -> str:
-    keys = "".join(
-        f'<span><i class="b{i}"></i>{escape(name)}</span>' for i, name in enumerate(legend) if name
-    )
-    head = f"<b>{escape(title)}</b>{keys}" + (f"<small>{escape(note)}</small>" if note else "")
-    label = escape(title, quote=True)
-    return (
-        f"<figure><figcaption>{head}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{drawing}</svg></figure>'
-    )
+def _value_range(low: float, high: float) -> tuple[float, float]:
+    """Ends of a vertical axis: room around the data, but not below 0 if no value is negative."""
+    room = (high - low) * 0.08
+    if high == low:
+        room = max(abs(high) * 0.1, 1e-3)
+    bottom = low - room
+    if low >= 0:
+        bottom = max(bottom, 0.0)
+    return bottom, high + room

@@ -34,7 +34,7 @@ _KINDS = (*_RANGES, "choice")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
+class NumberRange:
     """Numbers between two bounds, both included.
 
     Attributes:
@@ -116,7 +116,7 @@ class Choice:
         return {"choice": list(self.values)}
 
 
-Distribution = Range | Choice
+Distribution = NumberRange | Choice
 Space = Mapping[str, Distribution]
 Check = Callable[[Values], object]  # raises ConfigError where settings do not take these values
 
@@ -210,7 +210,7 @@ def _parse(body: Any, where: str) -> Distribution:
     if step is not None and (log or not 0 < width <= high - low):
         expected = f"none for {kind}" if log else f"more than 0 and at most {high - low:g}"
         raise ConfigError(f"{where}: step is {width:g}, expected {expected}")
-    return Range(low=low, high=high, log=log, whole=whole, step=width)
+    return NumberRange(low=low, high=high, log=log, whole=whole, step=width)
 
 
 def _number(value: Any, whole: bool, where: str) -> float:

@@ -13,7 +13,6 @@ own newest checkpoint, and what was drawn stays drawn. Nothing of Ray Tune's own
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
@@ -119,6 +118,16 @@ class Trial:
     def score(self) -> float | None:
         """Metric of its best validation."""
         return None if self.best is None else self.best[0]
+
+    @property
+    def score_text(self) -> str:
+        """Its score in percent, as it is printed."""
+        return "-" if self.best is None else f"{100 * self.best[0]:.2f}"
+
+    @property
+    def epoch_text(self) -> str:
+        """The epoch of its best validation, as it is printed."""
+        return "-" if self.best is None else str(self.best[1])
 
     def plain(self) -> dict[str, Any]:
         """For results.json."""
@@ -260,7 +269,9 @@ class Sweep:
         if (settings := self.best_settings()) is not None:
             score, epoch = ranked[0].best or (0.0, 0)
             about = f"# Trial {ranked[0].name}: {self.config.metric} {score:.4f} on validation after epoch {epoch}.\n"
-            write_text(self.path / "best.yaml", about + yaml.safe_dump(settings, sort_keys=False))
+            storage.write_text(
+                self.path / "best.yaml", about + yaml.safe_dump(settings, sort_keys=False)
+            )
 
     def _entry(self, number: int) -> Path:
         return self.path / "ledger" / f"{number:04d}.json"
@@ -268,18 +279,6 @@ class Sweep:
     def _read(self, number: int) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(self._entry(number).read_text(encoding="utf-8"))
         return body
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    temporary = storage.aside(path)
-    with storage.disk_errors(path):
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
 
 def _identity(config: SweepConfig) -> dict[str, Any]:

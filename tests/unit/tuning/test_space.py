@@ -11,7 +11,7 @@ from xmcray import config
 from xmcray.errors import ConfigError
 from xmcray.training.run import RunConfig
 from xmcray.tuning.proposals import OptunaProposals, RandomProposals
-from xmcray.tuning.space import Choice, Range, check_space, load_space, nested, parse_space
+from xmcray.tuning.space import Choice, NumberRange, check_space, load_space, nested, parse_space
 from xmcray.tuning.sweep import SweepConfig
 
 SPACES = Path(__file__).parents[3] / "tune" / "spaces"
@@ -52,7 +52,7 @@ def test_draws_lie_on_their_scales() -> None:
 
 
 def test_a_trial_draws_the_same_whatever_else_is_drawn() -> None:
-    a = Range(low=0, high=1)
+    a = NumberRange(low=0, high=1)
     alone, together = (
         RandomProposals({"a": a}, 3, lambda _: None),
         RandomProposals({"b": Choice(values=(1, 2)), "a": a}, 3, lambda _: None),

@@ -15,7 +15,7 @@ from xmcray.errors import ConfigError, ResourceError, RunError
 from xmcray.training.run import ClusterConfig, RunConfig
 from xmcray.tuning.report import importance, write_report
 from xmcray.tuning.search import Guide, asha, share
-from xmcray.tuning.space import Range, parse_space
+from xmcray.tuning.space import NumberRange, parse_space
 from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
 
 EVIL = '<script>alert("1")</script>'
@@ -239,7 +239,7 @@ def test_the_page_of_a_sweep(tmp_path: Path) -> None:
 
 
 def test_importance_is_that_of_the_last_common_epoch() -> None:
-    space = {"x": Range(low=0, high=1), "y": Range(low=0, high=1)}
+    space = {"x": NumberRange(low=0, high=1), "y": NumberRange(low=0, high=1)}
     values = [{"x": i / 10, "y": (7 * i % 11) / 10} for i in range(11)]
     trials = [
         Trial(i, v, "finished", "", ((1, -((v["x"] - 0.5) ** 2)), (2, v["y"])))
