@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from xmcray import config as configs
 from xmcray.data import pipeline
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
-from xmcray.data.planted import write_planted
 from xmcray.data.sample import write_sample
 from xmcray.storage import MANIFEST
 from xmcray.training.run import RunConfig
+
+# Some benchmarks share helpers with the tests.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from planted import write_planted
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(

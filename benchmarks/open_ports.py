@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import data_sets
 from common import refuse_if_busy, write_table
 
-from xmcray.data.planted import write_planted
 from xmcray.doctor.sockets import Listener, listeners
 
-sys.path.insert(0, str(data_sets.ROOT / "tests"))
-from heads import free_ports, head  # shared with the tests
+# Helpers shared with the tests.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from heads import free_ports, head
+from planted import write_planted
 from processes import descendants, kill, last_step
 
 XMCRAY = str(Path(sys.executable).with_name("xmcray"))

@@ -31,17 +31,15 @@ from pathlib import Path
 
 import data_sets
 from common import refuse_if_busy, write_table
+from planted import write_planted
+from processes import When, descendants, last_step
 
 from xmcray import storage
-from xmcray.data.planted import write_planted
 from xmcray.data.session import start_ray
 from xmcray.negatives.ledger import Ledger, VersionFolder
 from xmcray.storage import read_manifest
 from xmcray.training.launch import train
 from xmcray.training.run import Run, RunConfig
-
-sys.path.insert(0, str(data_sets.ROOT / "tests"))
-from processes import When, descendants, last_step  # shared with the tests
 
 EPOCHS = 6
 SETTINGS = [

@@ -18,7 +18,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,14 +25,12 @@ from pathlib import Path
 
 import data_sets
 from common import refuse_if_busy, write_table
+from heads import RAY, Head, head
+from planted import write_planted
+from processes import When, descendants, last_step
 
-from xmcray.data.planted import write_planted
 from xmcray.data.sample import write_sample
 from xmcray.storage import read_manifest
-
-sys.path.insert(0, str(data_sets.ROOT / "tests"))
-from heads import RAY, Head, head  # shared with the tests
-from processes import When, descendants, last_step
 
 METHODS = ("astra", "dexml", "prime", "rae", "renee", "unidec")
 SMALL = ["optim.epochs=2", "cluster.cpus_per_worker=0.5", "cluster.threads_per_process=1"]

@@ -30,16 +30,14 @@ from typing import Any
 import data_sets
 import numpy as np
 from common import refuse_if_busy, write_table
+from local_nodes import AutoscaledNodes, LocalNodes, environment, slow_until, standing
+from planted import write_planted
+from processes import When, last_step, train_workers
 from soak import OF_METHOD, SETTINGS, final_weights, phases, wait
 
-from xmcray.data.planted import write_planted
 from xmcray.negatives.ledger import Ledger
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
-
-sys.path.insert(0, str(data_sets.ROOT / "tests"))
-from local_nodes import AutoscaledNodes, LocalNodes, environment, slow_until, standing
-from processes import When, last_step, train_workers  # shared with the tests
 
 WORKERS, EPOCHS = 2, 12
 MOMENTS = ("collecting", "building", "searching", "training")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from planted import write_planted
+
 from xmcray.data.chunks import pack_chunk, read_chunks, survey
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import detect
-from xmcray.data.planted import write_planted
 from xmcray.data.tokens import train_wordpiece
 from xmcray.data.writer import CorpusWriter, PrepareConfig, sorted_pairs
 from xmcray.storage import new_artifact

@@ -1,4 +1,7 @@
-"""Any frozen dataclass from YAML, with overrides by dotted name. Knows no section of any configuration itself."""
+"""Any frozen dataclass from YAML, with overrides by dotted name.
+
+This module knows no section of any configuration itself.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,25 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, one_line
 
 T = TypeVar("T")
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """An instance of the frozen dataclass `kind` with `values` in place of its defaults, sections included.
+    """An instance of the frozen dataclass `kind` with `values` in place of its defaults.
 
-    A settings class lists former names of its fields in a class attribute `RENAMED`: old name -> new name.
+    A settings class lists former names of its fields in a class attribute `RENAMED`: old name ->
+    new name.
 
+    Args:
+        values: by field name; the value of a section is a mapping again.
+        where: prefix of names in messages, such as "optim.".
     Raises:
         ConfigError: an unknown key (names the nearest), a missing one, or a value of another type.
     """
     hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(cast(Any, kind))}
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
     renamed: Mapping[str, str] = getattr(kind, "RENAMED", {})
     arguments: dict[str, Any] = {}
     for key, value in values.items():
@@ -35,14 +42,16 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
         if key in renamed:
             raise ConfigError(f"setting {name!r} is now called {where + renamed[key]!r}; rename it")
         if key not in fields:
-            raise ConfigError(unknown("setting", name, [f"{where}{f}" for f in fields]))
+            raise ConfigError(unknown("setting", name, [where + field for field in fields]))
         arguments[key] = _convert(hints[key], value, name)
-    missing = [
-        f"{where}{f.name}" for f in fields.values() if _required(f) and f.name not in arguments
-    ]
-    if missing:
-        raise ConfigError(f"setting {missing[0]!r} is required and was not given")
+    for field in fields.values():
+        if field.name not in arguments and _required(field):
+            raise ConfigError(f"setting {where + field.name!r} is required and was not given")
     return kind(**arguments)
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def merge(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -71,16 +80,23 @@ def merge(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `top` over it, section by section."""
+    """`base` with the values of `top` in place of its own, section by section."""
     merged = _copy(base)
     for key, value in top.items():
-        below = merged.get(key)
-        merged[key] = (
-            overlay(below, value)
-            if isinstance(below, dict) and isinstance(value, Mapping)
-            else value
-        )
+        section = merged.get(key)
+        if isinstance(section, dict) and isinstance(value, Mapping):
+            merged[key] = overlay(section, value)
+        else:
+            merged[key] = value
     return merged
+
+
+def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies nested sections, so that changing the copy leaves the original as it is."""
+    copied = {}
+    for key, value in values.items():
+        copied[key] = _copy(value) if isinstance(value, Mapping) else value
+    return copied
 
 
 def load_yaml(source: str) -> dict[str, Any]:
@@ -90,14 +106,7 @@ def load_yaml(source: str) -> dict[str, Any]:
         ConfigError: no such file or preset (names the nearest), or not a YAML mapping.
     """
     if source.startswith("preset:"):
-        name = source.removeprefix("preset:")
-        if name not in presets():
-            raise ConfigError(unknown("preset", name, presets()))
-        text = (
-            resources.files("xmcray")
-            .joinpath("presets", f"{name}.yaml")
-            .read_text(encoding="utf-8")
-        )
+        text = _preset_text(source.removeprefix("preset:"))
     else:
         try:
             text = Path(source).read_text(encoding="utf-8")
@@ -110,25 +119,32 @@ def load_yaml(source: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
-    if values is None:
+        raise ConfigError(f"{source} is not valid YAML: {one_line(error)}") from None
+    if values is None:  # an empty file, or comments only
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"{source} holds a {type(values).__name__}, expected a mapping of settings"
-        )
+        kind = type(values).__name__
+        raise ConfigError(f"{source} holds a {kind}, expected a mapping of settings")
     return values
+
+
+def _preset_text(name: str) -> str:
+    known_presets = presets()
+    if name not in known_presets:
+        raise ConfigError(unknown("preset", name, known_presets))
+    file = resources.files("xmcray").joinpath("presets", f"{name}.yaml")
+    return file.read_text(encoding="utf-8")
 
 
 def presets() -> list[str]:
     """Names of the shipped presets, METHOD/DATASET."""
-    root = resources.files("xmcray").joinpath("presets")
     names = []
-    for method in root.iterdir():
+    for method in resources.files("xmcray").joinpath("presets").iterdir():
         if method.is_dir():
-            names += [
-                f"{method.name}/{f.name[:-5]}" for f in method.iterdir() if f.name.endswith(".yaml")
-            ]
+            for file in method.iterdir():
+                name, _, suffix = file.name.rpartition(".")
+                if suffix == "yaml":
+                    names.append(f"{method.name}/{name}")
     return sorted(names)
 
 
@@ -137,63 +153,76 @@ def dump(config: Any) -> dict[str, Any]:
     return cast(dict[str, Any], _plain(dataclasses.asdict(config)))
 
 
-def unknown(what: str, name: str, known: Sequence[str]) -> str:
-    """The message for a name that is not among `known`: with the nearest one, or all if there are few."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return f"unknown {what} {name!r}; {hint}"
+def _plain(value: Any) -> Any:
+    """`value` with lists in place of tuples, which YAML does not have."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def unknown(what: str, name: str, choices: Sequence[str]) -> str:
+    """The message for a name that is not among `choices`: with the nearest one, or with all."""
+    nearest = difflib.get_close_matches(name, choices, n=1)
+    if nearest:
+        return f"unknown {what} {name!r}; did you mean {nearest[0]!r}?"
+    return f"unknown {what} {name!r}; known: {', '.join(choices)}"
 
 
 def check_range(
     name: str, value: float, low: float | None = None, high: float | None = None
 ) -> None:
-    """Raises ConfigError unless low <= value <= high; not a number is in no range."""
-    if not ((low is None or low <= value) and (high is None or value <= high)):
-        bounds = " and ".join(
-            f"{word} {x:g}" for word, x in (("at least", low), ("at most", high)) if x is not None
-        )
-        raise ConfigError(f"{name} is {value}, expected {bounds}")
+    """Raises ConfigError unless low <= value <= high; NaN is in no range."""
+    bounds = []
+    inside = True
+    if low is not None:
+        bounds.append(f"at least {low:g}")
+        inside = low <= value
+    if high is not None:
+        bounds.append(f"at most {high:g}")
+        inside = inside and value <= high
+    if not inside:
+        raise ConfigError(f"{name} is {value}, expected {' and '.join(bounds)}")
 
 
-def check_choices(settings: Any, section: str) -> None:
-    """Raises ConfigError unless every field annotated as a `Literal` has one of its values."""
+def check_choices(settings: Any, section: str = "") -> None:
+    """Raises ConfigError unless every field annotated as a `Literal` has one of its values.
+
+    Args:
+        settings: an instance of a settings class.
+        section: dotted name of the section, for messages; "" leaves it out.
+    """
+    prefix = f"{section}." if section else ""
     for name, hint in typing.get_type_hints(type(settings)).items():
         if typing.get_origin(hint) is typing.Literal:
-            check_choice(f"{section}.{name}", getattr(settings, name), typing.get_args(hint))
+            check_choice(f"{prefix}{name}", getattr(settings, name), typing.get_args(hint))
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raises ConfigError unless `value` is one of `choices`."""
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
-
-
-def _required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+        expected = ", ".join(str(choice) for choice in choices)
+        raise ConfigError(f"{name} is {value!r}, expected one of {expected}")
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the annotated type: YAML reads 1e-4 as a string and 3 as an integer; both may mean a float."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    """`value` as the annotated type `hint`.
+
+    YAML reads 1e-4 as a string and 3 as an integer; both may stand for a float.
+
+    Raises:
+        ConfigError: `value` does not fit the type; the message names the setting `name`.
+    """
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
+    if hint in (Any, object):
+        return value
     if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in inner:
-            return None
-        for option in (o for o in inner if o is not type(None)):
-            try:
-                return _convert(option, value, name)
-            except ConfigError:
-                continue
-        raise ConfigError(f"{name} is {value!r}, expected {hint}")
+        return _convert_union(hint, value, name)
+    if origin is typing.Literal:
+        check_choice(name, value, inner)
+        return value
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name} is {value!r}, expected a section with settings")
@@ -202,21 +231,32 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         items = value if isinstance(value, list | tuple) else [value]  # one item needs no brackets
         return tuple(_convert(inner[0], item, name) for item in items)
     if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        return {
-            _convert(inner[0], key, name): _convert(inner[1], v, f"{name}.{key}")
-            for key, v in value.items()
-        }
-    if origin is typing.Literal:
-        if value not in inner:
-            raise ConfigError(f"{name} is {value!r}, expected one of {', '.join(map(str, inner))}")
-        return value
+        converted = {}
+        for key, item in value.items():
+            converted[_convert(inner[0], key, name)] = _convert(inner[1], item, f"{name}.{key}")
+        return converted
+    # bool is a subclass of int in Python, but `true` is no number for a user.
     if hint is float and not isinstance(value, bool):
         try:
             return float(value)
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name} is {value!r}, expected a number") from None
-    if hint in (Any, object):
-        return value
-    if origin is None and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+    is_bool_for_int = hint is int and isinstance(value, bool)
+    if origin is None and isinstance(value, hint) and not is_bool_for_int:
         return value
     raise ConfigError(f"{name} is {value!r}, expected {getattr(hint, '__name__', hint)}")
+
+
+def _convert_union(hint: Any, value: Any, name: str) -> Any:
+    """`value` as the first type of the union that it fits."""
+    options = typing.get_args(hint)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if option is type(None):
+            continue
+        try:
+            return _convert(option, value, name)
+        except ConfigError:
+            continue
+    raise ConfigError(f"{name} is {value!r}, expected {hint}")

@@ -1,19 +1,26 @@
-"""What a user can do wrong, as exceptions.
+"""Mistakes that a user can repair, as exceptions.
 
     XmcrayError            exit code 2: one line that says what was found, what was expected, what to do
     |-- ConfigError        a setting, an option or a preset
     |-- DataError          raw files or a corpus
     |-- RunError           a run directory: in use, not empty, of another corpus, no checkpoint
     |-- StorageError       the disk or object store: full, unreadable, altered since it was written
-    |-- ResourceError      the machine or the cluster lacks what was asked for
+    |-- ResourceError      the machine or the cluster lacks a requested resource
     |-- PartitionError     ranks that do not agree about who owns which label
     |-- ShortlistError     hard negatives that are missing or too old
     |-- BundleError        a bundle that cannot be loaded or searched
     |-- ProblemError       a request to a server that is not answered (serving/problems.py)
-    `-- ClientError        the same as the client sees it, and servers out of reach (client.py)
+    `-- ClientError        the same on the client's side, and servers out of reach (client.py)
 
-Anything else that escapes is our own mistake and ends with a traceback and exit code 1.
+Any other exception that escapes is our own mistake and ends with a traceback and exit code 1.
 """
+
+from __future__ import annotations
+
+
+def one_line(message: object, limit: int = 200) -> str:
+    """An error or text of another library as one line of at most `limit` characters."""
+    return " ".join(str(message).split())[:limit]
 
 
 class XmcrayError(Exception):
@@ -37,7 +44,7 @@ class StorageError(XmcrayError):
 
 
 class ResourceError(XmcrayError):
-    """The machine or the cluster lacks what was asked for."""
+    """The machine or the cluster lacks a requested resource."""
 
 
 class PartitionError(XmcrayError):

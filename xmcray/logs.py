@@ -1,9 +1,9 @@
-"""What goes to stderr, for people or for programs: XMCRAY_LOG=json makes each of it one JSON object on a line.
+"""What goes to stderr: text for people, or one JSON object per line if XMCRAY_LOG=json.
 
     {"time": "2026-11-21T06:00:00.123+00:00", "level": "info", "run": "4f0c...", "message": "step", "step": 340, ...}
 
-`run` is the id of the run that trains in this process, or null. Without the variable only warnings are shown, as plain
-lines; a library that imports us is left alone either way.
+`run` is the id of the run that trains in this process, or null. Without the variable only warnings
+are shown, as plain lines. A library that imports this package sees no change in either case.
 """
 
 from __future__ import annotations
@@ -17,41 +17,39 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from xmcray.errors import ConfigError
+from xmcray.config import check_choice
 
 VARIABLE = "XMCRAY_LOG"
 _FORMATS = ("text", "json")
-_run: str | None = None  # of the process: its threads too
+_run: str | None = None  # one for the whole process, whichever thread logs
 
 
 def as_json() -> bool:
-    """Whether programs read stderr.
+    """Whether stderr is for programs.
 
     Raises:
         ConfigError: the variable holds neither "json" nor "text".
     """
     value = os.environ.get(VARIABLE) or "text"
-    if value not in _FORMATS:
-        raise ConfigError(f"{VARIABLE} is {value!r}, expected one of {', '.join(_FORMATS)}")
+    check_choice(VARIABLE, value, _FORMATS)
     return value == "json"
 
 
 @contextlib.contextmanager
 def on_stderr() -> Iterator[None]:
-    """Writes what is logged while the block runs as JSON, if that is wanted: ours from "info" on, others' warnings.
+    """Writes log records as JSON while the block runs, if XMCRAY_LOG asks for it.
 
-    For whoever owns the process: the command line, and a Ray worker.
+    Our own records are written from level "info" on, those of other libraries from "warning" on.
+    Only the owner of the process calls this: the command line, or a Ray worker.
     """
     if not as_json():
         yield
         return
-    root, ours, handler = (
-        logging.getLogger(),
-        logging.getLogger("xmcray"),
-        logging.StreamHandler(sys.stderr),
-    )
-    handler.setFormatter(_Json())
-    before = ours.level
+    root = logging.getLogger()
+    ours = logging.getLogger("xmcray")
+    level_before = ours.level
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter())
     root.addHandler(handler)
     ours.setLevel(logging.INFO)
     logging.captureWarnings(True)
@@ -59,35 +57,38 @@ def on_stderr() -> Iterator[None]:
         yield
     finally:
         logging.captureWarnings(False)
-        ours.setLevel(before)
+        ours.setLevel(level_before)
         root.removeHandler(handler)
 
 
 @contextlib.contextmanager
 def about(run_id: str) -> Iterator[None]:
-    """What is logged while the block runs is about a run."""
+    """Adds the id of a run to what is logged while the block runs."""
     global _run
-    before, _run = _run, run_id
+    run_before = _run
+    _run = run_id
     try:
         yield
     finally:
-        _run = before
+        _run = run_before
 
 
-def tell(message: str, values: Mapping[str, Any]) -> None:
+def log_values(message: str, values: Mapping[str, Any]) -> None:
     """Logs values by name, as fields of the JSON object."""
     logging.getLogger("xmcray").info(message, extra={"values": values})
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC)
         head = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": time.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "run": _run,
             "message": " ".join(record.getMessage().split()),
         }
-        body = {**getattr(record, "values", {}), **head}
+        # `head` comes twice: first for the order of the fields, last so that no value replaces it.
+        body = {**head, **getattr(record, "values", {}), **head}
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
-        return json.dumps({**head, **body}, default=str)
+        return json.dumps(body, default=str)

@@ -1,4 +1,4 @@
-"""What a user sees while something runs: one bar on a terminal, one line per epoch elsewhere; always on stderr.
+"""What a user sees on stderr while something runs: a bar on a terminal, else one line per epoch.
 
 Programs get every record (logs.py).
 """
@@ -25,115 +25,120 @@ from xmcray.training.records import Record, following
 from xmcray.training.run import SELECTION, Run
 
 logger = logging.getLogger(__name__)
+Show = Callable[[Record], None]
 
 
 @contextlib.contextmanager
 def watch_training(run: Run) -> Iterator[None]:
     """Shows the run's records until the block ends."""
     console = Console(stderr=True)
-    how = (
-        _json(run) if logs.as_json() else _bar(run, console) if console.is_terminal else _lines(run)
-    )
-    with how as show, logs.about(run.id), following(run.path / "metrics.jsonl", show):
+    if logs.as_json():
+        display = _json(run)
+    elif console.is_terminal:
+        display = _bar(run, console)
+    else:
+        display = _lines(run)
+    with display as show, logs.about(run.id), following(run.path / "metrics.jsonl", show):
         yield
 
 
 @contextlib.contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar for something that knows how many of `total` it has done; silent unless stderr is a terminal."""
+    """A bar for work that knows how many of `total` items are done; silent unless on a terminal."""
     console = Console(stderr=True)
-    columns = (
+    silent = logs.as_json() or not console.is_terminal
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-    )
-    silent = logs.as_json() or not console.is_terminal
-    with Progress(*columns, console=console, disable=silent, transient=True) as progress:
+        console=console,
+        disable=silent,
+        transient=True,
+    ) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.update(task, completed=done)
 
 
 @contextlib.contextmanager
-def _bar(run: Run, console: Console) -> Iterator[Callable[[Record], None]]:
-    columns = (
+def _bar(run: Run, console: Console) -> Iterator[Show]:
+    newest = _NewestValues()
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.fields[figures]}"),
         TimeRemainingColumn(),
-    )
-    figures = _Figures()
-    with Progress(*columns, console=console) as progress:
+        console=console,
+    ) as progress:
         task = progress.add_task(_name(run), total=None, figures="starting")
 
         def show(record: Record) -> None:
-            if figures.goes_back(record):
-                progress.console.print(_back(run, record), highlight=False)
-            figures.add(record)
-            total = figures.values.get("last_step")
-            progress.update(task, completed=record["step"], total=total, figures=figures.text())
+            if newest.is_rewound_by(record):
+                progress.console.print(_rewound(run, record), highlight=False)
+            newest.add(record)
+            total = newest.values.get("last_step")
+            progress.update(task, completed=record["step"], total=total, figures=newest.text())
 
         yield show
 
 
 @contextlib.contextmanager
-def _lines(run: Run) -> Iterator[Callable[[Record], None]]:
+def _lines(run: Run) -> Iterator[Show]:
     """One line per epoch: written when the next one begins, and at the end."""
-    figures = _Figures()
+    newest = _NewestValues()
 
-    def line() -> None:
-        if "epoch" in figures.values:
-            print(
-                f"{_name(run)}: epoch {figures.values['epoch'] + 1}, {figures.text()}",
-                file=sys.stderr,
-                flush=True,
-            )
+    def print_epoch() -> None:
+        if "epoch" in newest.values:
+            epoch = newest.values["epoch"] + 1
+            print(f"{_name(run)}: epoch {epoch}, {newest.text()}", file=sys.stderr, flush=True)
 
     def show(record: Record) -> None:
-        if figures.goes_back(record):
-            print(_back(run, record), file=sys.stderr, flush=True)
-        elif record["epoch"] != figures.values.get("epoch", record["epoch"]):
-            line()
-        figures.add(record)
+        if newest.is_rewound_by(record):
+            print(_rewound(run, record), file=sys.stderr, flush=True)
+        elif record["epoch"] != newest.values.get("epoch", record["epoch"]):
+            print_epoch()
+        newest.add(record)
 
     yield show
-    line()
+    print_epoch()
 
 
 @contextlib.contextmanager
-def _json(run: Run) -> Iterator[Callable[[Record], None]]:
+def _json(run: Run) -> Iterator[Show]:
     """Every record, for programs."""
-    figures = _Figures()
+    newest = _NewestValues()
 
     def show(record: Record) -> None:
-        if figures.goes_back(record):
-            logger.warning(_back(run, record))
-        figures.add(record)
-        logs.tell("step" if "loss" in record else "validation", record)
+        if newest.is_rewound_by(record):
+            logger.warning(_rewound(run, record))
+        newest.add(record)
+        logs.log_values("step" if "loss" in record else "validation", record)
 
     yield show
 
 
-class _Figures:
-    """The newest value of everything records tell."""
+class _NewestValues:
+    """The newest value of each field of the records so far."""
 
     def __init__(self) -> None:
         self.values: Record = {}
 
     def add(self, record: Record) -> None:
-        if self.goes_back(record):
+        if self.is_rewound_by(record):
             self.values.clear()
         self.values.update(record)
 
-    def goes_back(self, record: Record) -> bool:
+    def is_rewound_by(self, record: Record) -> bool:
+        """Whether a record lies before those seen: training went back to a checkpoint."""
         return bool(record["step"] < self.values.get("step", 0))
 
     def text(self) -> str:
         values = self.values
         parts = [f"step {values['step']:,}"]
         if "loss" in values:
-            parts += [f"loss {values['loss']:.4g}", f"{values['queries_per_s']:,.0f} queries/s"]
+            parts.append(f"loss {values['loss']:.4g}")
+            parts.append(f"{values['queries_per_s']:,.0f} queries/s")
         if values.get("negatives_age") is not None:
             parts.append(f"negatives {values['negatives_age']:,} steps old")
         if values.get("schedule_broken_at_step") is not None:
@@ -145,16 +150,15 @@ class _Figures:
         return ", ".join(parts)
 
 
-def _back(run: Run, record: Record) -> str:
+def _rewound(run: Run, record: Record) -> str:
     return f"{_name(run)}: a worker was lost and replaced; continued from its checkpoint, now at step {record['step']:,}"
 
 
 def _name(run: Run) -> str:
-    """The method, and which part of a refit this is."""
+    """The method, and which of the two trainings of a refit this is."""
+    method = run.config.method_name
     if run.path.name == SELECTION and (run.path.parent / "lock").exists():
-        return f"{run.config.method_name} (choosing epochs)"
-    return (
-        f"{run.config.method_name} (refit)"
-        if (run.path / SELECTION).is_dir()
-        else run.config.method_name
-    )
+        return f"{method} (choosing epochs)"
+    if (run.path / SELECTION).is_dir():
+        return f"{method} (refit)"
+    return method

@@ -1,8 +1,7 @@
-"""From nothing to answers in minutes: the sample corpus, ASTRA on two Ray workers, a table, five queries."""
+"""From nothing to answers in minutes: the sample corpus, ASTRA on two Ray workers, five queries."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from xmcray.progress import watch_training
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.launch import train
 from xmcray.training.outcome import finish, measure
-from xmcray.training.run import RunConfig
+from xmcray.training.run import Run, RunConfig
 from xmcray.types import Int64Array, TopLabels
 
 PRESET = "preset:astra/sample"
@@ -35,97 +34,100 @@ QUERIES = (
     "fast fourier transform of real input",
     "join two tables on a key column",
 )
-# Measured by others on another build of this sample (on which TF-IDF kNN had 0.47): an orientation, no comparison.
+# Measured by others on another build of this sample (on which TF-IDF kNN had 0.47): for orientation,
+# not for comparison.
 QUOTED: dict[str, dict[str, Any]] = {"XR-Linear (quoted, not measured)": {"P@1": 0.56}}
+NEXT_COMMANDS = (
+    ('xmcray search {out}/run/bundle "smooth a curve" -k 5', "your own question"),
+    ("xmcray serve {out}/run/bundle", "a page to search with, and an API"),
+    (
+        f"xmcray train astra --data {{out}}/corpus --out runs/b --config {PRESET} --set optim.epochs=5",
+        "a variation",
+    ),
+    (
+        "xmcray evaluate runs/b --data {out}/corpus --compare {out}/run",
+        "is it worse? a paired test",
+    ),
+    ("xmcray prepare SRC --out CORPUS", "your own data"),
+)
 
 
 def quickstart(out: str) -> None:
-    """Trains and answers in the folder `out`; a finished run found there is used again."""
+    """Prepares the sample, trains and answers in the folder `out`; a finished run there is reused."""
+    started = time.perf_counter()
+    # Not on a terminal, rich would wrap the tables at 80 columns.
+    width = None if Console().is_terminal else 160
+    console = Console(highlight=False, markup=False, width=width)
     with ray_session():
-        _quickstart(out)
-
-
-def _quickstart(out: str) -> None:
-    started, folder = time.perf_counter(), Path(out)
-    console = (
-        Console(highlight=False) if Console().is_terminal else Console(highlight=False, width=160)
-    )
-    console.print(
-        "1/4 corpus: documentation of the installed numpy, scipy and pandas", markup=False
-    )
-    corpus = sample_corpus(folder / "corpus")
-    card = corpus.card
-    console.print(
-        f"    {card.num_train:,} training and {card.num_test:,} test queries, {card.num_labels:,} labels"
-    )
-    settings = RunConfig.resolve("astra", config.load_yaml(PRESET), ["cluster.workers=2"])
-    finished = (folder / "run" / "result.json").is_file()
-    how = (
-        "found the finished run"
-        if finished
-        else "first to choose the number of epochs, then on all training queries"
-    )
-    console.print(f"2/4 ASTRA on 2 Ray workers: {how}", markup=False)
-    run = train(folder / "corpus", folder / "run", settings, refit=True, watch=watch_training)
-    console.print("3/4 the test queries, by which nothing was chosen", markup=False)
-    found = finish(run, corpus)
-    assert found is not None, "the sample has a test split"
-    baseline = nearest_queries(corpus)
-    console.print(
-        metrics_table({"ASTRA": found.to_json(), "TF-IDF kNN": baseline.to_json(), **QUOTED})
-    )
-    console.print(segment_table(found.to_json()))
-    console.print("4/4 five questions\n", markup=False)
-    for query, answers in zip(
-        QUERIES, Retriever.load(run.path / "bundle").search(QUERIES, 3), strict=True
-    ):
+        console.print("1/4 corpus: documentation of the installed numpy, scipy and pandas")
+        corpus = sample_corpus(Path(out) / "corpus")
+        card = corpus.card
         console.print(
-            answer_table(
-                query, [(a.score, a.uid, a.text.removeprefix(f"{a.uid} ")) for a in answers]
-            )
+            f"    {card.num_train:,} training and {card.num_test:,} test queries, {card.num_labels:,} labels"
         )
+        run = _train(console, Path(out))
+        _show_results(console, run, corpus)
+    _show_answers(console, run)
+    console.print(f"{time.perf_counter() - started:.0f} s in all. Next:")
+    for command, purpose in NEXT_COMMANDS:
+        console.print(f"  {command.format(out=out)}   # {purpose}")
+    console.print(f"The run on one page: {out}/run/report.html")
+
+
+def _train(console: Console, folder: Path) -> Run:
+    if (folder / "run" / "result.json").is_file():
+        plan = "found the finished run"
+    else:
+        plan = "first to choose the number of epochs, then on all training queries"
+    console.print(f"2/4 ASTRA on 2 Ray workers: {plan}")
+    settings = RunConfig.resolve("astra", config.load_yaml(PRESET), ["cluster.workers=2"])
+    return train(folder / "corpus", folder / "run", settings, refit=True, watch=watch_training)
+
+
+def _show_results(console: Console, run: Run, corpus: Corpus) -> None:
+    console.print("3/4 the test queries, which took no part in any choice")
+    result = finish(run, corpus)
+    assert result is not None, "the sample has a test split"
+    baseline = nearest_queries(corpus)
+    rows = {"ASTRA": result.to_json(), "TF-IDF kNN": baseline.to_json(), **QUOTED}
+    console.print(metrics_table(rows))
+    console.print(segment_table(result.to_json()))
+
+
+def _show_answers(console: Console, run: Run) -> None:
+    console.print("4/4 five questions\n")
+    answers = Retriever.load(run.path / "bundle").search(QUERIES, 3)
+    for query, query_answers in zip(QUERIES, answers, strict=True):
+        rows = []
+        for answer in query_answers:
+            # The text of a sample's label starts with its name, which has a column of its own.
+            text = answer.text.removeprefix(f"{answer.uid} ")
+            rows.append((answer.score, answer.uid, text))
+        console.print(answer_table(query, rows))
         console.print()
-    console.print(f"{time.perf_counter() - started:.0f} s in all. Next:", markup=False)
-    for command, why in (
-        (f'xmcray search {out}/run/bundle "smooth a curve" -k 5', "your own question"),
-        (f"xmcray serve {out}/run/bundle", "a page to search with, and an API"),
-        (
-            f"xmcray train astra --data {out}/corpus --out runs/b --config {PRESET} --set optim.epochs=5",
-            "a variation",
-        ),
-        (
-            f"xmcray evaluate runs/b --data {out}/corpus --compare {out}/run",
-            "is it worse? a paired test",
-        ),
-        ("xmcray prepare SRC --out CORPUS", "your own data"),
-    ):
-        console.print(f"  {command}   # {why}", markup=False)
-    console.print(f"The run on one page: {out}/run/report.html", markup=False)
 
 
 def sample_corpus(path: Path) -> Corpus:
-    """The embedded sample as a corpus; made if it is not there yet."""
+    """The embedded sample as a corpus; it is prepared if it is not there yet."""
     if (path / storage.MANIFEST).is_file():
         return Corpus.open(path)
-    raw = Path(tempfile.mkdtemp(prefix="xmcray-sample."))
-    try:
-        write_sample(raw)
-        return prepare(detect(raw), path, name="sample", licence="BSD-3-Clause", progress=False)
-    finally:
-        shutil.rmtree(raw, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="xmcray-sample.") as folder:
+        write_sample(Path(folder))
+        return prepare(detect(folder), path, name="sample", licence="BSD-3-Clause", progress=False)
 
 
 def nearest_queries(corpus: Corpus) -> Evaluation:
-    """The kNN baseline on the test split, measured as everything else."""
-    train_split, test, num_labels = (
-        corpus.split("train"),
-        corpus.split("test"),
-        corpus.card.num_labels,
+    """The kNN baseline on the test split, measured like a trained method."""
+    train_split = corpus.split("train")
+    test_split = corpus.split("test")
+    num_labels = corpus.card.num_labels
+    train_rows = np.arange(len(train_split), dtype=np.int64)
+    baseline = NearestQueries(
+        train_split.texts(train_rows), train_split.positives(train_rows), num_labels
     )
-    rows = np.arange(len(train_split), dtype=np.int64)
-    baseline = NearestQueries(train_split.texts(rows), train_split.positives(rows), num_labels)
 
     def search(rows: Int64Array) -> TopLabels:
-        return baseline.top_labels(test.texts(rows), min(SEARCH_K, num_labels), test.filters(rows))
+        top_k = min(SEARCH_K, num_labels)
+        return baseline.top_labels(test_split.texts(rows), top_k, test_split.filters(rows))
 
     return measure(search, corpus, "test")

@@ -1,9 +1,9 @@
 """Directories that are complete or absent: corpus, checkpoint and bundle.
 
-An artifact is a directory with `manifest.json`: its kind, schema version, what made it, and name, size and SHA-256 of
-every file. Locally it is written under a temporary name beside its destination, synced and renamed. On an object
-store, which has no rename, data files go first and the manifest last. A directory without a verifying manifest does
-not exist for a reader.
+An artifact is a directory with `manifest.json`: its kind, schema version, what made it, and name,
+size and SHA-256 of every file. Locally it is written under a temporary name in the destination's
+folder, synced and renamed. An object store has no rename, so data files are uploaded first and the
+manifest last. Readers ignore a directory without a verified manifest.
 """
 
 from __future__ import annotations
@@ -19,23 +19,29 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from safetensors import SafetensorError
 
-from xmcray.errors import StorageError, XmcrayError
+from xmcray.errors import StorageError, XmcrayError, one_line
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_HERE, _EXCHANGE = -100, 2  # of renameat2: names from the working folder, swapped
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+# Arguments of the system call renameat2: paths start at the working folder; swap two names.
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 class MissingFolderError(StorageError, FileNotFoundError):
-    """The folder to write into is not there (any more); for those who expect that, the system's error too."""
+    """The folder to write into does not exist (any more).
+
+    It is a FileNotFoundError too, for callers that expect the folder to vanish.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +94,34 @@ def fsync(path: Path) -> None:
 
 
 def aside(path: Path) -> Path:
-    """A hidden name beside `path` that nobody on any machine uses; it does not end as `path` does: no glob finds it."""
+    """A unique hidden name in the folder of `path`, for a file or folder that will replace it.
+
+    It starts with a dot and does not end as `path` does, so no pattern for finished files finds it.
+    """
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Gives a temporary path to write; its file replaces `path` when the block ends.
+
+    A reader of `path` sees the old or the new content, never a part. If the block fails, the
+    temporary file is removed.
+
+    Raises:
+        StorageError: the disk is full, or the folder is missing or forbidden.
+    """
+    temporary = aside(path)
+    with disk_errors(path):
+        try:
+            yield temporary
+            fsync(temporary)
+            temporary.replace(path)
+            fsync(path.parent)
+        finally:
+            # Nothing is left to remove after a success.
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -100,67 +132,87 @@ def write_json(path: Path, value: object) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a file so that a reader sees the old or the new text, never a part of it.
 
-    The text goes to a temporary file, which is synchronised and renamed. What UTF-8 cannot encode is
-    written as an escape.
+    What UTF-8 cannot encode, such as half of a surrogate pair, is written as an escape.
     """
-    temporary = aside(path)
-    with disk_errors(path):
-        try:
-            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        fsync(path.parent)
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @contextlib.contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
-    """Turns a full disk, or a path that is forbidden or not there, into a StorageError that names it.
+    """Turns a full disk, or a path that is forbidden or missing, into a StorageError that names it.
 
-    That something else is not there, such as a file that was to be read meanwhile, stays what it is.
+    An error about another file, such as one that the block reads, is raised unchanged.
     """
     try:
         yield
-    except SafetensorError as error:  # no OSError, it has the system's number only in its words
-        if any(f"(os error {code})" in str(error) for code in _FULL) or "No space left" in str(
-            error
-        ):
-            raise _full(path) from error
+    except SafetensorError as error:
+        # safetensors raises no OSError: the system's error number stands only in its message.
+        message = str(error)
+        full = any(f"(os error {code})" in message for code in _FULL)
+        if full or "No space left" in message:
+            raise _disk_full(path) from error
         raise
     except OSError as error:
-        if error.errno in _FULL:
-            raise _full(path) from error
-        message = f"{path} cannot be written ({error.strerror}); choose another folder"
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise StorageError(message) from error
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and _concerns(
-            error.filename, Path(path)
-        ):
-            raise (MissingFolderError if error.errno == errno.ENOENT else StorageError)(
-                message
-            ) from error
-        raise
+        storage_error = _storage_error(error, path)
+        if storage_error is None:
+            raise
+        raise storage_error from error
+
+
+def _storage_error(error: OSError, path: str | Path) -> StorageError | None:
+    """The error to raise instead of the system's; None if it does not concern `path`."""
+    if error.errno in _FULL:
+        return _disk_full(path)
+    message = f"{path} cannot be written ({error.strerror}); choose another folder"
+    if error.errno in _FORBIDDEN:
+        return StorageError(message)
+    if not _concerns(error.filename, Path(path)):
+        return None
+    if error.errno == errno.ENOENT:
+        return MissingFolderError(message)
+    if error.errno in (errno.ENOTDIR, errno.EISDIR):
+        return StorageError(message)
+    return None
+
+
+def _disk_full(path: str | Path) -> StorageError:
+    return StorageError(
+        f"no space left while writing {path}: the disk is full; free some space or choose another folder"
+    )
+
+
+def _concerns(filename: object, path: Path) -> bool:
+    """Whether `filename` is `path`, a folder above it, or a file in the same folder.
+
+    New files are first written in the same folder, under another name.
+    """
+    if not isinstance(filename, str | Path):
+        return False
+    named_path = Path(filename).absolute()
+    path = path.absolute()
+    return named_path == path or named_path in path.parents or named_path.parent == path.parent
 
 
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
-    """Every remote file system has its own errors; each becomes a StorageError that names the URL."""
+    """Turns the errors of remote file systems, which all have their own, into a StorageError."""
     try:
         yield
     except XmcrayError:
         raise
-    except ImportError as error:  # fsspec's own words name the package
+    except ImportError as error:  # fsspec's own message names the missing package
         raise StorageError(
-            f"{url} cannot be used: {_one_line(error)} (pip install it beside xmcray)"
+            f"{url} cannot be used: {_named(error)} (install it with pip where xmcray is installed)"
         ) from error
     except Exception as error:
         raise StorageError(
-            f"{url} cannot be used ({_one_line(error)}); check the URL and its rights"
+            f"{url} cannot be used ({_named(error)}); check the URL and its rights"
         ) from error
+
+
+def _named(error: Exception) -> str:
+    return one_line(f"{type(error).__name__}: {error}")
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
@@ -174,65 +226,54 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         return filesystem, str(root)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-
-
 def check_file(path: str | Path) -> None:
-    """Raises StorageError if a file cannot be written there: asked before the work whose result it is to hold."""
+    """Raises StorageError if a file cannot be written there; for checks before long work."""
     folder = Path(path).absolute().parent
     if not folder.is_dir():
-        found = "is not a folder" if folder.exists() else "does not exist"
+        state = "is not a folder" if folder.exists() else "does not exist"
         raise StorageError(
-            f"{path} cannot be written: folder {folder} {found}; make it or choose another"
+            f"{path} cannot be written: folder {folder} {state}; make it or choose another"
         )
     if Path(path).is_dir():
         raise StorageError(f"{path} is a folder, expected a file; choose another name")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise StorageError(
-            f"{path} cannot be written ({os.strerror(errno.EACCES)}); choose another folder"
-        )
-
-
-def _full(path: str | Path) -> StorageError:
-    return StorageError(
-        f"no space left while writing {path}: the disk is full; free some space or choose another folder"
-    )
-
-
-def _concerns(named: object, path: Path) -> bool:
-    """Whether an error names `path`, a folder above it, or a file beside it, where it is written first."""
-    if not isinstance(named, str | Path):
-        return False
-    name, whole = Path(named).absolute(), path.absolute()
-    return name in (whole, *whole.parents) or name.parent == whole.parent
+        reason = os.strerror(errno.EACCES)
+        raise StorageError(f"{path} cannot be written ({reason}); choose another folder")
 
 
 def finish_manifest(
-    folder: Path, kind: str, about: Mapping[str, Any], known: Mapping[str, FileEntry]
+    folder: Path, kind: str, about: Mapping[str, Any], hashed_files: Mapping[str, FileEntry]
 ) -> Manifest:
-    """Hashes the files of `folder` that `known` lacks, syncs everything and writes the manifest into it."""
-    files = dict(known)
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in files and name != MANIFEST:
+    """Hashes and syncs the files of `folder`, then writes the manifest into it.
+
+    Args:
+        hashed_files: entries of files that are on disk already and need no hashing.
+    """
+    files = dict(hashed_files)
+    for name, path in _files_below(folder):
+        if name not in files:
             files[name] = hash_file(path)
             fsync(path)
     body = {
         "kind": kind,
         "schema_version": SCHEMA_VERSION,
-        "files": {
-            name: {"size": entry.size, "sha256": entry.sha256}
-            for name, entry in sorted(files.items())
-        },
+        "files": {name: asdict(files[name]) for name in sorted(files)},
         "about": dict(about),
     }
     digest = _content_hash(body)
     write_json(folder / MANIFEST, {**body, "sha256": digest})
-    for path in sorted(folder.rglob("*")):
+    for path in folder.rglob("*"):
         if path.is_dir():
             fsync(path)
     return Manifest(kind, files, dict(about), digest)
+
+
+def _files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Relative name and path of every file but the manifest, sorted."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST:
+            yield name, path
 
 
 @contextlib.contextmanager
@@ -240,17 +281,18 @@ def new_artifact(
     destination: str | Path,
     kind: str,
     about: Mapping[str, Any],
-    known: Mapping[str, FileEntry] | None = None,
+    hashed_files: Mapping[str, FileEntry] | None = None,
     replacing: bool = False,
 ) -> Iterator[Path]:
-    """A folder to fill; when the block ends it is hashed, synced and takes the name `destination`.
+    """A folder to fill; when the block ends it is hashed, synced and renamed to `destination`.
 
-    `about` and `known` are read at the end, so the block may still add to them. If the block fails nothing is left
-    behind.
+    `about` and `hashed_files` are read at the end, so the block may still add to them. If the block
+    fails nothing is left behind.
 
     Args:
-        known: entries of files that need no hashing and syncing, from `link_files`.
-        replacing: the destination, a local folder, exists; it changes from the old to the new one at one moment.
+        hashed_files: entries of files that need no hashing and syncing, from `link_files`.
+        replacing: the destination, a local folder, exists; the new folder takes its place in one
+            atomic step.
     Raises:
         StorageError: the destination exists and is not empty, or the disk is full.
     """
@@ -265,7 +307,7 @@ def new_artifact(
         try:
             folder.chmod(0o755)
             yield folder
-            finish_manifest(folder, kind, about, known or {})
+            finish_manifest(folder, kind, about, hashed_files or {})
             if remote:
                 _upload(folder, str(destination))
             elif replacing:
@@ -277,7 +319,10 @@ def new_artifact(
 
 
 def publish(folder: Path, destination: Path) -> None:
-    """Renames a finished folder to its destination (an empty folder there is replaced) and syncs the parent."""
+    """Renames a finished folder to its destination and syncs the parent.
+
+    An empty folder at the destination is replaced.
+    """
     if destination.is_dir():
         destination.rmdir()
     folder.rename(destination)
@@ -285,14 +330,16 @@ def publish(folder: Path, destination: Path) -> None:
 
 
 def exchange(folder: Path, destination: Path) -> None:
-    """Two folders swap names: whoever opens `destination` finds the old or the new one, and keeps what it has open."""
+    """Swaps the names of two folders in one atomic step.
+
+    A process that opens `destination` gets the old or the new folder, and keeps the files that it
+    has open.
+    """
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None or rename(
-        _HERE, os.fsencode(folder), _HERE, os.fsencode(destination), _EXCHANGE
-    ):
-        old = aside(
-            destination
-        )  # where the system has no such call there is no `destination` for a moment
+    names = (_AT_FDCWD, os.fsencode(folder), _AT_FDCWD, os.fsencode(destination))
+    if rename is None or rename(*names, _RENAME_EXCHANGE) != 0:
+        # Without the system call, `destination` does not exist for a moment.
+        old = aside(destination)
         destination.rename(old)
         folder.rename(destination)
         old.rename(folder)
@@ -301,44 +348,54 @@ def exchange(folder: Path, destination: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Nobody else changes an artifact meanwhile; the system ends that when the process dies. Readers do not care.
+    """Keeps other processes from changing an artifact while the block runs; readers are not affected.
+
+    The system releases the lock when the process dies.
 
     Raises:
         StorageError: another process is changing it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(
-            os.fstat(descriptor), folder.stat()
-        ):  # it was exchanged before we held it
-            raise BlockingIOError
+        if not _locked(descriptor, folder):
+            raise StorageError(
+                f"{folder} is being changed by another process; try again when that is done"
+            )
         yield
-    except BlockingIOError:
-        raise StorageError(
-            f"{folder} is being changed by another process; try again when that is done"
-        ) from None
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int, folder: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    # Another process may have exchanged the folder between opening and locking it.
+    return os.path.samestat(os.fstat(descriptor), folder.stat())
 
 
 def link_files(
     source: Path, manifest: Manifest, folder: Path, without: Collection[str]
 ) -> dict[str, FileEntry]:
-    """Gives `folder` all files of a verified artifact but some, under a second name; never write into those.
+    """Gives `folder` the files of a verified artifact under a second name; never write into those.
 
+    Args:
+        without: names of files to leave out.
     Returns:
-        The entries of the files that are as safe on disk as those of `source`; others, on another disk, are copies.
+        The entries of files that were linked and so are as safe on disk as those of `source`. Files
+        on another disk are copied and have no entry.
     """
-    known: dict[str, FileEntry] = {}
+    linked: dict[str, FileEntry] = {}
     for name in manifest.files.keys() - set(without):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.link(source / name, folder / name)
-            known[name] = manifest.files[name]
+            os.link(source / name, target)
+            linked[name] = manifest.files[name]
         except OSError:
-            shutil.copyfile(source / name, folder / name)
-    return known
+            shutil.copyfile(source / name, target)
+    return linked
 
 
 def refuse_existing(destination: str | Path) -> None:
@@ -346,11 +403,11 @@ def refuse_existing(destination: str | Path) -> None:
     if is_url(destination):
         filesystem, root = filesystem_of(str(destination))
         with reaching(str(destination)):
-            taken = filesystem.exists(f"{root}/{MANIFEST}")
+            exists = filesystem.exists(f"{root}/{MANIFEST}")
     else:
         path = Path(destination)
-        taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
-    if taken:
+        exists = any(path.iterdir()) if path.is_dir() else path.exists()
+    if exists:
         raise StorageError(
             f"{destination} exists and is not empty; remove it or choose another --out"
         )
@@ -366,35 +423,46 @@ def read_manifest(path: str | Path, kind: str) -> Manifest:
     if not folder.is_dir():
         raise StorageError(f"{path} does not exist; expected a {kind} folder")
     try:
-        body = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if not isinstance(body, dict):
-            raise ValueError("not an object")
-        digest = body.pop("sha256")
-        files = {
-            name: FileEntry(int(e["size"]), str(e["sha256"])) for name, e in body["files"].items()
-        }
-        found, version, about = body["kind"], body["schema_version"], body["about"]
+        content = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise StorageError(
             f"{path} has no {MANIFEST}: it is not a complete {kind}; make it again"
         ) from None
+    return _parse_manifest(content, path, kind)
+
+
+def _parse_manifest(content: bytes, source: str | Path, kind: str) -> Manifest:
+    """A manifest from its bytes, verified.
+
+    Args:
+        source: folder or URL of the artifact, for messages.
+    """
+    try:
+        body = json.loads(content)
+        digest = body.pop("sha256")
+        files = {}
+        for name, entry in body["files"].items():
+            files[name] = FileEntry(int(entry["size"]), str(entry["sha256"]))
+        manifest = Manifest(body["kind"], files, body["about"], digest)
+        version = body["schema_version"]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise StorageError(f"{path}/{MANIFEST} is damaged; make the {kind} again") from None
-    if found != kind:
-        raise StorageError(f"{path} holds a {found}, expected a {kind}")
+        raise StorageError(f"{source}/{MANIFEST} is damaged; make the {kind} again") from None
+    if manifest.kind != kind:
+        raise StorageError(f"{source} holds a {manifest.kind}, expected a {kind}")
     if version != SCHEMA_VERSION:
         raise StorageError(
-            f"{path} has schema version {version}, this release reads {SCHEMA_VERSION}"
+            f"{source} has schema version {version}, this release reads {SCHEMA_VERSION}"
         )
     if digest != _content_hash(body):
         raise StorageError(
-            f"{path}/{MANIFEST} was altered after it was written; make the {kind} again"
+            f"{source}/{MANIFEST} was altered after it was written; make the {kind} again"
         )
+    # A name must not lead out of the folder when its file is copied or read.
     if any(name.startswith("/") or ".." in name.split("/") for name in files):
         raise StorageError(
-            f"{path}/{MANIFEST} names a file outside its folder; do not use this {kind}"
+            f"{source}/{MANIFEST} names a file outside its folder; do not use this {kind}"
         )
-    return Manifest(kind, files, about, digest)
+    return manifest
 
 
 def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[Path, Manifest]:
@@ -411,9 +479,10 @@ def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[P
         file = folder / name
         if not file.is_file():
             raise StorageError(f"{path}/{name} is missing; make the {kind} again")
-        if file.stat().st_size != entry.size:
+        size = file.stat().st_size
+        if size != entry.size:
             raise StorageError(
-                f"{path}/{name} has {file.stat().st_size} bytes, expected {entry.size}: damaged"
+                f"{path}/{name} has {size} bytes, expected {entry.size}: it is damaged; make the {kind} again"
             )
         if contents and hash_file(file) != entry:
             raise StorageError(
@@ -423,29 +492,31 @@ def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[P
 
 
 def _content_hash(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(
-        json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    # Sorted keys and fixed separators: equal content has one form only.
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _upload(folder: Path, url: str) -> None:
+    """Copies an artifact to a URL; the manifest comes last and makes it complete."""
     filesystem, root = filesystem_of(url)
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST]
-    for path in [*files, folder / MANIFEST]:
-        target = f"{root}/{path.relative_to(folder).as_posix()}"
+    names = [name for name, _ in _files_below(folder)]
+    for name in [*names, MANIFEST]:
+        target = f"{root}/{name}"
         with reaching(url):
             filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-            filesystem.put_file(str(path), target)
+            filesystem.put_file(str(folder / name), target)
 
 
 def local_copy(source: str, kind: str) -> Path:
     """An artifact of a URL or a folder, copied to this machine's cache if it is not there yet.
 
-    All processes of a machine share one copy: the first one makes it while the others wait, and it has its name only
-    when every byte has the hash of the manifest, which also names it. What a killed process left is removed.
+    All processes of a machine share one copy. The first one makes it while the others wait. The
+    copy is renamed to its final name only when every file has the hash of the manifest. What a
+    killed process left behind is removed. CACHE is XMCRAY_CACHE or ~/.cache/xmcray:
 
-        CACHE/0123abcd...          a whole copy, named by its content; CACHE is XMCRAY_CACHE or ~/.cache/xmcray
-        CACHE/.0123abcd....part    one that is being made; CACHE/.0123abcd....lock is held meanwhile
+        CACHE/0123abcd...          a complete copy, named by the hash of its manifest
+        CACHE/.0123abcd....part    a copy in progress; CACHE/.0123abcd....lock is held meanwhile
 
     Raises:
         StorageError: not an artifact, altered, or no room for it.
@@ -453,32 +524,23 @@ def local_copy(source: str, kind: str) -> Path:
     filesystem, root = filesystem_of(source)
     with reaching(source):
         try:
-            raw = filesystem.cat_file(f"{root}/{MANIFEST}")
+            content = filesystem.cat_file(f"{root}/{MANIFEST}")
         except FileNotFoundError:
             raise StorageError(f"{source} has no {MANIFEST}: it is not a complete {kind}") from None
-    try:
-        key = hashlib.sha256(raw).hexdigest()[:32]
-        files = {
-            name: FileEntry(int(e["size"]), str(e["sha256"]))
-            for name, e in json.loads(raw)["files"].items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise StorageError(f"{source}/{MANIFEST} is damaged; make the {kind} again") from None
-    if any(name.startswith("/") or ".." in name.split("/") for name in files):
-        raise StorageError(
-            f"{source}/{MANIFEST} names a file outside its folder; do not use this {kind}"
-        )
-    copy = Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray")) / key
+    files = _parse_manifest(content, source, kind).files
+    key = hashlib.sha256(content).hexdigest()[:32]
+    cache = Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray"))
+    copy = cache / key
     with disk_errors(copy):
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with copy.with_name(f".{key}.lock").open("w") as lock:
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / f".{key}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees it when the process dies
             if not copy.is_dir():
-                part = copy.with_name(f".{key}.part")
+                part = cache / f".{key}.part"
                 shutil.rmtree(part, ignore_errors=True)
                 try:
                     _copy_files(filesystem, root, source, files, part)
-                    (part / MANIFEST).write_bytes(raw)
+                    (part / MANIFEST).write_bytes(content)
                     fsync(part / MANIFEST)
                     publish(part, copy)
                 finally:
@@ -489,22 +551,25 @@ def local_copy(source: str, kind: str) -> Path:
 def _copy_files(
     filesystem: Any, root: str, source: str, files: Mapping[str, FileEntry], folder: Path
 ) -> None:
+    """Downloads the files of an artifact into `folder` and compares their hashes."""
     folder.mkdir()
-    needed, free = sum(entry.size for entry in files.values()), shutil.disk_usage(folder).free
+    needed = sum(entry.size for entry in files.values())
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise StorageError(
             f"{source} has {needed / 1e9:.1f} GB, {folder.parent} has room for {free / 1e9:.1f} GB; remove old copies"
             " there or set XMCRAY_CACHE to a folder on another disk"
         )
     for name, entry in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
         with reaching(source), disk_errors(folder):
             try:
-                filesystem.get_file(f"{root}/{name}", str(folder / name))
+                filesystem.get_file(f"{root}/{name}", str(target))
             except FileNotFoundError:
                 raise StorageError(f"{source}/{name} is missing; make it again") from None
-        if hash_file(folder / name) != entry:
+        if hash_file(target) != entry:
             raise StorageError(
                 f"{source}/{name} was altered (SHA-256 differs from the manifest); make it again"
             )
-        fsync(folder / name)
+        fsync(target)

@@ -27,6 +27,11 @@ Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
 
+def offsets_of(lengths: npt.ArrayLike) -> Int64Array:
+    """int64 [rows + 1]: where each row starts in a flat array of rows of these lengths, and its end."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """Rows of different lengths in one flat array: token ids of texts, label ids of queries.
@@ -42,10 +47,10 @@ class Ragged:
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int] | Int64Array]) -> Ragged:
         """Concatenates `rows` (sequences of integers, possibly empty)."""
+        # The empty array makes the concatenation of no rows an int64 array too.
         arrays = [np.asarray(row, dtype=np.int64) for row in rows]
-        lengths = np.fromiter((len(a) for a in arrays), np.int64, len(arrays))
-        values = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
-        return cls(values, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+        values = np.concatenate([np.empty(0, np.int64), *arrays])
+        return cls(values, offsets_of([len(array) for array in arrays]))
 
     @classmethod
     def empty(cls, rows: int) -> Ragged:
@@ -72,7 +77,7 @@ class Ragged:
         """The chosen rows in the chosen order; works on memory-mapped values without reading the rest."""
         starts = np.asarray(self.offsets[rows], dtype=np.int64)
         lengths = np.asarray(self.offsets[np.asarray(rows) + 1], dtype=np.int64) - starts
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        offsets = offsets_of(lengths)
         index = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], lengths)
         return Ragged(np.asarray(self.values[index], dtype=np.int64), offsets)
 
@@ -85,8 +90,7 @@ class Ragged:
     def concatenate(parts: Sequence[Ragged]) -> Ragged:
         """The rows of all parts, one part after another."""
         lengths = np.concatenate([part.lengths for part in parts])
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        return Ragged(np.concatenate([part.values for part in parts]), offsets)
+        return Ragged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +156,8 @@ class Shortlist:
     def take(self, query_ids: Int64Array, width: int) -> Ragged:
         """The first `width` hard negatives of some queries."""
         rows = np.asarray(self.labels[query_ids, :width], dtype=np.int64)
-        found = rows >= 0
-        return Ragged(
-            rows[found], np.concatenate([np.zeros(1, np.int64), np.cumsum(found.sum(axis=1))])
-        )
+        present = rows >= 0
+        return Ragged(rows[present], offsets_of(present.sum(axis=1)))
 
 
 @dataclass(frozen=True, slots=True)

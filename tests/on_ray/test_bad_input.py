@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from planted import write_planted
 
 from xmcray import cli
-from xmcray.data.planted import write_planted
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

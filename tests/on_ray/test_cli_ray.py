@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from planted import write_planted
 from processes import When, descendants, last_step
 
 from xmcray import cli
-from xmcray.data.planted import write_planted
 from xmcray.doctor.sockets import Listener, listeners
 from xmcray.training.records import read_records
 

@@ -71,7 +71,7 @@ def test_quiet_by_default_and_a_wrong_format_is_named(
     before = list(logging.getLogger().handlers)
     with logs.on_stderr():
         assert logging.getLogger().handlers == before
-        logs.tell("step", {"loss": 1.0})
+        logs.log_values("step", {"loss": 1.0})
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("XMCRAY_LOG", "xml")
     assert cli.main(["--version"]) == 2

@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from planted import MAX_POSITIVES, write_planted
 
 from xmcray.data.formats import BadRow, Row, detect
-from xmcray.data.planted import MAX_POSITIVES, write_planted
 
 
 def refuse(bad: BadRow) -> None:
