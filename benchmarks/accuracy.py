@@ -1,4 +1,4 @@
-"""What ASTRA with a static encoder reaches with the committed presets, beside floors (../shared/data/BASELINES.md).
+"""What ASTRA with a static encoder reaches with the committed presets, compared with simple methods (floors.py).
 
     python benchmarks/accuracy.py                       # every set
     python benchmarks/accuracy.py --set sample
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import data_sets
 from common import refuse_if_busy, write_table
+from floors import FLOORS, METRICS
 
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.evaluate import Evaluation
@@ -27,44 +28,6 @@ from xmcray.training.launch import train
 from xmcray.training.outcome import finish
 from xmcray.training.run import Run, RunConfig
 
-METRICS = ("P@1", "P@5", "PSP@5")
-# Percent, quoted from BASELINES.md (same splits, filter pairs masked, A=0.55, B=1.5); the sample's from issue 2.
-FLOORS: dict[str, dict[str, tuple[float | None, ...]]] = {
-    "msdocs-seealso": {
-        "kNN": (67.4, 30.3, 59.8),
-        "label": (37.4, 18.8, 53.0),
-        "both": (71.4, 32.3, 70.2),
-        "XR-Linear": (74.7, 31.8, 64.1),
-    },
-    "msdocs-links": {
-        "kNN": (62.2, 35.3, 38.2),
-        "label": (30.6, 16.8, 33.4),
-        "both": (59.8, 33.1, 45.1),
-        "XR-Linear": (61.2, 34.1, 38.4),
-    },
-    "cdnjs-keywords": {
-        "kNN": (60.3, 33.0, 33.7),
-        "label": (57.4, 30.9, 45.3),
-        "both": (69.7, 39.4, 49.6),
-        "XR-Linear": (62.0, 36.8, 40.0),
-    },
-    "tate-subjects": {
-        "kNN": (68.3, 44.2, 35.3),
-        "label": (30.4, 12.7, 28.0),
-        "both": (67.3, 44.5, 45.0),
-        "XR-Linear": (78.5, 51.7, 42.6),
-    },
-    "wordnet-hypernyms": {
-        "kNN": (48.8, 31.8, 45.2),
-        "label": (17.6, 8.3, 25.0),
-        "both": (45.9, 29.2, 50.3),
-        "XR-Linear": (58.2, 37.2, 49.8),
-    },
-    "sample": {
-        "kNN, another build": (47.0, None, None),
-        "XR-Linear, another build": (56.0, None, None),
-    },
-}
 LIMITS: dict[str, tuple[float | None, ...]] = {
     "msdocs-seealso": (74.0, 33.5, 64.1),
     "msdocs-links": (65.0, 38.5, 40.0),
@@ -129,7 +92,7 @@ def main() -> None:
         )
     header = ["set", "method", *METRICS, "training, minutes"]
     about = "percent; intervals: bootstrap over test queries; minutes: wall time of both trainings of a refit"
-    floors = "floors quoted from BASELINES.md: TF-IDF 10 nearest queries, label texts, both, and XR-Linear"
+    floors = "floors: quoted from BASELINES.md of the data sets, see benchmarks/floors.py"
     write_table(
         arguments.out,
         "Accuracy with the committed presets",

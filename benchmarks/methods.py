@@ -28,8 +28,9 @@ import data_sets
 import numpy as np
 import numpy.typing as npt
 import torch
-from accuracy import FLOORS, LIMITS, METRICS, folder_of, trained
+from accuracy import LIMITS, folder_of, trained
 from common import refuse_if_busy, write_table
+from floors import FLOORS, METRICS
 
 from xmcray import config as configs
 from xmcray.data.batches import DataConfig, TrainingData
@@ -211,7 +212,7 @@ def main() -> None:
         "with memory: a weighed sum; bundle: softmax of its scores (RAE-XMC: its votes); queries: votes of the"
         f" {VOTES.keys} nearest training queries, softmax of cosines / {VOTES.temperature:g}; label texts: cosines;"
         f" untrained: a bag of random token vectors of {UNTRAINED.dim} dimensions, weighed as in TF-IDF",
-        "floor: the best of TF-IDF nearest queries, label texts, both, and XR-Linear in each metric, from BASELINES.md",
+        "floor: the best simple method of benchmarks/floors.py in each metric",
         "minutes: wall time of both trainings of a refit, whatever else the machine did (finished runs of accuracy.py,"
         " on both cores, are used where there are any); a memory trains nothing",
         load,

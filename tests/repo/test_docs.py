@@ -5,6 +5,8 @@ import errno
 import os
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +22,38 @@ def test_settings_page_is_up_to_date() -> None:
 
 def test_links_of_the_readme_lead_somewhere() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = [part.split(")", 1)[0] for part in text.split("](")[1:]]
+    links = [re.split("[)#]", part, maxsplit=1)[0] for part in text.split("](")[1:]]
     assert links
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_numbers_of_the_readme_are_measured_or_quoted() -> None:
+    """Each percentage of the results table stands in the measured table or among the floors."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.split("## Results", 1)[1].split("In P@1", 1)[0]
+    measured = (ROOT / "benchmarks/results/accuracy.md").read_text(encoding="utf-8")
+    measured = measured.replace("*", "")
+    floors = runpy.run_path(str(ROOT / "benchmarks" / "floors.py"))
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")]
+    data_set = ""
+    for row in rows[1:]:
+        first = row[1].strip()
+        data_set = first.strip("*") if first.startswith("**") else data_set
+        name = row[2].strip()
+        cells = [cell.replace("*", "").strip() for cell in row[3:6]]
+        if "ASTRA" in name:
+            assert f"| {data_set} | ASTRA, 95 % interval | {' | '.join(cells)} |" in measured
+        else:
+            method = floors["LINEAR"] if name == "XR-Linear" else floors["BOTH"]
+            assert [float(cell) for cell in cells] == list(floors["FLOORS"][data_set][method])
+    assert len(rows) == 7
+
+
+def test_the_plot_shows_the_committed_table(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "results_plot.py"
+    subprocess.run([sys.executable, str(script), "--out", str(tmp_path / "plot.svg")], check=True)
+    committed = (ROOT / "docs" / "images" / "results.svg").read_bytes()
+    assert (tmp_path / "plot.svg").read_bytes() == committed, f"run: python {script.name}"
 
 
 def test_troubleshooting_quotes_messages_that_there_are() -> None:

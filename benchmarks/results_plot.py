@@ -1,0 +1,103 @@
+"""Draws docs/images/results.svg, the plot of the README, from the committed table results/methods.md.
+
+    python benchmarks/results_plot.py
+
+Nothing is measured. Rows that no command of xmcray produces ("with memory", "texts alone") are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib as mpl
+from floors import BOTH, FLOORS, LINEAR, METRICS
+
+TABLE = Path(__file__).parent / "results" / "methods.md"
+PLOT = Path(__file__).parents[1] / "docs" / "images" / "results.svg"
+METHODS = ("astra", "renee", "dexml", "unidec", "prime", "rae")
+TITLES = ("ASTRA", "Renée", "DEXML", "UniDEC", "PRIME", "RAE-XMC")
+COLOURS = ("#d62728", "#ff9896", "#1f77b4", "#aec7e8", "#2ca02c", "#9467bd")
+SETS = ("cdnjs-keywords", "tate-subjects", "wordnet-hypernyms", "msdocs-seealso", "msdocs-links")
+SHOWN = ("P@1", "PSP@5")
+LABELS = {
+    "P@1": "P@1: is the first answer right?",
+    "PSP@5": "PSP@5: five answers, rare labels count more",
+}
+NUM_LABELS = {
+    "cdnjs-keywords": "2,320",
+    "tate-subjects": "14,471",
+    "wordnet-hypernyms": "19,032",
+    "msdocs-seealso": "32,085",
+    "msdocs-links": "104,969",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=PLOT)
+    arguments = parser.parse_args()
+    draw(measured(TABLE.read_text(encoding="utf-8")), arguments.out)
+
+
+def measured(table: str) -> dict[tuple[str, str], dict[str, float]]:
+    """Percent by (data set, method), then by metric."""
+    results = {}
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) < 6:
+            continue
+        data_set = cells[0]
+        method = cells[1].strip("*")
+        if data_set in SETS and method in METHODS:
+            # A cell is "77.3 [76.4, 78.1]": the mean and its interval.
+            values = [float(cell.split()[0]) for cell in cells[3:6]]
+            results[data_set, method] = dict(zip(METRICS, values, strict=True))
+    return results
+
+
+def draw(results: dict[tuple[str, str], dict[str, float]], out: Path) -> None:
+    """Writes the plot: one panel per metric, one row per data set, one dot per method."""
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    # A fixed salt and no date, so that the same table gives the same file.
+    mpl.rcParams.update({"svg.hashsalt": "xmcray", "svg.fonttype": "path", "font.size": 9})
+    figure, panels = pyplot.subplots(1, len(SHOWN), figsize=(9, 3.6), sharey=True)
+    rows = list(range(len(SETS)))
+    for panel, metric in zip(panels, SHOWN, strict=True):
+        column = METRICS.index(metric)
+        for row, data_set in zip(rows, SETS, strict=True):
+            panel.axhline(row, color="#dddddd", linewidth=0.8, zorder=0)
+            linear = FLOORS[data_set][LINEAR][column]
+            memory = FLOORS[data_set][BOTH][column]
+            panel.plot(linear, row, "|", color="black", markersize=16, markeredgewidth=2)
+            panel.plot(memory, row, "|", color="#999999", markersize=16, markeredgewidth=2)
+        for method, colour in zip(METHODS, COLOURS, strict=True):
+            values = [results[data_set, method][metric] for data_set in SETS]
+            panel.plot(values, rows, "o", color=colour, markersize=6, markeredgecolor="white")
+        panel.set_title(LABELS[metric], fontsize=9)
+        panel.set_xlabel("percent")
+        panel.spines[["top", "right", "left"]].set_visible(False)
+    panels[0].set_yticks(rows, [f"{name}\n{NUM_LABELS[name]} labels" for name in SETS])
+    panels[0].invert_yaxis()
+    panels[0].tick_params(axis="y", length=0)
+    dots = [
+        pyplot.Line2D([], [], marker="o", linestyle="", color=colour, label=title)
+        for title, colour in zip(TITLES, COLOURS, strict=True)
+    ]
+    bars = [
+        pyplot.Line2D([], [], marker="|", linestyle="", color=colour, markersize=12, label=title)
+        for title, colour in ((LINEAR, "black"), ("TF-IDF memory", "#999999"))
+    ]
+    figure.legend(handles=[*dots, *bars], loc="lower center", ncol=8, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
