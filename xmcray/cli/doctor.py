@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 
 def doctor_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
-    what = verb.add_mutually_exclusive_group()
-    what.add_argument(
+    """Adds the arguments of the verb."""
+    target = verb.add_mutually_exclusive_group()
+    target.add_argument(
         "--cluster",
         metavar="URL",
         help="a cluster's dashboard, http://HOST:PORT, or its head, HOST:PORT",
     )
-    what.add_argument(
+    target.add_argument(
         "--cluster-file", metavar="FILE", help="check a cluster YAML or a Kubernetes manifest"
     )
     verb.add_argument(
-        "--gpus", type=int, default=0, metavar="N", help="with --cluster: GPUs that must be there"
+        "--gpus", type=int, default=0, metavar="N", help="with --cluster: GPUs that it must have"
     )
     verb.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def doctor(options: argparse.Namespace) -> None:
-    """Says what it found; the last line is an error if something must be mended."""
+    """Prints the findings; the last line is an error if something must be mended."""
     if options.gpus and not options.cluster:
-        raise ConfigError("--gpus counts those of a cluster, expected --cluster URL with it")
+        raise ConfigError("--gpus counts the GPUs of a cluster, expected --cluster URL with it")
     if options.cluster_file:
         from xmcray.cluster_files import check_cluster_file
 
@@ -57,17 +57,22 @@ def of_machine() -> list[Finding]:
     import os
     from pathlib import Path
 
+    import psutil
+
     from xmcray.doctor import exposure, machine, software
     from xmcray.doctor.sockets import listeners
 
-    environment, home = os.environ, Path.home()
+    environment = os.environ
+    home = Path.home()
+    memory = psutil.virtual_memory()
     return [
         *software.versions(),
-        *machine.devices(),
+        machine.devices(),
         *machine.cores(environment),
-        *machine.memory(),
+        machine.memory(memory.total, memory.available),
+        machine.shared_memory(),
         *machine.disk(environment),
-        *machine.limits(),
+        machine.limits(),
         *software.switches(environment),
         *exposure.token_mode(environment, home),
         *exposure.file_modes(environment, home, Path.cwd()),
@@ -80,6 +85,7 @@ def of_cluster(address: str, gpus: int) -> list[Finding]:
     import os
     from pathlib import Path
 
-    from xmcray.doctor import cluster
+    from xmcray.doctor.cluster import findings, look_at
 
-    return list(cluster.findings(cluster.look_at(address, os.environ, Path.home()), gpus))
+    cluster = look_at(address, os.environ, Path.home())
+    return list(findings(cluster, gpus))

@@ -1,1 +1,1 @@
-"""`xmcray doctor`: what of this machine, or of a cluster, would break a run or open it to others, and what to do."""
+"""The checks of `xmcray doctor`: what would break a run here, or let others run code, and the remedy."""

@@ -1,15 +1,17 @@
-"""Who else may run code here: Ray's token, files that hold tokens, ports that other machines reach."""
+"""Whether others may run code here: Ray's token, files that hold tokens, ports that are reachable."""
 
 from __future__ import annotations
 
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from xmcray.doctor.finding import Finding
 from xmcray.doctor.sockets import Listener
 
-OURS = (
+# What occurs in the command lines of Ray's processes and of ours.
+OUR_PROCESSES = (
     "raylet",
     "gcs_server",
     "ray::",
@@ -21,81 +23,125 @@ OURS = (
 )
 DASHBOARD = "dashboard/dashboard.py"
 SERVER_TOKENS = ("serve-state/token", "serve-state/admin-token")
+MAX_LISTED = 4  # open ports that are named one by one
+
+
+@dataclass(frozen=True, slots=True)
+class RayToken:
+    """How programs of this shell prove to Ray who they are.
+
+    Attributes:
+        mode: RAY_AUTH_MODE in lower case; empty if it is not set.
+        source: variable or file that Ray reads the token from; None if there is no token.
+    """
+
+    mode: str
+    source: str | None
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], home: Path) -> RayToken:
+        """Looks where Ray looks: at two variables, then at a file in the home folder."""
+        mode = environment.get("RAY_AUTH_MODE", "").lower()
+        if environment.get("RAY_AUTH_TOKEN"):
+            return cls(mode, "RAY_AUTH_TOKEN")
+        default = home / ".ray" / "auth_token"
+        path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or default)
+        return cls(mode, str(path) if path.is_file() else None)
+
+    def read(self, environment: Mapping[str, str]) -> str | None:
+        """The token that `ray job submit` would send; none without RAY_AUTH_MODE=token."""
+        if self.mode != "token" or self.source is None:
+            return None
+        if self.source == "RAY_AUTH_TOKEN":
+            return environment["RAY_AUTH_TOKEN"]
+        return Path(self.source).read_text().strip()
 
 
 def token_mode(environment: Mapping[str, str], home: Path) -> Iterator[Finding]:
     """Whether programs of this shell prove to Ray who they are."""
-    mode = environment.get("RAY_AUTH_MODE", "").lower()
-    source = token_source(environment, home)
-    if mode == "disabled":
+    token = RayToken.of(environment, home)
+    if token.mode == "disabled":
         return  # software.switches says what that means
-    if mode == "token" and source is None:
+    if token.mode == "token" and token.source is None:
         yield Finding(
             "Ray token",
             "error",
             "RAY_AUTH_MODE is token, and there is none",
-            "run `ray get-auth-token --generate && chmod 600 ~/.ray/auth_token`, or copy the cluster's token there",
+            "run `ray get-auth-token --generate && chmod 600 ~/.ray/auth_token`,"
+            " or copy the cluster's token there",
         )
-    elif mode == "token":
-        yield Finding("Ray token", "ok", f"RAY_AUTH_MODE is token, read from {source}")
-    elif source is None:
+    elif token.mode == "token":
+        yield Finding("Ray token", "ok", f"RAY_AUTH_MODE is token, read from {token.source}")
+    elif token.source is None:
         yield Finding("Ray token", "ok", "none: a local Ray gets one of its own while it runs")
     else:
-        do = "export RAY_AUTH_MODE=token where you use a cluster: `ray job submit` sends no token without it"
-        yield Finding("Ray token", "warning", f"in {source}, but RAY_AUTH_MODE is not set", do)
-
-
-def token_source(environment: Mapping[str, str], home: Path) -> str | None:
-    """Where Ray would read its token: a variable or a file."""
-    if environment.get("RAY_AUTH_TOKEN"):
-        return "RAY_AUTH_TOKEN"
-    if path := environment.get("RAY_AUTH_TOKEN_PATH"):
-        return path if Path(path).is_file() else None
-    default = home / ".ray" / "auth_token"
-    return str(default) if default.is_file() else None
+        yield Finding(
+            "Ray token",
+            "warning",
+            f"in {token.source}, but RAY_AUTH_MODE is not set",
+            "export RAY_AUTH_MODE=token where you use a cluster:"
+            " `ray job submit` sends no token without it",
+        )
 
 
 def file_modes(environment: Mapping[str, str], home: Path, folder: Path) -> Iterator[Finding]:
-    """Files with tokens that others can read."""
-    paths = [home / ".ray" / "auth_token", *(folder / name for name in SERVER_TOKENS)]
-    if named := environment.get("RAY_AUTH_TOKEN_PATH"):
-        paths.append(Path(named))
-    for path in dict.fromkeys(paths):
-        if path.is_file():
-            mode = stat.S_IMODE(path.stat().st_mode)
-            good = not mode & 0o077
-            do = "" if good else f"run chmod 600 {path}"
-            yield Finding(
-                "token file", "ok" if good else "error", f"{path} has mode {mode:04o}", do
-            )
+    """Files with tokens that other users can read.
+
+    Args:
+        environment: variables of this process.
+        home: the user's home folder.
+        folder: where a server would keep its state.
+    """
+    paths = [home / ".ray" / "auth_token"]
+    paths += [folder / name for name in SERVER_TOKENS]
+    if configured_path := environment.get("RAY_AUTH_TOKEN_PATH"):
+        paths.append(Path(configured_path))
+    for path in dict.fromkeys(paths):  # each path once
+        if not path.is_file():
+            continue
+        mode = stat.S_IMODE(path.stat().st_mode)
+        text = f"{path} has mode {mode:04o}"
+        if mode & 0o077:  # any right of the group or of others
+            yield Finding("token file", "error", text, f"run chmod 600 {path}")
+        else:
+            yield Finding("token file", "ok", text)
 
 
 def open_ports(listening: Sequence[Listener]) -> Iterator[Finding]:
-    """Ports of Ray and of our servers that other machines reach."""
-    ours = [one for one in listening if any(word in one.command for word in OURS)]
-    beyond = [one for one in ours if not one.loopback]
-    dashboards = [
-        one
-        for one in beyond
-        if DASHBOARD in one.command and f"--port={one.port}" in one.command.split()
+    """Ports of Ray and of our servers that other machines can reach."""
+    ours = [
+        listener
+        for listener in listening
+        if any(word in listener.command for word in OUR_PROCESSES)
     ]
-    for one in dashboards:
+    dashboards = []
+    others = []
+    for listener in ours:
+        if listener.loopback:
+            continue
+        # The dashboard's process also listens on ports of its agents.
+        is_dashboard = (
+            DASHBOARD in listener.command and f"--port={listener.port}" in listener.command.split()
+        )
+        (dashboards if is_dashboard else others).append(listener)
+    for listener in dashboards:
         yield Finding(
             "dashboard",
             "error",
-            f"listens on {one.address}:{one.port}, where jobs are submitted",
+            f"listens on {listener.address}:{listener.port}, where jobs are submitted",
             "start the head with --dashboard-host=127.0.0.1 and reach it through an SSH tunnel",
         )
-    others = [one for one in beyond if one not in dashboards]
     if others:
-        some = ", ".join(f"{one.name} {one.address}:{one.port}" for one in others[:4])
-        more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-        do = (
-            "let only the cluster's own nodes reach them; for one machine alone start Ray with"
-            " --node-ip-address=127.0.0.1 and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 in its environment"
-        )
-        yield Finding("open ports", "warning", f"{some}{more}", do)
-    elif not dashboards:
+        ports = ", ".join(f"{one.name} {one.address}:{one.port}" for one in others[:MAX_LISTED])
+        num_more = len(others) - MAX_LISTED
         yield Finding(
-            "open ports", "ok", f"{len(ours)} of Ray and xmcray, none beyond this machine"
+            "open ports",
+            "warning",
+            f"{ports} and {num_more} more" if num_more > 0 else ports,
+            "let only the cluster's own nodes reach them; for one machine alone start Ray with"
+            " --node-ip-address=127.0.0.1 and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
+            " in its environment",
         )
+    elif not dashboards:
+        text = f"{len(ours)} of Ray and xmcray, none beyond this machine"
+        yield Finding("open ports", "ok", text)

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: its name. found: in words, never the value of a secret. do: what mends it; empty when nothing is to do.
+        check: name of the check.
         level: "error" would break a run or lets others run code; "warning" is worth a look.
+        found: what the check saw, in words. Never the value of a secret.
+        do: the remedy; empty if there is nothing to do.
     """
 
     check: str
@@ -23,11 +25,13 @@ class Finding:
     do: str = ""
 
     def __str__(self) -> str:
-        return f"{self.check}: {self.found}" + (f"; {self.do}" if self.do else "")
+        text = f"{self.check}: {self.found}"
+        return f"{text}; {self.do}" if self.do else text
 
 
 def worst(findings: list[Finding]) -> str:
     """The errors as one line; empty if there is none."""
     errors = [str(finding) for finding in findings if finding.level == "error"]
-    rest = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return errors[0] + rest if errors else ""
+    if len(errors) > 1:
+        return f"{errors[0]} (and {len(errors) - 1} more)"
+    return "".join(errors)

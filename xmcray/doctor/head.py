@@ -13,21 +13,20 @@ ALIVE = 0
 
 
 def main(address: str) -> None:
-    """Prints {"open": whether it asks for no token, "nodes": [...]}."""
+    """Prints {"open": whether the head accepts clients without a token, "nodes": [...]}."""
     raylet: Any = _raylet
-    nodes = raylet.GcsClient(address=address).get_all_node_info(timeout=10).values()
-    found = [
+    known_nodes = raylet.GcsClient(address=address).get_all_node_info(timeout=10).values()
+    nodes = [
         {
             "address": node.node_manager_address,
             "head": bool(node.is_head_node),
             "resources": dict(node.resources_total),
         }
-        for node in nodes
+        for node in known_nodes
         if node.state == ALIVE
     ]
-    print(
-        json.dumps({"open": os.environ.get("RAY_AUTH_MODE", "").lower() != "token", "nodes": found})
-    )
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"
+    print(json.dumps({"open": is_open, "nodes": nodes}))
 
 
 if __name__ == "__main__":

@@ -12,157 +12,142 @@ from pathlib import Path
 from xmcray.doctor.finding import Finding
 
 GIB = 2**30
-SMALL_MEMORY, SMALL_SHM, SMALL_DISK = 2 * GIB, 1 * GIB, 5 * GIB
-RAY_FULL = 0.95  # of a disk; above, Ray makes no objects on it. Of memory; above, it kills workers
-SOCKET_PATH = 107  # longest path of a Unix socket
+SMALL_MEMORY_BYTES = 2 * GIB
+SMALL_SHM_BYTES = 1 * GIB
+SMALL_DISK_BYTES = 5 * GIB
+# Above this share of a disk, Ray creates no objects on it. Above this share of memory, it kills workers.
+RAY_FULL = 0.95
+LONGEST_SOCKET_PATH = 107  # the limit of Linux for Unix sockets
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
-FILES = 4096
+MIN_OPEN_FILES = 4096
 
 
 def cores(
     environment: Mapping[str, str], cgroup: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[Finding]:
-    """Cores that this process may use, and threads per process."""
-    seen, mine = os.cpu_count() or 1, len(os.sched_getaffinity(0))
-    allowed = min(mine, _quota(cgroup) or mine)
-    if allowed < seen:
+    """Cores that this process may use, and threads per process.
+
+    Args:
+        environment: variables of this process.
+        cgroup: where the limits of a container are.
+    """
+    visible = os.cpu_count() or 1
+    allowed: float = len(os.sched_getaffinity(0))
+    allowed = min(allowed, _container_cores(cgroup) or allowed)
+    if allowed < visible:
         yield Finding(
             "cores",
             "warning",
-            f"{allowed:g} may be used of {seen} that libraries count",
+            f"{allowed:g} may be used of {visible} that libraries count",
             f"set cluster.threads_per_process and export OMP_NUM_THREADS={max(1, int(allowed))}",
         )
     else:
-        yield Finding("cores", "ok", f"{seen}")
+        yield Finding("cores", "ok", f"{visible}")
     threads = environment.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > allowed:
-        yield Finding(
-            "OMP_NUM_THREADS",
-            "warning",
-            f"is {threads} on {allowed:g} cores: processes wait for each other",
-            "lower it",
-        )
+        text = f"is {threads} on {allowed:g} cores: processes wait for each other"
+        yield Finding("OMP_NUM_THREADS", "warning", text, "lower it")
     else:
-        yield Finding(
-            "OMP_NUM_THREADS", "ok", threads or "not set: cluster.threads_per_process decides"
-        )
+        text = threads or "not set: cluster.threads_per_process decides"
+        yield Finding("OMP_NUM_THREADS", "ok", text)
 
 
-def memory(
-    meminfo: Path = Path("/proc/meminfo"), shm: Path = Path("/dev/shm")
-) -> Iterator[Finding]:
-    """Memory, and shared memory, where Ray keeps its objects."""
-    values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines(meminfo)}
-    total, free = values.get("MemTotal", 0), values.get("MemAvailable", 0)
-    if total:
-        text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
-        if free < (1 - RAY_FULL) * total:
-            yield Finding(
-                "memory", "error", f"{text}: Ray kills workers at 95 %", "end other programs"
-            )
-        elif free < SMALL_MEMORY:
-            yield Finding(
-                "memory",
-                "warning",
-                text,
-                "a run with 2 workers on Ray takes about 2 GiB; end other programs",
-            )
-        else:
-            yield Finding("memory", "ok", text)
-    if not shm.is_dir():
-        yield Finding(
+def memory(total_bytes: int, free_bytes: int) -> Finding:
+    """Memory of this machine.
+
+    Args:
+        total_bytes: all of it.
+        free_bytes: what programs can still take.
+    """
+    text = f"{free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB are free"
+    if free_bytes < (1 - RAY_FULL) * total_bytes:
+        text = f"{text}: Ray kills workers at 95 %"
+        return Finding("memory", "error", text, "end other programs")
+    if free_bytes < SMALL_MEMORY_BYTES:
+        remedy = "a run with 2 workers on Ray takes about 2 GiB; end other programs"
+        return Finding("memory", "warning", text, remedy)
+    return Finding("memory", "ok", text)
+
+
+def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
+    """Shared memory, where Ray keeps its objects."""
+    if not folder.is_dir():
+        text = f"{folder} is missing: Ray keeps objects on disk"
+        return Finding("shared memory", "warning", text, "mount it as tmpfs")
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < SMALL_SHM_BYTES:
+        return Finding(
             "shared memory",
             "warning",
-            f"{shm} is missing: Ray keeps objects on disk",
-            "mount it as tmpfs",
-        )
-        return
-    size = shutil.disk_usage(shm).free
-    if size < SMALL_SHM:
-        yield Finding(
-            "shared memory",
-            "warning",
-            f"{size / 2**20:.0f} MiB are free in {shm}: Ray keeps objects on disk, which is slow",
+            f"{free_bytes / 2**20:.0f} MiB are free in {folder}:"
+            " Ray keeps objects on disk, which is slow",
             "give a container --shm-size=8g",
         )
-    else:
-        yield Finding("shared memory", "ok", f"{size / GIB:.1f} GiB are free in {shm}")
+    return Finding("shared memory", "ok", f"{free_bytes / GIB:.1f} GiB are free in {folder}")
 
 
 def disk(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Where runs are written, and where Ray keeps logs and spilled objects."""
-    ray = Path(environment.get("RAY_TMPDIR") or tempfile.gettempdir())
-    for name, folder in {"disk of this folder": Path.cwd(), "disk of Ray": ray}.items():
-        usage = shutil.disk_usage(folder if folder.is_dir() else "/")
-        text = f"{usage.free / GIB:.1f} GiB are free at {folder}"
-        if name == "disk of Ray" and usage.free < (1 - RAY_FULL) * usage.total:
-            yield Finding(
-                name,
-                "error",
-                f"{text}: Ray makes no objects on a disk 95 % full",
-                "free some, or set RAY_TMPDIR",
-            )
-        elif usage.free < SMALL_DISK:
-            yield Finding(
-                name,
-                "warning",
-                text,
-                "a run keeps two checkpoints, with the state of its optimisers",
-            )
-        else:
-            yield Finding(name, "ok", text)
-    if len(f"{ray}{RAY_SOCKET}") > SOCKET_PATH:
-        yield Finding(
-            "RAY_TMPDIR",
-            "error",
-            f"{ray} is too long for the sockets of Ray",
-            "choose a shorter folder",
-        )
+    ray_folder = Path(environment.get("RAY_TMPDIR") or tempfile.gettempdir())
+    yield _free_disk("disk of this folder", Path.cwd(), full_share=1.0)
+    yield _free_disk("disk of Ray", ray_folder, full_share=RAY_FULL)
+    if len(f"{ray_folder}{RAY_SOCKET}") > LONGEST_SOCKET_PATH:
+        text = f"{ray_folder} is too long for the sockets of Ray"
+        yield Finding("RAY_TMPDIR", "error", text, "choose a shorter folder")
 
 
-def limits() -> Iterator[Finding]:
+def _free_disk(check: str, folder: Path, full_share: float) -> Finding:
+    usage = shutil.disk_usage(folder if folder.is_dir() else "/")
+    text = f"{usage.free / GIB:.1f} GiB are free at {folder}"
+    if usage.free < (1 - full_share) * usage.total:
+        text = f"{text}: Ray creates no objects on a disk 95 % full"
+        return Finding(check, "error", text, "free some, or set RAY_TMPDIR")
+    if usage.free < SMALL_DISK_BYTES:
+        remedy = "a run keeps two checkpoints, with the state of its optimisers"
+        return Finding(check, "warning", text, remedy)
+    return Finding(check, "ok", text)
+
+
+def limits() -> Finding:
     """Files that a process may open; Ray opens many."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = 0 <= soft < FILES
-    do = "run `ulimit -n 65536` before Ray starts" if few else ""
-    yield Finding("open files", "warning" if few else "ok", f"at most {soft}", do)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"at most {limit}"
+    if 0 <= limit < MIN_OPEN_FILES:  # unlimited is negative
+        return Finding("open files", "warning", text, "run `ulimit -n 65536` before Ray starts")
+    return Finding("open files", "ok", text)
 
 
-def devices(nvidia: Path = Path("/proc/driver/nvidia/gpus")) -> Iterator[Finding]:
-    """GPUs that torch can use."""
+def devices(nvidia: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:
+    """GPUs that torch can use.
+
+    Args:
+        nvidia: folder with an entry for each GPU that the driver sees.
+    """
     try:
         import torch
     except ImportError as error:
-        yield Finding("GPU", "error", f"torch cannot be loaded ({error})", "install it again")
-        return
-    there = len(list(nvidia.glob("*"))) if nvidia.is_dir() else 0
+        return Finding("GPU", "error", f"torch cannot be loaded ({error})", "install it again")
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        yield Finding("GPU", "ok", ", ".join(names))
-    elif there:
-        build = (
-            "was built without CUDA"
-            if torch.version.cuda is None
-            else f"expects CUDA {torch.version.cuda}"
-        )
-        yield Finding(
-            "GPU",
-            "warning",
-            f"{there} in the machine, none that torch {torch.__version__} can use: it {build}",
-            "install the CUDA build of torch and the extra gpu, and look at nvidia-smi",
-        )
-    else:
-        yield Finding("GPU", "ok", "none; everything works on CPU")
+        return Finding("GPU", "ok", ", ".join(names))
+    num_gpus = len(list(nvidia.glob("*")))
+    if not num_gpus:
+        return Finding("GPU", "ok", "none; everything works on CPU")
+    build = "was built without CUDA"
+    if torch.version.cuda is not None:
+        build = f"expects CUDA {torch.version.cuda}"
+    return Finding(
+        "GPU",
+        "warning",
+        f"{num_gpus} in the machine, none that torch {torch.__version__} can use: it {build}",
+        "install the CUDA build of torch and the extra gpu, and look at nvidia-smi",
+    )
 
 
-def _quota(cgroup: Path) -> float | None:
-    """Cores that a container may use."""
-    text = (_lines(cgroup / "cpu.max") or [""])[0].split()
-    return int(text[0]) / int(text[1]) if len(text) == 2 and text[0].isdigit() else None
-
-
-def _lines(path: Path) -> list[str]:
+def _container_cores(cgroup: Path) -> float | None:
+    """Cores that a container may use; None if it is not limited."""
     try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+        quota, period = (cgroup / "cpu.max").read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return int(quota) / int(period) if quota.isdigit() else None  # "max" is no limit

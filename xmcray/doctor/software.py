@@ -1,4 +1,4 @@
-"""Versions against what the package asks for, and settings of the environment that are known to do harm."""
+"""Versions against the requirements of the package, and environment variables that do harm."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from urllib.request import getproxies, proxy_bypass
 
 from packaging.requirements import Requirement
@@ -17,34 +18,39 @@ from xmcray.doctor.finding import Finding, Level
 FAISS = ("faiss-cpu", "faiss-gpu")
 INSTALL = "pip install -c constraints.txt -e '.[cpu]', or '.[gpu]'"
 
-# name -> harmful value, how bad, what it does, what to do
-SWITCHES: dict[str, tuple[str, Level, str, str]] = {
-    "RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR": (
-        "1",
-        "error",
-        "Ray Data unpickles what a data file holds",
-        "unset it",
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """An environment variable that does harm.
+
+    Attributes:
+        values: harmful ones, in lower case.
+        level: how bad it is.
+        harm: what it does.
+        do: the remedy.
+    """
+
+    values: tuple[str, ...]
+    level: Level
+    harm: str
+    do: str = "unset it"
+
+
+_UNPICKLES = Switch(("1", "true"), "error", "Ray Data unpickles what a data file holds")
+SWITCHES = {
+    "RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR": _UNPICKLES,
+    "RAY_DATA_AUTOLOAD_PYEXTENSIONTYPE": _UNPICKLES,
+    "RAY_TRAIN_V2_ENABLED": Switch(
+        ("0", "false"), "error", "the old Ray Train is chosen, in which no method trains"
     ),
-    "RAY_DATA_AUTOLOAD_PYEXTENSIONTYPE": (
-        "1",
-        "error",
-        "Ray Data unpickles what a data file holds",
-        "unset it",
-    ),
-    "RAY_TRAIN_V2_ENABLED": (
-        "0",
-        "error",
-        "the old Ray Train is chosen, in which no method trains",
-        "unset it",
-    ),
-    "RAY_AUTH_MODE": (
-        "disabled",
+    "RAY_AUTH_MODE": Switch(
+        ("disabled",),
         "warning",
-        "whoever reaches a port of Ray runs code here",
+        "anyone who can reach a port of Ray can run code here",
         "set it to token, on every node and for every client",
     ),
-    "RAY_SERVE_ENABLE_HA_PROXY": (
-        "1",
+    "RAY_SERVE_ENABLE_HA_PROXY": Switch(
+        ("1", "true"),
         "warning",
         "that proxy opens ports 8404 and 9101 on all interfaces",
         "unset it, or close these ports to others",
@@ -54,46 +60,41 @@ SWITCHES: dict[str, tuple[str, Level, str, str]] = {
 
 def versions() -> Iterator[Finding]:
     """Python and every required package."""
-    about = importlib.metadata.metadata("xmcray")
-    wanted = str(about["Requires-Python"] or ">=3.11,<3.13")
-    found = platform.python_version()
-    good = SpecifierSet(wanted).contains(found)
-    yield Finding(
-        "python",
-        "ok" if good else "error",
-        f"{found}, xmcray {__version__}",
-        "" if good else f"expected {wanted}: make a virtual environment with it",
-    )
-    requirements = [Requirement(text) for text in importlib.metadata.requires("xmcray") or ()]
-    base = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
-    yield from (version(one) for one in sorted(base, key=lambda one: one.name))
+    supported = str(importlib.metadata.metadata("xmcray")["Requires-Python"])
+    python_version = platform.python_version()
+    text = f"{python_version}, xmcray {__version__}"
+    if SpecifierSet(supported).contains(python_version):
+        yield Finding("python", "ok", text)
+    else:
+        remedy = f"expected {supported}: make a virtual environment with it"
+        yield Finding("python", "error", text, remedy)
+    for requirement in sorted(_requirements(), key=lambda requirement: requirement.name):
+        yield version(requirement)
     yield faiss()
 
 
-def version(wanted: Requirement) -> Finding:
-    """One package."""
-    found = installed(wanted.name)
-    if found is None:
-        return Finding(wanted.name, "error", f"missing, expected {wanted.specifier}", INSTALL)
-    if not wanted.specifier.contains(found, prereleases=True):
-        return Finding(wanted.name, "error", f"{found}, expected {wanted.specifier}", INSTALL)
-    return Finding(wanted.name, "ok", found)
+def version(requirement: Requirement) -> Finding:
+    """Whether a package is installed in a version that we support."""
+    name = requirement.name
+    expected = f"expected {requirement.specifier}"
+    version_here = installed(name)
+    if version_here is None:
+        return Finding(name, "error", f"missing, {expected}", INSTALL)
+    if not requirement.specifier.contains(version_here, prereleases=True):
+        return Finding(name, "error", f"{version_here}, {expected}", INSTALL)
+    return Finding(name, "ok", version_here)
 
 
 def faiss() -> Finding:
-    """One of the two wheels that hold the module faiss, and not both."""
-    there = {name: found for name in FAISS if (found := installed(name))}
-    if not there:
+    """Whether exactly one of the two wheels that contain the module faiss is installed."""
+    wheels = [name for name in FAISS if installed(name)]
+    if not wheels:
         return Finding("faiss", "error", "missing", INSTALL)
-    if len(there) > 1:
-        both = " and ".join(there)
-        return Finding(
-            "faiss",
-            "error",
-            f"{both} overwrite each other",
-            f"pip uninstall {both}, then {INSTALL}",
-        )
-    return Finding("faiss", "ok", ", ".join(f"{name} {found}" for name, found in there.items()))
+    if len(wheels) > 1:
+        both = " and ".join(wheels)
+        remedy = f"pip uninstall {both}, then {INSTALL}"
+        return Finding("faiss", "error", f"{both} overwrite each other", remedy)
+    return Finding("faiss", "ok", f"{wheels[0]} {installed(wheels[0])}")
 
 
 def installed(name: str) -> str | None:
@@ -105,21 +106,22 @@ def installed(name: str) -> str | None:
 
 
 def switches(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Environment variables that undo a protection, or break Ray in ways that are hard to see."""
-    for name, (value, level, harm, do) in SWITCHES.items():
-        if environment.get(name, "").lower() in (value, {"1": "true", "0": "false"}.get(value)):
-            yield Finding(name, level, f"is {environment[name]}: {harm}", do)
+    """Variables that undo a protection, or break Ray in ways that are hard to see."""
+    for name, switch in SWITCHES.items():
+        value = environment.get(name, "")
+        if value.lower() in switch.values:
+            yield Finding(name, switch.level, f"is {value}: {switch.harm}", switch.do)
     if getproxies().get("http") and not proxy_bypass("127.0.0.1"):
-        yield Finding(
-            "http_proxy",
-            "warning",
-            "also holds for 127.0.0.1, where Ray listens",
-            "export no_proxy=127.0.0.1,localhost",
-        )
+        text = "also holds for 127.0.0.1, where Ray listens"
+        yield Finding("http_proxy", "warning", text, "export no_proxy=127.0.0.1,localhost")
     if sys.platform != "linux":
-        yield Finding(
-            "platform",
-            "warning",
-            f"{sys.platform}: only Linux is tested",
-            "use Linux for anything that lasts",
-        )
+        text = f"{sys.platform}: only Linux is tested"
+        yield Finding("platform", "warning", text, "use Linux for anything that lasts")
+
+
+def _requirements() -> Iterator[Requirement]:
+    """Packages that xmcray needs without any extra."""
+    for text in importlib.metadata.requires("xmcray") or ():
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement

@@ -90,17 +90,11 @@ def test_a_container_that_may_use_two_cores_of_many(
 
 
 def test_memory(tmp_path: Path) -> None:
-    def found(total: int, free: int) -> str:
-        (tmp_path / "meminfo").write_text(
-            f"MemTotal: {total << 20} kB\nMemAvailable: {free << 20} kB\n"
-        )
-        return levels(list(machine.memory(tmp_path / "meminfo", tmp_path / "none")))["memory"]
+    def level(total_gib: int, free_gib: int) -> str:
+        return machine.memory(total_gib << 30, free_gib << 30).level
 
-    assert [found(64, 32), found(64, 3), found(8, 1)] == ["ok", "error", "warning"]
-    assert (
-        levels(list(machine.memory(tmp_path / "meminfo", tmp_path / "none")))["shared memory"]
-        == "warning"
-    )
+    assert [level(64, 32), level(64, 3), level(8, 1)] == ["ok", "error", "warning"]
+    assert machine.shared_memory(tmp_path / "none").level == "warning"
 
 
 def test_a_folder_too_long_for_sockets(tmp_path: Path) -> None:
