@@ -25,7 +25,6 @@ from xmcray.types import Int64Array, Ragged
 
 if TYPE_CHECKING:
     from xmcray.data.tokens import TextTokenizer
-    from xmcray.nn.static import StaticEncoder
 
 SETTINGS, WEIGHTS = "static.json", "model.safetensors"
 
@@ -103,6 +102,11 @@ class Encoder(nn.Module, abc.ABC):
     def save(self, folder: Path) -> None:
         """Writes weights (safetensors) and settings (JSON) into `folder`, which `load_encoder` reads."""
 
+    @property
+    def num_tokens(self) -> int | None:
+        """Size of the only vocabulary that fits; None if the encoder says nothing about it."""
+        return None
+
     def sparse_parameters(self) -> list[str]:
         """Names of parameters whose gradient is a sparse tensor, because a step touches few of their rows."""
         return []
@@ -117,6 +121,21 @@ class Encoder(nn.Module, abc.ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncoderKind:
+    """An encoder class of ours: how a run starts with it, and how its folders are recognised and read.
+
+    Attributes:
+        settings_file: file that `save` writes and no other encoder has.
+        build: a new encoder; arguments as for `build_encoder`.
+        load: reads a folder that `save` wrote; raises BundleError if it is damaged.
+    """
+
+    settings_file: str
+    build: Callable[[EncoderConfig, TextTokenizer, Int64Array | None, int], Encoder]
+    load: Callable[[Path], Encoder]
+
+
 def build_encoder(
     config: EncoderConfig, tokenizer: TextTokenizer, token_counts: Int64Array | None, seed: int
 ) -> Encoder:
@@ -128,44 +147,23 @@ def build_encoder(
     Raises:
         ConfigError: an unknown model, one that needs another tokenizer than the corpus has, or an unreachable hub.
     """
-    from xmcray.nn.static import StaticEncoder  # it is built on this file
+    kind = ENCODERS.get(config.name)
+    if kind is not None:
+        return kind.build(config, tokenizer, token_counts, seed)
+    folder = start_folder(config.name)
+    kind = _kind_of(folder)
+    if kind is None:
+        from xmcray.nn import transformer  # its library takes seconds to import
 
-    if config.name != "static":
-        from xmcray.nn import (
-            transformer,
-        )  # its library takes seconds to import, which the static encoder spares
-
-        folder = start_folder(config.name)
-        if (folder / SETTINGS).is_file():
-            encoder = StaticEncoder.load(folder)
-            if config.frozen:
-                raise ConfigError(
-                    f"encoder {config.name} is static, which encoder.frozen cannot keep; drop that setting"
-                )
-            _check_start(encoder, config, tokenizer)
-            return encoder.train()
         name = str(folder) if folder.is_dir() else config.name
         return transformer.build(dataclasses.replace(config, name=name), tokenizer, seed)
-    weight_V = np.ones(tokenizer.vocab_size)
-    if config.idf and token_counts is not None:
-        assert len(token_counts) == tokenizer.vocab_size, "counts of another vocabulary"
-        # The most frequent token stands in for the number of texts: it is in nearly all of them.
-        weight_V += np.log((1 + token_counts.max()) / (1 + token_counts))
-    encoder = StaticEncoder(
-        torch.from_numpy(weight_V),
-        config.dim,
-        config.residual,
-        config.position_decay,
-        config.bigram_buckets,
-    )
-    encoder.reset(seed)
-    if config.init_from:
-        from xmcray.nn import transformer
-
-        table_VH = transformer.input_embeddings(config.init_from, tokenizer)
-        with torch.no_grad():
-            encoder.embedding.weight[: tokenizer.vocab_size].copy_(fit_width(table_VH, config.dim))
-    return encoder
+    encoder = kind.load(folder)
+    if config.frozen:
+        raise ConfigError(
+            f"encoder {config.name} is no transformer, which encoder.frozen needs; drop that setting"
+        )
+    _check_start(encoder, config, tokenizer)
+    return encoder.train()
 
 
 def start_folder(name: str) -> Path:
@@ -181,10 +179,9 @@ def load_encoder(folder: Path) -> Encoder:
     Raises:
         BundleError: the folder holds no encoder, or a damaged one.
     """
-    if (folder / SETTINGS).is_file():
-        from xmcray.nn.static import StaticEncoder
-
-        return StaticEncoder.load(folder)
+    kind = _kind_of(folder)
+    if kind is not None:
+        return kind.load(folder)
     if not (folder / "config.json").is_file():
         raise BundleError(
             f"{folder} holds no encoder: expected {SETTINGS} or a transformer's config.json"
@@ -207,10 +204,58 @@ def fit_width(table_VH: Tensor, dim: int) -> Tensor:
     return fitted
 
 
-def _check_start(encoder: StaticEncoder, config: EncoderConfig, tokenizer: Any) -> None:
-    found = (len(encoder.weight), encoder.dim)
+def _build_static(
+    config: EncoderConfig, tokenizer: TextTokenizer, token_counts: Int64Array | None, seed: int
+) -> Encoder:
+    from xmcray.nn.static import StaticEncoder  # it is built on this file
+
+    weight_V = np.ones(tokenizer.vocab_size)
+    if config.idf and token_counts is not None:
+        assert len(token_counts) == tokenizer.vocab_size, "counts of another vocabulary"
+        # The most frequent token stands in for the number of texts: it is in nearly all of them.
+        weight_V += np.log((1 + token_counts.max()) / (1 + token_counts))
+    encoder = StaticEncoder(
+        torch.from_numpy(weight_V),
+        config.dim,
+        config.residual,
+        config.position_decay,
+        config.bigram_buckets,
+    )
+    encoder.reset(seed)
+    if config.init_from:
+        from xmcray.nn import transformer
+
+        table_VH = transformer.input_embeddings(config.init_from, tokenizer)
+        with torch.no_grad():
+            encoder.embedding.weight[: tokenizer.vocab_size].copy_(fit_width(table_VH, config.dim))
+    return encoder
+
+
+def _load_static(folder: Path) -> Encoder:
+    from xmcray.nn.static import StaticEncoder
+
+    return StaticEncoder.load(folder)
+
+
+def _kind_of(folder: Path) -> EncoderKind | None:
+    """The kind whose settings file is in the folder; None for transformers and folders without an encoder."""
+    for kind in ENCODERS.values():
+        if (folder / kind.settings_file).is_file():
+            return kind
+    return None
+
+
+def _check_start(encoder: Encoder, config: EncoderConfig, tokenizer: Any) -> None:
+    num_tokens = tokenizer.vocab_size if encoder.num_tokens is None else encoder.num_tokens
+    found = (num_tokens, encoder.dim)
     if found != (tokenizer.vocab_size, config.dim):
         raise ConfigError(
             f"encoder {config.name} has {found[0]} tokens and width {found[1]}, the run needs {tokenizer.vocab_size}"
             f" and {config.dim}; set encoder.dim={found[1]} and prepare the corpus with that encoder's tokenizer"
         )
+
+
+# By `encoder.name`; any other name is a transformer or a folder.
+ENCODERS: dict[str, EncoderKind] = {
+    "static": EncoderKind(settings_file=SETTINGS, build=_build_static, load=_load_static),
+}

@@ -66,6 +66,11 @@ class StaticEncoder(Encoder):
             for zero in (self.hidden.bias, self.out.weight, self.out.bias):
                 nn.init.zeros_(zero)
 
+    @property
+    def num_tokens(self) -> int:
+        """V, without the rows of pairs."""
+        return len(self.weight)
+
     def sparse_parameters(self) -> list[str]:
         """The embedding table: its gradient is a sparse tensor of the rows that the batch read."""
         return ["embedding.weight"]
