@@ -83,7 +83,7 @@ def measure(rows: int) -> dict[str, float]:
     """One corpus of `rows` rows in this process and a new cluster."""
     from xmcray.data import pipeline
     from xmcray.data.formats import detect
-    from xmcray.data.session import start_ray
+    from xmcray.ray_adapter.session import start_ray
 
     with tempfile.TemporaryDirectory() as folder:
         write_rows(Path(folder, "raw"), rows)

@@ -35,8 +35,8 @@ from planted import write_planted
 from processes import When, descendants, last_step
 
 from xmcray import storage
-from xmcray.data.session import start_ray
 from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.ray_adapter.session import start_ray
 from xmcray.storage import read_manifest
 from xmcray.training.launch import train
 from xmcray.training.run import Run, RunConfig

@@ -14,16 +14,16 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import ray
 import ray.data
 
 from xmcray import config as configs
 from xmcray import storage
 from xmcray.config import check_range
-from xmcray.data.session import ray_session
 from xmcray.data.stream import READ_CPUS, mapped, progress_bar, results, share, watched
 from xmcray.errors import ConfigError, DataError, StorageError
 from xmcray.evaluation.predictions import write_predictions
+from xmcray.ray_adapter.cluster import free_cpus
+from xmcray.ray_adapter.session import ray_session
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import Settings, read_labels, read_settings
 from xmcray.retrieval.memory import MemoryConfig
@@ -146,7 +146,7 @@ def _answer_all(
     """Adds the answers of all chunks that are not done yet."""
     done, end = frozenset(work.done), End(0, 0)
     with ray_session(), progress_bar(progress) as bar, watched(stall_s) as beat:
-        free = max(1, int(ray.available_resources().get("CPU", 1.0)))
+        free = max(1, int(free_cpus()))
         tasks, cpus = share(workers or min(free, WORKERS))
         load = functools.partial(_retriever, bundle, job["bundle"], max(1, free // tasks))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from xmcray.data.session import start_ray
+from xmcray.ray_adapter.session import start_ray
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.node_copy import CorpusSource
-from xmcray.gauges import POOL, TRAINING, Gauges, exported
 from xmcray.negatives.pool import NegativePool, PoolRefresher
 from xmcray.negatives.refresh import RefreshSpec
+from xmcray.ray_adapter.gauges import POOL, TRAINING, Gauges, exported
 from xmcray.training.loop import Loop, build
 from xmcray.training.run import Run, RunConfig
 
@@ -72,7 +72,14 @@ def test_a_node_tells_about_the_run_and_its_pool(tmp_path: Path) -> None:
 
     source, spec = CorpusSource(corpus.origin, corpus.sha256), RefreshSpec(1, config.negatives, 0)
     pool = NegativePool(
-        run.id, source, config.data, 40, spec, nice=0, on_index={}, on_coordinator={}
+        run_id=run.id,
+        corpus=source,
+        data=config.data,
+        num_labels=40,
+        spec=spec,
+        nice=0,
+        index_options={},
+        coordinator_options={},
     )
     trainer = ray.remote(num_cpus=0)(Trainer).remote()
     try:

@@ -144,7 +144,7 @@ def test_driver_killed(corpus: Path, undisturbed: dict[str, str], tmp_path: Path
         f"""
         from xmcray.training.launch import train
         from xmcray.training.run import RunConfig
-        from xmcray.data.session import start_ray
+        from xmcray.ray_adapter.session import start_ray
         start_ray(num_cpus=4, object_store_bytes=256 << 20)
         train({str(corpus)!r}, {str(out)!r}, RunConfig.resolve("astra", {{}}, {SETTINGS!r}))
         """

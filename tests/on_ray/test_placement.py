@@ -27,11 +27,11 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ResourceError
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
-from xmcray.training import launch
+from xmcray.ray_adapter import workers
 from xmcray.training.launch import train
 from xmcray.training.loop import Loop, build
 from xmcray.training.placement import Nodes
-from xmcray.training.preemption import StopFlag, Terminated
+from xmcray.training.preemption import StopFlag, Terminated, handling
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
@@ -131,7 +131,9 @@ def two_one_two(out: Path, corpus: str) -> None:
     over.set()
     for watcher in (lost, joined, stop):
         watcher.close()
-    kinds = {kind: nodes.carried(kind) for kind in ("RayTrainWorker", "IndexShard", "Coordinator")}
+    kinds = {
+        kind: nodes.carried(kind) for kind in ("RayTrainWorker", "IndexShard", "IndexCoordinator")
+    }
     nodes.close()
     print(json.dumps({"first": first, "all": kinds}))
 
@@ -151,7 +153,7 @@ def test_nodes_lost_and_joined(tmp_path: Path) -> None:
     where = json.loads(done.stdout.splitlines()[-1])
     assert where["first"]["trainers"] == ["trainer1", "trainer2"]
     assert set(where["all"]["IndexShard"]) == {"index"}
-    assert where["all"]["Coordinator"] == ["index"]
+    assert where["all"]["IndexCoordinator"] == ["index"]
     assert "index" not in where["all"]["RayTrainWorker"]
     assert where["all"]["RayTrainWorker"].count("trainer1") >= 3, (
         "2, 1 and 2 workers are three groups"
@@ -189,7 +191,7 @@ def test_a_wait_for_nodes_ends(
     monkeypatch.setattr(
         Nodes, "of_cluster", lambda: Nodes({"gone": {"CPU": 64}}, [], autoscaled=False)
     )
-    monkeypatch.setattr(launch, "_ABORT_S", 1)
+    monkeypatch.setattr(workers, "_ABORT_S", 1)
     corpus = planted_corpus(tmp_path / "data", num_queries=100, num_labels=20).path
     settings = [
         "cluster.workers=9",
@@ -212,7 +214,9 @@ def test_a_wait_for_nodes_ends(
         if sent
         else None
     )
-    with pytest.raises(ended) as found:
+    # A shell that starts this process in the background has SIGINT ignored, and Python leaves it at that.
+    interrupts = handling(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(ended) as found, interrupts:
         train(corpus, tmp_path / "run", RunConfig.resolve("astra", {}, settings))
     if watcher is None:
         assert str(found.value).startswith(

@@ -126,7 +126,7 @@ def test_killed_it_goes_on_with_what_is_finished(folder: Path, tmp_path: Path) -
     work = tmp_path / ".c.predicting"
     script = textwrap.dedent(
         f"""
-        from xmcray.data.session import start_ray
+        from xmcray.ray_adapter.session import start_ray
         from xmcray.predict import predict
         start_ray(num_cpus=2, object_store_bytes=128 << 20)
         predict({str(folder / "bundle")!r}, {str(queries)!r}, {str(out)!r}, {K}, chunk_rows=1)

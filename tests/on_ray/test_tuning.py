@@ -18,10 +18,10 @@ from processes import When, descendants, last_step
 from ray.util.placement_group import placement_group, placement_group_table
 
 from xmcray import cli
+from xmcray.ray_adapter.private import remove_placement_groups_of_this_job
 from xmcray.storage import read_manifest
 from xmcray.training.launch import train
 from xmcray.training.run import Run, RunConfig
-from xmcray.tuning.search import remove_leftovers
 from xmcray.tuning.sweep import Sweep
 
 MAIN = "import sys; from xmcray.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -189,7 +189,7 @@ def test_asha_stops_trials_and_leaves_nothing(
 def test_what_a_stopped_training_reserved_is_given_back() -> None:
     ray.get(placement_group([{"CPU": 1}]).ready())
     assert "CREATED" in states_of_groups()
-    remove_leftovers()
+    remove_placement_groups_of_this_job()
     assert states_of_groups() <= {"REMOVED"}
 
 

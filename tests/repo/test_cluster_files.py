@@ -160,7 +160,7 @@ def test_training_finds_its_nodes(name: str) -> None:
         4,
     )
     assert where.use_gpu
-    assert where.index == {"resources": {"index": 1.0}, "scheduling_strategy": "SPREAD"}
+    assert where.index_options == {"resources": {"index": 1.0}, "scheduling_strategy": "SPREAD"}
 
 
 @pytest.mark.parametrize("name", CLOUDS)

@@ -1,6 +1,12 @@
-"""Who may import whom. The folders of the library form a line, and arrows between them never turn back."""
+"""Which module may import which. The folders of the library form a line, and imports never point backwards.
+
+Every module of the package is checked. Only the command line and the scripts in jobs/, serve/ and tune/ stand on top of
+the library and may import all of it.
+"""
 
 import ast
+import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,18 +15,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GROUND = {"types", "errors", "config", "storage", "draws", "gauges", "logs", "credentials"}
+FOUNDATION = {"types", "errors", "config", "storage", "draws", "logs", "credentials"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **{module: set() for module in GROUND},
-    "data": {"parallel.partition"},
+    "": set(),
+    **{module: set() for module in FOUNDATION},
+    "ray_adapter": set(),
+    "data": {"parallel.partition", "ray_adapter"},
     "evaluation": set(),
     "parallel": set(),
     "nn": {"parallel"},
     "losses": {"parallel"},
     "retrieval": {"parallel", "nn", "losses", "data"},
-    "negatives": {"parallel", "nn", "losses", "data", "retrieval"},
+    "negatives": {"parallel", "nn", "losses", "data", "retrieval", "ray_adapter"},
     "methods": {"parallel", "nn", "losses", "data", "retrieval", "negatives", "evaluation.metrics"},
-    "serving": {"nn", "retrieval", "data.session"},
+    "serving": {"nn", "retrieval", "ray_adapter"},
+    "client": {"serving.schema"},
     "training": {
         "parallel",
         "nn",
@@ -30,108 +39,181 @@ MAY_IMPORT: dict[str, set[str]] = {
         "negatives",
         "methods",
         "evaluation",
+        "ray_adapter",
     },
-    "tuning": {"nn", "data", "retrieval", "evaluation", "training"},
-    "doctor": set(),
-    "cluster_files": set(),
+    "progress": {"training"},
+    "predict": {"data", "retrieval", "evaluation", "ray_adapter"},
+    "tuning": {"nn", "data", "retrieval", "evaluation", "training", "ray_adapter"},
+    "quickstart": {"data", "retrieval", "evaluation", "training", "progress", "ray_adapter"},
+    "doctor": {"ray_adapter"},
+    "cluster_files": {"ray_adapter"},
     "planning": {"nn", "losses", "data", "retrieval", "negatives", "training"},
 }
-WITH_RAY = {
-    "data.pipeline",
-    "data.session",
-    "data.stream",
-    "negatives.pool",
-    "serving.application",
-    "serving.run",
+ON_TOP = {"cli"}
+
+# Modules that import Ray's public interface themselves, because they are Ray code; all others use the adapter.
+RAY_CODE = {
+    "data.stream": "builds Ray Data pipelines and their watchdog",
+    "data.pipeline": "feeds Ray Data pipelines from blocks",
+    "predict": "feeds a Ray Data pipeline from blocks",
+    "tuning.search": "subclasses Ray Tune's searcher and stopper",
+    "tuning.trial": "is a trainable of Ray Tune",
+    "serving.application": "consists of Ray Serve deployments",
+    "serving.run": "starts and ends Ray Serve",
 }
-WITH_RAY |= {
-    "training.worker",
-    "training.launch",
-    "training.placement",
-    "training.rendezvous",
-    "gauges",
-}
-WITH_RAY |= {"training.waiting", "tuning.search", "tuning.trial"}
-WITH_RAY |= {"doctor.head", "cluster_files"}
-FILES = sorted((ROOT / "xmcray").rglob("*.py"))
+# Folders and modules that have to work where Ray is not installed.
+WITHOUT_RAY = (
+    *FOUNDATION,
+    "parallel",
+    "nn",
+    "losses",
+    "retrieval",
+    "methods",
+    "evaluation",
+    "planning",
+    "client",
+    "cli",
+    "cluster_files",
+)
+PRIVATE_PARTS = re.compile(
+    r"ray\._private|ray\.[\w.]+\._(private|internal)|\b_raylet\b|node:__internal_head__"
+    r"|from ray[\w.]* import _"
+)
 
 
-def module_of(path: Path) -> str:
-    """Dotted name below xmcray: "nn.encoder"; a package is named after its folder, xmcray itself is "" ."""
-    return (
-        ".".join(path.relative_to(ROOT / "xmcray").with_suffix("").parts)
-        .removesuffix("__init__")
-        .rstrip(".")
-    )
+def name_of(path: Path) -> str:
+    """Returns the dotted name below xmcray, such as "nn.encoder"; that of xmcray itself is ""."""
+    parts = path.relative_to(ROOT / "xmcray").with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
 
 
-def library_modules() -> list[str]:
-    """Modules of the folders and files named above; the verbs of the command line stand on top of them."""
-    return [name for name in map(module_of, FILES) if name.split(".")[0] in MAY_IMPORT]
+PATHS = {name_of(path): path for path in sorted((ROOT / "xmcray").rglob("*.py"))}
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Full names of what a module imports, inside functions too; imports for type checkers alone do not count."""
+def imports(tree: ast.AST, inside_functions: bool = True) -> Iterator[str]:
+    """Yields the full names that a module imports, except those for type checkers alone."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not inside_functions:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide where a name comes from"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        yield from imports(node)
+        yield from imports(node, inside_functions)
 
 
-def breaks_the_line(module: str, imported: str) -> bool:
-    package, name = module.split(".")[0], imported.removeprefix("xmcray.")
-    target = name.split(".")[0]
-    if not imported.startswith("xmcray.") or name == "__version__":
+@functools.cache
+def imports_of(module: str, inside_functions: bool = True) -> list[str]:
+    tree = ast.parse(PATHS[module].read_text(encoding="utf-8"))
+    return list(imports(tree, inside_functions))
+
+
+def points_backwards(module: str, imported: str) -> bool:
+    if not imported.startswith("xmcray.") or imported == "xmcray.__version__":
         return False
-    if package in GROUND:
-        return target not in GROUND
-    allowed = MAY_IMPORT[package] | GROUND | {package}
-    return not any(f"{name}.".startswith(f"{known}.") for known in allowed)
+    package = module.split(".")[0]
+    if package in ON_TOP:
+        return False
+    target = imported.removeprefix("xmcray.")
+    allowed = set(FOUNDATION)
+    if package not in FOUNDATION:
+        allowed |= MAY_IMPORT[package] | {package}
+    return not any(f"{target}.".startswith(f"{name}.") for name in allowed)
 
 
-@pytest.mark.parametrize("module", library_modules())
-def test_arrows_between_folders_never_turn_back(module: str) -> None:
-    path = next(p for p in FILES if module_of(p) == module)
-    found = list(imports(ast.parse(path.read_text(encoding="utf-8"))))
-    wrong = [name for name in found if breaks_the_line(module, name)]
-    assert not wrong, (
-        f"{module} imports {wrong}; its folder may import {sorted(MAY_IMPORT[module.split('.')[0]])}"
+def imports_ray(module: str) -> bool:
+    return any(name.split(".")[0] == "ray" for name in imports_of(module))
+
+
+@functools.cache
+def needs_ray() -> set[str]:
+    """Returns the modules that cannot be imported without Ray: they import it, or a module that does."""
+    needy = {"ray"}
+    grows = True
+    while grows:
+        before = len(needy)
+        for module in PATHS:
+            for imported in imports_of(module, inside_functions=False):
+                parts = imported.removeprefix("xmcray.").split(".")
+                # Importing a.b.c imports a and a.b too; c may be a name in the module a.b.
+                prefixes = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
+                if prefixes & needy:
+                    needy.add(module)
+        grows = len(needy) > before
+    return needy - {"ray"}
+
+
+@pytest.mark.parametrize("module", PATHS)
+def test_imports_never_point_backwards(module: str) -> None:
+    package = module.split(".")[0]
+    assert package in MAY_IMPORT or package in ON_TOP, (
+        f"say in MAY_IMPORT what {package} may import"
     )
-    with_ray = any(name.split(".")[0] == "ray" for name in found)
-    assert not with_ray or module in WITH_RAY, f"{module} imports ray; only {sorted(WITH_RAY)} may"
+    wrong = [name for name in imports_of(module) if points_backwards(module, name)]
+    assert not wrong, (
+        f"{module} imports {wrong}, {package} may import {sorted(MAY_IMPORT[package])}"
+    )
 
 
-def test_the_rule_sees_a_wrong_arrow() -> None:
-    assert breaks_the_line("losses.bce", "xmcray.nn.encoder")
-    assert breaks_the_line("data.corpus", "xmcray.parallel.collectives.gather_rows")
-    assert breaks_the_line("nn.encoder", "xmcray.cli")
-    assert breaks_the_line("types", "xmcray.parallel")
-    assert not breaks_the_line("data.batches", "xmcray.parallel.partition.share")
-    assert not breaks_the_line("training.loop", "xmcray.methods.base.METHODS")
+def test_ray_is_behind_its_adapter() -> None:
+    modules = {module for module in PATHS if imports_ray(module)}
+    outside = {module for module in modules if not module.startswith("ray_adapter.")}
+    assert outside == RAY_CODE.keys()
+
+
+def test_private_parts_of_ray_are_touched_in_one_file() -> None:
+    touching = [
+        module for module, path in PATHS.items() if PRIVATE_PARTS.search(path.read_text("utf-8"))
+    ]
+    assert touching == ["ray_adapter.private"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ray._private import state",
+        "from ray.train.v2._internal.execution.callback import ControllerCallback",
+        "from ray import _raylet",
+        "from ray.autoscaler._private.util import prepare_config",
+        'HEAD = "node:__internal_head__"',
+        "ray._private.services.resolve_ip_for_localhost = None",
+    ],
+)
+def test_a_private_part_is_recognised(line: str) -> None:
+    assert PRIVATE_PARTS.search(line)
+
+
+def test_the_rule_sees_a_wrong_import() -> None:
+    assert points_backwards("losses.bce", "xmcray.nn.encoder")
+    assert points_backwards("data.corpus", "xmcray.parallel.collectives.gather_rows")
+    assert points_backwards("nn.encoder", "xmcray.cli")
+    assert points_backwards("types", "xmcray.parallel")
+    assert points_backwards("types", "xmcray.ray_adapter.session")
+    assert not points_backwards("data.batches", "xmcray.parallel.partition.share")
+    assert not points_backwards("training.loop", "xmcray.methods.base.METHODS")
     code = "if TYPE_CHECKING:\n    import a\ndef f():\n    from b import c\n"
     assert list(imports(ast.parse(code))) == ["b.c"]
+    assert list(imports(ast.parse(code), inside_functions=False)) == []
 
 
-def test_an_application_needs_serving_only() -> None:
-    for path in (ROOT / "serve").rglob("*.py"):
-        found = [
-            name
-            for name in imports(ast.parse(path.read_text(encoding="utf-8")))
-            if name.startswith("xmcray.")
-        ]
-        wrong = [
-            name for name in found if name.split(".")[1] not in GROUND | {"serving", "__version__"}
-        ]
-        assert not wrong, f"{path.name} imports {wrong}"
+@pytest.mark.parametrize(
+    ("folder", "allowed"), [("serve", {"serving"}), ("jobs", {"cli"}), ("tune", {"tuning", "cli"})]
+)
+def test_a_script_needs_its_layer_only(folder: str, allowed: set[str]) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        for name in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            if name.startswith("xmcray."):
+                assert name.split(".")[1] in FOUNDATION | allowed | {"__version__"}, path
 
 
-def test_everything_else_works_where_ray_is_missing() -> None:
-    names = [f"xmcray.{name}" for name in library_modules() if name not in WITH_RAY]
+def test_the_library_works_where_ray_is_missing() -> None:
+    needy = needs_ray()
+    wrong = [module for module in needy if module.split(".")[0] in WITHOUT_RAY]
+    assert not wrong, f"{wrong} import Ray when they are imported"
+    names = [f"xmcray.{module}".rstrip(".") for module in PATHS if module not in needy]
     code = (
         "import importlib, sys\n"
         "sys.modules['ray'] = None\n"  # from now on `import ray`, and any of its modules, is an ImportError

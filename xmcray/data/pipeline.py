@@ -22,7 +22,6 @@ from rich.progress import Progress
 from xmcray.data.chunks import Chunk, Shard, pack_chunk, read_chunks, survey
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import Source
-from xmcray.data.session import ray_session
 from xmcray.data.stream import READ_CPUS, boxed, mapped, progress_bar, results, share, watched
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.data.writer import (
@@ -32,6 +31,7 @@ from xmcray.data.writer import (
     sorted_pairs,
     statistics_table,
 )
+from xmcray.ray_adapter.session import ray_session
 from xmcray.storage import new_artifact
 from xmcray.types import Int64Array
 

@@ -21,6 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from xmcray import logs
 from xmcray.errors import ResourceError, XmcrayError
+from xmcray.ray_adapter import private
 
 READ_CPUS = 0.1  # a reading task mostly waits for those who work on what it reads
 RAY_DATA_ACTORS = (
@@ -137,12 +138,7 @@ def _cpu_holders() -> str:
     with contextlib.suppress(
         Exception
     ):  # the tables are for debugging only; the message is worth more than they are
-        from ray._private import state
-
-        names = [
-            actor["Name"] or actor["ActorClassName"]
-            for actor in state.actors(actor_state_name="ALIVE").values()
-        ]
+        names = private.alive_actor_names()
         others = Counter(name for name in names if name not in RAY_DATA_ACTORS)
         found += [f"{count} x actor {name}" for name, count in sorted(others.items())]
     with contextlib.suppress(Exception):

@@ -1,8 +1,8 @@
 """The negative pool on Ray: one long-lived actor per index shard, and a coordinator that merges what they find.
 
-Actors keep nothing that matters: everything is in the ledger, so a killed actor is restarted by Ray, its call is
-repeated, and finished files are not made twice. The driver creates the pool and ends it with the run; workers find
-the coordinator by the run's random id, also after they were restarted.
+Actors keep nothing that matters, because everything is in the ledger. When an actor is killed, Ray restarts it and
+repeats its call, and files that are finished are not made twice. The driver creates the pool and ends it with the run.
+Workers find the coordinator by the run's random id, also after a restart.
 """
 
 from __future__ import annotations
@@ -14,87 +14,86 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.node_copy import CorpusSource, open_on_node
-from xmcray.errors import XmcrayError
-from xmcray.gauges import POOL, Gauges
 from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.refresh import RefreshSpec, merge_shards, search_shard, wait_published
-
-_RESTARTS: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+from xmcray.ray_adapter.actors import (
+    find_actor,
+    kill_actors,
+    start_actor,
+    unfinished_calls,
+    wait_for_calls,
+)
+from xmcray.ray_adapter.gauges import POOL, Gauges
 
 
 def coordinator_name(run_id: str) -> str:
-    """Name of a run's coordinator in the cluster."""
+    """Returns the name of a run's coordinator in the cluster."""
     return f"xmcray-{run_id}-negatives"
 
 
 def shard_name(run_id: str, shard: int) -> str:
-    """Name of a run's index actor in the cluster."""
+    """Returns the name of a run's index actor in the cluster."""
     return f"xmcray-{run_id}-index-{shard}"
 
 
 class IndexShard:
-    """Builds and searches the index of one shard; an actor."""
+    """An actor that builds and searches the index of one shard of the labels."""
 
     def __init__(self, shard: int, num_labels: int, spec: RefreshSpec, nice: int) -> None:
         os.nice(nice)
         torch.set_float32_matmul_precision("medium" if spec.matmul == "bf16" else "highest")
-        self.shard, self.num_labels, self.spec = shard, num_labels, spec
+        self.shard = shard
+        self.num_labels = num_labels
+        self.spec = spec
 
     def search(self, folder: str) -> None:
-        """Searches one version; a withdrawn one ends quietly."""
+        """Searches one version; returns quietly if the version is withdrawn."""
         version = VersionFolder(Path(folder))
         if version.complete:
             return
-        try:
+        with _ignore_if_over(version):
             search_shard(version, self.shard, self.num_labels, self.spec)
-        except FileNotFoundError:
-            if not (version.withdrawn or version.complete):
-                raise
 
     def pid(self) -> int:
-        """The actor's process."""
+        """Returns the actor's process."""
         return os.getpid()
 
 
-class Coordinator:
-    """Starts searches when all ranks have published, merges, completes; an actor."""
+class IndexCoordinator:
+    """An actor that starts the searches once all ranks have published, then merges and completes the version."""
 
     def __init__(
         self, run_id: str, corpus: CorpusSource, data: DataConfig, spec: RefreshSpec, nice: int
     ) -> None:
         os.nice(nice)
         self.data = TrainingData(open_on_node(corpus), data)
-        # by name, not by handle: a handle among the arguments would be lost with the driver's object store
-        self.shards = [ray.get_actor(shard_name(run_id, shard)) for shard in range(spec.num_shards)]
         self.spec = spec
-        self.gauges, self._queue = Gauges(run_id, POOL), set[str]()
+        # By name, not by handle: a handle among the arguments would be lost with the driver's object store.
+        self.shards = [find_actor(shard_name(run_id, shard)) for shard in range(spec.num_shards)]
+        self.gauges = Gauges(run_id, POOL)
+        self._queue: set[str] = set()
 
     def run(self, folder: str) -> None:
-        """One version from published to complete."""
+        """Takes one version from published to complete."""
         with self._queued(folder):
             version = VersionFolder(Path(folder))
             wait_published(version)
             if version.withdrawn or version.complete:
                 return
-            started = time.perf_counter()
-            ray.get([shard.search.remote(folder) for shard in self.shards])
-            try:
+            start = time.perf_counter()
+            wait_for_calls([shard.search.remote(folder) for shard in self.shards])
+            with _ignore_if_over(version):
                 merge_shards(version, self.data, self.spec)
-            except FileNotFoundError:
-                if not (version.withdrawn or version.complete):
-                    raise
-            self.gauges.show(
-                {"pool_version": version.version, "pool_refresh_s": time.perf_counter() - started}
-            )
+            seconds = time.perf_counter() - start
+            self.gauges.show({"pool_version": version.version, "pool_refresh_s": seconds})
 
     @contextlib.contextmanager
     def _queued(self, folder: str) -> Iterator[None]:
-        """Counts a version among those that are asked for while the block runs."""
+        """Counts a version as one of the queue while the block runs."""
         self._queue.add(folder)
         self.gauges.show({"pool_queue": len(self._queue)})
         try:
@@ -104,73 +103,82 @@ class Coordinator:
             self.gauges.show({"pool_queue": len(self._queue)})
 
 
+@contextlib.contextmanager
+def _ignore_if_over(version: VersionFolder) -> Iterator[None]:
+    """Ignores that files are missing if the version was withdrawn or completed meanwhile, which removes them."""
+    try:
+        yield
+    except FileNotFoundError:
+        if not (version.withdrawn or version.complete):
+            raise
+
+
 class NegativePool:
     """The actors of one run, created and ended by the driver.
 
     Args:
-        run_id: names them. corpus: where it is. data: section `data`. spec: shards, threads, index.
-        nice: how far the actors yield the CPU to the trainer.
-        on_index, on_coordinator: Ray's options that say where the actors go, also when they are restarted.
+        run_id: names the actors.
+        corpus: where the corpus is.
+        data: section `data`.
+        num_labels: L.
+        spec: shards, threads, index.
+        nice: how far the actors yield the CPU to the trainers.
+        index_options: Ray's options that say where index actors go, also when they are restarted.
+        coordinator_options: the same for the coordinator.
     """
 
     def __init__(
         self,
+        *,
         run_id: str,
         corpus: CorpusSource,
         data: DataConfig,
         num_labels: int,
         spec: RefreshSpec,
         nice: int,
-        on_index: Mapping[str, Any],
-        on_coordinator: Mapping[str, Any],
+        index_options: Mapping[str, Any],
+        coordinator_options: Mapping[str, Any],
     ) -> None:
         environment = {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}
-        index = ray.remote(**_RESTARTS)(IndexShard)
-        self.shards = [
-            index.options(name=shard_name(run_id, i), runtime_env=environment, **on_index).remote(
-                i, num_labels, spec, nice
+        self._actors = []
+        for shard in range(spec.num_shards):
+            index = start_actor(
+                IndexShard,
+                (shard, num_labels, spec, nice),
+                shard_name(run_id, shard),
+                {"runtime_env": environment, **index_options},
             )
-            for i in range(spec.num_shards)
-        ]
-        coordinator = ray.remote(**_RESTARTS)(Coordinator)
-        self.coordinator = coordinator.options(
-            name=coordinator_name(run_id),
-            max_concurrency=4,
-            runtime_env=environment,
-            **on_coordinator,
-        ).remote(run_id, corpus, data, spec, nice)
+            self._actors.append(index)
+        coordinator = start_actor(
+            IndexCoordinator,
+            (run_id, corpus, data, spec, nice),
+            coordinator_name(run_id),
+            # Calls overlap: a version may be started while another one still waits for its ranks.
+            {"runtime_env": environment, "max_concurrency": 4, **coordinator_options},
+        )
+        self._actors.append(coordinator)
 
     def close(self) -> None:
         """Ends the actors."""
-        actors: list[Any] = [self.coordinator, *self.shards]
-        for actor in actors:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(actor)
+        kill_actors(self._actors)
 
 
 class PoolRefresher:
-    """A worker's way to the pool; fulfils `refresh.Refresher`."""
+    """Starts versions in the pool on behalf of a worker. Implements `refresh.Refresher`."""
 
     def __init__(self, run_id: str) -> None:
         self._name = coordinator_name(run_id)
         self._calls: list[Any] = []
 
     def start(self, folder: Path) -> None:
-        """Asks the coordinator for a version and does not wait."""
+        """Starts a version without waiting for it."""
         self.check()
-        self._calls.append(ray.get_actor(self._name).run.remote(str(folder)))
+        coordinator = find_actor(self._name)
+        self._calls.append(coordinator.run.remote(str(folder)))
 
     def check(self) -> None:
-        """Raises what a version failed with; a user's mistake as it was raised in the actor."""
-        if not self._calls:
-            return
-        done, self._calls = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
-        try:
-            ray.get(done)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, XmcrayError):
-                raise error.cause from None
-            raise
+        """Raises the error of a version that failed; a user's mistake is raised as it was in the actor."""
+        self._calls = unfinished_calls(self._calls)
 
     def close(self) -> None:
-        """Nothing to end: the driver owns the pool."""
+        """Does nothing, because the driver owns the pool."""

@@ -32,6 +32,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from xmcray.config import build as build_config
+from xmcray.ray_adapter.private import HEAD_RESOURCE
 from xmcray.retrieval.memory import Neighbours
 from xmcray.serving import http, metrics, rpc, schema, service
 from xmcray.serving.coordinator import Coordinator, Known, News, Numbered, Status
@@ -47,9 +48,6 @@ from xmcray.types import Float32Array
 NAME = "xmcray"
 Handle = DeploymentHandle[Any]
 Address = tuple[str, int, int]  # host, port, port of gRPC or 0
-HEAD = (
-    "node:__internal_head__"  # a resource that Ray gives to one node, where Serve's proxy would be
-)
 NO_PART = (-1, 1)  # of the shards: none
 BATCH = 32
 STATUS_S = 2.0
@@ -346,7 +344,7 @@ def _deployment(config: ServeConfig, kind: type, name: str, **options: Any) -> A
 def _ingress(config: ServeConfig, address: Address | None) -> Any:
     options: dict[str, Any] = {"num_replicas": config.replicas}
     if address is not None:
-        options["ray_actor_options"] = {"num_cpus": CPUS, "resources": {HEAD: 0.001}}
+        options["ray_actor_options"] = {"num_cpus": CPUS, "resources": {HEAD_RESOURCE: 0.001}}
     if config.max_replicas > config.replicas:
         options = {
             "autoscaling_config": {

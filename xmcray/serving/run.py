@@ -105,7 +105,7 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
     from ray import serve
     from ray.serve.config import HTTPOptions, gRPCOptions
 
-    from xmcray.data.session import start_ray
+    from xmcray.ray_adapter.session import start_ray
     from xmcray.serving.application import NAME, build
     from xmcray.serving.rpc import SERVICER
 

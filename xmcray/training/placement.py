@@ -1,13 +1,14 @@
-"""Which node carries what, and whether a cluster has the room; asked before anything is started.
+"""Decides which node carries what, and whether a cluster has the room, before anything is started.
 
-    trainers       one GPU each, or CPUs alone. Ray Train puts them in one placement group, packed on few nodes: they
-                   exchange vectors in every step
-    index actors   a unit of the resource `cluster.index_resource`, where a node has any; else the nodes with CPUs and
-                   no GPU, else those with CPUs, else any. Spread: they exchange nothing, and what they need is memory
-    coordinator    like index actors, without the resource: it waits, and merges what they found
+    trainers       One GPU each, or CPUs only. Ray Train packs them on few nodes in one placement group, because they
+                   exchange vectors in every step.
+    index actors   One unit of the resource `cluster.index_resource`. If no node has the resource, they go to nodes with
+                   CPUs and no GPU. If there are none, they go to nodes with CPUs, and else to any node. They are spread
+                   over the nodes, because they exchange nothing and what they need is memory.
+    coordinator    Like index actors, without the resource: it waits, and merges what they find.
 
-Ray restarts an actor by the rule it was started with, so what a lost node carried comes up on another one. A head
-without CPUs carries neither trainers nor, while there is another node, index actors.
+Ray restarts an actor with the options that it was started with, so an actor of a lost node comes up on another one. A
+head without CPUs carries neither trainers nor, while there is another node, index actors.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
 import yaml
 
 from xmcray.errors import ResourceError
+from xmcray.ray_adapter.cluster import alive_nodes
 from xmcray.training.run import ClusterConfig
 
 logger = logging.getLogger(__name__)
 
 Resources = Mapping[str, float]
-_HEAD = "node:__internal_head__"  # a resource of the head alone
-_BOOTSTRAP = "ray_bootstrap_config.yaml"  # `ray up` leaves the cluster's configuration under this name on the head
+# `ray up` leaves the configuration of the cluster under this name in the home folder of the head.
+_BOOTSTRAP = "ray_bootstrap_config.yaml"
+# KubeRay sets this variable in its pods. The limits of its autoscaler are in no variable.
+_IN_KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
+_UNLIMITED = 1 << 16  # processes that reserve nothing
+_WAIT_S = 240
+_WAIT_FOR_MACHINES_S = 3600  # a machine in the cloud may take long to start
+_NODE_ID = "ray.io/node-id"  # a label that Ray gives to each node
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +45,9 @@ class Nodes:
 
     Attributes:
         alive: resources by node id.
-        possible: resources of a node and how many of them there can be, as the autoscaler's configuration says; None
-            where an autoscaler does not tell its limits.
-        autoscaled: whether nodes may join when they are asked for.
+        possible: resources of each type of node and how many of them there can be, as the autoscaler's configuration
+            says; None if the limits of the autoscaler are not known.
+        autoscaled: whether an autoscaler starts nodes when processes wait for them.
     """
 
     alive: Mapping[str, Resources]
@@ -49,32 +56,30 @@ class Nodes:
 
     @classmethod
     def of_cluster(cls) -> Nodes:
-        """The cluster that this process is connected to."""
-        alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        """Returns the nodes of the cluster that this process is connected to."""
+        nodes = alive_nodes()
+        alive = {node.node_id: node.resources for node in nodes}
         bootstrap = Path.home() / _BOOTSTRAP
         if bootstrap.is_file():
-            head = [(node, 1) for node in alive.values() if _HEAD in node]
-            return cls(
-                alive,
-                [*head, *_of_types(yaml.safe_load(bootstrap.read_text(encoding="utf-8")))],
-                True,
-            )
-        if (
-            os.environ.get("RAY_USAGE_STATS_KUBERAY_IN_USE") == "1"
-        ):  # set in KubeRay's pods; the limits are not
-            return cls(alive, None, True)
-        return cls(alive, [], False)
+            cluster_file = yaml.safe_load(bootstrap.read_text(encoding="utf-8"))
+            heads = [(node.resources, 1) for node in nodes if node.is_head]
+            return cls(alive, heads + _worker_types(cluster_file), autoscaled=True)
+        if os.environ.get(_IN_KUBERAY) == "1":
+            return cls(alive, None, autoscaled=True)
+        return cls(alive, [], autoscaled=False)
 
     def room(self, each: Resources) -> int:
-        """How many processes fit that ask for `each`; all of what one asks for is on one node."""
+        """Returns how many processes fit that reserve `each`, which has to come from one node."""
         return _room(((node, 1) for node in self.alive.values()), each)
 
     def possible_room(self, each: Resources) -> int | None:
-        """As `room`, with all nodes that the autoscaler may start; None where nobody knows."""
-        return None if self.possible is None else max(self.room(each), _room(self.possible, each))
+        """Returns the room with all nodes that the autoscaler may start; None if its limits are not known."""
+        if self.possible is None:
+            return None
+        return max(self.room(each), _room(self.possible, each))
 
     def total(self, resource: str) -> float:
-        """Of all nodes."""
+        """Returns the amount of a resource in all nodes."""
         return sum(node.get(resource, 0) for node in self.alive.values())
 
 
@@ -83,55 +88,70 @@ class Placement:
     """Where the processes of a run go.
 
     Attributes:
-        use_gpu: whether workers have a GPU each.
-        threads: of each process.
-        index, coordinator: options of the actors.
-        asked: what the workers ask for, in words. wait_s: seconds without room for them that end the run.
+        use_gpu: whether each worker has a GPU.
+        threads: threads of each process.
+        index_options: Ray's options of the index actors.
+        coordinator_options: Ray's options of the coordinator.
+        request: what the workers ask for, in words.
+        wait_s: seconds without room for the workers after which the run ends.
     """
 
     use_gpu: bool
     threads: int
-    index: Mapping[str, Any]
-    coordinator: Mapping[str, Any]
-    asked: str
+    index_options: Mapping[str, Any]
+    coordinator_options: Mapping[str, Any]
+    request: str
     wait_s: float
 
     @property
     def index_gpu(self) -> int | None:
-        """The device of an index actor; None for none."""
-        return 0 if self.index.get("num_gpus") else None
+        """The device of an index actor; None if it has no GPU."""
+        return 0 if self.index_options.get("num_gpus") else None
 
 
 def place(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> Placement:
-    """Where a run goes, given the nodes there are and may be.
+    """Decides where a run goes, given the nodes that are alive and those that may join.
 
     Args:
+        cluster: section `cluster` of the run.
+        nodes: nodes of the cluster.
         num_shards: index actors; 0 for a run without a negative pool.
     Raises:
-        ResourceError: there is less than what is asked for; without this check the run would wait in vain.
+        ResourceError: there can never be room. Without this check the run would wait in vain.
     """
-    fewest = cluster.min_workers or cluster.workers
-    gpus = nodes.possible_room({"GPU": 1})
-    enough = nodes.room({"GPU": 1}) >= fewest or (gpus is not None and gpus >= fewest)
-    use_gpu = cluster.device == "gpu" or (cluster.device == "auto" and enough)
-    each = {"CPU": cluster.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
-    _require(fewest, each, nodes)
+    min_workers = cluster.min_workers or cluster.workers
+    use_gpu = _use_gpu(cluster, nodes, min_workers)
+    each = {"CPU": cluster.cpus_per_worker}
+    if use_gpu:
+        each["GPU"] = 1
+    _check_room(min_workers, each, nodes)
+    default_wait_s = _WAIT_FOR_MACHINES_S if nodes.autoscaled else _WAIT_S
     return Placement(
-        use_gpu,
-        _threads(cluster, nodes, num_shards),
-        _index_options(cluster, nodes, num_shards, use_gpu),
-        _on_cpu_nodes(nodes),
-        f"{fewest} workers that ask for {_words(each)} each",
-        cluster.wait_s
-        or (3600 if nodes.autoscaled else 240),  # a machine in the cloud may take long to come
+        use_gpu=use_gpu,
+        threads=_threads(cluster, nodes, num_shards),
+        index_options=_index_options(cluster, nodes, num_shards, use_gpu),
+        coordinator_options=_cpu_node_options(nodes),
+        request=f"{min_workers} workers that ask for {_words(each)} each",
+        wait_s=cluster.wait_s or default_wait_s,
     )
 
 
-def _require(workers: int, each: Resources, nodes: Nodes) -> None:
-    """Refuses what the cluster cannot have room for, and warns of what it has no room for yet."""
-    room, possible = nodes.room(each), nodes.possible_room(each)
+def _use_gpu(cluster: ClusterConfig, nodes: Nodes, min_workers: int) -> bool:
+    if cluster.device != "auto":
+        return cluster.device == "gpu"
+    one_gpu = {"GPU": 1.0}
+    gpus = nodes.possible_room(one_gpu)
+    if gpus is None:
+        gpus = nodes.room(one_gpu)
+    return gpus >= min_workers
+
+
+def _check_room(workers: int, each: Resources, nodes: Nodes) -> None:
+    """Refuses a run that can never have room, and warns of one that has to wait for nodes."""
+    room = nodes.room(each)
+    possible = nodes.possible_room(each)
     if possible is not None and possible < workers:
-        raise ResourceError(_lacking(workers, each, nodes, possible))
+        raise ResourceError(_no_room_message(workers, each, nodes, possible))
     if room < workers:
         logger.warning(
             "the cluster has room for %d of %d workers; the run waits for nodes that its autoscaler starts",
@@ -140,7 +160,7 @@ def _require(workers: int, each: Resources, nodes: Nodes) -> None:
         )
 
 
-def _lacking(workers: int, each: Resources, nodes: Nodes, possible: int) -> str:
+def _no_room_message(workers: int, each: Resources, nodes: Nodes, possible: int) -> str:
     if nodes.autoscaled:
         return (
             f"{workers} workers ask for {_words(each)} each, the cluster and its autoscaler have room for {possible};"
@@ -151,24 +171,28 @@ def _lacking(workers: int, each: Resources, nodes: Nodes, possible: int) -> str:
             f"{workers} workers ask for a GPU each, the cluster has {nodes.total('GPU'):g}; lower --workers or set"
             " cluster.device=cpu"
         )
-    with_gpu = " and a GPU" if "GPU" in each else ""
-    has = [node.get("CPU", 0) for node in nodes.alive.values() if not with_gpu or node.get("GPU")]
+    candidates = list(nodes.alive.values())
+    with_gpu = ""
+    if "GPU" in each:
+        candidates = [node for node in candidates if node.get("GPU")]
+        with_gpu = " and a GPU"
+    cpus = ", ".join(f"{node.get('CPU', 0):g}" for node in candidates)
     return (
-        f"{workers} workers ask for {each['CPU']:g} CPUs{with_gpu} each, the cluster's nodes have"
-        f" {', '.join(f'{cpus:g}' for cpus in has)}; lower --workers or cluster.cpus_per_worker"
+        f"{workers} workers ask for {each['CPU']:g} CPUs{with_gpu} each, the cluster's nodes have {cpus}; lower"
+        " --workers or cluster.cpus_per_worker"
     )
 
 
 def _words(each: Resources) -> str:
-    return (
-        " and ".join(f"{number:g} {name}" for name, number in each.items() if number) or "nothing"
-    )
+    amounts = [f"{amount:g} {resource}" for resource, amount in each.items() if amount]
+    return " and ".join(amounts) or "nothing"
 
 
 def _index_options(
     cluster: ClusterConfig, nodes: Nodes, num_shards: int, use_gpu: bool
 ) -> dict[str, Any]:
-    """Options of index actors; where as many GPUs as workers are left, each has one."""
+    """Returns the options of index actors. Each has a GPU if the workers leave as many as there are actors."""
+    spread = {"scheduling_strategy": "SPREAD"}
     unit = {cluster.index_resource: 1.0}
     if cluster.index_resource and (nodes.room(unit) or nodes.possible_room(unit)):
         possible = nodes.possible_room(unit)
@@ -177,54 +201,56 @@ def _index_options(
                 f"{num_shards} index actors ask for one {cluster.index_resource!r} each, the cluster has {possible};"
                 " give its nodes more of that resource or set cluster.index_resource to another one"
             )
-        return {"resources": unit, "scheduling_strategy": "SPREAD"}
+        return {"resources": unit, **spread}
     if use_gpu and nodes.total("GPU") >= cluster.workers + num_shards:
-        return {"num_gpus": 1, "scheduling_strategy": "SPREAD"}
-    return {**_on_cpu_nodes(nodes), "scheduling_strategy": "SPREAD"}
+        return {"num_gpus": 1, **spread}
+    return {**_cpu_node_options(nodes), **spread}
 
 
-def _on_cpu_nodes(nodes: Nodes) -> dict[str, Any]:
-    """Options of an actor that asks for nothing: nodes with CPUs and no GPU, else nodes with CPUs, else any node."""
-    idle = [node for node, has in nodes.alive.items() if not has.get("CPU")]
-    busy = [node for node, has in nodes.alive.items() if has.get("GPU") and node not in idle]
-    excluded = [names for names in ([*idle, *busy], idle) if 0 < len(names) < len(nodes.alive)]
-    if not excluded:
+def _cpu_node_options(nodes: Nodes) -> dict[str, Any]:
+    """Returns options that prefer nodes with CPUs and no GPU, then nodes with CPUs, then any node."""
+    without_cpu = [node for node, has in nodes.alive.items() if not has.get("CPU")]
+    with_gpu = [node for node, has in nodes.alive.items() if has.get("CPU") and has.get("GPU")]
+    # The strictest exclusion first. One that excludes no node, or every node, would be of no use.
+    exclusions = [without_cpu + with_gpu, without_cpu]
+    useful = [excluded for excluded in exclusions if 0 < len(excluded) < len(nodes.alive)]
+    selectors = [{_NODE_ID: f"!in({','.join(excluded)})"} for excluded in useful]
+    if not selectors:
         return {}
-    selectors = [{"ray.io/node-id": f"!in({','.join(names)})"} for names in excluded]
-    others = [
-        {"label_selector": selector} for selector in [*selectors[1:], {"ray.io/node-id": "!none"}]
-    ]
-    return {"label_selector": selectors[0], "fallback_strategy": others}
+    selectors.append({_NODE_ID: "!none"})
+    fallbacks = [{"label_selector": selector} for selector in selectors[1:]]
+    return {"label_selector": selectors[0], "fallback_strategy": fallbacks}
 
 
-def _room(nodes: Iterable[tuple[Resources, int]], each: Resources) -> int:
-    needs = [(name, number) for name, number in each.items() if number > 0]
+def _room(node_counts: Iterable[tuple[Resources, int]], each: Resources) -> int:
+    needs = {resource: amount for resource, amount in each.items() if amount > 0}
     if not needs:
-        return 1 << 16
-    return sum(
-        count
-        * min(
-            int(has.get(name, 0) / number + 1e-9) for name, number in needs
-        )  # 0.3 has room for 0.1 thrice
-        for has, count in nodes
-    )
+        return _UNLIMITED
+    room = 0
+    for has, count in node_counts:
+        # The small term makes room for three times 0.1 in 0.3, whose quotient is 2.9999999999999996.
+        fits = [int(has.get(resource, 0) / amount + 1e-9) for resource, amount in needs.items()]
+        room += count * min(fits)
+    return room
 
 
 def _threads(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> int:
-    """Threads of each process: on one machine, all together do not exceed its cores."""
-    if len([node for node in nodes.alive.values() if node.get("CPU")]) > 1:
-        return cluster.threads_per_process or max(1, int(cluster.cpus_per_worker))
-    return cluster.threads_per_process or max(
-        1, (os.cpu_count() or 1) // (cluster.workers + num_shards)
-    )
+    """Returns the threads of each process; on one machine all processes together do not exceed its cores."""
+    if cluster.threads_per_process:
+        return cluster.threads_per_process
+    nodes_with_cpus = [node for node in nodes.alive.values() if node.get("CPU")]
+    if len(nodes_with_cpus) > 1:
+        return max(1, int(cluster.cpus_per_worker))
+    return max(1, (os.cpu_count() or 1) // (cluster.workers + num_shards))
 
 
-def _of_types(config: Mapping[str, Any]) -> list[tuple[Resources, int]]:
-    """Nodes that an autoscaler may start, by node type: at most `max_workers` of it, and of the cluster."""
-    most = int(config.get("max_workers", 0))
-    types = config.get("available_node_types", {})
-    return [
-        (kind.get("resources", {}), min(int(kind.get("max_workers", most)), most))
-        for name, kind in types.items()
-        if name != config.get("head_node_type")
-    ]
+def _worker_types(cluster_file: Mapping[str, Any]) -> list[tuple[Resources, int]]:
+    """Returns the nodes that an autoscaler may start: resources and limit of each type but the head's."""
+    cluster_limit = int(cluster_file.get("max_workers", 0))
+    types = []
+    for name, node_type in cluster_file.get("available_node_types", {}).items():
+        if name == cluster_file.get("head_node_type"):
+            continue
+        limit = min(int(node_type.get("max_workers", cluster_limit)), cluster_limit)
+        types.append((node_type.get("resources", {}), limit))
+    return types

@@ -1,4 +1,4 @@
-"""What each Ray Train worker runs: the loop of training/loop.py inside the process group that Ray Train set up."""
+"""What each Ray Train worker runs: the loop of training/loop.py in the process group that Ray Train has set up."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray.train
 import torch
 
 from xmcray import logs
 from xmcray.data.batches import TrainingData
 from xmcray.data.node_copy import CorpusSource, open_on_node
 from xmcray.errors import XmcrayError
-from xmcray.gauges import TRAINING, Gauges
 from xmcray.negatives.pool import PoolRefresher
+from xmcray.ray_adapter.gauges import TRAINING, Gauges
+from xmcray.ray_adapter.workers import node_leaves_soon, report
 from xmcray.training.loop import Loop, build
 from xmcray.training.preemption import StopFlag
 from xmcray.training.run import Run, RunConfig, note_mistake, noted_mistake
@@ -23,10 +23,15 @@ from xmcray.training.watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """All a worker is told; plain values, paths absolute.
+    """Everything that a worker gets from the driver, as plain values.
 
     Attributes:
-        run: folder. run_id: names the pool. corpus: path or URL. config: of RunConfig.to_dict. threads: of a process.
+        run: folder of the run, absolute.
+        run_id: id of the run, which names the actors of its pool.
+        corpus: absolute path or URL.
+        corpus_sha256: hash of the corpus.
+        config: of `RunConfig.to_dict`.
+        threads: torch threads of the worker.
     """
 
     run: str
@@ -37,43 +42,40 @@ class WorkerSettings:
     threads: int
 
 
-def work(settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains to the end, or until the driver's flag stops it; then the result is empty.
+def work(values: dict[str, Any]) -> dict[str, Any]:
+    """Trains to the end, or until the driver raises the stop flag; in that case the result is empty.
 
-    A user's mistake may strike one rank while the others wait for it, so the rank notes it in the run and fails. Ray
-    then restarts all ranks, which find the note and end; the driver raises it. When Ray says that a node is about to be
-    taken away, a checkpoint is written at once; Ray restarts the ranks when the node is gone.
+    One rank may meet a user's mistake while the others wait for it. That rank notes the mistake in the run and fails.
+    Ray then restarts all ranks, which find the note and end, and the driver raises it. When Ray says that a node is
+    about to be taken away, a checkpoint is written at once, and Ray restarts the ranks when the node is gone.
+
+    Args:
+        values: fields of `WorkerSettings`.
     """
-    told = WorkerSettings(**settings)
-    with logs.on_stderr(), logs.about(told.run_id):
-        return _train(told)
+    settings = WorkerSettings(**values)
+    with logs.on_stderr(), logs.about(settings.run_id):
+        return _train(settings)
 
 
-def _train(told: WorkerSettings) -> dict[str, Any]:
-    torch.set_num_threads(told.threads)
-    config = RunConfig.resolve(told.config["method_name"], told.config)
-    run = Run(Path(told.run), told.run_id, config, told.corpus, told.corpus_sha256)
+def _train(settings: WorkerSettings) -> dict[str, Any]:
+    torch.set_num_threads(settings.threads)
+    config = RunConfig.resolve(settings.config["method_name"], settings.config)
+    run = Run(Path(settings.run), settings.run_id, config, settings.corpus, settings.corpus_sha256)
     if noted_mistake(run) is not None:
         return {}
-    device = (
-        torch.device("cuda")
-        if torch.cuda.is_available() and config.cluster.device != "cpu"
-        else torch.device("cpu")
-    )
+    use_gpu = torch.cuda.is_available() and config.cluster.device != "cpu"
+    device = torch.device("cuda" if use_gpu else "cpu")
     try:
         source = CorpusSource(run.corpus, run.corpus_sha256, config.cluster.copy_corpus)
         data = TrainingData(open_on_node(source), config.data)
-        setup, refresher = build(config, data, device, vectors=run.vectors), PoolRefresher(run.id)
-        watch, gauges = Watch(StopFlag(run.path), leaving=_leaving), Gauges(run.id, TRAINING)
+        setup = build(config, data, device, vectors=run.vectors)
+        refresher = PoolRefresher(run.id)
+        watch = Watch(StopFlag(run.path), leaving=node_leaves_soon)
+        gauges = Gauges(run.id, TRAINING)
         result = Loop(run, setup, refresher, watch=watch, on_record=gauges.show).train()
     except XmcrayError as error:
         note_mistake(run, error)
         raise
     if result:
-        ray.train.report({"step": result["steps"]})
+        report({"step": result["steps"]})
     return result
-
-
-def _leaving() -> bool:
-    train: Any = ray.train
-    return train.get_preemption_info() is not None

@@ -15,15 +15,14 @@ from typing import Any
 
 import ray
 from ray import tune
-from ray._raylet import PlacementGroupID
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 from ray.tune.stopper import Stopper
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from xmcray import errors
-from xmcray.data.session import ray_session
 from xmcray.errors import ResourceError, RunError, StorageError, XmcrayError
+from xmcray.ray_adapter import private
+from xmcray.ray_adapter.session import ray_session
 from xmcray.training.run import ClusterConfig
 from xmcray.tuning.proposals import OptunaProposals, Proposals, RandomProposals
 from xmcray.tuning.space import Values
@@ -82,7 +81,7 @@ def run_sweep(
                 ) in guide.drawn:  # Tune does not wait for the processes of trials that it stopped
                     wait_until_free(sweep.run_path(number))
             finally:
-                remove_leftovers()
+                private.remove_placement_groups_of_this_job()
                 shutil.rmtree(sweep.path / "ray", ignore_errors=True)
         if guide.problem is not None:
             raise guide.problem
@@ -306,13 +305,3 @@ class _Emergency(Stopper):
 
     def stop_all(self) -> bool:
         return self.guide.problem is not None
-
-
-def remove_leftovers() -> None:
-    """Removes placement groups of trainings in stopped trials; those of other jobs in the cluster are left alone."""
-    job = ray.get_runtime_context().get_job_id()
-    for group_id, about in placement_group_table().items():
-        if (
-            group_id.endswith(job) and about["state"] != "REMOVED"
-        ):  # an id ends with that of its job
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from xmcray.errors import ConfigError, ResourceError
+from xmcray.ray_adapter.cluster import Node
+from xmcray.ray_adapter.private import HEAD_RESOURCE
+from xmcray.training import placement
 from xmcray.training.placement import Nodes, place
 from xmcray.training.run import ClusterConfig
 
-HEAD: dict[str, float] = {"node:__internal_head__": 1}
+HEAD: dict[str, float] = {HEAD_RESOURCE: 1}
 GPU: dict[str, float] = {"CPU": 8, "GPU": 4}
 CPU: dict[str, float] = {"CPU": 8}
 
@@ -30,7 +33,7 @@ def test_index_actors_avoid_gpus_and_nodes_without_cpus() -> None:
     nodes = fixed(h=HEAD, g=GPU, c=CPU)
     where = place(config(), nodes, 4)
     assert where.use_gpu
-    assert where.index == {
+    assert where.index_options == {
         "label_selector": {"ray.io/node-id": "!in(h,g)"},
         "fallback_strategy": [
             {"label_selector": {"ray.io/node-id": "!in(h)"}},
@@ -38,7 +41,9 @@ def test_index_actors_avoid_gpus_and_nodes_without_cpus() -> None:
         ],
         "scheduling_strategy": "SPREAD",
     }
-    assert place(config(), fixed(h={**HEAD, **CPU}), 4).index == {"scheduling_strategy": "SPREAD"}
+    assert place(config(), fixed(h={**HEAD, **CPU}), 4).index_options == {
+        "scheduling_strategy": "SPREAD"
+    }
 
 
 def test_a_resource_that_marks_nodes_decides() -> None:
@@ -47,11 +52,11 @@ def test_a_resource_that_marks_nodes_decides() -> None:
         ResourceError, match="4 index actors ask for one 'index' each, the cluster has 3"
     ):
         place(config(), marked, 4)
-    assert place(config(workers=3), marked, 3).index == {
+    assert place(config(workers=3), marked, 3).index_options == {
         "resources": {"index": 1.0},
         "scheduling_strategy": "SPREAD",
     }
-    assert "resources" not in place(config(index_resource=""), marked, 4).index
+    assert "resources" not in place(config(index_resource=""), marked, 4).index_options
 
 
 def test_gpus_that_are_left_build_indexes() -> None:
@@ -94,7 +99,7 @@ def test_an_autoscaler_is_waited_for_within_its_limits(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         where = place(config(workers=8), may_grow, 8)
     assert where.use_gpu
-    assert where.index["resources"] == {"index": 1.0}
+    assert where.index_options["resources"] == {"index": 1.0}
     assert (
         "room for 0 of 8 workers; the run waits for nodes that its autoscaler starts" in caplog.text
     )
@@ -112,12 +117,10 @@ def test_the_configuration_on_a_head_says_what_may_come(
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     nodes = [
-        {"NodeID": "h", "Alive": True, "Resources": HEAD},
-        {"NodeID": "g", "Alive": True, "Resources": GPU},
+        Node("h", "10.0.0.1", HEAD),
+        Node("g", "10.0.0.2", GPU),
     ]
-    monkeypatch.setattr(
-        "ray.nodes", lambda: [*nodes, {"NodeID": "x", "Alive": False, "Resources": GPU}]
-    )
+    monkeypatch.setattr(placement, "alive_nodes", lambda: nodes)
     assert Nodes.of_cluster() == Nodes({"h": HEAD, "g": GPU}, [], autoscaled=False)
     types = {
         "gpu": {"resources": GPU, "max_workers": 9},

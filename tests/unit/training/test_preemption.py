@@ -13,8 +13,8 @@ import ray
 from corpora import planted_corpus
 
 from xmcray import cli
-from xmcray.data.session import start_ray
 from xmcray.parallel import collectives
+from xmcray.ray_adapter.session import start_ray
 from xmcray.storage import read_manifest
 from xmcray.training import watch
 from xmcray.training.preemption import StopFlag, handling

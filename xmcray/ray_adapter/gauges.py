@@ -1,6 +1,7 @@
-"""What a training tells Prometheus through Ray: gauges of rank 0 and of the negative pool, with the run's id as tag.
+"""Gauges that a training exports to Prometheus through Ray: those of rank 0 and of the negative pool.
 
-Ray exports a gauge as ray_NAME on the metrics port of the node, as long as the process that set it lives.
+Each gauge has the run's id as its tag. Ray exports it as ray_NAME on the metrics port of the node, as long as the
+process that set it lives.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from ray.util.metrics import Gauge
 
-TRAINING = {  # by the name that a record of metrics.jsonl has for it
+TRAINING = {  # by the name of the value in a record of metrics.jsonl
     "step": "Steps done.",
     "last_step": "Steps in all.",
     "epoch": "Epoch, counted from 0.",
@@ -27,14 +28,14 @@ TRAINING = {  # by the name that a record of metrics.jsonl has for it
     "nDCG@5": "nDCG at 5 on the validation split.",
 }
 POOL = {
-    "pool_queue": "Versions of hard negatives that were asked for and are not complete.",
+    "pool_queue": "Versions of hard negatives that were started and are not complete.",
     "pool_version": "Newest complete version of hard negatives.",
     "pool_refresh_s": "Seconds that building, searching and merging the newest version took.",
 }
 
 
 def exported(name: str) -> str:
-    """What Prometheus calls a gauge."""
+    """Returns the name of a gauge in Prometheus."""
     return f"ray_{_plain(name)}"
 
 
@@ -42,23 +43,23 @@ class Gauges:
     """The gauges of one process.
 
     Args:
-        run_id: their tag. descriptions: by name; TRAINING or POOL.
+        run_id: their tag.
+        descriptions: what each gauge shows, by name; `TRAINING` or `POOL`.
     """
 
     def __init__(self, run_id: str, descriptions: Mapping[str, str]) -> None:
         self._tags = {"run": run_id}
-        self._gauges = {
-            name: Gauge(_plain(name), description=text, tag_keys=("run",))
-            for name, text in descriptions.items()
-        }
+        self._gauges: dict[str, Gauge] = {}
+        for name, description in descriptions.items():
+            self._gauges[name] = Gauge(_plain(name), description=description, tag_keys=("run",))
 
     def show(self, values: Mapping[str, Any]) -> None:
-        """Sets the gauges that `values` names and knows a number for; other keys are left alone."""
+        """Sets the gauges that have a value in `values`; other keys are ignored."""
         for name, gauge in self._gauges.items():
             if values.get(name) is not None:
                 gauge.set(float(values[name]), self._tags)
 
 
 def _plain(name: str) -> str:
-    """Prometheus takes no "P@1"."""
+    """Replaces "@", which Prometheus does not allow in names."""
     return f"xmcray_{name.replace('@', '_at_').lower()}"

@@ -1,0 +1,147 @@
+"""Each touch of Ray's private parts, so that an upgrade of Ray shows at once what it has broken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import cloudpickle
+import pytest
+import ray
+import ray.train.torch
+from clusters import cloud, cluster_of, ray_manifests
+from ray.util.placement_group import placement_group, placement_group_table
+
+from xmcray.errors import ResourceError
+from xmcray.ray_adapter import private
+from xmcray.ray_adapter.cluster import alive_nodes
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_local_cluster_is_on_loopback() -> None:
+    assert [node.address for node in alive_nodes()] == ["127.0.0.1"]
+
+
+def test_the_loopback_address_is_kept_for_the_block_only() -> None:
+    from ray._private import services
+
+    original = services.resolve_ip_for_localhost
+    with private.loopback_address() as addresses:
+        assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
+        assert set(addresses.values()) == {"127.0.0.1"}
+    assert services.resolve_ip_for_localhost is original
+
+
+def test_a_local_cluster_says_nothing_of_its_token() -> None:
+    code = "from xmcray.ray_adapter.session import ray_session\nwith ray_session(): pass"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
+    )
+    assert "token" not in done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_head_has_its_own_resource() -> None:
+    assert [node.is_head for node in alive_nodes()] == [True]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_living_actors_are_listed_by_name_or_class() -> None:
+    @ray.remote(num_cpus=0)
+    class Sleeper:
+        def ready(self) -> None: ...
+
+    sleepers = [Sleeper.remote(), Sleeper.options(name="named-sleeper").remote()]
+    ray.get([sleeper.ready.remote() for sleeper in sleepers])
+    names = private.alive_actor_names()
+    assert "named-sleeper" in names
+    assert any(name.endswith("Sleeper") for name in names)
+    for sleeper in sleepers:
+        ray.kill(sleeper)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_head_lists_its_nodes() -> None:
+    (node,) = private.nodes_of_head(ray.get_runtime_context().gcs_address)
+    assert node["address"] == "127.0.0.1"
+    assert node["head"]
+    assert node["resources"]["CPU"] == 4
+
+
+@pytest.mark.usefixtures("cluster")
+def test_placement_groups_of_this_job_are_removed() -> None:
+    ray.get(placement_group([{"CPU": 1}]).ready())
+    private.remove_placement_groups_of_this_job()
+    job = ray.get_runtime_context().get_job_id()
+    states = {about["state"] for key, about in placement_group_table().items() if key.endswith(job)}
+    assert states == {"REMOVED"}
+
+
+def refuse_to_wait(without_workers: bool, same_state: bool) -> None:
+    if without_workers and same_state:
+        raise ResourceError("no workers")
+
+
+def test_a_controller_callback_travels_and_knows_the_states() -> None:
+    from ray.train.v2._internal.execution.callback import ControllerCallback
+    from ray.train.v2._internal.execution.controller import state as states
+
+    callback = cloudpickle.loads(cloudpickle.dumps(private.controller_callback(refuse_to_wait)))
+    assert isinstance(callback, ControllerCallback)
+    assert hasattr(ControllerCallback, "after_controller_state_update")
+    running = states.RunningState()
+    callback.after_controller_state_update(running, running)
+    without_workers = (
+        states.InitializingState(),
+        states.SchedulingState(None),
+        states.ReschedulingState(RuntimeError()),
+        states.RestartingState(RuntimeError()),
+    )
+    for state in without_workers:
+        callback.after_controller_state_update(running, state)
+        with pytest.raises(ResourceError):
+            callback.after_controller_state_update(state, state)
+
+
+def test_a_trainer_hands_its_controller_over() -> None:
+    """That an interrupt ends the controller is tested in test_placement.py."""
+    trainer = ray.train.torch.TorchTrainer(lambda: None)
+    assert callable(trainer._register_sigint_handler), "fit() calls it with the controller"
+    controllers = private.take_over_interrupts(trainer)
+    trainer._register_sigint_handler("controller")
+    assert controllers == ["controller"]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_controller_that_does_not_answer_is_killed() -> None:
+    @ray.remote(num_cpus=0)
+    class Controller:
+        def __init__(self) -> None:
+            self.aborted = False
+
+        def abort(self) -> None:
+            while True:
+                self.aborted = True
+
+        def ready(self) -> None: ...
+
+    controller = Controller.remote()
+    ray.get(controller.ready.remote())
+    private.abort_controller(controller, timeout_s=0.2)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(controller.ready.remote())
+
+
+def test_cluster_files_are_checked_by_ray() -> None:
+    assert "available_node_types" in private.cluster_file_schema()["properties"]
+    private.check_cluster_config(cloud("aws"))
+    with pytest.raises(ValueError, match="head_node_type"):
+        private.check_cluster_config({**cloud("aws"), "head_node_type": "boss"})
+
+
+def test_the_autoscaler_reads_a_manifest() -> None:
+    cluster = cluster_of(ray_manifests()["raycluster"])
+    settings = private.autoscaling_config_of(cluster)
+    assert settings["available_node_types"]

@@ -1,0 +1,81 @@
+"""Connects this process to Ray: the cluster that RAY_ADDRESS names, or a quiet local one on loopback with a token."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from xmcray.ray_adapter import private
+
+
+def start_ray(
+    num_cpus: int | None = None, object_store_bytes: int | None = None, dashboard: bool = False
+) -> bool:
+    """Joins the cluster in RAY_ADDRESS, or starts a local one. Does nothing in a process that is connected.
+
+    Args:
+        num_cpus: logical CPUs of a local cluster; by default those of the machine.
+        object_store_bytes: shared memory of a local cluster; by default a share of the machine's memory.
+        dashboard: start the dashboard of a local cluster, on loopback. Each request to it needs the token.
+
+    Returns:
+        Whether this call connected.
+    """
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if os.environ.get("RAY_ADDRESS"):
+        with _keep_sigterm_handler():
+            ray.init(**quiet)
+        return True
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _set_token()
+    with private.loopback_address() as addresses, _keep_sigterm_handler():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            object_store_memory=object_store_bytes,
+            include_dashboard=dashboard,
+            **addresses,
+            **quiet,
+        )
+    return True
+
+
+@contextlib.contextmanager
+def ray_session(dashboard: bool = False) -> Iterator[None]:
+    """Connects to Ray for a block. A connection that was made here ends with the block."""
+    started = start_ray(dashboard=dashboard)
+    try:
+        yield
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _set_token() -> None:
+    """Sets a random token for the local cluster, unless the user has one or has switched tokens off.
+
+    Ray turns token authentication on by itself unless RAY_AUTH_MODE says otherwise. (It would be too late to set that
+    variable here, because Ray reads it when it is imported.) Without a token in the environment Ray writes one into the
+    home folder, which others could read.
+    """
+    has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    is_disabled = os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled"
+    if not has_token and not is_disabled:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Restores the handler of SIGTERM after the block; `ray.init` sets one that ends the process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(handler):
+        signal.signal(signal.SIGTERM, handler)
