@@ -1,1 +1,1 @@
-"""Sweeps: which settings are best on the validation split; over trainings with Ray Tune, over bundles without it."""
+"""Sweeps: which settings are best on the validation split, of trainings (on Ray Tune) or of a finished bundle."""

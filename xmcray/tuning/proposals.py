@@ -1,4 +1,4 @@
-"""Where the values of a trial come from: drawn at random, or proposed by Optuna from what earlier trials reached."""
+"""Where the values of a trial come from: random search, or Optuna's estimate from earlier trials."""
 
 from __future__ import annotations
 
@@ -8,147 +8,154 @@ from typing import Any, Protocol
 
 from xmcray import draws
 from xmcray.errors import ConfigError, ResourceError
-from xmcray.tuning.space import Check, Choice, Distribution, Space, Values
+from xmcray.tuning.space import Check, Choice, Distribution, Space, Values, problem_with
 
-ATTEMPTS = 100  # draws after which a space counts as infeasible
+MAX_ATTEMPTS = 100  # without a feasible trial, after which a space counts as infeasible
 
 
 class Proposals(Protocol):
     """A source of values."""
 
     def propose(self, number: int) -> Values:
-        """The values of a trial; every combination passes the sweep's check.
+        """The values of a trial; every combination passes the check of the sweep.
 
         Raises:
-            ConfigError: none was found that does.
+            ConfigError: no combination passes.
         """
 
     def learn(self, number: int, values: Values, score: float | None) -> None:
-        """What a trial reached; None if it failed."""
+        """Takes note of the score of a trial; None if the trial failed."""
 
 
 class RandomProposals:
-    """Draws that are a function of the seed, the trial's number and the setting's name.
+    """Sampled values that are a function of the seed, the trial's number and the setting's name.
 
-    So the trials of a sweep are the same whatever ran before them, how many of them there are, or in which order.
+    So the trials of a sweep are the same whatever ran before them, how many of them there are, or in
+    which order they run.
     """
 
     def __init__(self, space: Space, seed: int, check: Check) -> None:
-        self.space, self.seed, self.check = space, seed, check
+        self.space = space
+        self.seed = seed
+        self.check = check
 
     def propose(self, number: int) -> Values:
         """The values of a trial."""
-        for attempt in range(ATTEMPTS):
-            values = {
-                name: distribution.draw(draws.generator(self.seed, f"tune {name}", number, attempt))
-                for name, distribution in self.space.items()
-            }
-            if (problem := _refused(self.check, values)) is None:
+        problem = None
+        for attempt in range(MAX_ATTEMPTS):
+            values = {}
+            for name, distribution in self.space.items():
+                generator = draws.generator(self.seed, f"tune {name}", number, attempt)
+                values[name] = distribution.draw(generator)
+            problem = problem_with(values, self.check)
+            if problem is None:
                 return values
         raise _infeasible(problem)
 
     def learn(self, number: int, values: Values, score: float | None) -> None:
-        """Nothing is learnt."""
+        """Does nothing: random search does not learn."""
 
 
 class OptunaProposals:
     """Optuna's tree-structured Parzen estimator.
 
-    A new object that is told of the same past goes on where another one was, though not with the same draws.
+    A new object that learns the same past continues where another one stopped, but its samples
+    differ.
 
     Args:
-        past: values and scores of trials that ended.
+        space: the search space.
+        seed: of the sampled values.
+        check: raises ConfigError for values that the settings do not accept.
+        past: values and scores of trials that have ended.
     """
 
     def __init__(
         self, space: Space, seed: int, check: Check, past: Iterable[tuple[Values, float | None]]
     ) -> None:
-        self.space, self.check = space, check
+        self.space = space
+        self.check = check
         self._optuna = _import_optuna()
-        known = list(past)
-        sampler_seed = draws.torch_seed(seed, "tune", len(known)) % 2**32
+        past = list(past)
+        sampler_seed = draws.torch_seed(seed, "tune", len(past)) % 2**32
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "experimental": that running trials count as bad ones
+            # constant_liar is "experimental": it counts running trials as bad ones.
+            warnings.simplefilter("ignore")
             sampler = self._optuna.samplers.TPESampler(seed=sampler_seed, constant_liar=True)
         self._study = self._optuna.create_study(direction="maximize", sampler=sampler)
         self._distributions = {name: self._translated(d) for name, d in space.items()}
-        self._open: dict[int, Any] = {}
-        for values, score in known:
+        self._running: dict[int, Any] = {}
+        for values, score in past:
             self._add(values, score)
 
     def propose(self, number: int) -> Values:
         """The values of a trial."""
-        for _ in range(ATTEMPTS):
+        problem = None
+        for _ in range(MAX_ATTEMPTS):
             trial = self._study.ask(self._distributions)
             values = {name: self._decoded(name, value) for name, value in trial.params.items()}
-            if (problem := _refused(self.check, values)) is None:
-                self._open[number] = trial
+            problem = problem_with(values, self.check)
+            if problem is None:
+                self._running[number] = trial
                 return values
-            self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+            self._study.tell(trial, state=self._state(None))
         raise _infeasible(problem)
 
     def learn(self, number: int, values: Values, score: float | None) -> None:
-        """What a trial reached, whoever proposed it."""
-        trial = self._open.pop(number, None)
+        """Takes note of the score of a trial, also of one that another object proposed."""
+        trial = self._running.pop(number, None)
         if trial is None:
             self._add(values, score)
         else:
             self._study.tell(trial, score, state=self._state(score))
 
     def _add(self, values: Values, score: float | None) -> None:
-        params = {name: self._coded(name, value) for name, value in values.items()}
-        known: dict[str, Any] = {
-            "params": params,
-            "distributions": self._distributions,
-            "value": score,
-        }
-        self._study.add_trial(self._optuna.trial.create_trial(**known, state=self._state(score)))
+        trial = self._optuna.trial.create_trial(
+            params={name: self._encoded(name, value) for name, value in values.items()},
+            distributions=self._distributions,
+            value=score,
+            state=self._state(score),
+        )
+        self._study.add_trial(trial)
 
     def _state(self, score: float | None) -> Any:
         states = self._optuna.trial.TrialState
         return states.FAIL if score is None else states.COMPLETE
 
     def _translated(self, distribution: Distribution) -> Any:
+        """A distribution as Optuna describes it."""
         kinds = self._optuna.distributions
         if isinstance(distribution, Choice):
-            return kinds.CategoricalDistribution(
-                range(len(distribution.values))
-            )  # a choice may be a list
+            # Positions in the list, because Optuna does not accept a list as a choice.
+            return kinds.CategoricalDistribution(range(len(distribution.values)))
         low, high = distribution.samples()
         if distribution.step:
             high = distribution.on_grid(distribution.num_steps)
         if distribution.whole:
-            return kinds.IntDistribution(
-                low, high, log=distribution.log, step=round(distribution.step) or 1
-            )
-        return kinds.FloatDistribution(
-            low, high, log=distribution.log, step=distribution.step or None
-        )
+            step = round(distribution.step) or 1
+            return kinds.IntDistribution(low, high, log=distribution.log, step=step)
+        step = distribution.step or None
+        return kinds.FloatDistribution(low, high, log=distribution.log, step=step)
 
-    def _coded(self, name: str, value: Any) -> Any:
+    def _encoded(self, name: str, value: Any) -> Any:
+        """A value as Optuna stores it."""
         distribution = self.space[name]
         return distribution.values.index(value) if isinstance(distribution, Choice) else value
 
     def _decoded(self, name: str, value: Any) -> Any:
+        """A value from what Optuna proposes."""
         distribution = self.space[name]
         if isinstance(distribution, Choice):
             return distribution.values[value]
         if not distribution.step:
             return value
+        # Optuna adds up steps, which leaves rounding errors.
         return distribution.on_grid(round((value - distribution.low) / distribution.step))
-
-
-def _refused(check: Check, values: Values) -> ConfigError | None:
-    try:
-        check(values)
-    except ConfigError as error:
-        return error
-    return None
 
 
 def _infeasible(problem: ConfigError | None) -> ConfigError:
     return ConfigError(
-        f"the space holds no feasible trial: none of {ATTEMPTS} draws is one, the last because {problem}"
+        f"the space holds no feasible trial: none of {MAX_ATTEMPTS} draws is one,"
+        f" the last because {problem}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a sweep may change: a YAML file that maps dotted names of settings to distributions.
+"""The search space of a sweep: a YAML file that maps dotted names of settings to distributions.
 
     optim.lr: {log_uniform: [1.0e-4, 1.0e-2]}
     method.balance: {uniform: [0, 1], step: 0.1}
@@ -6,14 +6,14 @@
     negatives.hard: {int: [10, 50], step: 10}
     method.importance_weight: {choice: [none, unbiased]}
 
-Bounds are included. A file is checked before anything runs: every name must be a setting, and every end of a range
-and every choice must be a value that the setting takes.
+Bounds are included. A file is checked before anything runs: every name must be a setting, and every
+end of a range and every choice must be a value that the setting accepts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,6 @@ from xmcray.errors import ConfigError
 
 Value = Any  # number, text, boolean, or a list of them: what YAML can hold
 Values = dict[str, Value]  # by dotted name
-_RANGES = {
-    "uniform": (False, False),
-    "log_uniform": (True, False),
-    "int": (False, True),
-    "log_int": (True, True),
-}
-_KINDS = (*_RANGES, "choice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +31,10 @@ class NumberRange:
     """Numbers between two bounds, both included.
 
     Attributes:
-        low, high: the bounds. log: uniform in the logarithm. whole: integers only.
+        low: lower bound.
+        high: upper bound.
+        log: sampled uniformly in the logarithm.
+        whole: integers only.
         step: values are low, low + step ... up to high; 0 for no grid (of integers: 1).
     """
 
@@ -49,26 +45,27 @@ class NumberRange:
     step: float = 0.0
 
     def draw(self, generator: np.random.Generator) -> float | int:
-        """A value."""
+        """Samples a value."""
         if self.step:
             return self.on_grid(int(generator.integers(0, self.num_steps, endpoint=True)))
-        if not self.log:
-            whole = self.whole and int(
-                generator.integers(round(self.low), round(self.high), endpoint=True)
-            )
-            return whole if self.whole else float(generator.uniform(self.low, self.high))
-        margin = (
-            0.5 if self.whole else 0.0
-        )  # half of an integer's width, so that the ends are drawn as often
-        value = math.exp(
-            generator.uniform(math.log(self.low - margin), math.log(self.high + margin))
-        )
+        if self.log:
+            return self._draw_log(generator)
+        if self.whole:
+            return int(generator.integers(round(self.low), round(self.high), endpoint=True))
+        return float(generator.uniform(self.low, self.high))
+
+    def _draw_log(self, generator: np.random.Generator) -> float | int:
+        # Half an integer more on either side, so that the ends are drawn as often as their neighbours.
+        margin = 0.5 if self.whole else 0.0
+        log_low = math.log(self.low - margin)
+        log_high = math.log(self.high + margin)
+        value = math.exp(generator.uniform(log_low, log_high))
         value = min(max(value, self.low), self.high)
         return round(value) if self.whole else value
 
     @property
     def num_steps(self) -> int:
-        """Of the grid, from the lowest to the highest value."""
+        """Steps of the grid from the lowest to the highest value."""
         return int((self.high - self.low) / self.step + 1e-9)
 
     def on_grid(self, number: int) -> float | int:
@@ -77,20 +74,25 @@ class NumberRange:
         return round(value) if self.whole else round(value, 12)  # 0.7, not 0.7000000000000001
 
     def samples(self) -> Sequence[Value]:
-        """The values that tell whether a setting takes this range."""
-        return [round(end) if self.whole else float(end) for end in (self.low, self.high)]
+        """Values that decide whether a setting accepts this range: its ends."""
+        if self.whole:
+            return [round(self.low), round(self.high)]
+        return [float(self.low), float(self.high)]
 
     def place(self, value: Value) -> float:
-        """Where a value lies between the bounds, 0 to 1, on the scale it is drawn on."""
-        low, high, at = (
-            math.log(x) if self.log else float(x) for x in (self.low, self.high, value)
-        )
-        return (at - low) / (high - low) if high > low else 0.5
+        """Where a value lies between the bounds, 0 to 1, on the scale that it is sampled on."""
+        scale = math.log if self.log else float
+        low = scale(self.low)
+        high = scale(self.high)
+        return (scale(value) - low) / (high - low) if high > low else 0.5
 
     def to_yaml(self) -> dict[str, Any]:
-        """As in the file."""
-        kind = next(name for name, flags in _RANGES.items() if flags == (self.log, self.whole))
-        return {kind: list(self.samples()), **({"step": self.step} if self.step else {})}
+        """The distribution as it stands in a file."""
+        kind = next(name for name, flags in RANGES.items() if flags == (self.log, self.whole))
+        body: dict[str, Any] = {kind: list(self.samples())}
+        if self.step:
+            body["step"] = self.step
+        return body
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,65 +102,96 @@ class Choice:
     values: tuple[Value, ...]
 
     def draw(self, generator: np.random.Generator) -> Value:
-        """A value."""
+        """Samples a value."""
         return self.values[int(generator.integers(len(self.values)))]
 
     def samples(self) -> Sequence[Value]:
-        """All values."""
+        """Values that decide whether a setting accepts this choice: all of them."""
         return self.values
 
     def place(self, value: Value) -> float:
         """Where a value lies in the list, 0 to 1."""
-        return self.values.index(value) / (len(self.values) - 1) if len(self.values) > 1 else 0.5
+        if len(self.values) == 1:
+            return 0.5
+        return self.values.index(value) / (len(self.values) - 1)
 
     def to_yaml(self) -> dict[str, Any]:
-        """As in the file."""
+        """The distribution as it stands in a file."""
         return {"choice": list(self.values)}
 
 
 Distribution = NumberRange | Choice
-Space = Mapping[str, Distribution]
-Check = Callable[[Values], object]  # raises ConfigError where settings do not take these values
+Space = Mapping[str, Distribution]  # by dotted name
+Check = Callable[[Values], object]  # raises ConfigError if settings do not accept these values
+
+# Names of ranges in a file, with (log, whole).
+RANGES = {
+    "uniform": (False, False),
+    "log_uniform": (True, False),
+    "int": (False, True),
+    "log_int": (True, True),
+}
+KINDS = (*RANGES, "choice")
 
 
 def load_space(path: str) -> Space:
     """The space of a file.
 
     Raises:
-        ConfigError: no such file, or an entry that is not a distribution (named, with what is wrong about it).
+        ConfigError: there is no such file, or an entry is not a distribution.
     """
     return parse_space(configs.load_yaml(path), path)
 
 
 def parse_space(values: Mapping[str, Any], where: str) -> Space:
-    """Dotted names and distributions from plain values; `where`: the file's name in errors."""
+    """A space from plain values.
+
+    Args:
+        values: distributions by dotted name, as YAML reads them.
+        where: name of the file, for error messages.
+    """
     if not values:
         raise ConfigError(
-            f"{where} names no setting, expected lines such as optim.lr: {{log_uniform: [1e-4, 1e-2]}}"
+            f"{where} names no setting,"
+            " expected lines such as optim.lr: {log_uniform: [1e-4, 1e-2]}"
         )
     return {str(name): _parse(body, f"{where}: {name}") for name, body in values.items()}
 
 
 def check_space(space: Space, check: Check, where: str) -> None:
-    """Compares every name and every end of a range with what the settings take.
+    """Compares every name and every end of a range with what the settings accept.
 
-    Some settings bound each other (gamma_min and gamma_max), so an end is right if it fits the values that others have
-    without the sweep, or all of their lower or all of their upper ends.
+    Some settings bound each other (gamma_min and gamma_max). So an end is right if it fits the values
+    that the others have without the sweep, or all of their lower or all of their upper ends.
 
     Args:
-        check: raises ConfigError for values that are no settings.
+        space: the space.
+        check: raises ConfigError for values that the settings do not accept.
+        where: name of the file, for error messages.
+
     Raises:
-        ConfigError: the first that does not fit.
+        ConfigError: the first value that does not fit.
     """
-    corners: list[Values] = [
-        {},
-        *({name: d.samples()[i] for name, d in space.items()} for i in (0, -1)),
-    ]
+    lower_ends = {name: distribution.samples()[0] for name, distribution in space.items()}
+    upper_ends = {name: distribution.samples()[-1] for name, distribution in space.items()}
     for name, distribution in space.items():
         for value in distribution.samples():
-            problems = list(_problems(check, [{**corner, name: value} for corner in corners]))
-            if len(problems) == len(corners):
-                raise ConfigError(f"{where}: {problems[0]}")
+            first_problem = problem_with({name: value}, check)
+            if (
+                first_problem
+                and problem_with({**lower_ends, name: value}, check)
+                and problem_with({**upper_ends, name: value}, check)
+            ):
+                raise ConfigError(f"{where}: {first_problem}")
+
+
+def problem_with(values: Values, check: Check) -> ConfigError | None:
+    """Why settings do not accept values; None if they do."""
+    try:
+        check(values)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def nested(values: Values) -> dict[str, Any]:
@@ -173,44 +206,46 @@ def nested(values: Values) -> dict[str, Any]:
     return sections
 
 
-def _problems(check: Check, candidates: Sequence[Values]) -> Iterator[ConfigError]:
-    for values in candidates:
-        try:
-            check(values)
-        except ConfigError as error:
-            yield error
-
-
 def _parse(body: Any, where: str) -> Distribution:
+    """A distribution from its entry in a file."""
     kinds = [key for key in body if key != "step"] if isinstance(body, Mapping) else []
     if len(kinds) != 1:
         raise ConfigError(
-            f"{where} is {body!r}, expected one of {', '.join(_KINDS)}, as in {{uniform: [0, 1]}}"
+            f"{where} is {body!r}, expected one of {', '.join(KINDS)}, as in {{uniform: [0, 1]}}"
         )
-    kind, given, step = kinds[0], body[kinds[0]], body.get("step")
-    if kind not in _KINDS:
-        raise ConfigError(f"{where}: {configs.unknown('distribution', str(kind), _KINDS)}")
-    if kind == "choice":
-        if not isinstance(given, list) or not given or step is not None:
-            raise ConfigError(
-                f"{where}: choice is {given!r}, expected a list of values, and no step"
-            )
-        return Choice(values=tuple(given))
-    log, whole = _RANGES[kind]
-    if not isinstance(given, list) or len(given) != 2:
-        raise ConfigError(f"{where}: {kind} is {given!r}, expected [lowest, highest]")
-    low, high = (_number(value, whole, f"{where}: {kind}") for value in given)
-    width = 0.0 if step is None else _number(step, whole, f"{where}: step")
+    kind = kinds[0]
+    if kind not in KINDS:
+        raise ConfigError(f"{where}: {configs.unknown('distribution', str(kind), KINDS)}")
+    if kind != "choice":
+        return _parse_range(kind, body[kind], body.get("step"), where)
+    values = body[kind]
+    if not isinstance(values, list) or not values or "step" in body:
+        raise ConfigError(f"{where}: choice is {values!r}, expected a list of values, and no step")
+    return Choice(values=tuple(values))
+
+
+def _parse_range(kind: str, bounds: Any, step: Any, where: str) -> NumberRange:
+    log, whole = RANGES[kind]
+    if not isinstance(bounds, list) or len(bounds) != 2:
+        raise ConfigError(f"{where}: {kind} is {bounds!r}, expected [lowest, highest]")
+    low = _number(bounds[0], whole, f"{where}: {kind}")
+    high = _number(bounds[1], whole, f"{where}: {kind}")
     if not low < high:
         raise ConfigError(f"{where}: {kind} is [{low:g}, {high:g}], expected the lower bound first")
     if log and low <= 0:
         raise ConfigError(
-            f"{where}: {kind} starts at {low:g}, expected more than 0: it is uniform in the logarithm"
+            f"{where}: {kind} starts at {low:g},"
+            " expected more than 0: it is uniform in the logarithm"
         )
-    if step is not None and (log or not 0 < width <= high - low):
-        expected = f"none for {kind}" if log else f"more than 0 and at most {high - low:g}"
+    if step is None:
+        return NumberRange(low=low, high=high, log=log, whole=whole)
+    width = _number(step, whole, f"{where}: step")
+    if log:
+        raise ConfigError(f"{where}: step is {width:g}, expected none for {kind}")
+    if not 0 < width <= high - low:
+        expected = f"more than 0 and at most {high - low:g}"
         raise ConfigError(f"{where}: step is {width:g}, expected {expected}")
-    return NumberRange(low=low, high=high, log=log, whole=whole, step=width)
+    return NumberRange(low=low, high=high, whole=whole, step=width)
 
 
 def _number(value: Any, whole: bool, where: str) -> float:
@@ -220,7 +255,6 @@ def _number(value: Any, whole: bool, where: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or (whole and number != round(number)):
-        raise ConfigError(
-            f"{where} holds {value!r}, expected {'an integer' if whole else 'a number'}"
-        )
+        expected = "an integer" if whole else "a number"
+        raise ConfigError(f"{where} holds {value!r}, expected {expected}")
     return number

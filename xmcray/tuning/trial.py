@@ -1,7 +1,8 @@
-"""What runs in the actor of a trial: an ordinary training whose records are told to Ray Tune.
+"""The code that runs in the actor of a trial: an ordinary training whose validations go to Ray Tune.
 
-The training knows nothing of Tune. Its metrics.jsonl is followed from a thread, as a progress bar does, so a trial that
-is resumed tells its old validations first: whoever compares trials then knows all of its past.
+The training does not know that Tune runs it. Its metrics.jsonl is followed from a thread, as a
+progress bar does. A resumed trial first reports its old validations, so that whoever compares trials
+knows all of its past.
 """
 
 from __future__ import annotations
@@ -22,27 +23,33 @@ from xmcray.training.records import Record, following, read_records
 from xmcray.training.run import Run
 from xmcray.tuning.sweep import Sweep
 
-TIME, SCORE, MISTAKE = "epoch", "score", "mistake"  # of what is reported
-_PATIENCE_S = 120.0  # for the process of a killed driver or actor to let go of its run
+# Keys of what is reported to Tune.
+TIME = "epoch"
+SCORE = "score"
+MISTAKE = "mistake"
+# How long the process of a killed driver or actor may take to release its run.
+_LOCK_TIMEOUT_S = 120.0
 
 
-def run_trial(told: Mapping[str, Any]) -> None:
-    """Trains one trial to its end, from its newest checkpoint if there is one. A function trainable of Ray Tune.
+def run_trial(task: Mapping[str, Any]) -> None:
+    """Trains one trial to its end, from its newest checkpoint if it has one.
 
-    A user's mistake is reported, for whoever sweeps to tell apart what ends one trial and what ends all of them.
+    This is a function trainable of Ray Tune. A mistake of the user is reported instead of raised, so
+    that the sweep can tell what ends one trial from what ends all of them.
 
     Args:
-        told: "sweep", the folder; "number" of the trial; "cluster", settings of that section.
+        task: "sweep", the folder; "number" of the trial; "cluster", settings of that section.
     """
-    sweep, number = Sweep.open(told["sweep"]), int(told["number"])
+    sweep = Sweep.open(task["sweep"])
+    number = int(task["number"])
     path = sweep.run_path(number)
-    teller = _Teller(sweep.config.metric)
+    reporter = _Reporter(sweep.config.metric)
     try:
         wait_until_free(path)
         for record in read_records(path / "metrics.jsonl"):
-            teller.hear(record)
-        config = sweep.config.resolve(sweep.trial(number).values, told["cluster"])
-        train(sweep.config.corpus, path, config, watch=teller.watch)
+            reporter.hear(record)
+        config = sweep.config.resolve(sweep.trial(number).values, task["cluster"])
+        train(sweep.config.corpus, path, config, watch=reporter.watch)
     except XmcrayError as error:
         tune.report({TIME: 0, SCORE: float("nan"), MISTAKE: [type(error).__name__, str(error)]})
         return
@@ -50,30 +57,36 @@ def run_trial(told: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
             sweep.traceback_path(number).write_text(traceback.format_exc(), encoding="utf-8")
         raise
-    teller.finish()
+    reporter.finish()
 
 
-class _Teller:
-    """Tells Tune of validations; of the last one only when the run is finished, lest Tune end the trial before it is.
+class _Reporter:
+    """Reports validations to Tune.
+
+    The last one is reported only when the run is finished: Tune might end the trial at once.
 
     Args:
         metric: key of the records.
     """
 
     def __init__(self, metric: str) -> None:
-        self.metric, self.last_step = metric, -1
-        self.held: dict[str, float] | None = None
+        self.metric = metric
+        self.last_step = -1
+        self.last_validation: dict[str, float] | None = None
 
     def hear(self, record: Record) -> None:
-        """Reports a validation; blocks until Tune has taken it, which holds up nobody but the thread that follows."""
+        """Reports a validation.
+
+        Blocks until Tune has taken it, which delays only the thread that follows the records.
+        """
         self.last_step = int(record.get("last_step", self.last_step))
         if self.metric not in record:
             return
-        told = {TIME: int(record["epoch"]) + 1, SCORE: float(record[self.metric])}
+        validation = {TIME: int(record["epoch"]) + 1, SCORE: float(record[self.metric])}
         if record["step"] == self.last_step:
-            self.held = told
+            self.last_validation = validation
         else:
-            tune.report(told)
+            tune.report(validation)
 
     @contextlib.contextmanager
     def watch(self, run: Run) -> Iterator[None]:
@@ -83,14 +96,17 @@ class _Teller:
 
     def finish(self) -> None:
         """Reports the last validation."""
-        if self.held is not None:
-            tune.report(self.held)
+        if self.last_validation is not None:
+            tune.report(self.last_validation)
 
 
 def wait_until_free(path: Path) -> None:
-    """Waits while another process trains there: one that is about to end, as it was stopped or its driver killed."""
+    """Waits while another process trains in a folder.
+
+    Such a process is about to end, because Tune stopped it or its driver was killed.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     with (path / "lock").open("w") as file:
         while time.monotonic() < deadline:
             try:
