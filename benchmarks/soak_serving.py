@@ -8,6 +8,8 @@
     kills     20,000 searches, a replica of some part killed every 10 s; single and composed mode
     swaps     20 hot swaps under load; every answer must be wholly of one version
     labels    2,000 random adds, updates and deletes over HTTP, the server killed every 20 s and started again
+    writers   50 writers of one label log killed at random moments; the log and its copy must hold what was acknowledged
+    damage    600 flipped bits and every truncation of a label log: read exactly, or refused with a reason
     bodies    5,000 requests: random ones that OpenAPI allows, and good ones with some bytes replaced
 
 What each call did is one line in a ledger beside the benchmarks' cache; the table sums the lines. Correctness only: it
@@ -47,6 +49,7 @@ sys.path.insert(
 )  # what the tests do a little of, with the same means
 from bundles import TEXTS, write_bundle_of, write_transformer
 from fuzz import ROUTES, ask_described, ask_mutated
+from operations import ALL, COMMITS, flipped, interrupted, kill_writers, opened, written
 from replicas import Askers, Killer, client_of, insist, known_answers, replicas
 
 LEDGER = data_sets.CACHE / "serve" / "soak.jsonl"
@@ -392,6 +395,52 @@ def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     return piece
 
 
+# ---- the log ----
+
+
+def writers(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+    """Ten kills of one log, then the next log."""
+    acknowledged = 0
+    while piece.done < left and time.monotonic() < deadline:
+        kills = min(10, left - piece.done)
+        try:
+            seed = left - piece.done
+            acknowledged += kill_writers(folder / str(piece.done), kills, seed)
+        except AssertionError as error:
+            piece.wrong[str(error)[:200]] += 1
+        piece.done += kills
+    piece.disturbances = piece.done
+    piece.notes = f"{acknowledged:,} operations were acknowledged"
+    return piece
+
+
+def damage(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+    """Flips and truncations of the files that a kill leaves, and of those that an orderly end leaves."""
+    draw = random.Random(left)
+    outcomes = Counter[str]()
+    states = {"killed": interrupted(folder / "a"), "closed": written(folder / "b")}
+    for state, files in states.items():
+        for name, data in files.items():
+            flips = [flipped(files, name, draw.randrange(8 * len(data))) for _ in range(200)]
+            cuts = [{**files, name: data[:stop]} for stop in range(len(data))]
+            for kind, damaged in [("flip", flips), ("truncation", cuts)]:
+                for changed in damaged:
+                    result = opened(folder / "c", changed)
+                    # A write-ahead log that ends earlier is that of an earlier moment.
+                    is_earlier = kind == "truncation" and name.endswith("-wal")
+                    expected = COMMITS if is_earlier else [ALL]
+                    if isinstance(result, str):
+                        outcomes["refused"] += 1
+                    elif result in expected:
+                        outcomes["read exactly"] += 1
+                    else:
+                        piece.wrong[f"{state} {name}: {kind}"] += 1
+                    piece.done += 1
+    piece.disturbances = piece.done
+    piece.notes = ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.items())
+    return piece
+
+
 # ---- bodies ----
 
 
@@ -455,6 +504,8 @@ PARTS: dict[str, tuple[Run, int, str, str]] = {
     "kills": (kills, 20_000, "searches by clients with their own retries", "kills"),
     "swaps": (swaps, 20, "hot swaps under load", "swaps"),
     "labels": (labels, 2_000, "adds, updates and deletes of labels", "kills"),
+    "writers": (writers, 50, "writers of a label log", "kills"),
+    "damage": (damage, 600, "label logs with a flipped bit or cut off", "damages"),
     "bodies": (bodies, 5_000, "random and mutated requests", "restarts"),
 }
 

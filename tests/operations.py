@@ -1,10 +1,17 @@
-"""Operations on labels, and logs of them, for tests."""
+"""Operations on labels, logs of them, and what a crash or a disk can do to these logs. For tests."""
 
 from __future__ import annotations
 
+import json
+import random
+import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+from xmcray.errors import StorageError
 from xmcray.serving.label_log import LabelLog
 from xmcray.serving.schema import Operation
 
@@ -27,15 +34,121 @@ BATCHES = [
     [update("b", "x" * 50, tag="é"), add("a"), add("c")],
 ]
 ALL = list(enumerate([operation for batch in BATCHES for operation in batch], 1))
+COMMITS = (ALL[:0], ALL[:2], ALL[:3], ALL)  # what there is after each batch
+Files = dict[str, bytes]
 
 
-def files(state: Path) -> list[Path]:
-    return sorted((state / "label_log").glob("*.log"))
+def written(state: Path) -> Files:
+    """Writes the batches and closes the log; returns the database."""
+    with LabelLog(state, "m") as log:
+        for batch, after in zip(BATCHES, COMMITS[1:], strict=True):
+            assert log.append(batch) == len(after)
+    return database_files(state)
 
 
-def written(state: Path, **options: Any) -> bytes:
-    """Writes the batches; returns the bytes of the only file."""
-    with LabelLog(state, "m", **options) as log:
-        assert [log.append(batch) for batch in BATCHES] == [2, 3, 6]
-    (file,) = files(state)
-    return file.read_bytes()
+def interrupted(state: Path) -> Files:
+    """Writes the batches; returns the database and its write-ahead log as a kill leaves them."""
+    with LabelLog(state, "m") as log:
+        for batch in BATCHES:
+            log.append(batch)
+        return database_files(state)
+
+
+def database_files(state: Path) -> Files:
+    """Contents of the database and, if there is one, of its write-ahead log."""
+    names = ("label_log.sqlite", "label_log.sqlite-wal")
+    return {name: (state / name).read_bytes() for name in names if (state / name).exists()}
+
+
+def opened(state: Path, files: Files) -> list[tuple[int, Operation]] | str:
+    """The operations of a log with these files, or why it is refused; then the files are as they were."""
+    shutil.rmtree(state, ignore_errors=True)
+    state.mkdir()
+    for name, data in files.items():
+        (state / name).write_bytes(data)
+    try:
+        with LabelLog(state, "m") as log:
+            return log.since(0)
+    except StorageError as error:
+        refusal = str(error)
+    kept = {name: (state / name).read_bytes() for name in files}
+    assert kept == files, "bad input never loses good data"
+    assert "\n" not in refusal
+    return refusal
+
+
+def flipped(files: Files, name: str, bit: int) -> Files:
+    """The files with one bit of one file changed."""
+    data = bytearray(files[name])
+    data[bit // 8] ^= 1 << bit % 8
+    return {**files, name: bytes(data)}
+
+
+WRITER = """
+import json, random, sys
+from xmcray.serving.label_log import LabelLog
+from xmcray.serving.schema import Operation
+
+state, url, seed = sys.argv[1:]
+draw = random.Random(int(seed))
+log = LabelLog(state, "m", upload_url=url, upload_every_s=0.001, segment_bytes=2000)
+last = {operation.uid: operation.op for _, operation in log.since(0)}
+there = {uid for uid, op in last.items() if op != "delete"}
+while True:
+    batch = []
+    for _ in range(draw.choice([1, 1, 3])):
+        uid = f"u{draw.randrange(8)}"
+        op = draw.choice(["update", "delete"]) if uid in there else "add"
+        there ^= {uid} if op != "update" else set()
+        more = {} if op == "delete" else {"text": f"{seed} {draw.random()}"}
+        if more and draw.random() < 0.5:
+            more["attributes"] = {"n": draw.randrange(9)}
+        batch.append({"op": op, "uid": uid, **more})
+    print(json.dumps([log.last + 1, batch]), flush=True)
+    print(json.dumps(log.append([Operation(**values) for values in batch])), flush=True)
+"""
+
+
+def kill_writers(folder: Path, kills: int, seed: int = 0) -> int:
+    """Kills writers of one log at random moments, and checks what is on the disk and in the copy.
+
+    Returns:
+        The number of acknowledged operations.
+    Raises:
+        AssertionError: an operation was lost, or one came back that was not acknowledged.
+    """
+    draw = random.Random(seed)
+    state = folder / "state"
+    url = f"file://{folder}/copy"
+    sent: dict[int, dict[str, Any]] = {}
+    acknowledged = 0
+    for kill in range(kills):
+        command = [sys.executable, "-c", WRITER, str(state), url, str(kill)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            lines_left = draw.randint(1, 60)
+            for line in writer.stdout:
+                if line.endswith("\n"):
+                    message = json.loads(line)
+                    if isinstance(message, int):
+                        acknowledged = message
+                    else:
+                        first, batch = message
+                        assert first > acknowledged, "an acknowledged number was given again"
+                        sent = {number: op for number, op in sent.items() if number < first}
+                        sent |= dict(enumerate(batch, first))
+                lines_left -= 1
+                if lines_left == 0:
+                    # Somewhere in the next operation.
+                    threading.Event().wait(draw.choice([0, draw.random() * 0.003]))
+                    writer.kill()
+            assert writer.wait() == -9
+    with LabelLog(state, "m", upload_url=url) as log:
+        assert log.last >= acknowledged
+        operations = log.since(0)
+    expected = [(number, sent[number]) for number in range(1, len(operations) + 1)]
+    assert [(n, op.model_dump(exclude_none=True)) for n, op in operations] == expected
+    shutil.rmtree(state)
+    with LabelLog(state, "m", upload_url=url) as log:
+        assert log.since(0) == operations, "the copy"
+    return acknowledged

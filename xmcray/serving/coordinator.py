@@ -28,7 +28,8 @@ from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.labels import write_changes
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving import schema
-from xmcray.serving.label_log import LabelLog, check_operations
+from xmcray.serving.label_log import LabelLog
+from xmcray.serving.operations import check_operations
 from xmcray.serving.problems import ProblemError, unknown_model
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot

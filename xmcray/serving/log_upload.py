@@ -1,4 +1,6 @@
-"""Keeps the copy of a label log at a URL up to date, in a thread of its own that no append waits for."""
+"""Keeps the copy of a label log at a URL up to date, in a thread of its own that no append waits
+for.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from xmcray.errors import StorageError
-from xmcray.serving.log_copy import LogCopy, Segment
-from xmcray.serving.log_lines import Line, after, read
+from xmcray.serving.log_lines import Line
+from xmcray.serving.log_segments import Segment, SegmentStore
 
 _LONGEST_WAIT_S = 60.0
 _CLOSING_S = 10.0  # for the last upload
@@ -18,47 +20,59 @@ _CLOSING_S = 10.0  # for the last upload
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How far the copy is behind: in operations, in seconds since the oldest of them, and why ("" if it goes well)."""
+    """How far the copy is behind.
+
+    Attributes:
+        operations: number of operations that it lacks.
+        seconds: age of the oldest of them.
+        problem: why the last upload failed; "" if it did not.
+    """
 
     operations: int = 0
     seconds: float = 0.0
     problem: str = ""
 
 
-class Source(Protocol):
-    """The log, as far as it is uploaded."""
+class UploadSource(Protocol):
+    """What an uploader needs of a log."""
 
-    def lines(self) -> tuple[list[Line], int]:
-        """Its lines, and the number after which they begin."""
-        ...
+    @property
+    def begin(self) -> int:
+        """Operations up to this number are archived."""
+
+    @property
+    def last(self) -> int:
+        """Number of the last operation."""
+
+    def lines_after(self, number: int, max_bytes: int) -> list[Line]:
+        """The next commits after `number`: at least one if there is one, and about `max_bytes`."""
 
     def refuse(self, reason: str) -> None:
-        """Appends are refused from now on."""
-        ...
+        """Refuses all later appends."""
 
 
 class Uploader:
-    """Uploads a log's lines as segments, those of a closed file at once and others after some seconds.
+    """Uploads a log's commits as segments: full segments at once, and others after some seconds.
 
     Attributes:
-        uploaded: number of the last operation that the copy has, as far as is known.
+        uploaded: number of the last operation that the copy is known to have.
     """
 
-    def __init__(self, log: Source, copy: LogCopy, every_s: float, segment_bytes: int) -> None:
-        """Looks what the copy holds, if it can be reached; `start` then begins."""
+    def __init__(
+        self, log: UploadSource, copy: SegmentStore, every_s: float, segment_bytes: int
+    ) -> None:
+        """Compares log and copy, if the copy can be reached. `start` begins to upload."""
         self.uploaded = 0
-        self._log, self._copy, self._every_s, self._segment_bytes = (
-            log,
-            copy,
-            every_s,
-            segment_bytes,
-        )
-        self._compared, self._archived, self._problem = False, 0, ""
-        self._lock, self._wake, self._closing = (
-            threading.Lock(),
-            threading.Event(),
-            threading.Event(),
-        )
+        self._log = log
+        self._copy = copy
+        self._every_s = every_s
+        self._segment_bytes = segment_bytes
+        self._compared = False
+        self._archived = 0
+        self._problem = ""
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="label-log-upload", daemon=True)
         self._attempt(only_compare=True)
 
@@ -67,11 +81,11 @@ class Uploader:
         self._thread.start()
 
     def hurry(self) -> None:
-        """There is something that should not wait."""
+        """Begins the next upload now."""
         self._wake.set()
 
     def close(self) -> None:
-        """Uploads what is left, and gives up after some seconds."""
+        """Uploads the rest, and gives up after some seconds."""
         self._closing.set()
         self._wake.set()
         self._thread.join(_CLOSING_S)
@@ -80,11 +94,10 @@ class Uploader:
         """See `LabelLog.upload`."""
         with self._lock:
             self._compare()
-            while lines := self._next():
-                data = b"".join(data for _, data in read(lines))
-                self._copy.put(Segment.of(lines[0].first, lines[-1].last, data), data)
+            while lines := self._log.lines_after(self.uploaded, self._segment_bytes):
+                self._copy.put(lines)
                 self.uploaded = lines[-1].last
-            begin = self._log.lines()[1]
+            begin = self._log.begin
             if begin > self._archived:
                 self._copy.archive(begin)
                 self._archived = begin
@@ -92,83 +105,84 @@ class Uploader:
 
     def lag(self) -> Lag:
         """How far the copy is behind."""
-        lines, begin = self._log.lines()
-        uploaded = max(self.uploaded, begin)
-        waiting = lines[after(lines, uploaded) :]
-        if not waiting:
+        uploaded = max(self.uploaded, self._log.begin)
+        num_operations = self._log.last - uploaded
+        if num_operations <= 0:
             return Lag(problem=self._problem)
-        return Lag(
-            waiting[-1].last - uploaded, max(0.0, time.time() - waiting[0].at), self._problem
-        )
-
-    def _next(self) -> list[Line]:
-        """The next lines to upload together."""
-        lines, size = list[Line](), 0
-        known = self._log.lines()[0]
-        for line in known[after(known, self.uploaded) :]:
-            if size >= self._segment_bytes:
-                break
-            lines.append(line)
-            size += line.size
-        return lines
+        oldest = self._log.lines_after(uploaded, 0)[0]
+        return Lag(num_operations, max(0.0, time.time() - oldest.at), self._problem)
 
     def _compare(self) -> None:
-        """Whether the copy is of this log, and how much of it; asked once.
+        """Checks once that the copy is one of this log, and how much of it.
 
         Raises:
-            StorageError: it is not, and so nobody may append any more; or the URL cannot be read.
+            StorageError: it is another log's copy, and all later appends are refused; or the URL
+                cannot be read.
         """
         if self._compared:
             return
-        known, begin = self._log.lines()
+        begin = self._log.begin
         archived, segments = self._copy.segments()
-        last = max([archived, *(segment.last for segment in segments)])
-        newest = next((segment for segment in segments if segment.last == last), None)
-        if last < begin:
-            if last:
-                raise StorageError(
-                    f"{self._copy.url} ends with operation {last}, the local log begins after {begin}; choose an empty"
-                    " URL"
-                )
+        copied = max([archived, *(segment.last for segment in segments)])
+        if copied and copied < begin:
+            raise StorageError(
+                f"{self._copy.url} ends with operation {copied}, the local log begins after {begin};"
+                " choose an empty URL"
+            )
+        if copied < begin:
             self._copy.begin_after(begin)
-            last = begin
-        ours = max([begin, *(line.last for line in known[-1:])])
-        differs = last > ours
-        if newest and newest.first > begin and not differs:
-            lines = known[after(known, newest.first - 1) : after(known, newest.last)]
-            data = b"".join(data for _, data in read(lines))
-            differs = Segment.of(newest.first, newest.last, data) != newest
-        if differs:
+            copied = begin
+        newest = [segment for segment in segments if segment.last == copied][:1]
+        if copied > self._log.last or (newest and not self._holds(newest[0])):
             reason = (
-                f"{self._copy.url}, which ends with operation {last}, is no copy of the local log, which ends with"
-                f" {ours}: the folder is old, or the URL another log's; to start from the URL, move the folder away"
+                f"{self._copy.url}, which ends with operation {copied}, is no copy of the local log,"
+                f" which ends with {self._log.last}: the folder is old, or the URL another log's;"
+                " to start from the URL, move the folder away"
             )
             self._log.refuse(reason)
             raise StorageError(reason)
-        self.uploaded, self._compared = last, True
+        self.uploaded = copied
+        self._compared = True
+
+    def _holds(self, segment: Segment) -> bool:
+        """Whether the log has the same operations as a segment; True if it has archived them."""
+        if segment.first <= self._log.begin:
+            return True
+        data = b""
+        number = segment.first - 1
+        while number < segment.last:
+            line = self._log.lines_after(number, 0)[0]
+            data += line.data
+            number = line.last
+        return Segment.of(segment.first, segment.last, data) == segment
 
     def _attempt(self, only_compare: bool = False) -> bool:
-        """Uploads, or only compares; whether that went well is in `lag` too."""
+        """Uploads, or only compares, and keeps the reason of a failure for `lag`."""
         try:
             if only_compare:
                 self._compare()
             else:
                 self.upload()
-        except Exception as error:  # whatever it is, appends go on
+        except Exception as error:  # appends go on, whatever is wrong with the copy
             self._problem = " ".join(str(error).split()) or type(error).__name__
             return False
         self._problem = ""
         return True
 
     def _run(self) -> None:
-        failures, wait_s, closing = 0, self._every_s, False
-        while not closing:
+        failures = 0
+        wait_s = self._every_s
+        is_last = False
+        while not is_last:
             self._wake.wait(wait_s)
             self._wake.clear()
-            closing = self._closing.is_set()  # asked before the upload, which is then the last
+            # Read before the upload: operations that were appended before `close` are in the last
+            # one.
+            is_last = self._closing.is_set()
             failures = 0 if self._attempt() else failures + 1
             wait_s = self._every_s
-            if failures:  # apart from other writers that wait for the same server
-                wait_s = min(_LONGEST_WAIT_S, self._every_s * 2**failures) * random.uniform(
-                    0.5, 1.0
-                )
+            if failures:
+                # A random share of it, so that writers that wait for the same server come back
+                # apart.
+                longest = min(_LONGEST_WAIT_S, self._every_s * 2**failures)
+                wait_s = longest * random.uniform(0.5, 1.0)

@@ -24,7 +24,7 @@ from xmcray.retrieval.labels import NewLabel, with_labels
 from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.retriever import WHOLE, Retriever
 from xmcray.serving import schema
-from xmcray.serving.label_log import number_in
+from xmcray.serving.operations import number_in
 from xmcray.types import Float32Array
 
 VIEWS = 16  # filters whose views are kept

@@ -10,7 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from operations import ALL, BATCHES, add, delete, files
+from operations import ALL, BATCHES, add, delete
 
 from xmcray.errors import StorageError
 from xmcray.serving.label_log import LabelLog, Lag
@@ -52,14 +52,13 @@ def test_an_empty_folder_takes_the_copy(url: str, tmp_path: Path) -> None:
     assert log.append([add("late")]) == 7
     assert log.lag().operations == 1
     log.close()  # uploads the rest
-    for segment_bytes in (1, 1 << 20):
-        shutil.rmtree(tmp_path / "one")
-        (tmp_path / "one" / ".label_log.unfinished").mkdir(parents=True)
-        with LabelLog(tmp_path / "one", "m", upload_url=url, segment_bytes=segment_bytes) as log:
-            assert log.since(0) == [*ALL, (7, add("late"))]
-            assert log.append([delete("late")]) == 8 if segment_bytes > 1 else log.last == 7
-        assert len(files(tmp_path / "one")) == (4 if segment_bytes == 1 else 1)
-        assert [path.name for path in (tmp_path / "one").iterdir()] == ["label_log"]
+    shutil.rmtree(tmp_path / "one")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / ".label_log.sqlite.unfinished").touch()
+    with LabelLog(tmp_path / "one", "m", upload_url=url) as log:
+        assert log.since(0) == [*ALL, (7, add("late"))]
+        assert log.append([delete("late")]) == 8
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["label_log.sqlite"]
     with LabelLog(tmp_path / "one", "m", upload_url=url) as log:
         assert log.upload() == 8
 
@@ -108,7 +107,7 @@ def test_a_copy_that_is_not_whole_is_not_taken(
         LabelLog(tmp_path / "two", "m", upload_url=url)
     assert message in str(caught.value)
     assert "file:///" in str(caught.value)
-    assert not (tmp_path / "two" / "label_log").exists(), "the next start asks again"
+    assert not (tmp_path / "two" / "label_log.sqlite").exists(), "the next start asks again"
     LabelLog(tmp_path / "one", "m").close()
 
 
@@ -154,7 +153,7 @@ def test_archiving_reaches_the_copy(url: str, tmp_path: Path) -> None:
     with LabelLog(tmp_path / "none", "m", upload_url=f"{url}-other", upload_every_s=1000) as log:
         log.append(BATCHES[0])
         assert log.trim(2) == 0, "not uploaded"
-    with copied(url, tmp_path / "one", segment_bytes=1) as log:
+    with copied(url, tmp_path / "one") as log:
         assert log.trim(3) == 3
         log.upload()
         assert (len(objects(url)), len(objects(url, "label_log/archive"))) == (1, 2)
@@ -231,13 +230,14 @@ def test_a_server_that_is_down_or_slow_stops_no_append(
     fsspec.filesystem("memory").store.clear()
 
 
-def test_a_closed_file_is_uploaded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_segment_is_uploaded_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = Server(monkeypatch)
     with LabelLog(
         tmp_path, "m", upload_url="memory://closed", upload_every_s=1000, segment_bytes=1
     ) as log:
-        log.append(BATCHES[0])
         server.asked.clear()
-        log.append(BATCHES[1])
+        log.append(BATCHES[0])
         assert server.asked.wait(10)
     fsspec.filesystem("memory").store.clear()

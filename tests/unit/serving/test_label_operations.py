@@ -6,7 +6,7 @@ import pytest
 from operations import add, delete, update
 
 from xmcray.errors import DataError
-from xmcray.serving.label_log import check_operations, number_in
+from xmcray.serving.operations import check_operations, number_in
 from xmcray.serving.schema import Operation
 
 

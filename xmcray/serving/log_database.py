@@ -1,0 +1,266 @@
+"""The lines of a label log in an SQLite database.
+
+    head     one row: the model, and the numbers between which the commits are
+    commits  one row for each commit: the number of its last operation, and its line (log_lines.py)
+
+Why nothing acknowledged is lost in silence:
+- A commit has returned when the write-ahead log (WAL) is on the disk: `synchronous=FULL`.
+- Damage in the WAL is found by wal_check.py before SQLite reads it.
+- Damage in the database is found by `integrity_check`, by the hash of each line, and by the
+  numbers, which must be without a gap and end with the number in `head`. A database that lost its
+  last rows disagrees with its head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from xmcray import storage
+from xmcray.errors import StorageError
+from xmcray.serving.log_lines import Line, parse_line
+from xmcray.serving.wal_check import check_wal
+
+CHECKPOINT_BYTES = 4 << 20  # a longer WAL is copied into the database
+_SCHEMA = (
+    "CREATE TABLE head (model TEXT NOT NULL, begin INTEGER NOT NULL, last INTEGER NOT NULL)",
+    "CREATE TABLE commits (last INTEGER PRIMARY KEY, line BLOB NOT NULL)",
+)
+_HEADER_BYTES = 100
+_NO_LIMIT = 1 << 62
+
+
+def create_database(path: Path, model: str, begin: int, lines: Iterable[Line]) -> None:
+    """Writes a new database, whole or not at all.
+
+    Args:
+        begin: number of the operation before the first line.
+        lines: commits, in order.
+    """
+    unfinished = storage.aside(path)
+    with contextlib.closing(_connect(unfinished, "rwc")) as connection:
+        try:
+            connection.execute("PRAGMA synchronous=FULL")
+            connection.execute("BEGIN")
+            for statement in _SCHEMA:
+                connection.execute(statement)
+            last = begin
+            for line in lines:
+                connection.execute("INSERT INTO commits VALUES (?, ?)", (line.last, line.data))
+                last = line.last
+            connection.execute("INSERT INTO head VALUES (?, ?, ?)", (model, begin, last))
+            connection.execute("COMMIT")
+            # Only now: a WAL would have to be copied into the file before it is renamed.
+            connection.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.Error as error:
+            raise _write_error(path, error) from error
+    storage.fsync(unfinished)
+    unfinished.rename(path)
+    storage.fsync(path.parent)
+
+
+class LogDatabase:
+    """An open database of one writer. All methods may be called by any thread.
+
+    Attributes:
+        path: the file; SQLite's own files have its name and `-wal` or `-shm`.
+        begin: number of the operation before the first one that is held.
+        last: number of the last operation, `begin` if there is none.
+    """
+
+    def __init__(self, path: Path, model: str) -> None:
+        """Verifies everything that is stored, then opens the database for writing.
+
+        Raises:
+            StorageError: the database is damaged, or of another model. Its files are left as they
+                are.
+        """
+        self.path = path
+        self.begin = 0
+        self.last = 0
+        self._model = model
+        self._wal = Path(f"{path}-wal")
+        self._refusal = ""
+        self._failed_frames = False
+        self._reading = threading.Lock()
+        # SQLite takes a file without a header for a new one, and removes its WAL.
+        num_bytes = path.stat().st_size
+        if num_bytes < _HEADER_BYTES:
+            raise self._damaged(f"{num_bytes} bytes")
+        check_wal(self._wal)
+        with contextlib.ExitStack() as stack, self._translating_errors():
+            # A connection that may only read leaves a damaged file as it is when it is closed.
+            self._reader = stack.enter_context(contextlib.closing(_connect(path, "ro")))
+            self._verify()
+            self._writer = stack.enter_context(contextlib.closing(_connect(path, "rw")))
+            self._writer.execute("PRAGMA synchronous=FULL")
+            self._writer.execute("PRAGMA wal_autocheckpoint=0")
+            # Frames that a killed process wrote may not be on the disk yet. They count from now on.
+            if self._wal.exists():
+                storage.fsync(self._wal)
+            with contextlib.suppress(sqlite3.OperationalError):  # the disk is full: reading goes on
+                self._truncate_wal()
+            # Closed in reverse order: the writer must be the last one, because it empties the WAL.
+            stack.pop_all()
+
+    def close(self) -> None:
+        """Closes the database."""
+        self.refuse(f"the log in {self.path} is closed; open it again")
+        with self._reading:
+            self._reader.close()
+        self._writer.close()
+
+    def refuse(self, reason: str) -> None:
+        """Refuses all later writes with this reason, or with an earlier one."""
+        self._refusal = self._refusal or reason
+
+    def check_writable(self) -> None:
+        """Raises StorageError if writes are refused."""
+        if self._refusal:
+            raise StorageError(self._refusal)
+
+    def append(self, line: Line) -> None:
+        """Makes a commit durable. Only one thread at a time may write.
+
+        Raises:
+            StorageError: the disk is full, and nothing was written; or it fails, and all later
+                writes are refused.
+        """
+        with self._transaction():
+            self._writer.execute("INSERT INTO commits VALUES (?, ?)", (line.last, line.data))
+            self._writer.execute("UPDATE head SET last = ?", (line.last,))
+        self.last = line.last
+        if self._wal.stat().st_size > CHECKPOINT_BYTES:
+            with contextlib.suppress(sqlite3.Error):  # the commit itself is safe in the WAL
+                self._truncate_wal()
+
+    def drop(self, number: int) -> None:
+        """Removes the commits up to operation `number`, which must be the last one of a commit."""
+        with self._transaction():
+            self._writer.execute("DELETE FROM commits WHERE last <= ?", (number,))
+            self._writer.execute("UPDATE head SET begin = ?", (number,))
+        self.begin = number
+
+    def lines_after(
+        self, number: int, up_to: int = _NO_LIMIT, max_bytes: int = _NO_LIMIT
+    ) -> tuple[int, list[Line]]:
+        """Commits with an operation after `number`; all of them are durable.
+
+        Args:
+            number: of an operation; earlier ones than `begin` are not held.
+            up_to: no later operations, except those of the first commit.
+            max_bytes: no more than so much, except for the first commit.
+        Returns:
+            `begin` at the time of reading, and the lines.
+        """
+        lines: list[Line] = []
+        num_bytes = 0
+        with self._reading, self._translating_errors():
+            self._reader.execute("BEGIN")  # both queries see the same state
+            try:
+                (begin,) = self._reader.execute("SELECT begin FROM head").fetchone()
+                rows = self._reader.execute(
+                    "SELECT last, line FROM commits WHERE last > ? ORDER BY last", (number,)
+                )
+                for last, data in rows:
+                    num_bytes += len(data)
+                    if lines and (last > up_to or num_bytes > max_bytes):
+                        break
+                    lines.append(parse_line(data, f"{self.path}, operation {last}", self._model))
+            finally:
+                self._reader.execute("ROLLBACK")
+        return begin, lines
+
+    def _verify(self) -> None:
+        (verdict,) = self._reader.execute("PRAGMA integrity_check(1)").fetchone()
+        if verdict != "ok":
+            raise self._damaged(" ".join(str(verdict).split()))
+        heads = self._reader.execute("SELECT model, begin, last FROM head").fetchall()
+        if len(heads) != 1 or [type(value) for value in heads[0]] != [str, int, int]:
+            raise self._damaged("its head is wrong")
+        model, self.begin, self.last = heads[0]
+        if model != self._model:
+            raise StorageError(
+                f"{self.path} is the label log of model {model!r}, expected {self._model!r};"
+                " give each model its own folder"
+            )
+        number = self.begin
+        for last, data in self._reader.execute("SELECT last, line FROM commits ORDER BY last"):
+            if not isinstance(data, bytes):
+                raise self._damaged(f"operation {number + 1} has another type")
+            line = parse_line(data, f"{self.path}, operation {number + 1}", model)
+            if line.first != number + 1 or line.last != last:
+                raise self._damaged(f"found operation {line.first}, expected {number + 1}")
+            number = last
+        if number != self.last:
+            raise self._damaged(f"it ends with operation {number}, expected {self.last}")
+
+    def _damaged(self, reason: str) -> StorageError:
+        return StorageError(f"{self.path} is damaged ({reason}); restore the file")
+
+    @contextlib.contextmanager
+    def _translating_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.ProgrammingError:  # the connection is closed
+            self.check_writable()
+            raise
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter is of SQLite's message
+            raise self._damaged(" ".join(str(error).split())) from None
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Commits what happens in its body: all of it, or nothing and an error."""
+        self.check_writable()
+        try:
+            # The frames of a failed write would stand behind those of a shorter one, and look like
+            # damage.
+            if self._failed_frames and not self._truncate_wal():
+                raise StorageError(
+                    f"another process reads {self.path}; try again when it has ended"
+                )
+            self._writer.execute("BEGIN IMMEDIATE")
+            yield
+            self._writer.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._failed_frames = True
+            with contextlib.suppress(sqlite3.Error):
+                self._writer.execute("ROLLBACK")
+            failure = _write_error(self.path, error)
+            # After a failed sync it is unknown which pages are on the disk, so that no write is
+            # tried again. A full disk is no such case: it fails before the sync.
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                self.refuse(str(failure))
+            raise failure from error
+        except StorageError:
+            raise
+        except BaseException:
+            self.refuse(f"a write to {self.path} was interrupted; restart the writer")
+            raise
+
+    def _truncate_wal(self) -> bool:
+        """Copies the WAL into the database and empties it; False if another process is reading."""
+        with self._reading:
+            (is_busy, _, _) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if not is_busy:
+            self._failed_frames = False
+        return not is_busy
+
+
+def _write_error(path: Path, error: sqlite3.Error) -> StorageError:
+    if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+        return StorageError(
+            f"no space left while writing {path}: the disk is full; free some space or choose another folder"
+        )
+    return StorageError(
+        f"{path} could not be written ({error}); see to the disk and restart the writer"
+    )
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    """A connection with explicit transactions; `mode` is SQLite's: ro, rw or rwc."""
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
