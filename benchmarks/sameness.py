@@ -1,14 +1,16 @@
 """Proof that a refactoring changes nothing: trains every method on the embedded sample and hashes what comes of it.
 
-    python benchmarks/sameness.py --record before.json
-    python benchmarks/sameness.py --compare before.json
-    python benchmarks/sameness.py --methods astra --workers 0
+    python benchmarks/sameness.py --record benchmarks/results/sameness.json
+    python benchmarks/sameness.py --compare benchmarks/results/sameness.json
+    python benchmarks/sameness.py --compare benchmarks/results/sameness.json --methods astra --workers 0
 
-A fingerprint has three parts: the tensors and index files of the bundle, the losses of the run, and the answers to the
-first test queries. Only the command line is used, so the same script runs on any commit. Tensors are hashed
-without their names and files without their manifest: a renamed setting or file is no difference, another bit is.
+A fingerprint has three parts: the tensors and index files of the bundle, the losses of the run,
+and the answers to the first test queries. Training, export and search go through the command line,
+so the same script runs on any commit. Tensors are hashed without their names and files without
+their manifest: a renamed setting or file is no difference, another bit is.
 
-Hashes are comparable on one kind of processor only, because kernels differ between instruction sets.
+Hashes are comparable on one kind of processor only, because kernels differ between instruction
+sets. A recording names its processor, and --compare refuses a recording of another one.
 """
 
 from __future__ import annotations
@@ -17,20 +19,28 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import faiss
+import numpy as np
+import torch
 from safetensors import safe_open
 
-XMCRAY = (str(Path(sys.executable).with_name("xmcray")),)
+from xmcray.data.corpus import Corpus
+from xmcray.data.sample import write_sample
+
+XMCRAY = str(Path(sys.executable).with_name("xmcray"))
 NUM_QUERIES = 100
 TOP_K = 20
+MACHINE = "machine"  # the key of a recording that is no fingerprint
 
-# Small, and yet every moving part takes part: hard negatives, clusters, two versions of both, and a switch between them.
-SMALL = (
+# Small, but with every moving part: hard negatives and clusters, and a switch to a second version.
+SETTINGS = (
     "encoder.dim=64",
     "optim.epochs=5",
     "optim.batch_size=128",
@@ -39,15 +49,26 @@ SMALL = (
     "negatives.cluster_size=8",
     "log.every=1",
 )
-CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    # name: (method, preset, settings besides SMALL)
-    "astra": ("astra", "astra/sample", ("negatives.hard=8",)),
-    "renee": ("renee", "renee/sample", ()),
-    "unidec": ("unidec", "unidec/sample", ("negatives.hard=8",)),
-    "dexml": ("dexml", "dexml/sample", ("negatives.hard=8",)),
-    "dexml-ance": ("dexml", "dexml/ance-sample", ("negatives.hard=8",)),
-    "prime": ("prime", "prime/sample", ("negatives.hard=8",)),
-    "rae": ("rae", "rae/sample", ("negatives.hard=8",)),
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A training whose results are hashed: `settings` come after `SETTINGS`."""
+
+    method: str
+    preset: str
+    settings: tuple[str, ...] = ("negatives.hard=8",)
+
+
+CASES = {
+    "astra": Case("astra", "astra/sample"),
+    "renee": Case("renee", "renee/sample", ()),
+    "unidec": Case("unidec", "unidec/sample"),
+    "dexml": Case("dexml", "dexml/sample"),
+    "dexml-ance": Case("dexml", "dexml/ance-sample"),
+    "dexml-cache": Case("dexml", "dexml/sample", ("method.columns=cache", "method.cache_hard=64")),
+    "prime": Case("prime", "prime/sample"),
+    "rae": Case("rae", "rae/sample"),
 }
 
 
@@ -57,66 +78,63 @@ def main() -> None:
     )
     parser.add_argument("--methods", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--workers", nargs="+", type=int, default=[0, 2])
-    parser.add_argument("--corpus", type=Path, help="a prepared sample (default: one is prepared)")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write the fingerprints there")
-    parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="fail unless the fingerprints equal these"
-    )
+    parser.add_argument("--corpus", type=Path, help="a prepared sample (default: prepare one)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the fingerprints")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="fail where they differ")
     options = parser.parse_args()
+    expected: dict[str, object] = {}
+    if options.compare:
+        expected = json.loads(options.compare.read_text(encoding="utf-8"))
+        if expected.get(MACHINE, kernels()) != kernels():
+            print(f"{options.compare} was recorded on {expected[MACHINE]}; this is {kernels()}")
+            raise SystemExit(2)
+    fingerprints: dict[str, object] = {MACHINE: kernels()}
     with tempfile.TemporaryDirectory() as folder:
         corpus = options.corpus or prepare_sample(Path(folder))
-        fingerprints = {}
         for name in options.methods:
             for workers in options.workers:
                 key = f"{name}, {workers} workers"
-                fingerprints[key] = fingerprint(name, workers, corpus, Path(folder))
+                fingerprints[key] = fingerprint(
+                    CASES[name], workers, corpus, Path(folder) / f"{name}-{workers}"
+                )
                 print(key, json.dumps(fingerprints[key]), flush=True)
     if options.record:
         options.record.write_text(json.dumps(fingerprints, indent=1) + "\n", encoding="utf-8")
     if options.compare:
-        compare(fingerprints, json.loads(options.compare.read_text(encoding="utf-8")))
+        different = [
+            key for key in fingerprints if fingerprints[key] != expected.get(key, kernels())
+        ]
+        for key in different:
+            print(f"{key} differs from {expected.get(key)}")
+        print(f"{len(fingerprints) - 1 - len(different)} fingerprints are equal")
+        raise SystemExit(1 if different else 0)
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Exits with code 1 and one line for each fingerprint that differs."""
-    different = [
-        f"{key}: {part} differs"
-        for key, parts in found.items()
-        for part, value in parts.items()
-        if expected[key][part] != value
-    ]
-    print("\n".join(different) or f"{len(found)} fingerprints are equal")
-    raise SystemExit(1 if different else 0)
+def kernels() -> str:
+    """What the bits of a result depend on besides the code."""
+    processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    libraries = f"torch {torch.__version__}, faiss {faiss.__version__}, numpy {np.__version__}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{processor[1] if processor else 'unknown'}, {instructions}, {libraries}"
 
 
 def prepare_sample(folder: Path) -> Path:
     """The embedded sample as a corpus."""
-    raw = folder / "raw"
-    code = f"from pathlib import Path; from xmcray.data.sample import write_sample; write_sample(Path({str(raw)!r}))"
-    run(sys.executable, "-c", code)
-    run(*XMCRAY, "prepare", str(raw), "--out", str(folder / "corpus"))
+    (folder / "raw").mkdir()
+    write_sample(folder / "raw")
+    run("prepare", str(folder / "raw"), "--out", str(folder / "corpus"))
     return folder / "corpus"
 
 
-def fingerprint(name: str, workers: int, corpus: Path, folder: Path) -> dict[str, str]:
+def fingerprint(case: Case, workers: int, corpus: Path, path: Path) -> dict[str, str]:
     """Trains, exports and searches, and hashes the results."""
-    method, preset, settings = CASES[name]
-    path = folder / f"{name}-{workers}"
     overrides = []
-    for setting in (*SMALL, *settings):
+    for setting in (*SETTINGS, *case.settings):
         overrides += ["--set", setting]
-    command = (
-        "train",
-        method,
-        "--data",
-        str(corpus),
-        "--out",
-        str(path),
-        "--workers",
-        str(workers),
-    )
-    run(*XMCRAY, *command, "--config", f"preset:{preset}", *overrides, "--no-evaluate")
-    run(*XMCRAY, "export", str(path), "--out", str(path / "exported"))
+    source = ["--data", str(corpus), "--config", f"preset:{case.preset}", *overrides]
+    target = ["--out", str(path), "--workers", str(workers), "--no-evaluate"]
+    run("train", case.method, *source, *target)
+    run("export", str(path), "--out", str(path / "exported"))
     return {
         "bundle": bundle_hash(path / "exported"),
         "losses": losses_hash(path / "metrics.jsonl"),
@@ -147,11 +165,8 @@ def losses_hash(metrics: Path) -> str:
 
 def answers_hash(bundle: Path, corpus: Path) -> str:
     """Of labels and scores that the bundle answers the first test queries with."""
-    code = "import json, sys; import numpy as np; from xmcray.data.corpus import Corpus\n"
-    code += f"texts = Corpus.open({str(corpus)!r}).split('test').texts(np.arange({NUM_QUERIES}))\n"
-    code += "json.dump(texts, sys.stdout)"
-    texts = json.loads(run(sys.executable, "-c", code))
-    answers = run(*XMCRAY, "search", str(bundle), "-k", str(TOP_K), "--json", "--", *texts)
+    texts = Corpus.open(corpus).split("test").texts(np.arange(NUM_QUERIES))
+    answers = run("search", str(bundle), "-k", str(TOP_K), "--json", "--", *texts)
     return sha256(answers)
 
 
@@ -160,9 +175,11 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:24]
 
 
-def run(*command: str) -> bytes:
-    """Standard output of a command; one thread, because sums depend on the number of threads."""
+def run(*arguments: str) -> bytes:
+    """Standard output of a verb of xmcray."""
+    # Sums depend on the number of threads.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [XMCRAY, *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout
 
 
