@@ -1,4 +1,9 @@
-"""Writes docs/settings.md from the configuration classes: `python docs/settings.py`. A test holds the page to them."""
+"""Writes docs/settings.md from the configuration classes: `python docs/settings.py`.
+
+A test compares the committed page with the classes.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import inspect
@@ -12,53 +17,57 @@ from xmcray.training.run import RunConfig
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings
 
-Every setting of `xmcray train`, by dotted name: `--set optim.epochs=20`, or the same sections in a YAML file given
-with `--config`. All batch sizes, steps and learning rates are those of the global batch, whatever the number of
-workers. Written by `python docs/settings.py`.
+Every setting of `xmcray train` by its dotted name: `--set optim.epochs=20`, or the same sections in a YAML file for
+`--config`. Batch sizes, steps and learning rates are those of the global batch, whatever the number of workers.
+`python docs/settings.py` writes this page.
 """
 
 
 def page() -> str:
     """The whole page."""
-    sections: dict[str, Any] = {
-        field.name: field.default_factory
-        for field in dataclasses.fields(RunConfig)
-        if field.name not in ("method", "method_name")
-    }
-    parts = [section(name, kind) for name, kind in sections.items()]
+    parts = [HEAD]
+    shared = [f for f in dataclasses.fields(RunConfig) if f.name not in ("method", "method_name")]
+    parts += [section(field.name, field.default_factory) for field in shared]
     for name, entry in methods().items():
         parts.append(section("method", entry.config_type, f"`method` of {name}"))
-    return "\n".join([HEAD, *parts])
+    return "\n".join(parts)
 
 
 def section(name: str, kind: Any, title: str = "") -> str:
-    """One table: setting, default, meaning; nested sections follow."""
-    meanings = described(kind)
-    rows, nested = [], []
+    """One table of setting, default and meaning; nested sections follow it."""
+    meanings = meanings_of(kind)
+    lines = [f"## {title or f'`{name}`'}", "", "| setting | default | meaning |", "|---|---|---|"]
+    nested = []
     for field in dataclasses.fields(kind):
-        default = (
-            field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        )
+        dotted = f"{name}.{field.name}"
+        default = field.default
+        if default is dataclasses.MISSING:
+            default = field.default_factory()
         if dataclasses.is_dataclass(default):
-            nested.append(section(f"{name}.{field.name}", type(default)))
+            nested.append(section(dotted, type(default)))
             continue
         shown = "(empty)" if default == "" else f"`{default}`"
-        rows.append(f"| `{name}.{field.name}` | {shown} | {meanings.get(field.name, '')} |")
-    head = f"## {title or f'`{name}`'}\n\n| setting | default | meaning |\n|---|---|---|\n"
-    return head + "\n".join(rows) + "\n" + "".join(f"\n{part}" for part in nested)
+        lines.append(f"| `{dotted}` | {shown} | {meanings.get(field.name, '')} |")
+    table = "\n".join(lines) + "\n"
+    return "\n".join([table, *nested])
 
 
-def described(kind: Any) -> dict[str, str]:
-    """Meanings by setting, from the "Attributes" of a docstring."""
-    text = " ".join(inspect.getdoc(kind).split("Attributes:", 1)[-1].split())
-    names = "|".join(field.name for field in dataclasses.fields(kind))
-    found = {}
-    for match in re.finditer(
-        rf"((?:(?:{names})(?:, )?)+): (.*?)(?=(?: |\. )(?:(?:{names})(?:, )?)+: |$)", text
-    ):
+def meanings_of(kind: Any) -> dict[str, str]:
+    """Meaning of each setting, from the "Attributes" section of the docstring.
+
+    An entry starts with one or several field names and a colon, and ends where the next entry starts.
+    """
+    docstring = inspect.getdoc(kind) or ""
+    text = " ".join(docstring.split("Attributes:", 1)[-1].split())
+    any_field = "|".join(field.name for field in dataclasses.fields(kind))
+    names = rf"(?:(?:{any_field})(?:, )?)+"
+    entry = re.compile(rf"({names}): (.*?)(?=(?: |\. ){names}: |$)")
+    meanings = {}
+    for match in entry.finditer(text):
+        meaning = match[2].strip().rstrip(".").replace("|", "\\|")
         for name in match[1].split(", "):
-            found[name] = match[2].strip().rstrip(".").replace("|", "\\|")
-    return found
+            meanings[name] = meaning
+    return meanings
 
 
 if __name__ == "__main__":

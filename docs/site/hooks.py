@@ -1,8 +1,8 @@
-"""Makes the pages of docs/ a site, without a mark in them that a plain viewer of the repository would show.
+"""Turns docs/ into a site. The pages stay plain Markdown that the viewer of a repository shows correctly.
 
-* A link out of docs/ (to a table or picture of benchmarks/results, to source) is right in the repository. The site has
-  pages of the tables; of anything else it shows the path.
-* measurements.md lists the tables.
+* Links that leave docs/ are correct in the repository. The site has copies of the tables and pictures in
+  benchmarks/results; for all other targets it shows the path instead of a link.
+* The generated page measurements.md lists the tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LINK = re.compile(
 _SHOWN = (".md", ".png", ".svg")
 _HEAD = """# Measurements
 
-Every table was printed by the command it names, on the machine it names.
+Each table names the command that printed it and the machine that it ran on.
 
 | table | what |
 |---|---|
@@ -31,41 +31,46 @@ Every table was printed by the command it names, on the machine it names.
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the tables, and the page that lists them."""
+    """Adds the tables and the page that lists them."""
     rows = []
-    for path in sorted((ROOT / TABLES).glob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        files.append(File.generated(config, f"results/{path.name}", content=text))
-        title = next(
-            (line.lstrip("# ") for line in text.splitlines() if line.startswith("#")), path.stem
-        )
-        rows.append(f"| [{path.stem}](results/{path.name}) | {title} |\n")
-    for path in sorted(path for path in (ROOT / TABLES).iterdir() if path.suffix in _SHOWN[1:]):
-        files.append(File.generated(config, f"results/{path.name}", content=path.read_bytes()))
+    for path in sorted((ROOT / TABLES).iterdir()):
+        name = f"results/{path.name}"
+        if path.suffix == ".md":
+            text = path.read_text(encoding="utf-8")
+            files.append(File.generated(config, name, content=text))
+            rows.append(f"| [{path.stem}]({name}) | {_title(text, path.stem)} |\n")
+        elif path.suffix in _SHOWN:
+            files.append(File.generated(config, name, content=path.read_bytes()))
     files.append(File.generated(config, "measurements.md", content=_HEAD + "".join(rows)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replaces links that leave docs/."""
+    """Rewrites links that leave docs/."""
     folder = posixpath.dirname(page.file.src_uri)
     if folder == "results":
         return _LINK.sub(lambda match: f"`{match['text']}`", markdown)
 
-    def moved(match: re.Match[str]) -> str:
+    def rewritten(match: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join("docs", folder, match["target"]))
         if path.startswith("docs/"):
             return match[0]
         if not (ROOT / path).exists():
-            raise PluginError(f"{page.file.src_uri}: {match['target']} leads nowhere")
+            raise PluginError(f"{page.file.src_uri}: {match['target']} does not exist")
+        name = posixpath.basename(path)
         if posixpath.dirname(path) == TABLES and path.endswith(_SHOWN):
-            here = posixpath.relpath(f"results/{posixpath.basename(path)}", folder or ".")
-            return f"{match['image']}[{match['text']}]({here}{match['anchor'] or ''})"
-        text = match["text"].strip("`")
-        return (
-            f"`{path}`"
-            if text in (path, posixpath.basename(path))
-            else f"{match['text']} (`{path}`)"
-        )
+            target = posixpath.relpath(f"results/{name}", folder or ".")
+            return f"{match['image']}[{match['text']}]({target}{match['anchor'] or ''})"
+        if match["text"].strip("`") in (path, name):
+            return f"`{path}`"
+        return f"{match['text'].strip('`')} (`{path}`)"
 
-    return _LINK.sub(moved, markdown)
+    return _LINK.sub(rewritten, markdown)
+
+
+def _title(text: str, otherwise: str) -> str:
+    """The first heading of a Markdown text."""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            return line.lstrip("# ")
+    return otherwise

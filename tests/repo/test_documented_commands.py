@@ -76,7 +76,8 @@ def parse(command: Command) -> argparse.Namespace | None:
     try:
         options = cli.parser().parse_args(arguments)
     except ConfigError as error:
-        if not command.complete and str(error).startswith("the following arguments are required"):
+        unfinished = "arguments are required" in str(error) or "expected one" in str(error)
+        if unfinished and not command.complete:
             return None
         raise
     check_settings(arguments[0], options)
@@ -218,8 +219,12 @@ def is_quick(command: Command) -> bool:
         return False
     if verb == "tune" and "--bundle" not in command.words:
         return False
-    elsewhere = any(mark in line for mark in ("://", "$", "/mnt/", "log.track", "encoder.name"))
-    return not elsewhere and parse(command) is not None
+    if any(mark in line for mark in ("://", "$", "/mnt/", "log.track", "encoder.name")):
+        return False
+    try:
+        return parse(command) is not None
+    except ConfigError:  # the test of the parser reports it
+        return False
 
 
 QUICK = {command.words: command for command in COMMANDS if is_quick(command)}
