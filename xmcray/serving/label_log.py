@@ -1,10 +1,8 @@
 """The durable log of label operations. One process writes it; an acknowledged operation is never
 lost.
 
-    STATE_DIR/label_log.sqlite    the operations, and label_log.sqlite-wal (log_database.py)
-    STATE_DIR/label_log/archive/  operations that a compacted bundle holds, for going back to an
-                                  older bundle (log_segments.py)
-    URL/label_log/                a second copy, some seconds behind
+    STATE_DIR/label_log.sqlite  the operations, and label_log.sqlite-wal (log_database.py)
+    URL/label_log/              a second copy, some seconds behind (log_segments.py)
 
 Operations of a model are numbered 1, 2, 3 ... without end, whatever bundle they are applied to. A
 batch of operations is durable as a whole or not at all. Batches of threads that wait for the disk
@@ -17,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,9 +24,8 @@ from xmcray import storage
 from xmcray.errors import StorageError
 from xmcray.serving.log_database import LogDatabase, create_database
 from xmcray.serving.log_lines import Line, encode_line
-from xmcray.serving.log_segments import ARCHIVE, FOLDER, Segment, SegmentStore
+from xmcray.serving.log_segments import SegmentStore
 from xmcray.serving.log_upload import Lag, Uploader
-from xmcray.serving.old_log_format import old_log_exists, read_old_log, set_old_log_aside
 from xmcray.serving.schema import Operation
 
 __all__ = ["LabelLog", "Lag"]
@@ -84,7 +81,6 @@ class LabelLog:
         self.model = model
         self._state = Path(state_dir)
         self._segment_bytes = segment_bytes
-        self._archive = SegmentStore(self._state)
         self._queue: deque[_Batch] = deque()
         self._writing = threading.Lock()
         self._bytes_until_upload = segment_bytes
@@ -170,50 +166,39 @@ class LabelLog:
         Args:
             limit: no more operations than this, if possible; a batch is never torn.
         Raises:
-            StorageError: there is no such number yet, the log is damaged, or the archive lacks
-                operations.
+            StorageError: there is no such number yet, or no longer; or the log is damaged.
         """
         last = self.last
         if number > last:
             raise StorageError(
                 f"the label log of model {self.model!r} ends with operation {last}, not yet {number}"
             )
+        if number < self._database.oldest:
+            raise StorageError(
+                f"operations {number + 1} to {self._database.oldest} of model {self.model!r} are not in"
+                f" {self._database.path}, which began later; use a bundle that holds them"
+            )
         up_to = last if limit is None else number + max(limit, 1)
-        begin, lines = self._database.lines_after(number, up_to)
-        if number < begin:
-            lines = [*self._archived_lines(number, begin), *lines]
         operations = []
-        for line in lines:
-            if operations and line.last > up_to:
-                break
+        for line in self._database.lines_after(number, up_to=up_to):
             operations += [pair for pair in line.numbered() if pair[0] > number]
         return operations
 
     def trim(self, up_to: int) -> int:
-        """Archives operations up to `up_to`, which the bundle in use holds.
+        """Marks operations up to `up_to` as archived, because the bundle in use holds them.
 
-        Operations that are not uploaded yet stay.
+        They stay here, for going back to an older bundle, but are not replayed or copied any more.
+        Operations that are not uploaded yet are not marked.
 
         Returns:
             The new `begin`.
         """
-        with self._writing, storage.disk_errors(self._state):
-            self._database.check_writable()
+        with self._writing:
             limit = min(up_to, self._uploader.uploaded if self._uploader else self.last)
-            number = self.begin
-            while True:
-                # Segment by segment: the log may be larger than the memory.
-                _, lines = self._database.lines_after(number, limit, self._segment_bytes)
-                lines = [line for line in lines if line.last <= limit]
-                if not lines:
-                    break
-                self._archive.put(lines, ARCHIVE)
-                number = lines[-1].last
-            if number > self.begin:
-                self._database.drop(number)
+            self._database.archive(limit)
         if self._uploader:
             self._uploader.hurry()
-        return number
+        return self.begin
 
     def upload(self) -> int:
         """Uploads now what the copy lacks.
@@ -233,7 +218,7 @@ class LabelLog:
 
     def lines_after(self, number: int, max_bytes: int) -> list[Line]:
         """The next commits after `number`: at least one if there is one, and about `max_bytes`."""
-        return self._database.lines_after(number, max_bytes=max_bytes)[1]
+        return self._database.lines_after(number, max_bytes=max_bytes)
 
     def refuse(self, reason: str) -> None:
         """Refuses all later appends."""
@@ -261,37 +246,24 @@ class LabelLog:
             self._uploader.hurry()
 
     def _create_if_missing(self, start_after: int, copy: SegmentStore | None) -> None:
-        """Makes the database: from a log of an earlier version, from the copy, or empty."""
+        """Makes the database from the copy; or an empty one if there is none."""
         path = self._state / DATABASE
-        folder = self._state / FOLDER
         for unfinished in self._state.glob(f".{DATABASE}.*"):
             unfinished.unlink()
-        if not path.exists():
-            if old_log_exists(folder):
-                begin, lines = read_old_log(folder, self.model, self._archive)
-                create_database(path, self.model, begin, lines)
-            elif self._archive.segments_in(ARCHIVE) or Path(f"{path}-wal").exists():
-                raise StorageError(f"{path} is missing; restore it, or move {self._state} away")
-            else:
-                begin, segments = copy.segments() if copy else (0, list[Segment]())
-                if copy and (begin or segments):
-                    copied = copy.lines(self.model, begin, segments)
-                    create_database(path, self.model, begin, copied)
-                else:
-                    create_database(path, self.model, start_after, [])
-        set_old_log_aside(folder)
-
-    def _archived_lines(self, number: int, begin: int) -> list[Line]:
-        """Commits up to operation `begin` from the archive, with those after `number`."""
-        segments = [s for s in self._archive.segments_in(ARCHIVE) if s.last > number]
-        reached = number
-        for segment in segments:
-            if segment.first <= reached + 1:
-                reached = max(reached, segment.last)
-        if reached < begin:
+        if path.exists():
+            return
+        if Path(f"{path}-wal").exists():
+            raise StorageError(f"{path} is missing; restore it, or move {self._state} away")
+        if any(self._state.glob("label_log/*.log")):
             raise StorageError(
-                f"operations {number + 1} to {begin} of model {self.model!r} are archived and not in"
-                f" {self._archive.url}/{ARCHIVE}; use a bundle that holds them"
+                f"{self._state} has the label log of an earlier version; compact it into a bundle with"
+                " that version, or move it away and start from the copy at its upload URL"
             )
-        lines = self._archive.lines(self.model, segments[0].first - 1, segments, ARCHIVE)
-        return [line for line in lines if number < line.last <= begin]
+        begin = start_after
+        lines: Iterable[Line] = []
+        if copy:
+            archived, segments = copy.segments()
+            if archived or segments:
+                begin = archived
+                lines = copy.lines(self.model, begin, segments)
+        create_database(path, self.model, begin, lines)

@@ -1,6 +1,6 @@
 """The lines of a label log in an SQLite database.
 
-    head     one row: the model, and the numbers between which the commits are
+    head     one row: the model, numbers of operations, and a hash of these values
     commits  one row for each commit: the number of its last operation, and its line (log_lines.py)
 
 Why nothing acknowledged is lost in silence:
@@ -14,9 +14,10 @@ Why nothing acknowledged is lost in silence:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from xmcray import storage
@@ -26,7 +27,7 @@ from xmcray.serving.wal_check import check_wal
 
 CHECKPOINT_BYTES = 4 << 20  # a longer WAL is copied into the database
 _SCHEMA = (
-    "CREATE TABLE head (model TEXT NOT NULL, begin INTEGER NOT NULL, last INTEGER NOT NULL)",
+    "CREATE TABLE head (model, oldest, begin, last, digest)",
     "CREATE TABLE commits (last INTEGER PRIMARY KEY, line BLOB NOT NULL)",
 )
 _HEADER_BYTES = 100
@@ -51,7 +52,8 @@ def create_database(path: Path, model: str, begin: int, lines: Iterable[Line]) -
             for line in lines:
                 connection.execute("INSERT INTO commits VALUES (?, ?)", (line.last, line.data))
                 last = line.last
-            connection.execute("INSERT INTO head VALUES (?, ?, ?)", (model, begin, last))
+            head = (model, begin, begin, last)
+            connection.execute("INSERT INTO head VALUES (?, ?, ?, ?, ?)", (*head, _digest(head)))
             connection.execute("COMMIT")
             # Only now: a WAL would have to be copied into the file before it is renamed.
             connection.execute("PRAGMA journal_mode=WAL")
@@ -67,7 +69,8 @@ class LogDatabase:
 
     Attributes:
         path: the file; SQLite's own files have its name and `-wal` or `-shm`.
-        begin: number of the operation before the first one that is held.
+        oldest: number of the operation before the first one that is held.
+        begin: operations up to this number are archived.
         last: number of the last operation, `begin` if there is none.
     """
 
@@ -79,6 +82,7 @@ class LogDatabase:
                 are.
         """
         self.path = path
+        self.oldest = 0
         self.begin = 0
         self.last = 0
         self._model = model
@@ -129,65 +133,57 @@ class LogDatabase:
             StorageError: the disk is full, and nothing was written; or it fails, and all later
                 writes are refused.
         """
-        with self._transaction():
+        with self._transaction(self.begin, line.last):
             self._writer.execute("INSERT INTO commits VALUES (?, ?)", (line.last, line.data))
-            self._writer.execute("UPDATE head SET last = ?", (line.last,))
-        self.last = line.last
         if self._wal.stat().st_size > CHECKPOINT_BYTES:
             with contextlib.suppress(sqlite3.Error):  # the commit itself is safe in the WAL
                 self._truncate_wal()
 
-    def drop(self, number: int) -> None:
-        """Removes the commits up to operation `number`, which must be the last one of a commit."""
-        with self._transaction():
-            self._writer.execute("DELETE FROM commits WHERE last <= ?", (number,))
-            self._writer.execute("UPDATE head SET begin = ?", (number,))
-        self.begin = number
+    def archive(self, number: int) -> None:
+        """Marks the commits that end with operation `number` or before as archived."""
+        with self._reading:
+            query = "SELECT coalesce(max(last), 0) FROM commits WHERE last <= ?"
+            (begin,) = self._reader.execute(query, (number,)).fetchone()
+        if begin > self.begin:
+            with self._transaction(begin, self.last):
+                pass
 
     def lines_after(
         self, number: int, up_to: int = _NO_LIMIT, max_bytes: int = _NO_LIMIT
-    ) -> tuple[int, list[Line]]:
+    ) -> list[Line]:
         """Commits with an operation after `number`; all of them are durable.
 
         Args:
-            number: of an operation; earlier ones than `begin` are not held.
+            number: number of an operation.
             up_to: no later operations, except those of the first commit.
             max_bytes: no more than so much, except for the first commit.
-        Returns:
-            `begin` at the time of reading, and the lines.
         """
         lines: list[Line] = []
         num_bytes = 0
         with self._reading, self._translating_errors():
-            self._reader.execute("BEGIN")  # both queries see the same state
-            try:
-                (begin,) = self._reader.execute("SELECT begin FROM head").fetchone()
-                rows = self._reader.execute(
-                    "SELECT last, line FROM commits WHERE last > ? ORDER BY last", (number,)
-                )
+            query = "SELECT last, line FROM commits WHERE last > ? ORDER BY last"
+            with contextlib.closing(self._reader.execute(query, (number,))) as rows:
                 for last, data in rows:
                     num_bytes += len(data)
                     if lines and (last > up_to or num_bytes > max_bytes):
                         break
                     lines.append(parse_line(data, f"{self.path}, operation {last}", self._model))
-            finally:
-                self._reader.execute("ROLLBACK")
-        return begin, lines
+        return lines
 
     def _verify(self) -> None:
         (verdict,) = self._reader.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise self._damaged(" ".join(str(verdict).split()))
-        heads = self._reader.execute("SELECT model, begin, last FROM head").fetchall()
-        if len(heads) != 1 or [type(value) for value in heads[0]] != [str, int, int]:
+        (*head, digest) = self._reader.execute("SELECT * FROM head").fetchone() or ("", "")
+        if digest != _digest(head):
             raise self._damaged("its head is wrong")
-        model, self.begin, self.last = heads[0]
+        model, self.oldest, self.begin, self.last = head
         if model != self._model:
             raise StorageError(
                 f"{self.path} is the label log of model {model!r}, expected {self._model!r};"
                 " give each model its own folder"
             )
-        number = self.begin
+        number = self.oldest
         for last, data in self._reader.execute("SELECT last, line FROM commits ORDER BY last"):
             if not isinstance(data, bytes):
                 raise self._damaged(f"operation {number + 1} has another type")
@@ -212,8 +208,10 @@ class LogDatabase:
             raise self._damaged(" ".join(str(error).split())) from None
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Commits what happens in its body: all of it, or nothing and an error."""
+    def _transaction(self, begin: int, last: int) -> Iterator[None]:
+        """Commits what happens in its body and the new numbers: all of it, or nothing and an
+        error.
+        """
         self.check_writable()
         try:
             # The frames of a failed write would stand behind those of a shorter one, and look like
@@ -224,7 +222,12 @@ class LogDatabase:
                 )
             self._writer.execute("BEGIN IMMEDIATE")
             yield
+            head = (self._model, self.oldest, begin, last)
+            query = "UPDATE head SET begin = ?, last = ?, digest = ?"
+            self._writer.execute(query, (begin, last, _digest(head)))
             self._writer.execute("COMMIT")
+            self.begin = begin
+            self.last = last
         except sqlite3.Error as error:
             self._failed_frames = True
             with contextlib.suppress(sqlite3.Error):
@@ -248,6 +251,10 @@ class LogDatabase:
         if not is_busy:
             self._failed_frames = False
         return not is_busy
+
+
+def _digest(head: Sequence[object]) -> str:
+    return hashlib.sha256(repr(tuple(head)).encode()).hexdigest()
 
 
 def _write_error(path: Path, error: sqlite3.Error) -> StorageError:

@@ -1,5 +1,4 @@
-"""Lines of a label log in files that are written once: the copy at a URL, and the archive in the
-state folder.
+"""The copy of a label log at a URL, in files that are written once.
 
     URL/label_log/FIRST-LAST-SHA.log          lines of these operations; SHA: 16 hex digits of the
                                               file's SHA-256
@@ -20,7 +19,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
@@ -65,41 +63,20 @@ class SegmentStore:
         StorageError: the URL cannot be reached, or a segment is damaged or missing.
     """
 
-    def __init__(self, place: Path | str) -> None:
-        """Opens a local folder, or a folder or fsspec URL that is given as a string."""
-        self.url = f"{str(place).rstrip('/')}/{FOLDER}"
-        self._files: Any
-        if isinstance(place, Path):
-            self._files = LocalFileSystem()
-            self._root = str(Path(self.url).absolute())
-        else:
-            self._files, self._root = storage.filesystem_of(self.url)
+    def __init__(self, url: str) -> None:
+        """Opens the copy below a folder or fsspec URL."""
+        self.url = f"{url.rstrip('/')}/{FOLDER}"
+        self._files, self._root = storage.filesystem_of(self.url)
 
     def segments(self) -> tuple[int, list[Segment]]:
         """The last number that is archived, and the segments that are not, in order."""
-        archived = max((segment.last for segment in self.segments_in(ARCHIVE)), default=0)
-        return archived, [segment for segment in self.segments_in() if segment.last > archived]
+        archived = max((segment.last for segment in self._list(ARCHIVE)), default=0)
+        return archived, [segment for segment in self._list() if segment.last > archived]
 
-    def segments_in(self, within: str = "") -> list[Segment]:
-        """All segments of a subfolder, in order."""
-        folder = f"{self._root}/{within}".rstrip("/")
-        with storage.reaching(self.url):
-            self._files.invalidate_cache(folder)
-            try:
-                paths = self._files.ls(folder, detail=False)
-            except FileNotFoundError:
-                return []
-        segments = []
-        for path in paths:
-            match = _NAME.fullmatch(str(path).rsplit("/", 1)[-1])
-            if match:
-                segments.append(Segment(int(match[1]), int(match[2]), match[3]))
-        return sorted(segments)
-
-    def put(self, lines: Sequence[Line], within: str = "") -> None:
+    def put(self, lines: Sequence[Line]) -> None:
         """Writes lines that follow each other as one segment: whole or not at all."""
         data = b"".join(line.data for line in lines)
-        self._write(Segment.of(lines[0].first, lines[-1].last, data), data, within)
+        self._write(Segment.of(lines[0].first, lines[-1].last, data), data)
 
     def begin_after(self, number: int) -> None:
         """Records that the operations up to `number` are in no segment."""
@@ -113,22 +90,19 @@ class SegmentStore:
                     self._files.makedirs(f"{self._root}/{ARCHIVE}", exist_ok=True)
                     self._files.mv(self._path(segment), self._path(segment, ARCHIVE))
 
-    def lines(
-        self, model: str, begin: int, segments: Sequence[Segment], within: str = ""
-    ) -> Iterator[Line]:
+    def lines(self, model: str, begin: int, segments: Sequence[Segment]) -> Iterator[Line]:
         """All lines after operation `begin`, in order and each once.
 
         Args:
-            begin: operations up to this number are in no segment, or not wanted.
-            segments: in order.
-            within: subfolder of the segments.
+            begin: operations up to this number are archived.
+            segments: as `segments()` returns them.
         """
         last = begin
         digests: dict[int, bytes] = {}  # of the lines that were yielded, by first operation
         for segment in segments:
-            where = "/".join(filter(None, (self.url, within, segment.name)))
+            where = f"{self.url}/{segment.name}"
             with storage.reaching(self.url):
-                data = self._files.cat_file(self._path(segment, within))
+                data = self._files.cat_file(self._path(segment))
             if Segment.of(segment.first, segment.last, data) != segment:
                 raise StorageError(
                     f"{where} is damaged (its SHA-256 differs from its name); restore the file"
@@ -150,7 +124,23 @@ class SegmentStore:
                         " two writers used this URL; keep the segments of one"
                     )
 
-    def _write(self, segment: Segment, data: bytes, within: str) -> None:
+    def _list(self, within: str = "") -> list[Segment]:
+        """All segments in a subfolder, in order."""
+        folder = f"{self._root}/{within}".rstrip("/")
+        with storage.reaching(self.url):
+            self._files.invalidate_cache(folder)
+            try:
+                paths = self._files.ls(folder, detail=False)
+            except FileNotFoundError:
+                return []
+        segments = []
+        for path in paths:
+            match = _NAME.fullmatch(str(path).rsplit("/", 1)[-1])
+            if match:
+                segments.append(Segment(int(match[1]), int(match[2]), match[3]))
+        return sorted(segments)
+
+    def _write(self, segment: Segment, data: bytes, within: str = "") -> None:
         with storage.reaching(self.url):
             path = self._path(segment, within)
             self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
