@@ -38,11 +38,11 @@ from xmcray.serving import http, metrics, rpc, schema, service
 from xmcray.serving.coordinator import Coordinator, Known, News, Numbered, Status
 from xmcray.serving.follower import Follower
 from xmcray.serving.local import listening, tokens_of
+from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.problems import RETRY_AFTER_S, ProblemError
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.service import Asked, Near, Pin, Service
 from xmcray.serving.settings import ServeConfig, composed_parts
-from xmcray.serving.together import Together
 from xmcray.types import Float32Array
 
 NAME = "xmcray"
@@ -136,7 +136,7 @@ class GatewayDeployment(_Following):
     ) -> None:
         self._open = contextlib.AsyncExitStack()
         self.tokens, self.admin_tokens = tokens_of(config)
-        self.metrics = metrics.Metrics()
+        self.metrics = metrics.ServingMetrics()
         self.admin: http.Admin = _Admin(coordinator)
         follower = await self._start(config, coordinator, NO_PART if encoder else (0, 1))
         parts = _Parts(encoder, searchers or []) if encoder else None
@@ -153,7 +153,7 @@ class GatewayDeployment(_Following):
         await self._open.aclose()  # requests that are being answered are answered
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return http.create_app(self, tells_request_id=False)
+        return http.create_app(self, sends_request_id=False)
 
     async def Search(self, request: SearchRequest, grpc_context: Any) -> SearchResponse:  # noqa: N802
         """The gRPC method of search.proto; Serve calls it by that name."""
@@ -161,7 +161,7 @@ class GatewayDeployment(_Following):
 
     async def own_metrics(self) -> tuple[str, str]:
         """This replica's name and its metrics."""
-        self.metrics.tell(self.service.models().models)
+        self.metrics.update(self.service.models().models)
         return serve.get_replica_context().replica_tag, self.metrics.text()
 
     async def metrics_text(self) -> str:
@@ -182,9 +182,9 @@ class GatewayDeployment(_Following):
                 _called(self._coordinator.status.remote()), STATUS_S
             )
             texts.append(
-                ("coordinator", metrics.of_coordinator(status.replicas, status.copy_seconds))
+                ("coordinator", metrics.coordinator_metrics(status.replicas, status.copy_seconds))
             )
-        return metrics.combined(texts)
+        return metrics.combine_metrics(texts)
 
     def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
@@ -232,7 +232,7 @@ class SearcherDeployment(_Following):
     ) -> None:
         self._config, thread = config, ThreadPoolExecutor(1, "search")
         find = functools.partial(service.find, max_tokens=config.max_tokens, part=part)
-        self._searches = Together[Asked, Near](thread, find, service.TOGETHER)
+        self._searches = MicroBatcher[Asked, Near](thread, find, service.TOGETHER)
         self._follower = await self._start(config, coordinator, part)
 
     async def find(

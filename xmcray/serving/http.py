@@ -1,4 +1,4 @@
-"""The HTTP interface: routes, who may use them, and how mistakes are told. Knows nothing of Ray."""
+"""The HTTP interface: routes, tokens, limits, and how errors are answered. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from starlette.middleware import Middleware
 from xmcray import __version__
 from xmcray.errors import ConfigError, XmcrayError
 from xmcray.serving import schema
-from xmcray.serving.metrics import CONTENT_TYPE, Metrics
+from xmcray.serving.metrics import CONTENT_TYPE, ServingMetrics
 from xmcray.serving.problems import RETRY_AFTER_S, STATUS, TITLE, ProblemError
 from xmcray.serving.security import Tokens
 from xmcray.serving.service import Service
 
+Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
-OPEN = ("/healthz",)
-LIMITED = ("/v1/search", "/v1/encode")  # refused when too many of them are worked on
+PUBLIC_PATHS = ("/healthz",)
+LIMITED_PATHS = ("/v1/search", "/v1/encode")  # refused when too many requests are in progress
 PAGES = {
     "index.html": "text/html",
     "docs.html": "text/html",
@@ -45,42 +46,43 @@ SECURITY = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-CHALLENGE = 'Basic realm="xmcray", Bearer realm="xmcray"'  # Chromium asks for no password without the second realm
+# Chromium shows its password dialog only if the second realm is there.
+CHALLENGE = 'Basic realm="xmcray", Bearer realm="xmcray"'
 
 
 class Admin(Protocol):
-    """The coordinator, as seen from a replica."""
+    """The methods of `SnapshotCoordinator` that change what is served."""
 
     async def operate(self, model: str, operations: list[schema.Operation]) -> int:
-        """See Coordinator."""
+        """See SnapshotCoordinator."""
 
     async def swap(self, model: str, request: schema.SwapRequest) -> schema.SwapResponse:
-        """See Coordinator."""
+        """See SnapshotCoordinator."""
 
     async def compact(self, model: str, out: str) -> schema.CompactResponse:
-        """See Coordinator."""
+        """See SnapshotCoordinator."""
 
 
 class Gateway(Protocol):
-    """What the routes need of the replica they run in."""
+    """What the routes need of the replica that they run in."""
 
     service: Service
     tokens: Tokens
     admin_tokens: Tokens
-    metrics: Metrics
+    metrics: ServingMetrics
     admin: Admin
 
     async def metrics_text(self) -> str:
-        """The metrics of all replicas."""
+        """The metrics of all replicas, in Prometheus' text format."""
 
 
-def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
+def create_app(gateway: Gateway, *, sends_request_id: bool = True) -> FastAPI:
     """The ASGI application of one ingress replica.
 
     Args:
-        tells_request_id: put the request's id into the answer's headers; Ray Serve's proxy does it by itself.
+        sends_request_id: whether to put the request's id into the headers of the answer; Ray
+            Serve's proxy does that itself.
     """
-    service = gateway.service
     app = FastAPI(
         title="xmcray",
         version=__version__,
@@ -88,23 +90,28 @@ def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        middleware=[Middleware(_Guard, gateway=gateway, tells_request_id=tells_request_id)],
-        exception_handlers={
-            ProblemError: _problem_of,
-            XmcrayError: _of_ours,
-            RequestValidationError: _of_validation,
-            HTTPException: _of_http,
-            Exception: _of_mistake,
-        },
+        middleware=[Middleware(_Guard, gateway=gateway, sends_request_id=sends_request_id)],
+        exception_handlers=dict.fromkeys(
+            (XmcrayError, RequestValidationError, HTTPException, Exception), _answer_error
+        ),
         responses={code: {"model": schema.Problem} for code in (401, 408, 413, 422, 503)},
     )
+    _add_search_routes(app, gateway)
+    _add_operations_routes(app, gateway)
+    _add_admin_routes(app, gateway)
+    _add_pages(app)
+    return app
+
+
+def _add_search_routes(app: FastAPI, gateway: Gateway) -> None:
+    service = gateway.service
 
     @app.post("/v1/search", response_model=schema.SearchResponse, tags=["search"])
     async def search(body: schema.SearchRequest, request: Request) -> Response:
         """The best labels of each text."""
-        found = await service.search(body, request.state.id)
-        gateway.metrics.texts.labels(found.model).inc(len(body.texts))
-        return _answer(found)
+        response = await service.search(body, request.state.id)
+        gateway.metrics.texts.labels(response.model).inc(len(body.texts))
+        return _answer(response)
 
     @app.post("/v1/encode", response_model=schema.EncodeResponse, tags=["search"])
     async def encode(body: schema.EncodeRequest, request: Request) -> Response:
@@ -121,10 +128,12 @@ def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
         """What is served."""
         return _answer(service.models())
 
+
+def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/healthz", tags=["operations"])
     async def healthz() -> dict[str, str]:
         """200 when every model is loaded and has answered a probe."""
-        if not service.served.ready:
+        if not gateway.service.served.ready:
             raise ProblemError("not-ready", "bundles are being loaded; ask again")
         return {"status": "ok"}
 
@@ -133,31 +142,33 @@ def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
         """For Prometheus: all replicas of the ingress."""
         return Response(await gateway.metrics_text(), media_type=CONTENT_TYPE)
 
+
+def _add_admin_routes(app: FastAPI, gateway: Gateway) -> None:
+    def served_name(name: str | None) -> str:
+        """The name of the model that a request means; ProblemError if it is not served."""
+        resolved = gateway.service.served.resolve(name)
+        gateway.service.served.current(resolved)
+        return resolved
+
     @app.post("/admin/v1/labels", response_model=schema.OperationsResponse, tags=["admin"])
     async def change_labels(body: schema.OperationsRequest) -> Response:
         """Add, update and delete labels; durable when this is answered."""
-        name = service.served.resolve(body.model)
-        service.served.current(name)
-        return _answer(
-            schema.OperationsResponse(
-                model=name, label_log=await gateway.admin.operate(name, body.operations)
-            )
-        )
+        name = served_name(body.model)
+        number = await gateway.admin.operate(name, body.operations)
+        return _answer(schema.OperationsResponse(model=name, label_log=number))
 
     @app.post("/admin/v1/swap", response_model=schema.SwapResponse, tags=["admin"])
     async def swap(body: schema.SwapRequest) -> Response:
         """Answer from another bundle, without a lost request."""
-        name = service.served.resolve(body.model)
-        service.served.current(name)
-        return _answer(await gateway.admin.swap(name, body))
+        return _answer(await gateway.admin.swap(served_name(body.model), body))
 
     @app.post("/admin/v1/compact", response_model=schema.CompactResponse, tags=["admin"])
     async def compact(body: schema.CompactRequest) -> Response:
         """Write the labels as they are now into a new bundle."""
-        name = service.served.resolve(body.model)
-        service.served.current(name)
-        return _answer(await gateway.admin.compact(name, body.out))
+        return _answer(await gateway.admin.compact(served_name(body.model), body.out))
 
+
+def _add_pages(app: FastAPI) -> None:
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> dict[str, Any]:
         return app.openapi()
@@ -174,122 +185,133 @@ def create_app(gateway: Gateway, *, tells_request_id: bool = True) -> FastAPI:
     async def page(name: str) -> Response:
         return _page(name)
 
-    return app
-
 
 class _Guard:
-    """Around every request: its id, its token, the size of its body, what it took."""
+    """ASGI middleware: checks the token and the body's size, and counts requests and their time."""
 
     def __init__(
         self,
         app: Callable[[Scope, Receive, Send], Awaitable[None]],
         gateway: Gateway,
-        tells_request_id: bool,
+        sends_request_id: bool,
     ) -> None:
-        self._app, self._gateway, self._tells_request_id = app, gateway, tells_request_id
+        self._app = app
+        self._gateway = gateway
+        self._sends_request_id = sends_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, status, path = time.perf_counter(), 500, _path(scope)
+        begin = time.perf_counter()
+        status = 500
+        path = _path(scope)
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         request_id = _request_id(headers.get(b"x-request-id"))
         scope.setdefault("state", {})["id"] = request_id
         metrics = self._gateway.metrics
 
-        async def told(message: MutableMapping[str, Any]) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if self._tells_request_id:
-                    message["headers"] = [
-                        *message["headers"],
-                        (b"x-request-id", request_id.encode("latin-1")),
-                    ]
+                if self._sends_request_id:
+                    id_header = (b"x-request-id", request_id.encode("latin-1"))
+                    message["headers"] = [*message["headers"], id_header]
             await send(message)
 
         metrics.working.inc()
         try:
             try:
-                self._check_token(path, headers.get(b"authorization"))
-                if path in LIMITED:
-                    self._gateway.service.check_room()
-                try:
-                    async with asyncio.timeout(self._gateway.service.config.deadline_ms / 1000):
-                        body = await self._body(headers, receive)
-                except TimeoutError:
-                    raise ProblemError(
-                        "late", "the body did not arrive in time; send it at once"
-                    ) from None
+                receive_body = await self._check(path, headers, receive)
             except ProblemError as problem:
-                await _problem(problem, request_id)(scope, receive, told)
+                await _answer_problem(problem, request_id)(scope, receive, send_counted)
             else:
-                await self._app(scope, body, told)
+                await self._app(scope, receive_body, send_counted)
         finally:
             metrics.working.dec()
-            route = getattr(scope.get("route"), "path", path if path in LIMITED else "other")
+            # Starlette notes the route; unknown paths must not each become a time series of their
+            # own.
+            default = path if path in LIMITED_PATHS else "other"
+            route = getattr(scope.get("route"), "path", default)
             metrics.requests.labels(route, str(status)).inc()
             metrics.seconds.labels(route).observe(time.perf_counter() - begin)
 
+    async def _check(self, path: str, headers: dict[bytes, str], receive: Receive) -> Receive:
+        """Checks a request before it is parsed.
+
+        Returns:
+            The function from which the application receives the body.
+        Raises:
+            ProblemError: no valid token, too many requests, or the body is too large or late.
+        """
+        self._check_token(path, headers.get(b"authorization"))
+        if path in LIMITED_PATHS:
+            self._gateway.service.check_room()
+        try:
+            async with asyncio.timeout(self._gateway.service.config.deadline_ms / 1000):
+                return await self._receive_body(headers, receive)
+        except TimeoutError:
+            message = "the body did not arrive in time; send it at once"
+            raise ProblemError("late", message) from None
+
     def _check_token(self, path: str, authorization: str | None) -> None:
+        tokens = self._gateway.tokens
         if path.startswith("/admin/"):
             if not self._gateway.admin_tokens.accept(authorization):
-                known = self._gateway.tokens.accept(authorization)
-                raise ProblemError(
-                    "forbidden" if known else "unauthorized",
-                    "expected `Bearer` with the admin token",
-                )
-        elif path not in OPEN and not self._gateway.tokens.accept(authorization, basic=True):
+                kind = "forbidden" if tokens.accept(authorization) else "unauthorized"
+                raise ProblemError(kind, "expected `Bearer` with the admin token")
+        elif path not in PUBLIC_PATHS and not tokens.accept(authorization, basic=True):
             raise ProblemError("unauthorized", "expected `Authorization: Bearer TOKEN`")
 
-    async def _body(self, headers: MutableMapping[bytes, str], receive: Receive) -> Receive:
-        """The whole body, as the application will receive it; refused before it is read where its length is told."""
-        limit, length = self._gateway.service.config.max_body, headers.get(b"content-length", "")
+    async def _receive_body(self, headers: dict[bytes, str], receive: Receive) -> Receive:
+        """Reads the whole body, which the application then receives at once."""
+        limit = self._gateway.service.config.max_body
+        length = headers.get(b"content-length", "")
         if length.isdigit() and int(length) > limit:
             raise ProblemError(
                 "too-large", f"the body has {int(length):,} bytes, expected at most {limit:,}"
             )
-        parts, size, more = list[bytes](), 0, True
-        while more:
+        body = bytearray()
+        has_more = True
+        while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 break
-            parts.append(message.get("body", b""))
-            size, more = size + len(parts[-1]), message.get("more_body", False)
-            if size > limit:
+            body += message.get("body", b"")
+            has_more = message.get("more_body", False)
+            if len(body) > limit:
                 raise ProblemError(
                     "too-large", f"the body has more than {limit:,} bytes; send less at once"
                 )
-        whole: list[MutableMapping[str, Any]] = [
-            {"type": "http.request", "body": b"".join(parts), "more_body": False}
-        ]
+        request: Message = {"type": "http.request", "body": bytes(body), "more_body": False}
+        messages = [request]
 
-        async def again() -> MutableMapping[str, Any]:
-            return whole.pop() if whole else await receive()
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
 
-        return again
+        return receive_again
 
 
 def _path(scope: Scope) -> str:
-    """The path as the routes know it: a server may run under a prefix, which is a part of ASGI's `path`."""
-    path, root = str(scope["path"]), scope.get("root_path", "")
+    """The path as the routes know it: ASGI's `path` includes the prefix of a mounted server."""
+    path = str(scope["path"])
+    root = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def _request_id(given: str | None) -> str:
-    return (
-        given if given and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given) else secrets.token_hex(16)
-    )
+    if given and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given):
+        return given
+    return secrets.token_hex(16)
 
 
-def _answer(found: BaseModel) -> Response:
+def _answer(body: BaseModel) -> Response:
     headers = {}
-    if isinstance(found, schema.Pinned):
-        headers = {"X-Xmcray-Version": found.version, "X-Xmcray-Label-Log": str(found.label_log)}
-    return Response(
-        found.model_dump_json(exclude_none=True), media_type="application/json", headers=headers
-    )
+    if isinstance(body, schema.Pinned):
+        headers = {"X-Xmcray-Version": body.version, "X-Xmcray-Label-Log": str(body.label_log)}
+    text = body.model_dump_json(exclude_none=True)
+    return Response(text, media_type="application/json", headers=headers)
 
 
 def _page(name: str) -> Response:
@@ -299,7 +321,7 @@ def _page(name: str) -> Response:
     return Response(text, media_type=PAGES[name], headers=SECURITY)
 
 
-def _problem(problem: ProblemError, request_id: str, status: int | None = None) -> Response:
+def _answer_problem(problem: ProblemError, request_id: str, status: int | None = None) -> Response:
     status = status or STATUS[problem.kind]
     body = schema.Problem(
         type=f"urn:xmcray:{problem.kind}",
@@ -318,39 +340,29 @@ def _problem(problem: ProblemError, request_id: str, status: int | None = None) 
     return Response(text, status, media_type="application/problem+json", headers=headers)
 
 
-async def _problem_of(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ProblemError)
-    return _problem(error, request.state.id)
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """The problem document of any error that a route raised."""
+    if isinstance(error, HTTPException):
+        kind = "not-found" if error.status_code in (404, 405) else "invalid"
+        detail = f"{request.method} {request.url.path[:200]}: {error.detail}; see /openapi.json"
+        problem = ProblemError(kind, detail)
+        response = _answer_problem(problem, request.state.id, error.status_code)
+        response.headers.update(error.headers or {})  # status 405 names the allowed methods
+        return response
+    return _answer_problem(_problem_of(error), request.state.id)
 
 
-async def _of_ours(request: Request, error: Exception) -> Response:
-    kind = "invalid" if isinstance(error, ConfigError) else "refused"
-    return _problem(ProblemError(kind, str(error)), request.state.id)
-
-
-async def _of_validation(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    errors = [
-        {"where": list(map(str, found["loc"])), "message": found["msg"]}
-        for found in error.errors()[:20]
-    ]
-    first = errors[0] if errors else {"where": ["body"], "message": "malformed"}
-    where = ".".join(first["where"])
-    return _problem(
-        ProblemError("invalid", f"{where}: {first['message']}", errors), request.state.id
-    )
-
-
-async def _of_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    kind = "not-found" if error.status_code in (404, 405) else "invalid"
-    detail = f"{request.method} {request.url.path[:200]}: {error.detail}; see /openapi.json"
-    found = _problem(ProblemError(kind, detail), request.state.id, error.status_code)
-    found.headers.update(error.headers or {})  # of 405: what is allowed
-    return found
-
-
-async def _of_mistake(request: Request, error: Exception) -> Response:
-    return _problem(
-        ProblemError("internal", "the request could not be answered; see the log"), request.state.id
-    )
+def _problem_of(error: Exception) -> ProblemError:
+    if isinstance(error, ProblemError):
+        return error
+    if isinstance(error, XmcrayError):
+        return ProblemError("invalid" if isinstance(error, ConfigError) else "refused", str(error))
+    if isinstance(error, RequestValidationError):
+        errors = [
+            {"where": [str(place) for place in entry["loc"]], "message": entry["msg"]}
+            for entry in error.errors()[:20]
+        ]
+        first = errors[0] if errors else {"where": ["body"], "message": "malformed"}
+        detail = f"{'.'.join(first['where'])}: {first['message']}"
+        return ProblemError("invalid", detail, errors)
+    return ProblemError("internal", "the request could not be answered; see the log")

@@ -31,17 +31,17 @@ class LocalGateway:
     """What the routes need; requests are answered from the coordinator's own snapshots."""
 
     def __init__(self, config: ServeConfig, coordinator: Coordinator) -> None:
-        self.service, self.metrics = Service(config, coordinator), metrics.Metrics()
+        self.service, self.metrics = Service(config, coordinator), metrics.ServingMetrics()
         self.admin: Admin = coordinator
         self.tokens, self.admin_tokens = tokens_of(config)
         self._coordinator = coordinator
 
     async def metrics_text(self) -> str:
         """This process and its coordinator."""
-        self.metrics.tell(self.service.models().models)
+        self.metrics.update(self.service.models().models)
         status = await self._coordinator.status()
-        own, theirs = self.metrics.text(), metrics.of_coordinator(1, status.copy_seconds)
-        return metrics.combined([("local", own), ("coordinator", theirs)])
+        own, theirs = self.metrics.text(), metrics.coordinator_metrics(1, status.copy_seconds)
+        return metrics.combine_metrics([("local", own), ("coordinator", theirs)])
 
 
 def tokens_of(config: ServeConfig) -> tuple[Tokens, Tokens]:

@@ -1,4 +1,4 @@
-"""Counters of one replica for Prometheus, and the text of several replicas as one."""
+"""Counters of one replica for Prometheus, and the metrics of several replicas as one text."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from xmcray.serving.schema import Model
 
-disable_created_metrics()  # a moment for each sample that nobody asks for
+disable_created_metrics()  # the time at which each sample was made, which nothing here uses
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Metrics:
-    """What one ingress replica counts."""
+class ServingMetrics:
+    """The metrics of one ingress replica."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        registry = CollectorRegistry()
+        self._registry = registry
         self.requests = Counter(
             "xmcray_requests",
             "Requests by route and status.",
@@ -61,8 +62,8 @@ class Metrics:
             "xmcray_labels", "Labels that can be answered.", ["model"], registry=registry
         )
 
-    def tell(self, models: Sequence[Model]) -> None:
-        """Notes what is served now."""
+    def update(self, models: Sequence[Model]) -> None:
+        """Sets the gauges to what is served now."""
         self.version.clear()
         for model in models:
             self.version.labels(model.model, model.version).set(1)
@@ -70,16 +71,20 @@ class Metrics:
             self.labels.labels(model.model).set(model.num_labels)
 
     def text(self) -> str:
-        """In Prometheus' text format."""
-        return generate_latest(self.registry).decode()
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self._registry).decode()
 
 
-def of_coordinator(replicas: int, copy_seconds: Mapping[str, float]) -> str:
-    """What only the coordinator knows, in the same format."""
+def coordinator_metrics(num_replicas: int, copy_seconds: Mapping[str, float]) -> str:
+    """The coordinator's own metrics, in the same format.
+
+    Args:
+        num_replicas: number of replicas that follow the coordinator.
+        copy_seconds: by model, seconds by which the copy of the label log is behind.
+    """
     registry = CollectorRegistry()
-    Gauge("xmcray_replicas", "Processes that follow the coordinator.", registry=registry).set(
-        replicas
-    )
+    replicas = Gauge("xmcray_replicas", "Processes that follow the coordinator.", registry=registry)
+    replicas.set(num_replicas)
     seconds = Gauge(
         "xmcray_label_log_copy_seconds",
         "Age of what the copy of the log lacks.",
@@ -91,24 +96,22 @@ def of_coordinator(replicas: int, copy_seconds: Mapping[str, float]) -> str:
     return generate_latest(registry).decode()
 
 
-def combined(texts: Sequence[tuple[str, str]]) -> str:
-    """One text of several (replica, text), each sample with the label `replica`."""
-    heads: dict[str, str] = {}
+def combine_metrics(texts: Sequence[tuple[str, str]]) -> str:
+    """Merges pairs (replica, text) into one text, in which each sample has the label `replica`."""
+    headers: dict[str, str] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in texts:
         for family in text_string_to_metric_families(text):
             name = f"{family.name}_total" if family.type == "counter" else family.name
-            heads.setdefault(
-                name, f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}"
-            )
+            headers[name] = f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}\n"
+            lines = samples.setdefault(name, [])
             for sample in family.samples:
                 labels = {**sample.labels, "replica": replica}
-                shown = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
-                samples.setdefault(name, []).append(f"{sample.name}{{{shown}}} {sample.value}")
-    return "".join(
-        f"{head}\n" + "\n".join(samples.get(name, [])) + "\n" for name, head in heads.items()
-    )
+                pairs = ",".join(f'{key}="{_escape(value)}"' for key, value in labels.items())
+                lines.append(f"{sample.name}{{{pairs}}} {sample.value}\n")
+    # The format wants all samples of a family behind its header.
+    return "".join(headers[name] + "".join(samples[name]) for name in headers)
 
 
-def _escaped(value: str) -> str:
+def _escape(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from xmcray.errors import ConfigError
 from xmcray.serving import schema
-from xmcray.serving.metrics import Metrics
+from xmcray.serving.metrics import ServingMetrics
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.security import Tokens
@@ -51,7 +51,7 @@ class Gateway(Protocol):
 
     service: Service
     tokens: Tokens
-    metrics: Metrics
+    metrics: ServingMetrics
 
 
 async def search(gateway: Gateway, request: SearchRequest, context: Context) -> SearchResponse:

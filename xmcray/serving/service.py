@@ -16,10 +16,10 @@ import numpy as np
 from xmcray.retrieval.memory import Neighbours
 from xmcray.retrieval.retriever import WHOLE
 from xmcray.serving import schema
+from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
-from xmcray.serving.together import Together
 from xmcray.types import Float32Array
 
 T = TypeVar("T")
@@ -99,7 +99,9 @@ class Service:
         self.config, self.served, self._parts = config, models, parts
         self.working = 0
         self._thread = ThreadPoolExecutor(1, "search")  # torch uses `config.threads` inside
-        self._searches = Together[Asked, list[schema.Result]](self._thread, self._search, TOGETHER)
+        self._searches = MicroBatcher[Asked, list[schema.Result]](
+            self._thread, self._search, TOGETHER
+        )
 
     def check_room(self) -> None:
         """Raises ProblemError when so many requests are worked on that another one is refused.

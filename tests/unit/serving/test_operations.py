@@ -20,15 +20,15 @@ SERVE = Path(__file__).parents[3] / "serve"
 
 def known() -> set[str]:
     """Names of all samples."""
-    one = metrics.Metrics()
+    one = metrics.ServingMetrics()
     one.requests.labels("/v1/search", "200").inc()
     one.seconds.labels("/v1/search").observe(0.01)
     for gauge in (one.number, one.labels):
         gauge.labels('a"b\\c').set(3)
     one.version.labels("a", "v").set(1)
     one.texts.labels("a").inc(2)
-    text = metrics.combined(
-        [("r1", one.text()), ("r2", one.text()), ("c", metrics.of_coordinator(2, {"a": 1.5}))]
+    text = metrics.combine_metrics(
+        [("r1", one.text()), ("r2", one.text()), ("c", metrics.coordinator_metrics(2, {"a": 1.5}))]
     )
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families), (

@@ -1,4 +1,4 @@
-"""What waits for a thread is worked on at once where it is alike, and told apart where it is not."""
+"""Queued items with equal keys are one call; an error reaches its own item alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from xmcray.serving.together import Together
+from xmcray.serving.micro_batcher import MicroBatcher
 
 
 class Work:
-    """Doubles numbers, and writes down which came at once; begins when it is let go."""
+    """Doubles numbers, and records the batches; waits until `go` is set."""
 
     def __init__(self) -> None:
-        self.calls, self.go = list[list[int]](), threading.Event()
+        self.calls: list[list[int]] = []
+        self.go = threading.Event()
 
     def __call__(self, items: Sequence[int]) -> list[int]:
         self.go.wait(10)
@@ -26,14 +27,15 @@ class Work:
         return [2 * item for item in items]
 
 
-def test_alike_items_that_wait_are_one_call() -> None:
-    work, thread = Work(), ThreadPoolExecutor(1)
+def test_queued_items_with_equal_keys_are_one_call() -> None:
+    work = Work()
+    thread = ThreadPoolExecutor(1)
 
     async def main() -> None:
-        together = Together(thread, work, most=4)
+        batcher = MicroBatcher(thread, work, max_texts=4)
         held = threading.Event()
         thread.submit(held.wait, 10)  # the thread is busy while all of these come
-        asked = [
+        items = [
             ("a", 1, 1),
             ("b", 1, 2),
             ("a", 1, 3),
@@ -42,16 +44,16 @@ def test_alike_items_that_wait_are_one_call() -> None:
             ("b", 1, 5),
             ("a", 1, 6),
         ]
-        waiting = [asyncio.ensure_future(together.run(*one)) for one in asked]
-        given_up = asyncio.ensure_future(together.run("a", 1, 99))
+        waiting = [asyncio.ensure_future(batcher.run(*item)) for item in items]
+        given_up = asyncio.ensure_future(batcher.run("a", 1, 99))
         await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.sleep(0)
         work.go.set()
         held.set()
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        assert isinstance(found.pop(4), ValueError), "told to nobody else"
-        assert found == [2, 4, 6, 8, 10, 12]
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(results.pop(4), ValueError), "no other item gets it"
+        assert results == [2, 4, 6, 8, 10, 12]
 
     asyncio.run(main())
     assert work.calls == [[1, 3, 13, 6], [1], [3], [13], [6], [2, 5], [4]]
@@ -59,12 +61,13 @@ def test_alike_items_that_wait_are_one_call() -> None:
 
 @pytest.mark.parametrize("number", [1, 40])
 def test_a_free_thread_begins_at_once_and_nothing_is_lost(number: int) -> None:
-    work, thread = Work(), ThreadPoolExecutor(1)
+    work = Work()
+    thread = ThreadPoolExecutor(1)
     work.go.set()
 
     async def main() -> list[int]:
-        together = Together(thread, work, most=8)
-        return await asyncio.gather(*(together.run("a", 1, i + 100) for i in range(number)))
+        batcher = MicroBatcher(thread, work, max_texts=8)
+        return await asyncio.gather(*(batcher.run("a", 1, i + 100) for i in range(number)))
 
     assert asyncio.run(main()) == [2 * (i + 100) for i in range(number)]
     assert max(map(len, work.calls)) <= 8

@@ -1,0 +1,101 @@
+"""Coalesces queued requests with equal keys into one batch.
+
+Many texts in one search cost a fraction of as many searches. No request waits for others to come:
+those that came while the thread was busy are its next batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry(Generic[Item, Result]):
+    """A queued item."""
+
+    key: Hashable
+    num_texts: int
+    item: Item
+    future: Future[Result] = field(default_factory=Future)
+
+
+class MicroBatcher(Generic[Item, Result]):
+    """Calls a function on batches of queued items whose keys are equal.
+
+    Args:
+        thread: an executor of one thread, which may have other work too.
+        function: returns one result for each item of a batch, in the same order.
+        max_texts: number of texts in one batch, unless a single item has more.
+    """
+
+    def __init__(
+        self,
+        thread: Executor,
+        function: Callable[[Sequence[Item]], Sequence[Result]],
+        max_texts: int,
+    ) -> None:
+        self._thread = thread
+        self._function = function
+        self._max_texts = max_texts
+        self._queue: list[_Entry[Item, Result]] = []
+        self._lock = threading.Lock()
+
+    async def run(self, key: Hashable, num_texts: int, item: Item) -> Result:
+        """The result of one item; an item is skipped if its caller was cancelled before its turn.
+
+        Raises:
+            Exception: whatever the function raises for this item alone.
+        """
+        entry: _Entry[Item, Result] = _Entry(key, num_texts, item)
+        with self._lock:
+            self._queue.append(entry)
+        # One turn for each item: it finds nothing to do if an earlier turn took the item.
+        self._thread.submit(self._run_batch)
+        return await asyncio.wrap_future(entry.future)
+
+    def _run_batch(self) -> None:
+        batch = self._take_batch()
+        if not batch:
+            return
+        try:
+            results = self._function([entry.item for entry in batch])
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0].future.set_exception(error)
+                return
+            # An error of one item must not reach the others.
+            for entry in batch:
+                self._run_alone(entry)
+            return
+        for entry, result in zip(batch, results, strict=True):
+            entry.future.set_result(result)
+
+    def _run_alone(self, entry: _Entry[Item, Result]) -> None:
+        try:
+            entry.future.set_result(self._function([entry.item])[0])
+        except Exception as error:
+            entry.future.set_exception(error)
+
+    def _take_batch(self) -> list[_Entry[Item, Result]]:
+        """Takes the item that waits longest, and those with the same key while there is room."""
+        batch: list[_Entry[Item, Result]] = []
+        remaining: list[_Entry[Item, Result]] = []
+        num_texts = 0
+        with self._lock:
+            for entry in self._queue:
+                has_room = num_texts + entry.num_texts <= self._max_texts
+                if batch and not (entry.key == batch[0].key and has_room):
+                    remaining.append(entry)
+                elif entry.future.set_running_or_notify_cancel():
+                    batch.append(entry)
+                    num_texts += entry.num_texts
+            self._queue = remaining
+        return batch
