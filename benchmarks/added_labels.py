@@ -86,7 +86,7 @@ def compared(
 ) -> list[list[object]]:
     """Rows of the table for one bundle."""
     retriever, side = Retriever.load(bundle), load_label_side(bundle / "label_side")
-    vector_LD = retriever.label_vectors(np.arange(retriever.num_labels))
+    vector_LD = retriever.labels.vectors_of(np.arange(retriever.num_labels))
     test = corpus.split("test")
     found: dict[str, list[list[float]]] = {}
     candidates = np.unique(test.positives(np.arange(len(test))).values)
@@ -119,7 +119,7 @@ def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Floa
     retriever, side = Retriever.load(bundle), load_label_side(bundle / "label_side")
     known = np.setdiff1d(np.arange(retriever.num_labels), held)
     if side.prototypes is not None:
-        side.prototypes.cluster_L = side.prototypes.cluster_L[retriever.rank[known]]
+        side.prototypes.cluster_L = side.prototypes.cluster_L[retriever.labels.label_rows[known]]
     write_bundle(
         folder / "without",
         load_encoder(bundle / "encoder"),
@@ -128,14 +128,14 @@ def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Floa
         corpus.label_uids(known),
         corpus.label_texts(known),
         np.arange(len(known)),
-        [retriever.label_vectors(known)],
+        [retriever.labels.vectors_of(known)],
         IndexSpec(),
         {},
         label_side=side,
     )
     texts = zip(corpus.label_uids(held), corpus.label_texts(held), strict=True)
     add_labels(folder / "without", [NewLabel(*label) for label in texts], folder / "with")
-    return Retriever.load(folder / "with").label_vectors(len(known) + np.arange(len(held)))
+    return Retriever.load(folder / "with").labels.vectors_of(len(known) + np.arange(len(held)))
 
 
 def measured(

@@ -142,7 +142,7 @@ def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]
         for way, (made_s, encoder) in ways.items():
             one_s, batch_s, parts = times[way]
             query_BD = np.concatenate(parts)
-            answers = exact_search(label_LD, query_BD, K, hidden=test.filters(queries))[1]
+            answers = exact_search(label_LD, query_BD, K, hidden=test.filters(queries)).ids
             found[way] = Measured(made_s, encoder_bytes(encoder), answers, query_BD, one_s, batch_s)
         what = f"MiniLM, {corpus.card.name}"
         rows += [row(what, way, found, "float32", corpus, queries) for way in found]
@@ -160,7 +160,7 @@ def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]
             f"vectors left out: no bundle of {options.set}; make one with benchmarks/accuracy.py"
         ]
     retriever, test = Retriever.load(bundles[0], threads=options.threads), corpus.split("test")
-    label_LD = retriever.label_vectors(np.arange(corpus.card.num_labels))
+    label_LD = retriever.labels.vectors_of(np.arange(corpus.card.num_labels))
     queries = np.random.default_rng(0).permutation(len(test))[: options.texts]
     query_BD, hidden = retriever.encode(test.tokens(queries)), test.filters(queries)
     train = corpus.split("train")  # an export tunes the index by training queries
@@ -173,13 +173,13 @@ def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]
         index = build_index(label_LD, factory, threads=options.threads, queries=sample)
         made_s = time.perf_counter() - started
         name = resolve_factory(factory, len(label_LD))
-        ways[name] = made_s, index_bytes(index), lambda q, h, i=index: i.search(q, K, hidden=h)[1]
+        ways[name] = made_s, index_bytes(index), lambda q, h, i=index: i.search(q, K, hidden=h).ids
         if index.candidates > 1:
             ways[f"{name}, {max(K, TUNE_K) * index.candidates} candidates"] = ways.pop(name)
     ways["Flat over float16 vectors"] = (
         0.0,
         0,
-        lambda q, h: exact_search(half_LD, q, K, hidden=h)[1],
+        lambda q, h: exact_search(half_LD, q, K, hidden=h).ids,
     )
     numbered = Ragged(np.arange(len(queries)), np.arange(len(queries) + 1))
     searches = {

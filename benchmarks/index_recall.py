@@ -98,8 +98,8 @@ def measure(rows: np.ndarray, queries: np.ndarray, arguments: argparse.Namespace
     flat_s *= len(queries) / len(few)
     chosen_by = None if arguments.stand_ins else sample
     index, build_s = timed(lambda: build_index(rows, arguments.factory, seed=0, queries=chosen_by))
-    (_, found), search_s = timed(lambda: index.search(queries, K))
-    recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(found, wanted, strict=False)])
+    top, search_s = timed(lambda: index.search(queries, K))
+    recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(top.ids, wanted, strict=False)])
     name = resolve_factory(arguments.factory, len(rows))
     ratio = f"{flat_s / (build_s + search_s):.1f} x"
     tuned = [name, index.nprobe, index.candidates]

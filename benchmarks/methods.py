@@ -19,7 +19,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,13 @@ from xmcray.methods.base import methods
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index
-from xmcray.retrieval.memory import (
-    Float64Array,
-    Memory,
-    MemoryConfig,
-    Neighbours,
-    Votes,
-    count_votes,
-    ranked,
-)
+from xmcray.retrieval.memory import Memory
+from xmcray.retrieval.neighbours import Neighbours
+from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
-from xmcray.retrieval.shards import Shard
-from xmcray.training.memory import Encode, encoder_of, open_encoder
+from xmcray.retrieval.shards import ShardedIndex, VectorShard
+from xmcray.retrieval.votes import Float64Array, MemoryConfig, Votes, count_votes, rank_votes
+from xmcray.training.memory import open_encoder
 from xmcray.training.outcome import bundle_of, measure, measure_bundle
 from xmcray.training.records import read_records
 from xmcray.training.run import SELECTION, Run, RunConfig
@@ -89,21 +84,22 @@ class Neighbourhood:
         encode: token ids -> vectors of length 1. rows: of the training split, the queries that are remembered.
     """
 
-    def __init__(self, encode: Encode, corpus: Corpus, rows: Int64Array) -> None:
+    def __init__(
+        self, encode: Callable[[Ragged], Float32Array], corpus: Corpus, rows: Int64Array
+    ) -> None:
         split, self.num_labels = corpus.split("train"), corpus.card.num_labels
         self.encode, self.label_LD = encode, encode(corpus.label_tokens(np.arange(self.num_labels)))
         index = Index(
             torch.from_numpy(encode(split.tokens(rows))), None, threads=torch.get_num_threads()
         )
-        self.memory = Memory(
-            VOTES, [Shard(0, len(rows), False, 1)], [index], split.positives(rows), self.num_labels
-        )
+        keys = ShardedIndex((VectorShard(0, len(rows), False, 1),), (index,))
+        self.memory = Memory(VOTES, keys, split.positives(rows))
 
     def near(self, tokens: Ragged, hidden: Ragged, config: MemoryConfig) -> Neighbours:
         """The nearest queries and the nearest label texts, with their cosines."""
         query_BD, width = self.encode(tokens), min(SEARCH_K, self.num_labels)
-        scores, ids = exact_search(self.label_LD, query_BD, width, hidden=hidden)
-        return Neighbours(self.memory.search(query_BD, config, exact=True), TopLabels(ids, scores))
+        labels = exact_search(self.label_LD, query_BD, width, hidden=hidden)
+        return Neighbours(self.memory.search(query_BD, config, exact=True), labels)
 
     def shares(self, tokens: Ragged, hidden: Ragged) -> list[Pairs]:
         """Votes of queries, and cosines of label texts."""
@@ -130,7 +126,9 @@ class Shares:
     def top(self, weights: Weights, k: int, num_labels: int) -> TopLabels:
         """The k labels of the largest sums."""
         sums = self.of_parts @ np.asarray(weights)
-        return ranked(Votes(self.pairs, sums, np.zeros_like(sums)), 1.0, k, self.own, num_labels)
+        return rank_votes(
+            Votes(self.pairs, sums, np.zeros_like(sums)), 1.0, k, self.own, num_labels
+        )
 
 
 def collected(
@@ -155,6 +153,12 @@ def listed(top: TopLabels, values: npt.NDArray[np.floating[Any]], num_labels: in
     known = top.ids >= 0
     pair = np.arange(len(top.ids))[:, None] * num_labels + top.ids
     return pair[known], values[known].astype(np.float64)
+
+
+def normalised_encoder(path: str, corpus: Corpus) -> QueryEncoder:
+    """The encoder of a run or a folder; its vectors have length 1."""
+    encoder, head = open_encoder(path, corpus)
+    return QueryEncoder(encoder, head, corpus.tokenizer(), normalised=True)
 
 
 def main() -> None:
@@ -303,7 +307,7 @@ def answers(run: Run, data: TrainingData, rows: Int64Array, split_name: str) -> 
     known = data.query_ids[data.query_ids < data.num_train]
     encoders = str(run.path), untrained(corpus)
     spaces = [
-        Neighbourhood(encoder_of(*open_encoder(path, corpus)), corpus, known) for path in encoders
+        Neighbourhood(normalised_encoder(path, corpus).encode, corpus, known) for path in encoders
     ]
     memory: MemoryConfig | None = getattr(run.config.method, "memory", None)
     retriever = None if memory else Retriever.load(bundle_of(run, corpus))
@@ -312,10 +316,12 @@ def answers(run: Run, data: TrainingData, rows: Int64Array, split_name: str) -> 
         tokens, hidden = split.tokens(block), split.filters(block)
         if memory:  # that of the bundle would hold the validation queries
             near = spaces[0].near(tokens, hidden, memory)
-            own, temperature = spaces[0].memory.answer(near, width, memory, hidden), 0.0
+            votes = count_votes(near, spaces[0].memory.positives, memory, num_labels, hidden)
+            own = rank_votes(votes, memory.weight, width, near.labels, num_labels)
+            temperature = 0.0
         else:
             assert retriever is not None
-            own = retriever.top_labels(tokens, width, hidden)
+            own = retriever.top_labels(tokens, width, exclude=hidden)
             temperature = TEMPERATURES.get(run.config.method_name, COSINE)
         yield collected(
             own,
@@ -374,7 +380,7 @@ def one_half(retriever: Retriever, corpus: Corpus, half: int) -> Search:
     def search(rows: Int64Array) -> TopLabels:
         query_BD: Float32Array = retriever.encode(split.tokens(rows))
         np.split(query_BD, 2, axis=1)[1 - half][:] = 0
-        return retriever.nearest(query_BD, width, split.filters(rows), exact=True)
+        return retriever.top_labels(query_BD, width, exclude=split.filters(rows), exact=True)
 
     return search
 

@@ -34,8 +34,8 @@ from xmcray.data.sample import write_sample
 from xmcray.evaluation.evaluate import Evaluation
 from xmcray.methods.base import methods
 from xmcray.nn.encoder import build_encoder
-from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.memory import memory_bundle

@@ -235,7 +235,7 @@ def in_process(folder: Path, threads: int) -> dict[str, Any]:
         [answer.uid for answer in retriever.search([query], K)[0]] for query in queries[:CHECKED]
     ]
     rates = {"batch_texts_per_s": len(queries) / batch_s, "all_texts_per_s": len(queries) / all_s}
-    size = f"{retriever.num_labels:,} x {retriever.settings.dim}, {'IVF' if retriever.indexed else 'exhaustive'}"
+    size = f"{retriever.num_labels:,} x {retriever.settings.dim}, {'exhaustive' if retriever.is_exact else 'IVF'}"
     return {"p50": p50, "p99": p99, **rates, "recall": float(recall), "uids": uids, "size": size}
 
 

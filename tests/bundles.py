@@ -15,7 +15,7 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
-from xmcray.retrieval.memory import MemoryConfig
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.memory import memory_bundle
 
 WORDS = "matrix vector norm solve inverse trace rank eigen sparse dense random sample mean median sort join".split()  # noqa: SIM905

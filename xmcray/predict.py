@@ -26,7 +26,6 @@ from xmcray.ray_adapter.cluster import free_cpus
 from xmcray.ray_adapter.session import ray_session
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import Settings, read_labels, read_settings
-from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.predict import (
     CHUNK_ANSWERS,
     CHUNK_ROWS,
@@ -39,6 +38,7 @@ from xmcray.retrieval.predict import (
     read_chunks,
 )
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.votes import MemoryConfig
 
 KIND = "predictions"
 ANSWERS = 10  # by default, or all labels if there are fewer

@@ -173,9 +173,17 @@ class TopLabels:
     scores: Float32Array
 
     @classmethod
-    def nothing(cls, rows: int) -> TopLabels:
-        """No answer to `rows` queries: K is 0."""
-        return cls(np.empty((rows, 0), np.int64), np.empty((rows, 0), np.float32))
+    def empty(cls, num_queries: int, k: int = 0) -> TopLabels:
+        """No answer to each of some queries, in lists of width k."""
+        ids = np.full((num_queries, k), -1, np.int64)
+        return cls(ids, np.full(ids.shape, -np.inf, np.float32))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[TopLabels], k: int) -> TopLabels:
+        """The answers to the queries of all parts, which have width k; `parts` may be empty."""
+        parts = [cls.empty(0, k), *parts]
+        ids = np.concatenate([part.ids for part in parts])
+        return cls(ids, np.concatenate([part.scores for part in parts]))
 
     @property
     def width(self) -> int:

@@ -21,8 +21,8 @@ from xmcray.data.sample import write_sample
 from xmcray.evaluation.charts import Series, line_chart
 from xmcray.evaluation.evaluate import SEARCH_K
 from xmcray.evaluation.metrics import Metrics
-from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.loop import build
 from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import bundle_of
@@ -140,7 +140,9 @@ def vote(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Result:
             card.propensity_b,
             card.num_labels,
         )
-        metrics.update(retriever.nearest(query_BD, k, hidden, True, config), truth)
+        metrics.update(
+            retriever.top_labels(query_BD, k, exclude=hidden, exact=True, memory=config), truth
+        )
         values = metrics.result()
         for part, members_L in (("head", head_L), ("tail", ~head_L)):
             values[f"{part} R@5"] = float(

@@ -23,9 +23,9 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, StorageError
 from xmcray.evaluation.predictions import predictions_to_top_labels, read_predictions
 from xmcray.predict import predict
-from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.predict import End, read_chunks
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.votes import MemoryConfig
 
 pytestmark = pytest.mark.usefixtures("cluster")
 LABELS, ROWS, K = 47, 90, 7

@@ -12,7 +12,7 @@ from xmcray.cli.paths import bundle_at
 from xmcray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from xmcray.retrieval.memory import MemoryConfig
+    from xmcray.retrieval.votes import MemoryConfig
 
 MEMORY = "a setting of the memory: weight, temperature, keys or joint"
 ANSWERS = 10  # by default
@@ -54,7 +54,7 @@ def _memory_config(
     """The settings of --memory over `base` or the defaults; None if there are none."""
     if not options.memory:
         return None
-    from xmcray.retrieval.memory import MemoryConfig
+    from xmcray.retrieval.votes import MemoryConfig
 
     values = config.merge(config.dump(base or MemoryConfig()), options.memory)
     return config.build(MemoryConfig, values, "memory.")

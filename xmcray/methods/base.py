@@ -18,7 +18,7 @@ from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowTable
 from xmcray.parallel.partition import LabelPartition
-from xmcray.retrieval.memory import MemoryConfig
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.types import Batch, LossTerms, Ragged, Shortlist
 
 

@@ -31,7 +31,7 @@ from xmcray.negatives.sampler import draw_from_rows
 from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.nn.row_table import RowTable
 from xmcray.parallel.collectives import gather_rows
-from xmcray.retrieval.memory import MemoryConfig
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.types import Batch, LossTerms, Ragged, Shortlist
 
 

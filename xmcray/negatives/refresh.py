@@ -23,7 +23,7 @@ from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index, build_index
-from xmcray.types import Float32Array, Int64Array, Ragged
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 _TUNING_QUERIES = 256  # an approximate index chooses its settings on these
 
@@ -81,24 +81,24 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
     )
     for block in blocks:
         _, vectors, extra = folder.read_queries(block)
-        scores, local = _search(
+        top = _search(
             index, vectors, np.minimum(spec.negatives.hard + _rounded_up(extra), part.size)
         )
-        folder.write_found(part, block, np.where(local >= 0, part.to_global(local), -1), scores)
+        label_ids = np.where(top.ids >= 0, part.to_global(top.ids), -1)
+        folder.write_found(part, block, label_ids, top.scores)
     if spec.negatives.recall_queries and folder.query_blocks:
         _write_recall(folder, part, rows, index.search, spec)
 
 
-def _search(
-    index: Index, vectors: Float32Array, width_B: Int64Array
-) -> tuple[Float32Array, Int64Array]:
+def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> TopLabels:
     """The `width_B[i]` best rows of query i, padded to the largest width: few queries need many more than the rest."""
-    shape = len(vectors), int(width_B.max(initial=1))
-    scores, rows = np.full(shape, -np.inf, np.float32), np.full(shape, -1, np.int64)
+    padded = TopLabels.empty(len(vectors), int(width_B.max(initial=1)))
     for width in np.unique(width_B):
         at = np.flatnonzero(width_B == width)
-        scores[at, :width], rows[at, :width] = index.search(vectors[at], int(width))
-    return scores, rows
+        top = index.search(vectors[at], int(width))
+        padded.ids[at, :width] = top.ids
+        padded.scores[at, :width] = top.scores
+    return padded
 
 
 def _rounded_up(extra: Int64Array) -> Int64Array:
@@ -238,7 +238,7 @@ def _write_recall(
     folder: VersionFolder,
     part: LabelPartition,
     rows: Float32Array,
-    search: Callable[[Float32Array, int], tuple[Float32Array, Int64Array]],
+    search: Callable[[Float32Array, int], TopLabels],
     spec: RefreshSpec,
 ) -> None:
     """Share of the exact `hard` nearest rows that the index finds, on a seeded sample of queries."""
@@ -246,9 +246,9 @@ def _write_recall(
     width = min(spec.negatives.hard, len(rows))
     if not width:
         return
-    _, exact = exact_search(rows, sample, width)
-    _, found = search(sample, width)
-    hits = sum(len(np.intersect1d(a, b)) for a, b in zip(exact, found, strict=True))
+    exact = exact_search(rows, sample, width)
+    found = search(sample, width)
+    hits = sum(len(np.intersect1d(a, b)) for a, b in zip(exact.ids, found.ids, strict=True))
     folder.write_found(
         part, "recall", np.array([hits, len(sample) * width]), np.empty(0, np.float32)
     )

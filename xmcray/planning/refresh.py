@@ -93,7 +93,7 @@ def _visits(
     kept: int,
     spread: Spread,
 ) -> float:
-    """`retrieval.lists`: the nearest lists of each query, then rounds of products, each with a merge of what it hit."""
+    """`retrieval.inverted_lists`: the nearest lists of each query, then rounds of products, each with a merge of what it hit."""
     total = rates.product(queries, lists, dim) + rates.top(queries, lists, number)
     seen = 0.0
     for visited, met in rounds(lists, number, rows, spread):

@@ -41,7 +41,7 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.index import IndexSpec
-from xmcray.retrieval.shards import SHARD_ROWS, Shard, read_shards, write_shards
+from xmcray.retrieval.shards import SHARD_ROWS, VectorShard, read_shards, write_shards
 from xmcray.storage import new_artifact
 from xmcray.types import Float32Array, Int64Array
 
@@ -71,7 +71,7 @@ class Settings:
     method: str = ""
     factory: str = "auto"
     predictor: Mapping[str, Any] = field(default_factory=lambda: LABELS)
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[VectorShard, ...] = ()
     first_added: int | None = None
 
 

@@ -32,7 +32,7 @@ from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import LabelAttributes, Scalar, attribute_set
 from xmcray.retrieval.bundle import KIND, LABEL_BLOCK, LABEL_SCHEMA, read_attributes, write_settings
 from xmcray.retrieval.retriever import Retriever
-from xmcray.retrieval.shards import Shard, save_vectors, vectors_name
+from xmcray.retrieval.shards import VectorShard, save_vectors, vectors_name
 from xmcray.storage import Manifest
 from xmcray.types import Float32Array, Int64Array
 
@@ -123,7 +123,7 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
     """
     with _opened(bundle, out) as (retriever, folder, manifest):
         settings = retriever.settings
-        taken = {label.uid for label in new} & retriever.label_ids().keys()
+        taken = {label.uid for label in new} & retriever.labels.ids_by_uid().keys()
         if taken:
             raise DataError(
                 f"label {min(taken)!r} is in {bundle} already; remove it first, or choose another uid"
@@ -197,7 +197,7 @@ def _known(retriever: Retriever, uids: Iterable[str], bundle: str | Path) -> dic
     Raises:
         DataError: one is not.
     """
-    known = retriever.label_ids()
+    known = retriever.labels.ids_by_uid()
     for uid in uids:
         if uid not in known:
             raise DataError(
@@ -215,9 +215,12 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
     settings = retriever.settings
     vectors = label_vectors(retriever, side, [label.text for label in new])
     ids = settings.num_labels + np.arange(len(new))
-    rows, shards = _rows_for(len(new), retriever.label_order, settings.shards)
+    rows, shards = _rows_for(len(new), retriever.labels.row_labels, settings.shards)
     order = np.concatenate(
-        [retriever.label_order, np.full(shards[-1].stop - len(retriever.label_order), -1)]
+        [
+            retriever.labels.row_labels,
+            np.full(shards[-1].stop - len(retriever.labels.row_labels), -1),
+        ]
     )
     order[rows] = ids
     changed: dict[int, Float32Array] = {}
@@ -225,7 +228,7 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
         shard = shards[number]
         held = np.zeros((shard.stop - shard.start, settings.dim), np.float32)
         if number < len(settings.shards):
-            held[:] = retriever.vectors(number)
+            held[:] = retriever.labels.rows.vectors(number)
         inside = (rows >= shard.start) & (rows < shard.stop)
         held[rows[inside] - shard.start] = vectors[inside]
         changed[number] = held
@@ -236,7 +239,9 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
     grown = dataclasses.replace(
         settings, num_labels=settings.num_labels + len(new), shards=shards, first_added=first
     )
-    return retriever.with_rows(grown, pa.table(columns, schema=LABEL_SCHEMA), order, changed)
+    names = pa.table(columns, schema=LABEL_SCHEMA)
+    labels = retriever.labels.with_rows(grown, names, order, changed)
+    return dataclasses.replace(retriever, labels=labels)
 
 
 def write_changes(before: Retriever, after: Retriever, target: Path) -> set[str]:
@@ -244,17 +249,21 @@ def write_changes(before: Retriever, after: Retriever, target: Path) -> set[str]
     written: set[str] = set()
     if after.settings != before.settings:
         pq.write_table(
-            after.labels, target / "labels.parquet", row_group_size=LABEL_BLOCK, compression="zstd"
+            after.labels.table,
+            target / "labels.parquet",
+            row_group_size=LABEL_BLOCK,
+            compression="zstd",
         )
-        np.save(target / "label_order.npy", after.label_order)
+        np.save(target / "label_order.npy", after.labels.row_labels)
         write_settings(target, after.settings)
         written |= {"labels.parquet", "label_order.npy", "settings.json"}
-    if len(after.removed):
-        np.save(target / "removed.npy", after.removed)
+    if len(after.labels.removed):
+        np.save(target / "removed.npy", after.labels.removed)
         written.add("removed.npy")
     (target / "vectors").mkdir(exist_ok=True)
-    for number in after.new_shards(before):
-        save_vectors(target, number, after.vectors(number), after.settings.shards[number].start)
+    for number in after.labels.rows.new_shards(before.labels.rows):
+        vectors = after.labels.rows.vectors(number)
+        save_vectors(target, number, vectors, after.settings.shards[number].start)
         written.add(vectors_name(number))
     return written
 
@@ -275,7 +284,9 @@ def label_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -
     if side.prototypes is not None:
         # The centroid of a label without queries is its text's vector, in training too; it joins the cluster, and so
         # gets the free vector, of the label whose prototype is nearest to its text.
-        near = torch.from_numpy(retriever.rank[retriever.exported_near(vectors, 1).ids[:, 0]])
+        near = torch.from_numpy(
+            retriever.labels.label_rows[retriever.labels.search_exported(vectors, 1).ids[:, 0]]
+        )
         text_UD = torch.from_numpy(vectors).to(side.prototypes.bank.weight)
         with torch.inference_mode():
             made: Float32Array = side.prototypes(text_UD, text_UD, near).float().numpy()
@@ -299,7 +310,7 @@ def _rows(retriever: Retriever, columns: int, text_UC: Float32Array) -> Float32A
     exported = retriever.settings.first_added or retriever.settings.num_labels
     sample = np.random.default_rng(0).choice(exported, min(SAMPLE, exported), replace=False)
     tokens = retriever.tokenizer.encode(
-        retriever.label_texts(sample), retriever.tokenizer.label_max_len
+        retriever.labels.texts(sample), retriever.tokenizer.label_max_len
     )
     told = np.flatnonzero(tokens.lengths)
     if not len(told):
@@ -307,7 +318,7 @@ def _rows(retriever: Retriever, columns: int, text_UC: Float32Array) -> Float32A
             "no label of the bundle has a text, expected some: by theirs the row of a new one is placed"
         )
     text_MC = retriever.encode(tokens.take(told))[:, -columns:].astype(np.float64)
-    row_MC = retriever.label_vectors(sample[told])[:, -columns:].astype(np.float64)
+    row_MC = retriever.labels.vectors_of(sample[told])[:, -columns:].astype(np.float64)
     text_C, row_C, lengths = (
         text_MC.mean(axis=0),
         row_MC.mean(axis=0),
@@ -329,15 +340,15 @@ def _rows(retriever: Retriever, columns: int, text_UC: Float32Array) -> Float32A
 
 
 def _rows_for(
-    count: int, order: Int64Array, shards: Sequence[Shard]
-) -> tuple[Int64Array, tuple[Shard, ...]]:
+    count: int, order: Int64Array, shards: Sequence[VectorShard]
+) -> tuple[Int64Array, tuple[VectorShard, ...]]:
     """Rows for `count` labels, ascending: those not used yet, then those of a further shard."""
     free = np.flatnonzero(order < 0)[:count]
     missing = count - len(free)
     if not missing:
         return free, tuple(shards)
     start = len(order)
-    more = Shard(start, start + -(-missing // ROOM) * ROOM, indexed=False, candidates=1)
+    more = VectorShard(start, start + -(-missing // ROOM) * ROOM, indexed=False, candidates=1)
     return np.concatenate([free, start + np.arange(missing)]), (*shards, more)
 
 

@@ -28,8 +28,8 @@ from xmcray.data.formats.base import BadRow, BadValue, check_text
 from xmcray.data.formats.json_lines import Fields, Record, read_records
 from xmcray.data.formats.tables import count_rows, read_rows
 from xmcray.errors import DataError, RunError, StorageError
-from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.types import TopLabels
 
 CHUNK_ROWS, CHUNK_ANSWERS, CHUNK_CHARACTERS = (
@@ -164,7 +164,7 @@ def answer_chunk(
     found = top.ids >= 0
     offsets = pa.array(np.concatenate([[0], np.cumsum(found.sum(axis=1))]), pa.int32())
     ids = pa.array(top.ids[found])
-    uids = retriever.labels["uid"].take(ids).combine_chunks()
+    uids = retriever.labels.table["uid"].take(ids).combine_chunks()
     values = [ids, uids, pa.array(top.scores[found])]
     columns: dict[str, Any] = {"uid": pa.array(chunk.uids, pa.large_string())}
     if texts:

@@ -1,14 +1,13 @@
 """Vectors in files of a bounded number of rows, each with its index; searched as if they were one.
 
 vectors/00000.safetensors   float32 "vectors", consecutive rows; the range is in the metadata
-index/00000.faiss           the FAISS index over the same rows; absent where a shard is searched exhaustively
+index/00000.faiss           the FAISS index over the same rows; absent if all rows are searched
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,13 @@ SHARD_ROWS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class VectorShard:
     """One file of vectors.
 
     Attributes:
-        start, stop: its rows.
-        indexed: whether index/ holds a FAISS index over them.
+        start: first row.
+        stop: one past the last row.
+        indexed: whether index/ holds a FAISS index over the rows.
         candidates: candidates per answer that this index proposes.
     """
 
@@ -41,6 +41,174 @@ class Shard:
     stop: int
     indexed: bool
     candidates: int
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSubset:
+    """Every `count`-th shard: one of `count` disjoint parts that together are all shards.
+
+    Attributes:
+        index: of this subset, 0 .. count - 1.
+        count: number of subsets.
+    """
+
+    index: int
+    count: int
+
+    def of(self, numbers: Iterable[int]) -> list[int]:
+        """Those of some shard numbers that are in the subset."""
+        return [number for number in numbers if number % self.count == self.index]
+
+
+ALL_SHARDS = ShardSubset(index=0, count=1)
+NO_SHARDS = ShardSubset(index=-1, count=1)  # no number has the remainder -1
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedIndex:
+    """All shards of one set of vectors, each with its index.
+
+    Attributes:
+        shards: the rows of each shard, without gaps.
+        indexes: one per shard.
+    """
+
+    shards: tuple[VectorShard, ...]
+    indexes: tuple[Index, ...]
+
+    @classmethod
+    def load(
+        cls,
+        bundle: Path,
+        manifest: Manifest,
+        shards: Sequence[VectorShard],
+        dim: int,
+        threads: int,
+        folder: str = "",
+        subset: ShardSubset = ALL_SHARDS,
+    ) -> ShardedIndex:
+        """Opens the shards of a verified bundle over memory-mapped vectors.
+
+        Args:
+            bundle: local folder of the bundle.
+            manifest: its manifest.
+            shards: the shards by settings.json.
+            dim: D.
+            threads: of a search.
+            folder: inside the bundle, such as "memory/".
+            subset: the shards that are going to be searched; the indexes of others are not read.
+        Raises:
+            BundleError: a file is malformed, or does not fit the settings.
+        """
+        searched = set(subset.of(range(len(shards))))
+        indexes = []
+        for number, shard in enumerate(shards):
+            vectors = _read_vectors(bundle / folder / vectors_name(number), len(shard), dim)
+            if not shard.indexed or number not in searched:
+                indexes.append(Index(vectors, None, threads=threads))
+                continue
+            name = folder + _index_name(number)
+            if name not in manifest.files:
+                raise BundleError(
+                    f"{bundle}/{name} is missing, expected by settings.json; export it again"
+                )
+            max_bytes = manifest.files[name].size
+            indexes.append(Index.load(bundle / name, max_bytes, vectors, shard.candidates, threads))
+        return cls(tuple(shards), tuple(indexes))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every query is compared with every row."""
+        return all(index.is_exact for index in self.indexes)
+
+    def search(
+        self,
+        query_BD: Float32Array,
+        k: int,
+        *,
+        numbers: Sequence[int] | None = None,
+        names: Int64Array | None = None,
+        hidden: Ragged | None = None,
+        exact: bool = False,
+    ) -> TopLabels:
+        """The k best rows, best first, equal scores by lower id.
+
+        Args:
+            query_BD: float32 [B, D].
+            k: answers per query; 0 is legal.
+            numbers: of the shards to search; all if not given.
+            names: int64 [rows], ids of the rows in the answer, -1 for those that are no answers;
+                row numbers if not given.
+            hidden: B lists of row numbers that are masked before the k best are taken.
+            exact: compare all rows, whatever the index.
+        Returns:
+            Ids and inner products; -1 and -inf where no row is left.
+        """
+        num_queries = len(query_BD)
+        if not k:
+            return TopLabels.empty(num_queries)
+        keys = [nothing(num_queries, k)]
+        for number in range(len(self.shards)) if numbers is None else numbers:
+            shard = self.shards[number]
+            index = self.indexes[number]
+            if names is None:
+                shard_names = np.arange(shard.start, shard.stop)
+            else:
+                shard_names = names[shard.start : shard.stop]
+            shard_hidden = None if hidden is None else _inside(hidden, shard)
+            width = min(k, len(index))
+            keys.append(index.search_keys(query_BD, width, shard_names, shard_hidden, exact))
+        return _best(keys, k)
+
+    def vectors(self, number: int) -> Float32Array:
+        """float32 [rows, D] of one shard."""
+        vectors: Float32Array = self.indexes[number].vectors.cpu().numpy()
+        return vectors
+
+    def with_vectors(
+        self, shards: Sequence[VectorShard], vectors: Mapping[int, Float32Array]
+    ) -> ShardedIndex:
+        """A view with other vectors in some shards, which are then searched exhaustively.
+
+        Args:
+            shards: all shards of the view.
+            vectors: float32 [rows of the shard, D] of the shards that are new or changed, by number.
+        """
+        known = self.indexes[0]
+        indexes = []
+        for number in range(len(shards)):
+            if number in vectors:
+                rows = torch.from_numpy(vectors[number]).to(known.vectors.device)
+                indexes.append(Index(rows, None, threads=known.threads))
+            else:
+                indexes.append(self.indexes[number])
+        return ShardedIndex(tuple(shards), tuple(indexes))
+
+    def new_shards(self, before: ShardedIndex) -> list[int]:
+        """Numbers of the shards that an earlier view lacks, or has with other vectors."""
+        known = {id(index) for index in before.indexes}
+        return [number for number, index in enumerate(self.indexes) if id(index) not in known]
+
+    def move_to(self, device: torch.device) -> None:
+        """Moves the vectors to the device on which exhaustive searches run."""
+        for index in self.indexes:
+            index.vectors = index.vectors.to(device)
+
+
+def merge(parts: Sequence[TopLabels]) -> TopLabels:
+    """The best of several answers to the same queries; equal scores by lower id.
+
+    The result is as wide as the first part.
+    """
+    keys = [
+        to_keys(as_tensor(part.scores), as_tensor(np.maximum(part.ids, 0), np.int64))
+        for part in parts
+    ]
+    return _best(keys, parts[0].width)
 
 
 def write_shards(
@@ -50,17 +218,25 @@ def write_shards(
     queries: Float32Array | None = None,
     shard_rows: int = SHARD_ROWS,
     threads: int = 1,
-) -> tuple[tuple[Shard, ...], int]:
-    """Writes vectors/ and index/ into `folder`, one shard in memory at a time; returns the shards and D.
+) -> tuple[tuple[VectorShard, ...], int]:
+    """Writes vectors/ and index/ with one shard in memory at a time.
 
     Args:
-        blocks: float32 [n, D] each, the rows in order. Others as for `bundle.write_bundle`.
+        folder: where vectors/ and index/ are made.
+        blocks: float32 [n, D] each, the rows in order.
+        spec: how each shard is indexed.
+        queries: float32 [Q, D], a sample of query vectors by which the index is tuned.
+        shard_rows: rows per file.
+        threads: of building.
+    Returns:
+        The shards, and D.
     """
     (folder / "vectors").mkdir(parents=True)
-    shards: list[Shard] = []
+    shards: list[VectorShard] = []
     dim = 0
-    for number, rows in enumerate(_pieces(blocks, shard_rows)):
-        start, dim = shards[-1].stop if shards else 0, rows.shape[1]
+    start = 0
+    for number, rows in enumerate(_regrouped(blocks, shard_rows)):
+        dim = rows.shape[1]
         stop = start + len(rows)
         save_vectors(folder, number, rows, start)
         index = build_index(
@@ -68,150 +244,28 @@ def write_shards(
         )
         if not index.is_exact:
             (folder / "index").mkdir(exist_ok=True)
-            index.save(folder / _index(number))
-        shards.append(Shard(start, stop, not index.is_exact, index.candidates))
+            index.save(folder / _index_name(number))
+        shards.append(VectorShard(start, stop, not index.is_exact, index.candidates))
+        start = stop
     return tuple(shards), dim
 
 
 def save_vectors(folder: Path, number: int, rows: Float32Array, start: int) -> None:
     """Writes the vectors of one shard, whose rows begin at `start`."""
-    # one entry of metadata: safetensors writes several in an order that changes from file to file
-    save_file(
-        {"vectors": rows},
-        folder / vectors_name(number),
-        metadata={"rows": f"{start}:{start + len(rows)}"},
-    )
+    # One entry of metadata: safetensors writes several in an order that changes from file to file.
+    metadata = {"rows": f"{start}:{start + len(rows)}"}
+    save_file({"vectors": rows}, folder / vectors_name(number), metadata=metadata)
 
 
-def read_shards(values: Sequence[Mapping[str, Any]], rows: int) -> tuple[Shard, ...] | None:
-    """Shards from plain values; None where they do not cover `rows` rows, at least one, without a gap."""
-    shards = tuple(Shard(**value) for value in values)
-    ends = [0, *(shard.stop for shard in shards)]
-    return (
-        shards if [shard.start for shard in shards] == ends[:-1] and ends[-1] == rows > 0 else None
-    )
-
-
-def open_shards(
-    bundle: Path,
-    manifest: Manifest,
-    shards: Sequence[Shard],
-    dim: int,
-    threads: int,
-    within: str = "",
-    part: tuple[int, int] = (0, 1),
-) -> Iterator[Index]:
-    """One index per shard over memory-mapped vectors.
-
-    Args:
-        within: folder inside the bundle, such as "memory/".
-        part: (i, n): only shards i, i + n, i + 2 n ... are going to be searched, the indexes of others are not read.
-    Raises:
-        BundleError: a file is malformed, or does not fit the settings.
-    """
-    for number, shard in enumerate(shards):
-        vectors = _read_vectors(
-            bundle / within / vectors_name(number), shard.stop - shard.start, dim
-        )
-        if not shard.indexed or number % part[1] != part[0]:
-            yield Index(vectors, None, threads=threads)
-            continue
-        name = within + _index(number)
-        if name not in manifest.files:
-            raise BundleError(
-                f"{bundle}/{name} is missing, expected by settings.json; export it again"
-            )
-        size = manifest.files[name].size
-        yield Index.load(bundle / name, size, vectors, candidates=shard.candidates, threads=threads)
-
-
-def search_shards(
-    shards: Sequence[Shard],
-    indexes: Sequence[Index],
-    query_BD: Float32Array,
-    k: int,
-    *,
-    names: Int64Array | None = None,
-    hidden: Ragged | None = None,
-    exact: bool = False,
-) -> TopLabels:
-    """The k best rows of all shards, best first, equal scores by lower id.
-
-    Args:
-        names: int64 [rows], what rows are called in the answer, -1 for those that are no answers; their numbers if not
-            given.
-        hidden: B lists of row numbers that are masked before the k best are taken.
-        exact: compare all rows, whatever the index.
-    Returns:
-        Ids and inner products; -1 and -inf where no row is left.
-    """
-    if not k:
-        return TopLabels.nothing(len(query_BD))
-    keys = [nothing(len(query_BD), k)]
-    for shard, index in zip(shards, indexes, strict=True):
-        known = (
-            np.arange(shard.start, shard.stop) if names is None else names[shard.start : shard.stop]
-        )
-        hide = None if hidden is None else _inside(hidden, shard)
-        scores, ids = index.search(query_BD, min(k, len(index)), known, hide, exact)
-        keys.append(to_keys(as_tensor(scores), as_tensor(np.maximum(ids, 0), np.int64)))
-    return _best(keys, k)
-
-
-def merge(parts: Sequence[TopLabels]) -> TopLabels:
-    """The best of several answers to the same queries, as wide as the first; equal scores by lower id."""
-    keys = [
-        to_keys(as_tensor(part.scores), as_tensor(np.maximum(part.ids, 0), np.int64))
-        for part in parts
-    ]
-    return _best(keys, parts[0].width)
-
-
-def _best(keys: Sequence[torch.Tensor], k: int) -> TopLabels:
-    scores, ids = from_keys(torch.cat(list(keys), dim=1).topk(k, dim=1).values)
-    return TopLabels(ids, scores)
-
-
-def _inside(rows: Ragged, shard: Shard) -> Ragged:
-    """Those of the listed rows that lie in a shard, counted from its start."""
-    inside = (rows.values >= shard.start) & (rows.values < shard.stop)
-    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(inside)])
-    return Ragged(rows.values[inside] - shard.start, before[rows.offsets])
-
-
-def _pieces(blocks: Iterable[Float32Array], shard_rows: int) -> Iterator[Float32Array]:
-    """The rows of `blocks` in pieces of `shard_rows`, the last one shorter."""
-    held: list[Float32Array] = []
-    for block in chain.from_iterable(_split(block, shard_rows) for block in blocks):
-        room = shard_rows - sum(map(len, held))
-        held.append(block[:room])
-        if len(block) >= room:
-            yield np.concatenate(held)
-            held = [block[room:]]
-    if sum(map(len, held)):
-        yield np.concatenate(held)
-
-
-def _split(block: Float32Array, rows: int) -> Iterator[Float32Array]:
-    block = np.asarray(block, np.float32)
-    for start in range(0, len(block), rows):
-        yield block[start : start + rows]
-
-
-def _read_vectors(path: Path, rows: int, dim: int) -> Tensor:
-    """A read-only use of the file's pages: tensors of safetensors' torch reader are memory-mapped."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            vectors: Tensor = file.get_tensor("vectors")
-    except (OSError, SafetensorError) as error:
-        raise BundleError(
-            f"{path} cannot be read ({' '.join(str(error).split())[:120]}); export it again"
-        ) from None
-    if tuple(vectors.shape) != (rows, dim) or str(vectors.dtype) != "torch.float32":
-        raise BundleError(
-            f"{path} holds {vectors.dtype} {tuple(vectors.shape)}, expected float32 {(rows, dim)}"
-        )
-    return vectors
+def read_shards(values: Sequence[Mapping[str, Any]], rows: int) -> tuple[VectorShard, ...] | None:
+    """Shards from plain values; None if they do not cover `rows` rows, at least one, without gaps."""
+    shards = tuple(VectorShard(**value) for value in values)
+    covered = 0
+    for shard in shards:
+        if shard.start != covered:
+            return None
+        covered = shard.stop
+    return shards if covered == rows > 0 else None
 
 
 def vectors_name(number: int) -> str:
@@ -219,5 +273,51 @@ def vectors_name(number: int) -> str:
     return f"vectors/{number:05d}.safetensors"
 
 
-def _index(number: int) -> str:
+def _index_name(number: int) -> str:
     return f"index/{number:05d}.faiss"
+
+
+def _best(keys: Sequence[Tensor], k: int) -> TopLabels:
+    return from_keys(torch.cat(list(keys), dim=1).topk(k, dim=1).values)
+
+
+def _inside(rows: Ragged, shard: VectorShard) -> Ragged:
+    """Those of the listed rows that lie in a shard, counted from its start."""
+    inside = (rows.values >= shard.start) & (rows.values < shard.stop)
+    # Number of kept values before each position, read at the old row boundaries: the new ones.
+    kept_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(inside)])
+    return Ragged(rows.values[inside] - shard.start, kept_before[rows.offsets])
+
+
+def _regrouped(blocks: Iterable[Float32Array], shard_rows: int) -> Iterator[Float32Array]:
+    """The rows of `blocks` in groups of `shard_rows`; the last group may be shorter."""
+    pending: list[Float32Array] = []
+    num_pending = 0
+    for block in blocks:
+        rows = np.asarray(block, np.float32)
+        while num_pending + len(rows) >= shard_rows:
+            room = shard_rows - num_pending
+            yield np.concatenate([*pending, rows[:room]])
+            rows = rows[room:]
+            pending = []
+            num_pending = 0
+        if len(rows):
+            pending.append(rows)
+            num_pending += len(rows)
+    if pending:
+        yield np.concatenate(pending)
+
+
+def _read_vectors(path: Path, rows: int, dim: int) -> Tensor:
+    """Maps a file of vectors: tensors of safetensors' torch reader are read from disk on use."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            vectors: Tensor = file.get_tensor("vectors")
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise BundleError(f"{path} cannot be read ({reason}); export it again") from None
+    if tuple(vectors.shape) != (rows, dim) or str(vectors.dtype) != "torch.float32":
+        raise BundleError(
+            f"{path} holds {vectors.dtype} {tuple(vectors.shape)}, expected float32 {(rows, dim)}"
+        )
+    return vectors

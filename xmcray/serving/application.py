@@ -33,7 +33,8 @@ from ray.serve.handle import DeploymentHandle
 
 from xmcray.config import build as build_config
 from xmcray.ray_adapter.private import HEAD_RESOURCE
-from xmcray.retrieval.memory import Neighbours
+from xmcray.retrieval.neighbours import Neighbours
+from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.serving import http, metrics, rpc, schema, service
 from xmcray.serving.coordinator import Coordinator, Known, News, Numbered, Status
 from xmcray.serving.follower import Follower
@@ -48,7 +49,6 @@ from xmcray.types import Float32Array
 NAME = "xmcray"
 Handle = DeploymentHandle[Any]
 Address = tuple[str, int, int]  # host, port, port of gRPC or 0
-NO_PART = (-1, 1)  # of the shards: none
 BATCH = 32
 STATUS_S = 2.0
 CPUS = 0.1  # reserved by each process; set others in `options`
@@ -77,7 +77,7 @@ def build(args: Mapping[str, Any], address: Address | None = None) -> Applicatio
     encoder = _deployment(config, EncoderDeployment, "Encoder").bind(config, coordinator)
     searchers = [
         _deployment(config, SearcherDeployment, f"Searcher{i}").bind(
-            config, coordinator, (i, shards)
+            config, coordinator, ShardSubset(i, shards)
         )
         for i in range(shards)
     ]
@@ -101,11 +101,11 @@ class _Following:
     """A replica that holds what the coordinator decided; ready when all of it is loaded."""
 
     async def _start(
-        self, config: ServeConfig, coordinator: Handle, part: tuple[int, int]
+        self, config: ServeConfig, coordinator: Handle, subset: ShardSubset
     ) -> Follower:
         self._coordinator = coordinator
         _log_with_serve()
-        follower = Follower(config, self._follow, self._operations, part)
+        follower = Follower(config, self._follow, self._operations, subset)
         await follower.start()
         self._task = asyncio.create_task(follower.run())
         return follower
@@ -138,7 +138,7 @@ class GatewayDeployment(_Following):
         self.tokens, self.admin_tokens = tokens_of(config)
         self.metrics = metrics.ServingMetrics()
         self.admin: http.Admin = _Admin(coordinator)
-        follower = await self._start(config, coordinator, NO_PART if encoder else (0, 1))
+        follower = await self._start(config, coordinator, NO_SHARDS if encoder else ALL_SHARDS)
         parts = _Parts(encoder, searchers or []) if encoder else None
         self.service = Service(config, follower, parts)
         for name in config.bundles:  # a probe through all parts
@@ -199,7 +199,7 @@ class EncoderDeployment(_Following):
 
     async def __init__(self, config: ServeConfig, coordinator: Handle) -> None:  # type: ignore[misc]
         self._config, self._thread = config, ThreadPoolExecutor(1, "encode")
-        self._follower = await self._start(config, coordinator, NO_PART)
+        self._follower = await self._start(config, coordinator, NO_SHARDS)
 
     @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=0)
     async def encode(
@@ -228,12 +228,12 @@ class SearcherDeployment(_Following):
     """One part of the index shards."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServeConfig, coordinator: Handle, part: tuple[int, int]
+        self, config: ServeConfig, coordinator: Handle, subset: ShardSubset
     ) -> None:
         self._config, thread = config, ThreadPoolExecutor(1, "search")
-        find = functools.partial(service.find, max_tokens=config.max_tokens, part=part)
+        find = functools.partial(service.find, max_tokens=config.max_tokens, subset=subset)
         self._searches = MicroBatcher[Asked, Near](thread, find, service.TOGETHER)
-        self._follower = await self._start(config, coordinator, part)
+        self._follower = await self._start(config, coordinator, subset)
 
     async def find(
         self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None
@@ -270,7 +270,7 @@ class _Parts:
             near: list[Near] = await asyncio.gather(*calls)
         if len(near) == 1:
             return near[0]
-        return Near(Neighbours.combined([one.found for one in near]), near[0].longer)
+        return Near(Neighbours.merged([one.found for one in near]), near[0].longer)
 
 
 class _Admin:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from xmcray.errors import XmcrayError
-from xmcray.retrieval.retriever import WHOLE
+from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.serving.coordinator import Known, News, Numbered
 from xmcray.serving.problems import ProblemError, unknown_model
 from xmcray.serving.settings import ServeConfig
@@ -54,7 +54,7 @@ class Follower:
 
     Args:
         follow, operations: the coordinator's methods.
-        part: of the index shards that this replica searches.
+        subset: of the index shards, that this replica searches.
     """
 
     def __init__(
@@ -62,9 +62,14 @@ class Follower:
         config: ServeConfig,
         follow: Follow,
         operations: Operations,
-        part: tuple[int, int] = WHOLE,
+        subset: ShardSubset = ALL_SHARDS,
     ) -> None:
-        self._config, self._follow, self._operations, self._part = config, follow, operations, part
+        self._config, self._follow, self._operations, self._subset = (
+            config,
+            follow,
+            operations,
+            subset,
+        )
         self._models = {name: _Model() for name in config.bundles}
         self._replica = secrets.token_hex(8)
         self._thread, self._changed = ThreadPoolExecutor(1, "follower"), asyncio.Condition()
@@ -209,7 +214,7 @@ class Follower:
     async def _load(self, name: str, bundle: str, version: str) -> Snapshot:
         config = self._config
         snapshot: Snapshot = await self._run(
-            Snapshot.load, bundle, name, config.threads, self._part, config.encoder
+            Snapshot.load, bundle, name, config.threads, self._subset, config.encoder
         )
         if snapshot.version != version:
             raise ProblemError(
@@ -217,7 +222,7 @@ class Follower:
             )
         while operations := await self._operations(name, snapshot.number):
             snapshot = await self._run(snapshot.after, [operation for _, operation in operations])
-        if self._part == WHOLE:
+        if self._subset == ALL_SHARDS:
             await self._run(
                 snapshot.probe, snapshot.probes
             )  # pages of the files are read before the first request

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from xmcray.retrieval.memory import Neighbours
-from xmcray.retrieval.retriever import WHOLE
+from xmcray.retrieval.neighbours import Neighbours
+from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.serving import schema
 from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.problems import ProblemError
@@ -137,7 +137,7 @@ class Service:
                     None,
                     list[bool](),
                 )
-                if not snapshot.retriever.encodes_at_once:
+                if not snapshot.retriever.query_encoder.is_static:
                     query_BD, longer = await self._parts.encode(pin, request.texts)
                     self._refuse_long(longer)
                 near = await self._parts.find(pin, request, k, query_BD)
@@ -218,7 +218,7 @@ class Service:
         self, until: float, pin: Pin, snapshot: Snapshot, texts: list[str]
     ) -> tuple[Float32Array, list[bool]]:
         """As `Snapshot.encode`, here or by the encoder's own processes, whichever is sooner."""
-        if self._parts is None or snapshot.retriever.encodes_at_once:
+        if self._parts is None or snapshot.retriever.query_encoder.is_static:
             return await self._run(until, snapshot.encode, texts, self.config.max_tokens)
         return await self._parts.encode(pin, texts)
 
@@ -236,7 +236,7 @@ class Service:
         self._refuse_long(near.longer)
         retriever, fields = snapshot.view(request.filter), set(request.fields)
         plain, voting = fields - {"attributes"}, snapshot.voting(request.memory)
-        found = retriever.answers(near.found, k, memory=voting, explain=request.explain)
+        found = retriever.name_answers(near.found, k, memory=voting, explain=request.explain)
         results = []
         for answers, truncated in zip(found, near.longer, strict=True):
             attributes = (
@@ -326,7 +326,7 @@ class Service:
         return self.served.resolve(name)
 
 
-def find(asked: Sequence[Asked], max_tokens: int, part: tuple[int, int] = WHOLE) -> list[Near]:
+def find(asked: Sequence[Asked], max_tokens: int, subset: ShardSubset = ALL_SHARDS) -> list[Near]:
     """What lies near the queries of some searches that are alike, in a part of the shards, of what their filter lets
     pass. Texts that are not encoded yet are encoded here.
     """
@@ -338,8 +338,8 @@ def find(asked: Sequence[Asked], max_tokens: int, part: tuple[int, int] = WHOLE)
         query_BD, longer = snapshot.encode(
             [text for one in asked for text in one.request.texts], max_tokens
         )
-    found = snapshot.view(request.filter).find(
-        query_BD, k, snapshot.voting(request.memory), part=part
+    found = snapshot.view(request.filter).find_neighbours(
+        query_BD, k, memory=snapshot.voting(request.memory), subset=subset
     )
     ends = itertools.accumulate((len(one.request.texts) for one in asked), initial=0)
     return [

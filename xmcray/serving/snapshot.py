@@ -21,8 +21,9 @@ from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.bundle import KIND, read_attributes
 from xmcray.retrieval.labels import NewLabel, with_labels
-from xmcray.retrieval.memory import MemoryConfig
-from xmcray.retrieval.retriever import WHOLE, Retriever
+from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import schema
 from xmcray.serving.operations import number_in
 from xmcray.types import Float32Array
@@ -63,18 +64,18 @@ class Snapshot:
         bundle: str,
         model: str,
         threads: int,
-        part: tuple[int, int] = WHOLE,
+        subset: ShardSubset = ALL_SHARDS,
         encoder: str = "float32",
     ) -> Snapshot:
         """A bundle as it was written; every file is compared with its hash.
 
         Args:
-            model: whose operations the bundle may already hold. part: see `Retriever.find`; others cannot be searched.
+            model: whose operations the bundle may already hold. subset: of the shards; others cannot be searched.
             encoder: see `Retriever.load`.
         Raises:
             StorageError, BundleError: missing, altered, malformed, or not a bundle.
         """
-        retriever = Retriever.load(bundle, threads=threads, part=part, encoder=encoder)
+        retriever = Retriever.load(bundle, threads=threads, subset=subset, encoder=encoder)
         folder, manifest = storage.open_artifact(bundle, KIND, contents=False)
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)
@@ -127,7 +128,7 @@ class Snapshot:
 
     def text(self, label: int) -> str:
         """Text of a label by source id."""
-        return self.retriever.label_texts(np.array([label]))[0]
+        return self.retriever.labels.texts(np.array([label]))[0]
 
     def has_tokens(self, text: str) -> bool:
         """Whether a label's text has any token: without one it has no vector."""
@@ -183,7 +184,7 @@ class Snapshot:
         """Texts of some labels of the bundle, to ask for after loading."""
         number = self.retriever.settings.first_added or self.retriever.settings.num_labels
         sample = np.random.default_rng(0).choice(number, min(PROBES, number), replace=False)
-        return [text for text in self.retriever.label_texts(sample) if text.strip()] or [""]
+        return [text for text in self.retriever.labels.texts(sample) if text.strip()] or [""]
 
     def probe(self, texts: Sequence[str]) -> list[set[str]]:
         """Uids of the best labels of each text."""
@@ -193,7 +194,7 @@ class Snapshot:
     @property
     def _exported_ids(self) -> Mapping[str, int]:
         if self._ids is None:
-            self._ids = self.retriever.label_ids()
+            self._ids = self.retriever.labels.ids_by_uid()
         return self._ids
 
     def _text(self, label: int, joining: Sequence[NewLabel]) -> str:

@@ -80,7 +80,7 @@ def measure_bundle(
         DataError: bundle and corpus do not belong together, or there is no such split.
     """
     check_fits(retriever, corpus)
-    indexed = not exact and retriever.indexed
+    indexed = not exact and not retriever.is_exact
     answers: list[TopLabels] = []
     first = searcher(retriever, corpus, split, exact)
 
@@ -104,7 +104,9 @@ def searcher(retriever: Retriever, corpus: Corpus, split: str, exact: bool = Fal
     rows_of, width = corpus.split(split), min(SEARCH_K, retriever.num_labels)
 
     def search(rows: Int64Array) -> TopLabels:
-        return retriever.top_labels(rows_of.tokens(rows), width, rows_of.filters(rows), exact=exact)
+        return retriever.top_labels(
+            rows_of.tokens(rows), width, exclude=rows_of.filters(rows), exact=exact
+        )
 
     return search
 
@@ -119,7 +121,7 @@ def stored_answers(path: str, corpus: Corpus, split: str) -> Search:
 def check_fits(retriever: Retriever, corpus: Corpus) -> None:
     """Raises DataError unless the corpus has the labels and the token ids that the bundle knows."""
     ours, theirs = retriever.num_labels, corpus.card.num_labels
-    if retriever.changed:
+    if retriever.labels.changed:
         raise DataError(
             "labels joined or were removed since the bundle was exported; evaluate the bundle as it was"
         )

@@ -13,7 +13,7 @@ from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition, share
 from xmcray.retrieval.exact import exact_search
 from xmcray.training.step import answer_queries
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+from xmcray.types import Ragged, TopLabels
 
 _KEPT = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10")
 _K = 10
@@ -29,8 +29,8 @@ def validate(
     query_BD = answer_queries(encoder, method, data.tokens(rows[start:stop]))
     query_GD = torch.cat(collectives.gather_ragged(query_BD)).float().cpu().numpy()
     source_S = data.corpus.label_order[part.start : part.stop]
-    scores, ids = exact_search(row_SD, query_GD, _K, source_S, _own(data.excluded(rows), part))
-    top = _merge(ids, scores)
+    own_labels = exact_search(row_SD, query_GD, _K, source_S, _own(data.excluded(rows), part))
+    top = _merge(own_labels)
     card = data.corpus.card
     metrics = Metrics(
         data.corpus.train_counts,
@@ -52,11 +52,11 @@ def _own(lists: Ragged, part: LabelPartition) -> Ragged:
     )
 
 
-def _merge(ids: Int64Array, scores: Float32Array) -> TopLabels:
+def _merge(top: TopLabels) -> TopLabels:
     """The best of all ranks, ties by the lower source id."""
     device = "cuda" if collectives.on_gpu() else "cpu"
     gathered = (
-        collectives.gather_ragged(torch.from_numpy(own).to(device)) for own in (ids, scores)
+        collectives.gather_ragged(torch.from_numpy(own).to(device)) for own in (top.ids, top.scores)
     )
     source, score = (
         np.concatenate([part.cpu().numpy() for part in parts], axis=1) for parts in gathered

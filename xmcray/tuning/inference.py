@@ -29,9 +29,9 @@ from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.heads import TwoHeads, load_head
 from xmcray.retrieval import bundle as bundles
 from xmcray.retrieval.index import Index, IndexSpec, build_index
-from xmcray.retrieval.memory import VOTERS, MemoryConfig, Neighbours, sweep
+from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.retriever import Retriever
-from xmcray.retrieval.shards import search_shards
+from xmcray.retrieval.votes import VOTE_QUERIES, MemoryConfig, sweep
 from xmcray.training.export import index_spec, sample_rows
 from xmcray.training.outcome import check_fits
 from xmcray.tuning.proposals import RandomProposals
@@ -215,7 +215,7 @@ def _as_it_is(held: Held) -> Mapping[str, float]:
         config = held.retriever.memory.config
         values: Values = {f"memory.{name}": value for name, value in configs.dump(config).items()}
         return _sweep_memory(held, [values])[0].metrics
-    return held.measure(held.retriever.nearest(held.query_BD, held.k, held.excluded()))
+    return held.measure(held.retriever.top_labels(held.query_BD, held.k, exclude=held.excluded()))
 
 
 def _sweep_memory(held: Held, grid: list[Values]) -> list[Measured]:
@@ -237,17 +237,19 @@ def _sweep_memory(held: Held, grid: list[Values]) -> list[Measured]:
     )
     width = min(widest.keys, int((names >= 0).sum()))
     by_label = dataclasses.replace(widest, weight=0.0)
-    excluded, answers = held.excluded(), {config: [TopLabels.nothing(0)] for config in settings}
-    for start in range(0, len(rows), VOTERS):
+    excluded, answers = held.excluded(), {config: [TopLabels.empty(0)] for config in settings}
+    for start in range(0, len(rows), VOTE_QUERIES):
         query_BD, hide = (
-            held.query_BD[start : start + VOTERS],
-            excluded.slice(start, min(start + VOTERS, len(rows))),
+            held.query_BD[start : start + VOTE_QUERIES],
+            excluded.slice(start, min(start + VOTE_QUERIES, len(rows))),
         )
         near = Neighbours(
-            search_shards(memory.shards, memory.indexes, query_BD, width, names=names),
-            held.retriever.find(query_BD, held.k, by_label, hide).labels,
+            memory.rows.search(query_BD, width, names=names),
+            held.retriever.find_neighbours(query_BD, held.k, memory=by_label, exclude=hide).labels,
         )
-        for config, top in sweep(near, memory.positives, answers, held.k, memory.num_labels, hide):
+        for config, top in sweep(
+            near, memory.positives, answers, held.k, held.data.num_labels, hide
+        ):
             answers[config].append(top)
     found = {config: held.measure(_joined(parts[1:])) for config, parts in answers.items()}
     return [Measured(values, found[config]) for values, config in zip(grid, settings, strict=True)]
@@ -266,7 +268,9 @@ def _sweep_fusion(path: str, held: Held, grid: list[Values]) -> list[Measured]:
         # The bundle's own share is in its query vectors already.
         weights = share / head.text_share, (1 - share) / (1 - head.text_share)
         weight_D = np.repeat(np.array(weights, np.float32), head.head_dim)
-        top = held.retriever.nearest(held.query_BD * weight_D, held.k, held.excluded(), exact=True)
+        top = held.retriever.top_labels(
+            held.query_BD * weight_D, held.k, exclude=held.excluded(), exact=True
+        )
         found.append(Measured(values, held.measure(top)))
     return found
 
@@ -278,10 +282,10 @@ def _sweep_index(held: Held, grid: list[Values]) -> list[Measured]:
             "index settings are swept on bundles without a memory; name the bundle of its encoder's run"
         )
     vectors = np.concatenate(
-        [retriever.vectors(number) for number in range(len(retriever.settings.shards))]
+        [retriever.labels.rows.vectors(number) for number in range(len(retriever.settings.shards))]
     )
-    source, train = retriever.label_order, held.data.corpus.split("train")
-    hidden = Ragged(retriever.rank[held.excluded().values], held.excluded().offsets)
+    source, train = retriever.labels.row_labels, held.data.corpus.split("train")
+    hidden = Ragged(retriever.labels.label_rows[held.excluded().values], held.excluded().offsets)
     sample = retriever.encode(train.tokens(sample_rows(held.data.num_train, held.seed)))
     usual = index_spec(held.seed, {})
 
@@ -293,9 +297,9 @@ def _sweep_index(held: Held, grid: list[Values]) -> list[Measured]:
     for values in grid:
         index = built(_build("index", values, usual))
         started = time.perf_counter()
-        scores, ids = index.search(held.query_BD, held.k, source, hidden)
+        top = index.search(held.query_BD, held.k, source, hidden)
         seconds = time.perf_counter() - started
-        found.append(Measured(values, held.measure(TopLabels(ids, scores)), len(ids) / seconds))
+        found.append(Measured(values, held.measure(top), len(top.ids) / seconds))
     return found
 
 

@@ -18,12 +18,13 @@ from xmcray.errors import ConfigError
 from xmcray.methods import base, rae
 from xmcray.nn.encoder import load_encoder
 from xmcray.nn.heads import load_head
-from xmcray.retrieval.memory import MemoryConfig
+from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.export import last_checkpoint
 from xmcray.training.launch import train
 from xmcray.training.loop import build
-from xmcray.training.memory import encoder_of, open_encoder
+from xmcray.training.memory import open_encoder
 from xmcray.training.run import Run, RunConfig
 from xmcray.types import Ragged, Shortlist
 
@@ -120,13 +121,16 @@ def test_a_finished_run_answers_with_its_memory(
     assert retriever.memory is not None
     assert retriever.memory.config == MemoryConfig(keys=20)
     last = last_checkpoint(run)
-    encode = encoder_of(
-        load_encoder(last.path / "encoder").eval(), load_head(tmp_path / "b" / "head")
-    )
+    encode = QueryEncoder(
+        load_encoder(last.path / "encoder").eval(),
+        load_head(tmp_path / "b" / "head"),
+        corpus.tokenizer(),
+        normalised=True,
+    ).encode
     tokens = corpus.split("test").tokens(np.arange(9))
     np.testing.assert_allclose(retriever.encode(tokens), encode(tokens), atol=1e-6)
     remembered = corpus.split("train").tokens(np.flatnonzero(corpus.split("train").num_positives()))
-    found = np.concatenate([index.vectors.numpy() for index in retriever.memory.indexes])
+    found = np.concatenate([index.vectors.numpy() for index in retriever.memory.rows.indexes])
     np.testing.assert_allclose(found, encode(remembered), atol=1e-6)
     capsys.readouterr()
     assert cli.main(["search", str(tmp_path / "b"), "w3x0", "-k", "1", "--explain", "--json"]) == 0

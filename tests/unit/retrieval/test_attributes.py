@@ -249,7 +249,7 @@ def test_attributes_come_with_labels_and_later(bundle: Path, tmp_path: Path) -> 
     }
     assert annotate_labels(tmp_path / "b", sets, tmp_path / "c") == len(TEXTS) + 3
     before, after = attributes_of(tmp_path / "b"), attributes_of(tmp_path / "c")
-    ids = Retriever.load(tmp_path / "c").label_ids()
+    ids = Retriever.load(tmp_path / "c").labels.ids_by_uid()
     assert before.of([ids[uid] for uid in ("u3", "n1", "n2")]) == [
         {},
         {"lang": "de", "year": 2000},

@@ -4,22 +4,20 @@ import torch
 
 from xmcray.retrieval import exact
 from xmcray.retrieval.exact import exact_search, from_keys, to_keys
-from xmcray.types import Ragged
+from xmcray.types import Ragged, TopLabels
 
 
 def brute(vectors, queries, k, ids=None, hidden=None):
     """The definition: sort all rows of each query by (score descending, id ascending)."""
     ids = np.arange(len(vectors)) if ids is None else ids
-    scores, answers = (
-        np.full((len(queries), k), -np.inf, np.float32),
-        np.full((len(queries), k), -1),
-    )
+    top = TopLabels.empty(len(queries), k)
     for row, query in enumerate(queries):
         score = vectors @ query
         keep = np.setdiff1d(np.arange(len(vectors)), hidden[row] if hidden is not None else [])
         order = keep[np.lexsort((ids[keep], -score[keep]))][:k]
-        scores[row, : len(order)], answers[row, : len(order)] = score[order], ids[order]
-    return scores, answers
+        top.scores[row, : len(order)] = score[order]
+        top.ids[row, : len(order)] = ids[order]
+    return top
 
 
 def small_integers(rng, rows, dim):
@@ -37,41 +35,37 @@ def test_answers_are_the_definition_whatever_the_blocks(monkeypatch, block, rows
     hidden = Ragged.from_rows(
         [rng.choice(rows, rng.integers(0, min(rows, 6)), replace=False) for _ in queries]
     )
-    for got, wanted in zip(
-        exact_search(vectors, queries, k, ids, hidden),
-        brute(vectors, queries, k, ids, hidden),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(got, wanted)
+    found = exact_search(vectors, queries, k, ids, hidden)
+    wanted = brute(vectors, queries, k, ids, hidden)
+    np.testing.assert_array_equal(found.ids, wanted.ids)
+    np.testing.assert_array_equal(found.scores, wanted.scores)
 
 
 def test_rows_that_arrive_in_rising_order_of_score(monkeypatch):
     monkeypatch.setattr(exact, "CPU_BLOCK", (4, 64))
     vectors = np.arange(1000, dtype=np.float32)[:, None]
-    scores, ids = exact_search(vectors, np.array([[1.0], [-1.0]], np.float32), 3)
-    assert ids.tolist() == [[999, 998, 997], [0, 1, 2]]
-    assert scores.tolist() == [[999, 998, 997], [0, -1, -2]]
+    top = exact_search(vectors, np.array([[1.0], [-1.0]], np.float32), 3)
+    assert top.ids.tolist() == [[999, 998, 997], [0, 1, 2]]
+    assert top.scores.tolist() == [[999, 998, 997], [0, -1, -2]]
 
 
 def test_no_rows_and_no_queries():
-    scores, ids = exact_search(np.empty((0, 4), np.float32), np.ones((2, 4), np.float32), 3)
-    assert (ids == -1).all()
-    assert np.isneginf(scores).all()
-    assert exact_search(np.ones((5, 4), np.float32), np.empty((0, 4), np.float32), 3)[1].shape == (
-        0,
-        3,
-    )
+    rows = np.ones((5, 4), np.float32)
+    without_rows = exact_search(rows[:0], rows[:2], 3)
+    assert (without_rows.ids == -1).all()
+    assert np.isneginf(without_rows.scores).all()
+    assert exact_search(rows, rows[:0], 3).ids.shape == (0, 3)
 
 
 def test_not_a_number_is_never_an_answer():
     vectors = np.array([[np.nan], [1.0], [-np.inf]], np.float32)
-    assert exact_search(vectors, np.ones((1, 1), np.float32), 3)[1].tolist() == [[1, -1, -1]]
+    assert exact_search(vectors, np.ones((1, 1), np.float32), 3).ids.tolist() == [[1, -1, -1]]
 
 
 def test_read_only_vectors_are_accepted():
     vectors = np.eye(3, dtype=np.float32)
     vectors.flags.writeable = False
-    assert exact_search(vectors, vectors, 1)[1].ravel().tolist() == [0, 1, 2]
+    assert exact_search(vectors, vectors, 1).ids.ravel().tolist() == [0, 1, 2]
 
 
 def test_keys_order_like_score_then_id_and_can_be_read_back():
@@ -82,6 +76,6 @@ def test_keys_order_like_score_then_id_and_can_be_read_back():
     )
     assert torch.equal(keys[3], keys[4]), "both zeros are one score"
     assert (keys[:, 1] > keys[:, 0]).all(), "the lower id wins"
-    scores, ids = from_keys(keys)
-    np.testing.assert_array_equal(scores[:, 0], score.numpy())
-    assert ids.tolist() == [[7, 3]] * 8
+    top = from_keys(keys)
+    np.testing.assert_array_equal(top.scores[:, 0], score.numpy())
+    assert top.ids.tolist() == [[7, 3]] * 8

@@ -8,7 +8,7 @@ import torch
 
 import xmcray.retrieval.index as index_module
 from xmcray.errors import BundleError, ConfigError, ResourceError
-from xmcray.retrieval import lists
+from xmcray.retrieval import inverted_lists
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index, IndexSpec, build_index, resolve_factory
 from xmcray.types import Ragged
@@ -34,6 +34,11 @@ def recall(found, wanted):
     return np.mean([len(np.intersect1d(a, b)) / len(b) for a, b in zip(found, wanted, strict=True)])
 
 
+def assert_same(one, other):
+    np.testing.assert_array_equal(one.ids, other.ids)
+    np.testing.assert_array_equal(one.scores, other.scores)
+
+
 @pytest.fixture(params=[1, 10**9], ids=["many queries", "few queries"])
 def both_ways(request, monkeypatch):
     """Lists are scanned with matrix products, or FAISS is asked."""
@@ -44,22 +49,20 @@ def both_ways(request, monkeypatch):
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_recall_scores_and_order(clustered, factory):
     rows, queries = clustered
-    scores, ids = build_index(rows, factory, seed=1).search(queries, 50)
-    wanted_scores, wanted = exact_search(rows, queries, 50)
-    assert recall(ids, wanted) >= (1 if factory == "Flat" else 0.9)
-    np.testing.assert_allclose(
-        scores, np.take_along_axis(queries @ rows.T, ids, 1), rtol=1e-5, atol=1e-5
-    )
-    assert (np.diff(scores, axis=1) <= 0).all()
-    assert (scores <= wanted_scores + 1e-5).all()
+    found = build_index(rows, factory, seed=1).search(queries, 50)
+    wanted = exact_search(rows, queries, 50)
+    assert recall(found.ids, wanted.ids) >= (1 if factory == "Flat" else 0.9)
+    products = np.take_along_axis(queries @ rows.T, found.ids, 1)
+    np.testing.assert_allclose(found.scores, products, rtol=1e-5, atol=1e-5)
+    assert (np.diff(found.scores, axis=1) <= 0).all()
+    assert (found.scores <= wanted.scores + 1e-5).all()
 
 
 @pytest.mark.parametrize("factory", ["IVF16,PQ8x4fs", "HNSW16"])
 def test_same_arguments_same_index(clustered, factory, tmp_path):
     rows, queries = clustered
     one, two = (build_index(rows, factory, seed=3, threads=threads) for threads in (1, 2))
-    for a, b in zip(one.search(queries, 9), two.search(queries, 9), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(one.search(queries, 9), two.search(queries, 9))
     assert (one.nprobe, one.candidates) == (two.nprobe, two.candidates)
     one.save(tmp_path / "one")
     two.save(tmp_path / "two")
@@ -75,8 +78,7 @@ def test_saved_index_answers_alike(clustered, factory, tmp_path):
     loaded = Index.load(
         tmp_path / "i.faiss", size, torch.from_numpy(rows), candidates=index.candidates
     )
-    for a, b in zip(index.search(queries, 7), loaded.search(queries, 7), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(index.search(queries, 7), loaded.search(queries, 7))
 
 
 @pytest.mark.usefixtures("both_ways")
@@ -84,9 +86,9 @@ def test_saved_index_answers_alike(clustered, factory, tmp_path):
 def test_hidden_rows_are_masked_before_the_top_k(clustered, factory):
     rows, queries = clustered
     index = build_index(rows, factory, seed=1)
-    _, first = index.search(queries, 20)
+    first = index.search(queries, 20).ids
     hidden = Ragged.from_rows(list(first[:, :5]))
-    _, second = index.search(queries, 15, hidden=hidden)
+    second = index.search(queries, 15, hidden=hidden).ids
     assert (second >= 0).all()
     assert recall(second, first[:, 5:]) >= (1 if factory == "Flat" else 0.97), (
         "the places of hidden rows are refilled"
@@ -97,8 +99,7 @@ def test_hidden_rows_are_masked_before_the_top_k(clustered, factory):
 def test_more_answers_than_the_visited_lists_hold_are_found_exhaustively(clustered):
     rows, queries = clustered
     index = build_index(rows, "IVF256,Flat", seed=0, spec=IndexSpec(nprobe=1, candidates=1))
-    _, ids = index.search(queries, 60)
-    assert (ids >= 0).all()
+    assert (index.search(queries, 60).ids >= 0).all()
 
 
 def test_both_ways_visit_the_same_rows(clustered, monkeypatch):
@@ -108,11 +109,11 @@ def test_both_ways_visit_the_same_rows(clustered, monkeypatch):
     hidden = Ragged.from_rows([np.arange(row, row + 300) for row in range(len(queries))])
     few = index.search(queries, 20, names, hidden)
     monkeypatch.setattr(index_module, "BATCH_QUERIES", 1)
-    monkeypatch.setattr(lists, "CHUNK", 70)
-    monkeypatch.setattr(lists, "_PIECE", 30)
+    monkeypatch.setattr(inverted_lists, "CHUNK", 70)
+    monkeypatch.setattr(inverted_lists, "_PIECE", 30)
     many = index.search(queries, 20, names, hidden)
-    np.testing.assert_array_equal(few[1], many[1])
-    np.testing.assert_allclose(few[0], many[0], rtol=1e-6)
+    np.testing.assert_array_equal(few.ids, many.ids)
+    np.testing.assert_allclose(few.scores, many.scores, rtol=1e-6)
 
 
 def test_only_clearly_longer_rows_are_in_no_list(clustered):
@@ -124,7 +125,8 @@ def test_only_clearly_longer_rows_are_in_no_list(clustered):
     level[[7, 40, 2999]] *= 4
     index = build_index(level, "IVF16,Flat")
     assert index.long_ids.tolist() == [7, 40, 2999]
-    assert recall(index.search(queries, 10)[1], exact_search(level, queries, 10)[1]) >= 0.95
+    wanted = exact_search(level, queries, 10).ids
+    assert recall(index.search(queries, 10).ids, wanted) >= 0.95
     level[:1000] *= 4
     longest = np.argsort(-np.linalg.norm(level, axis=1), kind="stable")[:150]
     assert build_index(level, "IVF16,Flat").long_ids.tolist() == sorted(longest), "5 % at most"
@@ -133,16 +135,16 @@ def test_only_clearly_longer_rows_are_in_no_list(clustered):
 def test_names_decide_ties():
     rows = np.ones((4000, 4), np.float32)
     names = np.random.default_rng(0).permutation(4000)
-    _, ids = build_index(rows, "Flat").search(rows[:2], 3, names)
-    assert ids.tolist() == [[0, 1, 2]] * 2
+    top = build_index(rows, "Flat").search(rows[:2], 3, names)
+    assert top.ids.tolist() == [[0, 1, 2]] * 2
 
 
 def test_exact_ignores_the_index(clustered):
     rows, queries = clustered
     index = build_index(rows, "IVF64,Flat", seed=0, spec=IndexSpec(nprobe=1, candidates=1))
-    _, wanted = exact_search(rows, queries, 10)
-    assert recall(index.search(queries, 10)[1], wanted) < 1
-    np.testing.assert_array_equal(index.search(queries, 10, exact=True)[1], wanted)
+    wanted = exact_search(rows, queries, 10).ids
+    assert recall(index.search(queries, 10).ids, wanted) < 1
+    np.testing.assert_array_equal(index.search(queries, 10, exact=True).ids, wanted)
 
 
 def test_auto_by_size():
@@ -154,11 +156,10 @@ def test_auto_by_size():
 
 
 def test_empty_shard():
-    scores, ids = build_index(np.empty((0, 8), np.float32), "IVF16,Flat").search(
-        np.ones((2, 8), np.float32), 3
-    )
-    assert (ids == -1).all()
-    assert np.isneginf(scores).all()
+    index = build_index(np.empty((0, 8), np.float32), "IVF16,Flat")
+    top = index.search(np.ones((2, 8), np.float32), 3)
+    assert (top.ids == -1).all()
+    assert np.isneginf(top.scores).all()
 
 
 @pytest.mark.parametrize("factory", ["IVF16,", "nonsense", "PQ7"])

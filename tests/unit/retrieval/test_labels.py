@@ -23,8 +23,9 @@ from xmcray.retrieval import labels as module
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
-from xmcray.retrieval.memory import Neighbours
+from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import ShardSubset
 from xmcray.types import TopLabels
 
 NEW = [
@@ -88,29 +89,30 @@ def test_labels_join_and_leave(kind: str, bundles: Any, tmp_path: Path) -> None:
     own = first.encode([label.text for label in new])
     asked = [queries_of(first, new), own]
     depth = first.num_labels if kind == "memory" else K
-    before = [first.nearest(query_BD, depth) for query_BD in asked]
+    before = [first.top_labels(query_BD, depth) for query_BD in asked]
     assert add_labels(source, new[:2], tmp_path / "b") == first.num_labels + 2
     assert add_labels(tmp_path / "b", new[2:]) == first.num_labels + len(new)
     second = Retriever.load(tmp_path / "b", threads=1)
-    assert (second.indexed, second.changed, first.changed) == (kind.endswith("IVF"), True, False)
+    assert second.is_exact == (not kind.endswith("IVF"))
+    assert (second.labels.changed, first.labels.changed) == (True, False)
     joined = set(range(first.num_labels, second.num_labels))
     for query_BD, top in zip(asked, before, strict=True):
-        assert same_but(top, second.nearest(query_BD, depth), joined) > 0
+        assert same_but(top, second.top_labels(query_BD, depth), joined) > 0
     for label, answers in zip(new, second.search([label.text for label in new], K), strict=True):
         if kind != "prototypes":  # an untrained network makes them
             assert (answers[0].uid, answers[0].text) == (label.uid, label.text)
     # some of the export's best answers, and some that joined, leave
     gone = {*before[1].ids[:3, :2].ravel().tolist(), min(joined)}
-    uids = [uid for uid, label in second.label_ids().items() if label in gone]
+    uids = [uid for uid, label in second.labels.ids_by_uid().items() if label in gone]
     assert remove_labels(tmp_path / "b", uids) == second.num_labels - len(gone)
     third = Retriever.load(tmp_path / "b", threads=1)
     for query_BD in asked:
-        found = third.nearest(query_BD, depth)
+        found = third.top_labels(query_BD, depth)
         assert not np.isin(found.ids, list(gone)).any()
         assert (found.ids[:, : depth - len(gone)] >= 0).all()
-        assert same_but(second.nearest(query_BD, depth), found, gone) > 0
-    assert third.label_ids() == {
-        uid: label for uid, label in second.label_ids().items() if label not in gone
+        assert same_but(second.top_labels(query_BD, depth), found, gone) > 0
+    assert third.labels.ids_by_uid() == {
+        uid: label for uid, label in second.labels.ids_by_uid().items() if label not in gone
     }
     assert storage.open_artifact(tmp_path / "b", "bundle")[1].about["changes"][-1][
         "removed"
@@ -145,7 +147,7 @@ def test_prototypes_share_the_free_vector_of_the_nearest(bundles: Any, tmp_path:
     network.cluster_L.copy_(torch.arange(len(TEXTS)) % 4)
     retriever = Retriever.load(bundles("prototypes"))
     text = retriever.encode([NEW[0].text])
-    row = int(retriever.rank[retriever.nearest(text, 1).ids[0, 0]])
+    row = int(retriever.labels.label_rows[retriever.top_labels(text, 1).ids[0, 0]])
     with torch.no_grad():
         expected = network(torch.from_numpy(text), torch.from_numpy(text), torch.tensor([row]))
     made = module.label_vectors(retriever, LabelSide(prototypes=network), [NEW[0].text])
@@ -158,7 +160,7 @@ def test_a_bundle_changes_at_one_moment(
 ) -> None:
     if system == "renames":
         monkeypatch.setattr(
-            storage, "_EXCHANGE", 1 << 20
+            storage, "_RENAME_EXCHANGE", 1 << 20
         )  # refused, as by a system without the call
     shutil.copytree(bundles("texts"), tmp_path / "b")
     reader = Retriever.load(tmp_path / "b")
@@ -295,10 +297,13 @@ def test_parts_of_the_shards_find_together_what_one_search_finds(
     retriever = Retriever.load(tmp_path / "b", threads=1)
     assert len(retriever.settings.shards) == 5
     query_BD = queries_of(retriever, NEW)
-    wanted = retriever.nearest(query_BD, K)
-    for parts in (2, 3, 9):
-        found = [retriever.find(query_BD, K, part=(i, parts)) for i in range(parts)]
-        assert bits(retriever.fuse(Neighbours.combined(found), K)) == bits(wanted)
+    wanted = retriever.name_answers(retriever.find_neighbours(query_BD, K), K)
+    for count in (2, 3, 9):
+        parts = []
+        for i in range(count):
+            subset = ShardSubset(i, count)
+            parts.append(retriever.find_neighbours(query_BD, K, subset=subset))
+        assert retriever.name_answers(Neighbours.merged(parts), K) == wanted
 
 
 @pytest.mark.parametrize("kind", ["texts", "rowsIVF", "memory"])
@@ -307,14 +312,14 @@ def test_only_allowed_labels_are_answered(kind: str, share: float, bundles: Any)
     retriever = Retriever.load(bundles(kind), threads=1)
     allowed = np.random.default_rng(3).random(retriever.num_labels) < share
     query_BD, k = queries_of(retriever, NEW), 10
-    found = retriever.restricted(allowed).nearest(query_BD, k)
+    found = retriever.restricted(allowed).top_labels(query_BD, k)
     assert allowed[found.ids[found.ids >= 0]].all()
     assert ((found.ids >= 0).sum(axis=1) == min(k, allowed.sum())).all()
     # the best of all labels, without those that are not allowed
-    everything = retriever.nearest(query_BD, retriever.num_labels, exact=True)
+    everything = retriever.top_labels(query_BD, retriever.num_labels, exact=True)
     wanted = [ids[allowed[ids]][:k] for ids in everything.ids]
     hits = [len(np.intersect1d(a, b)) for a, b in zip(found.ids, wanted, strict=True)]
-    plain = retriever.nearest(query_BD, k).ids
+    plain = retriever.top_labels(query_BD, k).ids
     recall = np.mean(
         [len(np.intersect1d(a, b[:k])) / k for a, b in zip(plain, everything.ids, strict=True)]
     )

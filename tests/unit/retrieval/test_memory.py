@@ -16,21 +16,24 @@ from corpora import planted_corpus
 from ranks import golden
 
 from xmcray import cli
-from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.tokens import TextTokenizer, from_transformer
 from xmcray.errors import BundleError, ConfigError, DataError
-from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head
 from xmcray.retrieval import memory as memories
+from xmcray.retrieval import predictors
 from xmcray.retrieval import retriever as retrievers
+from xmcray.retrieval import votes as voting
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
-from xmcray.retrieval.memory import MemoryConfig, Neighbours, count_votes, ranked, remember, sweep
+from xmcray.retrieval.memory import remember
+from xmcray.retrieval.neighbours import Neighbours
+from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.votes import MemoryConfig, count_votes, rank_votes, sweep
 from xmcray.storage import finish_manifest, read_manifest
-from xmcray.training.memory import encoder_of, memory_bundle, open_encoder, sweep_memory
+from xmcray.training.memory import memory_bundle, open_encoder
 from xmcray.types import Ragged, TopLabels
 
 SETTINGS = [
@@ -102,7 +105,7 @@ def test_any_setting_equals_the_formula(arrays: tuple[Any, Any, Any], config: Me
     found = np.zeros(expected.shape)
     found.ravel()[votes.pairs] = votes.share(config.weight)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-15)
-    top = ranked(votes, config.weight, 30, near.labels, 30)
+    top = rank_votes(votes, config.weight, 30, near.labels, 30)
     for row in range(9):
         num_voted = np.count_nonzero(found[row])
         order = np.argsort(-found[row], kind="stable")[:num_voted]
@@ -122,12 +125,12 @@ def test_a_sweep_equals_one_search_per_setting(
     positives = Ragged.from_rows([np.flatnonzero(row) for row in positive_NL])
     exclude = Ragged.from_rows([[row] for row in range(9)])
     expected = [
-        ranked(count_votes(near, positives, c, 30, exclude), c.weight, 5, near.labels, 30)
+        rank_votes(count_votes(near, positives, c, 30, exclude), c.weight, 5, near.labels, 30)
         for c in SETTINGS
     ]
     counted = []
     real = count_votes
-    monkeypatch.setattr(memories, "count_votes", lambda *a, **k: counted.append(1) or real(*a, **k))
+    monkeypatch.setattr(voting, "count_votes", lambda *a, **k: counted.append(1) or real(*a, **k))
     for (config, top), one, asked in zip(
         sweep(near, positives, SETTINGS, 5, 30, exclude), expected, SETTINGS, strict=True
     ):
@@ -142,9 +145,9 @@ def test_excluded_labels_get_no_votes(arrays: tuple[Any, Any, Any]) -> None:
     near = Neighbours(nearest(query_score_BN, 40), nearest(label_score_BL, 30))
     positives = Ragged.from_rows([np.flatnonzero(row) for row in positive_NL])
     config = MemoryConfig(weight=0.5, keys=20)
-    first = ranked(count_votes(near, positives, config, 30), 0.5, 4, near.labels, 30)
+    first = rank_votes(count_votes(near, positives, config, 30), 0.5, 4, near.labels, 30)
     exclude = Ragged.from_rows([first.ids[row, :2] for row in range(9)])
-    second = ranked(count_votes(near, positives, config, 30, exclude), 0.5, 2, near.labels, 30)
+    second = rank_votes(count_votes(near, positives, config, 30, exclude), 0.5, 2, near.labels, 30)
     np.testing.assert_array_equal(second.ids, first.ids[:, 2:])
     np.testing.assert_array_equal(second.scores, first.scores[:, 2:])
 
@@ -160,7 +163,7 @@ def make(
     """A bundle of an untrained encoder with a memory of the training queries."""
     spec, order = spec or IndexSpec(), corpus.label_order
     encoder = build_encoder(EncoderConfig(dim=24), corpus.tokenizer(), None, seed=0).eval()
-    encode = encoder_of(encoder, Head(encoder.dim))
+    encode = QueryEncoder(encoder, Head(encoder.dim), corpus.tokenizer(), normalised=True).encode
     everything = np.arange(len(order))
     predictor = remember(corpus.split("train"), encode, config or MemoryConfig(keys=30), spec)
     uids, texts = corpus.label_uids(everything), corpus.label_texts(everything)
@@ -211,7 +214,7 @@ def test_a_bundle_answers_with_probabilities(
     )
     assert (np.diff(top.scores, axis=1) <= 0).all()
     monkeypatch.setattr(retrievers, "CHUNK", 7)
-    monkeypatch.setattr(memories, "VOTERS", 3)
+    monkeypatch.setattr(predictors, "VOTE_QUERIES", 3)
     again = retriever.top_labels(tokens, 47, memory=config)
     np.testing.assert_allclose(again.scores, top.scores, atol=1e-5)
 
@@ -219,8 +222,8 @@ def test_a_bundle_answers_with_probabilities(
 def test_weight_zero_is_the_dual_encoder(corpus: Corpus, bundle: Path) -> None:
     retriever = Retriever.load(bundle, threads=1)
     query_BD = retriever.encode(corpus.split("test").tokens(np.arange(20)))
-    top = retriever.nearest(query_BD, 10, memory=MemoryConfig(weight=0))
-    np.testing.assert_array_equal(top.ids, retriever.exported_near(query_BD, 10).ids)
+    top = retriever.top_labels(query_BD, 10, memory=MemoryConfig(weight=0))
+    np.testing.assert_array_equal(top.ids, retriever.labels.search_exported(query_BD, 10).ids)
 
 
 def test_an_answer_names_who_voted(corpus: Corpus, bundle: Path) -> None:
@@ -255,7 +258,7 @@ def test_texts_of_voters_come_from_several_blocks(
     assert memory is not None
     train = corpus.split("train")
     kept = np.flatnonzero(train.num_positives())
-    found = memory.texts([0, 15, 16, len(kept) - 1, 16])
+    found = memory.uids_and_texts([0, 15, 16, len(kept) - 1, 16])
     assert found == {
         row: (train.uids(kept[[row]])[0], train.texts(kept[[row]])[0])
         for row in (0, 15, 16, len(kept) - 1)
@@ -270,15 +273,14 @@ def test_exact_search_does_without_the_index(corpus: Corpus, bundle: Path, tmp_p
     config = MemoryConfig(keys=5, weight=1)
     indexed, flat = Retriever.load(make(corpus, tmp_path / "b", spec)), Retriever.load(bundle)
     assert (tmp_path / "b" / "memory" / "index" / "00000.faiss").is_file()
-    assert (indexed.indexed, flat.indexed) == (True, False)
+    assert (indexed.is_exact, flat.is_exact) == (False, True)
     tokens = corpus.split("test").tokens(np.arange(40))
     exact = indexed.top_labels(tokens, 5, exact=True, memory=config)
     np.testing.assert_array_equal(exact.ids, flat.top_labels(tokens, 5, memory=config).ids)
 
 
 def test_bundles_without_a_memory_say_so(corpus: Corpus, bundle: Path, tmp_path: Path) -> None:
-    retriever = Retriever.load(bundle)
-    retriever.memory = None
+    retriever = dataclasses.replace(Retriever.load(bundle), memory=None)
     for asked in ({"explain": True}, {"memory": MemoryConfig()}):
         with pytest.raises(ConfigError, match="no memory of training queries"):
             retriever.search(["w1"], 1, **asked)  # type: ignore[arg-type]
@@ -324,34 +326,6 @@ def test_a_memory_that_does_not_fit_is_refused(corpus: Corpus, tmp_path: Path, d
     finish_manifest(folder, "bundle", manifest.about, {})
     with pytest.raises(BundleError, match="memory"):
         Retriever.load(folder)
-
-
-def test_the_sweep_measures_held_out_queries(corpus: Corpus, bundle: Path, tmp_path: Path) -> None:
-    data = TrainingData(corpus, DataConfig(validation=0.2, augment_with_labels=False))
-    encoder = build_encoder(EncoderConfig(dim=24), corpus.tokenizer(), None, seed=0).eval()
-    encode = encoder_of(encoder, Head(encoder.dim))
-    found = sweep_memory(encode, data, SETTINGS)
-    assert [config for config, _ in found] == SETTINGS
-    rows, train = data.validation_rows, corpus.split("train")
-    kept = np.setdiff1d(np.flatnonzero(train.num_positives()), rows)
-    positive_NL = np.zeros((len(kept), 47))
-    positive_NL[train.positives(kept).row_ids, train.positives(kept).values] = 1
-    query, key, label = (
-        encode(t)
-        for t in (train.tokens(rows), train.tokens(kept), corpus.label_tokens(np.arange(47)))
-    )
-    for config, metrics in found:
-        probability = dense(query @ key.T, query @ label.T, positive_NL, config)
-        probability += 1e-12 * (query @ label.T)  # completes the lists
-        measured = Metrics(corpus.train_counts, corpus.card.num_train, 0.55, 1.5, 47)
-        top = nearest(probability, 47)
-        measured.update(TopLabels(top.ids, top.scores.astype(np.float32)), train.positives(rows))
-        assert metrics["P@1"] == pytest.approx(measured.result()["P@1"], abs=0.02)
-        assert metrics["P@5"] == pytest.approx(measured.result()["P@5"], abs=0.02)
-    with pytest.raises(DataError, match="held out"):
-        sweep_memory(
-            encode, TrainingData(corpus, dataclasses.replace(data.config, validation=0)), SETTINGS
-        )
 
 
 def test_a_transformer_fits_the_tokens_it_was_trained_with(corpus: Corpus, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def bundle(parts, tmp_path_factory):
 def test_answers_are_inner_products_with_ties_by_lower_source_id(parts, bundle):
     retriever = Retriever.load(bundle, threads=1)
     queries = np.random.default_rng(1).integers(-1, 2, (20, DIM)).astype(np.float32)
-    top = retriever.nearest(queries, 60)
+    top = retriever.top_labels(queries, 60)
     score = queries @ parts[3].T
     order = np.argsort(-score, axis=1, kind="stable")[:, :60]
     np.testing.assert_array_equal(top.ids, order)
@@ -72,9 +72,9 @@ def test_several_shards_equal_one(parts, bundle, tmp_path, shard_rows):
     many = Retriever.load(make(parts, tmp_path / "many", shard_rows=shard_rows))
     queries = np.random.default_rng(2).integers(-1, 2, (5, DIM)).astype(np.float32)
     for k in (1, 17, LABELS):
-        one = Retriever.load(bundle).nearest(queries, k)
-        np.testing.assert_array_equal(many.nearest(queries, k).ids, one.ids)
-        np.testing.assert_array_equal(many.nearest(queries, k).scores, one.scores)
+        one = Retriever.load(bundle).top_labels(queries, k)
+        np.testing.assert_array_equal(many.top_labels(queries, k).ids, one.ids)
+        np.testing.assert_array_equal(many.top_labels(queries, k).scores, one.scores)
 
 
 @pytest.mark.parametrize("shard_rows", [110, 300])
@@ -83,13 +83,15 @@ def test_excluded_labels_are_masked_before_the_top_k(parts, tmp_path, shard_rows
     tokens = retriever.tokenizer.encode(["label 7", "", "a b c"])
     first = retriever.top_labels(tokens, 12)
     exclude = Ragged.from_rows([first.ids[0, :10], [], first.ids[2, [3]]])
-    second = retriever.top_labels(tokens, 2, exclude)
+    second = retriever.top_labels(tokens, 2, exclude=exclude)
     assert second.ids.tolist() == [
         first.ids[0, 10:].tolist(),
         first.ids[1, :2].tolist(),
         first.ids[2, :2].tolist(),
     ]
-    everything = retriever.top_labels(tokens.slice(0, 1), LABELS, Ragged.from_rows([[5, 6]]))
+    everything = retriever.top_labels(
+        tokens.slice(0, 1), LABELS, exclude=Ragged.from_rows([[5, 6]])
+    )
     assert everything.ids[0, -2:].tolist() == [-1, -1]
     assert np.isneginf(everything.scores[0, -2:]).all()
     assert sorted(everything.ids[0, :-2]) == sorted(set(range(LABELS)) - {5, 6})
@@ -106,9 +108,9 @@ def test_approximate_index_and_exact(parts, tmp_path):
     ]
     retriever = Retriever.load(path)
     queries = rng.standard_normal((50, DIM)).astype(np.float32)
-    exact = retriever.nearest(queries, 5, exact=True)
+    exact = retriever.top_labels(queries, 5, exact=True)
     np.testing.assert_array_equal(exact.ids, np.argsort(-(queries @ vectors.T), axis=1)[:, :5])
-    found = retriever.nearest(queries, 5)
+    found = retriever.top_labels(queries, 5)
     assert not np.array_equal(found.ids, exact.ids), "one list of eight does not hold all"
     np.testing.assert_allclose(
         found.scores, np.take_along_axis(queries @ vectors.T, found.ids, 1), rtol=1e-5
@@ -134,6 +136,7 @@ def test_texts_and_their_tokens_are_encoded_alike_in_any_chunk(bundle, monkeypat
     texts = TEXTS[:37]
     whole = retriever.encode(texts)
     monkeypatch.setattr("xmcray.retrieval.retriever.CHUNK", 5)
+    monkeypatch.setattr("xmcray.retrieval.query_encoder.CHUNK", 3)
     np.testing.assert_allclose(
         retriever.encode(retriever.tokenizer.encode(texts)), whole, atol=1e-6
     )
@@ -163,7 +166,7 @@ def test_one_string_instead_of_a_list(bundle):
 
 
 def test_vectors_stay_on_disk(bundle):
-    shard = Retriever.load(bundle)._shards[0]
+    shard = Retriever.load(bundle).labels.rows.indexes[0]
     address = shard.vectors.data_ptr()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     spans = [line.split() for line in maps if "vectors/00000.safetensors" in line]

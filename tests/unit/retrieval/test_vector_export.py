@@ -20,10 +20,10 @@ from xmcray.retrieval import vector_export, vector_systems
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
-from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.vector_export import export_vectors
 from xmcray.retrieval.vector_systems import SYSTEMS
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.types import Float32Array, Int64Array
 
 LABELS, DIM, K = 500, 12, 10
@@ -54,7 +54,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(bundle: Path) -> tuple[Float32Array, Int64Array]:
     """Query vectors and the labels that the bundle answers."""
     query_BD = np.random.default_rng(1).standard_normal((64, DIM), np.float32)
-    return query_BD, Retriever.load(bundle, threads=1).nearest(query_BD, K, exact=True).ids
+    return query_BD, Retriever.load(bundle, threads=1).top_labels(query_BD, K, exact=True).ids
 
 
 def overlap(theirs: list[list[int]], ours: Int64Array) -> float:
@@ -87,11 +87,11 @@ def test_parquet_finds_the_same_by_exact_search(
         for row in zip(t["label_id"], t["uid"], t["text"], t["vector"], strict=True)
     ]
     retriever = Retriever.load(bundle)
-    assert {uid: label_id for label_id, uid, _, _ in rows} == retriever.label_ids()
+    assert {uid: label_id for label_id, uid, _, _ in rows} == retriever.labels.ids_by_uid()
     ids = np.array([row[0] for row in rows])
-    assert [row[2] for row in rows] == retriever.label_texts(ids)
+    assert [row[2] for row in rows] == retriever.labels.texts(ids)
     vectors = np.array([row[3] for row in rows], np.float32)
-    np.testing.assert_array_equal(vectors, retriever.label_vectors(ids))
+    np.testing.assert_array_equal(vectors, retriever.labels.vectors_of(ids))
     more = dict(
         zip(ids.tolist(), [value for t in tables for value in t["attributes"]], strict=True)
     )
@@ -122,7 +122,7 @@ def test_qdrant_finds_the_same(
     assert odd.payload == {"uid": UIDS[7], "text": ODD[7]}
     assert client.retrieve("labels", [LABELS])[0].payload["attributes"] == ATTRIBUTES
     np.testing.assert_array_equal(
-        np.array(odd.vector, np.float32), Retriever.load(bundle).label_vectors(np.array([7]))[0]
+        np.array(odd.vector, np.float32), Retriever.load(bundle).labels.vectors_of(np.array([7]))[0]
     )
     query_BD, expected = found(bundle)
     answers = [
@@ -138,7 +138,9 @@ def test_vespa_puts(bundle: Path, tmp_path: Path) -> None:
     by_id = {put["fields"]["label_id"]: put for put in puts}
     fields = {"label_id": 3, "uid": "u3", "text": TEXTS[3]}
     vector = np.array(by_id[3]["fields"].pop("vector")["values"], np.float32)
-    np.testing.assert_array_equal(vector, Retriever.load(bundle).label_vectors(np.array([3]))[0])
+    np.testing.assert_array_equal(
+        vector, Retriever.load(bundle).labels.vectors_of(np.array([3]))[0]
+    )
     assert by_id[3] == {"put": "id:xmcray:label::u3", "fields": fields}
     odd = by_id[7]
     assert odd["put"] == "id:xmcray:label::uid 7%25%1B"
@@ -191,7 +193,7 @@ def test_a_memory_gives_its_labels_and_says_so(
     table = pq.read_table(tmp_path / "parquet" / "labels-00000.parquet")
     retriever = Retriever.load(memory)
     query_BD = retriever.encode([f"w{number}x1 w{number}x2" for number in range(20)])
-    ours = retriever.nearest(query_BD, 5, memory=MemoryConfig(weight=0)).ids
+    ours = retriever.top_labels(query_BD, 5, memory=MemoryConfig(weight=0)).ids
     order = np.argsort(-(query_BD @ np.array(table["vector"].to_pylist(), np.float32).T), axis=1)[
         :, :5
     ]

@@ -67,19 +67,19 @@ def test_recall_and_violations(
 ) -> None:
     rng = np.random.default_rng(queries)
     retriever = snapshot.retriever
-    query_BD = retriever.label_vectors(rng.integers(LABELS, size=300)) + 0.3 * rng.standard_normal(
-        (300, DIM)
-    )
+    query_BD = retriever.labels.vectors_of(
+        rng.integers(LABELS, size=300)
+    ) + 0.3 * rng.standard_normal((300, DIM))
     query_BD = query_BD.astype(np.float32)
     view = snapshot.view(wanted)
-    parts = [view.nearest(query_BD[i : i + queries], K).ids for i in range(0, 300, queries)]
+    parts = [view.top_labels(query_BD[i : i + queries], K).ids for i in range(0, 300, queries)]
     found = np.concatenate(parts)
     allowed = snapshot.attributes.mask(wanted.attributes)
     assert abs(allowed.mean() - share) < 0.01
     assert (found >= 0).all()
     assert allowed[found].all()
     rows = np.flatnonzero(allowed)
-    scores = query_BD @ retriever.label_vectors(rows).T
+    scores = query_BD @ retriever.labels.vectors_of(rows).T
     best = rows[np.argsort(-scores, axis=1)[:, :K]]
     recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(found, best, strict=True)])
     assert recall >= 0.95

@@ -17,8 +17,8 @@ from bundles import DIM, TEXTS, write_bundle_of, write_memory, write_transformer
 from served import ADMIN, TOKEN, Served, served
 
 from xmcray.retrieval.labels import remove_labels
-from xmcray.retrieval.memory import MemoryConfig
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving.service import Asked, Pin, find
 
 KINDS = ("texts", "rowsIVF", "both", "prototypes", "memory")

@@ -90,7 +90,7 @@ def test_every_method_trains_on_few_labels(
     export_run(run, tmp_path / "bundle")
     retriever = Retriever.load(tmp_path / "bundle")
     for answers in retriever.search(["apple", ""], corpus.card.num_labels):
-        assert {answer.uid for answer in answers} == set(retriever.label_ids())
+        assert {answer.uid for answer in answers} == set(retriever.labels.ids_by_uid())
         assert np.isfinite([answer.score for answer in answers]).all()
 
 

@@ -31,7 +31,7 @@ _PIECE = 1024  # rows of long rows, and queries, at once
 
 
 @dataclass(frozen=True)
-class Lists:
+class InvertedLists:
     """Rows by list.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Search:
     """One chunk of queries: the best keys so far, and the hits of the present round."""
 
     def __init__(
-        self, lists: Lists, query_BD: Tensor, k: int, name_N: Tensor, hidden: Ragged | None
+        self, lists: InvertedLists, query_BD: Tensor, k: int, name_N: Tensor, hidden: Ragged | None
     ) -> None:
         self.lists, self.query_BD, self.name_N = lists, query_BD, name_N
         self.some_nameless = bool((name_N < 0).any())

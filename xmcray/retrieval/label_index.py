@@ -1,0 +1,279 @@
+"""The labels of a bundle: their shards of vectors, names, and which of them may be answered.
+
+A row is a position in the shards (internal order), a label id is a source id. A view of the index
+shares all vectors with the index that it was made from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from xmcray.retrieval.bundle import Settings, read_labels
+from xmcray.retrieval.index import FLAT_ROWS, Index
+from xmcray.retrieval.shards import ALL_SHARDS, ShardedIndex, ShardSubset
+from xmcray.storage import Manifest
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelIndex:
+    """Label vectors that can be searched, and what their rows mean.
+
+    Attributes:
+        settings: what settings.json says, also of labels that joined in memory only.
+        rows: the shards of label vectors.
+        row_labels: int64 [rows], source id of each row; -1 for a row that is not used yet.
+        table: uid and text of each label by source id, also of removed labels.
+        removed: int64, ascending: source ids that are no answers any more.
+        allowed: bool [L] by source id, the labels that a filter lets pass; None without a filter.
+    """
+
+    settings: Settings
+    rows: ShardedIndex
+    row_labels: Int64Array
+    table: pa.Table
+    removed: Int64Array
+    allowed: BoolArray | None = None
+
+    @classmethod
+    def load(
+        cls, bundle: Path, manifest: Manifest, settings: Settings, threads: int, subset: ShardSubset
+    ) -> LabelIndex:
+        """Reads the labels of a verified bundle; vectors stay on disk.
+
+        Args:
+            bundle: local folder of the bundle.
+            manifest: its manifest.
+            settings: its settings.
+            threads: of a search.
+            subset: the shards that are going to be searched; the indexes of others are not read.
+        Raises:
+            BundleError: a file is malformed, or does not fit the settings.
+        """
+        table, row_labels, removed = read_labels(bundle, settings)
+        rows = ShardedIndex.load(
+            bundle, manifest, settings.shards, settings.dim, threads, subset=subset
+        )
+        return cls(settings, rows, row_labels, table, removed)
+
+    # --- What labels there are ---
+
+    @property
+    def num_labels(self) -> int:
+        """Labels that can be answered without a filter: L without the removed ones."""
+        return self.settings.num_labels - len(self.removed)
+
+    @property
+    def changed(self) -> bool:
+        """Whether labels joined or were removed since the export."""
+        return self.settings.first_added is not None or len(self.removed) > 0
+
+    @functools.cached_property
+    def label_rows(self) -> Int64Array:
+        """int64 [L], the row of each source id: the inverse of `row_labels`."""
+        used = np.flatnonzero(self.row_labels >= 0)
+        label_rows = np.empty(len(used), np.int64)
+        label_rows[self.row_labels[used]] = used
+        return label_rows
+
+    @functools.cached_property
+    def hidden_labels(self) -> BoolArray | None:
+        """bool [L], labels that were removed or do not pass the filter; None if there are none."""
+        if not len(self.removed) and self.allowed is None:
+            return None
+        hidden = np.zeros(self.settings.num_labels, bool)
+        hidden[self.removed] = True
+        if self.allowed is not None:
+            hidden |= ~self.allowed
+        return hidden
+
+    def ids_by_uid(self) -> dict[str, int]:
+        """Source ids by uid, of the labels that can be answered."""
+        removed = set(self.removed.tolist())
+        uids = enumerate(self.table["uid"].to_pylist())
+        return {uid: label_id for label_id, uid in uids if label_id not in removed}
+
+    def texts(self, label_ids: Int64Array) -> list[str]:
+        """Texts of labels by source id."""
+        return self.uids_and_texts(label_ids)[1]
+
+    def uids_and_texts(self, label_ids: Int64Array) -> tuple[list[str], list[str]]:
+        """Uids and texts of labels by source id.
+
+        Arrow's own `take` first joins all blocks of a column into one, which copies 60 MB per
+        request at 10^6 labels. Here only the blocks that hold the labels are read.
+        """
+        uids = [""] * len(label_ids)
+        texts = [""] * len(label_ids)
+        blocks, block_ends = self._blocks
+        label_blocks = np.searchsorted(block_ends, label_ids, side="right")
+        for number in np.unique(label_blocks).tolist():
+            places = np.flatnonzero(label_blocks == number)
+            block_start = block_ends[number] - len(blocks[number])
+            names = blocks[number].take(pa.array(label_ids[places] - block_start))
+            block_uids = names["uid"].to_pylist()
+            block_texts = names["text"].to_pylist()
+            for i, place in enumerate(places.tolist()):
+                uids[place] = block_uids[i]
+                texts[place] = block_texts[i]
+        return uids, texts
+
+    def vectors_of(self, label_ids: Int64Array) -> Float32Array:
+        """float32 [n, D], vectors of labels by source id."""
+        rows = self.label_rows[label_ids]
+        vectors = np.empty((len(rows), self.settings.dim), np.float32)
+        for number, shard in enumerate(self.settings.shards):
+            inside = (rows >= shard.start) & (rows < shard.stop)
+            vectors[inside] = self.rows.vectors(number)[rows[inside] - shard.start]
+        return vectors
+
+    # --- Search ---
+
+    def search(
+        self,
+        query_BD: Float32Array,
+        k: int,
+        *,
+        exclude: Ragged | None = None,
+        exact: bool = False,
+        subset: ShardSubset = ALL_SHARDS,
+        joined_only: bool = False,
+    ) -> TopLabels:
+        """The k best labels among those that may be answered, best first.
+
+        Args:
+            query_BD: float32 [B, D].
+            k: answers per query.
+            exclude: B lists of source ids that are masked before the k best are taken.
+            exact: compare all labels, whatever the index.
+            subset: the shards to search.
+            joined_only: search only labels that joined after the export.
+        """
+        return self._answer_rows.search(
+            query_BD,
+            k,
+            numbers=subset.of(self._shard_numbers[self._num_exported if joined_only else 0 :]),
+            names=self._answer_labels,
+            hidden=self._hidden_rows(exclude),
+            exact=exact,
+        )
+
+    def search_exported(
+        self,
+        query_BD: Float32Array,
+        k: int,
+        *,
+        exclude: Ragged | None = None,
+        exact: bool = False,
+        subset: ShardSubset = ALL_SHARDS,
+    ) -> TopLabels:
+        """As `search`, but among all labels of the export, also those removed or filtered out."""
+        return self.rows.search(
+            query_BD,
+            k,
+            numbers=subset.of(self._shard_numbers[: self._num_exported]),
+            names=self.row_labels,
+            hidden=self._hidden_rows(exclude),
+            exact=exact,
+        )
+
+    def _hidden_rows(self, exclude: Ragged | None) -> Ragged | None:
+        if exclude is None:
+            return None
+        return Ragged(self.label_rows[exclude.values], exclude.offsets)
+
+    # --- Views ---
+
+    def restricted(self, allowed: BoolArray) -> LabelIndex:
+        """A view that answers only some labels.
+
+        Args:
+            allowed: bool [L] by source id; none at all is legal.
+        """
+        return dataclasses.replace(self, allowed=allowed)
+
+    def without(self, label_ids: Int64Array) -> LabelIndex:
+        """A view in which some labels are no answers any more."""
+        return dataclasses.replace(self, removed=np.union1d(self.removed, label_ids))
+
+    def with_rows(
+        self,
+        settings: Settings,
+        names: pa.Table,
+        row_labels: Int64Array,
+        vectors: Mapping[int, Float32Array],
+    ) -> LabelIndex:
+        """A view with more labels; see `labels.with_labels`.
+
+        Args:
+            settings: with the shards there are then.
+            names: uid and text of the new labels.
+            row_labels: int64 [rows], source id of each row.
+            vectors: float32 [rows of the shard, D] of the shards that are new or changed, by number.
+        """
+        assert self.allowed is None, "a filter's mask has one entry per label"
+        return dataclasses.replace(
+            self,
+            settings=settings,
+            rows=self.rows.with_vectors(settings.shards, vectors),
+            row_labels=row_labels,
+            table=pa.concat_tables([self.table, names]),
+        )
+
+    # --- Derived arrays, made at the first use ---
+
+    @property
+    def _shard_numbers(self) -> range:
+        return range(len(self.settings.shards))
+
+    @functools.cached_property
+    def _num_exported(self) -> int:
+        """Number of shards that the export wrote: those of joined labels start at `first_added`."""
+        first_added = self.settings.first_added
+        if first_added is None:
+            return len(self.settings.shards)
+        return sum(shard.start < first_added for shard in self.settings.shards)
+
+    @functools.cached_property
+    def _answer_labels(self) -> Int64Array:
+        """int64 [rows], source id of each row, -1 for rows that are no answers."""
+        labels = self.row_labels.copy()
+        labels[self.label_rows[self.removed]] = -1
+        if self.allowed is not None:
+            # Row -1 reads the mask's last label and stays -1 by the first condition.
+            labels = np.where((labels >= 0) & self.allowed[labels], labels, -1)
+        return labels
+
+    @functools.cached_property
+    def _answer_rows(self) -> ShardedIndex:
+        """The shards as `search` uses them.
+
+        An index proposes candidates of which a filter lets few pass, or none. Where few rows are
+        allowed they are compared exhaustively instead.
+        """
+        if self.allowed is None:
+            return self.rows
+        indexes: list[Index] = []
+        for shard, index in zip(self.rows.shards, self.rows.indexes, strict=True):
+            rows = np.flatnonzero(self._answer_labels[shard.start : shard.stop] >= 0)
+            few = max(FLAT_ROWS, len(index) // 16)
+            # An index of few rows is exhaustive anyway.
+            restrict = len(rows) <= few < len(index)
+            indexes.append(index.only(rows) if restrict else index)
+        return ShardedIndex(self.rows.shards, tuple(indexes))
+
+    @functools.cached_property
+    def _blocks(self) -> tuple[list[pa.RecordBatch], Int64Array]:
+        """The blocks in which the table lies in memory, and the id after the last one of each."""
+        blocks = self.table.to_batches()
+        return blocks, np.cumsum([len(block) for block in blocks])

@@ -1,0 +1,58 @@
+"""What a search of the label vectors and of the memory finds for some queries, before it becomes an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xmcray.retrieval.shards import merge
+from xmcray.types import TopLabels
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The rows nearest to B queries, best first; -1 and -inf where there are no more.
+
+    A bundle without a memory uses `labels` only.
+
+    Attributes:
+        queries: training queries, by row of the memory.
+        labels: labels by source id. With a memory these are keys: labels of the export.
+        joined: labels that joined after the export, by source id. They are no keys, see
+            `votes.joined_weights`. None if no label joined, left or is filtered out.
+        completing: labels that complete answers for which too few keys voted; None means `labels`.
+    """
+
+    queries: TopLabels
+    labels: TopLabels
+    joined: TopLabels | None = None
+    completing: TopLabels | None = None
+
+    @staticmethod
+    def merged(parts: Sequence[Neighbours]) -> Neighbours:
+        """Combines searches of disjoint subsets of the shards into what one search would find."""
+        return Neighbours(
+            merge([part.queries for part in parts]),
+            merge([part.labels for part in parts]),
+            _merge_optional([part.joined for part in parts]),
+            _merge_optional([part.completing for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        """Number of queries."""
+        return len(self.labels.ids)
+
+    def slice(self, start: int, stop: int) -> Neighbours:
+        """The neighbours of queries start .. stop - 1."""
+        return Neighbours(
+            self.queries.slice(start, stop),
+            self.labels.slice(start, stop),
+            self.joined and self.joined.slice(start, stop),
+            self.completing and self.completing.slice(start, stop),
+        )
+
+
+def _merge_optional(parts: Sequence[TopLabels | None]) -> TopLabels | None:
+    # Every subset answers the same kind of request, so all parts are there or none is.
+    tops = [part for part in parts if part is not None]
+    return merge(tops) if tops else None

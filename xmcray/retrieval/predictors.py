@@ -1,0 +1,206 @@
+"""Predictors: what finds the neighbours of query vectors and turns them into ranked labels.
+
+`find` and `rank` are apart because serving may search subsets of the shards in several processes:
+the merged neighbours of all subsets are ranked in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from xmcray.errors import ConfigError
+from xmcray.retrieval.label_index import LabelIndex
+from xmcray.retrieval.memory import Memory
+from xmcray.retrieval.neighbours import Neighbours
+from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
+from xmcray.retrieval.votes import (
+    VOTE_QUERIES,
+    MemoryConfig,
+    count_votes,
+    key_weights,
+    rank_votes,
+)
+from xmcray.types import Float32Array, Ragged, TopLabels
+
+
+@dataclass(frozen=True, slots=True)
+class VotingQuery:
+    """A training query that voted for an answer.
+
+    Attributes:
+        uid: of the query.
+        text: of the query.
+        weight: its part of the answer's probability.
+    """
+
+    uid: str
+    text: str
+    weight: float
+
+
+class Predictor(Protocol):
+    """Scores labels for query vectors. A weighted sum of predictors would itself be a predictor."""
+
+    def find(
+        self,
+        query_BD: Float32Array,
+        k: int,
+        exclude: Ragged | None = None,
+        exact: bool = False,
+        subset: ShardSubset = ALL_SHARDS,
+    ) -> Neighbours:
+        """Searches what `rank` needs for k answers.
+
+        Args:
+            query_BD: float32 [B, D].
+            k: answers per query.
+            exclude: B lists of source ids that must not be answered.
+            exact: compare all rows, whatever the index.
+            subset: the shards to search.
+        """
+
+    def rank(self, neighbours: Neighbours, k: int, exclude: Ragged | None = None) -> TopLabels:
+        """The k best labels [B, k] by source id, with scores; equal scores by lower id."""
+
+    def voters(self, neighbours: Neighbours, top: TopLabels) -> list[list[tuple[VotingQuery, ...]]]:
+        """The training queries behind each answer in `top`, the largest weight first.
+
+        Raises:
+            ConfigError: training queries do not vote.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class LabelPredictor:
+    """Answers with the nearest label vectors; a score is an inner product. Implements `Predictor`."""
+
+    labels: LabelIndex
+
+    def find(
+        self,
+        query_BD: Float32Array,
+        k: int,
+        exclude: Ragged | None = None,
+        exact: bool = False,
+        subset: ShardSubset = ALL_SHARDS,
+    ) -> Neighbours:
+        """See `Predictor.find`."""
+        top = self.labels.search(query_BD, k, exclude=exclude, exact=exact, subset=subset)
+        return Neighbours(queries=TopLabels.empty(len(query_BD)), labels=top)
+
+    def rank(self, neighbours: Neighbours, k: int, exclude: Ragged | None = None) -> TopLabels:
+        """See `Predictor.rank`."""
+        return neighbours.labels
+
+    def voters(self, neighbours: Neighbours, top: TopLabels) -> list[list[tuple[VotingQuery, ...]]]:
+        """See `Predictor.voters`."""
+        raise no_memory()
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryPredictor:
+    """Lets training queries and labels vote; a score is a probability. Implements `Predictor`.
+
+    Attributes:
+        memory: the training queries.
+        labels: the labels.
+        config: how both vote.
+    """
+
+    memory: Memory
+    labels: LabelIndex
+    config: MemoryConfig
+
+    def find(
+        self,
+        query_BD: Float32Array,
+        k: int,
+        exclude: Ragged | None = None,
+        exact: bool = False,
+        subset: ShardSubset = ALL_SHARDS,
+    ) -> Neighbours:
+        """See `Predictor.find`."""
+        # The keys are always those of the export, whatever labels joined or were removed since, so
+        # that no other label's probability changes.
+        queries = self.memory.search(query_BD, self.config, exact, subset)
+        num_labels = self.labels.settings.num_labels
+        voting_labels = self.config.keys if self.config.weight < 1 else 0
+        width = min(max(k, voting_labels), num_labels)
+        keys = self.labels.search_exported(
+            query_BD, width, exclude=exclude, exact=exact, subset=subset
+        )
+        if not self.labels.changed and self.labels.allowed is None:
+            return Neighbours(queries, keys)
+        joined = self.labels.search(
+            query_BD,
+            min(self.config.keys, num_labels),
+            exclude=exclude,
+            exact=exact,
+            subset=subset,
+            joined_only=True,
+        )
+        completing = self.labels.search(query_BD, k, exclude=exclude, exact=exact, subset=subset)
+        return Neighbours(queries, keys, joined, completing)
+
+    def rank(self, neighbours: Neighbours, k: int, exclude: Ragged | None = None) -> TopLabels:
+        """See `Predictor.rank`."""
+        num_labels = self.labels.settings.num_labels
+        tops = []
+        for start in range(0, len(neighbours), VOTE_QUERIES):
+            chunk = neighbours.slice(start, start + VOTE_QUERIES)
+            chunk_exclude = None
+            if exclude is not None:
+                chunk_exclude = exclude.slice(start, start + len(chunk))
+            votes = count_votes(
+                chunk,
+                self.memory.positives,
+                self.config,
+                num_labels,
+                chunk_exclude,
+                self.labels.hidden_labels,
+            )
+            completing = chunk.completing or chunk.labels
+            tops.append(rank_votes(votes, self.config.weight, k, completing, num_labels))
+        return TopLabels.concatenate(tops, k)
+
+    def voters(self, neighbours: Neighbours, top: TopLabels) -> list[list[tuple[VotingQuery, ...]]]:
+        """See `Predictor.voters`."""
+        query_weight_BK, _ = key_weights(neighbours, self.config)
+        weight_BK = self.config.weight * query_weight_BK
+        votes = []
+        for query, label_ids in enumerate(top.ids.tolist()):
+            by_label = self._votes_by_label(neighbours.queries.ids[query], weight_BK[query])
+            votes.append([by_label.get(label_id, []) for label_id in label_ids])
+        names = self.memory.uids_and_texts(
+            row for answers in votes for answer in answers for row, _ in answer
+        )
+        return [[_named(answer, names) for answer in answers] for answers in votes]
+
+    def _votes_by_label(
+        self, key_rows: Sequence[int], key_weights: Sequence[float]
+    ) -> dict[int, list[tuple[int, float]]]:
+        """Label id -> row of the memory and weight of each key that votes for it, largest first."""
+        by_label: dict[int, list[tuple[int, float]]] = {}
+        order = np.argsort(-np.asarray(key_weights), kind="stable")
+        for place in order[: np.count_nonzero(key_weights)].tolist():
+            row = int(key_rows[place])
+            for label_id in self.memory.positives[row].tolist():
+                by_label.setdefault(label_id, []).append((row, float(key_weights[place])))
+        return by_label
+
+
+def no_memory() -> ConfigError:
+    """The error of a request for votes to a bundle without a memory."""
+    return ConfigError(
+        "this bundle has no memory of training queries; make one with `xmcray memory`"
+    )
+
+
+def _named(
+    votes: Sequence[tuple[int, float]], names: dict[int, tuple[str, str]]
+) -> tuple[VotingQuery, ...]:
+    return tuple(VotingQuery(*names[row], weight) for row, weight in votes)

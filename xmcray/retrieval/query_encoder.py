@@ -1,0 +1,104 @@
+"""Query texts or tokens become query vectors: tokenizer, encoder, head and normalisation of one bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from xmcray.data.tokens import TextTokenizer
+from xmcray.errors import BundleError
+from xmcray.nn.compact import compacted
+from xmcray.nn.encoder import Encoder, load_encoder
+from xmcray.nn.heads import Head, load_head
+from xmcray.nn.static import StaticEncoder
+from xmcray.types import Float32Array, Ragged
+
+CHUNK = 1024  # queries encoded at once
+
+
+@dataclass(frozen=True, eq=False)
+class QueryEncoder:
+    """Makes the vectors that are compared with label vectors.
+
+    Attributes:
+        encoder: makes one vector of each text's tokens.
+        head: maps the encoder's vector to the vector that is searched.
+        tokenizer: makes token ids of texts.
+        normalised: whether vectors get length 1, whatever the head makes.
+    """
+
+    encoder: Encoder
+    head: Head
+    tokenizer: TextTokenizer
+    normalised: bool = False
+
+    @classmethod
+    def load(
+        cls, bundle: Path, dim: int, device: torch.device, precision: str, normalised: bool
+    ) -> QueryEncoder:
+        """Reads the encoder of a verified bundle.
+
+        Args:
+            bundle: local folder of the bundle.
+            dim: D, the width of the bundle's label vectors.
+            device: where texts are encoded.
+            precision: "float32", "bfloat16" or "int8", see nn/compact.py.
+            normalised: see the attribute.
+        Raises:
+            BundleError: encoder, head and label vectors do not fit each other.
+            ConfigError: the encoder cannot compute with this precision.
+        """
+        encoder = compacted(load_encoder(bundle / "encoder").to(device).eval(), precision)
+        head = load_head(bundle / "head").to(device)
+        if encoder.dim != head.dim or head.out_dim != dim:
+            raise BundleError(
+                f"{bundle}: encoder of width {encoder.dim}, head from {head.dim} to {head.out_dim},"
+                f" label vectors of width {dim}; export again"
+            )
+        return cls(encoder, head, TextTokenizer.load(bundle / "tokenizer"), normalised)
+
+    @property
+    def dim(self) -> int:
+        """D, the width of query vectors."""
+        return self.head.out_dim
+
+    @property
+    def is_static(self) -> bool:
+        """Whether texts are encoded by a table look-up.
+
+        That takes less time than sending them to another process.
+        """
+        return isinstance(self.encoder, StaticEncoder)
+
+    def encode(self, queries: Sequence[str] | Ragged) -> Float32Array:
+        """Encodes queries in chunks of bounded memory; an empty text is legal.
+
+        Args:
+            queries: B texts, or B rows of token ids.
+        Returns:
+            float32 [B, D].
+        """
+        return np.concatenate([np.empty((0, self.dim), np.float32), *self.encode_chunks(queries)])
+
+    def encode_chunks(self, queries: Sequence[str] | Ragged) -> Iterator[Float32Array]:
+        """As `encode`, but yields float32 [at most CHUNK, D] after each chunk."""
+        for start in range(0, len(queries), CHUNK):
+            stop = min(start + CHUNK, len(queries))
+            if isinstance(queries, Ragged):
+                tokens = queries.slice(start, stop)
+            else:
+                tokens = self.tokenizer.encode(list(queries[start:stop]))
+            yield self._encode_tokens(tokens)
+
+    def _encode_tokens(self, tokens: Ragged) -> Float32Array:
+        with torch.inference_mode():
+            vector_BD = self.head(self.encoder(tokens)).float()
+            if self.normalised:
+                vector_BD = F.normalize(vector_BD, dim=-1)
+        vectors: Float32Array = vector_BD.cpu().numpy()
+        return vectors

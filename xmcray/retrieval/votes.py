@@ -1,0 +1,261 @@
+"""Neighbours vote for labels (RAE-XMC, Eq. 8). Pure numpy.
+
+    paper                    here                     meaning
+    K = [X_train ; Z]        Neighbours               keys: vectors of training queries and of label texts
+    V = [lam Y ; (1-lam) I]  count_votes, Votes       a query votes for its positives, a label for itself
+    lam, tau, b              weight, temperature, keys
+    Eq. 8                    joint=True               one softmax over the b nearest keys of both kinds
+    Eq. 11, OvA + kNN        joint=False              two searches, two softmaxes, a convex sum
+
+With weight 0 only labels are searched, with weight 1 only training queries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from xmcray.config import check_range
+from xmcray.retrieval.neighbours import Neighbours
+from xmcray.types import Int64Array, Ragged, TopLabels
+
+BoolArray = npt.NDArray[np.bool_]
+Float64Array = npt.NDArray[np.float64]
+
+VOTE_QUERIES = 128  # queries whose votes are counted at once
+_MAX_POWER = 700.0  # exp of more is no float64
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """How neighbours vote.
+
+    Attributes:
+        weight: lambda, of the votes of training queries; that of label texts is 1 - weight.
+        temperature: tau of the softmax over keys.
+        keys: b, keys that vote.
+        joint: training queries and labels compete for the b places in one softmax (Eq. 8), or each
+            kind has its own search and softmax (Eq. 11, "OvA + kNN").
+    """
+
+    weight: float = 0.5
+    temperature: float = 0.04
+    keys: int = 200
+    joint: bool = True
+
+    def __post_init__(self) -> None:
+        check_range("memory.weight", self.weight, 0, 1)
+        check_range("memory.temperature", self.temperature, low=1e-3)
+        check_range("memory.keys", self.keys, 1, 100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """The entries of the vote matrices that are not zero, for B queries and L labels.
+
+    The matrices are softmax(q K^T / tau) [Y ; 0] and softmax(q K^T / tau) [0 ; I].
+
+    Attributes:
+        pairs: int64 [P], query * L + source label id, ascending.
+        of_queries: float64 [P], votes of training queries, before lambda.
+        of_labels: float64 [P], votes of label texts, before 1 - lambda.
+    """
+
+    pairs: Int64Array
+    of_queries: Float64Array
+    of_labels: Float64Array
+
+    def share(self, weight: float) -> Float64Array:
+        """float64 [P], the probability of each pair."""
+        return weight * self.of_queries + (1 - weight) * self.of_labels
+
+
+def key_weights(neighbours: Neighbours, config: MemoryConfig) -> tuple[Float64Array, Float64Array]:
+    """The softmax over keys (Eq. 8, Eq. 11).
+
+    Returns:
+        float64 [B, Kq] of training queries and [B, Kl] of labels, zero outside the b nearest keys.
+    """
+    query_BK = neighbours.queries.scores
+    label_BK = neighbours.labels.scores
+    if config.weight in (0, 1) or not config.joint:
+        # Two separate softmaxes, of which weight 0 or 1 switches one off.
+        queries_on = 1.0 if config.weight else 0.0
+        labels_on = 1.0 if config.weight < 1 else 0.0
+        return queries_on * _softmax(query_BK, config), labels_on * _softmax(label_BK, config)
+    weight_BK = _softmax(np.concatenate([query_BK, label_BK], axis=1), config)
+    num_queries = query_BK.shape[1]
+    return weight_BK[:, :num_queries], weight_BK[:, num_queries:]
+
+
+def joined_weights(neighbours: Neighbours, joined: TopLabels, config: MemoryConfig) -> Float64Array:
+    """Weights of labels that joined later, in the proportion to keys that the softmax would give.
+
+    Joined labels are not part of the softmax's sum and take no key's place among the b nearest, so
+    every other label keeps its probability. A joined label farther than the b nearest keys does not
+    vote, as no key does.
+
+    Returns:
+        float64 [B, Kj].
+    """
+    query_weight_BK, weight_BK = key_weights(neighbours, config)
+    score_BK = neighbours.labels.scores
+    if config.joint and config.weight:
+        score_BK = np.concatenate([neighbours.queries.scores, score_BK], axis=1)
+        weight_BK = np.concatenate([query_weight_BK, weight_BK], axis=1)
+    if config.weight == 1 or not score_BK.shape[1]:
+        return np.zeros(joined.scores.shape)
+    best_BK = -np.sort(-score_BK.astype(np.float64), axis=1)[:, : config.keys]
+    best_B1 = best_BK[:, :1]
+    last_B1 = best_BK[:, -1:]
+    if best_BK.shape[1] < config.keys:
+        last_B1 = np.full_like(best_B1, -np.inf)  # all keys vote
+    votes_BJ = (joined.scores >= last_B1) & (joined.scores > -np.inf) & (best_B1 > -np.inf)
+    # Zeros stand in for scores that do not vote, because -inf - -inf is no number.
+    distance_BJ = np.where(votes_BJ, joined.scores, 0) - np.where(votes_BJ, best_B1, 0)
+    power_BJ = np.minimum(distance_BJ / config.temperature, _MAX_POWER)
+    weight_BJ = weight_BK.max(axis=1, keepdims=True) * np.exp(power_BJ)
+    return np.where(votes_BJ, weight_BJ, 0.0)
+
+
+def count_votes(
+    neighbours: Neighbours,
+    positives: Ragged,
+    config: MemoryConfig,
+    num_labels: int,
+    exclude: Ragged | None = None,
+    hidden: BoolArray | None = None,
+) -> Votes:
+    """softmax(q K^T / tau) V, with the two halves of V apart (Eq. 8).
+
+    Args:
+        neighbours: nearest keys of B queries.
+        positives: source label ids of each row of the memory (Y).
+        config: how keys vote.
+        num_labels: L.
+        exclude: B lists of source label ids that get no votes from their query's keys.
+        hidden: bool [L], labels that are keys but no answers.
+    """
+    query_weight_BK, label_weight_BK = key_weights(neighbours, config)
+    label_BK = neighbours.labels.ids
+    if neighbours.joined is not None:
+        joined_weight_BJ = joined_weights(neighbours, neighbours.joined, config)
+        label_weight_BK = np.concatenate([label_weight_BK, joined_weight_BJ], axis=1)
+        label_BK = np.concatenate([label_BK, neighbours.joined.ids], axis=1)
+    # Training queries: one entry per key and positive of the key.
+    key_query, key_place = np.nonzero(query_weight_BK)
+    voted_labels = positives.take(neighbours.queries.ids[key_query, key_place])
+    voter = voted_labels.row_ids
+    query_pairs = key_query[voter] * num_labels + voted_labels.values
+    query_weights = query_weight_BK[key_query, key_place][voter]
+    # Labels: one entry per key.
+    own_query, own_place = np.nonzero(label_weight_BK)
+    label_pairs = own_query * num_labels + label_BK[own_query, own_place]
+    label_weights = label_weight_BK[own_query, own_place]
+    # The same pair may have many votes; `entry` is the place of each vote's pair among all pairs.
+    pairs, entry = np.unique(np.concatenate([query_pairs, label_pairs]), return_inverse=True)
+    query_entry = entry[: len(voter)]
+    label_entry = entry[len(voter) :]
+    of_queries = np.bincount(query_entry, query_weights, len(pairs)).astype(np.float64)
+    of_labels = np.bincount(label_entry, label_weights, len(pairs)).astype(np.float64)
+    kept = np.ones(len(pairs), bool) if hidden is None else ~hidden[pairs % num_labels]
+    if exclude is not None and len(exclude.values):
+        kept &= ~np.isin(pairs, exclude.row_ids * num_labels + exclude.values)
+    return Votes(pairs[kept], of_queries[kept], of_labels[kept])
+
+
+def rank_votes(
+    votes: Votes, weight: float, k: int, completing: TopLabels, num_labels: int
+) -> TopLabels:
+    """The k most probable labels, equal ones by lower source id, with float32 probabilities.
+
+    Lists of fewer than k labels are completed by `completing` in its order. Those labels got no
+    vote: their scores are inner products less 2, thus negative. A weight above 1, of a label that
+    joined later, becomes 1 plus its logarithm.
+
+    Args:
+        votes: of B queries.
+        weight: lambda.
+        k: answers per query.
+        completing: labels [B, K] by inner product.
+        num_labels: L.
+    """
+    num_queries = len(completing.ids)
+    share = votes.share(weight)
+    share = np.where(share > 1, 1 + np.log(np.maximum(share, 1)), share)
+    voted = np.flatnonzero(share)
+    score = share[voted]
+    query, label = np.divmod(votes.pairs[voted], num_labels)
+    # By query, then by falling score, then by rising label.
+    order = np.lexsort((label, -score, query))
+    count_B = np.bincount(query, minlength=num_queries)
+    # Place of each vote in its query's list: its position less the start of the query's votes.
+    place = np.arange(len(order)) - np.repeat(np.cumsum(count_B) - count_B, count_B)
+    listed = place < k
+    best = order[listed]
+    top = TopLabels.empty(num_queries, k)
+    top.ids[query[best], place[listed]] = label[best]
+    top.scores[query[best], place[listed]] = score[best]
+    _complete(top, completing, votes.pairs[voted], count_B, num_labels)
+    return top
+
+
+def _complete(
+    top: TopLabels,
+    completing: TopLabels,
+    voted_pairs: Int64Array,
+    count_B: Int64Array,
+    num_labels: int,
+) -> None:
+    """Fills the free places after the `count_B` voted labels of each query, in place."""
+    pair_BW = np.arange(len(completing.ids))[:, None] * num_labels + completing.ids
+    fresh_BW = (completing.ids >= 0) & ~np.isin(pair_BW, voted_pairs)
+    # The n-th fresh label of a query goes to the n-th place after the voted ones.
+    place_BW = count_B[:, None] + np.cumsum(fresh_BW, axis=1, dtype=np.int64) - 1
+    query, column = np.nonzero(fresh_BW & (place_BW < top.width))
+    place = place_BW[query, column]
+    top.ids[query, place] = completing.ids[query, column]
+    top.scores[query, place] = completing.scores[query, column] - 2
+
+
+def sweep(
+    neighbours: Neighbours,
+    positives: Ragged,
+    grid: Iterable[MemoryConfig],
+    k: int,
+    num_labels: int,
+    exclude: Ragged | None = None,
+) -> Iterator[tuple[MemoryConfig, TopLabels]]:
+    """Answers of many settings from one search of the widest of them.
+
+    Lambda only weighs the two halves of the votes, so settings that differ in a lambda between 0
+    and 1 share all counting.
+    """
+    votes_of: dict[MemoryConfig, Votes] = {}
+    for config in grid:
+        inside = 0 < config.weight < 1
+        counted = dataclasses.replace(config, weight=0.5) if inside else config
+        if counted not in votes_of:
+            votes_of[counted] = count_votes(neighbours, positives, counted, num_labels, exclude)
+        votes = votes_of[counted]
+        yield config, rank_votes(votes, config.weight, k, neighbours.labels, num_labels)
+
+
+def _softmax(score_BK: npt.NDArray[np.floating], config: MemoryConfig) -> Float64Array:
+    """softmax(score / tau) over the b largest of each row, of equal ones the first; zero elsewhere."""
+    best_Bb = np.argsort(-score_BK, axis=1, kind="stable")[:, : config.keys]
+    top_Bb = np.take_along_axis(score_BK, best_Bb, 1).astype(np.float64)
+    is_key_Bb = top_Bb > -np.inf
+    # The largest score is the first one. Zeros stand in for missing keys, because -inf - -inf is
+    # no number; a row without any key has no softmax.
+    finite_Bb = np.where(is_key_Bb, top_Bb, 0)
+    shifted_Bb = finite_Bb - finite_Bb[:, :1]
+    power_Bb = np.where(is_key_Bb, np.exp(shifted_Bb / config.temperature), 0.0)
+    power_Bb /= np.maximum(power_Bb.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    weight_BK = np.zeros(score_BK.shape)
+    np.put_along_axis(weight_BK, best_Bb, power_Bb, 1)
+    return weight_BK
