@@ -3,13 +3,14 @@
     with Client("http://127.0.0.1:8000", token_file="token") as client:
         print(client.search(["find peaks in a signal"], k=3).results[0].answers)
 
-What is tried again, until the time of the whole call is over:
+Retries, until the time of the whole call is over:
 
-    reads   search, encode, label, models   no connection, a lost one, and 408, 429, 500, 502, 503, 504
-    writes  swap, change_labels, compact    no connection, and 503 overloaded or not-ready: nothing was done
-    both    once, at once                   401, if the token's file has another token by now: it was rotated
+    reads   search, encode, label, models   no connection, a lost one, and 408, 429, 500, 502, 503,
+    504 writes  swap, change_labels, compact    no connection, and 503 overloaded or not-ready:
+    nothing was done both    once, at once                   401, if the token's file has another
+    token by now: it was rotated
 
-Waits are random between 0 and a bound that doubles from 0.1 s to 2 s, on top of what Retry-After asks for.
+Waits are random between 0 and a bound that doubles from 0.1 s to 2 s, on top of Retry-After.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LONG_S = 600.0  # a swap loads a bundle, a compaction writes one
 
 
 class SearchOptions(TypedDict, total=False):
-    """What a search can be given besides texts and k; see SearchRequest."""
+    """Options of a search; see SearchRequest."""
 
     fields: list[schema.FieldName]
     model: str | None
@@ -54,7 +55,7 @@ class SearchOptions(TypedDict, total=False):
 
 
 class SwapOptions(TypedDict, total=False):
-    """What a swap can be given besides the bundle; see SwapRequest."""
+    """Options of a swap; see SwapRequest."""
 
     model: str | None
     recall_floor: float | None
@@ -75,8 +76,8 @@ LABELS = _Route("/admin/v1/labels", schema.OperationsRequest, schema.OperationsR
 COMPACT = _Route("/admin/v1/compact", schema.CompactRequest, schema.CompactResponse)
 
 
-class _Asker(abc.ABC):
-    """What both clients have in common: where the server is, who asks, how a call is made."""
+class _BaseClient(abc.ABC):
+    """Address, tokens and calls of both clients."""
 
     def __init__(
         self,
@@ -96,15 +97,17 @@ class _Asker(abc.ABC):
             raise ConfigError(
                 f"timeout_s={timeout_s}, retries={retries}: expected a time above 0 and 0 or more retries"
             )
-        self._url, host, encrypted = _address(url)
-        self._timeout_s, self._retries = timeout_s, retries
+        address = _address(url)
+        self._url = str(address).rstrip("/")
+        self._timeout_s = timeout_s
+        self._retries = retries
         reading = _find_token("token", token, token_file)
         if reading is None and os.environ.get(TOKEN):
             reading = Token(os.environ[TOKEN].strip(), TOKEN)
         self._tokens = (reading, _find_token("admin_token", admin_token, admin_token_file))
-        loopback = _is_loopback(host)
-        if any(self._tokens) and not encrypted and not loopback:
-            warnings.warn(f"the token goes to {host} unencrypted; use https", stacklevel=2)
+        loopback = _is_loopback(address.host)
+        if any(self._tokens) and address.scheme != "https" and not loopback:
+            warnings.warn(f"the token goes to {address.host} unencrypted; use https", stacklevel=2)
         # A proxy that the environment names must not get what is meant for this machine.
         self._connect(
             trust_env=not loopback,
@@ -114,7 +117,7 @@ class _Asker(abc.ABC):
 
     @abc.abstractmethod
     def _connect(self, **settings: Any) -> None:
-        """Makes the client of httpx."""
+        """Creates the httpx client."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._url!r})"
@@ -134,37 +137,31 @@ class _Asker(abc.ABC):
     def _call(
         self, method: str, path: str, answer: type[AnswerT], content: bytes | None, timeout_s: float
     ) -> Call[AnswerT]:
-        write = path.startswith("/admin/")
-        if write and self._tokens[1] is None:
+        if path.startswith("/admin/") and self._tokens[1] is None:
             raise ConfigError(
-                f"{path} needs the administrator's token, none was given; pass admin_token=... or admin_token_file=..."
+                f"{path} needs the administrator's token, none was given; pass admin_token=... or"
+                " admin_token_file=..."
             )
-        return Call(
-            method,
-            self._url + path,
-            answer,
-            content=content,
-            write=write,
-            tokens=self._tokens,
-            timeout_s=timeout_s,
-            retries=self._retries,
-        )
+        url = self._url + path
+        return Call(method, url, answer, content, self._tokens, timeout_s, self._retries)
 
 
-class Client(_Asker):
-    """Asks a server; one client may be shared by threads.
+class Client(_BaseClient):
+    """A synchronous client; threads may share it.
 
     Args:
-        url: of the server, with the path prefix if it has one.
-        token, token_file: the reader's token, or a file whose first line it is, which is read again when the token is
-            refused; the environment variable XMCRAY_TOKEN if neither is given.
-        admin_token, admin_token_file: for swap, change_labels and compact.
-        timeout_s: of a whole call with all its attempts. (A server that sends its answer in dribs can hold a call of
-            this class up to twice as long.)
-        retries: attempts after the first; as many as there is time for if not given, 0 for none.
-        transport: of httpx, for a proxy or a test.
+        url: URL of the server, with the path prefix if it has one.
+        token: the reader's token; the environment variable XMCRAY_TOKEN if no token is given.
+        token_file: a file whose first line is the reader's token; it is read again when the token
+            is refused.
+        admin_token: the token for swap, change_labels and compact.
+        admin_token_file: a file whose first line is that token.
+        timeout_s: seconds of a whole call with all its attempts. A server that sends its answer
+            byte by byte can hold a call of this class up to twice as long.
+        retries: attempts after the first; None for as many as there is time for.
+        transport: httpx transport, for a proxy or a test.
     Raises:
-        ConfigError: url, a token or a number is not what is described here.
+        ConfigError: an argument is not as described here.
     """
 
     def _connect(self, **settings: Any) -> None:
@@ -183,7 +180,7 @@ class Client(_Asker):
     def search(
         self, texts: Sequence[str], k: int = 10, **options: Unpack[SearchOptions]
     ) -> schema.SearchResponse:
-        """The k best labels of each text. This and every other method but `healthy` raises ClientError."""
+        """The k best labels of each text. All methods except `healthy` raise ClientError."""
         return self._run(self._post(SEARCH, texts=texts, k=k, **options))
 
     def encode(self, texts: Sequence[str], model: str | None = None) -> schema.EncodeResponse:
@@ -199,13 +196,11 @@ class Client(_Asker):
         return self._run(self._get(schema.ModelsResponse, "/v1/models")).models
 
     def healthy(self) -> bool:
-        """Whether the server is there and every model answers; asked once."""
-        with contextlib.suppress(httpx.RequestError):
-            return (
-                self._http.get(f"{self._url}/healthz", timeout=CONNECT_S).status_code
-                == httpx.codes.OK
-            )
-        return False
+        """Whether the server answers and all its models are ready; one attempt."""
+        try:
+            return self._http.get(f"{self._url}/healthz", timeout=CONNECT_S).is_success
+        except httpx.RequestError:
+            return False
 
     def swap(
         self, bundle: str, timeout_s: float = LONG_S, **options: Unpack[SwapOptions]
@@ -230,7 +225,7 @@ class Client(_Asker):
             try:
                 with self._http.stream(**call.send()) as response:
                     content = bytearray()
-                    for part in response.iter_bytes():  # httpx limits each wait, nobody their sum
+                    for part in response.iter_bytes():  # httpx limits each wait, but not their sum
                         content += part
                         if call.left_s() <= 0:
                             raise call.expired()
@@ -242,8 +237,8 @@ class Client(_Asker):
             time.sleep(outcome)
 
 
-class AsyncClient(_Asker):
-    """As `Client`, for asyncio."""
+class AsyncClient(_BaseClient):
+    """An asynchronous client: `Client` for asyncio."""
 
     def _connect(self, **settings: Any) -> None:
         self._http = httpx.AsyncClient(**settings)
@@ -278,11 +273,10 @@ class AsyncClient(_Asker):
 
     async def healthy(self) -> bool:
         """As `Client.healthy`."""
-        with contextlib.suppress(httpx.RequestError):
-            return (
-                await self._http.get(f"{self._url}/healthz", timeout=CONNECT_S)
-            ).status_code == httpx.codes.OK
-        return False
+        try:
+            return (await self._http.get(f"{self._url}/healthz", timeout=CONNECT_S)).is_success
+        except httpx.RequestError:
+            return False
 
     async def swap(
         self, bundle: str, timeout_s: float = LONG_S, **options: Unpack[SwapOptions]
@@ -320,24 +314,25 @@ class AsyncClient(_Asker):
 def _label_path(uid: str, model: str | None) -> str:
     if not uid:
         raise ConfigError("label was given an empty uid, expected that of a label")
-    name = quote(uid, safe="").replace(".", "%2E")  # a bare ".." would be taken for a step up
-    return f"/v1/labels/{name}" + ("" if model is None else f"?model={quote(model, safe='')}")
+    # A bare ".." would mean the folder above.
+    path = "/v1/labels/" + quote(uid, safe="").replace(".", "%2E")
+    return path if model is None else f"{path}?model={quote(model, safe='')}"
 
 
-def _address(url: str) -> tuple[str, str, bool]:
-    """Base URL, host, and whether the connection is encrypted."""
+def _address(url: str) -> httpx.URL:
     expected = "expected http://HOST:PORT or https://HOST"
     try:
-        found = httpx.URL(url)
+        address = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"the URL is malformed ({error}), {expected}") from None
-    if found.userinfo:
+    if address.userinfo:
         raise ConfigError(
-            f"the URL of {found.host} holds a user or password, {expected}; pass token=... instead"
+            f"the URL of {address.host} holds a user or password, {expected}; pass token=... instead"
         )
-    if found.scheme not in ("http", "https") or not found.host or found.query or found.fragment:
+    is_http = address.scheme in ("http", "https") and bool(address.host)
+    if not is_http or address.query or address.fragment:
         raise ConfigError(f"the URL is {url!r}, {expected}")
-    return str(found).rstrip("/"), found.host, found.scheme == "https"
+    return address
 
 
 def _is_loopback(host: str) -> bool:

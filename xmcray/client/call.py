@@ -1,4 +1,4 @@
-"""One call of a client without its input and output: tokens, time, and what is tried again."""
+"""One call of a client: tokens, time limits and retries, without input and output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,9 @@ from pydantic import BaseModel, ValidationError
 from xmcray.errors import ConfigError, XmcrayError
 from xmcray.serving import schema
 
-FIRST_WAIT_S, MAX_WAIT_S, CONNECT_S = 0.1, 2.0, 3.0
+FIRST_WAIT_S = 0.1
+MAX_WAIT_S = 2.0
+CONNECT_S = 3.0
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 NOTHING_DONE = frozenset({"overloaded", "not-ready"})  # of the 503s of a write
 UNSENT = (httpx.ConnectError, httpx.ConnectTimeout)
@@ -32,8 +34,9 @@ class ClientError(XmcrayError):
     """The server refused, or gave no answer.
 
     Attributes:
-        kind: of the server's problem, such as "overloaded" or "not-found"; otherwise "unreachable", "deadline",
-            "malformed" (not an answer of this API) or "http" (a refusal that is no problem of this API).
+        kind: of the server's problem, such as "overloaded" or "not-found"; otherwise "unreachable",
+            "deadline", "malformed" (not an answer of this API) or "http" (a refusal that is no
+            problem of this API).
         status: of the answer, if there was one.
         request_id: names the request in the server's log.
     """
@@ -42,7 +45,9 @@ class ClientError(XmcrayError):
         self, message: str, kind: str = "", status: int | None = None, request_id: str | None = None
     ) -> None:
         super().__init__(message)
-        self.kind, self.status, self.request_id = kind, status, request_id
+        self.kind = kind
+        self.status = status
+        self.request_id = request_id
 
 
 class Secret(str):
@@ -53,14 +58,15 @@ class Secret(str):
 
 
 class Token:
-    """A token, or what a file's first line is by now.
+    """A token, given or read from the first line of a file.
 
     Raises:
         ConfigError: there is no such file, or its first line is no token.
     """
 
     def __init__(self, token: str, name: str, path: Path | None = None) -> None:
-        self._path, self.value = path, _checked(token, name)
+        self._path = path
+        self.value = _checked(token, name)
 
     @classmethod
     def of_file(cls, path: Path, name: str) -> Token:
@@ -68,43 +74,51 @@ class Token:
         return cls(_first_word(path, name), f"the first line of {path}", path)
 
     def renewed(self, refused: Secret) -> bool:
-        """Whether there is another token than the one that was refused; a file is read again."""
-        if self._path is not None and self.value == refused:  # if not, another thread has read it
-            with contextlib.suppress(ConfigError):  # it is being written: what was known stays
+        """Reads the file again; whether there is another token now than the one that was
+        refused.
+        """
+        # If the values differ, another thread has read the file already.
+        if self._path is not None and self.value == refused:
+            with contextlib.suppress(ConfigError):  # the file is being written: keep the token
                 self.value = _checked(_first_word(self._path, "token"), "token")
         return self.value != refused
 
 
+@dataclass
 class Call(Generic[AnswerT]):
-    """One call without its input and output: what to send next, and whether what came back ends it."""
+    """The state of one call, without input and output: what to send next, and whether a reply ends
+    it.
 
-    def __init__(
-        self,
-        method: str,
-        url: str,
-        answer: type[AnswerT],
-        *,
-        tokens: Sequence[Token | None],
-        timeout_s: float,
-        retries: int | None,
-        content: bytes | None = None,
-        write: bool = False,
-    ) -> None:
-        self._method, self._url, self._answer, self._content, self._write = (
-            method,
-            url,
-            answer,
-            content,
-            write,
-        )
-        self._tokens, self._timeout_s, self._retries = tokens, timeout_s, retries
-        self._started, self._attempts, self._request_id = time.monotonic(), 0, uuid.uuid4().hex
+    Attributes:
+        method: HTTP method.
+        url: URL of the route.
+        answer: schema of the answer.
+        content: body of the request.
+        tokens: the reader's and the administrator's.
+        timeout_s: seconds for all attempts.
+        retries: attempts after the first; None for as many as there is time for.
+    """
+
+    method: str
+    url: str
+    answer: type[AnswerT]
+    content: bytes | None
+    tokens: tuple[Token | None, Token | None]
+    timeout_s: float
+    retries: int | None
+
+    def __post_init__(self) -> None:
+        self._write = "/admin/v1/" in self.url
+        self._token = self.tokens[1 if self._write else 0]
+        self._renewed = False
+        self._started = time.monotonic()
+        self._attempts = 0
+        self._request_id = uuid.uuid4().hex
         self._headers = httpx.Headers(
             {"Accept": "application/json", "X-Request-ID": self._request_id}
         )
-        if content is not None:
+        if self.content is not None:
             self._headers["Content-Type"] = "application/json"
-        self._token, self._renewed = tokens[1 if write else 0], False
         self._authorize()
 
     def _authorize(self) -> None:
@@ -114,62 +128,62 @@ class Call(Generic[AnswerT]):
 
     def left_s(self) -> float:
         """Seconds until the call must have ended."""
-        return self._started + self._timeout_s - time.monotonic()
+        return self._started + self.timeout_s - time.monotonic()
 
     def send(self) -> dict[str, Any]:
-        """What the next attempt sends, as arguments of httpx."""
+        """The arguments for `httpx.request` of the next attempt."""
         self._attempts += 1
-        left = max(self.left_s(), 0.001)  # httpx takes 0 for an error of its own
-        timeout = httpx.Timeout(left, connect=min(left, CONNECT_S))
-        sent = {
-            "method": self._method,
-            "url": self._url,
+        left_s = max(self.left_s(), 0.001)  # httpx takes 0 for an error of its own
+        return {
+            "method": self.method,
+            "url": self.url,
             "headers": self._headers,
-            "content": self._content,
+            "content": self.content,
+            "timeout": httpx.Timeout(left_s, connect=min(left_s, CONNECT_S)),
         }
-        return {**sent, "timeout": timeout}
 
     def answered(self, response: httpx.Response, content: bytes) -> AnswerT | float:
         """The answer, or the seconds to wait before the next attempt.
 
         Raises:
-            ClientError: it is an error that another attempt cannot mend, or there is no time for one.
+            ClientError: another attempt cannot help, or there is no time for one.
         """
         status = response.status_code
         self._request_id = response.headers.get("X-Request-ID", self._request_id)
         if status == httpx.codes.OK:
-            try:
-                return self._answer.model_validate_json(content)
-            except ValidationError as error:
-                found = f"the answer is no {self._answer.__name__} ({first_error(error)}), expected one of xmcray serve"
-            raise self._error(
-                f"{found}; compare the versions of client and server", "malformed", status
-            ) from None
-        try:
+            return self._parse(content)
+        kind = "http"
+        detail = response.reason_phrase or "no reason given"
+        with contextlib.suppress(ValidationError):
             problem = schema.Problem.model_validate_json(content)
-            known = problem.type.startswith(URN)
-        except ValidationError:
-            known = False
-        kind = problem.type.removeprefix(URN) if known else "http"
-        detail = (
-            f"{kind}: {problem.detail}" if known else response.reason_phrase or "no reason given"
-        )
-        refused = self._error(f"{status} {detail}", kind, status)
-        if (
-            status == httpx.codes.UNAUTHORIZED
-            and self._token
-            and not self._renewed
-            and self._token.renewed(self._sent)
-        ):
-            self._renewed = True
-            self._authorize()
+            if problem.type.startswith(URN):
+                kind = problem.type.removeprefix(URN)
+                detail = f"{kind}: {problem.detail}"
+        refusal = self._error(f"{status} {detail}", kind, status)
+        if status == httpx.codes.UNAUTHORIZED and self._renew_token():
             return 0.0
-        safe = not self._write or (
-            status == httpx.codes.SERVICE_UNAVAILABLE and kind in NOTHING_DONE
-        )
-        if status in RETRIED and safe:
-            return self._wait_s(refused, _retry_after_s(response.headers.get("Retry-After")))
-        raise refused
+        nothing_done = status == httpx.codes.SERVICE_UNAVAILABLE and kind in NOTHING_DONE
+        if status in RETRIED and (nothing_done or not self._write):
+            return self._wait_s(refusal, _retry_after_s(response.headers.get("Retry-After")))
+        raise refusal
+
+    def _parse(self, content: bytes) -> AnswerT:
+        try:
+            return self.answer.model_validate_json(content)
+        except ValidationError as error:
+            message = (
+                f"the answer is no {self.answer.__name__} ({first_error(error)}), expected one of"
+                " xmcray serve; compare the versions of client and server"
+            )
+        raise self._error(message, "malformed", httpx.codes.OK)
+
+    def _renew_token(self) -> bool:
+        """Reads the token's file again, once in a call; whether it has another token now."""
+        if self._token is None or self._renewed or not self._token.renewed(self._sent):
+            return False
+        self._renewed = True
+        self._authorize()
+        return True
 
     def failed(self, error: httpx.RequestError) -> float:
         """The seconds to wait after an attempt that got no answer.
@@ -181,47 +195,46 @@ class Call(Generic[AnswerT]):
         if isinstance(error, httpx.TimeoutException) and not unsent:
             raise self.expired() from None
         reason = str(error) or type(error).__name__
-        found = (
-            f"no connection ({reason}); is the server running?"
-            if unsent
-            else f"connection lost ({reason})"
-        )
-        lost = self._error(found + ("" if unsent else self._doubt()), "unreachable")
+        message = f"connection lost ({reason}){self._doubt()}"
+        if unsent:
+            message = f"no connection ({reason}); is the server running?"
+        lost = self._error(message, "unreachable")
         if isinstance(error, LOST) and (unsent or not self._write):
             return self._wait_s(lost)
         raise lost from None
 
     def expired(self) -> ClientError:
         """The error of a call whose time is over."""
-        return self._error(f"no answer within {self._timeout_s:g} s{self._doubt()}", "deadline")
+        return self._error(f"no answer within {self.timeout_s:g} s{self._doubt()}", "deadline")
 
     def _wait_s(self, error: ClientError, at_least: float = 0.0) -> float:
         bound = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** min(self._attempts - 1, 10))
-        wait = at_least + random.uniform(
-            0.0, bound
-        )  # full jitter: those who failed together return apart
-        if (self._retries is not None and self._attempts > self._retries) or wait >= self.left_s():
+        # Full jitter: clients that failed at the same time come back at different times.
+        wait_s = at_least + random.uniform(0.0, bound)
+        has_retries = self.retries is None or self._attempts <= self.retries
+        if not has_retries or wait_s >= self.left_s():
             raise error from None
-        return wait
+        return wait_s
 
     def _doubt(self) -> str:
         return (
             "; it may have been done all the same: look before you repeat it" if self._write else ""
         )
 
-    def _error(self, found: str, kind: str, status: int | None = None) -> ClientError:
+    def _error(self, reason: str, kind: str, status: int | None = None) -> ClientError:
         tried = f", {self._attempts} attempts" if self._attempts > 1 else ""
-        message = f"{self._method} {self._url[:200]}: {found[:1000]} (request {self._request_id[:100]}{tried})"
-        known = [self._sent, *(token.value for token in self._tokens if token)]
-        for secret in filter(None, known):  # whatever the other side wrote into its answer
-            message = message.replace(secret, "***")
+        message = f"{self.method} {self.url[:200]}: {reason[:1000]} (request {self._request_id[:100]}{tried})"
+        # The other side may have written the token into its answer.
+        for secret in (self._sent, *(token.value for token in self.tokens if token)):
+            if secret:
+                message = message.replace(secret, "***")
         return ClientError(" ".join(message.split()), kind, status, self._request_id)
 
 
 def first_error(error: ValidationError) -> str:
-    """The first complaint, without the value: that may be long, or not for everybody's eyes."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(map(str, found['loc'])) or 'value'}: {found['msg'][:200]}"
+    """The first error of a validation, without the value, which may be long or secret."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'value'}: {first['msg'][:200]}"
 
 
 def _first_word(path: Path, name: str) -> str:
@@ -233,7 +246,7 @@ def _first_word(path: Path, name: str) -> str:
 
 
 def _checked(token: str, name: str) -> Secret:
-    """A token that fits into a header: httpx would name any other one in its error."""
+    """Refuses a token that does not fit into a header, because httpx would show it in its error."""
     if not token or not all("!" <= letter <= "~" for letter in token):
         raise ConfigError(
             f"{name} is empty or has characters other than visible ASCII, expected a token; not shown"

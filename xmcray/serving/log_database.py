@@ -174,10 +174,10 @@ class LogDatabase:
         (verdict,) = self._reader.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise self._damaged(" ".join(str(verdict).split()))
-        (*head, digest) = self._reader.execute("SELECT * FROM head").fetchone() or ("", "")
-        if digest != _digest(head):
+        head = self._reader.execute("SELECT * FROM head").fetchone()
+        if head is None or head[-1] != _digest(head[:-1]):
             raise self._damaged("its head is wrong")
-        model, self.oldest, self.begin, self.last = head
+        model, self.oldest, self.begin, self.last, _ = head
         if model != self._model:
             raise StorageError(
                 f"{self.path} is the label log of model {model!r}, expected {self._model!r};"
