@@ -205,6 +205,6 @@ def test_no_trial_fits_the_cluster(
     assert cli.main(command(corpus, tmp_path, "--workers", "9", epochs=1)) == 2
     err = capfd.readouterr().err
     assert err.startswith(
-        "error: no trial is feasible: it asks for 9 x (1 CPU), the cluster's nodes have 4 CPU;"
+        "error: no trial is feasible: it needs 9 x (1 CPU), the cluster's nodes have 4 CPU;"
     )
     assert err.count("\n") == 1

@@ -1,7 +1,8 @@
 """Trials on Ray Tune: which ones run, at the same time, and until when.
 
-Tune schedules actors, compares trials and ends those that are behind; what it needs to know comes from the sweep's
-folder, and what happens is written there at once. So a restart starts Tune anew with the trials that have not ended.
+Tune schedules actors, compares trials and ends those that are behind. What it needs to know comes
+from the sweep's folder, and every event is written there at once. So a restart starts Tune anew with
+the trials that have not ended.
 """
 
 from __future__ import annotations
@@ -29,26 +30,30 @@ from xmcray.tuning.space import Values
 from xmcray.tuning.sweep import Sweep, Trial
 from xmcray.tuning.trial import MISTAKE, SCORE, TIME, run_trial, wait_until_free
 
-REDUCTION = 3  # of the trials at a rung a third goes on; there is one at a ninth and one at a third of the epochs
-_WAITING_BYTES = 256 << 20  # of an actor that trains with workers
-_OF_ALL = (ResourceError, StorageError)  # mistakes that every other trial would make too
-_SETTINGS = {
+# ASHA compares trials after a ninth and after a third of the epochs; a third of them continues.
+REDUCTION = 3
+# Memory that is reserved for an actor that trains with workers.
+_WAITING_ACTOR_BYTES = 256 << 20
+# Mistakes that every other trial would make too.
+_FATAL = (ResourceError, StorageError)
+_ENVIRONMENT = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a run has its own records
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # an interrupt ends the sweep as it ends any command
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
 }
-Ended = Callable[[Trial], None]
+OnEnd = Callable[[Trial], None]
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one trial gets of the cluster.
+    """The part of a cluster that one trial gets.
 
     Attributes:
-        resources: of its actor; those of workers are reserved by the training itself.
-        cluster: its settings of that section. slots: trials at the same time.
+        resources: of its actor; the training itself reserves those of its workers.
+        cluster: its settings of section `cluster`.
+        slots: trials that run at the same time.
     """
 
     resources: Mapping[str, float]
@@ -57,34 +62,24 @@ class Share:
 
 
 def run_sweep(
-    sweep: Sweep, num_trials: int, keep: int, cluster: ClusterConfig, on_end: Ended
+    sweep: Sweep, num_trials: int, keep: int, cluster: ClusterConfig, on_end: OnEnd
 ) -> None:
     """Runs the trials below `num_trials` that have not ended.
 
     Args:
-        keep: best trials whose checkpoints stay. cluster: of each trial. on_end: called when a trial has ended.
+        sweep: its folder.
+        num_trials: trials in all.
+        keep: number of best trials whose checkpoints stay.
+        cluster: section `cluster` of each trial.
+        on_end: called when a trial has ended.
+
     Raises:
-        XmcrayError: a mistake that is not one of a trial alone, or no trial came to anything.
+        XmcrayError: a mistake that concerns more than one trial, or all trials failed.
     """
     ended = {trial.number for trial in sweep.trials() if trial.state != "unfinished"}
-    if left := [number for number in range(num_trials) if number not in ended]:
-        for name, value in _SETTINGS.items():
-            os.environ.setdefault(name, value)
-        guide = Guide(sweep, left, keep, on_end)
-        with ray_session(
-            dashboard=True
-        ):  # without a dashboard Tune leaks placement groups of trials it stops
-            try:
-                _fit(sweep, guide, share(cluster, ray.nodes()))
-                for (
-                    number
-                ) in guide.drawn:  # Tune does not wait for the processes of trials that it stopped
-                    wait_until_free(sweep.run_path(number))
-            finally:
-                private.remove_placement_groups_of_this_job()
-                shutil.rmtree(sweep.path / "ray", ignore_errors=True)
-        if guide.problem is not None:
-            raise guide.problem
+    remaining = [number for number in range(num_trials) if number not in ended]
+    if remaining:
+        _run_remaining(sweep, Guide(sweep, remaining, keep, on_end), cluster)
     sweep.prune(keep)
     failed = [trial for trial in sweep.trials() if trial.state == "failed"]
     if len(failed) == num_trials:
@@ -93,71 +88,98 @@ def run_sweep(
         )
 
 
-def _fit(sweep: Sweep, guide: Guide, of_trial: Share) -> None:
-    scheduler = FIFOScheduler() if sweep.config.scheduler == "none" else asha(sweep)
-    config = {"sweep": str(sweep.path), "cluster": dict(of_trial.cluster)}
-    tune.Tuner(
-        tune.with_resources(run_trial, tune.PlacementGroupFactory([dict(of_trial.resources)])),
-        param_space=config,
-        tune_config=tune.TuneConfig(
-            search_alg=guide,
-            scheduler=scheduler,
-            num_samples=len(guide.left),
-            max_concurrent_trials=of_trial.slots,
-        ),
-        run_config=tune.RunConfig(
-            name="tune",
-            storage_path=str(sweep.path / "ray"),
-            stop=_Emergency(guide),
-            failure_config=tune.FailureConfig(
-                max_failures=sweep.config.resolve({}).cluster.max_failures
-            ),
-            verbose=0,
-        ),
-    ).fit()
+def _run_remaining(sweep: Sweep, guide: Guide, cluster: ClusterConfig) -> None:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Without a dashboard, Tune leaks the placement groups of trials that it stops.
+    with ray_session(dashboard=True):
+        try:
+            _tuner(sweep, guide, share(cluster, ray.nodes())).fit()
+            # Tune does not wait for the processes of trials that it stopped.
+            for number in guide.values_by_trial:
+                wait_until_free(sweep.run_path(number))
+        finally:
+            private.remove_placement_groups_of_this_job()
+            shutil.rmtree(sweep.path / "ray", ignore_errors=True)
+    if guide.problem is not None:
+        raise guide.problem
+
+
+def _tuner(sweep: Sweep, guide: Guide, trial_share: Share) -> tune.Tuner:
+    bundle = dict(trial_share.resources)
+    trainable = tune.with_resources(run_trial, tune.PlacementGroupFactory([bundle]))
+    tune_config = tune.TuneConfig(
+        search_alg=guide,
+        scheduler=FIFOScheduler() if sweep.config.scheduler == "none" else asha(sweep),
+        num_samples=len(guide.remaining),
+        max_concurrent_trials=trial_share.slots,
+    )
+    max_failures = sweep.config.resolve({}).cluster.max_failures
+    run_config = tune.RunConfig(
+        name="tune",
+        storage_path=str(sweep.path / "ray"),
+        stop=_StopOnProblem(guide),
+        failure_config=tune.FailureConfig(max_failures=max_failures),
+        verbose=0,
+    )
+    return tune.Tuner(
+        trainable,
+        param_space={"sweep": str(sweep.path), "cluster": dict(trial_share.cluster)},
+        tune_config=tune_config,
+        run_config=run_config,
+    )
 
 
 def share(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> Share:
     """Divides the nodes of a cluster among trials.
 
     Args:
-        cluster: of a trial; with 0 workers it trains in its own actor.
+        cluster: section `cluster` of a trial; with 0 workers it trains in its own actor.
         nodes: as `ray.nodes()` lists them.
+
     Raises:
-        ResourceError: they do not suffice for one trial.
+        ResourceError: the nodes do not suffice for one trial.
     """
-    have = [node["Resources"] for node in nodes if node["Alive"]]
-    gpus = sum(node.get("GPU", 0) for node in have)
-    processes = max(cluster.workers, 1)
-    gpu = cluster.device == "gpu" or (cluster.device == "auto" and gpus >= processes)
-    each = {"CPU": cluster.cpus_per_worker or 1.0, **({"GPU": 1.0} if gpu else {})}
-    room = sum(
-        int(min(node.get(name, 0) // amount for name, amount in each.items())) for node in have
-    )
-    if room < processes:
-        found = "; ".join(
-            ", ".join(f"{node.get(name, 0):g} {name}" for name in each) for node in have
-        )
-        asked = ", ".join(f"{amount:g} {name}" for name, amount in each.items())
+    node_resources = [node["Resources"] for node in nodes if node["Alive"]]
+    num_gpus = sum(resources.get("GPU", 0) for resources in node_resources)
+    num_processes = max(cluster.workers, 1)
+    needs_gpu = cluster.device == "gpu" or (cluster.device == "auto" and num_gpus >= num_processes)
+    process_needs = {"CPU": cluster.cpus_per_worker or 1.0}
+    if needs_gpu:
+        process_needs["GPU"] = 1.0
+    # A process cannot be split over nodes, so what is left over on a node does not count.
+    num_places = 0
+    for resources in node_resources:
+        fits = [resources.get(name, 0) // amount for name, amount in process_needs.items()]
+        num_places += int(min(fits))
+    if num_places < num_processes:
+        available = "; ".join(_amounts(process_needs, resources) for resources in node_resources)
         raise ResourceError(
-            f"no trial is feasible: it asks for {processes} x ({asked}), the cluster's nodes have {found}; lower"
-            " --workers or cluster.cpus_per_worker, or set cluster.device=cpu"
+            f"no trial is feasible: it needs {num_processes} x"
+            f" ({_amounts(process_needs, process_needs)}), the cluster's nodes have {available};"
+            " lower --workers or cluster.cpus_per_worker, or set cluster.device=cpu"
         )
-    threads = cluster.threads_per_process or max(1, int(each["CPU"]))
     settings = {
         "workers": cluster.workers,
-        "device": "gpu" if gpu else "cpu",
-        "threads_per_process": threads,
+        "device": "gpu" if needs_gpu else "cpu",
+        "threads_per_process": cluster.threads_per_process or max(1, int(process_needs["CPU"])),
     }
-    # beside workers, whose CPUs the training reserves itself, the actor only waits; but Tune wants to reserve something
-    return Share(
-        {"memory": _WAITING_BYTES} if cluster.workers else each, settings, room // processes
-    )
+    actor_needs: dict[str, float] = process_needs
+    if cluster.workers:
+        # The training reserves CPUs and GPUs for its workers itself, and the actor only waits. But
+        # Tune has to reserve something.
+        actor_needs = {"memory": _WAITING_ACTOR_BYTES}
+    return Share(actor_needs, settings, num_places // num_processes)
+
+
+def _amounts(names: Mapping[str, float], resources: Mapping[str, float]) -> str:
+    """Amounts of the named resources, such as "2 CPU, 1 GPU"."""
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in names)
 
 
 def asha(sweep: Sweep) -> ASHAScheduler:
     """The scheduler, which knows the validations of all trials that have ended."""
-    epochs = max(config.optim.stop_epoch or config.optim.epochs for config in _extremes(sweep))
+    epochs = max(_possible_epochs(sweep))
     grace = max(1, round(epochs / REDUCTION**2))
     scheduler = ASHAScheduler(
         time_attr=TIME,
@@ -165,64 +187,79 @@ def asha(sweep: Sweep) -> ASHAScheduler:
         mode="max",
         grace_period=grace,
         reduction_factor=REDUCTION,
-        max_t=grace * REDUCTION**2
-        - 1,  # tells where the rungs end: who passed a third of the way is trained to the end
+        # Where the rungs end: a trial that passes a third of the way is trained to the end.
+        max_t=grace * REDUCTION**2 - 1,
         stop_last_trials=False,
     )
-    nobody: Any = None  # of Tune's controller, which the scheduler does not ask
+    no_controller: Any = None  # the scheduler does not use it
     for trial in sweep.trials():
         if trial.state in ("finished", "stopped"):
-            past: Any = _Past(trial.name)
-            scheduler.on_trial_add(nobody, past)
+            past_trial: Any = _PastTrial(trial.name)
+            scheduler.on_trial_add(no_controller, past_trial)
             for epoch, score in trial.curve:
-                scheduler.on_trial_result(nobody, past, {TIME: epoch, SCORE: score})
+                result = {TIME: epoch, SCORE: score}
+                scheduler.on_trial_result(no_controller, past_trial, result)
     return scheduler
 
 
 @dataclass(frozen=True)
-class _Past:
-    """A trial as the scheduler knows it."""
+class _PastTrial:
+    """What the scheduler needs to know of a trial."""
 
     trial_id: str
 
 
-def _extremes(sweep: Sweep) -> list[Any]:
-    """Configurations with the fewest and the most epochs."""
-    names = [name for name in ("optim.epochs", "optim.stop_epoch") if name in sweep.space]
-    ends = [{name: value} for name in names for value in sweep.space[name].samples()]
-    return [sweep.config.resolve(values) for values in [*ends, {}]]
+def _possible_epochs(sweep: Sweep) -> list[int]:
+    """Numbers of epochs at the ends of the space, and without it."""
+    candidates: list[Values] = [{}]
+    for name in ("optim.epochs", "optim.stop_epoch"):
+        if name in sweep.space:
+            candidates += [{name: value} for value in sweep.space[name].samples()]
+    settings = [sweep.config.resolve(values).optim for values in candidates]
+    return [optim.stop_epoch or optim.epochs for optim in settings]
 
 
 class Guide(Searcher):
-    """Tells Tune which trial comes next, and the sweep's folder which one has ended.
+    """Tells Tune which trial comes next, and records in the sweep's folder which one has ended.
 
     Args:
-        left: numbers of the trials that have not ended; those with values in the ledger go on with them.
-        keep: best trials whose checkpoints stay. on_end: called when a trial has ended.
+        sweep: its folder.
+        remaining: numbers of the trials that have not ended. Those with values in the ledger keep
+            them.
+        keep: number of best trials whose checkpoints stay.
+        on_end: called when a trial has ended.
+
     Attributes:
-        problem: a mistake that ends the sweep and no trial of its own. drawn: values by trial.
+        problem: a mistake that ends the sweep and no trial.
+        values_by_trial: values of all trials that have some.
     """
 
-    def __init__(self, sweep: Sweep, left: list[int], keep: int, on_end: Ended) -> None:
+    def __init__(self, sweep: Sweep, remaining: list[int], keep: int, on_end: OnEnd) -> None:
         super().__init__(metric=SCORE, mode="max")
-        self.sweep, self.left, self.keep, self.on_end = sweep, left, keep, on_end
+        self.sweep = sweep
+        self.remaining = remaining
+        self.keep = keep
+        self.on_end = on_end
         self.problem: XmcrayError | None = None
-        self.drawn = {trial.number: trial.values for trial in sweep.trials()}
-        # those with values go first: were they to wait, Optuna would not know what they come to
-        self._next = iter(sorted(left, key=lambda number: (number not in self.drawn, number)))
+        self.values_by_trial = {trial.number: trial.values for trial in sweep.trials()}
+        # Trials with values go first. If they waited, Optuna would not learn their scores.
+        started = [number for number in remaining if number in self.values_by_trial]
+        new = [number for number in remaining if number not in self.values_by_trial]
+        self._next_numbers = iter([*started, *new])
         self._running: dict[str, int] = {}
         self._mistakes: dict[str, XmcrayError] = {}
         self.proposals = proposals(sweep)
 
     def suggest(self, trial_id: str) -> Any:
         """The number of the next trial; its values are in the ledger before it runs."""
-        number = next(self._next, None)
+        number = next(self._next_numbers, None)
         if number is None or self.problem is not None:
             return Searcher.FINISHED
         try:
-            if number not in self.drawn:
-                self.drawn[number] = self.proposals.propose(number)
-                self.sweep.draw(number, self.drawn[number])
+            if number not in self.values_by_trial:
+                values = self.proposals.propose(number)
+                self.sweep.draw(number, values)
+                self.values_by_trial[number] = values
         except XmcrayError as error:
             self.problem = error
             return Searcher.FINISHED
@@ -230,37 +267,30 @@ class Guide(Searcher):
         return {"number": number}
 
     def hear(self, trial_id: str, kind: str, message: str) -> None:
-        """A mistake that ended a trial; some of them end the sweep."""
-        found: type[XmcrayError] = getattr(errors, kind, XmcrayError)
-        error = found(message)
+        """Takes note of a mistake that ended a trial; some of them end the sweep.
+
+        Args:
+            trial_id: Tune's name of the trial.
+            kind: class name of the error.
+            message: of the error.
+        """
+        error_type: type[XmcrayError] = getattr(errors, kind, XmcrayError)
+        error = error_type(message)
         self._mistakes[trial_id] = error
-        if isinstance(error, _OF_ALL):
-            self.problem = self.problem or error
+        if isinstance(error, _FATAL) and self.problem is None:
+            self.problem = error
 
     def on_trial_complete(
         self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False
     ) -> None:
-        """A trial has finished, was stopped, or failed."""
+        """Records that a trial has finished, was stopped, or failed."""
         number = self._running.pop(trial_id, None)
         if number is None or self.problem is not None:
-            return  # the sweep is about to end: this trial is to go on another time
-        mistake, trace = self._mistakes.get(trial_id), self.sweep.traceback_path(number)
+            return  # the sweep is about to end: the next command continues this trial
         try:
-            self.sweep.prune(
-                self.keep
-            )  # before: the process of a trial that is stopped still trains for a moment
-            if mistake is not None:
-                self.sweep.end(number, "failed", str(mistake))
-            elif error:
-                why = (
-                    f"of an error, see {trace}"
-                    if trace.exists()
-                    else "its process died again and again"
-                )
-                self.sweep.end(number, "failed", why)
-            else:
-                done = (self.sweep.run_path(number) / "result.json").is_file()
-                self.sweep.end(number, "finished" if done else "stopped")
+            # Before the end is recorded: the process of a stopped trial still trains for a moment.
+            self.sweep.prune(self.keep)
+            self._record_end(trial_id, number, error)
         except XmcrayError as problem:
             self.problem = problem
             return
@@ -268,39 +298,52 @@ class Guide(Searcher):
         self.proposals.learn(number, trial.values, trial.score)
         self.on_end(trial)
 
+    def _record_end(self, trial_id: str, number: int, died: bool) -> None:
+        mistake = self._mistakes.get(trial_id)
+        if mistake is not None:
+            self.sweep.end(number, "failed", str(mistake))
+        elif died:
+            traceback = self.sweep.traceback_path(number)
+            reason = "its process died again and again"
+            if traceback.exists():
+                reason = f"of an error, see {traceback}"
+            self.sweep.end(number, "failed", reason)
+        elif (self.sweep.run_path(number) / "result.json").is_file():
+            self.sweep.end(number, "finished")
+        else:
+            self.sweep.end(number, "stopped")
+
     def on_trial_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
-        """Nothing: the scheduler decides by results."""
+        """Does nothing: the scheduler decides by results."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing: what counts is in the sweep's folder. Tune wants a file."""
+        """Writes an empty file, which Tune wants; the state is in the sweep's folder."""
         Path(checkpoint_path).touch()
 
     def restore(self, checkpoint_path: str) -> None:
-        """Nothing, for the same reason."""
+        """Does nothing: the state is in the sweep's folder."""
 
 
 def proposals(sweep: Sweep) -> Proposals:
-    """Where values come from."""
-
-    def check(values: Values) -> None:
-        sweep.config.resolve(values)
-
-    space, seed = sweep.space, sweep.config.seed
-    if sweep.config.search == "random":
-        return RandomProposals(space, seed, check)
-    past = [(trial.values, trial.score) for trial in sweep.trials() if trial.state != "unfinished"]
-    return OptunaProposals(space, seed, check, past)
+    """The source of values that the sweep's definition names."""
+    config = sweep.config
+    if config.search == "random":
+        return RandomProposals(sweep.space, config.seed, config.resolve)
+    ended = [trial for trial in sweep.trials() if trial.state != "unfinished"]
+    past = [(trial.values, trial.score) for trial in ended]
+    return OptunaProposals(sweep.space, config.seed, config.resolve, past)
 
 
-class _Emergency(Stopper):
-    """Ends everything once there is a problem."""
+class _StopOnProblem(Stopper):
+    """Ends all trials as soon as the sweep has a problem."""
 
     def __init__(self, guide: Guide) -> None:
         self.guide = guide
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
         if MISTAKE in result:
-            self.guide.hear(trial_id, *result[MISTAKE])
+            kind, message = result[MISTAKE]
+            self.guide.hear(trial_id, kind, message)
         return False
 
     def stop_all(self) -> bool:

@@ -1,14 +1,17 @@
-"""A sweep and the folder it lives in: what is searched, every trial's values, and what became of it.
+"""A sweep and its folder: what is searched, the values of every trial, and how each trial ended.
 
-DIR/sweep.json        method, corpus, settings, space, search, scheduler, metric, seed: written at every start
-DIR/ledger/0007.json  one trial: its values, and once it has ended how: written when it is drawn and when it ends
-DIR/trials/0007/      its run, an ordinary one (training/run.py); DIR/trials/0007.txt: how it failed, if by a bug
-DIR/results.json      all trials, the best first; DIR/report.html: the same as a page
+DIR/sweep.json        definition of the sweep (`SweepConfig`); written at every start
+DIR/ledger/0007.json  one trial: its values and, once it has ended, its state
+DIR/trials/0007/      its run, an ordinary one (training/run.py)
+DIR/trials/0007.txt   the traceback, if a bug ended the trial
+DIR/results.json      all trials, the best first
+DIR/report.html       the same as a page
 DIR/best.yaml         the best settings, for `xmcray train METHOD --config DIR/best.yaml`
 DIR/lock              held by the process that sweeps
 
-The ledger is all that a restart needs: a trial with an end is never run again, one without continues its run from its
-own newest checkpoint, and what was drawn stays drawn. Nothing of Ray Tune's own state is read back.
+A restart needs nothing but the ledger. A trial that has ended never runs again, one that has not
+continues its run from its newest checkpoint, and values are never drawn a second time. Nothing of
+Ray Tune's own state is read back.
 """
 
 from __future__ import annotations
@@ -31,31 +34,31 @@ from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 from xmcray.tuning.space import Space, Values, nested, parse_space
 
-METRICS = (
-    "nDCG@5",
-    "P@1",
-    "P@3",
-    "P@5",
-    "PSP@1",
-    "PSP@5",
-    "R@10",
-)  # what a validation in training tells
+# What a validation during training measures.
+METRICS = ("nDCG@5", "P@1", "P@3", "P@5", "PSP@1", "PSP@5", "R@10")
 State = Literal["unfinished", "finished", "stopped", "failed"]
-_HEAVY = ("checkpoints", "negatives", "ray", "vectors", "bundle")  # of a run; the rest is small
-_NOT_COMPARED = ("cluster", "log")  # sections that do not change what a trial comes to
+BEST_FIRST: tuple[State, ...] = ("finished", "stopped", "unfinished", "failed")
+# The large files of a run; the rest is small.
+_LARGE = ("checkpoints", "negatives", "ray", "vectors", "bundle")
+# Sections that do not change the result of a trial.
+_NOT_COMPARED = ("cluster", "log")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """What a sweep is; two with equal ones are the same sweep.
+    """The definition of a sweep; two sweeps with equal definitions are the same.
 
     Attributes:
-        method: its name. corpus: absolute path or URL. corpus_sha256: of its content.
-        settings: a whole run configuration as plain values, what the trials have in common.
-        space: as in its file.
+        method: name of the method.
+        corpus: absolute path or URL.
+        corpus_sha256: hash of its content.
+        settings: a whole run configuration as plain values, which all trials share.
+        space: the search space as it stands in its file.
         search: "random", or "optuna" (a Parzen estimator).
-        scheduler: "asha" ends trials that are behind others at the same epoch, "none" trains all to the end.
-        metric: on the validation split, by which trials are compared. seed: of the draws.
+        scheduler: "asha" ends trials that are behind others at the same epoch; "none" trains all of
+            them to the end.
+        metric: on the validation split, by which trials are compared.
+        seed: of the sampled values.
     """
 
     method: str
@@ -78,11 +81,16 @@ class SweepConfig:
     def resolve(self, values: Values, cluster: Mapping[str, Any] | None = None) -> RunConfig:
         """The configuration of a trial.
 
+        Args:
+            values: of the searched settings, by dotted name.
+            cluster: settings of section `cluster` in place of the sweep's.
+
         Raises:
-            ConfigError: the settings do not take these values.
+            ConfigError: the settings do not accept these values.
         """
         merged = configs.overlay(self.settings, nested(values))
-        return RunConfig.resolve(self.method, configs.overlay(merged, {"cluster": cluster or {}}))
+        merged = configs.overlay(merged, {"cluster": cluster or {}})
+        return RunConfig.resolve(self.method, merged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +98,12 @@ class Trial:
     """One trial as far as it has come.
 
     Attributes:
-        number: its place in the sweep. values: by dotted name. state: how it ended. message: why it failed.
-        curve: (epochs done, metric) of each validation. steps: of training, all restarts together.
+        number: its place in the sweep.
+        values: of the searched settings, by dotted name.
+        state: how it ended.
+        message: why it failed.
+        curve: (epochs done, metric) of each validation.
+        steps: of training, all restarts together.
     """
 
     number: int
@@ -103,7 +115,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """As its files are called."""
+        """Name of its files."""
         return f"{self.number:04d}"
 
     @property
@@ -130,24 +142,27 @@ class Trial:
         return "-" if self.best is None else str(self.best[1])
 
     def plain(self) -> dict[str, Any]:
-        """For results.json."""
+        """Plain values for results.json."""
         score, epoch = self.best or (None, None)
-        told = {
+        return {
             "trial": self.name,
             "state": self.state,
             "score": score,
             "epoch": epoch,
             "steps": self.steps,
+            "values": self.values,
+            "curve": self.curve,
+            "message": self.message,
         }
-        return {**told, "values": self.values, "curve": self.curve, "message": self.message}
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep's folder.
+    """The folder of a sweep.
 
     Attributes:
-        path: absolute. config: what it is.
+        path: absolute.
+        config: definition of the sweep.
     """
 
     path: Path
@@ -155,23 +170,29 @@ class Sweep:
 
     @classmethod
     def open_or_create(cls, path: Path, config: SweepConfig) -> Sweep:
-        """The sweep that lies there, or a new one. The caller holds the lock.
+        """Opens the sweep in a folder, or starts one there. The caller holds the lock.
 
         Raises:
-            RunError: the folder holds another sweep (with the first difference), or something else.
+            RunError: the folder holds another sweep (the message names the first difference), or
+                something else.
         """
         if (path / "sweep.json").is_file():
             sweep = cls.open(path)
-            different = next(_differences(_identity(sweep.config), _identity(config)), None)
-            if different:
+            difference = next(_differences(_identity(sweep.config), _identity(config)), None)
+            if difference:
                 raise RunError(
-                    f"{path} holds a sweep with {different}; use the same settings or another --out"
+                    f"{path} holds a sweep with {difference};"
+                    " use the same settings or another --out"
                 )
-        elif found := sorted({item.name for item in path.iterdir()} - {"lock", "ledger", "trials"}):
-            raise RunError(f"{path} holds {found[0]} and no sweep; choose another --out")
-        for name in ("ledger", "trials"):
-            (path / name).mkdir(exist_ok=True)
-        # Last, as with it the folder is a sweep; and anew at every start, as the corpus may lie elsewhere now.
+        else:
+            names = {item.name for item in path.iterdir()}
+            foreign = sorted(names - {"lock", "ledger", "trials"})
+            if foreign:
+                raise RunError(f"{path} holds {foreign[0]} and no sweep; choose another --out")
+        (path / "ledger").mkdir(exist_ok=True)
+        (path / "trials").mkdir(exist_ok=True)
+        # Written last, because this file makes the folder a sweep; and at every start, because the
+        # corpus may have moved.
         storage.write_json(path / "sweep.json", dataclasses.asdict(config))
         return cls(path.absolute(), config)
 
@@ -194,7 +215,7 @@ class Sweep:
 
     @property
     def space(self) -> Space:
-        """What is searched."""
+        """The search space."""
         return parse_space(self.config.space, "sweep.json")
 
     def run_path(self, number: int) -> Path:
@@ -202,98 +223,128 @@ class Sweep:
         return self.path / "trials" / f"{number:04d}"
 
     def traceback_path(self, number: int) -> Path:
-        """Where the traceback of a trial goes that the program itself failed in."""
+        """File for the traceback of a trial that a bug ended."""
         return self.path / "trials" / f"{number:04d}.txt"
 
     def draw(self, number: int, values: Values) -> None:
-        """Notes the values of a new trial."""
-        assert not self._entry(number).exists(), "what was drawn stays drawn"
-        storage.write_json(self._entry(number), {"values": values})
+        """Records the values of a new trial."""
+        assert not self._entry_path(number).exists(), "what was drawn stays drawn"
+        storage.write_json(self._entry_path(number), {"values": values})
 
     def end(self, number: int, state: State, message: str = "") -> None:
-        """Notes how a trial ended, once."""
-        body = self._read(number)
-        assert "state" not in body, "a trial ends once"
-        storage.write_json(self._entry(number), {**body, "state": state, "message": message})
+        """Records how a trial ended, once."""
+        entry = self._entry(number)
+        assert "state" not in entry, "a trial ends once"
+        entry.update(state=state, message=message)
+        storage.write_json(self._entry_path(number), entry)
 
     def trials(self) -> list[Trial]:
-        """All that were drawn, by number."""
-        return [
-            self.trial(int(path.stem))
-            for path in sorted((self.path / "ledger").glob("[0-9]*.json"))
-        ]
+        """All trials that have values, by number."""
+        entries = (self.path / "ledger").glob("[0-9]*.json")
+        return [self.trial(number) for number in sorted(int(path.stem) for path in entries)]
 
     def trial(self, number: int) -> Trial:
-        """One that was drawn."""
-        body, records = self._read(number), read_records(self.run_path(number) / "metrics.jsonl")
-        known = {
-            r["epoch"] + 1: float(r[self.config.metric]) for r in records if self.config.metric in r
-        }
-        steps = max((int(record["step"]) for record in records), default=0)
-        state, message = body.get("state", "unfinished"), body.get("message", "")
-        return Trial(number, body["values"], state, message, tuple(sorted(known.items())), steps)
+        """A trial that has values."""
+        entry = self._entry(number)
+        metric = self.config.metric
+        score_by_epoch: dict[int, float] = {}
+        steps = 0
+        for record in read_records(self.run_path(number) / "metrics.jsonl"):
+            steps = max(steps, int(record["step"]))
+            if metric in record:
+                # A resumed run repeats epochs; the newest value counts.
+                score_by_epoch[record["epoch"] + 1] = float(record[metric])
+        return Trial(
+            number,
+            entry["values"],
+            entry.get("state", "unfinished"),
+            entry.get("message", ""),
+            tuple(sorted(score_by_epoch.items())),
+            steps,
+        )
 
     def ranked(self) -> list[Trial]:
-        """The best first: those that trained to the end, then those that were stopped, then the others."""
-        order = ("finished", "stopped", "unfinished", "failed")
+        """The best first: trials that trained to the end, then stopped ones, then the others."""
         return sorted(
-            self.trials(), key=lambda t: (order.index(t.state), -(t.score or 0.0), t.number)
+            self.trials(),
+            key=lambda trial: (BEST_FIRST.index(trial.state), -(trial.score or 0.0), trial.number),
         )
 
     def prune(self, keep: int) -> None:
-        """Removes checkpoints and other large files of trials that have ended, except of the best."""
+        """Removes checkpoints and other large files of trials that have ended, except of the best.
+
+        Args:
+            keep: number of best trials that keep their files.
+        """
         for place, trial in enumerate(self.ranked()):
-            if trial.state != "unfinished" and not (place < keep and trial.score is not None):
-                for name in _HEAVY:
-                    shutil.rmtree(self.run_path(trial.number) / name, ignore_errors=True)
+            is_kept = place < keep and trial.score is not None
+            if is_kept or trial.state == "unfinished":
+                continue
+            for name in _LARGE:
+                shutil.rmtree(self.run_path(trial.number) / name, ignore_errors=True)
 
     def best_settings(self) -> dict[str, Any] | None:
-        """A configuration for `train`: the best trial's, without what belongs to a machine; None if none ended."""
-        best = next(iter(self.ranked()), None)
-        if best is None or best.score is None:
-            return None
-        settings = self.config.resolve(best.values).to_dict()
-        return {name: section for name, section in settings.items() if name != "cluster"}
+        """Configuration of the best trial, for `train`; None if no trial has a score.
+
+        Section `cluster` is left out because it belongs to a machine.
+        """
+        return self._settings_of(self.ranked())
 
     def write_results(self) -> None:
-        """Writes results.json, and best.yaml as soon as some trial has a score."""
+        """Writes results.json, and best.yaml if some trial has a score."""
         ranked = self.ranked()
-        storage.write_json(
-            self.path / "results.json",
-            {
-                "metric": self.config.metric,
-                "method": self.config.method,
-                "trials": [t.plain() for t in ranked],
-            },
-        )
-        if (settings := self.best_settings()) is not None:
-            score, epoch = ranked[0].best or (0.0, 0)
-            about = f"# Trial {ranked[0].name}: {self.config.metric} {score:.4f} on validation after epoch {epoch}.\n"
-            storage.write_text(
-                self.path / "best.yaml", about + yaml.safe_dump(settings, sort_keys=False)
+        results = {
+            "metric": self.config.metric,
+            "method": self.config.method,
+            "trials": [trial.plain() for trial in ranked],
+        }
+        storage.write_json(self.path / "results.json", results)
+        settings = self._settings_of(ranked)
+        if settings is not None:
+            best = ranked[0]
+            score, epoch = best.best or (0.0, 0)
+            comment = (
+                f"# Trial {best.name}: {self.config.metric} {score:.4f} on validation"
+                f" after epoch {epoch}.\n"
             )
+            text = yaml.safe_dump(settings, sort_keys=False)
+            storage.write_text(self.path / "best.yaml", comment + text)
 
-    def _entry(self, number: int) -> Path:
+    def _settings_of(self, ranked: list[Trial]) -> dict[str, Any] | None:
+        if not ranked or ranked[0].score is None:
+            return None
+        settings = self.config.resolve(ranked[0].values).to_dict()
+        del settings["cluster"]
+        return settings
+
+    def _entry_path(self, number: int) -> Path:
         return self.path / "ledger" / f"{number:04d}.json"
 
-    def _read(self, number: int) -> dict[str, Any]:
-        body: dict[str, Any] = json.loads(self._entry(number).read_text(encoding="utf-8"))
-        return body
+    def _entry(self, number: int) -> dict[str, Any]:
+        """A trial's file of the ledger."""
+        entry: dict[str, Any] = json.loads(self._entry_path(number).read_text(encoding="utf-8"))
+        return entry
 
 
 def _identity(config: SweepConfig) -> dict[str, Any]:
+    """What must be equal for a sweep to continue, as JSON reads it."""
     body: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
-    del body["corpus"]  # it may lie elsewhere now; its hash tells
-    body["settings"] = {
-        name: section for name, section in body["settings"].items() if name not in _NOT_COMPARED
-    }
+    del body["corpus"]  # it may have moved; its hash stays
+    for section in _NOT_COMPARED:
+        body["settings"].pop(section, None)
     return body
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    for key in sorted({*a, *b}):
-        x, y = a.get(key), b.get(key)
-        if isinstance(x, Mapping) and isinstance(y, Mapping) and where != "space.":
-            yield from _differences(x, y, f"{where}{key}.")
-        elif x != y:
-            yield f"{where}{key} = {x}, now {y}"
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> Iterator[str]:
+    """Settings whose values differ, with both values."""
+    for key in sorted({*before, *now}):
+        old = before.get(key)
+        new = now.get(key)
+        are_sections = isinstance(old, Mapping) and isinstance(new, Mapping)
+        # A distribution of the space is a mapping too, but it is one value.
+        if are_sections and prefix != "space.":
+            yield from _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key} = {old}, now {new}"

@@ -199,7 +199,7 @@ def test_shares_of_a_cluster() -> None:
     )
     with pytest.raises(
         ResourceError,
-        match=r"no trial is feasible: it asks for 3 x \(1 CPU\), .* have 2 CPU; lower",
+        match=r"no trial is feasible: it needs 3 x \(1 CPU\), .* have 2 CPU; lower",
     ):
         share(ClusterConfig(workers=3), two)
     with pytest.raises(ResourceError, match="2 CPU, 0 GPU"):
