@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -372,7 +373,8 @@ def test_an_interrupt_is_one_line(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.VERBS, "search", (interrupted, *cli.VERBS["search"][1:]))
+    verb = dataclasses.replace(cli.VERBS["search"], run=interrupted)
+    monkeypatch.setitem(cli.VERBS, "search", verb)
     assert cli.main(["search", "B", "x"]) == 130
     assert capsys.readouterr().err.count("\n") == 1
 

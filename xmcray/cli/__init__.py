@@ -1,7 +1,9 @@
-"""The command line: `xmcray VERB ...`. Each verb imports what it needs when it runs, so that help and errors are quick.
+"""The command line: `xmcray VERB ...`.
 
-Exit codes: 0 done; 2 the user's mistake, one line on stderr; 130 interrupted; 143 SIGTERM; 1 anything else.
-After 130 and 143 the same command goes on.
+Each verb imports what it needs when it runs, so that help and error messages come quickly.
+
+Exit codes: 0 done; 2 a mistake of the user, one line on stderr; 130 interrupted; 143 SIGTERM; 1
+anything else. After 130 and 143, the same command continues.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from xmcray import __version__, config, credentials, logs
@@ -20,11 +23,28 @@ from xmcray.cli.training import METHODS
 from xmcray.errors import ConfigError, XmcrayError
 from xmcray.training.preemption import EXIT_CODE, Terminated, handling
 
-__all__ = ["METHODS", "VERBS", "main", "parser"]
+__all__ = ["METHODS", "VERBS", "Verb", "main", "parser"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One command.
+
+    Attributes:
+        run: does what the command is for.
+        add_arguments: adds its arguments to a parser.
+        help: one line.
+        example: a whole command.
+    """
+
+    run: Callable[[argparse.Namespace], None]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    help: str
+    example: str
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a mistake as every other one: one line, exit code 2."""
+    """Reports a mistake as all other mistakes are: one line, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
@@ -36,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with handling(signal.SIGTERM, _terminate), logs.on_stderr():
             return _run(arguments)
-    except ConfigError as error:  # of the variable that says how to log
+    except ConfigError as error:  # from logs.on_stderr: the variable that sets the log format
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -49,24 +69,26 @@ def _run(arguments: list[str]) -> int:
     try:
         if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
             raise ConfigError(config.unknown("verb", arguments[0], list(VERBS)))
-        if "search" not in arguments[:1]:  # whose arguments are texts
+        if "search" not in arguments[:1]:  # its arguments are texts, which may look like anything
             credentials.refuse(arguments, "the command line")
         options = parser().parse_args(arguments)
         options.run(options)
         sys.stdout.flush()
     except XmcrayError as error:
-        _say(credentials.mask(" ".join(str(error).split())), logging.ERROR)
+        _print_last_line(credentials.mask(" ".join(str(error).split())), logging.ERROR)
         return 2
     except KeyboardInterrupt:
-        _say(
+        _print_last_line(
             "interrupted; the same command starts it again (a training continues where it was)",
             logging.WARNING,
         )
         return 130
     except Terminated as notice:
-        _say(str(notice), logging.WARNING)
+        _print_last_line(str(notice), logging.WARNING)
         return EXIT_CODE
-    except BrokenPipeError:  # whoever read our output has enough
+    except BrokenPipeError:
+        # The reader of our output has closed the pipe. Without this, Python would complain when it
+        # flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception:
         if not logs.as_json():
@@ -76,118 +98,114 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _say(last_words: str, level: int) -> None:
+def _print_last_line(text: str, level: int) -> None:
     if logs.as_json():
-        logging.getLogger("xmcray").log(level, last_words)
-    else:
-        print(f"error: {last_words}" if level == logging.ERROR else last_words, file=sys.stderr)
+        logging.getLogger("xmcray").log(level, text)
+        return
+    prefix = "error: " if level == logging.ERROR else ""
+    print(f"{prefix}{text}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
-    """All verbs and their options."""
+    """All verbs and their arguments."""
     top = _Parser(
         prog="xmcray",
         description="Train and serve retrieval over millions of labels.",
         allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"xmcray {__version__}")
-    verbs = top.add_subparsers(metavar="VERB", required=True, parser_class=_Parser)
-    for name, (run, options, text, example) in VERBS.items():
-        verb = verbs.add_parser(
+    subparsers = top.add_subparsers(metavar="VERB", required=True, parser_class=_Parser)
+    for name, verb in VERBS.items():
+        subparser = subparsers.add_parser(
             name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog=f"example:\n  {example}",
+            help=verb.help,
+            description=f"{verb.help[0].upper()}{verb.help[1:]}.",
+            epilog=f"example:\n  {verb.example}",
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        options(verb)
-        verb.set_defaults(run=run)
+        verb.add_arguments(subparser)
+        subparser.set_defaults(run=verb.run)
     return top
 
 
-VERBS: dict[
-    str,
-    tuple[
-        Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None], str, str
-    ],
-] = {
-    "quickstart": (
+VERBS = {
+    "quickstart": Verb(
         training.quickstart,
         training.quickstart_options,
         "train on the documentation of installed packages and answer five queries",
         "xmcray quickstart --out runs/quickstart",
     ),
-    "prepare": (
+    "prepare": Verb(
         training.prepare,
         training.prepare_options,
         "turn raw files into a corpus",
         "xmcray prepare raw/msdocs --out corpora/msdocs --max-len 64",
     ),
-    "train": (
+    "train": Verb(
         training.train,
         training.train_options,
         "train a method on a corpus; the same command continues an interrupted run",
         "xmcray train astra --data corpora/msdocs --out runs/a --workers 2 --set optim.epochs=20",
     ),
-    "plan": (
+    "plan": Verb(
         planning.plan,
         planning.plan_options,
         "memory, time and cost of a training before it runs",
         "xmcray plan astra --labels 1.3e6 --queries 2.2e6 --tokens-per-text 12 --workers 8 --device a100-80gb",
     ),
-    "tune": (
+    "tune": Verb(
         tuning.tune,
         tuning.tune_options,
         "search the settings of a method, or how a bundle answers, by validation; the same command continues it",
         "xmcray tune astra --data corpora/msdocs --space tune/spaces/astra.yaml --out sweeps/a --trials 32",
     ),
-    "evaluate": (
+    "evaluate": Verb(
         training.evaluate,
         training.evaluate_options,
         "measure a run or a bundle, and compare it with another",
         "xmcray evaluate runs/a --data corpora/msdocs --compare runs/b",
     ),
-    "export": (
+    "export": Verb(
         training.export,
         training.export_options,
         "write the bundle of a finished run, or with --to label vectors for a vector database",
         "xmcray export runs/a --out bundles/a",
     ),
-    "memory": (
+    "memory": Verb(
         bundles.memory,
         bundles.memory_options,
         "let the training queries of a corpus vote, with any encoder and without training",
         "xmcray memory runs/a --data corpora/msdocs --out bundles/a-memory --memory weight=0.5",
     ),
-    "labels": (
+    "labels": Verb(
         bundles.labels,
         bundles.labels_options,
         "add labels to a bundle, remove some, or say what they can be filtered by, without training",
         "xmcray labels add bundles/a new_labels.jsonl",
     ),
-    "search": (
+    "search": Verb(
         bundles.search,
         bundles.search_options,
         "answer texts from a bundle",
         'xmcray search bundles/a "solve a sparse linear system" -k 5',
     ),
-    "predict": (
+    "predict": Verb(
         bundles.predict,
         bundles.predict_options,
         "answer a file of queries; the same command continues an interrupted one",
         "xmcray predict bundles/a queries.parquet --out predictions/a -k 100",
     ),
-    "serve": (
+    "serve": Verb(
         bundles.serve,
         bundles.serve_options,
         "answer over HTTP: one process, or Ray Serve",
         "xmcray serve bundles/a --port 8000",
     ),
-    "doctor": (
+    "doctor": Verb(
         doctor.doctor,
         doctor.doctor_options,
-        "look at this machine, or at a cluster: what would break a run or let others in, and what to do",
+        "check this machine or a cluster: what would break a run or let others in, and the remedy",
         "xmcray doctor --cluster http://127.0.0.1:8265 --gpus 8",
     ),
 }

@@ -1,4 +1,4 @@
-"""What is done with a bundle: memory, labels, search, predict, serve."""
+"""The verbs that use a bundle: memory, labels, search, predict, serve."""
 
 from __future__ import annotations
 
@@ -7,32 +7,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xmcray import config
+from xmcray.cli.arguments import add_json
 from xmcray.cli.output import show, show_json, show_next
 from xmcray.cli.paths import bundle_at
 from xmcray.errors import ConfigError
 
 if TYPE_CHECKING:
+    from xmcray.retrieval.retriever import FoundLabel
     from xmcray.retrieval.votes import MemoryConfig
 
-MEMORY = "a setting of the memory: weight, temperature, keys or joint"
-ANSWERS = 10  # by default
-VOTERS = 3  # printed under an answer
+DEFAULT_K = 10
+MAX_VOTERS = 3  # training queries that are printed under an answer
+# Settings of a server that have an option of their own.
+SERVER_OPTIONS = (
+    "mode",
+    "replicas",
+    "threads",
+    "state_dir",
+    "token_file",
+    "admin_token_file",
+    "upload",
+)
 
 
 def memory_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the arguments of the verb."""
     verb.add_argument(
         "encoder", metavar="ENCODER", help="a run, a bundle, the folder of an encoder, or a hub id"
     )
     verb.add_argument(
-        "--data", required=True, metavar="CORPUS", help="whose training queries are remembered"
+        "--data", required=True, metavar="CORPUS", help="corpus whose training queries vote"
     )
     verb.add_argument("--out", required=True, metavar="BUNDLE", help="folder or URL to write")
-    verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
+    _add_memory(verb)
 
 
 def memory(options: argparse.Namespace) -> None:
-    """A bundle whose training queries vote."""
+    """Writes a bundle whose training queries vote."""
     from xmcray import storage
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting
@@ -41,37 +52,28 @@ def memory(options: argparse.Namespace) -> None:
     settings = _memory_config(options)
     storage.refuse_existing(options.out)
     corpus = Corpus.open(options.data)
-    with counting(
-        "training queries and labels", corpus.card.num_train + corpus.card.num_labels
-    ) as progress:
+    num_texts = corpus.card.num_train + corpus.card.num_labels
+    with counting("training queries and labels", num_texts) as progress:
         memory_bundle(options.encoder, corpus, options.out, settings, progress=progress)
     show_next(["xmcray", "search", options.out, "TEXT", "--explain"])
 
 
-def _memory_config(
-    options: argparse.Namespace, base: MemoryConfig | None = None
-) -> MemoryConfig | None:
-    """The settings of --memory over `base` or the defaults; None if there are none."""
-    if not options.memory:
-        return None
-    from xmcray.retrieval.votes import MemoryConfig
-
-    values = config.merge(config.dump(base or MemoryConfig()), options.memory)
-    return config.build(MemoryConfig, values, "memory.")
-
-
 def labels_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the arguments of the verb."""
     verb.add_argument(
         "change", metavar="add|remove|annotate", choices=("add", "remove", "annotate")
     )
     verb.add_argument(
         "path",
         metavar="BUNDLE",
-        help="changes at one moment; a search that has it open goes on with it",
+        help="changes at one moment; a search that has it open continues with the old version",
     )
-    files = "add: files of uid, text, attributes; annotate: of uid and attributes; remove: uids"
-    verb.add_argument("what", metavar="LABELS.jsonl|UID", nargs="+", help=files)
+    verb.add_argument(
+        "what",
+        metavar="LABELS.jsonl|UID",
+        nargs="+",
+        help="add: files of uid, text, attributes; annotate: of uid and attributes; remove: uids",
+    )
     verb.add_argument(
         "--out",
         metavar="NEW",
@@ -90,61 +92,75 @@ def labels(options: argparse.Namespace) -> None:
     )
 
     if options.change == "add":
-        left = add_labels(options.path, read_new_labels(options.what), options.out)
+        num_labels = add_labels(options.path, read_new_labels(options.what), options.out)
     elif options.change == "annotate":
-        left = annotate_labels(options.path, read_attribute_sets(options.what), options.out)
+        changes = read_attribute_sets(options.what)
+        num_labels = annotate_labels(options.path, changes, options.out)
     else:
-        left = remove_labels(options.path, options.what, options.out)
-    show(f"bundle {options.out or options.path} has {left:,} labels")
-    show_next(["xmcray", "search", options.out or options.path, "TEXT"])
+        num_labels = remove_labels(options.path, options.what, options.out)
+    bundle = options.out or options.path
+    show(f"bundle {bundle} has {num_labels:,} labels")
+    show_next(["xmcray", "search", bundle, "TEXT"])
 
 
 def search_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the arguments of the verb."""
     verb.add_argument("path", metavar="BUNDLE", help="a bundle, or a finished run")
     verb.add_argument("texts", metavar="TEXT", nargs="+")
-    verb.add_argument(
-        "-k", type=int, metavar="N", help="answers per text (default: 10, or all labels if fewer)"
-    )
+    _add_k(verb, "text")
     verb.add_argument(
         "--explain", action="store_true", help="with a memory: name the training queries that voted"
     )
-    verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
-    verb.add_argument("--json", action="store_true", help="print the answers as JSON")
+    _add_memory(verb)
+    add_json(verb, "the answers")
 
 
 def search(options: argparse.Namespace) -> None:
     """Answers texts."""
     if options.k is not None and options.k < 1:
         raise ConfigError(f"-k is {options.k}, expected at least 1")
-    import dataclasses
-
     from xmcray.retrieval.retriever import Retriever
 
     retriever = Retriever.load(bundle_at(options.path))
-    memory = _memory_config(options, retriever.memory.config if retriever.memory else None)
-    k = min(ANSWERS, retriever.num_labels) if options.k is None else options.k
-    found = retriever.search(options.texts, k, memory=memory, explain=options.explain)
+    base = retriever.memory.config if retriever.memory else None
+    answers_by_text = retriever.search(
+        options.texts,
+        min(DEFAULT_K, retriever.num_labels) if options.k is None else options.k,
+        memory=_memory_config(options, base),
+        explain=options.explain,
+    )
+    results = list(zip(options.texts, answers_by_text, strict=True))
     if options.json:
-        plain = [[dataclasses.asdict(answer) for answer in answers] for answers in found]
-        for values in (a for answers in plain for a in answers if a["voters"] is None):
-            del values["voters"]  # not asked for
         show_json(
-            [{"query": text, "answers": a} for text, a in zip(options.texts, plain, strict=True)]
+            [
+                {"query": text, "answers": [_plain(answer) for answer in answers]}
+                for text, answers in results
+            ]
         )
         return
     from xmcray.evaluation.table import answer_table
 
-    for text, answers in zip(options.texts, found, strict=True):
+    for text, answers in results:
         rows = []
         for answer in answers:
             rows.append((answer.score, answer.uid, answer.text))
-            rows += [(v.weight, f"  by {v.uid}", v.text) for v in (answer.voters or ())[:VOTERS]]
+            voters = (answer.voters or ())[:MAX_VOTERS]
+            rows += [(voter.weight, f"  by {voter.uid}", voter.text) for voter in voters]
         show(answer_table(text, rows))
 
 
+def _plain(answer: FoundLabel) -> dict[str, Any]:
+    """An answer as JSON; without voters if they were not requested."""
+    import dataclasses
+
+    values = dataclasses.asdict(answer)
+    if answer.voters is None:
+        del values["voters"]
+    return values
+
+
 def predict_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the arguments of the verb."""
     verb.add_argument("path", metavar="BUNDLE", help="a bundle, or a finished run")
     verb.add_argument(
         "queries",
@@ -157,10 +173,8 @@ def predict_options(verb: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder or URL for predictions.npz and Parquet files",
     )
-    verb.add_argument(
-        "-k", type=int, metavar="N", help="answers per query (default: 10, or all labels if fewer)"
-    )
-    verb.add_argument("--memory", action="append", default=[], metavar="A=B", help=MEMORY)
+    _add_k(verb, "query")
+    _add_memory(verb)
     verb.add_argument("--texts", action="store_true", help="also write the queries' texts")
     verb.add_argument(
         "--workers",
@@ -174,18 +188,23 @@ def predict(options: argparse.Namespace) -> None:
     """Answers a file of queries."""
     from xmcray.predict import predict
 
-    how: dict[str, Any] = {
-        "memory": options.memory,
-        "texts": options.texts,
-        "workers": options.workers,
-    }
-    rows = predict(bundle_at(options.path), options.queries, options.out, options.k, **how)
-    show(f"{rows:,} queries answered in {options.out}: predictions.npz, predictions-*.parquet")
+    num_queries = predict(
+        bundle_at(options.path),
+        options.queries,
+        options.out,
+        options.k,
+        memory=options.memory,
+        texts=options.texts,
+        workers=options.workers,
+    )
+    show(
+        f"{num_queries:,} queries answered in {options.out}: predictions.npz, predictions-*.parquet"
+    )
     show_next(["xmcray", "evaluate", f"{options.out}/predictions.npz", "--data", "CORPUS"])
 
 
 def serve_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the arguments of the verb."""
     verb.add_argument(
         "bundles",
         metavar="[NAME=]BUNDLE",
@@ -201,7 +220,7 @@ def serve_options(verb: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="gRPC; of replicas: --accept-open-ports",
+        help="port of gRPC; with replicas it needs --accept-open-ports",
     )
     verb.add_argument("--mode", help="single, composed or auto (default: by the number of labels)")
     verb.add_argument(
@@ -233,26 +252,66 @@ def serve(options: argparse.Namespace) -> None:
     from xmcray.serving.run import serve_forever
     from xmcray.serving.settings import ServeConfig
 
-    named = [
-        (name, path) if equals else ("default", name)
-        for name, equals, path in map(_parted, options.bundles)
-    ]
-    bundles = dict(named)
-    if len(bundles) < len(named):
-        raise ConfigError("several bundles go by one name; write each as NAME=BUNDLE")
-    names = ("mode", "replicas", "threads", "state_dir", "token_file", "admin_token_file", "upload")
-    values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    settings = config.build(ServeConfig, config.merge({**values, "bundles": bundles}, options.set))
+    bundles: dict[str, str] = {}
+    for argument in options.bundles:
+        name, path = _name_and_path(argument)
+        if name in bundles:
+            raise ConfigError("several bundles go by one name; write each as NAME=BUNDLE")
+        bundles[name] = path
+    values: dict[str, Any] = {"bundles": bundles}
+    for name in SERVER_OPTIONS:
+        if getattr(options, name) is not None:
+            values[name] = getattr(options, name)
+    settings = config.build(ServeConfig, config.merge(values, options.set))
 
     def ready(url: str) -> None:
         print(f"serving {', '.join(bundles)} on {url}", flush=True)
         print(f"token: {settings.token_file or Path(settings.state_dir) / 'token'}", flush=True)
 
-    ports = {"grpc_port": options.grpc_port, "accept_open_ports": options.accept_open_ports}
-    serve_forever(settings, options.host, options.port, **ports, ready=ready)
+    serve_forever(
+        settings,
+        options.host,
+        options.port,
+        grpc_port=options.grpc_port,
+        accept_open_ports=options.accept_open_ports,
+        ready=ready,
+    )
 
 
-def _parted(bundle: str) -> tuple[str, str, str]:
-    """NAME=BUNDLE; a path or URL may hold an equals sign of its own."""
+def _name_and_path(bundle: str) -> tuple[str, str]:
+    """NAME=BUNDLE as its two parts; a path or URL may contain an equals sign too."""
     name, equals, path = bundle.partition("=")
-    return (name, equals, path) if equals and not set("/.:") & set(name) else (bundle, "", "")
+    if equals and not set("/.:") & set(name):
+        return name, path
+    return "default", bundle
+
+
+def _add_k(verb: argparse.ArgumentParser, per: str) -> None:
+    verb.add_argument(
+        "-k",
+        type=int,
+        metavar="N",
+        help=f"answers per {per} (default: {DEFAULT_K}, or all labels if fewer)",
+    )
+
+
+def _add_memory(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--memory",
+        action="append",
+        default=[],
+        metavar="A=B",
+        help="a setting of the memory: weight, temperature, keys or joint",
+    )
+
+
+def _memory_config(
+    options: argparse.Namespace, base: MemoryConfig | None = None
+) -> MemoryConfig | None:
+    """The settings of --memory over `base` or the defaults; None if there are none."""
+    if not options.memory:
+        return None
+    from xmcray.retrieval.votes import MemoryConfig
+
+    values = config.merge(config.dump(base or MemoryConfig()), options.memory)
+    return config.build(MemoryConfig, values, "memory.")

@@ -1,4 +1,4 @@
-"""What commands print: tables and lines on stdout, JSON for programs, and what to type next."""
+"""The output of commands: tables and lines on stdout, JSON for programs, and the next command."""
 
 from __future__ import annotations
 
@@ -8,18 +8,39 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def show(what: Any) -> None:
-    """A table or a line on stdout; a pipe gets lines long enough not to be wrapped."""
+def show(content: Any) -> None:
+    """Prints a table or a line on stdout; a pipe gets lines that are not wrapped."""
     from rich.console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
-    console.print(what, markup=False) if isinstance(what, str) else console.print(what)
+    if isinstance(content, str):
+        console.print(content, markup=False)
+    else:
+        console.print(content)
+
+
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table of texts."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(Text(name), justify="right")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    show(table)
 
 
 def show_metrics(runs: dict[str, dict[str, Any]], deciles: bool = False) -> None:
-    """The metrics of runs side by side, and by label frequency."""
+    """Prints the metrics of runs side by side, and those of the first run by label frequency.
+
+    Args:
+        runs: contents of metrics.json by name of the run.
+        deciles: whether to print the contribution of each tenth of the labels.
+    """
     from xmcray.evaluation import table
 
     show(table.metrics_table(runs))
@@ -32,10 +53,10 @@ def show_metrics(runs: dict[str, dict[str, Any]], deciles: bool = False) -> None
 
 
 def show_json(value: object) -> None:
-    """For programs."""
+    """Prints a value for programs."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def show_next(command: Sequence[str]) -> None:
-    """What to type now."""
+    """Prints the command that usually comes next."""
     print(f"next: {shlex.join(command)}")

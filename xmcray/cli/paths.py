@@ -1,4 +1,4 @@
-"""What a path on the command line names."""
+"""The artifacts that paths on the command line name."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from xmcray.errors import RunError
 
 
 def kind_of(path: str) -> str:
-    """Whether a path names a run, a bundle or a file of predictions."""
+    """The kind of artifact at a path: "run", "bundle" or "predictions".
+
+    Raises:
+        RunError: there is neither.
+    """
     if path.endswith(".npz"):
         return "predictions"
     if (Path(path) / "run.json").is_file():
         return "run"
     if "://" in path or (Path(path) / "manifest.json").is_file():
         return "bundle"
-    found = "is neither" if Path(path).exists() else "does not exist"
-    raise RunError(f"{path} {found}, expected a run (run.json) or a bundle (manifest.json)")
+    problem = "is neither" if Path(path).exists() else "does not exist"
+    raise RunError(f"{path} {problem}, expected a run (run.json) or a bundle (manifest.json)")
 
 
 def bundle_at(path: str, data: str | None = None) -> str:
-    """The bundle at a path, or in the folder of a finished run; `data`: where the run's corpus is now."""
+    """The bundle at a path, or in the folder of a finished run.
+
+    Args:
+        path: of a bundle or a run.
+        data: where the run's corpus is now, if it has moved.
+    """
     if not (Path(path) / "run.json").is_file():
         return path
     from xmcray.data.corpus import Corpus

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xmcray import config
+from xmcray.cli.arguments import add_config, add_corpus, add_json, merged_settings
 from xmcray.cli.output import show, show_json, show_metrics, show_next
 from xmcray.cli.paths import bundle_at, kind_of
 from xmcray.errors import ConfigError
@@ -24,27 +25,39 @@ METHODS = (
     "unidec",
 )  # a test holds this to methods.base, which is slow to import
 VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa")
+# Settings of `prepare` that have an option of their own.
+PREPARE_OPTIONS = (
+    "max_len",
+    "label_max_len",
+    "tokenizer",
+    "vocab_size",
+    "propensity",
+    "on_error",
+)
 
 
 def quickstart_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the arguments of the verb."""
     verb.add_argument(
-        "--out", default="runs/quickstart", metavar="DIR", help="where to (default: %(default)s)"
+        "--out",
+        default="runs/quickstart",
+        metavar="DIR",
+        help="folder to write (default: %(default)s)",
     )
 
 
 def quickstart(options: argparse.Namespace) -> None:
-    """The whole line on the embedded sample."""
+    """Runs all steps, from raw files to answers, on the embedded sample."""
     from xmcray.quickstart import quickstart
 
     quickstart(options.out)
 
 
 def prepare_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the arguments of the verb."""
     verb.add_argument("source", metavar="SRC", help="folder of raw files")
     verb.add_argument("--out", required=True, metavar="CORPUS", help="folder or URL to write")
-    verb.add_argument("--format", metavar="F", help="layout of the raw files (default: found out)")
+    verb.add_argument("--format", metavar="F", help="layout of the raw files (default: detected)")
     verb.add_argument("--name", help="name in the card (default: that of SRC)")
     verb.add_argument("--licence", default="unknown", help="licence in the card")
     verb.add_argument(
@@ -69,11 +82,11 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
         choices=("fail", "skip"),
         help="malformed rows: stop (default), or record and skip",
     )
-    verb.add_argument("--json", action="store_true", help="print the card as JSON")
+    add_json(verb, "the card")
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Raw files to a corpus."""
+    """Turns raw files into a corpus."""
     import dataclasses
 
     from xmcray.data.formats import detect
@@ -83,10 +96,10 @@ def prepare(options: argparse.Namespace) -> None:
     refuse_existing(options.out)
     from xmcray.data.pipeline import prepare, statistics_table
 
-    names = ("max_len", "label_max_len", "tokenizer", "vocab_size", "propensity", "on_error")
-    settings = {
-        name: getattr(options, name) for name in names if getattr(options, name) is not None
-    }
+    settings = {}
+    for name in PREPARE_OPTIONS:
+        if getattr(options, name) is not None:
+            settings[name] = getattr(options, name)
     if options.propensity:
         settings["propensity"] = tuple(options.propensity)
     name = options.name or source.path.absolute().name
@@ -99,22 +112,11 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def train_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the arguments of the verb."""
     verb.add_argument("method", metavar="METHOD", help=", ".join(METHODS))
-    verb.add_argument(
-        "--data", required=True, metavar="CORPUS", help="folder or URL that `xmcray prepare` wrote"
-    )
+    add_corpus(verb)
     verb.add_argument("--out", required=True, metavar="RUN", help="folder of the run")
-    verb.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML, or preset:METHOD/DATASET",
-    )
-    verb.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="one setting, over --config"
-    )
+    add_config(verb)
     verb.add_argument(
         "--workers", type=int, metavar="N", help="training processes; 0 trains here, without Ray"
     )
@@ -127,20 +129,18 @@ def train_options(verb: argparse.ArgumentParser) -> None:
         help="then train on all of train for the best number of epochs",
     )
     verb.add_argument("--no-evaluate", action="store_true", help="leave the test split alone")
-    verb.add_argument("--json", action="store_true", help="print the metrics as JSON")
+    add_json(verb, "the metrics")
 
 
 def train(options: argparse.Namespace) -> None:
-    """Trains, and exports and measures what came of it."""
+    """Trains a method, exports the bundle and measures it."""
     if options.method not in METHODS:
         raise ConfigError(config.unknown("method", options.method, METHODS))
-    values: dict[str, Any] = {}
-    for source in options.config:
-        values = config.overlay(values, config.load_yaml(source))
-    workers = [] if options.workers is None else [f"cluster.workers={options.workers}"]
+    overrides = [] if options.workers is None else [f"cluster.workers={options.workers}"]
+    values = merged_settings(options, overrides)
     from xmcray.training.run import RunConfig
 
-    settings = RunConfig.resolve(options.method, values, [*options.set, *workers])
+    settings = RunConfig.resolve(options.method, values)
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting, watch_training
     from xmcray.training.launch import train
@@ -156,18 +156,19 @@ def train(options: argparse.Namespace) -> None:
     )
     corpus = Corpus.open(options.data, verify=False)  # `train` has compared every byte
     with counting("test queries", corpus.card.num_test) as progress:
-        found = finish(run, corpus, not options.no_evaluate, progress)
+        evaluation = finish(run, corpus, not options.no_evaluate, progress)
+    metrics = None if evaluation is None else evaluation.to_json()
     if options.json:
-        show_json(None if found is None else found.to_json())
+        show_json(metrics)
         return
-    if found is not None:
-        show_metrics({Path(options.out).name: found.to_json()})
+    if metrics is not None:
+        show_metrics({Path(options.out).name: metrics})
     show(f"bundle {options.out}/bundle, report {options.out}/report.html")
     show_next(["xmcray", "search", f"{options.out}/bundle", "TEXT"])
 
 
 def evaluate_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the arguments of the verb."""
     verb.add_argument("path", metavar="RUN_OR_BUNDLE")
     verb.add_argument("--data", required=True, metavar="CORPUS")
     verb.add_argument("--split", default="test", choices=("train", "test"))
@@ -186,8 +187,10 @@ def evaluate_options(verb: argparse.ArgumentParser) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Measures runs, bundles and stored answers."""
-    paths = [options.path, *([options.compare] if options.compare else [])]
+    """Measures a run, a bundle or stored answers, and compares it with another."""
+    paths = [options.path]
+    if options.compare:
+        paths.append(options.compare)
     kinds = [kind_of(path) for path in paths]
     if options.predictions and kinds[0] == "predictions":
         raise ConfigError(
@@ -195,58 +198,61 @@ def evaluate(options: argparse.Namespace) -> None:
         )
     from xmcray import storage
 
-    for path in (options.predictions, None if options.json == "-" else options.json):
+    # Files that cannot be written are refused before anything is measured.
+    json_file = None if options.json == "-" else options.json
+    for path in (options.predictions, json_file):
         if path:
             storage.check_file(path)
     from xmcray.data.corpus import Corpus
     from xmcray.evaluation.evaluate import compare
 
     corpus = Corpus.open(options.data)
-    found = [_measure(path, corpus, options) for path in paths]
-    if options.json and options.json != "-":
-        storage.write_json(Path(options.json), found[0].to_json())
+    evaluations = [_measure(path, corpus, options) for path in paths]
+    metrics = evaluations[0].to_json()
+    if json_file:
+        storage.write_json(Path(json_file), metrics)
     if options.json == "-":
-        show_json(found[0].to_json())
+        show_json(metrics)
         return
-    show_metrics({Path(options.path).name: found[0].to_json()}, deciles=True)
+    show_metrics({Path(options.path).name: metrics}, deciles=True)
     if options.compare:
         from xmcray.evaluation.table import comparison_table
 
-        show(comparison_table(compare(*found), *(Path(path).name for path in paths)))
+        names = [Path(path).name for path in paths]
+        show(comparison_table(compare(*evaluations), *names))
 
 
 def _measure(path: str, corpus: Corpus, options: argparse.Namespace) -> Evaluation:
-    """Evaluates one of the paths; what the first of them answers goes to --predictions."""
+    """Evaluates one of the paths; the answers of the first one go to --predictions."""
     from xmcray.progress import counting
     from xmcray.training import outcome
 
-    kind, split = kind_of(path), options.split
+    kind = kind_of(path)
+    split = options.split
     with counting(f"{split} queries", len(corpus.split(split))) as progress:
         if kind == "predictions":
-            return outcome.measure(
-                outcome.stored_answers(path, corpus, split), corpus, split, progress=progress
-            )
+            answers = outcome.stored_answers(path, corpus, split)
+            return outcome.measure(answers, corpus, split, progress=progress)
         from xmcray.retrieval.retriever import Retriever
         from xmcray.training.run import Run
 
         run = Run.open(path) if kind == "run" else None
-        retriever = Retriever.load(outcome.bundle_of(run, corpus) if run else path)
-        predictions = options.predictions if path == options.path else None
-        found = outcome.measure_bundle(
-            retriever,
+        bundle = outcome.bundle_of(run, corpus) if run else path
+        evaluation = outcome.measure_bundle(
+            Retriever.load(bundle),
             corpus,
             split,
             exact=options.exact,
-            predictions=predictions,
+            predictions=options.predictions if path == options.path else None,
             progress=progress,
         )
     if run and split == "test" and not options.exact:
-        outcome.record(run, corpus, found)
-    return found
+        outcome.record(run, corpus, evaluation)
+    return evaluation
 
 
 def export_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the arguments of the verb."""
     verb.add_argument(
         "path", metavar="RUN", help="folder of a finished run; with --to also a bundle"
     )
@@ -254,13 +260,11 @@ def export_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--data", metavar="CORPUS", help="where the corpus is now (default: where the run found it)"
     )
-    verb.add_argument(
-        "--config",
-        action="append",
-        metavar="FILE",
-        help="index.* settings, as best.yaml of a sweep",
+    add_config(
+        verb,
+        config_help="index.* settings, such as best.yaml of a sweep",
+        set_help="one index.* setting, over --config",
     )
-    verb.add_argument("--set", action="append", metavar="A.B=C", help="one of them, over --config")
     verb.add_argument(
         "--to",
         choices=VECTOR_SYSTEMS,
@@ -269,20 +273,21 @@ def export_options(verb: argparse.ArgumentParser) -> None:
 
 
 def export(options: argparse.Namespace) -> None:
-    """A run to a bundle, or its label vectors to a vector database."""
-    settings: dict[str, Any] = {}
-    for source in options.config or ():
-        settings = config.overlay(settings, config.load_yaml(source))
-    settings = config.merge(settings, options.set or ())
+    """Writes the bundle of a run, or its label vectors for a vector database."""
+    settings = merged_settings(options)
+    if options.to and settings:
+        raise ConfigError(
+            f"--to {options.to} writes vectors without an index; leave out --config and --set"
+        )
     if options.to:
-        if settings:
-            raise ConfigError(
-                f"--to {options.to} writes vectors without an index; leave out --config and --set"
-            )
         from xmcray.retrieval.vector_export import export_vectors
 
-        count = export_vectors(bundle_at(options.path, options.data), options.out, options.to)
-        show(f"{count:,} label vectors; {options.out}/README.md says how {options.to} takes them")
+        bundle = bundle_at(options.path, options.data)
+        num_vectors = export_vectors(bundle, options.out, options.to)
+        show(
+            f"{num_vectors:,} label vectors; {options.out}/README.md says how to load them"
+            f" into {options.to}"
+        )
         return
     from xmcray.training.run import Run
 
@@ -290,5 +295,6 @@ def export(options: argparse.Namespace) -> None:
     from xmcray.data.corpus import Corpus
     from xmcray.training.export import export_run
 
-    export_run(run, options.out, Corpus.open(options.data) if options.data else None, settings)
+    corpus = Corpus.open(options.data) if options.data else None
+    export_run(run, options.out, corpus, settings)
     show_next(["xmcray", "search", options.out, "TEXT"])

@@ -71,6 +71,10 @@ class Measured:
     metrics: Mapping[str, float]
     queries_per_s: float = 0.0
 
+    def plain(self) -> dict[str, Any]:
+        """Plain values for results.json."""
+        return {"values": self.values, "queries_per_s": self.queries_per_s, **self.metrics}
+
 
 @dataclass(frozen=True)
 class Held:

@@ -107,7 +107,7 @@ def test_sigterm_outside_of_training_ends_a_command_with_its_line(
     monkeypatch.setitem(
         cli.VERBS,
         "labels",
-        (lambda _: os.kill(os.getpid(), signal.SIGTERM), lambda _: None, "x", ""),
+        cli.Verb(lambda _: os.kill(os.getpid(), signal.SIGTERM), lambda _: None, "x", ""),
     )
     assert cli.main(["labels"]) == 143
     assert capsys.readouterr().err == "terminated; the same command starts it again\n"
