@@ -1,4 +1,7 @@
-"""Balanced recursive 2-means: clusters of query or label vectors whose sizes differ by at most one."""
+"""Balanced recursive 2-means: clusters of query or label vectors whose sizes differ by at most one.
+
+N rows    C clusters of one level    M slots of a cluster, as many as its largest one has rows    D width
+"""
 
 from __future__ import annotations
 
@@ -9,96 +12,126 @@ from xmcray.errors import ConfigError
 from xmcray.types import Float32Array, Int64Array
 
 _MIN_GAIN = 1e-4  # of the mean similarity to the centroid; a split stops below it
-_ELEMENTS_AT_ONCE = 1 << 22  # vectors of neighbouring clusters that are split in one go
+_ELEMENTS_AT_ONCE = 1 << 22  # elements of the vectors of clusters that are split together
 
 
 def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> Int64Array:
     """Halves the rows again and again, each time by 2-means with halves of equal size (NGAME, section 3; spherical).
 
-    Two rows drawn at random start as centres. The half of the rows that prefers the first centre most goes to it, the
-    rest to the other, and the centres become the normalised means, until the mean similarity gains less than 1e-4.
+    Two rows drawn at random are the first centres. The half of the rows that prefers the first centre most goes to it,
+    the rest to the other, and the centres become the normalised means, until the mean similarity gains less than 1e-4.
 
     Args:
-        vectors: float32 [n, D], normalised here. num_clusters: a power of two, at most n. seed: of the drawn rows.
+        vectors: float32 [N, D]; they are normalised here.
+        num_clusters: a power of two, at most N.
+        seed: of the drawn rows.
 
     Returns:
-        Int64Array: int64 [n], a row's cluster; the sizes differ by at most 1. Clusters 2c and 2c + 1 are the halves of
+        Int64Array: int64 [N], a row's cluster; the sizes differ by at most 1. Clusters 2c and 2c + 1 are the halves of
         one parent, hence `result >> k` are the clusters of `num_clusters >> k`.
 
     Raises:
-        ConfigError: num_clusters is no power of two or above n.
+        ConfigError: num_clusters is no power of two or above N.
     """
-    n = len(vectors)
-    if num_clusters < 1 or num_clusters & (num_clusters - 1) or num_clusters > max(1, n):
+    num_rows = len(vectors)
+    is_power_of_two = num_clusters >= 1 and num_clusters & (num_clusters - 1) == 0
+    if not is_power_of_two or num_clusters > max(1, num_rows):
         raise ConfigError(
-            f"{num_clusters} clusters of {n} vectors; give a power of two of at most {n}"
+            f"{num_clusters} clusters of {num_rows} vectors; give a power of two of at most {num_rows}"
         )
-    rows = _normalised(np.asarray(vectors, np.float32))
-    order, starts = (
-        np.arange(n),
-        np.array([0, n]),
-    )  # cluster c of the level is order[starts[c] : starts[c + 1]]
-    for level in range(num_clusters.bit_length() - 1):
-        sizes = np.diff(starts)
-        seeds = _two_rows(sizes, draws.generator(seed, "clusters", level))
-        at_once = max(1, _ELEMENTS_AT_ONCE // (int(sizes.max()) * max(1, rows.shape[1])))
-        for low in range(0, len(sizes), at_once):
-            some = slice(low, low + at_once)
-            _split(rows, order, starts[:-1][some], sizes[some], seeds[some])
-        starts = np.append(
-            np.stack([starts[:-1], starts[:-1] + (sizes + 1) // 2], axis=1).ravel(), n
-        )
-    clusters = np.empty(n, np.int64)
+    row_ND = _normalised(np.asarray(vectors, np.float32))
+    # Cluster c of the current level is order[starts[c] : starts[c + 1]]; each level halves every cluster.
+    order = np.arange(num_rows)
+    starts = np.array([0, num_rows])
+    num_levels = num_clusters.bit_length() - 1
+    for level in range(num_levels):
+        size_C = np.diff(starts)
+        centre_C2 = _two_rows(size_C, draws.generator(seed, "clusters", level))
+        elements_per_cluster = int(size_C.max()) * max(1, row_ND.shape[1])
+        clusters_at_once = max(1, _ELEMENTS_AT_ONCE // elements_per_cluster)
+        for low in range(0, len(size_C), clusters_at_once):
+            chunk = slice(low, low + clusters_at_once)
+            _split(row_ND, order, starts[:-1][chunk], size_C[chunk], centre_C2[chunk])
+        second_halves = starts[:-1] + _first_half(size_C)
+        starts = np.sort(np.concatenate([starts, second_halves]))
+    clusters = np.empty(num_rows, np.int64)
     clusters[order] = np.repeat(np.arange(num_clusters), np.diff(starts))
     return clusters
 
 
 def _split(
-    rows: Float32Array, order: Int64Array, starts: Int64Array, sizes: Int64Array, seeds: Int64Array
+    row_ND: Float32Array,
+    order: Int64Array,
+    start_C: Int64Array,
+    size_C: Int64Array,
+    centre_C2: Int64Array,
 ) -> None:
-    """Reorders each cluster C of `order` so that its first half, the larger if they differ, comes first."""
-    slots = np.arange(sizes.max())
-    filled_CM = (
-        slots < sizes[:, None]
-    )  # sizes differ by at most one: at most the last slot is empty
-    places_CM = starts[:, None] + np.minimum(slots, sizes[:, None] - 1)
-    members_CM = order[places_CM]
-    vectors_CMD = rows[members_CM]
-    vectors_CMD[~filled_CM] = 0
-    total_CD = vectors_CMD.sum(axis=1)
-    half_C = (sizes + 1) // 2
-    active = np.arange(len(sizes))
-    pull_CD = vectors_CMD[active, seeds[:, 0]] - vectors_CMD[active, seeds[:, 1]]
-    similarity_C = np.full(len(sizes), -np.inf)
-    ranked_CM = np.empty_like(members_CM)
+    """Splits some clusters of a level, by reordering `order` in place so that each first half comes first.
+
+    Args:
+        row_ND: unit vectors.
+        order: int64 [N], rows by cluster.
+        start_C: where each cluster begins in `order`.
+        size_C: rows of each cluster; they differ by at most one, so at most the last slot of a cluster is empty.
+        centre_C2: places in the cluster of the two rows that are the first centres.
+    """
+    slot_M = np.arange(size_C.max())
+    filled_CM = slot_M < size_C[:, None]
+    # An empty slot repeats the last row; its vector is 0, so it adds nothing to a sum.
+    place_CM = start_C[:, None] + np.minimum(slot_M, size_C[:, None] - 1)
+    member_CM = order[place_CM]
+    vector_CMD = row_ND[member_CM]
+    vector_CMD[~filled_CM] = 0
+    total_CD = vector_CMD.sum(axis=1)
+    half_C = _first_half(size_C)
+    similarity_C = np.full(len(size_C), -np.inf)
+    ranked_CM = np.empty_like(member_CM)
+
+    # Below, the axis C of vector_CMD, pull_CD and all that follows from them has the active clusters only.
+    active = np.arange(len(size_C))
+    pull_CD = vector_CMD[active, centre_C2[:, 0]] - vector_CMD[active, centre_C2[:, 1]]
     while len(active):
-        preference_CM = np.matmul(vectors_CMD, pull_CD[:, :, None])[:, :, 0]
-        preference_CM[~filled_CM[active]] = -np.inf
+        preference_CM = np.matmul(vector_CMD, pull_CD[:, :, None])[:, :, 0]
+        preference_CM[~filled_CM[active]] = -np.inf  # empty slots come last
         ranking_CM = np.argsort(-preference_CM, axis=1, kind="stable")
         ranked_CM[active] = ranking_CM
-        in_first_CM = np.zeros(ranking_CM.shape, np.float32)
-        np.put_along_axis(
-            in_first_CM, ranking_CM, (slots < half_C[active, None]).astype(np.float32), axis=1
-        )
-        first_CD = np.matmul(in_first_CM[:, None, :], vectors_CMD)[:, 0]
+        is_first_CM = (slot_M < half_C[active, None]).astype(np.float32)  # by rank
+        in_first_CM = np.zeros(ranking_CM.shape, np.float32)  # by slot
+        np.put_along_axis(in_first_CM, ranking_CM, is_first_CM, axis=1)
+        first_CD = np.matmul(in_first_CM[:, None, :], vector_CMD)[:, 0]
         second_CD = total_CD[active] - first_CD
-        norms_C = np.linalg.norm(first_CD, axis=1) + np.linalg.norm(second_CD, axis=1)
-        gained = norms_C / sizes[active] - similarity_C[active] >= _MIN_GAIN
-        similarity_C[active] = norms_C / sizes[active]
+        # The similarities of unit vectors to their normalised sum add up to the norm of that sum.
+        norm_C = np.linalg.norm(first_CD, axis=1) + np.linalg.norm(second_CD, axis=1)
+        new_similarity_C = norm_C / size_C[active]
+        improves = new_similarity_C - similarity_C[active] >= _MIN_GAIN
+        similarity_C[active] = new_similarity_C
         pull_CD = _normalised(first_CD) - _normalised(second_CD)
-        if not gained.all():  # a copy of what goes on
-            vectors_CMD, active, pull_CD = vectors_CMD[gained], active[gained], pull_CD[gained]
-    order[places_CM[filled_CM]] = np.take_along_axis(members_CM, ranked_CM, axis=1)[filled_CM]
+        if (
+            not improves.all()
+        ):  # selecting copies all vectors, so it happens only when a cluster is done
+            vector_CMD = vector_CMD[improves]
+            pull_CD = pull_CD[improves]
+            active = active[improves]
+    new_member_CM = np.take_along_axis(member_CM, ranked_CM, axis=1)
+    order[place_CM[filled_CM]] = new_member_CM[filled_CM]
 
 
-def _two_rows(sizes: Int64Array, generator: np.random.Generator) -> Int64Array:
-    """int64 [C, 2]: two different places in each cluster of at least two rows."""
-    uniform = generator.random((len(sizes), 2))
-    first = (uniform[:, 0] * sizes).astype(np.int64)
-    second = first + 1 + (uniform[:, 1] * (sizes - 1)).astype(np.int64)
-    return np.stack([first, second % sizes], axis=1)
+def _first_half(size_C: Int64Array) -> Int64Array:
+    """Returns the sizes of the first halves, which are the larger ones of odd clusters."""
+    return (size_C + 1) // 2
+
+
+def _two_rows(size_C: Int64Array, generator: np.random.Generator) -> Int64Array:
+    """Draws two different places in each cluster of at least two rows, int64 [C, 2]."""
+    uniform_C2 = generator.random((len(size_C), 2))
+    first_C = (uniform_C2[:, 0] * size_C).astype(np.int64)
+    # A distance of 1 .. size - 1 from the first place, counted around the end, is never the first place again.
+    distance_C = 1 + (uniform_C2[:, 1] * (size_C - 1)).astype(np.int64)
+    second_C = (first_C + distance_C) % size_C
+    return np.stack([first_C, second_C], axis=1)
 
 
 def _normalised(vectors: Float32Array) -> Float32Array:
-    unit: Float32Array = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: Float32Array = vectors / np.maximum(norms, 1e-12)
     return unit

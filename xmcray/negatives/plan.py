@@ -1,7 +1,8 @@
-"""What a method asks for: how many negatives of which kind, in which batches, and when they are refreshed."""
+"""The section `negatives`: how many negatives of which kind, in which batches, and when they are refreshed."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -13,20 +14,20 @@ class NegativesConfig:
     """Section `negatives`.
 
     Attributes:
-        uniform: c, labels of the pool drawn uniformly for a whole global batch.
-        uniform_epochs: first epochs that have the uniform pool; 0 is all of them. With `start_epoch` here, hard
-            negatives take the place of uniform ones.
+        uniform: c, candidate labels drawn uniformly for a whole global batch.
+        uniform_epochs: first epochs that have uniform candidates; 0 is all of them. If it equals `start_epoch`, hard
+            negatives replace the uniform ones.
         hard: h, hard negatives of a query; 0 switches the index off.
-        cluster_size: batches are made of whole clusters of at least so many alike queries (NGAME), so that in-batch
+        cluster_size: batches are made of whole clusters of at least so many similar queries (NGAME), so that in-batch
             negatives are hard; 0 draws batches at random. Clusters are refreshed with the hard negatives.
-        cluster_doubles: epochs from which on the clusters are twice as large.
+        cluster_doubles: epochs at whose start the clusters become twice as large.
         start_epoch: e0, first epoch that uses hard negatives or clusters (>= 2: one to collect queries, one to build
             and search).
         refresh_every: epochs between refreshes.
         curriculum: epochs over which the number of hard negatives grows to `hard`; 0 uses all of them at once.
         index: FAISS factory string, or "auto" by size; "Flat" searches exactly.
-        schedule: "scheduled" switches at the step the schedule names, so that runs can be repeated exactly; "eager"
-            takes the newest complete version at any step and never waits.
+        schedule: "scheduled" switches versions at fixed steps, so that runs can be repeated exactly; "eager" takes the
+            newest complete version at any step and never waits.
         wait_s: seconds that "scheduled" waits for a version that is late.
         max_age: epochs after which negatives that could not be refreshed end the run.
         recall_queries: queries whose exact neighbours are also found, to report the recall of the index; 0 for none.
@@ -64,56 +65,67 @@ class NegativesConfig:
 
     @property
     def refreshed(self) -> bool:
-        """Whether there is anything to collect query vectors for."""
+        """Whether hard negatives or clusters are refreshed, for which query vectors have to be collected."""
         return self.hard > 0 or self.cluster_size > 0
 
     @property
     def schedule_of(self) -> Schedule:
-        """When versions are collected, built and used."""
+        """The epochs in which versions are collected, built and used."""
         return Schedule(self.start_epoch, self.refresh_every)
 
     def uniform_at(self, epoch: int) -> int:
-        """Labels of the uniform pool in an epoch."""
-        return 0 if self.uniform_epochs and epoch >= self.uniform_epochs else self.uniform
+        """Returns the number of uniform candidates in an epoch."""
+        if self.uniform_epochs and epoch >= self.uniform_epochs:
+            return 0
+        return self.uniform
 
     def hard_at(self, epoch: int) -> int:
-        """Hard negatives per query in an epoch: the curriculum grows linearly from the first epoch that has any."""
+        """Returns the hard negatives per query in an epoch; a curriculum grows linearly from `start_epoch` on."""
         if epoch < self.start_epoch:
             return 0
         if not self.curriculum:
             return self.hard
-        return min(self.hard, -(-self.hard * (epoch - self.start_epoch + 1) // self.curriculum))
+        curriculum_epoch = epoch - self.start_epoch + 1
+        return min(self.hard, math.ceil(self.hard * curriculum_epoch / self.curriculum))
 
     def num_clusters_at(self, epoch: int, num_queries: int) -> int:
-        """Clusters of an epoch: the largest power of two that leaves each as many queries as the epoch asks for."""
-        size = self.cluster_size << sum(epoch >= doubling for doubling in self.cluster_doubles)
-        return 1 << max(0, (num_queries // size).bit_length() - 1)
+        """Returns the clusters of an epoch: the largest power of two whose clusters are not too small.
+
+        Args:
+            epoch: counted from 0.
+            num_queries: queries that are clustered.
+        """
+        size = self.cluster_size
+        for doubling in self.cluster_doubles:
+            if epoch >= doubling:
+                size *= 2
+        most = num_queries // size
+        return 1 << max(0, most.bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Version v collects queries in epoch use - 2, is built and searched in use - 1, and is used from epoch `use`.
+    """The epochs of each version of the negatives (ASTRA, Algorithm 1).
 
-    (ASTRA, Algorithm 1; use = start_epoch + v * refresh_every.)
+    Version v is used from epoch u = start_epoch + v * refresh_every on. Its queries are collected in epoch u - 2, and
+    its index is built and searched in epoch u - 1.
     """
 
     start_epoch: int
     refresh_every: int
 
     def use_epoch(self, version: int) -> int:
-        """First epoch that uses a version."""
+        """Returns the first epoch that uses a version."""
         return self.start_epoch + version * self.refresh_every
 
     def collecting(self, epoch: int) -> int | None:
-        """The version whose queries are collected in an epoch."""
-        return self._version_at(epoch + 2)
+        """Returns the version whose queries are collected in an epoch; None if there is none."""
+        use_epoch = epoch + 2
+        version, rest = divmod(use_epoch - self.start_epoch, self.refresh_every)
+        return version if version >= 0 and rest == 0 else None
 
     def using(self, epoch: int) -> int | None:
-        """The version that an epoch uses when nothing is late; None before the first."""
+        """Returns the version that an epoch uses when none is late; None before the first."""
         if epoch < self.start_epoch:
             return None
         return (epoch - self.start_epoch) // self.refresh_every
-
-    def _version_at(self, use_epoch: int) -> int | None:
-        version, rest = divmod(use_epoch - self.start_epoch, self.refresh_every)
-        return version if version >= 0 and rest == 0 else None

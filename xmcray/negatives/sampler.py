@@ -1,4 +1,7 @@
-"""From a batch and its hard negatives to the label rows that this rank must score."""
+"""From a batch and its hard negatives to the label rows that this rank must score.
+
+U  distinct labels    P  (query, label) pairs    C  uniform candidates    T  values of a ragged array
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,25 @@ from torch import Tensor
 
 from xmcray import draws
 from xmcray.parallel.partition import LabelPartition
-from xmcray.types import Batch, Int64Array, Ragged
+from xmcray.types import Batch, Int64Array, Ragged, offsets_of
 
 Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Labels of this rank that a global batch meets; indices into `rows` name them.
+    """Labels of this rank that a global batch is scored against. All rows but `row_ids` are positions in `row_ids`.
 
     Attributes:
         row_ids: int64 [U], distinct local label ids, ascending.
-        pair_query, pair_row: int64 [P], listed pairs (positives and hard negatives), query ascending.
+        pair_query: int64 [P], query of each listed pair (positives and hard negatives), ascending.
+        pair_row: int64 [P], row of each listed pair.
         pair_is_positive: bool [P].
-        pair_weight: float [P], |P_i| / cap where positives were capped, or None when all are 1.
-        pool_rows: int64 [C], this rank's part of the uniform pool.
-        skip_query, skip_column: entries (query, pool column) that are positive, hard or the query itself.
+        pair_weight: float [P], |P_i| / cap if positives were capped, or None if all weights are 1.
+        pool_rows: int64 [C], this rank's part of the uniform candidates.
+        skip_query: int64, query of each entry (query, uniform candidate) that is no negative, because the candidate is
+            positive, hard or the query itself.
+        skip_column: int64, position in `pool_rows` of each such entry.
     """
 
     row_ids: Tensor
@@ -40,13 +46,13 @@ class Candidates:
     skip_column: Tensor
 
     def to(self, device: torch.device) -> Candidates:
-        """The same on another device."""
+        """Returns the same candidates on another device."""
         if device.type == "cpu":
             return self
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {
-            name: None if t is None else t.to(device) for name, t in tensors.items()
-        }
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            moved[field.name] = None if tensor is None else tensor.to(device)
         return Candidates(**moved)
 
 
@@ -58,37 +64,37 @@ def gather_candidates(
     weight_G: Float64Array | None,
     part: LabelPartition,
 ) -> Candidates:
-    """Candidates of one step on one rank; every rank knows the global batch, so nothing is exchanged.
+    """Returns the candidates of one step on one rank. Every rank knows the global batch, so nothing is exchanged.
 
     Args:
+        batch: the global batch.
         hard: internal label ids of the hard negatives of all G queries, disjoint from their positives.
-        pool: distinct internal label ids, ascending.
-        positives: the positives that are scored (a sample of batch.positives where capped).
+        pool: int64, distinct internal label ids of the uniform candidates, ascending.
+        positives: the positives that are scored (a sample of batch.positives if they are capped).
         weight_G: float [G], weight of each query's positives, or None for 1.
-        part: who owns which label.
+        part: the labels of this rank.
     """
-    listed = np.concatenate([positives.values, hard.values])
+    label = np.concatenate([positives.values, hard.values])
     query = np.concatenate([positives.row_ids, hard.row_ids])
-    is_positive = np.arange(len(listed)) < len(positives.values)
-    own = np.flatnonzero(part.owns(listed))
+    is_positive = np.arange(len(label)) < len(positives.values)
+    # Pairs of this rank by query; a stable sort keeps a query's positives before its hard negatives.
+    own = np.flatnonzero(part.owns(label))
     own = own[np.argsort(query[own], kind="stable")]
     own_pool = pool[part.owns(pool)]
-    row_ids, index = np.unique(
-        np.concatenate([part.to_local(listed[own]), part.to_local(own_pool)]), return_inverse=True
-    )
+    local_ids = np.concatenate([part.to_local(label[own]), part.to_local(own_pool)])
+    row_ids, row_of = np.unique(local_ids, return_inverse=True)
     skip_query, skip_column = _skipped(own_pool, [batch.positives, hard, batch.excluded])
-    weights = (
-        None
-        if weight_G is None
-        else torch.from_numpy(np.where(is_positive, weight_G[query], 1.0)[own])
-    )
+    pair_weight = None
+    if weight_G is not None:
+        weight = np.where(is_positive, weight_G[query], 1.0)
+        pair_weight = torch.from_numpy(weight[own])
     return Candidates(
         row_ids=torch.from_numpy(row_ids),
         pair_query=torch.from_numpy(query[own]),
-        pair_row=torch.from_numpy(index[: len(own)]),
+        pair_row=torch.from_numpy(row_of[: len(own)]),
         pair_is_positive=torch.from_numpy(is_positive[own]),
-        pair_weight=weights,
-        pool_rows=torch.from_numpy(index[len(own) :]),
+        pair_weight=pair_weight,
+        pool_rows=torch.from_numpy(row_of[len(own) :]),
         skip_query=torch.from_numpy(skip_query),
         skip_column=torch.from_numpy(skip_column),
     )
@@ -97,50 +103,58 @@ def gather_candidates(
 def capped_positives(
     batch: Batch, cap: int, seed: int, unbiased: bool
 ) -> tuple[Ragged, Float64Array | None]:
-    """At most `cap` positives of each query, drawn uniformly, and the weight |P_i| / cap that keeps the sum unbiased.
+    """Draws at most `cap` positives of each query uniformly.
 
     Args:
-        cap: 0 keeps all. seed: of the draws, keyed by the step.
-        unbiased: whether the drawn positives are weighted.
+        batch: the global batch.
+        cap: most positives of a query; 0 keeps all.
+        seed: of the draws, keyed by the step.
+        unbiased: whether drawn positives get the weight |P_i| / cap, which keeps the expected sum as it was.
     Returns:
-        The positives, and float64 [G] weights or None when all are 1.
+        The positives, and float64 [G] weights or None if all are 1.
     """
     lengths = batch.positives.lengths
     if not cap or lengths.max(initial=0) <= cap:
         return batch.positives, None
-    weight = np.where(lengths > cap, lengths / cap, 1.0) if unbiased else None
-    return draw_from_rows(
-        batch.positives, cap, draws.generator(seed, "positives", batch.step)
-    ), weight
+    weight_G = np.where(lengths > cap, lengths / cap, 1.0) if unbiased else None
+    generator = draws.generator(seed, "positives", batch.step)
+    return draw_from_rows(batch.positives, cap, generator), weight_G
 
 
 def draw_from_rows(
     rows: Ragged, count: int, generator: np.random.Generator, weight_T: Float64Array | None = None
 ) -> Ragged:
-    """At most `count` values of each row, drawn without replacement, in their old order.
+    """Draws at most `count` values of each row without replacement, and keeps them in their old order.
 
     Args:
+        rows: the values to draw from.
+        count: most values of a row.
+        generator: source of randomness.
         weight_T: float [T] > 0; a value is drawn next with probability proportional to its weight, uniformly if not
             given.
     """
-    waits = generator.exponential(
-        size=len(rows.values)
-    )  # of a race: the first `count` to arrive are drawn
-    arrival = waits if weight_T is None else waits / weight_T
-    order = np.lexsort((arrival, rows.row_ids))
-    place = np.arange(len(order)) - np.repeat(rows.offsets[:-1], rows.lengths)
-    drawn = np.sort(order[place < count])
-    return Ragged(
-        rows.values[drawn], np.concatenate([[0], np.cumsum(np.minimum(rows.lengths, count))])
-    )
+    # An exponential race: each value arrives after a random time, and the first `count` of a row are drawn.
+    arrival_T = generator.exponential(size=len(rows.values))
+    if weight_T is not None:
+        arrival_T = arrival_T / weight_T
+    order = np.lexsort((arrival_T, rows.row_ids))  # by row, then by arrival
+    rank_in_row = np.arange(len(order)) - np.repeat(rows.offsets[:-1], rows.lengths)
+    drawn = np.sort(order[rank_in_row < count])
+    return Ragged(rows.values[drawn], offsets_of(np.minimum(rows.lengths, count)))
 
 
 def _skipped(pool: Int64Array, lists: list[Ragged]) -> tuple[Int64Array, Int64Array]:
-    """(query, column) of every listed label that is in the pool; `pool` ascending."""
-    label = np.concatenate([part.values for part in lists])
-    query = np.concatenate([part.row_ids for part in lists])
+    """Finds the listed labels that are in the pool; returns their queries and their positions in the pool.
+
+    Args:
+        pool: int64, ascending label ids.
+        lists: labels of each query.
+    """
     if not len(pool):
         return np.empty(0, np.int64), np.empty(0, np.int64)
+    label = np.concatenate([labels.values for labels in lists])
+    query = np.concatenate([labels.row_ids for labels in lists])
+    # A label above all of the pool gets its last position; the comparison rules it out.
     column = np.minimum(np.searchsorted(pool, label), len(pool) - 1)
-    hit = pool[column] == label
-    return query[hit], column[hit]
+    is_in_pool = pool[column] == label
+    return query[is_in_pool], column[is_in_pool]

@@ -1,9 +1,12 @@
-"""How ranks exchange rows and numbers; each function states its backward. Works on Gloo, NCCL and one process alone."""
+"""How ranks exchange rows and numbers. Works on Gloo, on NCCL and in one process alone.
+
+Functions with a gradient say what their backward pass does; all others have none. NCCL and Gloo gather tensors of one
+shape only, so rows of different number are padded to the largest, called `width` here.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,22 +19,22 @@ T = TypeVar("T")
 
 
 def num_ranks() -> int:
-    """Number of ranks; 1 when torch.distributed is not in use."""
+    """Returns the number of ranks; 1 if torch.distributed is not in use."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's rank; 0 when torch.distributed is not in use."""
+    """Returns the rank of this process; 0 if torch.distributed is not in use."""
     return dist.get_rank() if num_ranks() > 1 else 0
 
 
 def on_gpu() -> bool:
-    """Whether ranks exchange CUDA tensors (NCCL)."""
+    """Returns whether ranks exchange CUDA tensors (NCCL)."""
     return num_ranks() > 1 and dist.get_backend() == "nccl"
 
 
 def gather_rows(rows_BD: Tensor, total: int) -> Tensor:
-    """All ranks' rows in rank order.
+    """Gathers the rows of a global batch in rank order.
 
     Args:
         rows_BD: rows of positions [start, stop) = share(total, rank, num_ranks); a rank may have none.
@@ -45,10 +48,10 @@ def gather_rows(rows_BD: Tensor, total: int) -> Tensor:
 
 
 def gather_parts(rows_UD: Tensor) -> Tensor:
-    """All ranks' rows in rank order, any number of each.
+    """Gathers rows in rank order; each rank may have any number of them.
 
     Returns:
-        [P, D]. Backward: a rank gets the gradients of its rows summed over all ranks.
+        [P, D]. Backward: all-reduce; a rank gets the gradients of its rows summed over all ranks.
     """
     if num_ranks() == 1:
         return rows_UD
@@ -56,55 +59,51 @@ def gather_parts(rows_UD: Tensor) -> Tensor:
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """`tensor` summed over ranks, in place; no gradient."""
+    """Sums a tensor over ranks in place and returns it."""
     if num_ranks() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def gather_ragged(tensor: Tensor) -> list[Tensor]:
-    """Every rank's tensor (same trailing shape, any number of rows) in rank order; no gradient."""
+    """Returns every rank's tensor in rank order; they differ in the number of rows only."""
     if num_ranks() == 1:
         return [tensor]
-    sizes = _sizes(tensor)
-    width = max(sizes)
-    buffer = _gathered(tensor, width)
-    return [buffer[r * width : r * width + size] for r, size in enumerate(sizes)]
+    num_rows = _row_counts(tensor)
+    return _without_padding(_gather_padded(tensor, max(num_rows)), num_rows)
 
 
 def gather_equal(tensor: Tensor) -> Tensor:
-    """[ranks, ...], every rank's tensor, all of the same shape; no gradient."""
+    """Returns every rank's tensor as [ranks, ...]; all have the same shape."""
     if num_ranks() == 1:
         return tensor.unsqueeze(0)
-    buffer = tensor.new_empty((num_ranks() * len(tensor), *tensor.shape[1:]))
-    _all_gather(buffer, tensor.contiguous())
-    return buffer.view(num_ranks(), *tensor.shape)
+    return _all_gather(tensor.contiguous()).view(num_ranks(), *tensor.shape)
 
 
 def gather_placed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Every rank's rows of tensors of equal length, without a copy of what came; no gradient.
+    """Gathers the rows of some tensors of equal length without copying them once more.
 
     Returns:
-        int64, places of ranks' rows in rank order, and of each tensor a buffer that has them there.
+        int64, the places of all ranks' rows in rank order, and for each tensor a buffer that has its rows there.
     """
-    sizes = _sizes(tensors[0])
-    width, device = max(sizes), tensors[0].device
-    places = [
-        torch.arange(r * width, r * width + size, device=device) for r, size in enumerate(sizes)
-    ]
-    return torch.cat(places), *(_gathered(tensor, width) for tensor in tensors)
+    num_rows = _row_counts(tensors[0])
+    width = max(num_rows)
+    buffers = [_gather_padded(tensor, width) for tensor in tensors]
+    all_places = torch.arange(len(buffers[0]), device=tensors[0].device)
+    return torch.cat(_without_padding(all_places, num_rows)), *buffers
 
 
 def gather_objects(value: T) -> list[T]:
-    """Every rank's small Python value (plain numbers, strings, dicts) in rank order, sent as JSON text."""
+    """Returns every rank's small Python value (plain numbers, strings, dicts) in rank order, sent as JSON text."""
     if num_ranks() == 1:
         return [value]
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_device())
-    return [json.loads(bytes(part.cpu().numpy().tobytes())) for part in gather_ragged(text)]
+    text = json.dumps(value).encode()
+    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_device())
+    return [json.loads(part.cpu().numpy().tobytes()) for part in gather_ragged(tensor)]
 
 
 def broadcast_int(value: int) -> int:
-    """Rank 0's `value` on every rank."""
+    """Returns the `value` of rank 0 on every rank."""
     if num_ranks() == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64, device=_device())
@@ -116,21 +115,21 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_BD: Tensor, total: int) -> Tensor:
         ctx.total = total
-        width = -(-total // num_ranks())
-        buffer = rows_BD.new_empty((num_ranks() * width, rows_BD.shape[1]))
-        _all_gather(buffer, _padded(rows_BD, width))
-        return _unpad(buffer, total, width)
+        num_rows = _shares(total)
+        buffer = _gather_padded(rows_BD, max(num_rows))
+        if total == len(buffer):
+            return buffer  # nothing is padded
+        return torch.cat(_without_padding(buffer, num_rows))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad_GD,) = grads
-        width = -(-ctx.total // num_ranks())
-        spans = _spans(ctx.total)
-        padded = torch.cat([_padded(grad_GD[start:stop], width) for start, stop in spans])
+        num_rows = _shares(ctx.total)
+        width = max(num_rows)
+        padded = torch.cat([_padded(part_BD, width) for part_BD in grad_GD.split(num_rows)])
         own = grad_GD.new_empty((width, grad_GD.shape[1]))
         _reduce_scatter(own, padded)
-        start, stop = spans[rank()]
-        return own[: stop - start], None
+        return own[: num_rows[rank()]], None
 
 
 class _GatherParts(torch.autograd.Function):
@@ -143,58 +142,56 @@ class _GatherParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return sum_over_ranks(grads[0].clone(memory_format=torch.contiguous_format))[ctx.own]
+        grad_PD = grads[0].clone(memory_format=torch.contiguous_format)
+        return sum_over_ranks(grad_PD)[ctx.own]
 
 
-def _sizes(tensor: Tensor) -> list[int]:
-    """Rows of each rank's tensor."""
+def _shares(total: int) -> list[int]:
+    """Returns the number of positions of each rank."""
+    spans = [share(total, r, num_ranks()) for r in range(num_ranks())]
+    return [stop - start for start, stop in spans]
+
+
+def _row_counts(tensor: Tensor) -> list[int]:
+    """Returns the number of rows of each rank's tensor."""
     if num_ranks() == 1:
         return [len(tensor)]
     count = torch.tensor([len(tensor)], device=tensor.device)
-    counts = torch.zeros(num_ranks(), dtype=count.dtype, device=tensor.device)
-    _all_gather(counts, count)
-    return counts.tolist()
+    return _all_gather(count).tolist()
 
 
-def _gathered(tensor: Tensor, width: int) -> Tensor:
-    """All ranks' rows, `width` of each."""
+def _gather_padded(tensor: Tensor, width: int) -> Tensor:
+    """Gathers all ranks' rows into one buffer, `width` of each rank."""
     if num_ranks() == 1:
         return tensor
-    buffer = tensor.new_empty((num_ranks() * width, *tensor.shape[1:]))
-    _all_gather(buffer, _padded(tensor, width))
-    return buffer
+    return _all_gather(_padded(tensor, width))
 
 
-def _spans(total: int) -> Sequence[tuple[int, int]]:
-    return [share(total, r, num_ranks()) for r in range(num_ranks())]
+def _without_padding(buffer: Tensor, num_rows: list[int]) -> list[Tensor]:
+    """Returns each rank's rows in a buffer that has equally many for each."""
+    parts = buffer.split(max(num_rows)) if len(buffer) else [buffer] * len(num_rows)
+    return [part[:rows] for part, rows in zip(parts, num_rows, strict=True)]
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:
     missing = width - len(rows)
-    return (
-        torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
-        if missing
-        else rows.contiguous()
-    )
-
-
-def _unpad(buffer: Tensor, total: int, width: int) -> Tensor:
-    if total == len(buffer):
-        return buffer
-    return torch.cat(
-        [buffer[r * width : r * width + b - a] for r, (a, b) in enumerate(_spans(total))]
-    )
+    if not missing:
+        return rows.contiguous()
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
 def _device() -> torch.device:
     return torch.device("cuda" if on_gpu() else "cpu")
 
 
-def _all_gather(out: Tensor, own: Tensor) -> None:
+# torch renames these collectives; older versions know the longer names only.
+def _all_gather(own: Tensor) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, own)
+    full = own.new_empty((num_ranks() * len(own), *own.shape[1:]))
+    gather(full, own)
+    return full
 
 
-def _reduce_scatter(out: Tensor, full: Tensor) -> None:
+def _reduce_scatter(own: Tensor, full: Tensor) -> None:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, full)
+    scatter(own, full)

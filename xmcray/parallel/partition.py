@@ -1,4 +1,4 @@
-"""Which rank owns which labels. The only place where such arithmetic is done."""
+"""Which rank owns which labels. This is the only place where such arithmetic is done."""
 
 from __future__ import annotations
 
@@ -11,15 +11,25 @@ from xmcray.types import Int64Array
 
 
 def share(total: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Positions [start, stop) of `total` that belong to `rank`: sizes differ by at most one, some may be empty."""
-    return rank * total // num_ranks, (rank + 1) * total // num_ranks
+    """Returns the positions [start, stop) of `total` that belong to a rank.
+
+    The shares differ by at most one position; some may be empty.
+    """
+    start = rank * total // num_ranks
+    stop = (rank + 1) * total // num_ranks
+    return start, stop
 
 
 @dataclass(frozen=True, slots=True)
 class LabelPartition:
-    """Contiguous label rows over ranks: rank r owns labels [start, stop) of [0, num_labels).
+    """The labels of one rank: rank r owns the contiguous labels [start, stop) of [0, num_labels).
 
-    The rows are not padded; a rank may own none.
+    Shares are not padded; a rank may own no label.
+
+    Attributes:
+        num_labels: L.
+        num_ranks: ranks that share the labels.
+        rank: the rank whose labels these are.
     """
 
     num_labels: int
@@ -46,17 +56,16 @@ class LabelPartition:
         return self.stop - self.start
 
     def owns(self, label_ids: Int64Array) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """bool, same shape: which of the global ids lie on this rank."""
+        """Returns which of the global ids belong to this rank, bool of the same shape."""
         return (label_ids >= self.start) & (label_ids < self.stop)
 
     def to_local(self, label_ids: Int64Array) -> Int64Array:
-        """Global to local ids; every id must be owned."""
-        local = label_ids - self.start
-        assert local.size == 0 or (local.min() >= 0 and local.max() < self.size), (
-            "label of another rank"
-        )
-        return local
+        """Turns global ids, all of which belong to this rank, into local ones."""
+        local_ids = label_ids - self.start
+        is_own = (local_ids >= 0) & (local_ids < self.size)
+        assert is_own.all(), "label of another rank"
+        return local_ids
 
     def to_global(self, local_label_ids: Int64Array) -> Int64Array:
-        """Local to global ids."""
+        """Turns local ids into global ones."""
         return local_label_ids + self.start
