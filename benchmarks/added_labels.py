@@ -118,8 +118,8 @@ def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Floa
     """Vectors that labels get when they join a bundle that never had them."""
     retriever, side = Retriever.load(bundle), load_label_side(bundle / "label_side")
     known = np.setdiff1d(np.arange(retriever.num_labels), held)
-    if side.prototypes is not None:
-        side.prototypes.cluster_L = side.prototypes.cluster_L[retriever.labels.label_rows[known]]
+    if side.cluster_L is not None:
+        side.cluster_L = side.cluster_L[retriever.labels.label_rows[known]]
     write_bundle(
         folder / "without",
         load_encoder(bundle / "encoder"),

@@ -26,7 +26,7 @@ from common import refuse_if_busy, write_table
 
 from xmcray import draws
 from xmcray.losses.bce import full_bce, sampled_bce
-from xmcray.losses.pairs import pair_scores
+from xmcray.losses.pairs import Pairs, pair_scores
 from xmcray.negatives.sampler import gather_candidates
 from xmcray.nn.classifier import ShardedClassifier
 from xmcray.nn.row_table import RowOptimConfig
@@ -109,11 +109,11 @@ class Case:
         pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T + OFFSET
         skip = found.skip_query, found.skip_column
         weight = self.num_labels / POOL
-        terms = sampled_bce(
+        total = sampled_bce(
             pair_score_P, found.pair_is_positive, None, pool_score_GC, *skip, weight
         )
         times.append(time.perf_counter())
-        (terms.total / terms.num_queries).backward()
+        (total / len(query_GD)).backward()
         times.append(time.perf_counter())
         self.table.update(LR)
         times.append(time.perf_counter())
@@ -126,10 +126,11 @@ class Case:
         query_GD = self.query()
         start = time.perf_counter()
         row_SD = self.table.rows(None)
-        pairs = torch.from_numpy(batch.positives.row_ids), torch.from_numpy(batch.positives.values)
+        positives = batch.positives
+        pairs = Pairs(torch.from_numpy(positives.row_ids), torch.from_numpy(positives.values))
         none = torch.empty(0, dtype=torch.int64)
-        terms = full_bce(query_GD, row_SD, *pairs, none, none, offset=OFFSET)
-        (terms.total / terms.num_queries).backward()
+        total = full_bce(query_GD, row_SD, pairs, Pairs(none, none), logit_prior=OFFSET)
+        (total / len(query_GD)).backward()
         self.table.update(LR)
         self._finish(query_GD, [start, time.perf_counter()], keep)
 

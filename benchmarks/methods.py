@@ -37,7 +37,7 @@ from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search
 from xmcray.evaluation.metrics import Metrics
-from xmcray.methods.base import methods
+from xmcray.methods.registry import method_names
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index
@@ -166,7 +166,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--set", dest="sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--method", nargs="+", choices=sorted(methods()), default=sorted(methods()))
+    parser.add_argument("--method", nargs="+", choices=method_names(), default=method_names())
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the presets"
     )
@@ -197,7 +197,7 @@ def main() -> None:
             notes.append(f"{name} left out: not on this machine")
             continue
         found: dict[str, dict[str, Any]] = {}
-        for method in sorted(methods()):
+        for method in method_names():
             wanted = (
                 name in arguments.sets
                 and method in arguments.method
@@ -423,7 +423,7 @@ def table(name: str, found: Mapping[str, Mapping[str, Any]]) -> list[list[object
 def comments(name: str, corpus: Corpus, found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     card = corpus.card
     about = f"{name}: {card.num_labels:,} labels, {card.num_train:,} training queries"
-    missing = [method for method in sorted(methods()) if method not in found]
+    missing = [method for method in method_names() if method not in found]
     if missing:
         about += f"; not trained yet: {', '.join(missing)}"
     epochs = ", ".join(f"{method} {result['epochs']}" for method, result in found.items())

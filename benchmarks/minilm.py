@@ -32,7 +32,7 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.sample import write_sample
 from xmcray.evaluation.evaluate import Evaluation
-from xmcray.methods.base import methods
+from xmcray.methods.registry import method_names
 from xmcray.nn.encoder import build_encoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
@@ -97,7 +97,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--method", nargs="*", choices=sorted(methods()), default=sorted(methods()))
+    parser.add_argument("--method", nargs="*", choices=method_names(), default=method_names())
     parser.add_argument(
         "--model", default=packaged_model(), help="folder of a sentence-transformers model"
     )
@@ -131,7 +131,7 @@ def main() -> None:
                 corpus, arguments.model, memory, todo and time.monotonic() < deadline
             )
             rows.append(row(name, "untrained", what, result))
-        for method in sorted(methods()):
+        for method in method_names():
             config = settings(method, part, arguments)
             wanted = todo and method in arguments.method and time.monotonic() < deadline
             rows.append(row(name, part, method, trained(corpus, config, wanted)))

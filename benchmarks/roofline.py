@@ -133,10 +133,10 @@ def measure(size: Size, device: torch.device, steps: int) -> tuple[float, float,
         pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T
         skip = found.skip_query, found.skip_column
         weight = size.labels / size.uniform
-        terms = sampled_bce(
+        total = sampled_bce(
             pair_score_P, found.pair_is_positive, None, pool_score_GC, *skip, weight
         )
-        (terms.total / terms.num_queries).backward()
+        (total / len(query_GD)).backward()
         table.update(0.01)
 
     seconds = median_s(step, device, steps)

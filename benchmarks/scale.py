@@ -252,11 +252,11 @@ def classifier_rank(rank: int, ranks: int, corpus: str, folder: Path, dim: int) 
     for step in range(first, first + WARM + STEPS):
         batch = setup.sampler.batch(step, rank, ranks)
         query_BD = setup.stepper.encoder(batch.tokens).detach().requires_grad_()
-        method.parts = replace(method.parts, encode=lambda tokens, vectors=query_BD: vectors)  # type: ignore[attr-defined]
+        method.context = replace(method.context, encode=lambda tokens, vectors=query_BD: vectors)  # type: ignore[attr-defined]
         collectives.sum_over_ranks(torch.zeros(1))
         start = time.perf_counter()
-        terms = method.loss(batch, shortlist)
-        (terms.total / terms.num_queries).backward()
+        output = method.loss(batch, shortlist)
+        (output.total / output.divisor).backward()
         table.update(1e-3)
         seconds.append(time.perf_counter() - start)
     if rank == 0:

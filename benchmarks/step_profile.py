@@ -33,8 +33,9 @@ from xmcray import draws
 from xmcray.data.batches import BatchSampler, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.methods import rae
-from xmcray.methods.base import Parts, methods
+from xmcray.methods.base import MethodContext
 from xmcray.methods.label_pool import LabelPool
+from xmcray.methods.registry import method_entry, method_names
 from xmcray.negatives import sampler
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.negatives.shortlists import ShortlistFeed
@@ -100,13 +101,13 @@ def watch_all(clock: Clock) -> None:
     clock.watch(TrainingData, "tokens", "tokens")
     clock.watch(draws, "generator torch_seed uniform_labels keep_mask", "draws")
     clock.watch(sampler, "draw_from_rows capped_positives", "draws")
-    clock.watch(Parts, "drawn_hard", "draws")
+    clock.watch(MethodContext, "draw_positives draw_hard_negatives", "draws")
     clock.watch(LabelPool, "of everything pairs count", "label pool")
     clock.watch(sampler, "gather_candidates", "label pool")
     clock.watch(rae, "sharing_queries", "label pool")
     clock.watch(Embedder, "__call__", "encoder")
-    for entry in methods().values():
-        clock.watch(entry.factory, "loss", "scores and loss")
+    for name in method_names():
+        clock.watch(method_entry(name).factory, "loss after_step", "scores and loss")
     clock.watch(torch.Tensor, "backward", "backward")
     clock.watch(Embedder, "finish_backward", "backward")
     clock.watch(EncoderOptimizer, "step zero_grad", "optimiser")
@@ -122,7 +123,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", nargs="+", default=["sample"], metavar="CORPUS")
-    parser.add_argument("--method", nargs="+", default=sorted(methods()), choices=sorted(methods()))
+    parser.add_argument("--method", nargs="+", default=method_names(), choices=method_names())
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the presets"
     )

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from xmcray.methods.base import methods
+from xmcray.methods.registry import method_entry, method_names
 from xmcray.training.run import RunConfig
 
 PAGE = Path(__file__).with_name("settings.md")
@@ -28,8 +28,8 @@ def page() -> str:
     parts = [HEAD]
     shared = [f for f in dataclasses.fields(RunConfig) if f.name not in ("method", "method_name")]
     parts += [section(field.name, field.default_factory) for field in shared]
-    for name, entry in methods().items():
-        parts.append(section("method", entry.config_type, f"`method` of {name}"))
+    for name in method_names():
+        parts += [section("method", method_entry(name).config_type, f"`method` of {name}")]
     return "\n".join(parts)
 
 

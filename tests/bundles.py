@@ -78,7 +78,9 @@ def write_bundle_of(path: Path, kind: str, dim: int = DIM, shard_rows: int = 1 <
     elif kind == "both":
         vectors[:, dim:], side = row / np.linalg.norm(row, axis=1, keepdims=True), LabelSide(dim)
     elif kind == "prototypes":
-        side = LabelSide(prototypes=PrototypeNetwork(dim, 8, len(TEXTS), 4, seed=0))
+        network = PrototypeNetwork(dim, 8, 4, seed=0)
+        clusters = torch.zeros(len(TEXTS), dtype=torch.int64)
+        side = LabelSide(prototypes=network, cluster_L=clusters)
     order = rng.permutation(len(TEXTS))
     spec = IVF if kind.endswith("IVF") else IndexSpec()
     uids = [f"u{i}" for i in range(len(TEXTS))]

@@ -10,7 +10,8 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from importlib import metadata, resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,6 +20,7 @@ import yaml
 from xmcray.errors import ConfigError, one_line
 
 T = TypeVar("T")
+METHODS_GROUP = "xmcray.methods"  # entry points of methods in other packages (methods/registry.py)
 
 
 def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
@@ -100,7 +102,7 @@ def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_yaml(source: str) -> dict[str, Any]:
-    """Settings from a file, or from a shipped preset when `source` is "preset:METHOD/DATASET".
+    """Settings from a file, or from a preset if `source` is "preset:METHOD/DATASET".
 
     Raises:
         ConfigError: no such file or preset (names the nearest), or not a YAML mapping.
@@ -129,23 +131,34 @@ def load_yaml(source: str) -> dict[str, Any]:
 
 
 def _preset_text(name: str) -> str:
-    known_presets = presets()
-    if name not in known_presets:
-        raise ConfigError(unknown("preset", name, known_presets))
-    file = resources.files("xmcray").joinpath("presets", f"{name}.yaml")
-    return file.read_text(encoding="utf-8")
+    files = _preset_files()
+    if name not in files:
+        raise ConfigError(unknown("preset", name, sorted(files)))
+    return files[name].read_text(encoding="utf-8")
 
 
 def presets() -> list[str]:
-    """Names of the shipped presets, METHOD/DATASET."""
-    names = []
-    for method in resources.files("xmcray").joinpath("presets").iterdir():
-        if method.is_dir():
-            for file in method.iterdir():
+    """Names of all presets, METHOD/DATASET."""
+    return sorted(_preset_files())
+
+
+def _preset_files() -> dict[str, Traversable]:
+    """Presets by name: the files `presets/METHOD/DATASET.yaml` of all packages with methods."""
+    # The top-level package of a method is found without importing the method.
+    entry_points = metadata.entry_points(group=METHODS_GROUP)
+    others = [point.module.partition(".")[0] for point in entry_points]
+    files = {}
+    for package in ["xmcray", *others]:
+        try:
+            root = resources.files(package).joinpath("presets")
+        except ImportError:
+            continue  # the registry reports a broken entry point when the method is used
+        for method in root.iterdir() if root.is_dir() else ():
+            for file in method.iterdir() if method.is_dir() else ():
                 name, _, suffix = file.name.rpartition(".")
                 if suffix == "yaml":
-                    names.append(f"{method.name}/{name}")
-    return sorted(names)
+                    files[f"{method.name}/{name}"] = file
+    return files
 
 
 def dump(config: Any) -> dict[str, Any]:

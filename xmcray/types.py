@@ -117,24 +117,28 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class LossTerms:
-    """A loss before division: this rank's sum, and the number of queries of the global batch.
+class StepOutput:
+    """A loss before division, with what the step learned on the way.
+
+    A method that needs more of its loss in `after_step` returns a subclass with further fields.
 
     Attributes:
-        total: scalar tensor with a graph; the sum over this rank's terms.
-        num_queries: G. The step divides, nobody else does.
-        query_BD: this rank's query vectors as the index of hard negatives is searched with, without a graph; None
-            where a method has none.
+        total: Scalar tensor with a graph, this rank's part of the loss; the sum over ranks counts.
+        divisor: Number that the total is divided by, the same on every rank. It is G for a sum
+            over queries, and 1 for a loss whose terms are means of their own. Only
+            `training/step.py` divides.
+        query_vectors: [B, D], this rank's query vectors without a graph, as the index of hard
+            negatives is searched with them. None if the method has none.
     """
 
     total: Tensor
-    num_queries: int
-    query_BD: Tensor | None = None
+    divisor: int
+    query_vectors: Tensor | None
 
     @property
     def value(self) -> float:
-        """This rank's share of the mean loss."""
-        return float(self.total.detach()) / self.num_queries
+        """This rank's part of the loss, divided."""
+        return float(self.total.detach()) / self.divisor
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from ranks import golden, on_ranks
 
 from xmcray.losses.bce import full_bce, sampled_bce
-from xmcray.losses.pairs import pair_scores
+from xmcray.losses.pairs import Pairs, pair_scores
 from xmcray.negatives.sampler import gather_candidates
 from xmcray.parallel import collectives
 from xmcray.parallel.collectives import gather_rows
@@ -49,7 +49,7 @@ def sampled_on_rank(name: str) -> tuple[float, Any, Any]:
         batch, Ragged.from_rows(list(g["hard"])), np.sort(g["pool"]), batch.positives, None, part
     )
     row_UD = weight_SD.index_select(0, found.row_ids)
-    terms = sampled_bce(
+    total = sampled_bce(
         pair_scores(query_GD, row_UD, found.pair_query, found.pair_row),
         found.pair_is_positive,
         found.pair_weight,
@@ -58,8 +58,9 @@ def sampled_on_rank(name: str) -> tuple[float, Any, Any]:
         found.skip_column,
         float(g["weight"]),
     )
-    (terms.total / terms.num_queries).backward()
-    return terms.value, query_BD.grad.numpy(), weight_SD.grad.numpy()
+    loss = total / len(query_GD)
+    loss.backward()
+    return float(loss.detach()), query_BD.grad.numpy(), weight_SD.grad.numpy()
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -88,11 +89,11 @@ def full_on_rank(chunk: int) -> tuple[float, Any]:
     own = part.owns(batch.positives.values)
     rows, labels = batch.positives.row_ids[own], part.to_local(batch.positives.values[own])
     none = torch.empty(0, dtype=torch.int64)
-    terms = full_bce(
-        query_GD, weight_SD, torch.from_numpy(rows), torch.from_numpy(labels), none, none, chunk
-    )
-    (terms.total / terms.num_queries).backward()
-    return terms.value, weight_SD.grad.numpy()
+    positives = Pairs(torch.from_numpy(rows), torch.from_numpy(labels))
+    total = full_bce(query_GD, weight_SD, positives, Pairs(none, none), chunk)
+    loss = total / len(query_GD)
+    loss.backward()
+    return float(loss.detach()), weight_SD.grad.numpy()
 
 
 @pytest.mark.parametrize("num_ranks", [*RANKS, 5])
@@ -127,11 +128,12 @@ def few_labels_on_rank() -> tuple[float, Any, Any]:
     row_UD = weight_SD.index_select(0, found.row_ids)
     pool = query_GD @ row_UD.index_select(0, found.pool_rows).T
     scores = pair_scores(query_GD, row_UD, found.pair_query, found.pair_row)
-    terms = sampled_bce(
+    total = sampled_bce(
         scores, found.pair_is_positive, None, pool, found.skip_query, found.skip_column, 2.0
     )
-    (terms.total / 6).backward()
-    return terms.value, query_BD.grad.numpy(), weight_SD.grad.numpy()
+    loss = total / len(query_GD)
+    loss.backward()
+    return float(loss.detach()), query_BD.grad.numpy(), weight_SD.grad.numpy()
 
 
 def test_a_rank_without_a_label() -> None:

@@ -23,7 +23,7 @@ from documents import ROOT, Command
 from xmcray import cli
 from xmcray import config as configs
 from xmcray.errors import ConfigError
-from xmcray.methods.base import methods
+from xmcray.methods.registry import method_names
 from xmcray.serving.settings import ServeConfig
 from xmcray.training.run import RunConfig
 from xmcray.tuning.inference import KINDS
@@ -133,7 +133,7 @@ def test_a_wrong_command_is_found() -> None:
 
 def test_every_setting_in_the_text_exists() -> None:
     known = set()
-    for name in methods():
+    for name in method_names():
         known |= set(dotted(RunConfig.resolve(name, {}).to_dict()))
     for section, kind in KINDS.items():
         known |= {f"{section}.{field.name}" for field in dataclasses.fields(kind)}

@@ -19,11 +19,10 @@ from typing import NoReturn
 
 from xmcray import __version__, config, credentials, logs
 from xmcray.cli import bundles, doctor, planning, training, tuning
-from xmcray.cli.training import METHODS
 from xmcray.errors import ConfigError, XmcrayError
 from xmcray.training.preemption import EXIT_CODE, Terminated, handling
 
-__all__ = ["METHODS", "VERBS", "Verb", "main", "parser"]
+__all__ = ["VERBS", "Verb", "main", "parser"]
 
 
 @dataclass(frozen=True, slots=True)

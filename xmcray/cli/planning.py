@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from xmcray import config as configs
 from xmcray.cli.output import show, show_json
-from xmcray.cli.training import METHODS
 from xmcray.errors import ConfigError
+from xmcray.methods.registry import check_method_name, method_names
 
 if TYPE_CHECKING:
     from xmcray.planning.data_size import DataSize
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def plan_options(verb: argparse.ArgumentParser) -> None:
     """What it can be told."""
-    verb.add_argument("method", metavar="METHOD", help=", ".join(METHODS))
+    verb.add_argument("method", metavar="METHOD", help=", ".join(method_names()))
     verb.add_argument(
         "--data", metavar="CORPUS", help="count on a prepared corpus; or give the next three"
     )
@@ -64,8 +64,7 @@ def plan_options(verb: argparse.ArgumentParser) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     """Prints what a training takes, or refuses what cannot fit."""
-    if options.method not in METHODS:
-        raise ConfigError(configs.unknown("method", options.method, METHODS))
+    check_method_name(options.method)
     for name in ("memory_gb", "price_per_hour", "workers"):
         value = getattr(options, name)
         if value is not None and not value > 0:

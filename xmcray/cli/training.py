@@ -6,24 +6,16 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xmcray import config
 from xmcray.cli.arguments import add_config, add_corpus, add_json, merged_settings
 from xmcray.cli.output import show, show_json, show_metrics, show_next
 from xmcray.cli.paths import bundle_at, kind_of
 from xmcray.errors import ConfigError
+from xmcray.methods.registry import check_method_name, method_names
 
 if TYPE_CHECKING:
     from xmcray.data.corpus import Corpus
     from xmcray.evaluation.evaluate import Evaluation
 
-METHODS = (
-    "astra",
-    "dexml",
-    "prime",
-    "rae",
-    "renee",
-    "unidec",
-)  # a test holds this to methods.base, which is slow to import
 VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa")
 # Settings of `prepare` that have an option of their own.
 PREPARE_OPTIONS = (
@@ -108,12 +100,12 @@ def prepare(options: argparse.Namespace) -> None:
         show_json({**dataclasses.asdict(corpus.card), "sha256": corpus.sha256})
         return
     show(statistics_table(corpus.card))
-    show_next(["xmcray", "train", METHODS[0], "--data", options.out, "--out", "RUN"])
+    show_next(["xmcray", "train", method_names()[0], "--data", options.out, "--out", "RUN"])
 
 
 def train_options(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    verb.add_argument("method", metavar="METHOD", help=", ".join(METHODS))
+    verb.add_argument("method", metavar="METHOD", help=", ".join(method_names()))
     add_corpus(verb)
     verb.add_argument("--out", required=True, metavar="RUN", help="folder of the run")
     add_config(verb)
@@ -134,8 +126,7 @@ def train_options(verb: argparse.ArgumentParser) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """Trains a method, exports the bundle and measures it."""
-    if options.method not in METHODS:
-        raise ConfigError(config.unknown("method", options.method, METHODS))
+    check_method_name(options.method)
     overrides = [] if options.workers is None else [f"cluster.workers={options.workers}"]
     values = merged_settings(options, overrides)
     from xmcray.training.run import RunConfig

@@ -12,8 +12,8 @@ from xmcray import config
 from xmcray.cli.arguments import add_config, add_corpus, add_json, merged_settings
 from xmcray.cli.output import show, show_json, show_next, show_table
 from xmcray.cli.paths import bundle_at
-from xmcray.cli.training import METHODS
 from xmcray.errors import ConfigError, RunError
+from xmcray.methods.registry import check_method_name, method_names
 
 if TYPE_CHECKING:
     from xmcray.training.run import RunConfig
@@ -41,7 +41,10 @@ _NOT_SEARCHED = {
 def tune_options(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     verb.add_argument(
-        "method", metavar="METHOD", nargs="?", help=f"{', '.join(METHODS)}; none with --bundle"
+        "method",
+        metavar="METHOD",
+        nargs="?",
+        help=f"{', '.join(method_names())}; none with --bundle",
     )
     add_corpus(verb)
     verb.add_argument(
@@ -116,8 +119,7 @@ def tune(options: argparse.Namespace) -> None:
 
 def _tune_training(options: argparse.Namespace) -> None:
     """A sweep of trainings."""
-    if options.method not in METHODS:
-        raise ConfigError(config.unknown("method", options.method, METHODS))
+    check_method_name(options.method)
     from xmcray.tuning.space import load_space
 
     space = load_space(options.space)

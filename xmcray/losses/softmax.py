@@ -1,7 +1,10 @@
-"""Softmax losses over columns that are split over ranks: decoupled (DEXML, Eq. 5), plain (Eq. 3), SoftTop-k (Eq. 6).
+"""Softmax losses over columns that are split over ranks.
 
-Each takes the positives as listed pairs of a query and a column of this rank and returns this rank's sum; whoever
-calls it divides. Scores are inner products times `scale` = 1 / temperature.
+Decoupled (DEXML, Eq. 5), plain (Eq. 3) and SoftTop-k (Eq. 6). Each takes the positives as listed
+pairs of a query and a column of this rank, and returns this rank's sum over them; the sum over
+ranks is the loss, and `training/step.py` divides it. Scores are inner products times `scale`, which
+is 1 / temperature. `query_GD` are all queries, the same on every rank, and `column_UD` this rank's
+columns.
 """
 
 from __future__ import annotations
@@ -12,20 +15,30 @@ from torch import Tensor
 from xmcray.losses.columns import log_sum_exp, top_k_threshold
 from xmcray.losses.pairs import Pairs, pair_scores
 
-_LINEAR = 40.0  # from here log(1 + e^x) is x in float64; torch's own 20 is a relative error of 1e-9 in the gradient
+# From here on softplus(x) is x in float64. Torch's own threshold of 20 would cost a relative error
+# of 1e-9 in the gradient.
+_LINEAR = 40.0
 
 
 def decoupled_softmax(
     query_GD: Tensor, column_UD: Tensor, positives: Pairs, not_negatives: Pairs, scale: float
 ) -> Tensor:
-    """sum over positives of -log(e^s / (e^s + sum over negatives of e^s')): positives do not compete (DEXML, Eq. 5).
+    """Sum over positives of -log(e^s / (e^s + sum over negatives of e^s')).
+
+    Each positive competes with all negatives, but not with the other positives of its query.
+    Source: DEXML, Eq. 5.
 
     Args:
-        not_negatives: pairs that are left out of the denominator: all positives, also those that are not listed in
-            `positives` because they were not drawn, and a query's own label.
+        query_GD: Vectors of all queries.
+        column_UD: Vectors of this rank's columns.
+        positives: Pairs that are learned.
+        not_negatives: Pairs that are left out of the denominator: a query's own label and all
+            positives, also those that are not in `positives` because they were not drawn.
+        scale: 1 / temperature.
     """
     log_z_G = log_sum_exp(query_GD, column_UD, not_negatives.rows, not_negatives.columns, scale)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
+    # -log(e^s / (e^s + z)) = log(1 + z / e^s) = softplus(log z - s)
     return F.softplus(log_z_G[positives.rows] - score_P, threshold=_LINEAR).sum()
 
 
@@ -37,15 +50,24 @@ def softmax(
     scale: float,
     weight_P: Tensor | None = None,
 ) -> Tensor:
-    """sum over positives of -log(e^s / sum over all columns of e^s') (DEXML, Eq. 3; UniDEC's PSL with weights 1 / |P|).
+    """Sum over positives of -log(e^s / sum over all columns of e^s').
+
+    Source: DEXML, Eq. 3; UniDEC's PSL with weights 1 / |P|.
 
     Args:
-        skipped: pairs that do not count in the denominator. weight_P: of each positive, 1 if not given.
+        query_GD: Vectors of all queries.
+        column_UD: Vectors of this rank's columns.
+        positives: Pairs that are learned.
+        skipped: Pairs that do not count in the denominator.
+        scale: 1 / temperature.
+        weight_P: Weight of each positive, 1 if not given.
     """
     log_z_G = log_sum_exp(query_GD, column_UD, skipped.rows, skipped.columns, scale)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
     loss_P = log_z_G[positives.rows] - score_P
-    return (loss_P if weight_P is None else loss_P * weight_P).sum()
+    if weight_P is not None:
+        loss_P = loss_P * weight_P
+    return loss_P.sum()
 
 
 def soft_top_k(
@@ -57,9 +79,23 @@ def soft_top_k(
     alpha: float,
     scale: float,
 ) -> Tensor:
-    """sum over positives of -log z, z = sigmoid(alpha * (s + t)) and sum of z = k over all columns (DEXML, Eq. 6)."""
+    """Sum over positives of -log z, with z = sigmoid(alpha * (s + t)).
+
+    The threshold t of a query is such that its z over all columns sum to k: z is a soft answer to
+    "is this column among the k best?". Source: DEXML, Eq. 6.
+
+    Args:
+        query_GD: Vectors of all queries.
+        column_UD: Vectors of this rank's columns.
+        positives: Pairs that are learned.
+        skipped: Pairs that do not count in the sum.
+        k: Sum of z over the columns.
+        alpha: Steepness.
+        scale: 1 / temperature.
+    """
     threshold_G = top_k_threshold(
         query_GD, column_UD, skipped.rows, skipped.columns, k, alpha, scale
     )
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
+    # -log(sigmoid(x)) = softplus(-x)
     return F.softplus(-alpha * (score_P + threshold_G[positives.rows]), threshold=_LINEAR).sum()

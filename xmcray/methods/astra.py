@@ -1,4 +1,4 @@
-"""ASTRA: a one-vs-all classifier trained on sampled labels, hard negatives from an index over its own rows.
+"""ASTRA: a one-vs-all classifier trained on sampled labels, with hard negatives from an index.
 
     paper     here                         meaning
     P_i       batch.positives              labels of query i
@@ -7,10 +7,10 @@
     L / c     pool_weight                  importance weight of a label of R (Lemma 4.1)
     Eq. 2     losses.bce.sampled_bce
 
-What is particular: only the rows of P_i, H_i and R are read, scored and updated, so a step costs the same for 10^4 and
-10^7 labels. Two departures from the paper: R is shared by the global batch (the paper draws one for each query; both
-are unbiased, the shared one is a dense product), and slots without a label are left out instead of padded.
-`exact` replaces the sampled sum by the sum over all labels with the same everything else.
+Only the rows of P_i, H_i and R are read, scored and updated, so a step costs the same for 10^4 and
+10^7 labels. Two departures from the paper: R is shared by the global batch (the paper draws one for
+each query; both are unbiased, and the shared one is a dense product), and slots without a label are
+left out instead of padded. With `exact` the sum runs over all labels, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from xmcray.config import check_range
 from xmcray.errors import ConfigError
 from xmcray.losses.bce import sampled_bce
 from xmcray.losses.pairs import pair_scores
-from xmcray.methods.base import Parts
+from xmcray.methods.base import MethodContext, MethodEntry
 from xmcray.methods.one_vs_all import OneVsAll, OneVsAllConfig
 from xmcray.negatives.sampler import Candidates, capped_positives, gather_candidates
 from xmcray.parallel.collectives import gather_rows
-from xmcray.types import Batch, LossTerms, Ragged, Shortlist
+from xmcray.types import Batch, Ragged, Shortlist, StepOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class AstraConfig(OneVsAllConfig):
-    """Section `method` of ASTRA, besides what one-vs-all methods share.
+    """Section `method` of ASTRA, in addition to the settings of all one-vs-all methods.
 
     Attributes:
         importance_weight: of a uniform negative: "unbiased" (L / c), "none" (1), or a number.
         max_positives: positives of a query that are scored, drawn uniformly; 0 for all.
-        index_on: hard negatives are nearest "classifier" rows, or nearest "labels" (embeddings of label texts).
+        index_on: hard negatives are nearest "classifier" rows, or nearest "labels" (embeddings of
+            label texts).
         exact: score all labels instead of a sample.
     """
 
@@ -56,79 +57,92 @@ class AstraConfig(OneVsAllConfig):
 
 
 class Astra(OneVsAll):
-    """Fulfils `methods.base.Method`."""
+    """Implements `methods.base.Method`."""
 
-    def __init__(self, config: AstraConfig, parts: Parts) -> None:
-        if not (config.exact or parts.negatives.hard or parts.negatives.uniform):
+    def __init__(self, config: AstraConfig, context: MethodContext) -> None:
+        negatives = context.negatives
+        if not (config.exact or negatives.hard or negatives.uniform):
             raise ConfigError(
-                "negatives.uniform and negatives.hard are 0: rows would only meet positives; raise one, or set"
-                " method.exact=true"
+                "negatives.uniform and negatives.hard are 0: rows would only meet positives;"
+                " raise one, or set method.exact=true"
             )
-        super().__init__(config, parts)
+        super().__init__(config, context)
         self.config = config
         if config.logit_prior == "prior":
-            asked = parts.negatives
-            sampled = asked.hard + min(asked.uniform, parts.data.num_labels) * self._pool_weight()
-            self.logit_prior = self.prior(parts.data.num_labels if config.exact else sampled)
+            num_labels = context.data.num_labels
+            if config.exact:
+                num_negatives: float = num_labels
+            else:
+                # A label of the pool counts as many times as its weight says.
+                uniform = min(negatives.uniform, num_labels)
+                num_negatives = negatives.hard + uniform * self._pool_weight()
+            self.logit_prior = self.prior(num_negatives)
 
-    def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
-        """Binary cross-entropy of the batch, over sampled labels or over all (Eq. 1, 2)."""
-        query_BD = self.parts.encode(batch.tokens)
+    def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
+        """Binary cross-entropy of the batch over sampled labels (Eq. 2) or over all (Eq. 1)."""
+        query_BD = self.context.encode(batch.tokens)
         query_GD = gather_rows(self.drop(query_BD, batch), len(batch.query_ids))
-        terms = (
-            self.exact(query_GD, batch)
-            if self.config.exact
-            else self._sampled(query_GD, batch, shortlist)
-        )
-        return LossTerms(terms.total, terms.num_queries, query_BD.detach())
+        if self.config.exact:
+            total = self.exact_loss(query_GD, batch)
+        else:
+            total = self._sampled_loss(query_GD, batch, shortlist)
+        return StepOutput(total, len(query_GD), query_BD.detach())
 
     def index_rows(self) -> Tensor:
         """Classifier rows, or embeddings of the label texts."""
-        return (
-            self.answer_rows()
-            if self.config.index_on == "classifier"
-            else self.parts.label_vectors()
-        )
+        if self.config.index_on == "classifier":
+            return self.answer_rows()
+        return self.context.label_vectors()
 
-    def _sampled(self, query_GD: Tensor, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
-        found = self._candidates(batch, shortlist)
-        row_UD = self.classifier.table.rows(found.row_ids)
-        pair_score_P = pair_scores(query_GD, row_UD, found.pair_query, found.pair_row)
-        pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T
-        weight_P = None if found.pair_weight is None else found.pair_weight.to(query_GD)
+    def _sampled_loss(self, query_GD: Tensor, batch: Batch, shortlist: Shortlist | None) -> Tensor:
+        candidates = self._candidates(batch, shortlist)
+        row_UD = self.classifier.table.rows(candidates.row_ids)
+        pair_score_P = pair_scores(query_GD, row_UD, candidates.pair_query, candidates.pair_row)
+        pool_score_GC = query_GD @ row_UD.index_select(0, candidates.pool_rows).T
+        pair_weight_P = candidates.pair_weight
+        if pair_weight_P is not None:
+            pair_weight_P = pair_weight_P.to(query_GD)
         return sampled_bce(
             pair_score_P + self.logit_prior,
-            found.pair_is_positive,
-            weight_P,
+            candidates.pair_is_positive,
+            pair_weight_P,
             pool_score_GC + self.logit_prior,
-            found.skip_query,
-            found.skip_column,
+            candidates.skip_query,
+            candidates.skip_column,
             self._pool_weight(),
         )
 
     def _candidates(self, batch: Batch, shortlist: Shortlist | None) -> Candidates:
-        data, negatives, seed = self.parts.data, self.parts.negatives, self.parts.seed
-        unbiased = self.config.importance_weight == "unbiased"
-        positives, weight_G = capped_positives(batch, self.config.max_positives, seed, unbiased)
+        context = self.context
+        negatives = context.negatives
+        positives, weight_G = capped_positives(
+            batch,
+            self.config.max_positives,
+            context.seed,
+            unbiased=self.config.importance_weight == "unbiased",
+        )
+        # Unlike the dual encoders, ASTRA scores its whole shortlist and draws nothing from it.
+        hard = Ragged.empty(len(batch.query_ids))
         width = negatives.hard_at(batch.epoch)
-        hard = (
-            shortlist.take(batch.query_ids, width)
-            if shortlist and width
-            else Ragged.empty(len(batch.query_ids))
-        )
+        if shortlist is not None and width:
+            hard = shortlist.take(batch.query_ids, width)
         pool = draws.uniform_labels(
-            seed, batch.step, data.num_labels, negatives.uniform_at(batch.epoch)
+            context.seed,
+            batch.step,
+            context.data.num_labels,
+            negatives.uniform_at(batch.epoch),
         )
-        return gather_candidates(batch, hard, pool, positives, weight_G, self.parts.partition).to(
-            self.parts.device
-        )
+        candidates = gather_candidates(batch, hard, pool, positives, weight_G, context.partition)
+        return candidates.to(context.device)
 
     def _pool_weight(self) -> float:
-        weight, uniform = self.config.importance_weight, self.parts.negatives.uniform
+        weight = self.config.importance_weight
+        uniform = self.context.negatives.uniform
         if weight == "none" or not uniform:
             return 1.0
-        return (
-            max(1.0, self.parts.data.num_labels / uniform)
-            if weight == "unbiased"
-            else float(weight)
-        )
+        if weight == "unbiased":
+            return max(1.0, self.context.data.num_labels / uniform)
+        return float(weight)
+
+
+ENTRY = MethodEntry(AstraConfig, Astra)

@@ -1,10 +1,11 @@
-"""What the training loop expects of a method, and the list of methods. The loop never asks which one it runs."""
+"""What the training loop expects of a method. The loop never asks which method it trains."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +20,23 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowTable
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.types import Batch, LossTerms, Ragged, Shortlist
+from xmcray.types import Batch, Int64Array, Ragged, Shortlist, StepOutput
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class MethodContext:
     """What a method is built from.
 
     Attributes:
-        encode: tokens to vectors [rows, D] with a graph; the step decides about micro-batches.
-        encode_plain: the same without a graph and without dropout, in bounded memory.
-        dim: D. data: the training split. partition: who owns which label.
-        negatives: section `negatives`. seed: of all draws of the run.
-        dtype, device: of label rows.
+        encode: Maps tokens to vectors [rows, D] with a graph; the step decides on micro-batches.
+        encode_plain: The same without a graph and without dropout, in bounded memory.
+        dim: D, the width of the encoder's vectors.
+        data: Training split.
+        partition: Which labels this rank owns.
+        negatives: Settings of section `negatives`.
+        seed: Seed of all random draws of the run.
+        dtype: Of label rows.
+        device: Of label rows.
     """
 
     encode: Callable[[Ragged], Tensor]
@@ -44,41 +49,78 @@ class Parts:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    def label_vectors(self) -> Tensor:
-        """[S, D], the encoder's vectors of the texts of this rank's labels; no graph."""
-        ids = self.data.label_query_ids(self.partition.start, self.partition.stop)
-        return self.encode_plain(self.data.tokens(ids))
-
     def check_label_texts(self, method: str) -> None:
-        """For methods that encode label texts: raises DataError unless there are some."""
+        """Raises DataError if no label has a text, for methods that encode label texts."""
         if not self.data.corpus.num_label_tokens().any():
             path = self.data.corpus.path
             raise DataError(
                 f"{path} has no label text, expected some for {method}; train astra instead"
             )
 
+    def label_tokens(self, label_ids: Int64Array) -> Ragged:
+        """Token ids of label texts.
+
+        Args:
+            label_ids: int64 [U], global label ids.
+        """
+        return self.data.tokens(self.data.num_train + label_ids)
+
+    def label_vectors(self) -> Tensor:
+        """[S, D], the encoder's vectors of the texts of this rank's labels, without a graph."""
+        query_ids = self.data.label_query_ids(self.partition.start, self.partition.stop)
+        return self.encode_plain(self.data.tokens(query_ids))
+
+    def encode_with_labels(self, batch: Batch, label_ids: Int64Array) -> tuple[Tensor, Tensor]:
+        """Encodes this rank's queries and some label texts in one call.
+
+        Args:
+            batch: Its `tokens` are encoded first.
+            label_ids: int64 [U], global label ids.
+
+        Returns:
+            Vectors of the queries [B, D] and of the label texts [U, D], with a graph.
+        """
+        tokens = Ragged.concatenate([batch.tokens, self.label_tokens(label_ids)])
+        query_BD, label_UD = self.encode(tokens).split([len(batch.tokens), len(label_ids)])
+        return query_BD, label_UD
+
     def keep_mask(
         self, purpose: str, step: int, start: int, stop: int, width: int, rate: float
     ) -> Tensor | None:
-        """Dropout by place in the global batch or pool, bool [stop - start, width]; None where nothing is dropped.
+        """Dropout mask of positions start .. stop - 1 of the global batch or of a label pool.
 
-        A place has the same mask whichever rank holds it.
+        A position has the same mask on whichever rank it lies.
+
+        Returns:
+            bool [stop - start, width], or None if `rate` is 0.
         """
         if not rate:
             return None
-        return torch.from_numpy(
-            draws.keep_mask(self.seed, purpose, step, start, stop, width, rate)
-        ).to(self.device)
+        mask = draws.keep_mask(self.seed, purpose, step, start, stop, width, rate)
+        return torch.from_numpy(mask).to(self.device)
 
     def keep_factors(
         self, purpose: str, step: int, start: int, stop: int, width: int, rate: float
     ) -> Tensor | None:
-        """`keep_mask` as factors, 0 or 1 / (1 - rate)."""
+        """`keep_mask` as factors: 0 for what is dropped, 1 / (1 - rate) for what is kept."""
         keep = self.keep_mask(purpose, step, start, stop, width, rate)
-        return None if keep is None else keep.to(self.dtype) / (1 - rate)
+        if keep is None:
+            return None
+        return keep.to(self.dtype) / (1 - rate)
 
-    def drawn_hard(self, batch: Batch, shortlist: Shortlist | None, count: int) -> Ragged:
-        """`count` hard negatives of each of the G queries, drawn from those its shortlist has in this epoch."""
+    def draw_positives(self, batch: Batch, count: int) -> Ragged:
+        """At most `count` positives of each of the G queries, drawn uniformly.
+
+        The draw of a smaller count is contained in the draw of a larger one.
+        """
+        generator = draws.generator(self.seed, "positives", batch.step)
+        return draw_from_rows(batch.positives, count, generator)
+
+    def draw_hard_negatives(self, batch: Batch, shortlist: Shortlist | None, count: int) -> Ragged:
+        """At most `count` hard negatives of each of the G queries, drawn from its shortlist.
+
+        The epoch decides how many entries of the shortlist count (`negatives.hard_at`).
+        """
         width = self.negatives.hard_at(batch.epoch)
         if shortlist is None or not width:
             return Ragged.empty(len(batch.query_ids))
@@ -91,24 +133,28 @@ class BundleSpec:
     """What the bundle of a finished run needs besides encoder, head and label vectors.
 
     Attributes:
-        label_side: how a label that joins later gets its vector.
-        memory: how the training queries vote, of a method that answers with them.
+        label_side: How a label that joins later gets its vector.
+        memory: How the training queries vote, if the method answers with them.
+        cluster_state: Name of the state tensor that holds the cluster of each label, if the label
+            side needs the clusters of all labels.
     """
 
     label_side: LabelSide = field(default_factory=LabelSide)
     memory: MemoryConfig | None = None
+    cluster_state: str | None = None
 
 
-class Method(Protocol):
-    """One training method.
+class Method(ABC):
+    """One training method. Only `head`, `loss` and `answer_rows` have no default.
 
     Attributes:
-        tables: label rows by name, split over ranks by the partition, each with its own optimiser.
-        modules: data-parallel modules besides the encoder, trained with the encoder's optimiser.
-        lr_factors: learning rates of some of them as multiples of the encoder's, by name.
-        head: makes the encoder's output the vector that is searched for among `answer_rows`; one of `modules` if it
-            is trained.
-        bundle_spec: what export needs.
+        tables: Optimised label rows by name. The partition splits them over ranks, and each table
+            has its own optimiser. Other state per label goes into `state_tensors`.
+        modules: Data-parallel modules besides the encoder, trained with the encoder's optimiser.
+        lr_factors: Learning rates of modules as multiples of the encoder's, by name; 1 if absent.
+        head: Maps the encoder's output to the vector that `answer_rows` are searched with. It is
+            one of `modules` if it is trained.
+        bundle_spec: What export needs.
     """
 
     tables: Mapping[str, RowTable]
@@ -117,67 +163,79 @@ class Method(Protocol):
     head: Head
     bundle_spec: BundleSpec
 
-    def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
-        """This rank's sum of the loss of a global batch; collects gradients in rows of `tables`."""
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self.tables = {}
+        self.modules = {}
+        self.lr_factors = {}
+        self.bundle_spec = BundleSpec()
+
+    def start(self) -> None:  # noqa: B027 (an optional hook)
+        """Computes initial values from the untrained encoder; collective.
+
+        Called once before the first step. Not called after a restore, because the checkpoint
+        holds what it computed.
+        """
+
+    @abstractmethod
+    def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
+        """This rank's part of the loss of a global batch.
+
+        Changes nothing: it only reads rows of `tables` so that they collect gradients.
+        """
+
+    def after_step(self, batch: Batch, output: StepOutput) -> None:  # noqa: B027 (as above)
+        """Moves what no optimiser moves (centroids, caches), after the update of the parameters.
+
+        Args:
+            batch: The batch of the step.
+            output: What `loss` returned for it.
+        """
+
+    def state_tensors(self) -> Mapping[str, Tensor]:
+        """State that is not optimised, by name: tensors [S, ...] with one row per label of this rank.
+
+        Checkpoints save them and write restored rows into them.
+        """
+        return {}
 
     def index_rows(self) -> Tensor:
-        """[S, D], the vectors of this rank's labels that hard negatives are searched among; no graph."""
+        """[S, D], vectors of this rank's labels for the search of hard negatives, without a graph."""
+        return self.answer_rows()
 
+    @abstractmethod
     def answer_rows(self) -> Tensor:
-        """[S, D], the vectors of this rank's labels that answer queries; no graph."""
-
-
-MethodFactory = Callable[[Any, Parts], Method]
+        """[S, D], vectors of this rank's labels that answer queries, without a graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class MethodEntry:
-    """How to make one method.
+    """Everything that loop, command line, sweeps and plans need to know about a method.
+
+    A method's module has one, and `methods/registry.py` says where. An installed package adds a
+    method with an entry point of group `xmcray.methods`.
 
     Attributes:
-        config_type: its settings, section `method`. factory: its class.
-        defaults: settings of other sections that it has by default, by section.
-        at_most_labels: settings that count labels; more than there are is clipped, with a warning.
-        by_text: label vectors are made of label texts.
+        config_type: Frozen dataclass of the settings in section `method`.
+        factory: Makes the method from its settings.
+        defaults: Default settings of other sections, by section.
+        label_counts: Settings that count labels. A value above L is clipped, with a warning.
+        uses_label_texts: Label vectors are made of label texts, so labels without text have none.
     """
 
     config_type: type[Any]
-    factory: MethodFactory
+    factory: Callable[[Any, MethodContext], Method]
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    at_most_labels: tuple[str, ...] = ()
-    by_text: bool = False
+    label_counts: tuple[str, ...] = ()
+    uses_label_texts: bool = False
 
 
-def methods() -> Mapping[str, MethodEntry]:
-    """The methods by name."""
-    from xmcray.methods.astra import Astra, AstraConfig
-    from xmcray.methods.dexml import Dexml, DexmlConfig
-    from xmcray.methods.prime import Prime, PrimeConfig
-    from xmcray.methods.rae import Rae, RaeConfig
-    from xmcray.methods.renee import Renee, ReneeConfig
-    from xmcray.methods.unidec import Unidec, UnidecConfig
+def dual_encoder_defaults(hard: int = 0) -> Mapping[str, Mapping[str, Any]]:
+    """Defaults of methods in which one encoder makes the vectors of queries and of labels.
 
-    # a label's text as a query of its own label teaches nothing where both are encoded by one encoder
-    dual: Mapping[str, Mapping[str, Any]] = {
-        "data": {"augment_with_labels": False},
-        "negatives": {"uniform": 0, "hard": 0},
-    }
-    hard = ("hard_per_query",)
+    A label text as a query of its own label teaches such a method nothing: both vectors are equal.
+    """
     return {
-        "astra": MethodEntry(AstraConfig, Astra),
-        "dexml": MethodEntry(
-            DexmlConfig, Dexml, dual, ("hard_per_query", "cache_hard", "top_k"), by_text=True
-        ),
-        "prime": MethodEntry(PrimeConfig, Prime, dual, hard, by_text=True),
-        "rae": MethodEntry(
-            RaeConfig, Rae, {**dual, "negatives": {"uniform": 0, "hard": 50}}, hard, by_text=True
-        ),
-        "renee": MethodEntry(ReneeConfig, Renee, {"negatives": {"uniform": 0, "hard": 0}}),
-        "unidec": MethodEntry(
-            UnidecConfig,
-            Unidec,
-            {**dual, "negatives": {"uniform": 0, "hard": 30}},
-            hard,
-            by_text=True,
-        ),
+        "data": {"augment_with_labels": False},
+        "negatives": {"uniform": 0, "hard": hard},
     }

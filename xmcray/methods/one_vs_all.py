@@ -1,25 +1,26 @@
-"""What one-vs-all methods share: label rows over the encoder, their start values, dropout, and the exact loss."""
+"""Common part of one-vs-all methods: label rows, their initial values, dropout and the exact loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from xmcray import draws
 from xmcray.config import check_choices, check_range
 from xmcray.losses.bce import full_bce
-from xmcray.methods.base import BundleSpec, Parts
+from xmcray.methods.base import BundleSpec, Method, MethodContext
+from xmcray.methods.initialisation import label_centroids
 from xmcray.methods.label_pool import LabelPool
-from xmcray.methods.starts import label_centroids
 from xmcray.nn.classifier import ShardedClassifier
 from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
-from xmcray.nn.row_table import RowOptimConfig, RowTable
-from xmcray.types import Batch, LossTerms
+from xmcray.nn.row_table import RowOptimConfig
+from xmcray.types import Batch
+
+_PRIOR_QUERIES = 10_000  # training queries whose positives are counted for the logit prior
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +29,14 @@ class OneVsAllConfig:
 
     Attributes:
         classifier: optimiser and storage of the classifier rows.
-        init: rows start as "random" normal draws of deviation `init_std`, as "zeros", or as `init_std` times sqrt(D)
-            times vectors of the start encoder: of the label "texts", or "centroids", means of the labels' queries.
-        init_std: deviation of the rows' start values.
+        init: rows start as "random" normal draws of deviation `init_std`, as "zeros", or as
+            `init_std` times sqrt(D) times vectors of the untrained encoder: of the label "texts",
+            or "centroids", means of the labels' queries.
+        init_std: deviation of the rows' initial values.
         dropout: on the query embedding, 0.7-0.85 in the papers.
-        logit_prior: added to every score in the loss; "prior" is the log-odds of a positive among what the loss counts. It
-            spares the rows from learning first that labels are rare, and changes no ranking. 0 is the papers' loss.
+        logit_prior: added to every score in the loss; "prior" is the log-odds of a positive among
+            the labels that the loss counts. It spares the rows from learning first that labels are
+            rare, and changes no ranking. 0 is the papers' loss.
         chunk_labels: labels that the exact loss scores at once.
     """
 
@@ -53,64 +56,78 @@ class OneVsAllConfig:
         check_range("method.chunk_labels", self.chunk_labels, low=1)
 
 
-class OneVsAll:
-    """Rows of this rank's labels; the base of the methods, each of which has its own `loss`."""
+class OneVsAll(Method):
+    """Rows of this rank's labels; the base of methods that each have a `loss` of their own."""
 
-    def __init__(self, config: OneVsAllConfig, parts: Parts) -> None:
-        self.parts, self.rate, self.chunk_labels = parts, config.dropout, config.chunk_labels
+    def __init__(self, config: OneVsAllConfig, context: MethodContext) -> None:
+        super().__init__(Head(context.dim))
+        self.context = context
+        self.init = config.init
+        self.init_std = config.init_std
+        self.dropout = config.dropout
+        self.chunk_labels = config.chunk_labels
+        self.logit_prior = 0.0
+        if config.logit_prior != "prior":
+            self.logit_prior = float(config.logit_prior)
         self.classifier = ShardedClassifier(
-            parts.partition,
-            parts.dim,
+            context.partition,
+            context.dim,
             config.classifier,
             init_std=config.init_std if config.init == "random" else 0.0,
-            seed=parts.seed,
-            dtype=parts.dtype,
-            device=parts.device,
+            seed=context.seed,
+            dtype=context.dtype,
+            device=context.device,
         )
-        rows_SD = self.classifier.table.weight_SD
-        if config.init in ("texts", "centroids"):
-            start_SD = (
-                self.parts.label_vectors() if config.init == "texts" else label_centroids(parts)
-            )
-            rows_SD.copy_(start_SD * (config.init_std * math.sqrt(parts.dim)))
-        self.tables: Mapping[str, RowTable] = {"classifier": self.classifier.table}
-        self.modules: Mapping[str, nn.Module] = {}
-        self.lr_factors: Mapping[str, float] = {}
-        self.head = Head(parts.dim)
-        self.bundle_spec = BundleSpec(LabelSide(row_columns=parts.dim))
-        self.logit_prior = 0.0 if config.logit_prior == "prior" else float(config.logit_prior)
+        self.tables = {"classifier": self.classifier.table}
+        self.bundle_spec = BundleSpec(LabelSide(row_columns=context.dim))
 
-    def index_rows(self) -> Tensor:
-        """Classifier rows."""
-        return self.answer_rows()
+    def start(self) -> None:
+        """Rows that start from texts or centroids get the vectors of the untrained encoder."""
+        if self.init == "texts":
+            initial_SD = self.context.label_vectors()
+        elif self.init == "centroids":
+            initial_SD = label_centroids(self.context)
+        else:
+            return
+        # Vectors of length 1 have coordinates of deviation 1 / sqrt(D).
+        scale = self.init_std * math.sqrt(self.context.dim)
+        self.classifier.table.weight_SD.copy_(initial_SD * scale)
 
     def answer_rows(self) -> Tensor:
-        """Classifier rows, up to date."""
+        """Classifier rows, with all weight decay applied."""
         self.classifier.table.flush()
         return self.classifier.table.weight_SD
 
     def drop(self, query_BD: Tensor, batch: Batch) -> Tensor:
-        """Dropout by position in the global batch: the same mask whoever encodes a query."""
-        place = batch.step, batch.start, batch.stop
-        keep = self.parts.keep_mask("dropout", *place, query_BD.shape[1], self.rate)
-        return query_BD if keep is None else query_BD * keep / (1 - self.rate)
-
-    def exact(self, query_GD: Tensor, batch: Batch) -> LossTerms:
-        """Binary cross-entropy over all labels, in label chunks (Renée)."""
-        pool, device = LabelPool.everything(self.parts.partition), query_GD.device
-        positives, excluded = (
-            pool.pairs(part, device=device) for part in (batch.positives, batch.excluded)
+        """Dropout by position in the global batch: a query has the same mask on every rank."""
+        width = query_BD.shape[1]
+        keep = self.context.keep_mask(
+            "dropout", batch.step, batch.start, batch.stop, width, self.dropout
         )
-        row_SD = self.classifier.table.rows(None)
-        pairs = positives.rows, positives.columns, excluded.rows, excluded.columns
-        return full_bce(query_GD, row_SD, *pairs, self.chunk_labels, self.logit_prior)
+        if keep is None:
+            return query_BD
+        return query_BD * keep / (1 - self.dropout)
 
-    def prior(self, negatives: float) -> float:
-        """log(positives / negatives) of an average query that is compared with so many labels."""
-        data = self.parts.data
-        ids = data.query_ids[
-            draws.generator(self.parts.seed, "prior").permutation(len(data.query_ids))[:10_000]
-        ]
-        return math.log(
-            float(data.positives(ids).lengths.mean()) / max(min(negatives, data.num_labels), 1.0)
+    def exact_loss(self, query_GD: Tensor, batch: Batch) -> Tensor:
+        """This rank's sum of the binary cross-entropy over its labels, in label chunks (Renée)."""
+        pool = LabelPool.everything(self.context.partition)
+        return full_bce(
+            query_GD,
+            self.classifier.table.rows(None),
+            pool.pairs(batch.positives, device=query_GD.device),
+            pool.pairs(batch.excluded, device=query_GD.device),
+            self.chunk_labels,
+            self.logit_prior,
         )
+
+    def prior(self, num_negatives: float) -> float:
+        """log(positives / negatives) of an average query.
+
+        Args:
+            num_negatives: Labels that a query is compared with; clipped to 1 .. L.
+        """
+        data = self.context.data
+        order = draws.generator(self.context.seed, "prior").permutation(len(data.query_ids))
+        sample = data.query_ids[order[:_PRIOR_QUERIES]]
+        num_positives = float(data.positives(sample).lengths.mean())
+        return math.log(num_positives / max(min(num_negatives, data.num_labels), 1.0))

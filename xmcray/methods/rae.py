@@ -1,38 +1,40 @@
-"""RAE-XMC: a dual encoder trained to be searched together with its training queries (RAE-XMC, Eq. 8-10).
+"""RAE-XMC: a dual encoder trained to be searched together with its training queries (Eq. 8-10).
 
     paper                    here                          meaning
     tau                      config.temperature            softmax temperature
     Eq. 10                   rae_loss                      labels and in-batch queries as negatives
     m of the top k           hard_per_query, negatives.hard
-    Eq. 8, lam, b            config.memory                 how the memory of training queries answers (retrieval/memory)
+    Eq. 8, lam, b            config.memory                 how the memory of training queries answers
 
-What is particular: at inference a query meets labels and training queries in one softmax, so in training it competes
-with both. The other queries of the global batch are columns beside the labels, except those that share a positive with
-it; whether they do is told by all positives, not by the drawn ones. Validation during training is that of lambda = 0,
-the labels alone: the memory would have to be encoded anew each time.
+At inference a query meets labels and training queries in one softmax, so in training it competes
+with both: the other queries of the global batch are columns as well, except those that share a
+positive with it. All positives decide about that, not only the drawn ones. Validation during
+training uses the labels alone (lambda = 0), because the memory would have to be encoded each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from xmcray import draws
 from xmcray.config import check_range
 from xmcray.losses.pairs import Pairs
 from xmcray.losses.softmax import decoupled_softmax
-from xmcray.methods.base import BundleSpec, Parts
+from xmcray.methods.base import (
+    BundleSpec,
+    MethodContext,
+    MethodEntry,
+    dual_encoder_defaults,
+)
+from xmcray.methods.dual_encoder import DualEncoder
 from xmcray.methods.label_pool import LabelPool
-from xmcray.negatives.sampler import draw_from_rows
-from xmcray.nn.heads import Head, NormalisedHead
-from xmcray.nn.row_table import RowTable
+from xmcray.nn.heads import NormalisedHead
 from xmcray.parallel.collectives import gather_rows
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.types import Batch, LossTerms, Ragged, Shortlist
+from xmcray.types import Batch, Ragged, Shortlist, StepOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,42 +58,30 @@ class RaeConfig:
         check_range("method.temperature", self.temperature, low=1e-4)
 
 
-class Rae:
-    """Fulfils `methods.base.Method`."""
+class Rae(DualEncoder):
+    """Implements `methods.base.Method`."""
 
-    def __init__(self, config: RaeConfig, parts: Parts) -> None:
-        parts.check_label_texts("rae")
-        self.config, self.parts = config, parts
-        self.tables: Mapping[str, RowTable] = {}
-        self.modules: Mapping[str, nn.Module] = {}
-        self.lr_factors: Mapping[str, float] = {}
-        self.head: Head = NormalisedHead(parts.dim)
+    def __init__(self, config: RaeConfig, context: MethodContext) -> None:
+        super().__init__("rae", context, NormalisedHead(context.dim))
+        self.config = config
         self.bundle_spec = BundleSpec(memory=config.memory)
 
-    def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
-        """One drawn positive of each query against the labels and the queries of the global batch (Eq. 10)."""
-        data, config = self.parts.data, self.config
-        drawn = draw_from_rows(
-            batch.positives, 1, draws.generator(self.parts.seed, "positives", batch.step)
-        )
-        hard = self.parts.drawn_hard(batch, shortlist, config.hard_per_query)
-        pool = LabelPool.of(self.parts.partition, drawn, hard)
-        tokens = Ragged.concatenate([batch.tokens, data.tokens(data.num_train + pool.own)])
-        vectors = self.head(self.parts.encode(tokens))
-        query_BD, label_UD = vectors.split([len(batch.tokens), len(pool.own)])
+    def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
+        """One drawn positive per query against labels and queries of the global batch (Eq. 10)."""
+        drawn = self.context.draw_positives(batch, 1)
+        hard = self.context.draw_hard_negatives(batch, shortlist, self.config.hard_per_query)
+        pool = LabelPool.of(self.context.partition, drawn, hard)
+        query_BD, label_UD = self.encode(batch, pool.own)
         total = rae_loss(
-            query_BD, label_UD, batch, drawn, pool, 1 / config.temperature, config.query_negatives
+            query_BD,
+            label_UD,
+            batch,
+            drawn,
+            pool,
+            scale=1 / self.config.temperature,
+            query_negatives=self.config.query_negatives,
         )
-        return LossTerms(total, len(batch.query_ids), query_BD.detach())
-
-    def index_rows(self) -> Tensor:
-        """Vectors of this rank's label texts."""
-        return self.answer_rows()
-
-    def answer_rows(self) -> Tensor:
-        """Vectors of this rank's label texts."""
-        label_SD: Tensor = self.head(self.parts.label_vectors())
-        return label_SD
+        return StepOutput(total, len(batch.query_ids), query_BD.detach())
 
 
 def rae_loss(
@@ -103,44 +93,69 @@ def rae_loss(
     scale: float,
     query_negatives: bool = True,
 ) -> Tensor:
-    """This rank's part of the sum over queries of Eq. 10; the sum over ranks is the loss, the step divides.
+    """This rank's part of the sum over queries of Eq. 10.
 
     Args:
-        query_BD: this rank's queries of the batch. label_UD: the labels of the pool that it owns.
-        drawn: the positives that are learned, of all G queries. scale: 1 / tau.
+        query_BD: Vectors of this rank's queries.
+        label_UD: Vectors of this rank's labels of the pool.
+        batch: Global batch.
+        drawn: Positives that are learned, of all G queries.
+        pool: Labels that are scored.
+        scale: 1 / tau.
+        query_negatives: Other queries are negatives too.
     """
     device = query_BD.device
     query_GD = gather_rows(query_BD, len(batch.query_ids))
-    learned = pool.pairs(drawn, device=device)
+    positives = pool.pairs(drawn, device=device)
     not_negatives = pool.pairs(batch.positives, batch.excluded, device=device)
     if not query_negatives:
-        return decoupled_softmax(query_GD, label_UD, learned, not_negatives, scale)
-    alike = sharing_queries(batch.positives, batch.start, batch.stop)
-    alike = Pairs(alike.rows.to(device), alike.columns.to(device) + len(label_UD))
-    # as columns the queries are this rank's own rows: their gradient needs no exchange
+        return decoupled_softmax(query_GD, label_UD, positives, not_negatives, scale)
+    # Each rank adds its own queries as columns behind its labels. As such they are this rank's
+    # rows, so their gradient needs no exchange.
     column_UD = torch.cat([label_UD, query_BD])
-    return decoupled_softmax(query_GD, column_UD, learned, Pairs.union(not_negatives, alike), scale)
+    sharing = sharing_queries(batch.positives, batch.start, batch.stop)
+    sharing = Pairs(sharing.rows.to(device), sharing.columns.to(device) + len(label_UD))
+    not_negatives = Pairs.union(not_negatives, sharing)
+    return decoupled_softmax(query_GD, column_UD, positives, not_negatives, scale)
 
 
 def sharing_queries(positives: Ragged, start: int, stop: int) -> Pairs:
-    """All queries of the batch (rows) with each of start .. stop - 1 (columns) they share a positive with, or are.
+    """Pairs of queries that share a positive; a query shares with itself.
 
-    Every query shares with itself, so none is its own negative.
+    Args:
+        positives: Labels of all G queries.
+        start: First query that is a column.
+        stop: One past the last one.
+
+    Returns:
+        Rows are queries 0 .. G - 1, columns are counted from `start`. Sorted by row.
     """
+    # Entries of equal labels lie next to each other, so each label of a column query
+    # finds the queries that have it as one span.
     by_label = np.argsort(positives.values, kind="stable")
-    labels, queries = positives.values[by_label], positives.row_ids[by_label]
+    labels = positives.values[by_label]
+    queries = positives.row_ids[by_label]
     own = positives.slice(start, stop)
-    first, last = (
-        np.searchsorted(labels, own.values, "left"),
-        np.searchsorted(labels, own.values, "right"),
-    )
-    count = last - first
-    place = (
-        np.arange(count.sum())
-        - np.repeat(np.cumsum(count) - count, count)
-        + np.repeat(first, count)
-    )
+    span_start = np.searchsorted(labels, own.values, "left")
+    span_stop = np.searchsorted(labels, own.values, "right")
+    length = span_stop - span_start
+
+    # The positions of all spans, one span after another.
+    first_output = np.cumsum(length) - length
+    within_span = np.arange(length.sum()) - np.repeat(first_output, length)
+    positions = np.repeat(span_start, length) + within_span
+
+    # Queries that share several labels must give one pair: a pair is one number.
     width = max(stop - start, 1)
-    flat = np.unique(queries[place] * width + np.repeat(own.row_ids, count))
-    row, column = np.divmod(flat, width)
-    return Pairs(torch.from_numpy(row), torch.from_numpy(column))
+    keys = np.unique(queries[positions] * width + np.repeat(own.row_ids, length))
+    rows, columns = np.divmod(keys, width)
+    return Pairs(torch.from_numpy(rows), torch.from_numpy(columns))
+
+
+ENTRY = MethodEntry(
+    RaeConfig,
+    Rae,
+    defaults=dual_encoder_defaults(hard=50),
+    label_counts=("hard_per_query",),
+    uses_label_texts=True,
+)

@@ -3,39 +3,42 @@
     paper                       here                          meaning
     logits, loss skipping       losses.bce.full_bce           the gradient of a score is sigmoid(score) - y
     bottleneck                  encoder.dim                   width of the rows, less than the encoder's for large L
-    NGAME M1 start              encoder.name                  a run, a bundle or a folder whose encoder is the start
+    NGAME M1 start              encoder.name                  a run, bundle or folder whose encoder is the start
     low-precision classifier    classifier.storage            bfloat16 rows with stochastic rounding (ELMO)
 
-What is particular: every label is scored for every query, in label chunks, and no score is kept: memory is O(B x chunk)
-besides the rows, but a step's time grows with L. The gradient with respect to rows and queries is made in the forward
-pass by hand. It is the accuracy that sampled methods are measured by.
+Every label is scored for every query, in label chunks, and no score is kept: memory is O(B x chunk)
+besides the rows, but the time of a step grows with L. The gradients with respect to rows and
+queries are computed in the forward pass. Sampled methods are measured by its accuracy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xmcray.methods.base import Parts
+from xmcray.methods.base import MethodContext, MethodEntry
 from xmcray.methods.one_vs_all import OneVsAll, OneVsAllConfig
 from xmcray.parallel.collectives import gather_rows
-from xmcray.types import Batch, LossTerms, Shortlist
+from xmcray.types import Batch, Shortlist, StepOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReneeConfig(OneVsAllConfig):
-    """Section `method` of Renée: what one-vs-all methods share."""
+    """Section `method` of Renée: the settings of all one-vs-all methods."""
 
 
 class Renee(OneVsAll):
-    """Fulfils `methods.base.Method`."""
+    """Implements `methods.base.Method`."""
 
-    def __init__(self, config: ReneeConfig, parts: Parts) -> None:
-        super().__init__(config, parts)
+    def __init__(self, config: ReneeConfig, context: MethodContext) -> None:
+        super().__init__(config, context)
         if config.logit_prior == "prior":
-            self.logit_prior = self.prior(parts.data.num_labels)
+            self.logit_prior = self.prior(context.data.num_labels)
 
-    def loss(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
+    def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
         """Binary cross-entropy of the batch over all labels."""
-        query_BD = self.parts.encode(batch.tokens)
-        terms = self.exact(gather_rows(self.drop(query_BD, batch), len(batch.query_ids)), batch)
-        return LossTerms(terms.total, terms.num_queries, query_BD.detach())
+        query_BD = self.context.encode(batch.tokens)
+        query_GD = gather_rows(self.drop(query_BD, batch), len(batch.query_ids))
+        return StepOutput(self.exact_loss(query_GD, batch), len(query_GD), query_BD.detach())
+
+
+ENTRY = MethodEntry(ReneeConfig, Renee, {"negatives": {"uniform": 0, "hard": 0}})

@@ -17,25 +17,22 @@ class PrototypeNetwork(nn.Module):
     Dropout comes as a mask, so that a label's is the same whichever rank owns it.
 
     Args:
-        dim: D. feed_forward: width of the layer's network. num_labels: L.
-        num_vectors: rows of the bank of free vectors. seed: of the start values; None leaves them to be loaded.
+        dim: D.
+        feed_forward: width of the layer's network.
+        num_vectors: rows of the bank of free vectors.
+        seed: of the initial values; None leaves them to be loaded.
+
     Attributes:
-        cluster_L: int64, the row of the bank that a label shares with its cluster.
         mask_width: values of a dropout mask that a label needs.
     """
 
-    cluster_L: Tensor
-
-    def __init__(
-        self, dim: int, feed_forward: int, num_labels: int, num_vectors: int, seed: int | None
-    ) -> None:
+    def __init__(self, dim: int, feed_forward: int, num_vectors: int, seed: int | None) -> None:
         super().__init__()
         self.into = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.up, self.down = nn.Linear(dim, feed_forward), nn.Linear(feed_forward, dim)
         self.bank = nn.Embedding(num_vectors, dim, sparse=True)
-        self.register_buffer("cluster_L", torch.zeros(num_labels, dtype=torch.int64))
         self._mask_sizes = [9, 3 * dim, 3 * feed_forward, 3 * dim]
         self.mask_width = sum(self._mask_sizes)
         if seed is None:
@@ -51,18 +48,18 @@ class PrototypeNetwork(nn.Module):
         return ["bank.weight"]
 
     def forward(
-        self, text_UD: Tensor, centroid_UD: Tensor, label_ids_U: Tensor, keep: Tensor | None = None
+        self, text_UD: Tensor, centroid_UD: Tensor, cluster_U: Tensor, keep: Tensor | None = None
     ) -> Tensor:
         """Prototypes [U, D] of length 1.
 
         Args:
-            text_UD, centroid_UD: h and c of the labels. label_ids_U: int64 [U], their global ids.
+            text_UD: h of the labels.
+            centroid_UD: c of the labels.
+            cluster_U: int64 [U], rows of the bank that the labels share with their clusters.
             keep: [U, mask_width], 0 for what is dropped and 1 / (1 - rate) for what is kept; None drops nothing.
         """
         dim = text_UD.shape[1]
-        token_UTD = torch.stack(
-            [text_UD, centroid_UD, self.bank(self.cluster_L[label_ids_U])], dim=1
-        )
+        token_UTD = torch.stack([text_UD, centroid_UD, self.bank(cluster_U)], dim=1)
         masks = [None] * 4 if keep is None else keep.split(self._mask_sizes, dim=1)
         query_UTD, key_UTD, value_UTD = self.into(token_UTD).chunk(3, dim=2)
         weight_UTT = (query_UTD @ key_UTD.transpose(1, 2) / math.sqrt(dim)).softmax(dim=2)

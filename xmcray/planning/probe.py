@@ -58,11 +58,12 @@ ENVIRONMENT = {  # as training/launch.py starts its workers
 _PAIRS = 8192
 _FIRST_STEP = """
 import faiss, numpy, ray.train.torch, torch, xmcray.training.worker
-from xmcray.methods.base import methods
+from xmcray.methods.registry import method_entry, method_names
 from xmcray.nn.static import StaticEncoder
 from xmcray.training.optim import EncoderOptimizer, OptimConfig
 from xmcray.types import Ragged
-methods()
+for name in method_names():
+    method_entry(name)
 encoder = StaticEncoder(torch.ones(256), 256)
 optimiser = EncoderOptimizer({"encoder": encoder}, OptimConfig(), ["encoder.embedding.weight"])
 vectors = encoder(Ragged(numpy.arange(256), numpy.arange(0, 257, 4)))

@@ -282,6 +282,7 @@ def label_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -
         )
     vectors = retriever.encode(tokens)
     if side.prototypes is not None:
+        assert side.cluster_L is not None
         # The centroid of a label without queries is its text's vector, in training too; it joins the cluster, and so
         # gets the free vector, of the label whose prototype is nearest to its text.
         near = torch.from_numpy(
@@ -289,7 +290,8 @@ def label_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -
         )
         text_UD = torch.from_numpy(vectors).to(side.prototypes.bank.weight)
         with torch.inference_mode():
-            made: Float32Array = side.prototypes(text_UD, text_UD, near).float().numpy()
+            prototype_UD = side.prototypes(text_UD, text_UD, side.cluster_L[near])
+            made: Float32Array = prototype_UD.float().numpy()
         return made
     if side.row_columns:
         vectors[:, -side.row_columns :] = _rows(

@@ -58,6 +58,11 @@ def export_run(
     num_labels = corpus.card.num_labels
     first = _finished(run, last, data, LabelPartition(num_labels, _blocks(num_labels), 0))
     memory = first.method.bundle_spec.memory
+    label_side = first.method.bundle_spec.label_side
+    cluster_state = first.method.bundle_spec.cluster_state
+    if cluster_state:
+        # The method holds a block of the labels; a bundle needs the clusters of all of them.
+        label_side.cluster_L = checkpoints.read_state(last, cluster_state, num_labels)
     ids = [
         np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64)
         for start in range(0, num_labels, _BLOCK)
@@ -80,7 +85,7 @@ def export_run(
             "config": run.config.to_dict(),
         },
         method=run.config.method_name,
-        label_side=first.method.bundle_spec.label_side,
+        label_side=label_side,
         queries=_query_vectors(
             first, data.tokens(sample_rows(data.num_train, run.config.optim.seed))
         ),

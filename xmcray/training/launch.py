@@ -18,7 +18,7 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.node_copy import CorpusSource
 from xmcray.errors import ConfigError, ResourceError, XmcrayError
-from xmcray.methods.base import methods
+from xmcray.methods.registry import method_entry
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.ray_adapter.session import ray_session
@@ -124,21 +124,21 @@ def clipped(
         num_labels: L.
         num_without_text: labels that have no token.
     """
-    entry = methods()[config.method_name]
+    entry = method_entry(config.method_name)
     negatives = config.negatives
     defaults = entry.config_type()
-    for name in entry.at_most_labels:
+    for name in entry.label_counts:
         value = getattr(config.method, name)
         # A default means "as many as make sense" and is no mistake of the user.
         if value > num_labels and value != getattr(defaults, name):
             yield f"method.{name} is {value}, clipped to the number of labels, {num_labels}"
     if negatives.hard > num_labels:
         yield f"negatives.hard is {negatives.hard}, clipped to the number of labels, {num_labels}"
-    if "hard_per_query" in entry.at_most_labels:
+    if "hard_per_query" in entry.label_counts:
         drawn = config.method.hard_per_query
         if 0 < negatives.hard < drawn <= num_labels:
             yield f"method.hard_per_query is {drawn}, clipped to negatives.hard, {negatives.hard}"
-    if entry.by_text and 0 < num_without_text < num_labels:
+    if entry.uses_label_texts and 0 < num_without_text < num_labels:
         yield (
             f"{num_without_text} of {num_labels} labels have no text, by which {config.method_name} would find them"
         )

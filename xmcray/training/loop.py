@@ -16,7 +16,8 @@ import torch
 
 from xmcray import storage
 from xmcray.data.batches import BatchSampler, TrainingData
-from xmcray.methods.base import Method, Parts, methods
+from xmcray.methods.base import Method, MethodContext
+from xmcray.methods.registry import method_entry
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.refresh import Refresher
 from xmcray.negatives.shortlists import ShortlistFeed
@@ -31,7 +32,7 @@ from xmcray.training.run import Run, RunConfig
 from xmcray.training.step import Embedder, Stepper, encode_plain
 from xmcray.training.validation import validate
 from xmcray.training.watch import Watch
-from xmcray.types import LossTerms
+from xmcray.types import Batch, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def build(
     if vectors is not None:
         encoder.remember(vectors, data.num_train + data.num_labels, data.tokens)
     embedder = Embedder(encoder, optim.micro_batch)
-    parts = Parts(
+    context = MethodContext(
         encode=embedder,
         encode_plain=lambda tokens: encode_plain(encoder, tokens),
         dim=encoder.dim,
@@ -80,7 +81,7 @@ def build(
         dtype=optim.dtype,
         device=device,
     )
-    method = methods()[config.method_name].factory(config.method, parts)
+    method = method_entry(config.method_name).factory(config.method, context)
     sampler = BatchSampler(data, optim.batch_size, optim.seed)
     stepper = Stepper(encoder, embedder, method, optim, optim.epochs * sampler.steps_per_epoch)
     return Setup(data, sampler, partition, method, stepper)
@@ -140,8 +141,8 @@ class Loop:
             if order == "stop":
                 self.feed.close()
                 return {}
-            terms = self._step(step)
-            window.add(terms)
+            batch, output = self._step(step)
+            window.add(batch, output)
             if (step + 1) % self.config.log.every == 0 or step + 1 == self.last_step:
                 self._record(step + 1, window)
                 window = _Window(self.feed)
@@ -156,13 +157,13 @@ class Loop:
         self.feed.close()
         return self._finish(time.perf_counter() - started, self.last_step - first)
 
-    def _step(self, step: int) -> LossTerms:
+    def _step(self, step: int) -> tuple[Batch, StepOutput]:
         shortlist = self.feed.before_step(step)
         ranks = collectives.rank(), collectives.num_ranks()
         batch = self.setup.sampler.batch(step, *ranks, self.feed.clusters)
-        terms = self.setup.stepper.step(batch, shortlist)
-        self.feed.after_step(batch, terms.query_BD)
-        return terms
+        output = self.setup.stepper.step(batch, shortlist)
+        self.feed.after_step(batch, output.query_vectors)
+        return batch, output
 
     def _restore(self) -> int:
         """Restores the newest checkpoint and returns its step; 0 if there is none."""
@@ -175,6 +176,8 @@ class Loop:
             checkpoint = checkpoints.open_checkpoint(path, contents=False)
             checkpoints.load(checkpoint, self.setup.stepper, self.setup.partition)
             state, collected = checkpoint.state["negatives"], checkpoints.collected(checkpoint)
+        else:
+            self.setup.method.start()
         step = self.saved_step = max(step, 0)
         self.feed.restore(state, step, collected)
         if collectives.rank() == 0:
@@ -271,13 +274,13 @@ class _Window:
         self._last = time.perf_counter()
         self.steps, self.queries, self.loss, self.seconds = 0, 0, 0.0, 0.0
 
-    def add(self, terms: LossTerms) -> None:
+    def add(self, batch: Batch, output: StepOutput) -> None:
         now = time.perf_counter()
         self.seconds += now - self._last
         self._last = now
         self.steps += 1
-        self.queries += terms.num_queries
-        self.loss += terms.value
+        self.queries += len(batch.query_ids)
+        self.loss += output.value
 
     def pause(self) -> None:
         self._last = time.perf_counter()

@@ -34,7 +34,7 @@ from xmcray.config import check_choices, check_range
 from xmcray.data.batches import DataConfig
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, XmcrayError
-from xmcray.methods.base import methods
+from xmcray.methods.registry import method_entry
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.encoder import EncoderConfig
 from xmcray.training.optim import OptimConfig
@@ -136,10 +136,8 @@ class RunConfig:
         Raises:
             ConfigError: unknown method or key, or a value out of range.
         """
-        known = methods()
-        if method_name not in known:
-            raise ConfigError(configs.unknown("method", method_name, list(known)))
-        merged = configs.merge(configs.overlay(known[method_name].defaults, values), overrides)
+        entry = method_entry(method_name)
+        merged = configs.merge(configs.overlay(entry.defaults, values), overrides)
         written_for = merged.pop("method_name", method_name)
         if written_for != method_name:
             raise ConfigError(
@@ -150,7 +148,7 @@ class RunConfig:
             raise ConfigError(
                 f"method is {settings!r}, expected a section with the settings of {method_name}"
             )
-        method = configs.build(known[method_name].config_type, settings, "method.")
+        method = configs.build(entry.config_type, settings, "method.")
         sections = {f.name: f for f in dataclasses.fields(cls)}
         merged = {"method_name": method_name, "method": method, **merged}
         unknown = [key for key in merged if key not in sections]

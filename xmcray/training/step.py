@@ -13,7 +13,7 @@ from xmcray.methods.base import Method
 from xmcray.nn.encoder import Encoder
 from xmcray.parallel import collectives
 from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor, sparse_parameters
-from xmcray.types import Batch, LossTerms, Ragged, Shortlist
+from xmcray.types import Batch, Ragged, Shortlist, StepOutput
 
 _PLAIN_ROWS = 1024  # texts encoded at once where no graph is kept
 
@@ -121,22 +121,23 @@ class Stepper:
                 "encoder.frozen leaves this method nothing to train without a projection; set encoder.dim"
             )
 
-    def step(self, batch: Batch, shortlist: Shortlist | None) -> LossTerms:
-        """Loss, gradients and one update of everything; returns this rank's terms of the loss."""
-        # dropout inside a transformer: replayable, different on every rank
+    def step(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
+        """Computes loss and gradients, and updates everything once; collective."""
+        # Dropout inside a transformer can be replayed, and differs between ranks.
         torch.manual_seed(
             draws.torch_seed(self.config.seed, "torch", batch.step, collectives.rank())
         )
         self.encoder.train()
         self.optimizer.zero_grad()
-        terms = self.method.loss(batch, shortlist)
-        (terms.total / terms.num_queries).backward()
+        output = self.method.loss(batch, shortlist)
+        (output.total / output.divisor).backward()
         self.embedder.finish_backward()
         factor = lr_factor(self.config, batch.step, self.total_steps)
         self.optimizer.step(factor)
         for table in self.method.tables.values():
             table.update(table.config.lr * factor)
-        return terms
+        self.method.after_step(batch, output)
+        return output
 
 
 def _chunks(tokens: Ragged, rows: int) -> Iterable[Ragged]:

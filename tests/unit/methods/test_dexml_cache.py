@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,11 +32,15 @@ def setup_of(data: TrainingData, *extra: str) -> tuple[Setup, Dexml, EmbeddingCa
     setup = build(config, data, torch.device("cpu"))
     assert isinstance(setup.method, Dexml)
     assert setup.method.cache is not None
+    setup.method.start()
     return setup, setup.method, setup.method.cache
 
 
 def test_hardest_are_the_longest_gradients_and_of_equal_ones_the_lower_labels() -> None:
-    cache = EmbeddingCache(LabelPartition(6, 1, 0), torch.zeros(6, 2))
+    context = SimpleNamespace(
+        partition=LabelPartition(6, 1, 0), dim=2, dtype=torch.float32, device=torch.device("cpu")
+    )
+    cache = EmbeddingCache(context)  # type: ignore[arg-type]
     gradient = torch.tensor([[0.0, 1], [3, 4], [0, 1], [-9, 0], [1, 0], [0, 0]])
     none = np.empty(0, np.int64)
     assert cache.hardest(gradient, none, 1).tolist() == [3]
@@ -78,15 +83,15 @@ def test_a_step_encodes_the_labels_that_a_dense_loss_would_move_most(
 
 def test_rows_start_as_the_label_texts_and_those_encoded_are_refreshed(data: TrainingData) -> None:
     setup, method, cache = setup_of(data, "method.cache_hard=3")
-    assert torch.equal(cache.table.weight_SD, method.answer_rows())
-    cache.table.weight_SD.zero_()
+    assert torch.equal(cache.vector_SD, method.answer_rows())
+    cache.vector_SD.zero_()
     batch = setup.sampler.batch(0, 0, 1)
     before = method.answer_rows()
     setup.stepper.step(batch, None)
-    fresh = cache.table.weight_SD.any(dim=1)
+    fresh = cache.vector_SD.any(dim=1)
     assert fresh[torch.from_numpy(np.unique(batch.positives.values))].all()
     assert not fresh.all()
-    torch.testing.assert_close(cache.table.weight_SD[fresh], before[fresh], rtol=1e-9, atol=0)
+    torch.testing.assert_close(cache.vector_SD[fresh], before[fresh], rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("loss", ["decoupled", "softmax", "soft_top_k", "bce"])
@@ -96,6 +101,7 @@ def test_a_cache_that_takes_all_labels_is_no_restriction(data: TrainingData, los
         "dexml", {}, [*SETTINGS, "method.columns=all", f"method.loss={loss}"]
     )
     whole = build(config, data, torch.device("cpu"))
+    whole.method.start()
     batch = setup.sampler.batch(0, 0, 1)
     assert setup.stepper.step(batch, None).value == pytest.approx(
         whole.stepper.step(batch, None).value, rel=1e-12
@@ -118,7 +124,7 @@ def test_a_cut_run_goes_on_with_its_cache(data: TrainingData, tmp_path: Path) ->
         for one in (setup, again):
             one.stepper.step(one.sampler.batch(step, 0, 1), None)
     assert torch.equal(method.answer_rows(), other.answer_rows())
-    assert torch.equal(cache.table.weight_SD, restored.table.weight_SD)
+    assert torch.equal(cache.vector_SD, restored.vector_SD)
 
 
 def test_hard_columns_without_an_index_are_refused(data: TrainingData) -> None:

@@ -45,6 +45,7 @@ def built(corpus: Corpus, *extra: str) -> tuple[Setup, Prime]:
     config = RunConfig.resolve("prime", {}, [*SETTINGS, *extra])
     setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
     assert isinstance(setup.method, Prime)
+    setup.method.start()
     return setup, setup.method
 
 
@@ -65,12 +66,12 @@ def test_centroids_start_as_means_and_move_with_every_query(corpus: Corpus) -> N
         if len(queries):
             expected[label] = vectors[queries].mean(dim=0)
     batch = setup.sampler.batch(0, 0, 1)
-    method.loss(batch, None)
+    setup.stepper.step(batch, None)
     vectors = start_vectors(setup, batch.query_ids)
     for query, label in zip(batch.positives.row_ids, batch.positives.values, strict=True):
         expected[label] = 0.95 * expected[label] + 0.05 * vectors[query]
-    torch.testing.assert_close(method.centroids.weight_SD, expected, rtol=1e-9, atol=1e-12)
-    sizes = torch.bincount(method.network.cluster_L, minlength=4)
+    torch.testing.assert_close(method.centroid_SD, expected, rtol=1e-9, atol=1e-12)
+    sizes = torch.bincount(method.cluster_S, minlength=4)
     assert sizes.max() - sizes.min() <= 1
 
 
@@ -96,8 +97,7 @@ def test_the_loss_is_that_of_plain_loops(corpus: Corpus) -> None:
         corpus, "method.dropout=0", "method.num_positives=1", "method.num_negatives=5"
     )
     batch = setup.sampler.batch(0, 0, 1)
-    method._start()
-    drawn = method._drawn(batch)
+    drawn = method._draw_positives(batch)
     assert (drawn.lengths == 1).all()
     labels = np.unique(drawn.values)
     query = start_vectors(setup, batch.query_ids)
@@ -129,8 +129,9 @@ def test_the_loss_is_that_of_plain_loops(corpus: Corpus) -> None:
     expected = (
         expected + 0.1 * sum(float(np.mean([v for v in part if v > 0])) for part in (near, far)) / 2
     )
-    terms = method.loss(batch, None)
-    torch.testing.assert_close(terms.total / terms.num_queries, expected, rtol=1e-9, atol=1e-12)
+    output = method.loss(batch, None)
+    loss = output.total / output.divisor
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_rare_positives_are_drawn_more_often(corpus: Corpus) -> None:
@@ -138,12 +139,12 @@ def test_rare_positives_are_drawn_more_often(corpus: Corpus) -> None:
     data, card = setup.data, corpus.card
     counts = corpus.train_counts[corpus.label_order]
     weight = inverse_propensity(counts, card.num_train, card.propensity_a, card.propensity_b)
-    method.label_weight_L = weight**8  # sharper: fewer draws show it
+    method.draw_weight_L = weight**8  # sharper: fewer draws show it
     expected = found = uniform = 0.0
     for step in range(200):
         batch = setup.sampler.batch(0, 0, 1)
         batch = type(batch)(**{**{f: getattr(batch, f) for f in batch.__slots__}, "step": step})
-        drawn = method._drawn(batch)
+        drawn = method._draw_positives(batch)
         found += np.log(weight[drawn.values]).sum()
         for i in range(len(batch.query_ids)):
             own = weight[batch.positives[i]]
@@ -162,9 +163,8 @@ def test_settings_that_cannot_be_are_refused_or_clipped(
         PrimeConfig(free_vectors=48)
     with pytest.raises(ConfigError, match=r"gamma_max"):
         PrimeConfig(gamma_min=0.3, gamma_max=0.1)
-    setup, method = built(corpus, "method.free_vectors=64")
     with caplog.at_level(logging.WARNING):
-        method.loss(setup.sampler.batch(0, 0, 1), None)
+        _, method = built(corpus, "method.free_vectors=64")
     assert method.network.bank.weight.shape == (16, 8)
     assert "free_vectors is 64, clipped to 16 for 23 labels" in caplog.text
 
@@ -183,7 +183,7 @@ def test_a_batch_of_one_has_no_negative_and_no_nan(corpus: Corpus) -> None:
     setup.stepper.step(setup.sampler.batch(0, 0, 1), None)
     for module in setup.stepper.modules.values():
         assert all(parameter.isfinite().all() for parameter in module.parameters())
-    assert method.centroids.weight_SD.isfinite().all()
+    assert method.centroid_SD.isfinite().all()
 
 
 def weights(folder: Path, corpus: Corpus, stop: int) -> dict[str, torch.Tensor]:
@@ -201,11 +201,7 @@ def weights(folder: Path, corpus: Corpus, stop: int) -> dict[str, torch.Tensor]:
         for m, module in setup.stepper.modules.items()
         for k, v in module.state_dict().items()
     }
-    return {
-        **state,
-        "rows": setup.method.answer_rows(),
-        "centroids": setup.method.tables["centroids"].weight_SD,
-    }
+    return {**state, **setup.method.state_tensors(), "rows": setup.method.answer_rows()}
 
 
 def test_a_run_goes_on_byte_by_byte(corpus: Corpus, tmp_path: Path) -> None:

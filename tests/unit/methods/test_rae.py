@@ -15,7 +15,7 @@ from xmcray import cli
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
-from xmcray.methods import base, rae
+from xmcray.methods import base
 from xmcray.nn.encoder import load_encoder
 from xmcray.nn.heads import load_head
 from xmcray.retrieval.query_encoder import QueryEncoder
@@ -56,7 +56,7 @@ def loss_by_loops(
     """Eq. 10 as it is written, over vectors of length 1."""
     method, data = setup.method, setup.data
     with torch.no_grad():
-        query_BD = method.head(method.parts.encode_plain(batch.tokens)).double().numpy()
+        query_BD = method.head(method.context.encode_plain(batch.tokens)).double().numpy()
         label_LD = method.answer_rows().double().numpy()
     total = 0.0
     for i in range(len(query_BD)):
@@ -90,26 +90,23 @@ def test_the_loss_of_a_batch_equals_loops(
         hard[row, :4] = rng.permutation(np.setdiff1d(np.arange(23), positives))[:4]
     lists: list[Ragged] = []
 
-    draw = rae.draw_from_rows
-    for module in (rae, base):
-        monkeypatch.setattr(
-            module, "draw_from_rows", lambda *a: lists.append(draw(*a)) or lists[-1]
-        )
-    terms = setup.method.loss(batch, Shortlist(0, 0, hard))
+    draw = base.draw_from_rows
+    monkeypatch.setattr(base, "draw_from_rows", lambda *a: lists.append(draw(*a)) or lists[-1])
+    output = setup.method.loss(batch, Shortlist(0, 0, hard))
     drawn, negatives = lists
     assert drawn.lengths.tolist() == [1] * 32
     assert negatives.lengths.tolist() == [2] * 32
     pool = set(drawn.values.tolist()) | set(negatives.values.tolist())
     expected = loss_by_loops(setup, batch, drawn.values, pool, query_negatives)
-    assert terms.total.item() == pytest.approx(expected, rel=1e-5)
-    assert terms.num_queries == 32
+    assert output.total.item() == pytest.approx(expected, rel=1e-5)
+    assert output.divisor == 32
 
 
 def test_a_batch_of_one_has_nothing_to_compete_with(corpus: Corpus) -> None:
     config = RunConfig.resolve("rae", {}, [*SETTINGS, "optim.batch_size=1", "negatives.hard=0"])
     setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
-    terms = setup.stepper.step(setup.sampler.batch(0, 0, 1), None)
-    assert terms.value == 0
+    output = setup.stepper.step(setup.sampler.batch(0, 0, 1), None)
+    assert output.value == 0
     assert all(p.isfinite().all() for p in setup.stepper.encoder.parameters())
 
 

@@ -5,7 +5,7 @@ import torch
 
 from xmcray import draws
 from xmcray.losses.bce import full_bce, sampled_bce
-from xmcray.losses.pairs import pair_scores
+from xmcray.losses.pairs import Pairs, pair_scores
 from xmcray.negatives.sampler import gather_candidates
 from xmcray.parallel.partition import LabelPartition
 from xmcray.types import Batch, Ragged
@@ -21,10 +21,10 @@ def test_loss_and_gradients_over_5000_pools() -> None:
     hard = Ragged.from_rows([[5, 6], [8], [9, 1], []])
     none = torch.empty(0, dtype=torch.int64)
     rows, labels = torch.from_numpy(positives.row_ids), torch.from_numpy(positives.values)
-    full_bce(query_GD, row_LD, rows, labels, none, none).total.backward()
+    full_bce(query_GD, row_LD, Pairs(rows, labels), Pairs(none, none)).backward()
     exact = np.concatenate([query_GD.grad.numpy().ravel(), row_LD.grad.numpy().ravel()])
     with torch.no_grad():
-        exact_loss = float(full_bce(query_GD, row_LD, rows, labels, none, none).total)
+        exact_loss = float(full_bce(query_GD, row_LD, Pairs(rows, labels), Pairs(none, none)))
 
     part = LabelPartition(LABELS, 1, 0)
     losses, gradients = np.empty(POOLS), np.empty((POOLS, exact.size))
@@ -43,7 +43,7 @@ def test_loss_and_gradients_over_5000_pools() -> None:
         found = gather_candidates(batch, hard, pool, positives, None, part)
         query_GD.grad = row_LD.grad = None
         row_UD = row_LD.index_select(0, found.row_ids)
-        terms = sampled_bce(
+        loss = sampled_bce(
             pair_scores(query_GD, row_UD, found.pair_query, found.pair_row),
             found.pair_is_positive,
             None,
@@ -52,8 +52,8 @@ def test_loss_and_gradients_over_5000_pools() -> None:
             found.skip_column,
             LABELS / POOL,
         )
-        terms.total.backward()
-        losses[step] = float(terms.total.detach())
+        loss.backward()
+        losses[step] = float(loss.detach())
         gradients[step] = np.concatenate(
             [query_GD.grad.numpy().ravel(), row_LD.grad.numpy().ravel()]
         )

@@ -45,6 +45,7 @@ def made(corpus: Corpus, *settings: str) -> Setup:
     config = RunConfig.resolve("unidec", {}, [*SMALL, *settings])
     setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
     setup.stepper.encoder.train()
+    setup.method.start()
     return setup
 
 
@@ -103,7 +104,8 @@ def test_the_loss_is_the_papers(corpus: Corpus) -> None:
     setup = made(corpus, *settings, *parts, "optim.batch_size=7")
     method, batch, shortlist = setup.method, batch_of(setup), shortlist_of(setup)
     assert isinstance(method, Unidec)
-    pool, wider = method._pools(batch, shortlist)
+    pools = method._pools(batch, shortlist)
+    pool, wider = pools.texts, pools.rows
     brought = sum(np.isin(batch.positives[i], pool.ids).sum() for i in range(7))
     assert brought > 7, (
         "no query met a positive that another one brought: the comparison would show little"
@@ -126,12 +128,12 @@ def test_dropout_is_drawn_for_positions_of_the_batch(corpus: Corpus) -> None:
     setup = made(corpus, "method.dropout=0.5")
     batch = batch_of(setup)
     assert isinstance(setup.method, Unidec)
-    whole, part = (setup.method._keep("text", batch, start, 20) for start in (0, 13))
+    whole, part = (setup.method._keep_factors("text", batch, start, 20) for start in (0, 13))
     assert whole is not None
     assert part is not None
     assert torch.equal(whole[13:], part)
     assert set(whole.unique().tolist()) == {0.0, 2.0}
-    other = setup.method._keep("labels", batch, 0, 20)
+    other = setup.method._keep_factors("labels", batch, 0, 20)
     assert other is not None
     assert not torch.equal(whole, other)
 
@@ -149,10 +151,10 @@ def test_supcon_has_no_rows(corpus: Corpus) -> None:
 )
 def test_settings_wider_than_the_data(corpus: Corpus, settings: list[str]) -> None:
     setup = made(corpus, *settings)
-    terms = setup.stepper.step(
+    output = setup.stepper.step(
         setup.sampler.batch(5 * setup.sampler.steps_per_epoch, 0, 1), shortlist_of(setup)
     )
-    assert math.isfinite(terms.value)
+    assert math.isfinite(output.value)
     assert all(
         p.isfinite().all() for module in setup.stepper.modules.values() for p in module.parameters()
     )

@@ -6,13 +6,11 @@ from torch import Tensor, nn
 
 from xmcray.nn.prototypes import PrototypeNetwork, move_centroids
 
-DIM, FEED_FORWARD, LABELS, VECTORS = 6, 10, 8, 4
+DIM, FEED_FORWARD, VECTORS = 6, 10, 4
 
 
 def network() -> PrototypeNetwork:
-    made = PrototypeNetwork(DIM, FEED_FORWARD, LABELS, VECTORS, seed=3).double()
-    made.cluster_L.copy_(torch.arange(LABELS) % VECTORS)
-    return made
+    return PrototypeNetwork(DIM, FEED_FORWARD, VECTORS, seed=3).double()
 
 
 def torch_layer(like: PrototypeNetwork) -> nn.TransformerEncoderLayer:
@@ -37,22 +35,22 @@ def torch_layer(like: PrototypeNetwork) -> nn.TransformerEncoderLayer:
 
 
 def test_a_prototype_is_the_mean_over_an_encoder_layer() -> None:
-    ours, ids = network(), torch.tensor([1, 5, 6])
+    ours, clusters = network(), torch.tensor([1, 1, 2])
     text, centroid = torch.randn(2, 3, DIM, dtype=torch.float64)
     with torch.no_grad():
         for parameter in ours.parameters():  # biases start at 0
             parameter.add_(torch.randn_like(parameter) / 10)
         for norm in (ours.norm1, ours.norm2):
             norm.reset_parameters()
-    tokens = torch.stack([text, centroid, ours.bank.weight[ids % VECTORS]], dim=1)
+    tokens = torch.stack([text, centroid, ours.bank.weight[clusters]], dim=1)
     expected = F.normalize(torch_layer(ours)(tokens).mean(dim=1), dim=-1)
-    torch.testing.assert_close(ours(text, centroid, ids), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours(text, centroid, clusters), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_labels_of_a_cluster_share_a_gradient_of_few_rows() -> None:
-    ours, ids = network(), torch.tensor([1, 5, 6])
+    ours, clusters = network(), torch.tensor([1, 1, 2])
     text, centroid = torch.randn(2, 3, DIM, dtype=torch.float64)
-    ours(text, centroid, ids)[:, 0].sum().backward()
+    ours(text, centroid, clusters)[:, 0].sum().backward()
     grad = ours.bank.weight.grad
     assert grad is not None
     assert grad.coalesce().indices()[0].tolist() == [1, 2]
@@ -60,18 +58,18 @@ def test_labels_of_a_cluster_share_a_gradient_of_few_rows() -> None:
 
 
 def test_a_mask_of_ones_drops_nothing_and_each_value_of_it_counts() -> None:
-    ours, ids = network(), torch.arange(2)
+    ours, clusters = network(), torch.arange(2)
     text, centroid = torch.randn(2, 2, DIM, dtype=torch.float64)
     ones = torch.ones(2, ours.mask_width, dtype=torch.float64)
-    plain = ours(text, centroid, ids)
-    torch.testing.assert_close(ours(text, centroid, ids, ones), plain, rtol=0, atol=0)
+    plain = ours(text, centroid, clusters)
+    torch.testing.assert_close(ours(text, centroid, clusters, ones), plain, rtol=0, atol=0)
     starts = torch.tensor(
         [0, 9, 9 + 3 * DIM, 9 + 3 * DIM + 3 * FEED_FORWARD]
     )  # weights, attention, hidden, out
     for start in starts:
         mask = ones.clone()
         mask[1, start] = 0
-        masked = ours(text, centroid, ids, mask)
+        masked = ours(text, centroid, clusters, mask)
         assert torch.equal(masked[0], plain[0])
         assert not torch.equal(masked[1], plain[1])
 

@@ -143,14 +143,15 @@ def test_more_labels_than_a_shard_has_room_for(
 
 
 def test_prototypes_share_the_free_vector_of_the_nearest(bundles: Any, tmp_path: Path) -> None:
-    network = PrototypeNetwork(DIM, 8, len(TEXTS), 4, seed=0)
-    network.cluster_L.copy_(torch.arange(len(TEXTS)) % 4)
+    network = PrototypeNetwork(DIM, 8, 4, seed=0)
+    clusters = torch.arange(len(TEXTS)) % 4
     retriever = Retriever.load(bundles("prototypes"))
     text = retriever.encode([NEW[0].text])
     row = int(retriever.labels.label_rows[retriever.top_labels(text, 1).ids[0, 0]])
     with torch.no_grad():
-        expected = network(torch.from_numpy(text), torch.from_numpy(text), torch.tensor([row]))
-    made = module.label_vectors(retriever, LabelSide(prototypes=network), [NEW[0].text])
+        expected = network(torch.from_numpy(text), torch.from_numpy(text), clusters[[row]])
+    side = LabelSide(prototypes=network, cluster_L=clusters)
+    made = module.label_vectors(retriever, side, [NEW[0].text])
     np.testing.assert_array_equal(made, expected.numpy())
 
 

@@ -12,7 +12,7 @@ from corpora import corpus_of
 
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
-from xmcray.methods.base import methods
+from xmcray.methods.registry import method_entry, method_names
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import clipped, train
@@ -59,7 +59,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Corpus]:
     return {"three": three, "one": prepared(folder / "one", ["apple"])}
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", method_names())
 @pytest.mark.parametrize(("data", "batch_size"), [("three", 1), ("three", 11), ("one", 4)])
 def test_every_method_trains_on_few_labels(
     name: str,
@@ -81,8 +81,9 @@ def test_every_method_trains_on_few_labels(
         "negatives.cluster_size is 40, clipped to the number of training queries, 13"
         in caplog.messages
     )
-    by_text = f"1 of 3 labels have no text, by which {name} would find them"
-    assert (by_text in caplog.messages) == (methods()[name].by_text and data == "three")
+    warning = f"1 of 3 labels have no text, by which {name} would find them"
+    expected = method_entry(name).uses_label_texts and data == "three"
+    assert (warning in caplog.messages) == expected
     losses = [
         record["loss"] for record in read_records(run.path / "metrics.jsonl") if "loss" in record
     ]
@@ -94,7 +95,9 @@ def test_every_method_trains_on_few_labels(
         assert np.isfinite([answer.score for answer in answers]).all()
 
 
-@pytest.mark.parametrize("name", [name for name, entry in methods().items() if entry.by_text])
+@pytest.mark.parametrize(
+    "name", [name for name in method_names() if method_entry(name).uses_label_texts]
+)
 def test_texts_are_needed_where_labels_are_made_of_them(name: str, tmp_path: Path) -> None:
     corpus = prepared(tmp_path, ["", ""])
     with pytest.raises(
