@@ -1,4 +1,4 @@
-"""What every benchmark needs: the machine in words, a refusal to measure on a busy one, a Markdown table."""
+"""What every benchmark needs: a description of the machine, a refusal to measure on a busy one, a Markdown table."""
 
 from __future__ import annotations
 
@@ -30,25 +30,17 @@ PACKAGES = (
 
 
 def machine() -> str:
-    """Processor, cores, memory, GPUs, operating system and versions of the packages that matter, in one line."""
-    processor = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in _lines(Path("/proc/cpuinfo"))
-            if line.startswith("model name")
-        ),
-        platform.processor() or platform.machine(),
-    )
+    """Processor, cores, memory, GPUs, operating system and versions of the main packages, in one line."""
+    cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    versions = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
-    return "; ".join(
-        [
-            f"{processor}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB",
-            *_gpus(),
-            f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-            ", ".join(versions),
-        ]
-    )
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    versions = []
+    for package in PACKAGES:
+        version = _version(package)
+        if version is not None:
+            versions.append(f"{package} {version}")
+    parts = [f"{_processor()}, {cores} cores, {memory_gib:.0f} GiB", *_gpus(), system]
+    return "; ".join([*parts, ", ".join(versions)])
 
 
 def refuse_if_busy(anyway: bool) -> str:
@@ -57,13 +49,14 @@ def refuse_if_busy(anyway: bool) -> str:
     Raises:
         SystemExit: (code 2) the load is above 0.5 per core and `anyway` is false.
     """
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    cores = len(os.sched_getaffinity(0))
     if load <= MAX_LOAD_PER_CORE * cores:
         return f"load average {load:.2f} on {cores} cores at the start"
     if not anyway:
         print(
-            f"error: the load average is {load:.2f} on {cores} cores, expected at most {MAX_LOAD_PER_CORE} per core;"
-            " wait for an idle machine or pass --anyway",
+            f"error: the load average is {load:.2f} on {cores} cores, expected at most"
+            f" {MAX_LOAD_PER_CORE} per core; wait for an idle machine or pass --anyway",
             file=sys.stderr,
         )
         raise SystemExit(2)
@@ -71,12 +64,14 @@ def refuse_if_busy(anyway: bool) -> str:
 
 
 def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
-    """The mean over seeds and the half width of its 95 % interval (Student's t); infinite for a single value."""
-    mean, number = float(np.mean(values)), len(values)
-    if number < 2:
+    """The mean over seeds and half the width of its 95 % interval (Student's t); infinite for one value."""
+    mean = float(np.mean(values))
+    count = len(values)
+    if count < 2:
         return mean, math.inf
-    quantile = float(scipy.stats.t.ppf(0.975, number - 1))
-    return mean, quantile * float(np.std(values, ddof=1)) / math.sqrt(number)
+    quantile = float(scipy.stats.t.ppf(0.975, count - 1))
+    standard_error = float(np.std(values, ddof=1)) / math.sqrt(count)
+    return mean, quantile * standard_error
 
 
 def write_table(
@@ -86,33 +81,32 @@ def write_table(
     rows: Sequence[Sequence[object]],
     notes: Sequence[str],
 ) -> None:
-    """Writes a Markdown page with one table and prints it; relative paths lie in benchmarks/results.
+    """Writes a Markdown page with one table and prints it.
 
     Args:
+        path: a relative one is taken from benchmarks/results.
+        title: heading of the page.
         header: column names.
         rows: cells; floats are printed with four significant digits.
         notes: lines under the table: settings, load, what was not run. Machine, commit, date and command are added.
     """
-    table = [header, ["---"] * len(header), *[[_cell(value) for value in row] for row in rows]]
-    about = [*notes, *provenance()]
-    lines = [
-        f"# {title}",
-        "",
-        *["| " + " | ".join(row) + " |" for row in table],
-        "",
-        *[f"- {note}" for note in about],
-    ]
+    table = [list(header), ["---"] * len(header)]
+    table += [[_cell(value) for value in row] for row in rows]
+    lines = [f"# {title}", ""]
+    lines += [f"| {' | '.join(cells)} |" for cells in table]
+    lines.append("")
+    lines += [f"- {note}" for note in [*notes, *provenance()]]
+    page = "\n".join(lines)
     target = RESULTS / path
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines))
+    target.write_text(page + "\n", encoding="utf-8")
+    print(page)
 
 
 def provenance() -> list[str]:
     """Machine, commit, date and command, as notes."""
-    command = " ".join(
-        ["python", os.path.relpath(sys.argv[0], Path(__file__).parents[1]), *sys.argv[1:]]
-    )
+    script = os.path.relpath(sys.argv[0], Path(__file__).parents[1])
+    command = " ".join(["python", script, *sys.argv[1:]])
     return [f"machine: {machine()}", f"commit {_commit()}, {datetime.date.today()}, `{command}`"]
 
 
@@ -120,8 +114,13 @@ def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:
@@ -137,26 +136,18 @@ def _gpus() -> list[str]:
 
 
 def _commit() -> str:
-    commit = _run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]).strip()
-    status = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "status",
-        "--porcelain",
-        "--untracked-files=no",
-    ]
-    changed = _run(
-        [*status, "--", ".", "..", ":!results"]
-    ).strip()  # another benchmark's table changes nothing
+    """The commit, and whether tracked files differ from it; tables of other benchmarks do not count."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = _run([*git, "rev-parse", "--short", "HEAD"]).strip()
+    paths = [".", "..", ":!results"]
+    changed = _run([*git, "status", "--porcelain", "--untracked-files=no", "--", *paths]).strip()
     return (commit or "unknown") + (" with local changes" if changed else "")
 
 
 def _run(command: list[str]) -> str:
-    """Standard output of a command, empty when it is missing or fails."""
+    """Standard output of a command; empty if it is missing or fails."""
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        ).stdout
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
+    return result.stdout

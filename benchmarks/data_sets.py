@@ -1,4 +1,4 @@
-"""Corpora that several benchmarks train on, prepared once into a cache, and the presets they are trained with."""
+"""Corpora of the benchmarks, prepared once into a cache, and the presets of their trainings."""
 
 from __future__ import annotations
 
@@ -26,26 +26,23 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from planted import write_planted
 
 ROOT = Path(__file__).parents[1]
-CACHE = Path(
-    os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks")
-)  # git ignores runs/
-DATA = ROOT.parent / "shared" / "data"  # public sets that are too large for the repository
+# git ignores runs/
+CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks"))
+DATA = ROOT.parent / "shared" / "data"  # public data sets that are too large for the repository
 
 
 def corpus(name: str) -> Corpus | None:
     """A corpus by its folder, or by name: "sample", "planted" or a folder of ../shared/data.
 
     Returns:
-        None, with a message, if there is no such data here.
+        None, with a message, if this machine lacks the data.
     """
     if (Path(name) / MANIFEST).is_file():
         return Corpus.open(name)
     if name == "sample":
         return prepared(name, write_sample)
     if name == "planted":
-        return prepared(
-            name, lambda folder: write_planted(folder, num_queries=20_000, num_labels=4_000)
-        )
+        return prepared(name, _write_planted)
     if not (DATA / name).is_dir():
         print(f"{name} left out: neither a corpus nor a folder of {os.path.relpath(DATA)}")
         return None
@@ -53,52 +50,70 @@ def corpus(name: str) -> Corpus | None:
 
 
 def prepared(name: str, raw: Path | Callable[[Path], None], **settings: object) -> Corpus:
-    """The corpus of raw files, or of what a function writes, with the defaults of `prepare`; made at the first call."""
+    """A corpus in the cache; the first call prepares it.
+
+    Args:
+        name: of the corpus, and of its folder in the cache.
+        raw: folder of raw files, or a function that writes such a folder.
+        settings: options of `prepare`.
+    """
     target = CACHE / "corpora" / name
     if target.is_dir():
         return Corpus.open(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one preparation at a time: each takes all cores
-        if target.is_dir():
+        # One preparation at a time, because each uses all cores.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.is_dir():  # another process prepared it while this one waited
             return Corpus.open(target)
-        folder = raw if isinstance(raw, Path) else CACHE / "raw" / name
-        if not isinstance(raw, Path):
+        if isinstance(raw, Path):
+            folder = raw
+        else:
+            folder = CACHE / "raw" / name
             raw(folder)
         pipeline.prepare(detect(str(folder), None), target, name=name, **settings)
-        ray.shutdown()  # its processes would share the cores with what is measured
+        ray.shutdown()  # its processes would share the cores with the measurement
     return Corpus.open(target)
 
 
 def preset(name: str, overrides: Sequence[str] = (), method: str = "astra") -> RunConfig:
-    """The committed preset of a set; the method's defaults, with a message, where there is none.
+    """The committed preset for a data set, or the method's defaults, with a message.
 
     Args:
-        overrides: dotted settings laid over it.
+        name: of the data set.
+        overrides: dotted settings over the preset.
+        method: its name.
     """
-    known = f"{method}/{name}" in configs.presets()
-    if not known:
+    values: dict[str, Any] = {}
+    if f"{method}/{name}" in configs.presets():
+        values = configs.load_yaml(f"preset:{method}/{name}")
+    else:
         print(f"no preset {method}/{name}: default settings")
-    values = configs.load_yaml(f"preset:{method}/{name}") if known else {}
     return RunConfig.resolve(method, values, overrides)
 
 
 def fingerprint(config: RunConfig, corpus: Corpus) -> str:
-    """Names a training: equal for equal settings and data, wherever it runs, also when a release adds settings."""
-    usual = RunConfig.resolve(config.method_name, {}).to_dict()
-    settings = {
-        key: value for key, value in config.to_dict().items() if key not in ("cluster", "log")
-    }
-    return hashlib.sha256(
-        json.dumps([changed(settings, usual), corpus.sha256]).encode()
-    ).hexdigest()[:12]
+    """Names a training: equal for equal settings and data, on any machine.
+
+    Defaults do not count, so a release that adds settings changes no name.
+    """
+    defaults = RunConfig.resolve(config.method_name, {}).to_dict()
+    settings = config.to_dict()
+    for section in ("cluster", "log"):  # they change no result
+        del settings[section]
+    described = json.dumps([changed(settings, defaults), corpus.sha256])
+    return hashlib.sha256(described.encode()).hexdigest()[:12]
 
 
-def changed(settings: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults."""
-    kept = {
-        k: changed(v, usual[k]) if isinstance(v, dict) else v
-        for k, v in settings.items()
-        if v != usual.get(k)
-    }
-    return dict(sorted(kept.items()))
+def changed(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The settings that differ from the defaults, sorted by name."""
+    different = {}
+    for name, value in sorted(settings.items()):
+        if name in defaults and value == defaults[name]:
+            continue
+        different[name] = changed(value, defaults[name]) if isinstance(value, dict) else value
+    return different
+
+
+def _write_planted(folder: Path) -> None:
+    write_planted(folder, num_queries=20_000, num_labels=4_000)
