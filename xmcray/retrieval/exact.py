@@ -40,7 +40,7 @@ def exact_search(
     Returns:
         Ids int64 [Q, k] and scores float32 [Q, k]; -1 and -inf where there is no further row.
     """
-    return from_keys(exact_keys(vectors, queries, nothing(len(queries), k), ids, hidden))
+    return from_keys(exact_keys(vectors, queries, empty_keys(len(queries), k), ids, hidden))
 
 
 def exact_keys(
@@ -53,7 +53,7 @@ def exact_keys(
     """As `exact_search`, but with keys int64 [Q, K], and merged with the best keys so far.
 
     Args:
-        best_QK: int64 [Q, K], keys that compete with these rows; `nothing` at first.
+        best_QK: int64 [Q, K], keys that compete with these rows; `empty_keys` at first.
     """
     vector_ND = vectors if isinstance(vectors, Tensor) else as_tensor(vectors)
     num_vectors = len(vector_ND)
@@ -130,7 +130,7 @@ def scores_of(keys: Tensor) -> Tensor:
     return (ordered ^ ((ordered >> 31) & LOW_BITS)).view(torch.float32)
 
 
-def nothing(num_queries: int, k: int, device: torch.device | str = "cpu") -> Tensor:
+def empty_keys(num_queries: int, k: int, device: torch.device | str = "cpu") -> Tensor:
     """int64 [num_queries, k], the keys of "no answer"."""
     worst = to_keys(torch.tensor([-torch.inf]), torch.tensor([LOW_BITS]))
     return worst.to(device).expand(num_queries, k)
@@ -175,7 +175,7 @@ def _improve(best_BK: Tensor, score_BR: Tensor, id_R: Tensor) -> Tensor:
     row_P = group_H[hit_P] * GROUP + place_P
     # `nonzero` lists the hits query by query, so each query's hits fill its row from the left.
     count_B, slot_P = row_slots(query_P, num_queries)
-    new_BW = nothing(num_queries, int(count_B.max()), best_BK.device).clone()
+    new_BW = empty_keys(num_queries, int(count_B.max()), best_BK.device).clone()
     new_BW[query_P, slot_P] = to_keys(score_HR[hit_P, place_P], id_R[row_P])
     return torch.cat([best_BK, new_BW], dim=1).topk(k, dim=1).values
 

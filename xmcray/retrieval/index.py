@@ -23,10 +23,10 @@ from xmcray.errors import BundleError, ResourceError
 from xmcray.retrieval import ann
 from xmcray.retrieval.exact import (
     as_tensor,
+    empty_keys,
     exact_keys,
     exact_search,
     from_keys,
-    nothing,
     scores_of,
     to_keys,
 )
@@ -217,7 +217,7 @@ class Index:
         most_hidden = int(hidden.lengths.max(initial=0)) if hidden is not None else 0
         width = (max(k, TUNE_K) + most_hidden) * self.candidates
         if exact or self.is_exact or width >= len(self) // 2 or not len(queries):
-            return exact_keys(self.vectors, queries, nothing(len(queries), k), ids, hidden)
+            return exact_keys(self.vectors, queries, empty_keys(len(queries), k), ids, hidden)
         if len(queries) >= BATCH_QUERIES and self._lists is not None:
             keys = self._search_lists(queries, k, ids, hidden)
         else:
@@ -228,7 +228,7 @@ class Index:
         if len(short):
             rows = short.numpy()
             short_hidden = None if hidden is None else hidden.take(rows)
-            best = nothing(len(rows), k)
+            best = empty_keys(len(rows), k)
             keys[short] = exact_keys(self.vectors, queries[rows], best, ids, short_hidden)
         return keys
 
@@ -432,7 +432,7 @@ class _RowSelection(Index):
         row_hidden = None
         if hidden is not None and len(self._rows):
             row_hidden = _renumbered(hidden, self._rows)
-        return exact_keys(self.vectors, queries, nothing(len(queries), k), row_ids, row_hidden)
+        return exact_keys(self.vectors, queries, empty_keys(len(queries), k), row_ids, row_hidden)
 
 
 def _noisy_rows(rows: Float32Array, seed: int) -> Float32Array:

@@ -1,33 +1,34 @@
-"""Many queries against inverted lists at once: each list is multiplied with all queries that visit it.
+"""Many queries against inverted lists at once: each list is multiplied with the queries that visit it.
 
-A search one query at a time reads a list once for each query and scores its rows one by one; here a list meets its
-queries in one matrix product, so that scanning costs what an exhaustive search costs per row, on a small share of the
-rows, and every score is exact. The hard negatives of a whole epoch are such a search.
+A search one query at a time reads a list once for each query and scores its rows one by one. Here a
+list meets its queries in one matrix product. Scanning then costs per row what an exhaustive search
+costs, but on a small share of the rows, and every score is exact. The hard negatives of a whole
+epoch are such a search.
 
-Rows clearly longer than others have large inner products with queries anywhere (labels of the head of the
-distribution); they are in no list, and every query meets them. Where lengths are about equal there are none.
+Rows clearly longer than others have large inner products with queries anywhere (labels of the head
+of the distribution). They are in no list and are compared with every query. If all lengths are
+about equal there are none.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xmcray.retrieval.exact import nothing, scores_of, to_keys
-from xmcray.types import Int64Array, Ragged
+from xmcray.retrieval.exact import empty_keys, row_slots, scores_of, to_keys
+from xmcray.types import Float32Array, Int64Array, Ragged
 
-CHUNK = (
-    1 << 16
-)  # queries at once: the more, the larger the products; numbers of 16 bits sort fastest
-# Lists visited before the next, and long rows in turn with them: the K-th best so far is the bar of the next round.
-_ROUNDS = (1, 8)
+# Queries at once: the more, the larger the products. Their numbers have 16 bits, which sort fastest.
+CHUNK = 1 << 16
+# Lists visited, and long rows compared, by the end of each round but the last. The K-th best score
+# after a round is the bar that scores of the next round have to reach.
+_LIST_ROUNDS = (1, 8)
 _LONG_ROUNDS = (512, 4096)
-_GROUP = 32
-_PIECE = 1024  # rows of long rows, and queries, at once
+_GROUP = 32  # rows of which only the maximal score is compared at first
+_BLOCK = 1024  # rows of long rows, and queries, at once
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class InvertedLists:
     """Rows by list.
 
     Attributes:
-        vector_ND: all rows, by position.
-        centroid_CD: one per list.
-        row_ids: int64 [n], positions list after list. offsets: int64 [C + 1].
+        vector_ND: float32, all rows by position.
+        centroid_CD: float32, one per list.
+        row_ids: int64 [n], positions list after list.
+        offsets: where each list begins in `row_ids`, and the end; C + 1 numbers.
         long_ids: int64 [H], positions of the rows that are in no list, longest first.
     """
 
@@ -48,147 +50,215 @@ class InvertedLists:
     long_ids: Tensor
 
     def search(
-        self, query_QD: Tensor, k: int, num_lists: int, name_N: Tensor, hidden: Ragged | None
+        self, query_QD: Tensor, k: int, num_lists: int, id_N: Tensor, hidden: Ragged | None
     ) -> Tensor:
-        """Keys int64 [Q, k] (exact.to_keys) of the best rows in each query's `num_lists` nearest lists.
+        """Sort keys int64 [Q, k] (see exact.py) of the best rows in each query's nearest lists.
 
         Args:
-            name_N: int64 [N], what rows are called in the keys, negative for those that are no answers.
-            hidden: positions that each query must not get.
+            query_QD: float32.
+            k: answers per query.
+            num_lists: lists that each query visits.
+            id_N: int64, ids of the rows in the keys, negative for rows that are no answers.
+            hidden: Q lists of positions that must not be answered.
         """
-        parts = [torch.empty((0, k), dtype=torch.int64)]
+        keys = [torch.empty((0, k), dtype=torch.int64)]
         for start in range(0, len(query_QD), CHUNK):
-            chunk = query_QD[start : start + CHUNK]
-            hide = None if hidden is None else hidden.slice(start, start + len(chunk))
-            parts.append(_Search(self, chunk, k, name_N, hide).run(num_lists))
-        return torch.cat(parts)
+            query_BD = query_QD[start : start + CHUNK]
+            chunk_hidden = None
+            if hidden is not None:
+                chunk_hidden = hidden.slice(start, start + len(query_BD))
+            keys.append(_ChunkSearch(self, query_BD, k, id_N, chunk_hidden).run(num_lists))
+        return torch.cat(keys)
 
 
-class _Search:
+@dataclass(frozen=True, slots=True)
+class _Hits:
+    """Pairs of query and row whose scores reach the query's bar.
+
+    Attributes:
+        query_P: int64, query of each hit.
+        row_P: int64, position of its row.
+        score_P: float32.
+    """
+
+    query_P: Tensor
+    row_P: Tensor
+    score_P: Tensor
+
+    @classmethod
+    def concatenate(cls, parts: list[_Hits]) -> _Hits:
+        return cls(
+            torch.cat([part.query_P for part in parts]),
+            torch.cat([part.row_P for part in parts]),
+            torch.cat([part.score_P for part in parts]),
+        )
+
+    def take(self, places: Tensor) -> _Hits:
+        return _Hits(self.query_P[places], self.row_P[places], self.score_P[places])
+
+
+class _ChunkSearch:
     """One chunk of queries: the best keys so far, and the hits of the present round."""
 
     def __init__(
-        self, lists: InvertedLists, query_BD: Tensor, k: int, name_N: Tensor, hidden: Ragged | None
+        self, lists: InvertedLists, query_BD: Tensor, k: int, id_N: Tensor, hidden: Ragged | None
     ) -> None:
-        self.lists, self.query_BD, self.name_N = lists, query_BD, name_N
-        self.some_nameless = bool((name_N < 0).any())
-        self.best_BK = nothing(len(query_BD), k).clone()
-        rows = len(lists.vector_ND)
-        self.hidden = (
-            np.unique(hidden.row_ids * rows + hidden.values)
-            if hidden and len(hidden.values)
-            else None
-        )
-        self.hits: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.lists = lists
+        self.query_BD = query_BD
+        self.id_N = id_N
+        self.some_no_answer = bool((id_N < 0).any())
+        self.best_BK = empty_keys(len(query_BD), k).clone()
+        self.hits: list[_Hits] = []
         self.buffer = query_BD.new_empty(0)
+        # One number per hidden pair of query and row, ascending.
+        self.hidden_pairs: Int64Array | None = None
+        if hidden is not None and len(hidden.values):
+            pairs = hidden.row_ids * len(lists.vector_ND) + hidden.values
+            self.hidden_pairs = np.unique(pairs)
 
     def run(self, num_lists: int) -> Tensor:
-        nearest_BV = self._nearest(num_lists)
-        edges = [0, *(edge for edge in _ROUNDS if edge < num_lists), num_lists]
-        long_rows = iter(torch.tensor_split(self.lists.long_ids, _LONG_ROUNDS))
-        for first, last in itertools.pairwise(edges):
-            self._visit(nearest_BV[:, first:last])
-            self._merge()
-            for rows in itertools.islice(long_rows, None if last == num_lists else 1):
-                self._visit_rows(rows)
-                self._merge()
+        """Keys int64 [B, k] after rounds of more and more lists and long rows."""
+        nearest_BV = self._nearest_lists(num_lists)
+        long_rounds = list(torch.tensor_split(self.lists.long_ids, _LONG_ROUNDS))
+        ends = [end for end in _LIST_ROUNDS if end < num_lists]
+        start = 0
+        for end in [*ends, num_lists]:
+            self._visit_lists(nearest_BV[:, start:end])
+            self._merge_hits()
+            start = end
+            self._visit_long_rows(long_rounds.pop(0))
+            self._merge_hits()
+        for row_ids in long_rounds:
+            self._visit_long_rows(row_ids)
+            self._merge_hits()
         return self.best_BK
 
-    def _nearest(self, num_lists: int) -> Tensor:
+    def _nearest_lists(self, num_lists: int) -> Tensor:
         """int64 [B, num_lists], lists by inner product with their centroids, best first."""
-        pieces = self.query_BD.split(_PIECE)
-        return torch.cat(
-            [(piece @ self.lists.centroid_CD.T).topk(num_lists, dim=1).indices for piece in pieces]
-        )
+        nearest = []
+        for query_QD in self.query_BD.split(_BLOCK):
+            score_QC = query_QD @ self.lists.centroid_CD.T
+            nearest.append(score_QC.topk(num_lists, dim=1).indices)
+        return torch.cat(nearest)
 
-    def _visit(self, list_BV: Tensor) -> None:
+    def _visit_lists(self, list_BV: Tensor) -> None:
+        """Scores the rows of each list for all queries that visit it."""
         width = list_BV.shape[1]
-        order = torch.argsort(list_BV.reshape(-1), stable=True)
-        counts = torch.bincount(list_BV.reshape(-1), minlength=len(self.lists.centroid_CD)).tolist()
-        bar_B, offsets, place = scores_of(self.best_BK[:, -1]), self.lists.offsets, 0
-        score = self._begin if width == 1 and self.hidden is None else self._score
-        for number, count in enumerate(counts):
-            who = order[place : place + count] // width
-            place += count
-            if count and offsets[number] < offsets[number + 1]:
-                score(who, self.lists.row_ids[offsets[number] : offsets[number + 1]], bar_B)
+        first_visit = width == 1 and self.hidden_pairs is None
+        # Sorted by list, the visits of one list are neighbours; visit // width is the query.
+        visited_list = list_BV.reshape(-1)
+        visits = torch.argsort(visited_list, stable=True)
+        visits_per_list = torch.bincount(visited_list, minlength=len(self.lists.centroid_CD))
+        bar_B = self._bar()
+        start = 0
+        for number, num_visits in enumerate(visits_per_list.tolist()):
+            queries = visits[start : start + num_visits] // width
+            start += num_visits
+            row_ids = self.lists.row_ids[
+                self.lists.offsets[number] : self.lists.offsets[number + 1]
+            ]
+            if not num_visits or not len(row_ids):
+                continue
+            if first_visit:
+                self._take_best(queries, row_ids)
+            else:
+                self._score(queries, row_ids, bar_B)
 
-    def _begin(self, who: Tensor, rows: Tensor, _: Tensor) -> None:
-        """The first list of a query: nothing to compare with yet, so its best rows are taken at once."""
-        score = self.query_BD.index_select(0, who) @ self.lists.vector_ND.index_select(0, rows).T
-        names = self.name_N[rows]
-        if self.some_nameless:
-            score.masked_fill_(names < 0, -torch.inf)
-        best, place = score.topk(min(self.best_BK.shape[1], len(rows)), dim=1)
-        self.best_BK[who, : best.shape[1]] = to_keys(best, names[place])
+    def _bar(self) -> Tensor:
+        """float32 [B], each query's K-th best score so far."""
+        return scores_of(self.best_BK[:, -1])
 
-    def _visit_rows(self, row_ids: Tensor) -> None:
-        bar_B = scores_of(self.best_BK[:, -1])
-        for who in torch.arange(len(self.query_BD)).split(_PIECE):
-            for rows in row_ids.split(_PIECE) if len(row_ids) else ():
-                self._score(who, rows, bar_B)
+    def _take_best(self, queries: Tensor, row_ids: Tensor) -> None:
+        """The first list of a query: there is no bar yet, so its best rows are taken at once."""
+        query_QD = self.query_BD.index_select(0, queries)
+        score_QR = query_QD @ self.lists.vector_ND.index_select(0, row_ids).T
+        id_R = self.id_N[row_ids]
+        if self.some_no_answer:
+            score_QR.masked_fill_(id_R < 0, -torch.inf)
+        best, place = score_QR.topk(min(self.best_BK.shape[1], len(row_ids)), dim=1)
+        self.best_BK[queries, : best.shape[1]] = to_keys(best, id_R[place])
 
-    def _score(self, who: Tensor, rows: Tensor, bar_B: Tensor) -> None:
-        padded = torch.cat([rows, rows[-1:].expand(-len(rows) % _GROUP)])
+    def _visit_long_rows(self, row_ids: Tensor) -> None:
+        if not len(row_ids):
+            return
+        bar_B = self._bar()
+        for queries in torch.arange(len(self.query_BD)).split(_BLOCK):
+            for rows in row_ids.split(_BLOCK):
+                self._score(queries, rows, bar_B)
+
+    def _score(self, queries: Tensor, row_ids: Tensor, bar_B: Tensor) -> None:
+        """Keeps the hits among some rows for some queries."""
+        # Whole groups: the last row is repeated, and its copies get the score -inf.
+        padding = row_ids[-1:].expand(-len(row_ids) % _GROUP)
+        padded = torch.cat([row_ids, padding])
         # One buffer for all products: fresh memory costs as much as the product that fills it.
-        size = len(who) * len(padded)
+        size = len(queries) * len(padded)
         if size > len(self.buffer):
             self.buffer = self.query_BD.new_empty(2 * size)
-        score = self.buffer[:size].view(len(who), len(padded))
-        torch.mm(
-            self.query_BD.index_select(0, who),
-            self.lists.vector_ND.index_select(0, padded).T,
-            out=score,
-        )
-        score[:, len(rows) :] = -torch.inf
-        bar = bar_B.index_select(0, who)
-        # Few scores reach the bar. Maxima of groups find them in one pass, twice as fast as comparing every score.
-        group_HR = score.view(len(who), -1, _GROUP)
-        at_H, group_H = (group_HR.amax(dim=2) >= bar[:, None]).nonzero(as_tuple=True)
-        if not len(at_H):
+        score_QR = self.buffer[:size].view(len(queries), len(padded))
+        query_QD = self.query_BD.index_select(0, queries)
+        torch.mm(query_QD, self.lists.vector_ND.index_select(0, padded).T, out=score_QR)
+        score_QR[:, len(row_ids) :] = -torch.inf
+        bar_Q = bar_B.index_select(0, queries)
+        # Few scores reach the bar. Maxima of groups find them in one pass, twice as fast as
+        # comparing every score.
+        score_QGR = score_QR.view(len(queries), -1, _GROUP)
+        query_H, group_H = (score_QGR.amax(dim=2) >= bar_Q[:, None]).nonzero(as_tuple=True)
+        if not len(query_H):
             return
-        score_HR = group_HR[at_H, group_H]
-        hit_P, place_P = (score_HR >= bar[at_H, None]).nonzero(as_tuple=True)
-        self.hits.append(
-            (who[at_H[hit_P]], padded[group_H[hit_P] * _GROUP + place_P], score_HR[hit_P, place_P])
-        )
+        score_HR = score_QGR[query_H, group_H]
+        hit_P, place_P = (score_HR >= bar_Q[query_H, None]).nonzero(as_tuple=True)
+        row_P = padded[group_H[hit_P] * _GROUP + place_P]
+        self.hits.append(_Hits(queries[query_H[hit_P]], row_P, score_HR[hit_P, place_P]))
 
-    def _merge(self) -> None:
-        """The best of what was known and of the hits, a few queries at a time."""
+    def _merge_hits(self) -> None:
+        """Merges the hits of a round into the best keys, a block of queries at a time."""
         if not self.hits:
             return
-        query_P, row_P, score_P = (torch.cat(parts) for parts in zip(*self.hits, strict=True))
+        hits = self._visible(_Hits.concatenate(self.hits))
         self.hits.clear()
-        if self.hidden is not None:
-            seen = np.isin((query_P * len(self.lists.vector_ND) + row_P).numpy(), self.hidden)
-            kept = torch.from_numpy(np.flatnonzero(~seen))
-            query_P, row_P, score_P = query_P[kept], row_P[kept], score_P[kept]
-        order = torch.from_numpy(
-            np.argsort(query_P.numpy().astype(np.uint16), kind="stable")
-        )  # a radix sort
-        query_P, key_P = query_P[order], to_keys(score_P[order], self.name_N[row_P[order]])
-        count_B = torch.bincount(query_P, minlength=len(self.best_BK))
+        # By query. Numbers of 16 bits are sorted by a radix sort.
+        query_numbers = hits.query_P.numpy().astype(np.uint16)
+        hits = hits.take(torch.from_numpy(np.argsort(query_numbers, kind="stable")))
+        key_P = to_keys(hits.score_P, self.id_N[hits.row_P])
+        num_queries, k = self.best_BK.shape
+        count_B, slot_P = row_slots(hits.query_P, num_queries)
         end_B = count_B.cumsum(0)
-        slot_P = torch.arange(len(query_P)) - (end_B - count_B)[query_P]
-        for start in range(0, len(self.best_BK), _PIECE):
-            piece = slice(start, min(start + _PIECE, len(self.best_BK)))
-            low, high = int(end_B[start] - count_B[start]), int(end_B[piece.stop - 1])
-            new_BW = nothing(piece.stop - start, int(count_B[piece].max())).clone()
-            new_BW[query_P[low:high] - start, slot_P[low:high]] = key_P[low:high]
-            best = torch.cat([self.best_BK[piece], new_BW], dim=1)
-            self.best_BK[piece] = best.topk(self.best_BK.shape[1], dim=1).values
+        low = 0
+        for start in range(0, num_queries, _BLOCK):
+            stop = min(start + _BLOCK, num_queries)
+            high = int(end_B[stop - 1])
+            # A query's hits fill its row of the matrix from the left.
+            new_BW = empty_keys(stop - start, int(count_B[start:stop].max())).clone()
+            new_BW[hits.query_P[low:high] - start, slot_P[low:high]] = key_P[low:high]
+            candidates = torch.cat([self.best_BK[start:stop], new_BW], dim=1)
+            self.best_BK[start:stop] = candidates.topk(k, dim=1).values
+            low = high
+
+    def _visible(self, hits: _Hits) -> _Hits:
+        """The hits without the pairs that must not be answered."""
+        if self.hidden_pairs is None:
+            return hits
+        pairs = hits.query_P * len(self.lists.vector_ND) + hits.row_P
+        is_hidden = np.isin(pairs.numpy(), self.hidden_pairs)
+        return hits.take(torch.from_numpy(np.flatnonzero(~is_hidden)))
 
 
-def long_rows(
-    vectors: np.ndarray[tuple[int, ...], np.dtype[np.float32]], share: float, ratio: float
-) -> Int64Array:
-    """int64, ascending: positions of the rows longer than `ratio` times the median length, the longest `share` at most.
+def long_rows(vectors: Float32Array, share: float, ratio: float) -> Int64Array:
+    """Positions of the rows that are clearly longer than others, ascending.
 
-    A list hides a row by its direction alone, and a query's answers are in the nearest lists as long as no other row
-    makes up for its direction by its length. Rows of about one length are best left to the lists, all of them.
+    A list finds a row by its direction alone. A query's answers are in the nearest lists as long as
+    no other row makes up for its direction by its length. Rows of about one length are therefore
+    best left to the lists, all of them.
+
+    Args:
+        vectors: float32 [n, D].
+        share: at most this share of the rows, the longest.
+        ratio: only rows longer than this many times the median length.
     """
     lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+    # Longest first, of equal ones the first.
     longest = np.lexsort((np.arange(len(lengths)), -lengths))[: int(share * len(vectors))]
-    return (
-        np.sort(longest[lengths[longest] > ratio * np.median(lengths)]) if len(longest) else longest
-    )
+    if not len(longest):
+        return longest
+    return np.sort(longest[lengths[longest] > ratio * np.median(lengths)])

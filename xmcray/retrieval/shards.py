@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from xmcray.errors import BundleError
-from xmcray.retrieval.exact import as_tensor, from_keys, nothing, to_keys
+from xmcray.retrieval.exact import as_tensor, empty_keys, from_keys, to_keys
 from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.storage import Manifest
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
@@ -151,7 +151,7 @@ class ShardedIndex:
         num_queries = len(query_BD)
         if not k:
             return TopLabels.empty(num_queries)
-        keys = [nothing(num_queries, k)]
+        keys = [empty_keys(num_queries, k)]
         for number in range(len(self.shards)) if numbers is None else numbers:
             shard = self.shards[number]
             index = self.indexes[number]

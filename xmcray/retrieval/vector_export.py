@@ -5,9 +5,10 @@
     milvus    labels-00000.parquet       for a bulk import; collection.json creates the collection
     vespa     documents-00000.jsonl      a line is one put; application/ is what to deploy
 
-Beside them a README.md with the commands and a manifest.json. The score of all methods is the inner product, and so
-is the distance that is set. Rows are in the order of the bundle, in which labels of a block are statistically alike;
-the vectors of one block are in memory at a time, and uids and texts of all labels.
+A README.md has the commands, a manifest.json the hashes. The score of all methods is the inner
+product, and so is the distance that is set. Rows are in the order of the bundle, in which labels of
+a block are statistically alike. The vectors of one block are in memory at a time, and uids and
+texts of all labels.
 """
 
 from __future__ import annotations
@@ -28,23 +29,25 @@ from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import Settings, read_labels, read_settings
 from xmcray.retrieval.shards import vectors_name
-from xmcray.retrieval.vector_systems import SYSTEMS, Block, Target
+from xmcray.retrieval.vector_systems import SYSTEMS, ExportTarget, LabelBlock
 from xmcray.storage import new_artifact, open_artifact
 from xmcray.types import Float32Array
 
 KIND = "vectors"
-BLOCK_BYTES = (
-    8 << 20
-)  # of the vectors in memory at a time; as JSON they take about five times as much
+# Of the vectors in memory at a time; as JSON they take about five times as much.
+BLOCK_BYTES = 8 << 20
 
 
 def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
-    """Writes the label vectors of a bundle for `system`; returns how many. On failure nothing is left at `out`.
+    """Writes the label vectors of a bundle for another system. On failure nothing is left at `out`.
 
     Args:
-        bundle: folder or URL. A label that was removed is left out; of a memory only the labels' vectors are written.
+        bundle: folder or URL. Removed labels are left out; of a memory only the labels' vectors are
+            written.
         out: folder or URL that does not exist yet.
         system: parquet, qdrant, milvus or vespa.
+    Returns:
+        The number of labels.
     Raises:
         ConfigError: another system.
         BundleError: the bundle is malformed, or a vector is not finite.
@@ -58,52 +61,57 @@ def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
         "to": system,
         "bundle": manifest.sha256,
         "dim": settings.dim,
+        "distance": "inner product",
     }
-    about["distance"] = "inner product"
+    attributes = None
+    attribute_type = None
+    if (folder / ATTRIBUTES).is_file():
+        attributes = pq.read_table(folder / ATTRIBUTES)
+        attribute_type = pa.struct(attributes.schema)
     with new_artifact(out, KIND, about) as made:
-        attributes = pq.read_table(folder / ATTRIBUTES) if (folder / ATTRIBUTES).is_file() else None
-        kind = None if attributes is None else pa.struct(attributes.schema)
-        target = Target(made, settings.dim, kind, [])
+        target = ExportTarget(made, settings.dim, attribute_type, [])
         if settings.predictor["kind"] == "memory":
             target.notes.append(vector_readme.MEMORY)
-        rows = SYSTEMS[system](target, _blocks(folder, settings, attributes))
-        text = vector_readme.readme(system, rows, settings.dim, target.notes)
+        num_labels = SYSTEMS[system](target, _blocks(folder, settings, attributes))
+        text = vector_readme.readme(system, num_labels, settings.dim, target.notes)
         (made / "README.md").write_text(text, encoding="utf-8")
-        about["labels"], about["notes"] = rows, target.notes
-    return rows
+        about["labels"] = num_labels
+        about["notes"] = target.notes
+    return num_labels
 
 
-def _blocks(folder: Path, settings: Settings, attributes: pa.Table | None) -> Iterator[Block]:
-    labels, order, removed = read_labels(folder, settings)
-    size = max(1, BLOCK_BYTES // (4 * settings.dim))
+def _blocks(folder: Path, settings: Settings, attributes: pa.Table | None) -> Iterator[LabelBlock]:
+    """The labels that can be answered, in rows of at most BLOCK_BYTES of vectors."""
+    labels, row_labels, removed = read_labels(folder, settings)
+    block_rows = max(1, BLOCK_BYTES // (4 * settings.dim))
     for number, shard in enumerate(settings.shards):
-        for start in range(shard.start, shard.stop, size):
-            ids = order[start : min(start + size, shard.stop)]
-            used = (ids >= 0) & ~np.isin(ids, removed)
-            if not used.any():
+        path = folder / vectors_name(number)
+        for start in range(shard.start, shard.stop, block_rows):
+            label_ids = row_labels[start : min(start + block_rows, shard.stop)]
+            answered = (label_ids >= 0) & ~np.isin(label_ids, removed)
+            if not answered.any():
                 continue
-            vectors = _read(folder / vectors_name(number), start - shard.start, len(ids))[used]
+            vectors = _read_rows(path, start - shard.start, len(label_ids))[answered]
             if not np.isfinite(vectors).all():
-                raise BundleError(
-                    f"{folder}/{vectors_name(number)} holds a number that is not finite; train again"
-                )
-            at = pa.array(ids[used])
-            uids, texts = (labels[name].take(at).combine_chunks() for name in ("uid", "text"))
-            more = (
-                None
-                if attributes is None
-                else attributes.take(at).to_struct_array().combine_chunks()
-            )
-            yield Block(ids[used], uids, texts, vectors, more)
+                raise BundleError(f"{path} holds a number that is not finite; train again")
+            label_ids = label_ids[answered]
+            names = labels.take(pa.array(label_ids)).combine_chunks()
+            structs = None
+            if attributes is not None:
+                structs = attributes.take(pa.array(label_ids)).to_struct_array().combine_chunks()
+            uids = names["uid"].combine_chunks()
+            yield LabelBlock(label_ids, uids, names["text"].combine_chunks(), vectors, structs)
 
 
-def _read(path: Path, start: int, rows: int) -> Float32Array:
-    """Some rows of a file of vectors; opened anew each time, for pages of a file that stays mapped stay in memory."""
+def _read_rows(path: Path, start: int, rows: int) -> Float32Array:
+    """Reads some rows of a file of vectors.
+
+    The file is opened anew each time, because pages of a file that stays mapped stay in memory.
+    """
     try:
         with safe_open(path, framework="np") as file:
             vectors: Float32Array = file.get_slice("vectors")[start : start + rows]
     except (OSError, SafetensorError) as error:
-        raise BundleError(
-            f"{path} cannot be read ({' '.join(str(error).split())[:120]}); export it again"
-        ) from None
+        reason = " ".join(str(error).split())[:120]
+        raise BundleError(f"{path} cannot be read ({reason}); export it again") from None
     return vectors

@@ -1,4 +1,4 @@
-"""Words of `vector_export`: how each system takes the files, and the parts of a Vespa application."""
+"""Texts of `vector_export`: READMEs, collections of Qdrant and Milvus, and a Vespa application."""
 
 from __future__ import annotations
 
@@ -61,6 +61,63 @@ nowhere is percent-encoded in the id, as is `%`, and a blank in the fields. Attr
 `application/services.xml` is for one node; set redundancy and nodes for more.
 """,
 }
+
+QDRANT_COLLECTION = """{
+ "vectors": {
+  "size": DIM,
+  "distance": "Dot"
+ }
+}
+"""
+
+MILVUS_COLLECTION = """{
+ "collectionName": "labels",
+ "schema": {
+  "fields": [
+   {
+    "fieldName": "label_id",
+    "dataType": "Int64",
+    "isPrimary": true
+   },
+   {
+    "fieldName": "uid",
+    "dataType": "VarChar",
+    "elementTypeParams": {
+     "max_length": 65535
+    }
+   },
+   {
+    "fieldName": "text",
+    "dataType": "VarChar",
+    "elementTypeParams": {
+     "max_length": 65535
+    }
+   },
+   {
+    "fieldName": "vector",
+    "dataType": "FloatVector",
+    "elementTypeParams": {
+     "dim": DIM
+    }
+   }ATTRIBUTES
+  ]
+ },
+ "indexParams": [
+  {
+   "fieldName": "vector",
+   "indexName": "vector",
+   "metricType": "IP",
+   "indexType": "AUTOINDEX"
+  }
+ ]
+}
+"""
+
+MILVUS_ATTRIBUTES = """,
+   {
+    "fieldName": "attributes",
+    "dataType": "JSON"
+   }"""
 
 VESPA_SCHEMA = """schema label {
     document label {

@@ -110,7 +110,7 @@ def test_both_ways_visit_the_same_rows(clustered, monkeypatch):
     few = index.search(queries, 20, names, hidden)
     monkeypatch.setattr(index_module, "BATCH_QUERIES", 1)
     monkeypatch.setattr(inverted_lists, "CHUNK", 70)
-    monkeypatch.setattr(inverted_lists, "_PIECE", 30)
+    monkeypatch.setattr(inverted_lists, "_BLOCK", 30)
     many = index.search(queries, 20, names, hidden)
     np.testing.assert_array_equal(few.ids, many.ids)
     np.testing.assert_allclose(few.scores, many.scores, rtol=1e-6)

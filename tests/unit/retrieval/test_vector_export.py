@@ -218,7 +218,9 @@ def test_a_number_that_is_not_finite_is_no_json(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        vector_export, "_read", lambda path, start, rows: np.full((rows, DIM), np.inf, np.float32)
+        vector_export,
+        "_read_rows",
+        lambda path, start, rows: np.full((rows, DIM), np.inf, np.float32),
     )
     with pytest.raises(BundleError, match="not finite"):
         export_vectors(bundle, tmp_path / "x", "vespa")
