@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xmcray.data.formats import BadRow, Source, detect
+from xmcray.data.formats import BadRow, RawFiles, detect
 from xmcray.data.sample import write_sample
 from xmcray.errors import DataError
 from xmcray.evaluation.baselines import NearestQueries
@@ -40,7 +40,7 @@ def main() -> None:
         print(f"{name} {metrics[name]:.3f}")
 
 
-def measure(source: Source) -> dict[str, float]:
+def measure(source: RawFiles) -> dict[str, float]:
     num_labels = sum(1 for _ in source.labels(fail))
     train = list(source.queries("train", num_labels, fail))
     test = list(source.queries("test", num_labels, fail))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,14 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from xmcray.data.chunks import Shard
+from xmcray.data.chunks import PackedShard
 from xmcray.data.corpus import KIND, Corpus
-from xmcray.data.formats import Source
+from xmcray.data.formats import RawFiles
 from xmcray.data.shards import pack
 from xmcray.data.tokens import PAD, UNKNOWN, TextTokenizer
 from xmcray.data.writer import CorpusWriter, PrepareConfig
 from xmcray.storage import new_artifact
-from xmcray.types import Int64Array, Ragged
+from xmcray.types import Int64Array, Ragged, offsets_of
 
 SHARD_ROWS, TEST_QUERIES = 65_536, 256
 
@@ -85,7 +86,7 @@ def _write(
         """Token ids by Zipf's law."""
         return 2 + np.searchsorted(mass_V, generator.random(number) * mass_V[-1]).astype(np.int64)
 
-    def shards(split: str, rows: int, labels_per_row: int) -> Iterator[Shard]:
+    def shards(split: str, rows: int, labels_per_row: int) -> Iterator[PackedShard]:
         for number, start in enumerate(range(0, rows, SHARD_ROWS)):
             size = min(SHARD_ROWS, rows - start)
             tokens = Ragged(drawn(size * tokens_per_text), np.arange(size + 1) * tokens_per_text)
@@ -107,17 +108,10 @@ def _write(
                     "text": pc.binary_join(lists, " ").cast(pa.large_string()),
                 }
             )
-            shard = Shard(
-                split,
-                {},
-                size,
-                len(tokens.values),
-                np.empty(0, np.int64),
-                np.empty((0, 2), np.int64),
-                [],
-            )
-            shard.label_ids = shard.label_ids if labels is None else labels.values
-            shard.files = pack(number, texts, tokens, vocab_size, labels)
+            files = pack(number, texts, tokens, vocab_size, labels)
+            shard = PackedShard(split, files, size, len(tokens.values), [], Counter())
+            if labels is not None:
+                shard.label_ids = labels.values
             yield shard
 
     writer = CorpusWriter(folder)
@@ -129,7 +123,7 @@ def _write(
         for shard in shards(split, rows, number):
             writer.add(shard)
     writer.finish(
-        Source("synthetic", Path("synthetic"), ("train", "test")),
+        RawFiles("synthetic", Path("synthetic"), ("train", "test")),
         PrepareConfig(shard_rows=SHARD_ROWS),
         name,
         "none",
@@ -141,4 +135,4 @@ def _distinct(sorted_ids: Int64Array) -> Ragged:
     """Rows of ascending ids without repetitions."""
     kept = np.ones(sorted_ids.shape, bool)
     kept[:, 1:] = np.diff(sorted_ids, axis=1) > 0
-    return Ragged(sorted_ids[kept], np.concatenate([[0], np.cumsum(kept.sum(axis=1))]))
+    return Ragged(sorted_ids[kept], offsets_of(kept.sum(axis=1)))

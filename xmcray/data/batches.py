@@ -1,7 +1,8 @@
-"""Which queries form step s: a pure function of (seed, epoch, clusters, step), on every rank, after every restart.
+"""Which queries form step s: a pure function of (seed, epoch, clusters, step) on every rank.
 
-Training speaks internal label ids and one id space for queries: ids below N are rows of the training split, id N + l
-is the text of label l added as a query whose only positive is l (ASTRA, section 3; methods without it see N ids).
+Training uses internal label ids and one id space for queries. Ids below N are rows of the training
+split. Id N + l is the text of label l added as a query whose only positive is l (ASTRA, section 3).
+Methods without this augmentation see N ids.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from xmcray.errors import DataError
 from xmcray.parallel.partition import share
 from xmcray.types import Batch, Int64Array, Ragged
 
-_COUNTED = 200_000  # texts that document frequencies are estimated from
+_COUNTED_TEXTS = 200_000  # sample that document frequencies are estimated from
 _COUNTED_AT_ONCE = 20_000
 _Reader = Callable[[Int64Array], Ragged]
 
@@ -45,11 +46,13 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The training split of a corpus as a trainer sees it: internal label ids, validation rows held out.
+    """The training split of a corpus as a trainer sees it: internal label ids, validation held out.
 
     Attributes:
-        corpus: the corpus. config: section `data`.
-        query_ids: int64, ids that are sampled: training rows with a positive, then label texts that have a token.
+        corpus: the corpus.
+        config: section `data`.
+        query_ids: int64, ids that are sampled: training rows with a positive, then label texts that
+            have a token.
         validation_rows: int64, held-out training rows with a positive, ascending.
     """
 
@@ -59,23 +62,23 @@ class TrainingData:
     validation_rows: Int64Array = field(init=False)
 
     def __post_init__(self) -> None:
-        train = self.corpus.split("train")
-        rows = np.flatnonzero(train.num_positives())
-        held_out = np.zeros(len(train), dtype=bool)
-        num_held_out = round(self.config.validation * len(train))
-        held_out[
-            draws.generator(self.config.seed, "validation").permutation(len(train))[:num_held_out]
-        ] = True
-        ids = rows[~held_out[rows]]
-        if not len(ids):
+        rows = np.flatnonzero(self.corpus.split("train").num_positives())
+        num_held_out = round(self.config.validation * self.num_train)
+        shuffled = draws.generator(self.config.seed, "validation").permutation(self.num_train)
+        is_held_out = np.zeros(self.num_train, dtype=bool)
+        is_held_out[shuffled[:num_held_out]] = True
+        query_ids = rows[~is_held_out[rows]]
+        if not len(query_ids):
             raise DataError(
                 f"{self.corpus.path} has no training query with a positive; check the label ids"
             )
         if self.config.augment_with_labels:
             num_tokens = self.corpus.num_label_tokens()[self.corpus.label_order]
-            ids = np.concatenate([ids, self.num_train + np.flatnonzero(num_tokens)])
-        object.__setattr__(self, "query_ids", ids)
-        object.__setattr__(self, "validation_rows", rows[held_out[rows]])
+            label_query_ids = self.num_train + np.flatnonzero(num_tokens)
+            query_ids = np.concatenate([query_ids, label_query_ids])
+        # The class is frozen for its users; these two fields follow from the others.
+        object.__setattr__(self, "query_ids", query_ids)
+        object.__setattr__(self, "validation_rows", rows[is_held_out[rows]])
 
     @property
     def num_labels(self) -> int:
@@ -96,71 +99,80 @@ class TrainingData:
         """Query ids that stand for the texts of internal labels start .. stop - 1."""
         return np.arange(self.num_train + start, self.num_train + stop, dtype=np.int64)
 
+    def label_tokens(self, labels: Int64Array) -> Ragged:
+        """Token ids of the texts of internal labels, in the given order."""
+        return self.corpus.label_tokens(self.corpus.label_order[labels])
+
     def tokens(self, query_ids: Int64Array) -> Ragged:
         """Token ids of queries and label texts, in the given order."""
-        return self._merge(
-            query_ids,
-            lambda rows: self.corpus.split("train").tokens(rows),
-            lambda labels: self.corpus.label_tokens(self.corpus.label_order[labels]),
-        )
+        return self._merge(query_ids, self.corpus.split("train").tokens, self.label_tokens)
 
     def positives(self, query_ids: Int64Array) -> Ragged:
-        """Internal label ids, ascending within a query."""
-        return self._merge(
-            query_ids,
-            lambda rows: self.to_internal(self.corpus.split("train").positives(rows)),
-            _own,
-        )
+        """Internal label ids, ascending within a query; a label text's only positive is its label."""
+
+        def of_rows(rows: Int64Array) -> Ragged:
+            return self.to_internal(self.corpus.split("train").positives(rows))
+
+        def of_labels(labels: Int64Array) -> Ragged:
+            return Ragged(labels, np.arange(len(labels) + 1, dtype=np.int64))
+
+        return self._merge(query_ids, of_rows, of_labels)
 
     def excluded(self, query_ids: Int64Array) -> Ragged:
-        """Internal ids of labels that are the query itself: neither positive nor negative. Label texts have none."""
-        return self._merge(
-            query_ids,
-            lambda rows: self.to_internal(self.corpus.split("train").filters(rows)),
-            lambda labels: Ragged.empty(len(labels)),
-        )
+        """Internal ids of labels that are the query itself: neither positive nor negative.
+
+        Label texts have none.
+        """
+
+        def of_rows(rows: Int64Array) -> Ragged:
+            return self.to_internal(self.corpus.split("train").filters(rows))
+
+        def of_labels(labels: Int64Array) -> Ragged:
+            return Ragged.empty(len(labels))
+
+        return self._merge(query_ids, of_rows, of_labels)
 
     def to_internal(self, source: Ragged) -> Ragged:
         """Source label ids to internal ones, ascending within a row."""
         values = self.corpus.label_rank[source.values]
+        # The last key of lexsort is the primary one: by row, then by label.
         order = np.lexsort((values, source.row_ids))
         return Ragged(values[order], source.offsets)
 
     def token_counts(self, vocab_size: int) -> Int64Array:
-        """int64 [vocab_size], in how many texts each token occurs, from a seeded sample of the query ids."""
-        order = draws.generator(self.config.seed, "token_counts").permutation(len(self.query_ids))[
-            :_COUNTED
-        ]
+        """int64 [vocab_size], in how many texts each token occurs, in a seeded sample of queries."""
+        generator = draws.generator(self.config.seed, "token_counts")
+        positions = generator.permutation(len(self.query_ids))[:_COUNTED_TEXTS]
+        sample = np.sort(self.query_ids[positions])
         counts = np.zeros(vocab_size, np.int64)
-        for ids in np.array_split(
-            np.sort(self.query_ids[order]), -(-len(order) // _COUNTED_AT_ONCE)
-        ):
-            tokens = self.tokens(ids)
+        for start in range(0, len(sample), _COUNTED_AT_ONCE):
+            tokens = self.tokens(sample[start : start + _COUNTED_AT_ONCE])
+            # One number per (text, token): a token that a text repeats counts once.
             distinct = np.unique(tokens.row_ids * vocab_size + tokens.values)
             counts += np.bincount(distinct % vocab_size, minlength=vocab_size)
         return counts
 
     def _merge(self, query_ids: Int64Array, of_rows: _Reader, of_labels: _Reader) -> Ragged:
+        """Reads training rows and label texts separately and puts them in the order of `query_ids`."""
         is_label = query_ids >= self.num_train
         if not is_label.any():
             return of_rows(query_ids)
-        parts = Ragged.concatenate(
-            [of_rows(query_ids[~is_label]), of_labels(query_ids[is_label] - self.num_train)]
-        )
-        position = np.empty(len(query_ids), np.int64)
-        position[np.flatnonzero(~is_label)] = np.arange(len(query_ids) - is_label.sum())
-        position[np.flatnonzero(is_label)] = np.arange(
-            len(query_ids) - is_label.sum(), len(query_ids)
-        )
-        return parts.take(position)
+        rows = of_rows(query_ids[~is_label])
+        labels = of_labels(query_ids[is_label] - self.num_train)
+        # Row i of the concatenation belongs to query query_of_row[i]; `take` needs the inverse.
+        query_of_row = np.concatenate([np.flatnonzero(~is_label), np.flatnonzero(is_label)])
+        row_of_query = np.empty(len(query_ids), np.int64)
+        row_of_query[query_of_row] = np.arange(len(query_ids))
+        return Ragged.concatenate([rows, labels]).take(row_of_query)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryClusters:
-    """Groups of alike queries that stay together in an epoch.
+    """Groups of similar queries that stay together in an epoch.
 
     Attributes:
-        version: of the negatives they were made with. num_clusters: how many there are.
+        version: of the negatives that the clusters were made with.
+        num_clusters: how many there are.
         cluster: int32 [query ids], the cluster of each query id; -1 for queries in none.
     """
 
@@ -171,18 +183,22 @@ class QueryClusters:
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """Steps of an epoch over a fixed set of query ids; every id once an epoch, the last step takes what is left.
+    """The steps of an epoch over a fixed set of query ids; every id occurs once in an epoch.
 
-    The order of an epoch is random. With clusters it is one of clusters: theirs is random, and so is that of their
-    members; queries in none come last (NGAME, section 3).
+    The last step of an epoch takes what is left. The order of an epoch is random. With clusters,
+    the order of the clusters is random, and so is that of their members; queries in no cluster come
+    last (NGAME, section 3).
 
     Attributes:
-        data: what is sampled. batch_size: G, queries of the global batch. seed: of the order.
+        data: what is sampled.
+        batch_size: G, queries of the global batch.
+        seed: of the order.
     """
 
     data: TrainingData
     batch_size: int
     seed: int
+    # The order of the current epoch, by (epoch, version of the clusters); holds one entry.
     _order: dict[tuple[int, int], Int64Array] = field(default_factory=dict, compare=False)
 
     @property
@@ -191,22 +207,28 @@ class BatchSampler:
         return -(-len(self.data.query_ids) // self.batch_size)
 
     def query_ids(self, step: int, clusters: QueryClusters | None = None) -> Int64Array:
-        """Global query ids of a step, counted over the whole run; `clusters` are those of the step's epoch."""
+        """Global query ids of a step.
+
+        Args:
+            step: counted over the whole run.
+            clusters: those of the step's epoch.
+        """
         epoch, position = divmod(step, self.steps_per_epoch)
-        key = epoch, -1 if clusters is None else clusters.version
+        key = (epoch, -1 if clusters is None else clusters.version)
         if key not in self._order:
             self._order.clear()
-            self._order[key] = self._ordered(epoch, clusters)
-        return self._order[key][position * self.batch_size : (position + 1) * self.batch_size]
+            self._order[key] = self._epoch_order(epoch, clusters)
+        start = position * self.batch_size
+        return self._order[key][start : start + self.batch_size]
 
-    def _ordered(self, epoch: int, clusters: QueryClusters | None) -> Int64Array:
+    def _epoch_order(self, epoch: int, clusters: QueryClusters | None) -> Int64Array:
         generator = draws.generator(self.seed, "order", epoch)
         ids = generator.permutation(self.data.query_ids)
         if clusters is None:
             return ids
-        place = np.append(
-            generator.permutation(clusters.num_clusters), clusters.num_clusters
-        )  # -1 is the last one
+        # The extra entry at the end is the place of cluster -1, queries in none: it is the last place.
+        shuffled = generator.permutation(clusters.num_clusters)
+        place = np.append(shuffled, clusters.num_clusters)
         order = np.argsort(place[clusters.cluster[ids]], kind="stable")
         return ids[order]
 
@@ -226,7 +248,3 @@ class BatchSampler:
             positives=self.data.positives(ids),
             excluded=self.data.excluded(ids),
         )
-
-
-def _own(labels: Int64Array) -> Ragged:
-    return Ragged(labels, np.arange(len(labels) + 1, dtype=np.int64))

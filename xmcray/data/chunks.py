@@ -1,7 +1,7 @@
-"""Rows of raw files in chunks of one shard each, and the packing of a chunk: the part of `prepare` that needs no Ray.
+"""Rows of raw files in chunks of one shard each, and the packing of a chunk: `prepare` without Ray.
 
-A chunk becomes exactly one shard, whose files are named by its number. So order and parallelism of the tasks that
-work on chunks cannot change a byte of the corpus.
+A chunk becomes exactly one shard, whose files are named by its number. So the order and parallelism
+of the tasks that work on chunks cannot change a byte of the corpus.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from xmcray.data.formats import BadRow, Row, Source
+from xmcray.data.formats import BadRow, RawFiles, Row
 from xmcray.data.shards import pack
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError
-from xmcray.types import Int64Array, Ragged
+from xmcray.types import Int64Array, Ragged, offsets_of
 
 SAMPLE_CHARACTERS = 2_000  # of one text, when the vocabulary is trained
+NO_PAIRS: Int64Array = np.empty((0, 2), np.int64)
 SCHEMA = pa.schema(
     [
         ("uid", pa.large_string()),
@@ -33,12 +35,13 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """The rows of one shard as a table of SCHEMA, or only what a read has to report.
+class RawChunk:
+    """The rows of one shard as they were read; a table without rows only reports rejected ones.
 
     Attributes:
         split: "labels", "train" or "test".
         shard: its number within the split.
+        rows: table of SCHEMA.
         rejected: rows left out since the previous chunk.
     """
 
@@ -49,35 +52,44 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Shard:
+class PackedShard:
     """A packed chunk: files to write, and what the card counts.
 
     Attributes:
+        split: "labels", "train" or "test".
         files: contents by file name.
-        num_rows, num_tokens: sizes.
+        num_rows: rows of the shard.
+        num_tokens: tokens of all its rows.
+        rejected: rows left out since the previous chunk.
+        odd: legal but unusual rows by reason.
         label_ids: int64, the positives of all rows, one after another.
         filters: int64 [pairs, 2]: kept row of the split, source label id.
-        odd: legal but unusual rows by reason.
     """
 
     split: str
     files: dict[str, bytes]
     num_rows: int
     num_tokens: int
-    label_ids: Int64Array
-    filters: Int64Array
     rejected: list[BadRow]
-    odd: Counter[str] = field(default_factory=Counter)
+    odd: Counter[str]
+    label_ids: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    filters: Int64Array = field(default_factory=lambda: NO_PAIRS)
 
 
 class Rejects:
-    """What becomes of malformed rows: the first one stops the reading, or all are collected."""
+    """Handles malformed rows: raises at the first one, or collects all.
+
+    Args:
+        skip: collect them.
+    """
 
     def __init__(self, skip: bool) -> None:
-        self.skip, self.pending, self.count = skip, list[BadRow](), 0
+        self.skip = skip
+        self.pending: list[BadRow] = []
+        self.count = 0
 
     def __call__(self, bad: BadRow) -> None:
-        """Takes note of a malformed row.
+        """Takes a malformed row.
 
         Raises:
             DataError: rows are not to be skipped.
@@ -89,13 +101,14 @@ class Rejects:
 
     def drain(self) -> list[BadRow]:
         """The rows collected since the last call."""
-        taken, self.pending = self.pending, []
-        return taken
+        drained = self.pending
+        self.pending = []
+        return drained
 
 
 def read_chunks(
-    source: Source, split: str, num_labels: int, shard_rows: int, skip: bool
-) -> Iterator[Chunk]:
+    source: RawFiles, split: str, num_labels: int, shard_rows: int, skip: bool
+) -> Iterator[RawChunk]:
     """All rows of a split (or "labels") in chunks of `shard_rows`.
 
     A label's id is its row in the raw file, so a rejected label leaves a row without text behind.
@@ -104,98 +117,39 @@ def read_chunks(
         DataError: a malformed row that is not to be skipped, or files that cannot be read.
     """
     rejects = Rejects(skip)
+    rows = _rows_of(source, split, num_labels, rejects)
     if split == "labels":
-        rows = _without_holes(source.labels(rejects), rejects)
-    else:
-        rows = source.queries(split, num_labels, rejects)
+        rows = _without_holes(rows, rejects)
     for shard in itertools.count():
         block = list(itertools.islice(rows, shard_rows))
         if block or rejects.pending:
-            yield Chunk(split, shard, _table(block), rejects.drain())
+            yield RawChunk(split, shard, _table(block), rejects.drain())
         if len(block) < shard_rows:
             return
 
 
-def survey(
-    source: Source, cap: int, seed: int, skip: bool, block_rows: int
-) -> Iterator[tuple[int, list[str]]]:
-    """A uniform sample of the texts of labels and training queries, the same for the same seed.
-
-    Yields (rows read since the last time, no texts) as a sign of life, and at the end (0, at most `cap` texts).
-    """
-    rejects, rng = Rejects(skip), np.random.default_rng([seed, 1])
-    sample: list[str] = []
-    seen = num_labels = 0
-    for split in ("labels", "train"):
-        rows = (
-            source.labels(rejects)
-            if split == "labels"
-            else source.queries(split, num_labels, rejects)
-        )
-        while block := [row.text[:SAMPLE_CHARACTERS] for row in itertools.islice(rows, block_rows)]:
-            free = block[: cap - len(sample)]
-            sample += free
-            first = seen + len(free)
-            seen += len(block)
-            places = rng.integers(
-                0, np.arange(first, seen) + 1
-            )  # Algorithm R (Vitter, 1985), a block at a time
-            for position in np.flatnonzero(places < cap).tolist():
-                sample[places[position]] = block[len(free) + position]
-            yield len(block), []
-        if split == "labels":
-            num_labels = seen + rejects.count
-    yield 0, sample
+def _rows_of(source: RawFiles, split: str, num_labels: int, rejects: Rejects) -> Iterator[Row]:
+    if split == "labels":
+        return source.labels(rejects)
+    return source.queries(split, num_labels, rejects)
 
 
-def pack_chunk(
-    chunk: Chunk, tokenizer: TextTokenizer, filters: Int64Array, num_labels: int, shard_rows: int
-) -> Shard:
-    """Tokenises a chunk, takes filter pairs out of its positives and packs its files.
-
-    Args:
-        filters: int64 [pairs, 2] of the split: row of the raw file, source label id; sorted.
-    """
-    texts: list[str] = chunk.rows["text"].to_pylist()
-    empty = sum(not text.strip() for text in texts)
-    if chunk.split == "labels":
-        tokens = tokenizer.encode(texts, tokenizer.label_max_len)
-        shard = Shard(chunk.split, {}, len(texts), len(tokens.values), *_nothing(), chunk.rejected)
-        shard.odd["labels: no text"] = empty
-        table, labels = chunk.rows.select(["uid", "text"]), None
-    else:
-        tokens = tokenizer.encode(texts)
-        labels, keep, pairs = _positives(chunk.rows, filters, num_labels)
-        had = np.diff(np.asarray(chunk.rows["label_ids"].combine_chunks().offsets))
-        pairs[:, 0] += chunk.shard * shard_rows
-        shard = Shard(
-            chunk.split, {}, len(texts), len(tokens.values), labels.values, pairs, chunk.rejected
-        )
-        shard.odd[f"{chunk.split}: no text"] = empty
-        shard.odd[f"{chunk.split}: no positives"] = int((had == 0).sum())
-        shard.odd[f"{chunk.split}: all positives filtered"] = int(
-            ((had > 0) & (labels.lengths == 0)).sum()
-        )
-        table = _with_relevance(chunk.rows, keep, labels)
-    if texts:
-        shard.files = pack(chunk.shard, table, tokens, tokenizer.vocab_size, labels)
-    return shard
+def _without_holes(labels: Iterator[Row], rejects: Rejects) -> Iterator[Row]:
+    """The labels, with an empty one in the place of each rejected one."""
+    expected_row = 0
+    num_valid = 0
+    for label in labels:
+        for row in range(expected_row, label.row):
+            yield _rejected_label(row)
+        yield label
+        expected_row = label.row + 1
+        num_valid += 1
+    # Rejected labels at the end of the file.
+    for row in range(expected_row, num_valid + rejects.count):
+        yield _rejected_label(row)
 
 
-def _nothing() -> tuple[Int64Array, Int64Array]:
-    return np.empty(0, np.int64), np.empty((0, 2), np.int64)
-
-
-def _without_holes(rows: Iterator[Row], rejects: Rejects) -> Iterator[Row]:
-    expected = kept = 0
-    for row in rows:
-        yield from map(_hole, range(expected, row.row))
-        yield row
-        expected, kept = row.row + 1, kept + 1
-    yield from map(_hole, range(expected, kept + rejects.count))
-
-
-def _hole(row: int) -> Row:
+def _rejected_label(row: int) -> Row:
     return Row(uid=f"rejected:{row}", text="", row=row)
 
 
@@ -204,41 +158,127 @@ def _table(rows: list[Row]) -> pa.Table:
     return pa.table(columns, schema=SCHEMA)
 
 
-def _positives(
-    rows: pa.Table, filters: Int64Array, num_labels: int
-) -> tuple[Ragged, np.ndarray, Int64Array]:
-    """Positives without filter pairs, which of the raw ones remain, and the filter pairs as (place, label)."""
+def survey(
+    source: RawFiles, cap: int, seed: int, skip: bool, block_rows: int
+) -> Iterator[tuple[int, list[str]]]:
+    """A uniform sample of the texts of labels and training queries, the same for the same seed.
+
+    Yields (rows read since the last time, no texts) to show progress, and at the end (0, sample).
+
+    Args:
+        cap: largest number of texts in the sample.
+        block_rows: rows read between two progress reports.
+    """
+    rejects = Rejects(skip)
+    rng = np.random.default_rng([seed, 1])
+    sample: list[str] = []
+    num_seen = 0
+    num_labels = 0
+    for split in ("labels", "train"):
+        rows = _rows_of(source, split, num_labels, rejects)
+        while block := [row.text[:SAMPLE_CHARACTERS] for row in itertools.islice(rows, block_rows)]:
+            # The first `cap` texts fill the sample.
+            num_free = min(cap - len(sample), len(block))
+            sample += block[:num_free]
+            # Algorithm R (Vitter, 1985), a block at a time: text i replaces a uniform place of
+            # [0, i] if that lies in the sample.
+            first = num_seen + num_free
+            num_seen += len(block)
+            places = rng.integers(0, np.arange(first, num_seen) + 1)
+            for position in np.flatnonzero(places < cap).tolist():
+                sample[places[position]] = block[num_free + position]
+            yield len(block), []
+        if split == "labels":
+            num_labels = num_seen + rejects.count
+    yield 0, sample
+
+
+def pack_chunk(
+    chunk: RawChunk, tokenizer: TextTokenizer, filters: Int64Array, num_labels: int, shard_rows: int
+) -> PackedShard:
+    """Tokenises a chunk, takes filter pairs out of its positives and packs its files.
+
+    Args:
+        filters: int64 [pairs, 2] of the split: row of the raw file, source label id; sorted.
+        shard_rows: rows of every shard but the last.
+    """
+    texts: list[str] = chunk.rows["text"].to_pylist()
+    is_labels = chunk.split == "labels"
+    tokens = tokenizer.encode(texts, tokenizer.label_max_len if is_labels else tokenizer.max_len)
+    num_empty = sum(not text.strip() for text in texts)
+    shard = PackedShard(
+        split=chunk.split,
+        files={},
+        num_rows=len(texts),
+        num_tokens=len(tokens.values),
+        rejected=chunk.rejected,
+        odd=Counter({f"{chunk.split}: no text": num_empty}),
+    )
+    table = chunk.rows.select(["uid", "text"])
+    positives = None
+    if not is_labels:
+        pairs = _filter_pairs(chunk.rows, filters)
+        raw_positives = _raw_positives(chunk.rows)
+        keep = _not_filtered(raw_positives, pairs, num_labels)
+        kept_per_row = np.bincount(raw_positives.row_ids[keep], minlength=len(raw_positives))
+        positives = Ragged(raw_positives.values[keep], offsets_of(kept_per_row))
+        shard.label_ids = positives.values
+        shard.filters = pairs + np.array([chunk.shard * shard_rows, 0])
+        had_none = raw_positives.lengths == 0
+        shard.odd[f"{chunk.split}: no positives"] = int(had_none.sum())
+        all_filtered = ~had_none & (kept_per_row == 0)
+        shard.odd[f"{chunk.split}: all positives filtered"] = int(all_filtered.sum())
+        table = _with_relevance(table, chunk.rows, raw_positives, keep, positives)
+    if texts:
+        shard.files = pack(chunk.shard, table, tokens, tokenizer.vocab_size, positives)
+    return shard
+
+
+def _raw_positives(rows: pa.Table) -> Ragged:
+    """The label ids of the raw file, filter pairs included."""
     lists = rows["label_ids"].combine_chunks()
-    raw = Ragged(
-        np.asarray(lists.flatten()).astype(np.int64), np.asarray(lists.offsets).astype(np.int64)
-    )
+    values = np.asarray(lists.flatten()).astype(np.int64)
+    return Ragged(values, np.asarray(lists.offsets).astype(np.int64))
+
+
+def _filter_pairs(rows: pa.Table, filters: Int64Array) -> Int64Array:
+    """int64 [pairs, 2], filter pairs of a chunk: place within the chunk, source label id."""
     file_rows = np.asarray(rows["row"])
-    pairs = np.empty((0, 2), np.int64)
-    if len(file_rows):
-        first, last = np.searchsorted(filters[:, 0], [file_rows[0], file_rows[-1] + 1])
-        near = filters[first:last]
-        places = np.searchsorted(file_rows, near[:, 0])
-        kept = file_rows[places] == near[:, 0]  # pairs of rejected rows go with their row
-        pairs = np.stack([places[kept], near[kept, 1]], axis=1)
-    row_ids = raw.row_ids
-    keep = ~np.isin(row_ids * num_labels + raw.values, pairs[:, 0] * num_labels + pairs[:, 1])
-    lengths = np.bincount(row_ids[keep], minlength=len(raw))
-    return (
-        Ragged(raw.values[keep], np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])),
-        keep,
-        pairs,
-    )
+    if len(file_rows) == 0:
+        return NO_PAIRS
+    # Pairs and rows of the chunk are both sorted by row of the raw file.
+    first, last = np.searchsorted(filters[:, 0], [file_rows[0], file_rows[-1] + 1])
+    nearby = filters[first:last]
+    places = np.searchsorted(file_rows, nearby[:, 0])
+    # A rejected row has no place in the chunk, and its pairs go with it.
+    present = file_rows[places] == nearby[:, 0]
+    return np.stack([places[present], nearby[present, 1]], axis=1)
 
 
-def _with_relevance(rows: pa.Table, keep: np.ndarray, labels: Ragged) -> pa.Table:
-    """uid and text, and relevance per remaining positive if any row of the chunk has it."""
+def _not_filtered(
+    raw_positives: Ragged, pairs: Int64Array, num_labels: int
+) -> npt.NDArray[np.bool_]:
+    """bool per raw positive: whether it is no filter pair."""
+    # One number per (row, label) pair makes membership a single look-up.
+    positive_keys = raw_positives.row_ids * num_labels + raw_positives.values
+    pair_keys = pairs[:, 0] * num_labels + pairs[:, 1]
+    return ~np.isin(positive_keys, pair_keys)
+
+
+def _with_relevance(
+    table: pa.Table,
+    rows: pa.Table,
+    raw_positives: Ragged,
+    keep: npt.NDArray[np.bool_],
+    positives: Ragged,
+) -> pa.Table:
+    """`table` with the relevance of each remaining positive, if any row of the chunk has it."""
     relevance = rows["relevance"].combine_chunks()
-    table = rows.select(["uid", "text"])
     if relevance.null_count == len(relevance):
         return table
-    lengths = np.diff(np.asarray(rows["label_ids"].combine_chunks().offsets))
-    graded = np.repeat(np.asarray(relevance.is_valid()), lengths)
-    values = np.ones(len(keep), np.float32)  # a row without relevance counts each positive as 1
-    values[graded] = np.asarray(relevance.flatten())
-    column = pa.LargeListArray.from_arrays(pa.array(labels.offsets), pa.array(values[keep]))
+    # In a row without relevance each positive counts as 1.
+    values = np.ones(len(keep), np.float32)
+    is_graded = np.asarray(relevance.is_valid())
+    values[np.repeat(is_graded, raw_positives.lengths)] = np.asarray(relevance.flatten())
+    column = pa.LargeListArray.from_arrays(pa.array(positives.offsets), pa.array(values[keep]))
     return table.append_column("relevance", column)

@@ -7,7 +7,8 @@
     train_counts.npy                  int64 [L] by source id: training queries that carry the label
     tokenizer/                        see data/tokens.py
 
-A *source* label id is the label's place in the raw files. The reader opens a shard when its first row is asked for.
+A *source* label id is the label's place in the raw files. The reader opens a shard when one of its
+rows is read first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
@@ -28,7 +30,17 @@ from xmcray.storage import is_url, open_artifact
 from xmcray.types import Int64Array, Ragged
 
 KIND = "corpus"
-FREQUENCY_BINS = ((0, 0), (1, 1), (2, 5), (6, 10), (11, 50), (51, 100), (101, 1000), (1001, None))
+# Lowest number of training queries of each bin of the frequency histogram, and the bin's name.
+FREQUENCY_BINS = {
+    0: "0",
+    1: "1",
+    2: "2-5",
+    6: "6-10",
+    11: "11-50",
+    51: "51-100",
+    101: "101-1000",
+    1001: ">1000",
+}
 OPEN_TEXT_SHARDS = 8
 
 
@@ -37,16 +49,21 @@ class Card:
     """What a corpus holds.
 
     Attributes:
-        source, format: name of the raw files and how they were read.
-        num_train, num_test, num_labels: kept rows.
-        propensity_a, propensity_b: constants of the propensity model (Jain et al., KDD 2016).
-        tokenizer: "wordpiece" or "transformer"; `tokenizer_name` is what was asked for.
+        source: name of the raw files.
+        format: how they were read.
+        num_train: training queries that were kept.
+        num_test: test queries that were kept.
+        num_labels: labels, rejected ones included.
+        propensity_a: constant A of the propensity model (Jain et al., KDD 2016).
+        propensity_b: its constant B.
+        tokenizer: "wordpiece" or "transformer".
+        tokenizer_name: the tokenizer as the user named it.
         seed: of the label permutation and the vocabulary sample.
         shard_rows: rows of every shard but a split's last.
         averages: labels per query, queries per label, tokens per query and per label.
         frequency: number of labels by number of training queries, bins as "2-5".
         odd: kept rows that are legal but unusual, by reason.
-        rejected: rows left out under on_error="skip", by file; the reasons are in rejected.jsonl.
+        rejected: rows left out under on_error="skip", by split; the reasons are in rejected.jsonl.
     """
 
     name: str
@@ -73,9 +90,8 @@ class Card:
 
     def save(self, path: Path) -> None:
         """Writes the card as YAML, fields in the order of this class."""
-        path.write_text(
-            yaml.safe_dump(dataclasses.asdict(self), sort_keys=False, allow_unicode=True), "utf-8"
-        )
+        text = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False, allow_unicode=True)
+        path.write_text(text, "utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Card:
@@ -101,11 +117,14 @@ class Corpus:
         sha256: names the content.
         label_order: int64 [L], internal id -> source id.
         label_rank: int64 [L], source id -> internal id.
-        train_counts: int64 [L] by source id, training queries that carry the label, none augmented.
+        train_counts: int64 [L] by source id, training queries that carry the label; label texts do
+            not count.
     """
 
     def __init__(self, origin: str, path: Path, sha256: str) -> None:
-        self.origin, self.path, self.sha256 = origin, path, sha256
+        self.origin = origin
+        self.path = path
+        self.sha256 = sha256
         self.card = Card.load(path / "card.yaml")
         self.label_order: Int64Array = np.load(path / "label_order.npy")
         self.label_rank: Int64Array = np.empty_like(self.label_order)
@@ -119,12 +138,14 @@ class Corpus:
         """Opens a corpus folder or URL.
 
         Args:
-            verify: compare every file's SHA-256; without it only presence and sizes (workers, after the driver did).
+            verify: compare every file's SHA-256; without it only presence and sizes. Workers skip
+                it because the driver has verified the corpus.
         Raises:
             StorageError: not a complete corpus, or a file was altered.
         """
         folder, manifest = open_artifact(path, KIND, contents=verify)
-        return cls(str(path) if is_url(path) else str(folder), folder, manifest.sha256)
+        origin = str(path) if is_url(path) else str(folder)
+        return cls(origin, folder, manifest.sha256)
 
     def split(self, name: str) -> Split:
         """The rows of "train" or "test".
@@ -132,13 +153,12 @@ class Corpus:
         Raises:
             DataError: the corpus has no such split.
         """
-        rows = {"train": self.card.num_train, "test": self.card.num_test}
-        if not rows.get(name):
-            raise DataError(
-                f"corpus {self.path} has no split {name!r}; it has {[n for n, r in rows.items() if r]}"
-            )
+        num_rows = {"train": self.card.num_train, "test": self.card.num_test}
+        if not num_rows.get(name):
+            present = [split for split, rows in num_rows.items() if rows]
+            raise DataError(f"corpus {self.path} has no split {name!r}; it has {present}")
         if name not in self._splits:
-            self._splits[name] = Split(self.path, name, rows[name], self.card.shard_rows)
+            self._splits[name] = Split(self.path, name, num_rows[name], self.card.shard_rows)
         return self._splits[name]
 
     def label_tokens(self, source_ids: Int64Array) -> Ragged:
@@ -167,17 +187,19 @@ class Split:
 
     def __init__(self, corpus: Path, name: str, num_rows: int, shard_rows: int) -> None:
         self.name = name
-        self._corpus, self._num_rows = corpus, num_rows
+        self._corpus = corpus
+        self._num_rows = num_rows
+        self._shard_rows = shard_rows
         self._tokens = ShardedRows(corpus / name, "token", num_rows, shard_rows)
         self._labels = ShardedRows(corpus / name, "label", num_rows, shard_rows)
+        # A cache of its own: a shard of texts is large, so only the last few stay open.
         self._table = functools.lru_cache(maxsize=OPEN_TEXT_SHARDS)(self._read_table)
-        self._shard_rows = shard_rows
 
     def __len__(self) -> int:
         return self._num_rows
 
     def tokens(self, rows: Int64Array) -> Ragged:
-        """Token ids of rows, in the order asked for."""
+        """Token ids of rows, in the order of `rows`."""
         return self._tokens.take(rows)
 
     def num_tokens(self) -> Int64Array:
@@ -193,7 +215,10 @@ class Split:
         return self._labels.take(rows)
 
     def filters(self, rows: Int64Array) -> Ragged:
-        """Source label ids that must not be answered for these rows (a query that is itself a label), ascending."""
+        """Source ids of labels that must not be answered for these rows, ascending.
+
+        Such a label is the query itself.
+        """
         return self._filters.take(np.asarray(rows, np.int64))
 
     def texts(self, rows: Int64Array) -> list[str]:
@@ -205,40 +230,38 @@ class Split:
         return self._column("uid", rows)
 
     def relevance(self, rows: Int64Array) -> list[list[float] | None]:
-        """Graded relevance of each positive, in the order of `positives`; None where the raw file has none."""
+        """Graded relevance of each positive, in the order of `positives`; None if not in the raw file."""
         return self._column("relevance", rows)
 
     @functools.cached_property
     def _filters(self) -> Ragged:
         path = self._corpus / "filters" / f"{self.name}.npy"
         pairs = np.load(path) if path.is_file() else np.empty((0, 2), np.int64)
-        return Ragged(pairs[:, 1], np.searchsorted(pairs[:, 0], np.arange(self._num_rows + 1)))
+        # The pairs are sorted by row: row i's labels start at the first pair that is not below i.
+        offsets = np.searchsorted(pairs[:, 0], np.arange(self._num_rows + 1))
+        return Ragged(pairs[:, 1], offsets)
 
     def _column(self, name: str, rows: Int64Array) -> list[Any]:
+        """Values of a text column, in the order of `rows`; None if a shard lacks the column."""
         ids = np.asarray(rows, np.int64)
         order = np.argsort(ids, kind="stable")
         values: list[Any] = [None] * len(ids)
-        for shard, span, local in by_shard(ids[order], self._num_rows, self._shard_rows):
-            table = self._table(shard)
+        for piece in by_shard(ids[order], self._num_rows, self._shard_rows):
+            table = self._table(piece.shard)
             if name in table.column_names:
-                for place, value in zip(
-                    order[span].tolist(), table[name].take(local).to_pylist(), strict=True
-                ):
-                    values[place] = value
+                column = table[name].take(piece.local_rows).to_pylist()
+                for position, value in zip(order[piece.span].tolist(), column, strict=True):
+                    values[position] = value
         return values
 
-    def _read_table(self, shard: int) -> Any:
-        return pq.read_table(
-            self._corpus / self.name / f"{shard_stem(shard)}.parquet", memory_map=True
-        )
+    def _read_table(self, shard: int) -> pa.Table:
+        path = self._corpus / self.name / f"{shard_stem(shard)}.parquet"
+        return pq.read_table(path, memory_map=True)
 
 
 def frequency_histogram(counts: Int64Array) -> dict[str, int]:
     """Number of labels per bin of training queries: {"0": ..., "1": ..., "2-5": ..., ">1000": ...}."""
-    names = {
-        low: f"{low}-{high}" if high and high > low else str(low) for low, high in FREQUENCY_BINS
-    }
-    names[FREQUENCY_BINS[-1][0]] = f">{FREQUENCY_BINS[-1][0] - 1}"
-    bins = np.searchsorted([low for low, _ in FREQUENCY_BINS], counts, side="right") - 1
-    totals = np.bincount(bins, minlength=len(FREQUENCY_BINS)).tolist()
-    return dict(zip(names.values(), totals, strict=True))
+    lowest = np.array(list(FREQUENCY_BINS))
+    bins = np.searchsorted(lowest, counts, side="right") - 1
+    totals = np.bincount(bins, minlength=len(lowest)).tolist()
+    return dict(zip(FREQUENCY_BINS.values(), totals, strict=True))

@@ -1,8 +1,9 @@
 """Raw files to a corpus, as a streaming Ray Data pipeline: read -> validate -> tokenise -> write.
 
-One task reads a split and streams chunks of one shard each, any number of tasks tokenise and pack chunks, and the
-driver writes the finished files: at any time only a few chunks exist, whatever the number of rows, and nobody but the
-driver needs the destination. Two passes: labels and a sample for the vocabulary first, then everything.
+One task reads a split and streams chunks of one shard each. Any number of tasks tokenise and pack
+chunks. The driver writes the finished files, so no other process needs the destination. At any time
+only a few chunks exist, whatever the number of rows. There are two passes: a sample of the texts for
+the vocabulary first, then everything.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import ray.data
 from rich.progress import Progress
 
-from xmcray.data.chunks import Chunk, Shard, pack_chunk, read_chunks, survey
+from xmcray.data.chunks import NO_PAIRS, PackedShard, RawChunk, pack_chunk, read_chunks, survey
 from xmcray.data.corpus import KIND, Corpus
-from xmcray.data.formats import Source
+from xmcray.data.formats import RawFiles
 from xmcray.data.stream import READ_CPUS, boxed, mapped, progress_bar, results, share, watched
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.data.writer import (
@@ -38,11 +38,10 @@ from xmcray.types import Int64Array
 __all__ = ["PrepareConfig", "prepare", "statistics_table"]
 
 SAMPLE_TEXTS = 200_000  # texts the vocabulary is trained on
-NO_PAIRS: Int64Array = np.empty((0, 2), np.int64)
 
 
 def prepare(
-    source: Source,
+    source: RawFiles,
     out: str | Path,
     *,
     name: str,
@@ -52,18 +51,21 @@ def prepare(
     progress: bool = True,
     **settings: Any,
 ) -> Corpus:
-    """Writes the corpus `out` from raw files; the bytes depend on `source`, `name`, `licence` and `settings` alone.
+    """Writes the corpus `out` from raw files.
+
+    Its bytes depend on `source`, `name`, `licence` and `settings` alone.
 
     Args:
         out: folder or URL that does not exist yet.
-        parallelism: tokenising tasks at a time; a quarter more than there are free CPUs if not given.
+        parallelism: tokenising tasks at a time; None takes a quarter more than there are free CPUs.
         stall_s: seconds without a finished chunk after which to give up.
         progress: show rows and rows/s on stderr if that is a terminal.
         settings: fields of PrepareConfig.
 
     Raises:
-        DataError: malformed rows under on_error="fail", an empty split, files that contradict each other.
-        ResourceError: nobody had a CPU for the pipeline.
+        DataError: malformed rows under on_error="fail", an empty split, files that contradict each
+            other.
+        ResourceError: no CPU became free for the pipeline.
         StorageError: `out` exists, or the disk is full.
     """
     config = PrepareConfig(**settings)
@@ -76,15 +78,15 @@ def prepare(
     }
     about["tokenizer"] = short_name(config.tokenizer)
     with ray_session(), new_artifact(out, KIND, about) as folder, progress_bar(progress) as bar:
-        run, writer = (
-            _Pipeline(source, config, share(parallelism), stall_s, bar),
-            CorpusWriter(folder),
-        )
-        tokenizer = run.tokenizer()
-        for shard in run.shards(["labels"], tokenizer, {}, 0):
+        pipeline = _Pipeline(source, config, share(parallelism), stall_s, bar)
+        writer = CorpusWriter(folder)
+        tokenizer = pipeline.tokenizer()
+        for shard in pipeline.shards(["labels"], tokenizer, {}, 0):
             writer.add(shard)
+        # Queries come after the labels: their label ids are checked against the number of labels.
+        num_labels = writer.num_rows["labels"]
         filters = {split: sorted_pairs(source.filters(split)) for split in source.splits}
-        for shard in run.shards(source.splits, tokenizer, filters, writer.num_rows["labels"]):
+        for shard in pipeline.shards(source.splits, tokenizer, filters, num_labels):
             writer.add(shard)
         writer.finish(source, config, name, licence, tokenizer)
     return Corpus.open(out, verify=False)
@@ -92,23 +94,30 @@ def prepare(
 
 @dataclass(slots=True)
 class _Pipeline:
-    """The Ray side: runs readers and packers, and watches that they move.
+    """The Ray side: runs readers and packers, and raises an error if they make no progress.
 
-    The share of the CPUs is taken once: just after a pass, Ray still counts some that are free again as taken.
+    Attributes:
+        source: raw files.
+        config: settings of the corpus.
+        share: packing tasks at a time, and the CPUs of each. It is computed once, because just after
+            a pass Ray still counts some CPUs as taken that are free again.
+        stall_s: seconds without a finished chunk after which to give up.
+        bar: progress on stderr.
     """
 
-    source: Source
+    source: RawFiles
     config: PrepareConfig
     share: tuple[int, float]
     stall_s: float
     bar: Progress
 
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer asked for; for "wordpiece" a first pass samples texts."""
+        """The configured tokenizer; for "wordpiece" a first pass samples texts."""
         config = self.config
         if config.tokenizer != "wordpiece":
             return from_transformer(config.tokenizer, config.max_len, config.label_max_len)
-        task, sample = self.bar.add_task("sample", total=None), list[str]()
+        task = self.bar.add_task("sample", total=None)
+        sample: list[str] = []
         read = functools.partial(
             survey,
             cap=SAMPLE_TEXTS,
@@ -118,9 +127,9 @@ class _Pipeline:
         )
         with watched(self.stall_s) as beat:
             chunks = mapped(ray.data.from_blocks([boxed(self.source)]), read, READ_CPUS)
-            for count, survey_so_far in results(chunks, beat):
-                sample = survey_so_far  # the last result is a sample of all chunks
-                self.bar.advance(task, count)
+            for num_rows, texts in results(chunks, beat):
+                sample = texts  # only the last result has texts: the sample
+                self.bar.advance(task, num_rows)
         self.bar.update(task, description="vocabulary")
         tokenizer = train_wordpiece(sample, config.vocab_size, config.max_len, config.label_max_len)
         self.bar.remove_task(task)
@@ -132,35 +141,43 @@ class _Pipeline:
         tokenizer: TextTokenizer,
         filters: Mapping[str, Int64Array],
         num_labels: int,
-    ) -> Iterator[Shard]:
-        """Packed shards of the splits, in whatever order they are finished."""
-        source, size, skip = self.source, self.config.shard_rows, self.config.on_error == "skip"
+    ) -> Iterator[PackedShard]:
+        """Packed shards of the splits, in the order in which they are finished.
+
+        Args:
+            filters: by split, int64 [pairs, 2]: row of the raw file, source label id; sorted.
+            num_labels: rows of the label file.
+        """
+        # The functions below travel to the tasks, so they hold plain values instead of `self`.
+        source = self.source
+        shard_rows = self.config.shard_rows
+        skip = self.config.on_error == "skip"
         shared = ray.put((tokenizer.to_files(), dict(filters)))
 
-        def read(split: str) -> Iterator[Chunk]:
-            return read_chunks(source, split, num_labels, size, skip)
+        def read(split: str) -> Iterator[RawChunk]:
+            return read_chunks(source, split, num_labels, shard_rows, skip)
 
-        def pack(chunk: Chunk) -> Iterator[Shard]:
-            packer, pairs = _packer(shared)
-            yield pack_chunk(chunk, packer, pairs.get(chunk.split, NO_PAIRS), num_labels, size)
+        def pack(chunk: RawChunk) -> Iterator[PackedShard]:
+            task_tokenizer, task_filters = _unpacked(shared)
+            pairs = task_filters.get(chunk.split, NO_PAIRS)
+            yield pack_chunk(chunk, task_tokenizer, pairs, num_labels, shard_rows)
 
         task = self.bar.add_task(" + ".join(splits), total=None)
-        tasks, cpus = self.share
+        num_tasks, cpus = self.share
         with watched(self.stall_s) as beat:
-            start = ray.data.from_blocks(
-                [boxed(split) for split in splits]
-            )  # no task, which could wait for a CPU
-            for shard in results(
-                mapped(mapped(start, read, READ_CPUS), pack, cpus, concurrency=tasks), beat
-            ):
+            # from_blocks starts no task, which could wait for a CPU.
+            start = ray.data.from_blocks([boxed(split) for split in splits])
+            chunks = mapped(start, read, READ_CPUS)
+            shards = mapped(chunks, pack, cpus, concurrency=num_tasks)
+            for shard in results(shards, beat):
                 self.bar.advance(task, shard.num_rows)
                 yield shard
         self.bar.update(task, total=1, completed=1)
 
 
 @functools.lru_cache(maxsize=1)
-def _packer(shared: Any) -> tuple[TextTokenizer, Mapping[str, Int64Array]]:
-    """In a task: tokenizer and filters, unpacked once per process."""
+def _unpacked(shared: Any) -> tuple[TextTokenizer, Mapping[str, Int64Array]]:
+    """Tokenizer and filters of a task, built once per process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks are the parallelism
     files, filters = ray.get(shared)
     return TextTokenizer.from_files(files), filters

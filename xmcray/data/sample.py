@@ -1,11 +1,12 @@
-"""The embedded sample: which functions are worth a look beside this one, learned from documentation that is installed.
+"""The embedded sample: related functions of scientific Python, learned from installed documentation.
 
-A documented object of numpy, scipy or pandas is a query: its name and the description at the start of its docstring.
-The objects its "See Also" section lists are its labels; that section is never part of a text. A label's text is its
-dotted name and the first sentence of its docstring. A query that is itself a label is a filter pair: it is no answer
-to itself. The split is by a hash of the name. Nothing is downloaded, and the same installed versions give the same
-files. Real and useful: it recommends functions of scientific Python for a description. With numpy 2.4, scipy 1.17 and
-pandas 3.1: 2,391 training queries, 574 test queries, 2,200 labels, 90 % of them with at most 5 training queries.
+A documented object of numpy, scipy or pandas is a query: its name and the description at the start
+of its docstring. The objects that its "See Also" section lists are its labels; that section is never
+part of a text. A label's text is its dotted name and the first sentence of its docstring. A query
+that is itself a label is a filter pair: it is no answer to itself. The split is by a hash of the
+name. Nothing is downloaded, and the same installed versions give the same files. With numpy 2.4,
+scipy 1.17 and pandas 3.1 there are 2,391 training queries, 574 test queries and 2,200 labels; 90 %
+of the labels have at most 5 training queries.
 """
 
 from __future__ import annotations
@@ -24,24 +25,37 @@ from types import ModuleType
 
 PACKAGES = ("numpy", "scipy", "pandas")
 TEST_SHARE = 0.205
+MAX_DESCRIPTION = 600  # characters
 _HIDDEN = re.compile(r"(^|\.)(_|tests?$|testing$|conftest|setup|core$|f2py|distutils|io\.)")
 _SECTION = re.compile(r"^(?P<title>[A-Z][A-Za-z ]+)\n[-=]{3,}[ ]*$", re.MULTILINE)
 _ENTRY = re.compile(r"^(?P<names>[:`~\w.]+(?:[ ]*,[ ]*[:`~\w.]+)*)[ ]*,?[ ]*(?::(?:[ ]|$)|$)")
 _MARKUP = re.compile(
     r":\w+:`~?([^`<]*)(?:<[^>]*>)?`|`{1,2}([^`]*)`{1,2}|^\.\. \w+::.*$", re.MULTILINE
 )
-_SIGNATURE = re.compile(r"^(?:[\w.]+\(.*\)(?: ->.*)?\n+)+")  # as ufuncs and compiled functions have
+# Ufuncs and compiled functions have their signature in the docstring.
+_SIGNATURE = re.compile(r"^(?:[\w.]+\(.*\)(?: ->.*)?\n+)+")
 _SENTENCE = re.compile(r"(?<=[a-z)\]][.!?])\s")
+_ABBREVIATIONS = {"np.": "numpy.", "sp.": "scipy.", "pd.": "pandas."}
 
 
 @dataclass(frozen=True, slots=True)
 class Documented:
-    """A public object with a docstring. `scopes` are the dotted prefixes in which its See Also names are looked up."""
+    """A public object with a docstring.
+
+    Attributes:
+        name: dotted name, the shortest of all.
+        description: start of the docstring without markup.
+        see_also: names in its See Also section, as written there.
+    """
 
     name: str
     description: str
     see_also: tuple[str, ...]
-    scopes: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, name: str, docstring: str) -> Documented:
+        """An object by its name and docstring."""
+        return cls(name, _description(docstring), _see_also(docstring))
 
     @property
     def sentence(self) -> str:
@@ -50,7 +64,7 @@ class Documented:
 
     @property
     def words(self) -> str:
-        """The dotted name as words: what a reader would type of it."""
+        """The dotted name as words, as a reader would type it."""
         return re.sub(r"[._]+", " ", self.name)
 
 
@@ -61,87 +75,86 @@ def write_sample(folder: Path) -> None:
         OSError: the folder cannot be written.
     """
     objects, aliases = collect()
-    positives = {name: _resolve(item, objects, aliases) for name, item in objects.items()}
-    test = {name for name in objects if _is_test(name)}
-    labels = sorted(
-        {label for name, found in positives.items() if name not in test for label in found}
-    )
-    label_ids = {name: row for row, name in enumerate(labels)}
+    related = {name: _resolve(item, objects, aliases) for name, item in objects.items()}
+    names: dict[str, list[str]] = {"train": [], "test": []}
+    labels: set[str] = set()
+    for name in sorted(objects):
+        if _is_test(name):
+            names["test"].append(name)
+        else:
+            names["train"].append(name)
+            labels.update(related[name])  # labels that only the test split has are left out
+    label_ids = {label: row for row, label in enumerate(sorted(labels))}
     folder.mkdir(parents=True, exist_ok=True)
-    _write(
-        folder / "labels.jsonl", ({"uid": n, "text": f"{n} {objects[n].sentence}"} for n in labels)
-    )
-    for split, chosen in (("train", objects.keys() - test), ("test", test)):
-        kept = [
-            (n, ids)
-            for n in sorted(chosen)
-            if (ids := [label_ids[p] for p in positives[n] if p in label_ids])
-        ]
-        rows = (
-            {"uid": n, "text": f"{objects[n].words}. {objects[n].description}", "labels": ids}
-            for n, ids in kept
-        )
-        _write(folder / f"{split}.jsonl", rows)
-        pairs = [f"{row} {label_ids[n]}\n" for row, (n, _) in enumerate(kept) if n in label_ids]
-        (folder / f"filter_labels_{split}.txt").write_text("".join(pairs), encoding="utf-8")
+    rows: list[dict[str, object]] = []
+    for label in label_ids:
+        text = f"{label} {objects[label].sentence}"
+        rows.append({"uid": label, "text": text})
+    _write_json_lines(folder / "labels.jsonl", rows)
+    for split in names:
+        rows = []
+        filter_lines = []
+        for name in names[split]:
+            positives = [label_ids[label] for label in related[name] if label in label_ids]
+            if not positives:
+                continue
+            if name in label_ids:
+                filter_lines.append(f"{len(rows)} {label_ids[name]}\n")
+            text = f"{objects[name].words}. {objects[name].description}"
+            rows.append({"uid": name, "text": text, "labels": positives})
+        _write_json_lines(folder / f"{split}.jsonl", rows)
+        filter_file = folder / f"filter_labels_{split}.txt"
+        filter_file.write_text("".join(filter_lines), encoding="utf-8")
+
+
+def _is_test(name: str) -> bool:
+    """A pseudo-random choice that depends on the name alone, so a new object moves no other one."""
+    digest = hashlib.sha256(f"xmcray-sample:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < TEST_SHARE
+
+
+def _write_json_lines(path: Path, rows: Iterable[object]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def collect() -> tuple[dict[str, Documented], dict[str, str]]:
-    """All documented public objects by name, and every dotted name under which one can be reached -> that name."""
+    """All documented public objects by name, and the name of the object behind every dotted path."""
     objects: dict[str, Documented] = {}
     aliases: dict[str, str] = {}
-    first: dict[object, str] = {}
-    for path, item in sorted(_public(), key=lambda entry: _preference(*entry)):
-        if path not in aliases and (doc := inspect.getdoc(item)):
-            name = first.setdefault(
-                (doc, _qualname(item) or path), path
-            )  # one object behind many names
-            aliases[path] = name
-            if name == path:
-                objects[name] = Documented(name, *_parse(doc), _scopes(path))
-    return {name: item for name, item in objects.items() if item.description}, aliases
+    name_of: dict[tuple[str, str], str] = {}
+    for path, item in sorted(_public_objects(), key=_preference):
+        docstring = inspect.getdoc(item)
+        if path in aliases or not docstring:
+            continue
+        # Equal docstring and place of definition: one object that is reached on several paths. The
+        # first path, which is the preferred one, names it.
+        name = name_of.setdefault((docstring, _qualname(item) or path), path)
+        aliases[path] = name
+        if name == path:
+            objects[name] = Documented.parse(name, docstring)
+    described = {name: item for name, item in objects.items() if item.description}
+    return described, aliases
+
+
+def _preference(entry: tuple[str, object]) -> tuple[int, bool, int, str]:
+    """Fewest parts first, then the class that defines a method, then the shortest name."""
+    path, item = entry
+    is_inherited = not path.endswith(f".{_qualname(item)}")
+    return path.count("."), is_inherited, len(path), path
 
 
 def _qualname(item: object) -> str:
-    """Where the object was defined within its module; of a property its getter's."""
-    for inner in ("fget", "__func__", "func"):
-        item = getattr(item, inner, item)
+    """Where an object was defined within its module; for a property, where its getter was."""
+    for wrapped in ("fget", "__func__", "func"):
+        item = getattr(item, wrapped, item)
     return str(getattr(item, "__qualname__", ""))
 
 
-def _preference(path: str, item: object) -> tuple[int, bool, int, str]:
-    """Fewest parts first, then the class that defines a method, then the shortest name, then the alphabet."""
-    return path.count("."), not path.endswith(f".{_qualname(item)}"), len(path), path
-
-
-def _modules() -> Iterator[ModuleType]:
-    """Public modules, short names first so that an object gets its shortest name; importing them prints nothing."""
-    names = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for package in PACKAGES:
-            names.append(package)
-            root = importlib.import_module(package)
-            for info in pkgutil.iter_modules(root.__path__, f"{package}."):
-                names.append(info.name)
-                if info.ispkg and not _HIDDEN.search(info.name):
-                    path = [f"{p}/{info.name.rsplit('.', 1)[1]}" for p in root.__path__]
-                    names += [
-                        sub.name for sub in pkgutil.iter_modules(path, f"{info.name}.") if sub.ispkg
-                    ]
-        for name in sorted(
-            (n for n in names if not _HIDDEN.search(n)), key=lambda n: (n.count("."), n)
-        ):
-            try:
-                module = importlib.import_module(name)
-            except ImportError:  # an optional dependency of one submodule
-                continue
-            yield module
-
-
-def _public() -> Iterator[tuple[str, object]]:
-    """Functions and classes the modules offer, and the public methods of those classes."""
-    for module in _modules():
+def _public_objects() -> Iterator[tuple[str, object]]:
+    """Functions and classes that the modules offer, and the public members of those classes."""
+    for module in _public_modules():
         for name in getattr(module, "__all__", None) or dir(module):
             item = getattr(module, name, None)
             home = getattr(item, "__module__", None) or module.__name__
@@ -153,68 +166,94 @@ def _public() -> Iterator[tuple[str, object]]:
 
 
 def _members(path: str, item: object) -> Iterator[tuple[str, object]]:
-    for name in dir(item) if inspect.isclass(item) else ():
-        if not name.startswith("_"):
-            member = inspect.getattr_static(item, name)
-            if hasattr(member, "__get__"):  # methods and properties, not a table of coefficients
-                yield f"{path}.{name}", member
-            yield from _members(
-                f"{path}.{name}", getattr(member, "_accessor", None)
-            )  # pandas.Series.str
+    if not inspect.isclass(item):
+        return
+    for name in dir(item):
+        if name.startswith("_"):
+            continue
+        member = inspect.getattr_static(item, name)
+        # Methods and properties are descriptors; a table of coefficients is not.
+        if hasattr(member, "__get__"):
+            yield f"{path}.{name}", member
+        # An accessor such as pandas.Series.str is a class with members of its own.
+        yield from _members(f"{path}.{name}", getattr(member, "_accessor", None))
 
 
-def _parse(doc: str) -> tuple[str, tuple[str, ...]]:
-    """Description before the first section, and the names in the See Also section."""
-    sections = list(_SECTION.finditer(doc))
-    head = doc[: sections[0].start()] if sections else doc
-    names: list[str] = []
-    for number, section in enumerate(sections):
-        if section["title"] == "See Also":
-            stop = sections[number + 1].start() if number + 1 < len(sections) else len(doc)
-            for line in doc[section.end() : stop].splitlines():
-                if entry := _ENTRY.match(line):
-                    names += [_plain(name).strip(" :") for name in entry["names"].split(",")]
-    head = _SIGNATURE.sub("", head.strip())
-    paragraphs = [" ".join(_plain(part).split()) for part in head.split("\n\n")]
-    return " ".join(p for p in paragraphs[:3] if p)[:600], tuple(
-        dict.fromkeys(n for n in names if n)
-    )
+def _public_modules() -> Iterator[ModuleType]:
+    """Public modules; importing them prints nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for package in PACKAGES:
+            for name in _module_names(package):
+                if not _HIDDEN.search(name):
+                    try:
+                        module = importlib.import_module(name)
+                    except ImportError:  # an optional dependency of one submodule
+                        continue
+                    yield module
+
+
+def _module_names(package: str) -> Iterator[str]:
+    """A package, its modules, and the packages inside its packages."""
+    yield package
+    root = importlib.import_module(package)
+    for module in pkgutil.iter_modules(root.__path__, f"{package}."):
+        yield module.name
+        if module.ispkg and not _HIDDEN.search(module.name):
+            folder_name = module.name.rsplit(".", 1)[1]
+            folders = [f"{folder}/{folder_name}" for folder in root.__path__]
+            for inner in pkgutil.iter_modules(folders, f"{module.name}."):
+                if inner.ispkg:
+                    yield inner.name
+
+
+def _description(docstring: str) -> str:
+    """The first three paragraphs before the first section, without signature and markup."""
+    head = _SECTION.split(docstring, 1)[0].strip()
+    paragraphs = _SIGNATURE.sub("", head).split("\n\n")[:3]
+    words = _plain("\n\n".join(paragraphs)).split()
+    return " ".join(words)[:MAX_DESCRIPTION]
+
+
+def _see_also(docstring: str) -> tuple[str, ...]:
+    """The names in the See Also section, each once, in their order."""
+    # `split` returns the text before the first section, then title and body of each section.
+    _, *parts = _SECTION.split(docstring)
+    names: dict[str, None] = {}
+    for title, body in zip(parts[::2], parts[1::2], strict=True):
+        if title != "See Also":
+            continue
+        for line in body.splitlines():
+            if entry := _ENTRY.match(line):
+                for name in entry["names"].split(","):
+                    names[_plain(name).strip(" :")] = None
+    names.pop("", None)
+    return tuple(names)
 
 
 def _plain(text: str) -> str:
-    return _MARKUP.sub(lambda m: m[1] or m[2] or "", text)
-
-
-def _scopes(path: str) -> tuple[str, ...]:
-    parts = path.split(".")
-    return tuple(".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+    """`text` without reStructuredText markup: what a reader of the rendered page sees."""
+    return _MARKUP.sub(lambda match: match[1] or match[2] or "", text)
 
 
 def _resolve(
     item: Documented, objects: dict[str, Documented], aliases: dict[str, str]
 ) -> list[str]:
-    """Names of the objects the See Also section means: as written, or seen from the object's class and modules."""
-    found = []
-    for name in item.see_also:
-        full = re.sub(
-            r"^(np|sp|pd)\.",
-            lambda m: {"np": "numpy.", "sp": "scipy.", "pd": "pandas."}[m[1]],
-            name,
-        )
-        for candidate in (full, *(f"{scope}.{full}" for scope in item.scopes)):
-            target = aliases.get(candidate)
+    """Names of the objects that the See Also section means, sorted.
+
+    A name counts as written, or as seen from the object's class and modules, innermost first.
+    """
+    parts = item.name.split(".")
+    scopes = [".".join(parts[:depth]) + "." for depth in range(len(parts) - 1, 0, -1)]
+    related = set()
+    for written_name in item.see_also:
+        name = written_name
+        for abbreviation, package in _ABBREVIATIONS.items():
+            if written_name.startswith(abbreviation):
+                name = package + written_name.removeprefix(abbreviation)
+        for scope in ("", *scopes):
+            target = aliases.get(scope + name)
             if target in objects and target != item.name:
-                found.append(str(target))
+                related.add(target)
                 break
-    return sorted(set(found))
-
-
-def _is_test(name: str) -> bool:
-    digest = hashlib.sha256(f"xmcray-sample:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < TEST_SHARE
-
-
-def _write(path: Path, rows: Iterable[object]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return sorted(related)

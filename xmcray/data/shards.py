@@ -1,17 +1,16 @@
-"""The shard files of a corpus: packing a block of rows into bytes, and reading rows out of many mapped files.
+"""The shard files of a corpus: packing a block of rows into bytes, and reading rows of mapped files.
 
     NNNNN.tokens.npy, NNNNN.token_offsets.npy    uint16 or uint32 values, int64 offsets
     NNNNN.labels.npy, NNNNN.label_offsets.npy    int32 source label ids, int64 offsets
     NNNNN.parquet                                uid, text and, if the raw files have it, relevance
 
-All shards of a split hold the same number of rows but the last. The same rows give the same bytes.
+All shards of a split but the last hold the same number of rows. The same rows give the same bytes.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from xmcray.types import Int64Array, Ragged
+from xmcray.types import Int64Array, Ragged, offsets_of
 
 Array = npt.NDArray[Any]
 MAX_UINT16_VOCAB = 1 << 16
@@ -32,11 +31,7 @@ def shard_stem(shard: int) -> str:
 
 
 def pack(
-    shard: int,
-    texts: pa.Table,
-    tokens: Ragged,
-    vocab_size: int,
-    labels: Ragged | None,
+    shard: int, texts: pa.Table, tokens: Ragged, vocab_size: int, labels: Ragged | None
 ) -> dict[str, bytes]:
     """The files of one shard, by name.
 
@@ -44,97 +39,19 @@ def pack(
         texts: columns uid, text and possibly relevance.
         labels: source label ids per row; None for a shard of label texts.
     """
+    stem = shard_stem(shard)
     token_type = np.uint16 if vocab_size <= MAX_UINT16_VOCAB else np.uint32
-    arrays: dict[str, Array] = {
-        "tokens": tokens.values.astype(token_type),
-        "token_offsets": tokens.offsets,
+    files = {
+        f"{stem}.tokens.npy": _npy(tokens.values.astype(token_type)),
+        f"{stem}.token_offsets.npy": _npy(tokens.offsets),
     }
     if labels is not None:
-        arrays |= {"labels": labels.values.astype(np.int32), "label_offsets": labels.offsets}
-    stem = shard_stem(shard)
-    files = {f"{stem}.{name}.npy": _npy(array) for name, array in arrays.items()}
+        files[f"{stem}.labels.npy"] = _npy(labels.values.astype(np.int32))
+        files[f"{stem}.label_offsets.npy"] = _npy(labels.offsets)
     sink = io.BytesIO()
     pq.write_table(texts.replace_schema_metadata(None), sink, compression="zstd")
-    return {**files, f"{stem}.parquet": sink.getvalue()}
-
-
-class ShardedRows:
-    """Ragged rows of one split, opened shard by shard as they are asked for; `kind` is "token" or "label"."""
-
-    def __init__(self, folder: Path, kind: str, num_rows: int, shard_rows: int) -> None:
-        self._folder, self._kind, self._num_rows, self._shard_rows = (
-            folder,
-            kind,
-            num_rows,
-            shard_rows,
-        )
-        self._shards: dict[int, tuple[Array, Array]] = {}
-
-    def take(self, rows: Int64Array) -> Ragged:
-        """The chosen rows in the chosen order.
-
-        Index arithmetic is done once for all rows; per shard there are only the reads themselves, because a batch of
-        random rows meets nearly every shard.
-        """
-        ids = np.asarray(rows, np.int64)
-        order = np.argsort(ids, kind="stable")
-        groups = by_shard(ids[order], self._num_rows, self._shard_rows)
-        starts, stops = np.empty((2, len(ids)), np.int64)
-        for shard, span, local in groups:
-            offsets = self._open(shard)[1]
-            starts[span] = offsets[local]
-            stops[span] = offsets[local + 1]
-        lengths = stops - starts
-        bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        index = np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], lengths)
-        values = np.empty(len(index), np.int64)
-        for shard, span, _ in groups:
-            part = slice(bounds[span.start], bounds[span.stop])
-            values[part] = self._open(shard)[0][index[part]]
-        inverse = np.empty_like(order)
-        inverse[order] = np.arange(len(order))
-        return Ragged(values, bounds).take(inverse)
-
-    def lengths(self) -> Int64Array:
-        """int64 [rows], length of every row."""
-        shards = range(-(-self._num_rows // self._shard_rows))
-        return np.concatenate(
-            [np.zeros(0, np.int64), *(np.diff(self._open(shard)[1]) for shard in shards)]
-        )
-
-    def _open(self, shard: int) -> tuple[Array, Array]:
-        pair = self._shards.get(shard)
-        if pair is None:
-            stem = self._folder / shard_stem(shard)
-            pair = (
-                _map(Path(f"{stem}.{self._kind}s.npy")),
-                _map(Path(f"{stem}.{self._kind}_offsets.npy")),
-            )
-            self._shards[shard] = pair
-        return pair
-
-
-def by_shard(
-    sorted_rows: Int64Array, num_rows: int, shard_rows: int
-) -> Sequence[tuple[int, slice, Int64Array]]:
-    """(shard, its slice of `sorted_rows`, row numbers inside the shard) for every shard the rows touch.
-
-    Raises:
-        IndexError: a row is out of range.
-    """
-    if len(sorted_rows) == 0:
-        return []
-    if sorted_rows[0] < 0 or sorted_rows[-1] >= num_rows:
-        raise IndexError(
-            f"rows {sorted_rows[0]} .. {sorted_rows[-1]} asked for, there are {num_rows}"
-        )
-    shards = sorted_rows // shard_rows
-    cuts = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
-    local = sorted_rows - shards * shard_rows
-    return [
-        (int(shards[start]), slice(start, stop), local[start:stop])
-        for start, stop in itertools.pairwise(cuts)
-    ]
+    files[f"{stem}.parquet"] = sink.getvalue()
+    return files
 
 
 def _npy(array: Array) -> bytes:
@@ -143,10 +60,111 @@ def _npy(array: Array) -> bytes:
     return sink.getvalue()
 
 
-def _map(path: Path) -> Array:
-    """A read-only view of an .npy file that keeps no file descriptor: thousands of shards may be open at once.
+class ShardedRows:
+    """Ragged rows of one split; a shard is opened when one of its rows is read first.
 
-    `numpy.memmap` holds one descriptor per file, and the usual limit is 1,024.
+    Args:
+        folder: of the split.
+        kind: "token" or "label".
+        num_rows: rows of the split.
+        shard_rows: rows of every shard but the last.
+    """
+
+    def __init__(self, folder: Path, kind: str, num_rows: int, shard_rows: int) -> None:
+        self._folder = folder
+        self._kind = kind
+        self._num_rows = num_rows
+        self._shard_rows = shard_rows
+        self._open_shards: dict[int, Ragged] = {}
+
+    def take(self, rows: Int64Array) -> Ragged:
+        """The chosen rows in the chosen order.
+
+        Index arithmetic is done once for all rows. A batch of random rows meets nearly every shard,
+        so the loops over shards hold nothing but the reads.
+        """
+        ids = np.asarray(rows, np.int64)
+        order = np.argsort(ids, kind="stable")
+        pieces = by_shard(ids[order], self._num_rows, self._shard_rows)
+        starts = np.empty(len(ids), np.int64)
+        stops = np.empty(len(ids), np.int64)
+        for piece in pieces:
+            shard_offsets = self._shard(piece.shard).offsets
+            starts[piece.span] = shard_offsets[piece.local_rows]
+            stops[piece.span] = shard_offsets[piece.local_rows + 1]
+        lengths = stops - starts
+        offsets = offsets_of(lengths)
+        # Place of every value within its shard: the row's start there plus the place in the row.
+        index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+        values = np.empty(len(index), np.int64)
+        for piece in pieces:
+            part = slice(offsets[piece.span.start], offsets[piece.span.stop])
+            values[part] = self._shard(piece.shard).values[index[part]]
+        # The rows were read in ascending order; put them back into the caller's.
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        return Ragged(values, offsets).take(inverse)
+
+    def lengths(self) -> Int64Array:
+        """int64 [rows], length of every row."""
+        num_shards = -(-self._num_rows // self._shard_rows)
+        lengths = [self._shard(shard).lengths for shard in range(num_shards)]
+        return np.concatenate([np.empty(0, np.int64), *lengths])
+
+    def _shard(self, number: int) -> Ragged:
+        """The mapped rows of one shard; its values keep the type that they are stored in."""
+        shard = self._open_shards.get(number)
+        if shard is None:
+            stem = f"{self._folder}/{shard_stem(number)}.{self._kind}"
+            shard = Ragged(_map(Path(f"{stem}s.npy")), _map(Path(f"{stem}_offsets.npy")))
+            self._open_shards[number] = shard
+        return shard
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPiece:
+    """The part of some sorted rows that lies in one shard.
+
+    Attributes:
+        shard: number of the shard.
+        span: positions of these rows among the sorted rows.
+        local_rows: int64, row numbers inside the shard.
+    """
+
+    shard: int
+    span: slice
+    local_rows: Int64Array
+
+
+def by_shard(sorted_rows: Int64Array, num_rows: int, shard_rows: int) -> list[ShardPiece]:
+    """Cuts sorted row numbers where one shard ends and the next begins.
+
+    Raises:
+        IndexError: a row is out of range.
+    """
+    if len(sorted_rows) == 0:
+        return []
+    if sorted_rows[0] < 0 or sorted_rows[-1] >= num_rows:
+        raise IndexError(
+            f"found rows {sorted_rows[0]} to {sorted_rows[-1]}, expected 0 to {num_rows - 1}"
+        )
+    shards = sorted_rows // shard_rows
+    local_rows = sorted_rows - shards * shard_rows
+    cuts = np.flatnonzero(np.diff(shards)) + 1
+    pieces = []
+    start = 0
+    for stop in [*cuts.tolist(), len(shards)]:
+        span = slice(start, stop)
+        pieces.append(ShardPiece(int(shards[start]), span, local_rows[span]))
+        start = stop
+    return pieces
+
+
+def _map(path: Path) -> Array:
+    """A read-only view of an .npy file that keeps no file descriptor.
+
+    `numpy.memmap` holds one descriptor per file. Thousands of shards may be open at once, and the
+    usual limit is 1,024 descriptors.
     """
     import torch
 
@@ -154,9 +172,8 @@ def _map(path: Path) -> Array:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         start = file.tell()
-    data = torch.from_file(
-        str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
-    ).numpy()
+    size = path.stat().st_size
+    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
     view: Array = data[start:].view(dtype).reshape(shape)
     view.flags.writeable = False
     return view

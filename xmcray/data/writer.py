@@ -6,24 +6,27 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from rich.table import Table
 
-from xmcray.data.chunks import Shard
+from xmcray.config import check_choices, check_range
+from xmcray.data.chunks import PackedShard
 from xmcray.data.corpus import Card, frequency_histogram
-from xmcray.data.formats import BadRow, Source
-from xmcray.data.tokens import MAX_VOCAB, TextTokenizer
-from xmcray.errors import ConfigError, DataError
+from xmcray.data.formats import BadRow, RawFiles
+from xmcray.data.tokens import LABEL_MAX_LEN, MAX_VOCAB, TextTokenizer
+from xmcray.errors import DataError
 from xmcray.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareConfig:
-    """Everything that shapes a corpus besides its raw files.
+    """Everything that shapes a corpus apart from its raw files.
 
     Attributes:
-        max_len, label_max_len: tokens kept of a query and of a label text.
+        max_len: tokens kept of a query.
+        label_max_len: tokens kept of a label text.
         tokenizer: "wordpiece", or a transformer's hub id or folder.
         vocab_size: largest vocabulary to train.
         on_error: "fail" stops at the first malformed row, "skip" writes them to rejected.jsonl.
@@ -33,24 +36,32 @@ class PrepareConfig:
     """
 
     max_len: int = 128
-    label_max_len: int = 32
+    label_max_len: int = LABEL_MAX_LEN
     tokenizer: str = "wordpiece"
     vocab_size: int = MAX_VOCAB
-    on_error: str = "fail"
+    on_error: Literal["fail", "skip"] = "fail"
     seed: int = 0
     propensity: tuple[float, float] = (0.55, 1.5)
     shard_rows: int = 16_384
 
     def __post_init__(self) -> None:
-        if self.on_error not in ("fail", "skip"):
-            raise ConfigError(f"on_error is {self.on_error!r}, expected 'fail' or 'skip'")
-        if self.shard_rows < 1:
-            raise ConfigError(f"shard_rows is {self.shard_rows}, expected at least 1")
+        check_choices(self)
+        check_range("shard_rows", self.shard_rows, low=1)
 
 
 @dataclass(slots=True)
 class CorpusWriter:
-    """The driver's side: writes finished shards and counts."""
+    """Writes finished shards into a new corpus folder and counts what the card reports.
+
+    Attributes:
+        folder: of the corpus.
+        num_rows: by split.
+        num_tokens: by split.
+        odd: legal but unusual rows by reason.
+        rejected: split and reason of every row left out.
+        filters: by split, filter pairs of each shard.
+        counts: by split, int64 [L]: queries that carry each label.
+    """
 
     folder: Path
     num_rows: Counter[str] = field(default_factory=Counter)
@@ -60,8 +71,8 @@ class CorpusWriter:
     filters: dict[str, list[Int64Array]] = field(default_factory=dict)
     counts: dict[str, Int64Array] = field(default_factory=dict)
 
-    def add(self, shard: Shard) -> None:
-        """Writes a shard's files."""
+    def add(self, shard: PackedShard) -> None:
+        """Writes a shard's files; all shards of "labels" come before those of other splits."""
         split = shard.split
         target = self.folder / split
         target.mkdir(exist_ok=True)
@@ -79,49 +90,67 @@ class CorpusWriter:
 
     def finish(
         self,
-        source: Source,
+        source: RawFiles,
         config: PrepareConfig,
         name: str,
         licence: str,
         tokenizer: TextTokenizer,
     ) -> None:
-        """Everything that needs the counts: label order, filters, rejected rows, card."""
+        """Writes everything that needs the counts: label order, filters, rejected rows, card.
+
+        Raises:
+            DataError: a split has no row.
+        """
         for split in ("labels", *source.splits):
             if not self.num_rows[split]:
                 raise DataError(f"{source.path}: split {split!r} has no row; expected at least one")
-        num_labels, train = self.num_rows["labels"], self.counts["train"]
         tokenizer.save(self.folder / "tokenizer")
-        np.save(
-            self.folder / "label_order.npy",
-            np.random.default_rng([config.seed, 0]).permutation(num_labels),
-        )
-        np.save(self.folder / "train_counts.npy", train)
-        for split, parts in self.filters.items():
+        rng = np.random.default_rng([config.seed, 0])
+        np.save(self.folder / "label_order.npy", rng.permutation(self.num_rows["labels"]))
+        np.save(self.folder / "train_counts.npy", self.counts["train"])
+        for split, pairs in self.filters.items():
             (self.folder / "filters").mkdir(exist_ok=True)
-            np.save(self.folder / "filters" / f"{split}.npy", sorted_pairs(np.concatenate(parts)))
-        rejected = sorted(
-            self.rejected, key=lambda item: (item[0], item[1].file, item[1].line, item[1].reason)
-        )
-        if rejected:
-            lines = [
-                json.dumps(
-                    {"split": split, **asdict(bad), "file": Path(bad.file).name}, ensure_ascii=False
-                )
-                for split, bad in rejected
-            ]
-            (self.folder / "rejected.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-        unseen = train == 0
+            np.save(self.folder / "filters" / f"{split}.npy", sorted_pairs(np.concatenate(pairs)))
+        self._write_rejected()
+        self._count_unseen_labels()
+        self._card(source, config, name, licence, tokenizer).save(self.folder / "card.yaml")
+
+    def _write_rejected(self) -> None:
+        if not self.rejected:
+            return
+        # Shards arrive in any order, but the corpus must not depend on it.
+        self.rejected.sort(key=lambda item: (item[0], item[1].file, item[1].line, item[1].reason))
+        with (self.folder / "rejected.jsonl").open("w", encoding="utf-8") as file:
+            for split, bad in self.rejected:
+                record = {"split": split, **asdict(bad), "file": Path(bad.file).name}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def _count_unseen_labels(self) -> None:
+        unseen = self.counts["train"] == 0
         if "test" in self.counts:
-            only_test = unseen & (self.counts["test"] > 0)
-            self.odd["labels: seen only in test"] = int(only_test.sum())
-            unseen &= ~only_test
+            only_in_test = unseen & (self.counts["test"] > 0)
+            self.odd["labels: seen only in test"] = int(only_in_test.sum())
+            unseen &= ~only_in_test
         self.odd["labels: never seen"] = int(unseen.sum())
-        Card(
+
+    def _card(
+        self,
+        source: RawFiles,
+        config: PrepareConfig,
+        name: str,
+        licence: str,
+        tokenizer: TextTokenizer,
+    ) -> Card:
+        num_train = self.num_rows["train"]
+        num_labels = self.num_rows["labels"]
+        num_positives = int(self.counts["train"].sum())
+        rejected_by_split = Counter(split for split, _ in self.rejected)
+        return Card(
             name=name,
             source=source.path.name,
             format=source.format,
             licence=licence,
-            num_train=self.num_rows["train"],
+            num_train=num_train,
             num_test=self.num_rows["test"],
             num_labels=num_labels,
             propensity_a=config.propensity[0],
@@ -135,15 +164,15 @@ class CorpusWriter:
             seed=config.seed,
             shard_rows=config.shard_rows,
             averages={
-                "labels per training query": int(train.sum()) / self.num_rows["train"],
-                "training queries per label": int(train.sum()) / num_labels,
-                "tokens per training query": self.num_tokens["train"] / self.num_rows["train"],
+                "labels per training query": num_positives / num_train,
+                "training queries per label": num_positives / num_labels,
+                "tokens per training query": self.num_tokens["train"] / num_train,
                 "tokens per label": self.num_tokens["labels"] / num_labels,
             },
-            frequency=frequency_histogram(train),
+            frequency=frequency_histogram(self.counts["train"]),
             odd={reason: count for reason, count in sorted(self.odd.items()) if count},
-            rejected=dict(sorted(Counter(split for split, _ in rejected).items())),
-        ).save(self.folder / "card.yaml")
+            rejected=dict(sorted(rejected_by_split.items())),
+        )
 
 
 def short_name(tokenizer: str) -> str:
@@ -157,18 +186,18 @@ def sorted_pairs(pairs: Int64Array) -> Int64Array:
 
 
 def statistics_table(card: Card) -> Table:
-    """What a corpus holds, for the eye: sizes, averages, label frequencies, odd and rejected rows."""
+    """What a corpus holds, for people: sizes, averages, label frequencies, odd and rejected rows."""
     table = Table(title=f"{card.name}: {card.num_labels:,} labels", show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
     table.add_row("training queries", f"{card.num_train:,}")
     table.add_row("test queries", f"{card.num_test:,}")
-    for what, average in card.averages.items():
-        table.add_row(what, f"{average:.2f}")
+    for quantity, average in card.averages.items():
+        table.add_row(quantity, f"{average:.2f}")
     table.add_row("tokens in the vocabulary", f"{card.vocab_size:,}")
     table.add_section()
-    for bin_, count in card.frequency.items():
-        table.add_row(f"labels with {bin_} training queries", f"{count:,}")
+    for bin_name, count in card.frequency.items():
+        table.add_row(f"labels with {bin_name} training queries", f"{count:,}")
     if card.odd or card.rejected:
         table.add_section()
     for reason, count in card.odd.items():

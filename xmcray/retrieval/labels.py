@@ -26,7 +26,7 @@ import torch
 
 from xmcray import storage
 from xmcray.data.formats.base import BadRow, BadValue, Row
-from xmcray.data.formats.json_lines import Fields, Record, read_records, row_maker, rows_of
+from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records, rows_of
 from xmcray.errors import ConfigError, DataError
 from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import LabelAttributes, Scalar, attribute_set
@@ -87,7 +87,7 @@ def read_attribute_sets(paths: Iterable[str | Path]) -> dict[str, dict[str, Scal
 
 def _read(paths: Iterable[str | Path], fields: str, make: Callable[[Row, Record], T]) -> list[T]:
     """What is made of each line of files, about one label each."""
-    known = row_maker(Fields(), None, dict)
+    known = RowParser(Fields(), None, dict).parse
     made: list[T] = []
 
     def keep(record: Record, number: int) -> Row:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xmcray.data import sample
-from xmcray.data.formats import BadRow, Row, Source, detect
+from xmcray.data.formats import BadRow, RawFiles, Row, detect
 
 
 def refuse(bad: BadRow) -> None:
@@ -17,19 +17,19 @@ def refuse(bad: BadRow) -> None:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def source(tmp_path_factory: pytest.TempPathFactory) -> RawFiles:
     folder = tmp_path_factory.mktemp("sample")
     sample.write_sample(folder)
     return detect(folder)
 
 
 @pytest.fixture(scope="module")
-def labels(source: Source) -> list[Row]:
+def labels(source: RawFiles) -> list[Row]:
     return list(source.labels(refuse))
 
 
 @pytest.fixture(scope="module")
-def splits(source: Source, labels: list[Row]) -> dict[str, list[Row]]:
+def splits(source: RawFiles, labels: list[Row]) -> dict[str, list[Row]]:
     return {split: list(source.queries(split, len(labels), refuse)) for split in source.splits}
 
 
@@ -48,7 +48,7 @@ def test_every_label_is_trained_and_most_are_rare(
 
 
 def test_the_query_itself_is_filtered_and_no_answer(
-    source: Source, splits: dict[str, list[Row]], labels: list[Row]
+    source: RawFiles, splits: dict[str, list[Row]], labels: list[Row]
 ) -> None:
     ids = {label.uid: n for n, label in enumerate(labels)}
     for split, rows in splits.items():
@@ -61,10 +61,9 @@ def test_the_query_itself_is_filtered_and_no_answer(
 def test_text_ends_before_the_see_also_section() -> None:
     doc = "solve(a, b)\n\nSolve it.\nWell.\n\nMore `words`.\n\nSee Also\n--------\n"
     doc += "numpy.linalg.inv : Not a word of it.\nlstsq, :func:`qr`\n    Two.\n\nNotes\n-----\nother : thing\n"
-    assert sample._parse(doc) == (
-        "Solve it. Well. More words.",
-        ("numpy.linalg.inv", "lstsq", "qr"),
-    )
+    item = sample.Documented.parse("numpy.linalg.solve", doc)
+    assert item.description == "Solve it. Well. More words."
+    assert item.see_also == ("numpy.linalg.inv", "lstsq", "qr")
 
 
 def test_a_reader_could_know_each_answer_by_its_text(labels: list[Row]) -> None:
@@ -73,7 +72,7 @@ def test_a_reader_could_know_each_answer_by_its_text(labels: list[Row]) -> None:
     assert all(text.startswith(uid) and len(text) > len(uid) + 3 for uid, text in texts.items())
 
 
-def test_the_same_bytes_again(source: Source, tmp_path: Path) -> None:
+def test_the_same_bytes_again(source: RawFiles, tmp_path: Path) -> None:
     sample.write_sample(tmp_path)
     for path in sorted(source.path.iterdir()):
         assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name

@@ -1,6 +1,6 @@
 """Raw files of a data set: which layout a folder has, and its queries, labels and filter pairs row by row.
 
-`detect` names the layout from the files that are there; a `Source` then streams validated rows. Layouts: see
+`detect` names the layout from the files that are there; a `RawFiles` then streams validated rows. Layouts: see
 `json_lines`, `texts` and `tables`.
 """
 
@@ -18,7 +18,7 @@ from xmcray.data.formats.texts import BOW, DEXML, PECOS, RENEE, SPARSE
 from xmcray.errors import ConfigError, DataError
 from xmcray.types import Int64Array
 
-__all__ = ["FORMATS", "BadRow", "OnBad", "Row", "Source", "detect"]
+__all__ = ["FORMATS", "BadRow", "OnBad", "RawFiles", "Row", "detect"]
 
 # In order of preference: a release of the XMC repository often holds texts and features side by side.
 FORMATS: dict[str, Format] = {
@@ -36,7 +36,7 @@ FORMATS: dict[str, Format] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RawFiles:
     """Raw files of one data set; nothing is read before it is asked for.
 
     Attributes:
@@ -93,7 +93,7 @@ class Source:
             )
 
 
-def detect(path: str | Path, format: str | None = None) -> Source:  # noqa: A002 - named as the option
+def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A002 - named as the option
     """The layout of a folder, from the files that are there or as named.
 
     Raises:
@@ -112,7 +112,7 @@ def detect(path: str | Path, format: str | None = None) -> Source:  # noqa: A002
         layout = FORMATS[name]
         if all(find(folder, pattern) for pattern in layout.train):
             tested = all(find(folder, pattern) for pattern in layout.test)
-            return Source(name, folder, ("train", "test") if tested else ("train",))
+            return RawFiles(name, folder, ("train", "test") if tested else ("train",))
     raise DataError(_no_layout(folder, format))
 
 

@@ -1,7 +1,7 @@
-"""What all readers share: the row they give, the lines they read, the limits they keep, the filter files.
+"""What all readers share: the row they give, the lines they read, the limits they keep, filter files.
 
-A mistake in one row is a `BadRow`: reported, and the row is left out. A mistake of a whole file is a `DataError`.
-Nothing here keeps more than one block of a file in memory.
+A mistake in one row is a `BadRow`: it is reported, and the row is left out. A mistake of a whole file
+is a `DataError`. Nothing here keeps more than one block of a file in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ MAX_RATIO = 1000  # beyond that, unpacked bytes per packed byte
 BLOCK = 1 << 18
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
-FILTER_NAMES = {  # the spellings found in the wild (NGAME, DEXML, Renée, ECLARE, and the typo of NGAME's README)
+# Spellings of public releases: NGAME, DEXML, Renée, ECLARE, and the typo of NGAME's README.
+FILTER_NAMES = {
     "train": "filter_labels_train.txt|filter_labels_trn.txt|trn_filter_labels.txt",
     "test": "filter_labels_test.txt|filter_labels_tst.txt|tst_filter_labels.txt|filter_labels_text.txt"
     "|filter_labels.txt",
@@ -39,8 +40,9 @@ class Row:
 
     Attributes:
         label_ids: rows of the label file, ascending, each once; empty for a label.
-        relevance: one finite number per label id, or None where all are 1.
-        row: position in the raw file, from 0, rejected rows counted: filter pairs and label ids refer to it.
+        relevance: one finite number per label id, or None if all are 1.
+        row: position in the raw file, from 0, rejected rows counted: filter pairs and label ids
+            refer to it.
     """
 
     uid: str
@@ -52,7 +54,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that was left out: file, line (from 1; for Parquet and Arrow the row within the file) and why."""
+    """A row that was left out.
+
+    Attributes:
+        file: path of the raw file.
+        line: from 1; for Parquet and Arrow the row within the file.
+        reason: why.
+    """
 
     file: str
     line: int
@@ -96,7 +104,10 @@ class Format(Protocol):
 
 
 def find(folder: Path, pattern: str) -> list[Path]:
-    """Files for the first alternative of "a|b" that exists, as it is or with .gz; `*` may match several, sorted."""
+    """Files for the first alternative of "a|b" that exists, as it is or with .gz.
+
+    An alternative with `*` may match several files, which are sorted.
+    """
     for name in pattern.split("|"):
         for candidate in (name, f"{name}.gz"):
             if files := [path for path in sorted(folder.glob(candidate)) if path.is_file()]:
@@ -108,7 +119,7 @@ def find_one(folder: Path, pattern: str) -> Path:
     """Like `find`, for a file that must be there.
 
     Raises:
-        DataError: it is not.
+        DataError: it is not there.
     """
     if files := find(folder, pattern):
         return files[0]
@@ -118,50 +129,71 @@ def find_one(folder: Path, pattern: str) -> Path:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    r"""Lines of a plain or gzip file without their "\n"; a last line may lack it.
+    r"""Lines of a plain or gzip file without their "\n"; the last line may lack it.
 
     Raises:
         DataError: missing, unreadable, truncated, a line above 64 MB, or a decompression bomb.
     """
-    packed = path.suffix == ".gz"
     try:
-        with gzip.open(path, "rb") if packed else path.open("rb") as file:
-            limit = max(FREE_BYTES, MAX_RATIO * path.stat().st_size) if packed else None
-            yield from _split(file.read, path, limit)
+        if path.suffix == ".gz":
+            limit = max(FREE_BYTES, MAX_RATIO * path.stat().st_size)
+            with gzip.open(path, "rb") as file:
+                yield from _split(_limited_blocks(file.read, path, limit), path)
+        else:
+            with path.open("rb") as file:
+                yield from _split(iter(lambda: file.read(BLOCK), b""), path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
             f"{path} is not a complete gzip file ({error}); copy or download it again"
         ) from None
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror or error}); check the path and its rights"
-        ) from None
+        raise cannot_read(path, error) from None
 
 
-def _split(read: Callable[[int], bytes], path: Path, limit: int | None) -> Iterator[bytes]:
-    total, pending, pending_size = 0, [b""], 0
+def cannot_read(path: Path, error: OSError) -> DataError:
+    """The error for a file that the system does not let us read."""
+    reason = error.strerror or error
+    return DataError(f"{path} cannot be read ({reason}); check the path and its rights")
+
+
+def _limited_blocks(read: Callable[[int], bytes], path: Path, limit: int) -> Iterator[bytes]:
+    """Blocks of an unpacked file, unless it unpacks to more than `limit` bytes."""
+    total = 0
     while block := read(BLOCK):
-        if total == 0:
-            block = block.removeprefix(b"\xef\xbb\xbf")
         total += len(block)
-        if limit is not None and total > limit:
+        if total > limit:
             raise DataError(
                 f"{path} unpacks to more than {MAX_RATIO} times its size: a decompression bomb; "
                 "unpack it yourself if you trust it"
             )
-        parts = block.split(b"\n")
-        if len(parts) > 1:
-            pending.append(parts[0])
-            parts[0] = b"".join(pending)
-            yield from parts[:-1]
-            pending, pending_size = [], 0
-        pending.append(parts[-1])
-        pending_size += len(parts[-1])
-        if pending_size > MAX_LINE:
+        yield block
+
+
+def _split(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
+    """Lines of a file that is read in blocks."""
+    # The line that the last block left unfinished, in pieces: joining them once, when the line
+    # ends, keeps a long line from being copied with every block.
+    pieces: list[bytes] = []
+    num_bytes = 0
+    is_first = True
+    for block in blocks:
+        if is_first:
+            block = block.removeprefix(b"\xef\xbb\xbf")  # the byte order mark of UTF-8
+            is_first = False
+        first, *others = block.split(b"\n")
+        pieces.append(first)
+        num_bytes += len(first)
+        if others:
+            yield b"".join(pieces)
+            unfinished = others.pop()
+            yield from others
+            pieces = [unfinished]
+            num_bytes = len(unfinished)
+        if num_bytes > MAX_LINE:
             raise DataError(
                 f"{path} has a line of more than {MAX_LINE >> 20} MB; expected one row per line"
             )
-    if last := b"".join(pending):
+    if last := b"".join(pieces):
         yield last
 
 
@@ -174,16 +206,15 @@ def decode(line: bytes) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
-        raise BadValue(
-            f"not UTF-8 (byte {line[error.start]:#04x} at position {error.start})"
-        ) from None
+        byte = line[error.start]
+        raise BadValue(f"not UTF-8 (byte {byte:#04x} at position {error.start})") from None
 
 
 def check_text(text: str, what: str = "text") -> str:
     """`text` if it can be stored.
 
     Raises:
-        BadValue: too long, or half of a surrogate pair, which no UTF-8 can hold.
+        BadValue: too long, or half of a surrogate pair, which UTF-8 cannot encode.
     """
     if len(text) > MAX_TEXT:
         raise BadValue(f"{what} has {len(text):,} characters, the limit is {MAX_TEXT:,}")
@@ -200,7 +231,9 @@ def check_text(text: str, what: str = "text") -> str:
 def check_labels(
     ids: list[int], relevance: Sequence[float] | None, num_labels: int
 ) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
-    """Label ids ascending and each once, with their relevance (the larger of two); None if all are 1.
+    """Label ids ascending and each once, with their relevance; None if all are 1.
+
+    A label that is listed twice has the larger of its relevance values.
 
     Raises:
         BadValue: an id is out of range, a relevance is not a finite float32, or the lengths differ.
@@ -229,7 +262,7 @@ def read_filters(folder: Path, split: str, shape: Callable[[], tuple[int, int]])
     """Pairs (row, label) of the split's filter file; none if there is no such file.
 
     Args:
-        shape: gives the number of rows of the split and of labels; asked only if there are pairs.
+        shape: gives the number of rows of the split and of labels; called only if there are pairs.
 
     Returns:
         int64 [pairs, 2].
@@ -237,28 +270,29 @@ def read_filters(folder: Path, split: str, shape: Callable[[], tuple[int, int]])
     Raises:
         DataError: a line is not two integers, or names a row or label that does not exist.
     """
-    pairs = array("q")
-    rows = labels = -1
-    for path in find(folder, FILTER_NAMES[split])[:1]:
-        for number, line in enumerate(read_lines(path), 1):
-            if not (parts := line.split()):
-                continue
-            if rows < 0:
-                rows, labels = shape()
-            try:
-                row, label = map(int, parts)
-            except ValueError:
-                found = line[:40].decode(errors="replace")
+    files = find(folder, FILTER_NAMES[split])
+    if not files:
+        return np.empty((0, 2), np.int64)
+    path = files[0]
+    sizes = None
+    pairs = array("q")  # 16 bytes per pair, where a list of tuples would take 120
+    for number, line in enumerate(read_lines(path), 1):
+        numbers = line.split()
+        if not numbers:
+            continue
+        try:
+            row, label = map(int, numbers)
+        except ValueError:
+            start = line[:40].decode(errors="replace")
+            raise DataError(
+                f"{path}:{number}: found {start!r}, expected a row and a label id"
+            ) from None
+        sizes = sizes or shape()
+        for what, index, size in (("row", row, sizes[0]), ("label", label, sizes[1])):
+            if not 0 <= index < size:
                 raise DataError(
-                    f"{path}:{number}: found {found!r}, expected a row and a label id"
-                ) from None
-            if not (0 <= row < rows and 0 <= label < labels):
-                what, there = (
-                    (f"row {row}", rows) if not 0 <= row < rows else (f"label {label}", labels)
-                )
-                raise DataError(
-                    f"{path}:{number}: names {what}, but there are only {there}, counted from 0; "
+                    f"{path}:{number}: names {what} {index}, but there are only {size}, counted from 0; "
                     f"is this the filter file of the {split} split?"
                 )
-            pairs.extend((row, label))
+        pairs.extend((row, label))
     return np.frombuffer(pairs, np.int64).reshape(-1, 2).copy()

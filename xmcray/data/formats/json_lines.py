@@ -1,15 +1,17 @@
 """Records with named fields: the LF layout of the XMC repository, plain JSON lines, Tevatron JSON lines.
 
-    layout    train, test, labels                  uid        text                  labels
-    lf        trn.json, tst.json, lbl.json         uid        title [+ content]     target_ind, target_rel
-    jsonl     train.jsonl, test.jsonl, labels.jsonl  uid      text | title+content  labels, relevance
-    tevatron  train.jsonl, test.jsonl, corpus.jsonl  query_id query_text            positive_document_ids
+    layout    train, test, labels                    uid       text                  labels
+    lf        trn.json, tst.json, lbl.json           uid       title [+ content]     target_ind, target_rel
+    jsonl     train.jsonl, test.jsonl, labels.jsonl  uid       text | title+content  labels, relevance
+    tevatron  train.jsonl, test.jsonl, corpus.jsonl  query_id  query_text            positive_document_ids
 
-Each file may end in .gz. An integer label is a line of the label file, counted from 0; a string is a label's uid.
+Each file may end in .gz. An integer label is a line of the label file, counted from 0; a string is a
+label's uid.
 """
 
 from __future__ import annotations
 
+import abc
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,89 +36,124 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """Names of the fields of a record; `text` is preferred to the parts, which are joined by a blank."""
+    """Names of the fields of a record.
+
+    Attributes:
+        uid: name of the row.
+        text: preferred to `parts`.
+        parts: fields that are joined by a blank if there is no text.
+        labels: list of labels.
+        relevance: list of one number per label.
+        labels_are_uids: integers too are uids of labels, not lines of the label file.
+    """
 
     uid: str = "uid"
     text: str = "text"
     parts: tuple[str, ...] = ("title", "content")
     labels: str = "labels"
     relevance: str = "relevance"
-    labels_are_uids: bool = False  # integers too
+    labels_are_uids: bool = False
 
 
-def row_maker(
-    fields: Fields, num_labels: int | None, label_rows: Callable[[], dict[str, int]]
-) -> Callable[[Record, int], Row]:
-    """A function from a record and its row number to a `Row`.
+class RowParser:
+    """Makes rows of the records of one split.
 
     Args:
-        num_labels: None where the records are labels themselves, whose label fields are ignored.
-        label_rows: gives label uid -> row; asked at the first label that is a string.
-    Returns:
-        The function; it raises BadValue for a record that cannot be used.
+        fields: names of the fields.
+        num_labels: rows of the label file; None if the records are labels themselves, whose label
+            fields are ignored.
+        label_rows: gives label uid -> row; called at the first label that is a string.
     """
-    uid_field, text_field, parts = fields.uid, fields.text, fields.parts
-    seen: set[int] = (
-        set()
-    )  # 64-bit hashes instead of the uids: a third of the memory, no collision below 10^8 rows
-    known: dict[str, int] | None = None
 
-    def lookup(labels: list[Any]) -> list[int]:
-        nonlocal known
-        ids = []
-        for label in labels:
-            if type(label) is int and not fields.labels_are_uids:
-                ids.append(label)
-            elif type(label) is str or type(label) is int:
-                known = label_rows() if known is None else known
-                if (found := known.get(str(label))) is None:
-                    raise BadValue(f"label {str(label)[:80]!r} is not the uid of a label")
-                ids.append(found)
-            else:
-                raise BadValue(f"label {str(label)[:80]!r} is neither an integer nor a string")
-        return ids
+    def __init__(
+        self, fields: Fields, num_labels: int | None, label_rows: Callable[[], dict[str, int]]
+    ) -> None:
+        self._fields = fields
+        self._num_labels = num_labels
+        self._read_label_rows = label_rows
+        self._label_rows: dict[str, int] | None = None
+        # 64-bit hashes instead of the uids take a third of the memory; a collision is unlikely
+        # below 10^8 rows.
+        self._seen_uids: set[int] = set()
 
-    def make(record: Record, row: int) -> Row:
-        get = record.get
-        uid = get(uid_field)
-        if type(uid) is not str:
-            if uid is not None and type(uid) is not int:
-                raise BadValue(
-                    f"{uid_field} is {type(uid).__name__}, expected a string or an integer"
-                )
-            uid = str(row if uid is None else uid)
-        try:
-            text = get(text_field)
-            if text is None:
-                text = " ".join([get(part) or "" for part in parts])
-            text = text.strip()
-        except (TypeError, AttributeError):
-            raise BadValue(
-                f"{' or '.join(filter(None, (text_field, *parts)))} is not a string"
-            ) from None
+    def parse(self, record: Record, row: int) -> Row:
+        """The row of a record.
+
+        Args:
+            row: position in the raw file.
+        Raises:
+            BadValue: the record cannot be used.
+        """
+        uid = self._uid(record, row)
+        text = self._text(record)
+        # One test for nearly all rows; `check_text` then finds what is wrong with the others.
         if len(text) > MAX_TEXT or len(uid) > MAX_TEXT or not (text.isascii() and uid.isascii()):
             check_text(text)
-            check_text(uid, uid_field)
-        ids: tuple[int, ...] = ()
+            check_text(uid, self._fields.uid)
+        label_ids: tuple[int, ...] = ()
         relevance = None
-        if num_labels is not None and (labels := get(fields.labels)):
-            values = get(fields.relevance)
-            if type(labels) is not list or not (values is None or type(values) is list):
-                raise BadValue(f"{fields.labels} or {fields.relevance} is not a list")
-            if fields.labels_are_uids or set(map(type, labels)) != {int}:
-                labels = lookup(labels)
-            ids, relevance = check_labels(labels, values, num_labels)
+        if self._num_labels is not None:
+            label_ids, relevance = self._labels(record, self._num_labels)
+        if not uid:
+            raise BadValue(f"empty {self._fields.uid}")
         key = hash(uid)
-        if key in seen or not uid:
-            raise BadValue(f"duplicate {uid_field} {uid[:80]!r}" if uid else f"empty {uid_field}")
-        seen.add(key)
-        return Row(uid, text, ids, relevance, row)
+        if key in self._seen_uids:
+            raise BadValue(f"duplicate {self._fields.uid} {uid[:80]!r}")
+        self._seen_uids.add(key)
+        return Row(uid, text, label_ids, relevance, row)
 
-    return make
+    def _uid(self, record: Record, row: int) -> str:
+        uid = record.get(self._fields.uid)
+        if type(uid) is str:
+            return uid
+        if uid is None:
+            return str(row)
+        if type(uid) is not int:
+            kind = type(uid).__name__
+            raise BadValue(f"{self._fields.uid} is {kind}, expected a string or an integer")
+        return str(uid)
+
+    def _text(self, record: Record) -> str:
+        fields = self._fields
+        try:
+            text = record.get(fields.text)
+            if text is None:
+                text = " ".join([record.get(part) or "" for part in fields.parts])
+            stripped: str = text.strip()
+            return stripped
+        except (TypeError, AttributeError):
+            names = [name for name in (fields.text, *fields.parts) if name]
+            raise BadValue(f"{' or '.join(names)} is not a string") from None
+
+    def _labels(
+        self, record: Record, num_labels: int
+    ) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+        fields = self._fields
+        labels = record.get(fields.labels)
+        if not labels:
+            return (), None
+        relevance = record.get(fields.relevance)
+        if type(labels) is not list or not (relevance is None or type(relevance) is list):
+            raise BadValue(f"{fields.labels} or {fields.relevance} is not a list")
+        if fields.labels_are_uids or set(map(type, labels)) != {int}:
+            labels = [self._label_id(label) for label in labels]
+        return check_labels(labels, relevance, num_labels)
+
+    def _label_id(self, label: object) -> int:
+        if type(label) is int and not self._fields.labels_are_uids:
+            return label
+        if type(label) is not str and type(label) is not int:
+            raise BadValue(f"label {str(label)[:80]!r} is neither an integer nor a string")
+        if self._label_rows is None:
+            self._label_rows = self._read_label_rows()
+        row = self._label_rows.get(str(label))
+        if row is None:
+            raise BadValue(f"label {str(label)[:80]!r} is not the uid of a label")
+        return row
 
 
 def read_records(path: Path) -> Iterator[Record | BadValue]:
-    """JSON objects of a file, one per line; a line that is none comes as the reason."""
+    """JSON objects of a file, one per line; a line that is none is yielded as the reason."""
     parse = json.JSONDecoder().raw_decode  # a third faster than json.loads
     for line in read_lines(path):
         try:
@@ -127,50 +164,49 @@ def read_records(path: Path) -> Iterator[Record | BadValue]:
         except BadValue as error:
             yield error
         except (ValueError, RecursionError) as error:
-            yield BadValue(
-                "broken JSON" + (f" ({error})" if line.strip() else ": the line is blank")
-            )
+            reason = f" ({error})" if line.strip() else ": the line is blank"
+            yield BadValue(f"broken JSON{reason}")
         else:
-            yield (
-                record
-                if type(record) is dict
-                else BadValue(f"found {_kind(record)}, expected a JSON object")
-            )
+            if type(record) is dict:
+                yield record
+            else:
+                yield BadValue(f"found {_json_kind(record)}, expected a JSON object")
+
+
+def _json_kind(value: object) -> str:
+    kinds = {list: "an array", str: "a string", type(None): "null", bool: "true or false"}
+    return kinds.get(type(value), "a number")
 
 
 def rows_of(
     records: Iterable[Record | BadValue],
     path: Path,
-    make: Callable[[Record, int], Row],
+    parse: Callable[[Record, int], Row],
     on_bad: OnBad,
-    first: int = 0,
+    first_row: int = 0,
 ) -> Iterator[Row]:
-    """The valid rows of a file; `first` is the row number of its first record."""
+    """The valid rows of a file.
+
+    Args:
+        parse: makes a row of a record and its row number; raises BadValue.
+        first_row: row number of the file's first record.
+    """
     for number, record in enumerate(records):
         try:
             if isinstance(record, BadValue):
                 raise record
-            row = make(record, first + number)
+            row = parse(record, first_row + number)
         except BadValue as error:
             on_bad(BadRow(str(path), number + 1, str(error)))
         else:
             yield row
 
 
-def _kind(value: object) -> str:
-    return {list: "an array", str: "a string", type(None): "null", bool: "true or false"}.get(
-        type(value), "a number"
-    )
+@dataclass(frozen=True)
+class RecordFormat(abc.ABC):
+    """A layout whose rows are records: patterns of the files "train", "test" and "labels"."""
 
-
-@dataclass(frozen=True, slots=True)
-class JsonLines:
-    """A layout of JSON lines: the files of both splits and of the labels, and their fields."""
-
-    files: Mapping[str, str]  # "train", "test", "labels" -> pattern
-    query_fields: Fields
-    label_fields: Fields
-    title_rule: bool = False  # titles only where the folder's name says so (NGAME, ELMO)
+    files: Mapping[str, str]
 
     @property
     def train(self) -> tuple[str, ...]:
@@ -184,52 +220,83 @@ class JsonLines:
 
     def labels(self, folder: Path, on_bad: OnBad) -> Iterator[Row]:
         """All labels in file order."""
-        path = find_one(folder, self.files["labels"])
-        make = row_maker(self._fields(self.label_fields, folder), None, dict)
-        return rows_of(read_records(path), path, make, on_bad)
+        parser = RowParser(self.fields(folder, "labels"), None, dict)
+        return self.rows(folder, "labels", parser, on_bad)
 
     def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All queries of a split in file order."""
-        path = find_one(folder, self.files[split])
 
         def label_rows() -> dict[str, int]:
+            # Bad labels were reported when the labels were read.
             return {label.uid: label.row for label in self.labels(folder, lambda bad: None)}
 
-        make = row_maker(self._fields(self.query_fields, folder), num_labels, label_rows)
-        return rows_of(read_records(path), path, make, on_bad)
+        parser = RowParser(self.fields(folder, split), num_labels, label_rows)
+        return self.rows(folder, split, parser, on_bad)
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
-        """Rows of the split's file and of the label file."""
-        rows, labels = (
-            sum(1 for _ in read_lines(find_one(folder, self.files[key])))
-            for key in (split, "labels")
-        )
-        return rows, labels
+        """Rows of the split and of the labels."""
+        return self.num_rows(folder, split), self.num_rows(folder, "labels")
 
-    def _fields(self, fields: Fields, folder: Path) -> Fields:
+    @abc.abstractmethod
+    def fields(self, folder: Path, name: str) -> Fields:
+        """Names of the fields of "train", "test" or "labels"."""
+
+    @abc.abstractmethod
+    def rows(self, folder: Path, name: str, parser: RowParser, on_bad: OnBad) -> Iterator[Row]:
+        """All valid rows of "train", "test" or "labels" in file order."""
+
+    @abc.abstractmethod
+    def num_rows(self, folder: Path, name: str) -> int:
+        """Rows of "train", "test" or "labels", bad ones included."""
+
+
+@dataclass(frozen=True)
+class JsonLines(RecordFormat):
+    """A layout of JSON lines.
+
+    Attributes:
+        query_fields: fields of queries.
+        label_fields: fields of labels.
+        title_rule: texts are titles only if the folder's name says so (NGAME, ELMO).
+    """
+
+    query_fields: Fields = Fields()
+    label_fields: Fields = Fields()
+    title_rule: bool = False
+
+    def fields(self, folder: Path, name: str) -> Fields:
+        """Names of the fields of "train", "test" or "labels"."""
+        fields = self.label_fields if name == "labels" else self.query_fields
         if self.title_rule and "title" in folder.resolve().name.lower():
             return Fields(text="title", parts=(), labels=fields.labels, relevance=fields.relevance)
         return fields
+
+    def rows(self, folder: Path, name: str, parser: RowParser, on_bad: OnBad) -> Iterator[Row]:
+        """All valid rows of "train", "test" or "labels" in file order."""
+        path = find_one(folder, self.files[name])
+        return rows_of(read_records(path), path, parser.parse, on_bad)
+
+    def num_rows(self, folder: Path, name: str) -> int:
+        """Lines of the file."""
+        return sum(1 for _ in read_lines(find_one(folder, self.files[name])))
 
 
 _LF_FIELDS = Fields(text="", labels="target_ind", relevance="target_rel")
 LF = JsonLines(
     {"train": "trn.json", "test": "tst.json", "labels": "lbl.json"},
-    _LF_FIELDS,
-    _LF_FIELDS,
+    query_fields=_LF_FIELDS,
+    label_fields=_LF_FIELDS,
     title_rule=True,
 )
-JSONL = JsonLines(
-    {"train": "train.jsonl", "test": "test.jsonl", "labels": "labels.jsonl"}, Fields(), Fields()
-)
+JSONL = JsonLines({"train": "train.jsonl", "test": "test.jsonl", "labels": "labels.jsonl"})
 TEVATRON = JsonLines(
     {"train": "train.jsonl", "test": "test.jsonl|dev.jsonl", "labels": "corpus.jsonl"},
-    Fields(
+    query_fields=Fields(
         uid="query_id",
         text="query_text",
         labels="positive_document_ids",
         relevance="",
         labels_are_uids=True,
     ),
-    Fields(uid="docid", text="document_text", parts=("title", "text")),
+    label_fields=Fields(uid="docid", text="document_text", parts=("title", "text")),
 )

@@ -4,9 +4,10 @@
     parquet      train.parquet, train/*.parquet or train-*.parquet; test and labels likewise
     huggingface  train/, test/ and labels/, each with the Arrow files and the state.json of `save_to_disk`
 
-The columns are those of plain JSON lines: uid, text or title and content, labels, relevance. A file may hold
-strings, integers, floats and lists of those, nothing else: an extension type runs code of whoever registered it while
-the schema is being read (CVE-2026-41486), so the raw bytes of the schema are searched before Arrow sees them.
+The columns are those of plain JSON lines: uid, text or title and content, labels, relevance. A file
+may hold strings, integers, floats and lists of those, nothing else. An extension type runs code that
+some library registered for it while the schema is being read (CVE-2026-41486), so the raw bytes of
+the schema are searched before Arrow reads them.
 """
 
 from __future__ import annotations
@@ -22,58 +23,74 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from xmcray.data.formats.base import BadValue, OnBad, Row, find, find_one
-from xmcray.data.formats.json_lines import Fields, row_maker, rows_of
-from xmcray.errors import DataError
+from xmcray.data.formats.json_lines import Fields, RecordFormat, RowParser, rows_of
+from xmcray.errors import DataError, one_line
 
 _ROWS_AT_ONCE = 1024
-_ERRORS = (OSError, ValueError, EOFError, pa.ArrowException)
-_MARK = b"ARROW:extension:"
+_ARROW_ERRORS = (OSError, ValueError, EOFError, pa.ArrowException)
+_EXTENSION_KEY = b"ARROW:extension:"
 _FIELDS = Fields()
-_COLUMNS = (_FIELDS.uid, _FIELDS.text, *_FIELDS.parts, _FIELDS.labels, _FIELDS.relevance)
+_TEXT_COLUMNS = (_FIELDS.text, *_FIELDS.parts)
+_COLUMNS = (_FIELDS.uid, *_TEXT_COLUMNS, _FIELDS.labels, _FIELDS.relevance)
 
 
-def _in_base64(mark: bytes) -> tuple[bytes, ...]:
-    """What base64 makes of `mark` wherever it stands in the encoded text: Parquet stores Arrow's schema so."""
-    return tuple(
-        base64.b64encode(b"\0" * shift + mark)[(0, 2, 3)[shift] : -4] for shift in range(3)
-    )
+def _base64_fragments(key: bytes) -> list[bytes]:
+    """What stands in a base64 text for `key`, at each of its three alignments.
+
+    Parquet stores Arrow's schema as base64, which encodes three bytes as four characters. The first
+    and last characters of a fragment also depend on the neighbouring bytes and are cut off.
+    """
+    fragments = []
+    for shift, cut in enumerate((0, 2, 3)):
+        encoded = base64.b64encode(bytes(shift) + key)
+        fragments.append(encoded[cut:-4])
+    return fragments
 
 
-_MARKS = (_MARK, *_in_base64(_MARK))
+_EXTENSION_MARKS = [_EXTENSION_KEY, *_base64_fragments(_EXTENSION_KEY)]
 
 
 def _refuse_extensions(path: Path, schema: bytes) -> None:
-    if any(mark in schema for mark in _MARKS):
+    if any(mark in schema for mark in _EXTENSION_MARKS):
         raise DataError(
             f"{path} has a column of an extension type, which can run code; save it with plain types"
         )
 
 
 def _check_schema(path: Path, schema: Any) -> None:
-    plain = (
-        pa.types.is_string,
-        pa.types.is_large_string,
-        pa.types.is_integer,
-        pa.types.is_floating,
-        pa.types.is_null,
-    )
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     for field in schema:
-        inner = field.type.value_type if any(test(field.type) for test in lists) else field.type
-        if not any(test(inner) for test in plain):
+        if not _is_allowed(field.type):
             raise DataError(
                 f"{path}: column {field.name[:80]!r} is of type {str(field.type)[:80]}, "
                 "expected strings, integers, floats or lists of those; drop or convert it"
             )
-    if not set(schema.names) & set(_COLUMNS[1:4]):
-        raise DataError(
-            f"{path} has no column text, title or content (found: {', '.join(schema.names)[:200]})"
-        )
+    if not set(schema.names) & set(_TEXT_COLUMNS):
+        columns = ", ".join(schema.names)[:200]
+        raise DataError(f"{path} has no column text, title or content (found: {columns})")
+
+
+def _is_allowed(column_type: Any) -> bool:
+    is_type = pa.types
+    if (
+        is_type.is_list(column_type)
+        or is_type.is_large_list(column_type)
+        or is_type.is_fixed_size_list(column_type)
+    ):
+        column_type = column_type.value_type
+    return bool(
+        is_type.is_string(column_type)
+        or is_type.is_large_string(column_type)
+        or is_type.is_integer(column_type)
+        or is_type.is_floating(column_type)
+        or is_type.is_null(column_type)
+    )
 
 
 def _parquet_footer(path: Path) -> bytes:
+    """The metadata at the end of a Parquet file, which holds its schema."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
+        # The last eight bytes are the length of the metadata and a mark.
         file.seek(max(0, size - 8))
         tail = file.read(8)
         length = int.from_bytes(tail[:4], "little")
@@ -84,11 +101,11 @@ def _parquet_footer(path: Path) -> bytes:
 
 
 def _open_parquet(path: Path) -> Any:
-    """A ParquetFile whose schema is allowed; to be closed by the caller."""
+    """A ParquetFile whose schema is allowed; the caller closes it."""
     try:
         _refuse_extensions(path, _parquet_footer(path))
         file = pq.ParquetFile(path)
-    except _ERRORS as error:
+    except _ARROW_ERRORS as error:
         raise _unreadable(path, error) from None
     try:
         _check_schema(path, file.schema_arrow)
@@ -100,32 +117,40 @@ def _open_parquet(path: Path) -> Any:
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
     with _open_parquet(path) as file:
-        names = [name for name in dict.fromkeys(file.schema_arrow.names) if name in _COLUMNS]
+        names = _known_columns(file.schema_arrow)
         try:
             yield from file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names, use_threads=False)
-        except _ERRORS as error:
+        except _ARROW_ERRORS as error:
             raise _unreadable(path, error) from None
+
+
+def _known_columns(schema: Any) -> list[str]:
+    """Columns to read, each once: a schema may repeat a name."""
+    return [name for name in dict.fromkeys(schema.names) if name in _COLUMNS]
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
     try:
         with pa.memory_map(str(path)) as file:
-            message = pa.ipc.read_message(file)  # the schema's bytes, not yet understood
+            message = pa.ipc.read_message(file)  # the schema's bytes, not parsed yet
             _refuse_extensions(path, message.metadata.to_pybytes())
             file.seek(0)
             with pa.ipc.open_stream(file) as stream:
                 _check_schema(path, stream.schema)
-                names = [name for name in dict.fromkeys(stream.schema.names) if name in _COLUMNS]
+                names = _known_columns(stream.schema)
                 for batch in stream:
                     _check_offsets(batch)
                     for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
                         yield batch.slice(start, _ROWS_AT_ONCE).select(names)
-    except _ERRORS as error:
+    except _ARROW_ERRORS as error:
         raise _unreadable(path, error) from None
 
 
 def _check_offsets(batch: Any) -> None:
-    """Refuses offsets that point outside; strings count as bytes, for one that is not UTF-8 is a matter of its row."""
+    """Refuses offsets that point outside.
+
+    Strings are checked as bytes, because text that is not UTF-8 is a mistake of its row alone.
+    """
     for column in batch.columns:
         if pa.types.is_string(column.type):
             column = column.view(pa.binary())
@@ -135,13 +160,11 @@ def _check_offsets(batch: Any) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{path} cannot be read ({' '.join(str(error).split())[:200]}); copy or write it again"
-    )
+    return DataError(f"{path} cannot be read ({one_line(error)}); copy or write it again")
 
 
 def _records(batches: Iterator[Any]) -> Iterator[Mapping[str, Any] | BadValue]:
-    """Rows as dictionaries; a batch with text that is not UTF-8 is taken row by row."""
+    """Rows as dictionaries; a batch with text that is not UTF-8 is read row by row."""
     for batch in batches:
         try:
             yield from batch.to_pylist()
@@ -154,7 +177,7 @@ def _records(batches: Iterator[Any]) -> Iterator[Mapping[str, Any] | BadValue]:
 
 
 def read_rows(path: Path) -> Iterator[Mapping[str, Any] | BadValue]:
-    """Rows of a Parquet file as dictionaries of the columns that are known here; one that is none as the reason.
+    """Rows of a Parquet file as dictionaries of the known columns; for a bad row, the reason.
 
     Raises:
         DataError: no Parquet file, or one with other types than are allowed, or without text.
@@ -168,78 +191,59 @@ def count_rows(path: Path) -> int:
         return int(file.metadata.num_rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """A layout of column files: patterns for "train", "test" and "labels"."""
+@dataclass(frozen=True)
+class Tables(RecordFormat):
+    """A layout of column files.
 
-    files: Mapping[str, str]
+    Attributes:
+        arrow: files of a saved Hugging Face dataset instead of Parquet files.
+    """
+
     arrow: bool = False
 
-    @property
-    def train(self) -> tuple[str, ...]:
-        """Patterns of the files that must be there."""
-        return self.files["train"], self.files["labels"]
+    def fields(self, folder: Path, name: str) -> Fields:
+        """The same names in all files."""
+        return _FIELDS
 
-    @property
-    def test(self) -> tuple[str, ...]:
-        """Patterns of the files of the test split."""
-        return (self.files["test"],)
+    def rows(self, folder: Path, name: str, parser: RowParser, on_bad: OnBad) -> Iterator[Row]:
+        """All valid rows of "train", "test" or "labels" in file order."""
+        first_row = 0
+        for path in self._paths(folder, name):
+            batches = _arrow_batches(path) if self.arrow else _parquet_batches(path)
+            yield from rows_of(_records(batches), path, parser.parse, on_bad, first_row)
+            first_row += self._rows_of_file(path)
 
-    def labels(self, folder: Path, on_bad: OnBad) -> Iterator[Row]:
-        """All labels in file order."""
-        return self._rows(folder, "labels", None, on_bad)
+    def num_rows(self, folder: Path, name: str) -> int:
+        """Rows of "train", "test" or "labels", bad ones included."""
+        return sum(self._rows_of_file(path) for path in self._paths(folder, name))
 
-    def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
-        """All queries of a split in file order."""
-        return self._rows(folder, split, num_labels, on_bad)
-
-    def shape(self, folder: Path, split: str) -> tuple[int, int]:
-        """Rows of the split and of the labels."""
-        rows, labels = (
-            sum(self._num_rows(path) for path in self._paths(folder, key))
-            for key in (split, "labels")
-        )
-        return rows, labels
-
-    def _rows(self, folder: Path, key: str, num_labels: int | None, on_bad: OnBad) -> Iterator[Row]:
-        def label_rows() -> dict[str, int]:
-            return {label.uid: label.row for label in self.labels(folder, lambda bad: None)}
-
-        make = row_maker(_FIELDS, num_labels, label_rows)
-        first = 0
-        for path in self._paths(folder, key):
-            yield from rows_of(_records(self._batches(path)), path, make, on_bad, first)
-            first += self._num_rows(path)
-
-    def _batches(self, path: Path) -> Iterator[Any]:
-        return _arrow_batches(path) if self.arrow else _parquet_batches(path)
-
-    def _num_rows(self, path: Path) -> int:
+    def _rows_of_file(self, path: Path) -> int:
         if self.arrow:
             return sum(batch.num_rows for batch in _arrow_batches(path))
         return count_rows(path)
 
-    def _paths(self, folder: Path, key: str) -> list[Path]:
-        if not self.arrow:
-            find_one(folder, self.files[key])
-            return find(folder, self.files[key])
-        path = find_one(folder, self.files[key])
-        try:
-            state = json.loads(path.read_text(encoding="utf-8"))
-            names = [str(entry["filename"]) for entry in state["_data_files"]]
-            indices = state.get("_indices_data_files") or state.get("_indices_files")
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise DataError(
-                f"{path} is not the state.json of a saved dataset; save it again"
-            ) from None
-        if indices or any(Path(name).name != name for name in names):
-            raise DataError(
-                f"{path} selects rows by an index or names other folders; call flatten_indices() and save"
-            )
-        return [path.parent / name for name in names]
+    def _paths(self, folder: Path, name: str) -> list[Path]:
+        path = find_one(folder, self.files[name])
+        return _saved_dataset_files(path) if self.arrow else find(folder, self.files[name])
 
 
-PARQUET = Tables(
-    {key: f"{key}.parquet|{key}/*.parquet|{key}-*.parquet" for key in ("train", "test", "labels")}
-)
-HUGGINGFACE = Tables({key: f"{key}/state.json" for key in ("train", "test", "labels")}, arrow=True)
+def _saved_dataset_files(state_file: Path) -> list[Path]:
+    """The Arrow files that the state.json of a saved dataset names."""
+    try:
+        state = json.loads(state_file.read_text(encoding="utf-8"))
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+        indices = state.get("_indices_data_files") or state.get("_indices_files")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise DataError(
+            f"{state_file} is not the state.json of a saved dataset; save it again"
+        ) from None
+    if indices or any(Path(name).name != name for name in names):
+        raise DataError(
+            f"{state_file} selects rows by an index or names other folders; call flatten_indices() and save"
+        )
+    return [state_file.parent / name for name in names]
+
+
+_FILE_KEYS = ("train", "test", "labels")
+PARQUET = Tables({key: f"{key}.parquet|{key}/*.parquet|{key}-*.parquet" for key in _FILE_KEYS})
+HUGGINGFACE = Tables({key: f"{key}/state.json" for key in _FILE_KEYS}, arrow=True)
