@@ -90,7 +90,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.out, arguments.epochs = Path(os.devnull), arguments.epochs or 4
+        arguments.out = Path(os.devnull)
+        arguments.epochs = arguments.epochs or 4
         arguments.override += ["encoder.dim=32", "negatives.uniform=200", "negatives.hard=10"]
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     torch.set_num_threads(arguments.threads)

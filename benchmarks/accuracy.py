@@ -85,7 +85,8 @@ def main() -> None:
                 ]
             )
         rows += [[name, method, *map(cell, values), "-"] for method, values in FLOORS[name].items()]
-        optim, cluster = run.config.optim, run.config.cluster
+        optim = run.config.optim
+        cluster = run.config.cluster
         notes.append(
             f"{name}: {corpus.card.num_labels:,} labels, {corpus.card.num_train:,} training queries; refit for"
             f" {optim.stop_epoch or optim.epochs} of {optim.epochs} epochs on {cluster.workers} workers"

@@ -1,4 +1,4 @@
-"""What a label that joins without training is worth, beside the vector that training gave it.
+"""How well labels that are added without training are found, compared with vectors from training.
 
     python benchmarks/added_labels.py                           # three minutes
     python benchmarks/added_labels.py --method astra --draws 1  # does it work?
@@ -85,7 +85,8 @@ def compared(
     method: str, bundle: Path, corpus: Corpus, arguments: argparse.Namespace, folder: Path
 ) -> list[list[object]]:
     """Rows of the table for one bundle."""
-    retriever, side = Retriever.load(bundle), load_label_side(bundle / "label_side")
+    retriever = Retriever.load(bundle)
+    side = load_label_side(bundle / "label_side")
     vector_LD = retriever.labels.vectors_of(np.arange(retriever.num_labels))
     test = corpus.split("test")
     found: dict[str, list[list[float]]] = {}
@@ -116,7 +117,8 @@ def compared(
 
 def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Float32Array:
     """Vectors that labels get when they join a bundle that never had them."""
-    retriever, side = Retriever.load(bundle), load_label_side(bundle / "label_side")
+    retriever = Retriever.load(bundle)
+    side = load_label_side(bundle / "label_side")
     known = np.setdiff1d(np.arange(retriever.num_labels), held)
     if side.cluster_L is not None:
         side.cluster_L = side.cluster_L[retriever.labels.label_rows[known]]
@@ -144,7 +146,8 @@ def measured(
     """P@1, P@5, R@10 of the held labels, their share of first answers, and how often their own text finds them."""
     test = corpus.split("test")
     rows = np.arange(len(test))
-    positives, filters = test.positives(rows), test.filters(rows)
+    positives = test.positives(rows)
+    filters = test.filters(rows)
     score_QL = retriever.encode(test.tokens(rows)) @ vector_LD.T
     score_QL[filters.row_ids, filters.values] = -np.inf
     top_QK = np.argsort(-score_QL, axis=1, kind="stable")[:, :K]

@@ -27,7 +27,8 @@ from xmcray.tuning.sweep import Sweep
 SPACE = data_sets.ROOT / "tune" / "spaces" / "astra.yaml"
 SETTINGS = ("data.validation=0.2", "log.every=1")  # 480 queries held out: one of them is 0.2 points
 MAIN = "import sys; from xmcray.cli import main; sys.exit(main(sys.argv[1:]))"
-MAX_SHARE, MAX_LOSS = 0.5, 0.5
+MAX_SHARE = 0.5
+MAX_LOSS = 0.5
 
 
 def main() -> None:
@@ -48,10 +49,12 @@ def main() -> None:
     corpus = data_sets.prepared("sample", write_sample).path
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
     rows: list[list[object]] = []
-    shares, losses = [], []
+    shares = []
+    losses = []
     try:
         for seed in range(arguments.seeds):
-            steps, best = {}, {}
+            steps = {}
+            best = {}
             for scheduler in ("none", "asha"):
                 started = time.perf_counter()
                 out = folder / f"{scheduler}-{seed}"

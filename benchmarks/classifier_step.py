@@ -33,8 +33,12 @@ from xmcray.nn.row_table import RowOptimConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.types import Batch, Ragged
 
-QUERIES, POOL, HARD, POSITIVES = 256, 2048, 50, 2
-LR, OFFSET = 0.05, -6.0
+QUERIES = 256
+POOL = 2048
+HARD = 50
+POSITIVES = 2
+LR = 0.05
+OFFSET = -6.0
 # As workers are started; malloc and OpenMP read them once, when the process begins.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -156,7 +160,9 @@ def main() -> None:
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.rounds, arguments.steps, arguments.exact_steps = 2, 3, 1
+        arguments.rounds = 2
+        arguments.steps = 3
+        arguments.exact_steps = 1
         arguments.out = Path(os.devnull)
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     if not ENVIRONMENT.items() <= os.environ.items():
@@ -173,12 +179,15 @@ def main() -> None:
             for i in range(arguments.steps + 2):
                 case.sampled(keep=i >= 2)
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
-    table, notes = [row(case) for case in cases.values()], claims(cases)
+    table = [row(case) for case in cases.values()]
+    notes = claims(cases)
     largest = cases[wide[-1], 256]
-    sampled_s, largest.seconds = largest.median, []
+    sampled_s = largest.median
+    largest.seconds = []
     for i in range(arguments.exact_steps + 1):
         largest.exact(keep=i > 0)
-    exact_s, labels = largest.median, f"{largest.num_labels:,}"
+    exact_s = largest.median
+    labels = f"{largest.num_labels:,}"
     table.append([labels, 256, f"{labels} (all)", exact_s * 1e3, *["-"] * (len(PHASES) + 1)])
     notes.append(
         f"all labels instead of a sample: {exact_s / sampled_s:.0f} x slower at {labels} (at least 50 at 1,000,000)"

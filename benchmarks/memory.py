@@ -4,7 +4,7 @@
     python benchmarks/memory.py --quick    # does it work?
 
 The trainer is a process of its own. Negatives are refreshed in other processes, as on a cluster, whose memory is
-reported beside it: a version is collected, published, built, searched and used, and checkpoints are written, so every
+reported too: a version is collected, published, built, searched and used, and checkpoints are written, so every
 phase that needs memory is met. Label texts are no queries here (`--augment` makes them so): a pass over the data is
 short, and what a step and a refresh hold does not depend on it.
 """
@@ -77,12 +77,16 @@ def main() -> None:
         refresh(Path(arguments.refresh[0]), Path(arguments.refresh[1]))
     else:
         if arguments.quick:
-            arguments.labels, arguments.queries, arguments.out = 20_000, 4_000, Path(os.devnull)
+            arguments.labels = 20_000
+            arguments.queries = 4_000
+            arguments.out = Path(os.devnull)
         measure(arguments, refuse_if_busy(arguments.anyway or arguments.quick))
 
 
 def measure(arguments: argparse.Namespace, load: str) -> None:
-    labels, queries, dim = arguments.labels, arguments.queries, arguments.dim
+    labels = arguments.labels
+    queries = arguments.queries
+    dim = arguments.dim
     name = f"words-{labels}-{queries}"
     corpus = data_sets.prepared(
         name, lambda folder: write_words(folder, labels, queries), max_len=16
@@ -127,7 +131,7 @@ def measure(arguments: argparse.Namespace, load: str) -> None:
 
 
 def train(path: Path, corpus_path: Path, arguments: argparse.Namespace) -> None:
-    """The trainer process: writes its peaks beside the run."""
+    """The trainer process: writes its peaks next to the run."""
     torch.set_num_threads(1)
     settings = {
         "data": {"augment_with_labels": arguments.augment, "validation": 0.02},

@@ -1,4 +1,4 @@
-"""All six methods with the static encoder and their committed presets on six sets, beside the floors to beat.
+"""All six methods with the static encoder and their committed presets on six sets, compared with simple methods.
 
     python benchmarks/methods.py                                  # everything; finished trainings are kept
     python benchmarks/methods.py --set cdnjs-keywords --method rae dexml
@@ -87,8 +87,10 @@ class Neighbourhood:
     def __init__(
         self, encode: Callable[[Ragged], Float32Array], corpus: Corpus, rows: Int64Array
     ) -> None:
-        split, self.num_labels = corpus.split("train"), corpus.card.num_labels
-        self.encode, self.label_LD = encode, encode(corpus.label_tokens(np.arange(self.num_labels)))
+        split = corpus.split("train")
+        self.num_labels = corpus.card.num_labels
+        self.encode = encode
+        self.label_LD = encode(corpus.label_tokens(np.arange(self.num_labels)))
         index = Index(
             torch.from_numpy(encode(split.tokens(rows))), None, threads=torch.get_num_threads()
         )
@@ -97,7 +99,8 @@ class Neighbourhood:
 
     def near(self, tokens: Ragged, hidden: Ragged, config: MemoryConfig) -> Neighbours:
         """The nearest queries and the nearest label texts, with their cosines."""
-        query_BD, width = self.encode(tokens), min(SEARCH_K, self.num_labels)
+        query_BD = self.encode(tokens)
+        width = min(SEARCH_K, self.num_labels)
         labels = exact_search(self.label_LD, query_BD, width, hidden=hidden)
         return Neighbours(self.memory.search(query_BD, config, exact=True), labels)
 
@@ -134,7 +137,7 @@ class Shares:
 def collected(
     own: TopLabels, temperature: float, parts: Sequence[Pairs], num_labels: int
 ) -> Shares:
-    """The shares of a bundle's answers beside those of neighbourhoods; they are `parts`."""
+    """The shares of a bundle's answers and, in `parts`, those of neighbourhoods."""
     share = np.maximum(own.scores, 0.0)
     if temperature:
         share = np.exp((own.scores - own.scores[:, :1]).astype(np.float64) / temperature)
@@ -280,16 +283,15 @@ def validation_record(run: Run) -> dict[str, float]:
 def remember(result: dict[str, Any], run: Run, corpus: Corpus) -> None:
     """Adds the weights of the best sum with a memory to a result, and what the sum reaches."""
     selection = Run.open(run.path / SELECTION)
-    data, split, num_labels = (
-        TrainingData(corpus, selection.config.data),
-        corpus.split("test"),
-        corpus.card.num_labels,
-    )
+    data = TrainingData(corpus, selection.config.data)
+    split = corpus.split("test")
+    num_labels = corpus.card.num_labels
     truth = corpus.split("train").positives(data.validation_rows)
     alone, weights, best = chosen(
         list(answers(selection, data, data.validation_rows, "train")), truth, corpus
     )
-    result["alone"]["validation"], result["weights"] = alone, weights
+    result["alone"]["validation"] = alone
+    result["weights"] = weights
     if any(weights[1:]):
         blocks = answers(run, TrainingData(corpus, run.config.data), np.arange(len(split)), "test")
         tops = [shares.top(weights, min(SEARCH_K, num_labels), num_labels) for shares in blocks]
@@ -302,8 +304,10 @@ def remember(result: dict[str, Any], run: Run, corpus: Corpus) -> None:
 
 def answers(run: Run, data: TrainingData, rows: Int64Array, split_name: str) -> Iterator[Shares]:
     """Shares of queries of a split, in blocks; the neighbours are the queries that the run was trained on."""
-    corpus, num_labels = data.corpus, data.num_labels
-    split, width = corpus.split(split_name), min(SEARCH_K, num_labels)
+    corpus = data.corpus
+    num_labels = data.num_labels
+    split = corpus.split(split_name)
+    width = min(SEARCH_K, num_labels)
     known = data.query_ids[data.query_ids < data.num_train]
     encoders = str(run.path), untrained(corpus)
     spaces = [
@@ -313,7 +317,8 @@ def answers(run: Run, data: TrainingData, rows: Int64Array, split_name: str) -> 
     retriever = None if memory else Retriever.load(bundle_of(run, corpus))
     for start in range(0, len(rows), BLOCK):
         block = rows[start : start + BLOCK]
-        tokens, hidden = split.tokens(block), split.filters(block)
+        tokens = split.tokens(block)
+        hidden = split.filters(block)
         if memory:  # that of the bundle would hold the validation queries
             near = spaces[0].near(tokens, hidden, memory)
             votes = count_votes(near, spaces[0].memory.positives, memory, num_labels, hidden)
@@ -375,7 +380,8 @@ def untrained(corpus: Corpus) -> str:
 
 def one_half(retriever: Retriever, corpus: Corpus, half: int) -> Search:
     """A search by one half of the vectors alone: the other half of a query is zero."""
-    split, width = corpus.split("test"), min(SEARCH_K, corpus.card.num_labels)
+    split = corpus.split("test")
+    width = min(SEARCH_K, corpus.card.num_labels)
 
     def search(rows: Int64Array) -> TopLabels:
         query_BD: Float32Array = retriever.encode(split.tokens(rows))

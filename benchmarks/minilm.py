@@ -135,7 +135,8 @@ def main() -> None:
             config = settings(method, part, arguments)
             wanted = todo and method in arguments.method and time.monotonic() < deadline
             rows.append(row(name, part, method, trained(corpus, config, wanted)))
-        card, clock = corpus.card, seconds_of_vectors(corpus)
+        card = corpus.card
+        clock = seconds_of_vectors(corpus)
         once = (
             f"; vectors of all texts, made once for all methods: {clock.read_text()} s"
             if clock.is_file()
@@ -195,9 +196,11 @@ def trained(corpus: Corpus, config: RunConfig, wanted: bool) -> dict[str, Any] |
 
 
 def vectors(corpus: Corpus, config: RunConfig) -> Path:
-    """The vectors of all texts, for all trainings on this set; and in a file beside them how long they took."""
-    shared, data = folder(corpus) / VECTORS, TrainingData(corpus, config.data)
-    started, done = time.perf_counter(), seconds_of_vectors(corpus)
+    """The vectors of all texts, for all trainings on this set; the time they took is in a file next to them."""
+    shared = folder(corpus) / VECTORS
+    data = TrainingData(corpus, config.data)
+    started = time.perf_counter()
+    done = seconds_of_vectors(corpus)
     encoder = build_encoder(config.encoder, corpus.tokenizer(), None, 0)
     encoder.remember(shared, data.num_train + data.num_labels, data.tokens)
     if not done.is_file():

@@ -19,7 +19,9 @@ from pathlib import Path
 
 from common import refuse_if_busy, write_table
 
-TOKENS, LABELS, WORDS = 32, 10_000, 20_000
+TOKENS = 32
+LABELS = 10_000
+WORDS = 20_000
 
 
 def main() -> None:
@@ -72,7 +74,7 @@ def main() -> None:
         [
             f"twice the rows take {growth:.2f} times the memory",
             f"{TOKENS} words per row, one token each; {LABELS:,} labels; JSON lines in, shards of 16,384 rows out",
-            "rows/s: tokenising pass, from the first row asked for to the last shard written;"
+            "rows/s: tokenising pass, from the first row read to the last shard written;"
             " total: also the sample, the vocabulary and the hashes of the manifest",
             load,
         ],
@@ -89,7 +91,8 @@ def measure(rows: int) -> dict[str, float]:
         write_rows(Path(folder, "raw"), rows)
         start_ray()
         idle = total_pss()
-        peaks, done = [idle], threading.Event()
+        peaks = [idle]
+        done = threading.Event()
 
         def watch() -> None:
             while not done.wait(2.0):  # a look takes 20 ms of a core that is being measured
@@ -136,7 +139,8 @@ def write_rows(folder: Path, rows: int) -> None:
         )
     with (folder / "train.jsonl").open("w") as file:
         for i in range(rows):
-            text, labels = " ".join(draw.choices(words, k=TOKENS)), draw.sample(range(LABELS), 3)
+            text = " ".join(draw.choices(words, k=TOKENS))
+            labels = draw.sample(range(LABELS), 3)
             file.write(f'{{"uid": "q{i}", "text": "{text}", "labels": {labels}}}\n')
 
 
@@ -145,7 +149,8 @@ def tokenizer_alone(corpus: object) -> float:
     import numpy as np
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    split, tokenizer = corpus.split("train"), corpus.tokenizer()
+    split = corpus.split("train")
+    tokenizer = corpus.tokenizer()
     texts = split.texts(np.arange(min(len(split), 4 * 16_384)))
     tokenizer.encode(texts[:1000])
     begin = time.perf_counter()
@@ -165,7 +170,8 @@ def total_pss() -> int:
                 )
             except OSError:
                 continue
-    family, grown = {os.getpid()}, True
+    family = {os.getpid()}
+    grown = True
     while grown:
         more = {pid for pid, parent in parents.items() if parent in family} - family
         family |= more

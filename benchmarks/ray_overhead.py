@@ -32,7 +32,8 @@ from xmcray.training.loop import Loop, build
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
-RANKS, LIMIT = 2, 0.95
+RANKS = 2
+LIMIT = 0.95
 ENVIRONMENT = {  # as workers under Ray Train are started
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -58,7 +59,9 @@ def main() -> None:
         bare_rank(int(arguments.rank[0]), Path(arguments.rank[1]))
         return
     if arguments.quick:
-        arguments.out, arguments.epochs, arguments.rounds = Path(os.devnull), 2, 1
+        arguments.out = Path(os.devnull)
+        arguments.epochs = 2
+        arguments.rounds = 1
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     corpus = data_sets.corpus(arguments.data)
     if corpus is None:

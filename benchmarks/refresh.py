@@ -31,7 +31,9 @@ from xmcray.training.launch import train
 from xmcray.training.records import read_records
 from xmcray.training.run import Run
 
-LIMIT_BLOCKED, LIMIT_SLOWER, EVERY = 0.01, 1.3, 5
+LIMIT_BLOCKED = 0.01
+LIMIT_SLOWER = 1.3
+EVERY = 5
 
 
 @dataclass
@@ -102,7 +104,8 @@ def main() -> None:
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.out, arguments.epochs = Path(os.devnull), 4
+        arguments.out = Path(os.devnull)
+        arguments.epochs = 4
         arguments.override += ["optim.batch_size=64", "encoder.dim=32"]
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     corpus = data_sets.corpus(arguments.data)
@@ -121,7 +124,8 @@ def main() -> None:
         "log.validate_every=0",
         *arguments.override,
     ]
-    config, watcher = data_sets.preset(corpus.card.name, overrides), Watcher()
+    config = data_sets.preset(corpus.card.name, overrides)
+    watcher = Watcher()
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
     try:
         train(corpus.path, folder / "run", config, watch=watcher.watch)
@@ -154,7 +158,8 @@ def report(
             else "-"
         )
         rows.append([name, len(values), float(np.median(values)) if len(values) else "-", spread])
-    during, otherwise = rows[0][2], rows[1][2]
+    during = rows[0][2]
+    otherwise = rows[1][2]
     known = isinstance(during, float) and isinstance(otherwise, float)
     took = [build[1] - build[0] for build in watcher.builds.values() if len(build) == 2]
     recall = [value for value in watcher.recall.values() if value is not None]
@@ -170,7 +175,7 @@ def report(
             f"a step while a build runs takes {ratio} the time of another (at most {LIMIT_SLOWER})",
             f"{len(took)} versions, {np.mean(took) if took else 0:.1f} s each from published to complete;"
             f" recall of the index {min(recall, default=float('nan')):.3f} at least",
-            f"{arguments.epochs} epochs on {arguments.workers} workers of 1 thread, as many index actors beside them",
+            f"{arguments.epochs} epochs on {arguments.workers} workers of 1 thread, and as many index actors",
             *notes,
         ],
     )

@@ -32,7 +32,10 @@ from xmcray.nn.row_table import RowOptimConfig, RowTable
 from xmcray.parallel.partition import LabelPartition
 from xmcray.types import Batch, Ragged
 
-LIMIT, WARM, STEPS, DRAWS = 0.6, 10, 50, 8
+LIMIT = 0.6
+WARM = 10
+STEPS = 50
+DRAWS = 8
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ def ceilings(device: torch.device, quick: bool) -> tuple[float, float]:
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
     side = 256 if quick else 8192
-    a, out = torch.randn(side, side, device=device), torch.empty(side, side, device=device)
+    a = torch.randn(side, side, device=device)
+    out = torch.empty(side, side, device=device)
     copy_s = median_s(lambda: target.copy_(source), device, 10)
     return 2 * size / copy_s, 2 * side**3 / median_s(lambda: torch.mm(a, a, out=out), device, 10)
 
@@ -153,7 +157,8 @@ def draw(size: Size, part: LabelPartition, number: int) -> Candidates:
     positives = [np.unique(row[: size.positives]) for row in labels]
     hard = [np.setdiff1d(row[size.positives :], row[: size.positives]) for row in labels]
     pool = np.sort(generator.choice(size.labels, size.uniform, replace=False))
-    empty, ids = Ragged.empty(size.queries), np.arange(size.queries, dtype=np.int64)
+    empty = Ragged.empty(size.queries)
+    ids = np.arange(size.queries, dtype=np.int64)
     batch = Batch(0, 0, ids, 0, size.queries, empty, Ragged.from_rows(positives), empty)
     return gather_candidates(batch, Ragged.from_rows(hard), pool, batch.positives, None, part)
 

@@ -56,9 +56,16 @@ from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 from xmcray.types import Shortlist
 
-KEPT, PROBE = data_sets.CACHE / "scale", data_sets.CACHE / "scale" / "probe.json"
-QUERIES, TOKENS, POSITIVES, WARM, STEPS = 8192, 8, 2, 8, 48
-LIMIT_RATIO, LIMIT_BYTES, LARGEST = 2.5, 24 << 30, 10**7
+KEPT = data_sets.CACHE / "scale"
+PROBE = data_sets.CACHE / "scale" / "probe.json"
+QUERIES = 8192
+TOKENS = 8
+POSITIVES = 2
+WARM = 8
+STEPS = 48
+LIMIT_RATIO = 2.5
+LIMIT_BYTES = 24 << 30
+LARGEST = 10**7
 COLUMNS = {  # what is measured, and how a plan calls it
     "classifier_s": ("classifier's part, ms", 1e3),
     "step_s": ("step, ms", 1e3),
@@ -152,12 +159,14 @@ def measure(labels: int, dim: int, workers: int, load: str) -> dict[str, Any]:
     found = {"labels": labels, "dim": dim, "workers": workers, "load": load}
     found["classifier_s"] = classifier_part(corpus, dim, workers)
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
-    watcher, memory = refresh.Watcher(), MemoryWatch()
+    watcher = refresh.Watcher()
+    memory = MemoryWatch()
     try:
         memory.start()
         run = train(corpus.path, folder / "run", config, watch=watcher.watch)
         memory.stop()
-        records, result = read_records(run.path / "metrics.jsonl"), run.result() or {}
+        records = read_records(run.path / "metrics.jsonl")
+        result = run.result() or {}
     finally:
         memory.stop()
         shutil.rmtree(folder, ignore_errors=True)
@@ -179,7 +188,8 @@ class MemoryWatch:
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
-        self.most, self._before = 0, _available()
+        self.most = 0
+        self._before = _available()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -241,13 +251,15 @@ def classifier_rank(rank: int, ranks: int, corpus: str, folder: Path, dim: int) 
     config = settings(dim, ranks)
     data = TrainingData(Corpus.open(corpus, verify=False), config.data)
     setup = build(config, data, torch.device("cpu"))
-    method, (table,) = setup.method, setup.method.tables.values()
+    method = setup.method
+    (table,) = setup.method.tables.values()
     for state in table.state.values():
         state.fill_(1e-9)  # every page is there, as after the first epochs
     hard = np.random.default_rng(0).integers(
         data.num_labels, size=(data.num_query_ids, config.negatives.hard)
     )
-    shortlist, first = Shortlist(0, 0, hard.astype(np.int32)), 2 * setup.sampler.steps_per_epoch
+    shortlist = Shortlist(0, 0, hard.astype(np.int32))
+    first = 2 * setup.sampler.steps_per_epoch
     seconds = []
     for step in range(first, first + WARM + STEPS):
         batch = setup.sampler.batch(step, rank, ranks)

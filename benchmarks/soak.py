@@ -6,7 +6,7 @@
 
 A planted corpus, 2 workers, `scheduled`, CPU. Every trial is a run of its own with one kill, of a worker (Ray Train
 restarts the group, which goes on from the newest checkpoint) or of the driver (the same command is started again at
-once, beside whatever the killed one left behind). The moments take turns: a random step, while queries are collected,
+once, next to everything that the killed one left behind). The moments take turns: a random step, while queries are collected,
 published but not yet searched, searching, and the step at which a version is switched. What a kill really met is read
 from the ledger at that moment and printed. The undisturbed run of each method is trained first, in the same way.
 """
@@ -185,7 +185,8 @@ def of_method(
 
 def trials(arguments: argparse.Namespace, method: str, steps: int) -> list[Trial]:
     """Workers and drivers in turn, moments in turn, at random steps not too close to the end."""
-    draw, per_epoch = random.Random(arguments.seed), steps // EPOCHS
+    draw = random.Random(arguments.seed)
+    per_epoch = steps // EPOCHS
     pairs = [(target, moment) for moment in arguments.moments for target in ("worker", "driver")]
     chosen = [pairs[i % len(pairs)] for i in range(arguments.kills)]
     last = steps - 2 * per_epoch
@@ -199,7 +200,8 @@ def kill_and_resume(
     trial: Trial, corpus: Path, run: Path, expected: dict[str, str]
 ) -> list[object]:
     """What the kill met, at which step, seconds in all, and whether the weights are the expected ones."""
-    started, met = time.perf_counter(), ["nothing", 0]
+    started = time.perf_counter()
+    met = ["nothing", 0]
     driver = start(trial.method, corpus, run)
     family: dict[int, str] = {}
 
@@ -231,7 +233,7 @@ def kill_and_resume(
 
 
 def start(method: str, corpus: Path, run: Path) -> subprocess.Popen[bytes]:
-    """A driver in a process of its own; what it and Ray say of the kill goes to a file beside the run."""
+    """A driver in a process of its own; its output and Ray's go to a file next to the run."""
     with run.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, __file__, "--train", method, str(corpus), str(run)], stderr=log

@@ -110,7 +110,8 @@ def main() -> None:
 def scripts(found: Head, folder: Path, methods: Sequence[str], rows: list[list[object]]) -> None:
     """Each script once with the token and once without."""
     write_sample(folder / "raw")
-    corpus, settings = folder / "corpus", [part for one in SMALL for part in ("--set", one)]
+    corpus = folder / "corpus"
+    settings = [part for one in SMALL for part in ("--set", one)]
     jobs: list[list[object]] = [["prepare", folder / "raw", "--out", corpus]]
     for method in methods:
         train = [f"train_{method}", "--data", corpus, "--out", folder / method, "--workers", 2]
@@ -175,13 +176,16 @@ def lost(folder: Path, stops: int, draw: random.Random, quick: bool) -> list[lis
         ]
         code, text = followed(submit(found, *train, folder / "undisturbed"))
         assert code == 0, text
-        expected, steps = weights(folder / "undisturbed"), last_step(folder / "undisturbed")
+        expected = weights(folder / "undisturbed")
+        steps = last_step(folder / "undisturbed")
         for number in range(stops):
-            run, step = folder / f"stopped-{number}", draw.randrange(1, steps * 4 // 5)
+            run = folder / f"stopped-{number}"
+            step = draw.randrange(1, steps * 4 // 5)
             rows.append(stopped(found, train, run, step, expected))
             print(*rows[-1], sep=" | ", flush=True)
         if not quick:
-            run, step = folder / "driver", draw.randrange(1, steps * 4 // 5)
+            run = folder / "driver"
+            step = draw.randrange(1, steps * 4 // 5)
             watcher = When(lambda: last_step(run) >= step, lambda: kill_driver(found))
             followed(submit(found, *train, run))
             watcher.close()
@@ -196,7 +200,8 @@ def lost(folder: Path, stops: int, draw: random.Random, quick: bool) -> list[lis
             )
             print(*rows[-1], sep=" | ", flush=True)
     if not quick:
-        run, step = folder / "head", draw.randrange(1, steps * 4 // 5)
+        run = folder / "head"
+        step = draw.randrange(1, steps * 4 // 5)
         with head() as found:
             watcher = When(lambda: last_step(run) >= step, lambda: kill_all(found))
             followed(submit(found, *train, run))
@@ -219,10 +224,10 @@ def stopped(
     found: Head, train: list[object], run: Path, step: int, expected: dict[str, str]
 ) -> list[object]:
     """One `ray job stop` at a step; seconds until its checkpoint was there."""
-    asked: list[float] = []
+    requests_s: list[float] = []
 
     def stop() -> None:
-        asked.append(time.time())
+        requests_s.append(time.time())
         command = [RAY, "job", "stop", run.name]
         subprocess.run(
             command,
@@ -239,7 +244,7 @@ def stopped(
         (path.stat().st_mtime for path in (run / "checkpoints").glob("step-*/manifest.json")),
         default=0.0,
     )
-    saved_s = newest - asked[0] if asked else -1.0
+    saved_s = newest - requests_s[0] if requests_s else -1.0
     said = "terminated: " in text and "the same command continues it" in text
     code, _ = followed(submit(found, *train, run))
     in_time = "yes" if said and 0 <= saved_s <= ALLOWED_S else "**no**"

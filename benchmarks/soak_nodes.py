@@ -39,7 +39,8 @@ from xmcray.negatives.ledger import Ledger
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
-WORKERS, EPOCHS = 2, 12
+WORKERS = 2
+EPOCHS = 12
 MOMENTS = ("collecting", "building", "searching", "training")
 
 
@@ -102,7 +103,8 @@ def main() -> None:
         name, lambda raw: write_planted(raw, arguments.queries, num_labels=2000)
     ).path
     folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
-    draw, rows = random.Random(arguments.seed), []
+    draw = random.Random(arguments.seed)
+    rows = []
     try:
         undisturbed = folder / "undisturbed"
         trial("nothing", 0, "", corpus, undisturbed)
@@ -152,7 +154,7 @@ def main() -> None:
 
 
 def trial(loss: str, step: int, moment: str, corpus: Path, run: Path) -> dict[str, Any]:
-    """One run with its own cluster, in a process of its own; what it saw. What Ray says is in a file beside the run."""
+    """One run with its own cluster, in its own process. Ray's output is in a file next to the run."""
     started = time.perf_counter()
     with environment() as variables, run.with_suffix(".log").open("ab") as log:
         variables["XMCRAY_CACHE"] = str(run.with_suffix(".caches") / "driver")
@@ -192,7 +194,8 @@ def row_of(loss: str, seen: dict[str, Any], run: Path, undisturbed: Path) -> lis
             if losses.keys() == expected.keys()
             else np.inf
         )
-        promise, fine = f"losses within 1e-9: {apart:.0e}", apart <= 1e-9
+        promise = f"losses within 1e-9: {apart:.0e}"
+        fine = apart <= 1e-9
     elif fine:
         fine = final_weights(run) == final_weights(undisturbed)
     if LOSSES[loss].of == "IndexShard":
@@ -221,7 +224,9 @@ def with_loss(loss: Loss, step: int, moment: str, corpus: str, out: Path) -> dic
     """Trains while a node is lost; what the loss met and whether all ended well."""
     from xmcray.training.launch import train
 
-    nodes, met, over = LocalNodes(out.with_suffix(".caches")), {}, threading.Event()
+    nodes = LocalNodes(out.with_suffix(".caches"))
+    met = {}
+    over = threading.Event()
     kinds = {
         "RayTrainWorker": ("trainer", {"cpus": 2, "gpus": 1}),
         "IndexShard": ("index", {"cpus": 1, "resources": {"index": 1}}),
@@ -244,7 +249,7 @@ def with_loss(loss: Loss, step: int, moment: str, corpus: str, out: Path) -> dic
     if loss.of:
         due = lambda: last_step(out) >= step and (moment == "training" or moment in phases(out))  # noqa: E731
         watchers.append(When(due, strike))
-    if loss.joins:  # so far comes nobody who waits for a lost rank
+    if loss.joins:  # a worker that waits for a lost rank never gets here
         watchers.append(When(lambda: "step" in met and last_step(out) >= met["step"] + 40, join))
     train(corpus, out, config(*loss.settings))
     over.set()
@@ -267,7 +272,7 @@ def with_autoscaler(corpus: str, out: Path) -> dict[str, Any]:
         "index": ({"CPU": 1, "index": 1}, WORKERS),
     }
     nodes = AutoscaledNodes(kinds, idle_s=6)
-    seen: list[tuple[int, int]] = []  # what is asked for and not there, nodes besides the head
+    seen: list[tuple[int, int]] = []  # (missing nodes that were requested, nodes without the head)
     over = threading.Event()
 
     def watch() -> None:
@@ -288,7 +293,7 @@ def with_autoscaler(corpus: str, out: Path) -> dict[str, Any]:
         seen.append((nodes.demand(), nodes.number()))
         nodes.close()
     most = max(demand for demand, _ in seen), max(number for _, number in seen)
-    met = f"asked for and lacking: 0 → {most[0]} → {seen[-1][0]}; nodes: {seen[0][1]} → {most[1]} → {seen[-1][1]}"
+    met = f"requested and missing: 0 → {most[0]} → {seen[-1][0]}; nodes: {seen[0][1]} → {most[1]} → {seen[-1][1]}"
     return {
         "met": met,
         "ended": gone.done and most[0] > 0 and most[1] == 2 * WORKERS and seen[-1] == (0, 0),

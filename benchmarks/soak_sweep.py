@@ -95,7 +95,8 @@ def kill_and_restore(
     corpus: Path, out: Path, options: list[str], trials: int, expected: list[Trial]
 ) -> list[object]:
     """What a kill met and what came of the sweep; the last cell tells whether it is as wanted."""
-    started, family = time.perf_counter(), dict[int, str]()
+    started = time.perf_counter()
+    family = dict[int, str]()
     driver = start(corpus, out, options)
 
     def strike() -> None:
@@ -105,7 +106,8 @@ def kill_and_restore(
     watcher = When(lambda: len(ended(out)) >= trials // 2 and under_way(out) > 0, strike)
     wait(driver)
     watcher.close()
-    before, met = ended(out), under_way(out)
+    before = ended(out)
+    met = under_way(out)
     wait(driver := start(corpus, out, options))
     for pid, command in family.items():  # ours, should something have outlived its driver
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
@@ -113,7 +115,8 @@ def kill_and_restore(
                 b"\0", b" "
             ).decode() == command:
                 os.kill(pid, signal.SIGKILL)
-    after, sweep = ended(out), Sweep.open(out)
+    after = ended(out)
+    sweep = Sweep.open(out)
     touched = sum(after[name] != text for name, text in before.items())
     right = watcher.done and driver.returncode == 0 and touched == 0 and len(after) == trials
     if expected:
@@ -135,7 +138,7 @@ def kill_and_restore(
 
 
 def start(corpus: Path, out: Path, options: list[str]) -> subprocess.Popen[bytes]:
-    """A driver in a process of its own; what it says goes to a file beside the sweep."""
+    """A driver in a process of its own; its output goes to a file next to the sweep."""
     words = [
         "tune",
         "astra",

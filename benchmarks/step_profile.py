@@ -6,7 +6,7 @@
 Each method trains in this process with its preset (of the sample, where a set has none of the method's own), and the
 functions of the library are wrapped from outside: a phase has the time within its functions, without that of phases
 called in them. What is averaged is one full cycle of refreshes, from the first epoch with hard negatives to the next
-version: hard negatives are in use, query vectors are collected and the index is built beside the training.
+version: hard negatives are in use, query vectors are collected and the index is built while training goes on.
 Checkpoints, validation and evaluation are no part of a step.
 """
 
@@ -55,9 +55,11 @@ class Clock:
     """Seconds by phase; time within a phase called from another counts for the inner one only."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.thread = device, threading.get_ident()
+        self.device = device
+        self.thread = threading.get_ident()
         self.seconds: Counter[str] = Counter()
-        self._phase, self._last = "rest", time.perf_counter()
+        self._phase = "rest"
+        self._last = time.perf_counter()
 
     def switch(self, phase: str) -> str:
         """Enters a phase and returns the one before."""
@@ -65,7 +67,9 @@ class Clock:
             torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds[self._phase] += now - self._last
-        before, self._phase, self._last = self._phase, phase, now
+        before = self._phase
+        self._phase = phase
+        self._last = now
         return before
 
     def timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
@@ -136,7 +140,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     clock = Clock(torch.device("cuda" if arguments.device == "gpu" else "cpu"))
     watch_all(clock)
-    rows, notes = [], []
+    rows = []
+    notes = []
     for name in arguments.data:
         corpus = data_sets.corpus(name)
         for method in arguments.method if corpus else []:
@@ -165,7 +170,7 @@ def main() -> None:
         "method",
         "step, ms",
         *(f"{p}, %" for p in (*COMPUTING, *BESIDE)),
-        "largest beside computing",
+        "largest apart from computing",
     ]
     notes += [
         f"limit: no phase but {', '.join(COMPUTING)} above {100 * LIMIT:.0f} %",
@@ -203,7 +208,8 @@ def profile(corpus: Corpus, config: RunConfig, clock: Clock) -> tuple[np.ndarray
     """Seconds of each measured step, and the share of each phase in their sum."""
     data = TrainingData(corpus, config.data)
     setup = loops.build(config, data, clock.device)
-    per_epoch, plan = setup.sampler.steps_per_epoch, config.negatives
+    per_epoch = setup.sampler.steps_per_epoch
+    plan = config.negatives
     first = max(WARM_STEPS, plan.start_epoch * per_epoch)
     last = first + plan.refresh_every * per_epoch
     ends: list[float] = []

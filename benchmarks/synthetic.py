@@ -28,7 +28,8 @@ from xmcray.data.writer import CorpusWriter, PrepareConfig
 from xmcray.storage import new_artifact
 from xmcray.types import Int64Array, Ragged, offsets_of
 
-SHARD_ROWS, TEST_QUERIES = 65_536, 256
+SHARD_ROWS = 65_536
+TEST_QUERIES = 256
 
 
 def corpus(
@@ -79,7 +80,8 @@ def _write(
         pad_id=0,
         max_len=4 * tokens_per_text,
     )
-    word_V, generator = pa.array(words), np.random.default_rng(0)
+    word_V = pa.array(words)
+    generator = np.random.default_rng(0)
     mass_V = np.cumsum(1 / (np.arange(2, vocab_size) + 0.7))
 
     def drawn(number: int) -> Int64Array:

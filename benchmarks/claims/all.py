@@ -76,10 +76,11 @@ def measure(claims: dict[str, Claim], arguments: argparse.Namespace, deadline: f
         }
         for number, (task, (script, variant, seed)) in enumerate(tasks.items(), 1):
             try:
-                told = task.result()
+                outcome = task.result()
             except Exception as error:  # one failure must not take the other measurements with it
-                failed, told = failed + 1, f"failed: {error!r}"
-            print(f"{number}/{len(tasks)} {script}, {variant}, seed {seed}: {told}", flush=True)
+                failed += 1
+                outcome = f"failed: {error!r}"
+            print(f"{number}/{len(tasks)} {script}, {variant}, seed {seed}: {outcome}", flush=True)
     return failed
 
 
@@ -98,7 +99,9 @@ def write(claims: dict[str, Claim], arguments: argparse.Namespace) -> None:
     """claims.md and a picture for each claim, from what is measured by now."""
     pictures: Path = arguments.out / "claims"
     pictures.mkdir(parents=True, exist_ok=True)
-    table, sections, seconds = [], [], 0.0
+    table = []
+    sections = []
+    seconds = 0.0
     seen: set[Path] = set()
     for script, claim in claims.items():
         results = collect(claim, arguments.seeds)

@@ -16,7 +16,8 @@ DIM = 64
 
 def make(full: bool) -> Claim:
     sizes = [10**5, 10**6, 10**7] if full else [10**5, 3 * 10**5, 10**6]
-    few, many = sizes[0], sizes[-1]
+    few = sizes[0]
+    many = sizes[-1]
 
     def measured(labels: int, exact: bool) -> Measured:
         settings = {"labels": labels, "exact": exact, "steps": 3 if exact else 20}

@@ -19,7 +19,8 @@ DIM = 64
 
 def make(full: bool) -> Claim:
     sizes = [10**5, 10**6] if full else [10**4, 3 * 10**4, 10**5]
-    few, many = sizes[0], sizes[-1]
+    few = sizes[0]
+    many = sizes[-1]
     largest = 10**7 if full else 10**6
     variants = {f"{kind}, {labels:,}": measured(kind, labels) for kind in STEPS for labels in sizes}
     variants[f"sampled, {largest:,}"] = measured("sampled", largest)
@@ -105,7 +106,8 @@ def one_step(seed: int, kind: str, labels: int) -> dict[str, float]:
 def all_scores(case: Case) -> None:
     """The step with B x L scores, as one writes it down first."""
     batch, _ = case.inputs()
-    query_GD, row_LD = case.query(), case.table.weight_SD.requires_grad_()
+    query_GD = case.query()
+    row_LD = case.table.weight_SD.requires_grad_()
     score_GL = query_GD @ row_LD.T
     target_GL = torch.zeros_like(score_GL)
     target_GL[

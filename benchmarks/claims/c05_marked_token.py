@@ -10,7 +10,11 @@ from random_texts import MARK, corpus, random_texts, write_texts
 
 from xmcray.data.corpus import Corpus
 
-VOCABULARY, LABELS, QUERIES, MARKED, SHARED = 1000, 5000, 1000, 100, 5
+VOCABULARY = 1000
+LABELS = 5000
+QUERIES = 1000
+MARKED = 100
+SHARED = 5
 # Of words with BERT's deviation, 0.02, twenty steps of Adam leave nothing: all texts become alike first, and the start
 # that label 0 has over its rivals, a token in common with the queries, is lost (decoupled softmax then ends near 50 %).
 WORD_STD = 0.2

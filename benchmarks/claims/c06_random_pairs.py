@@ -16,8 +16,14 @@ from xmcray.nn.encoder import load_encoder
 from xmcray.training.run import Run
 from xmcray.training.step import encode_plain
 
-VOCABULARY, LENGTH, TESTED, BATCH = 30_000, 16, 20_000, 1000
-EPOCHS, OFTEN, SHOWN = 8, 2, 2000  # P@1 of some queries is taken every two epochs
+VOCABULARY = 30_000
+LENGTH = 16
+TESTED = 20_000
+BATCH = 1000
+# P@1 of some queries is taken every two epochs
+EPOCHS = 8
+OFTEN = 2
+SHOWN = 2000
 
 
 def make(full: bool) -> Claim:

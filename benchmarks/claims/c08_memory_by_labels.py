@@ -17,7 +17,10 @@ from xmcray.evaluation.charts import Series, line_chart
 from xmcray.training.loop import build
 from xmcray.training.run import RunConfig
 
-VOCABULARY, LENGTH, QUERIES, DIM = 1000, 8, 512, 32
+VOCABULARY = 1000
+LENGTH = 8
+QUERIES = 512
+DIM = 32
 COPIES = 4  # L x d floats: vectors of the encoder and of unit length, and the gradients of both
 
 
@@ -28,7 +31,8 @@ def make(full: bool) -> Claim:
         settings = {"labels": labels, "micro_batch": micro_batch if cached else 0, "gpu": full}
         return Measured(function=step_memory, settings=settings)
 
-    few, many = f"{sizes[0]:,} labels", f"{sizes[-1]:,} labels"
+    few = f"{sizes[0]:,} labels"
+    many = f"{sizes[-1]:,} labels"
     return Claim(
         number=8,
         title="DEXML: memory by labels with a gradient cache",

@@ -26,7 +26,8 @@ def make(full: bool) -> Claim:
             full=full,
         )
 
-    variants, comparisons = {}, []
+    variants = {}
+    comparisons = []
     for corpus in here:
         pal = f"{corpus}, PAL"
         variants |= {corpus: training(corpus), pal: training(corpus, "method.normaliser=pal")}
@@ -55,7 +56,7 @@ def make(full: bool) -> Claim:
         setup=f"The settings of `unidec/sample` with the static encoder on {' and '.join(here)}; on the dense set with"
         " half the loss for the classifier. The heads are compared on the same trained model.",
         reason="hard negatives raise PSP here too. cdnjs-keywords has a few labels a query, not dozens as the paper's"
-        " dense set: few of the hardest labels are unlabelled positives, and rare labels are told apart by the same"
+        " dense set: few of the hardest labels are unlabelled positives, and rare labels are distinguished by the same"
         " negatives. What is open is open by seeds: PAL and PAL-N differ by less.",
         metrics=("P@1", "text P@1", "classifier P@1", "P@5", "PSP@1", "PSP@5"),
     )

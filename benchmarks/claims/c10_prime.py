@@ -20,7 +20,8 @@ def make(full: bool) -> Claim:
             full=full,
         )
 
-    variants, comparisons = {}, []
+    variants = {}
+    comparisons = []
     if plain in here:
         parts = {
             "no query to text": ["method.query_to_text=0"],
@@ -47,7 +48,8 @@ def make(full: bool) -> Claim:
             variants[f"{dense}, {how}"] = training(
                 dense, "method.num_positives=1", f"method.positives={how}"
             )
-        of, against = f"{dense}, inverse_propensity", f"{dense}, uniform"
+        of = f"{dense}, inverse_propensity"
+        against = f"{dense}, uniform"
         comparisons += [
             Comparison(of=of, metric="PSP@1", against=against, low=0, paper="2.0"),
             Comparison(of=of, metric="PSP@5", against=against, low=0),

@@ -1,4 +1,4 @@
-"""Claim 11 (RAE-XMC): a memory of training queries beside the labels, for trained and untrained encoders."""
+"""Claim 11 (RAE-XMC): a memory of training queries and labels, for trained and untrained encoders."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from memories import KEYS, curves, sets, trained
 
 def make(full: bool) -> Claim:
     here = sets(full)
-    variants, comparisons = {}, []
+    variants = {}
+    comparisons = []
     for corpus in here:
         alone = f"{corpus}, labels alone"
         variants |= {

@@ -99,7 +99,7 @@ def over_time(
 ) -> Result:
     """P@1 and P@5 of held-out training queries at POINTS equal stretches of this process's CPU time.
 
-    CPU time counts the index that is built beside the training too, and not what other processes take.
+    CPU time includes the index that is built during training, and excludes other processes.
     """
     opened = open_corpus(corpus)
     assert opened is not None

@@ -43,7 +43,7 @@ def make(full: bool) -> Claim:
         ],
         setup=f"{' and '.join(here)}, static encoder, decoupled softmax, settings of `dexml/sample`; {batch} queries a"
         f" batch, their positives, and {batch} hard negatives: the labels with the largest gradients by the cache, or"
-        " one for each query from its 20 nearest labels, found anew every 2 epochs. In-batch alone is shown beside.",
+        " one for each query from its 20 nearest labels, found anew every 2 epochs. In-batch alone is shown for comparison.",
         metrics=("P@1", "P@5", "PSP@5", "R@100"),
         reason="the difference is at most as large as what seeds differ by. With two thousand labels and a refresh"
         " every 2 epochs, of 19 to 27 steps each, the stale list is nearly fresh.",

@@ -47,7 +47,10 @@ from xmcray.training.run import Run, RunConfig
 Result = Mapping[str, Any]
 """Measures by name: numbers (those with an @ are shares and shown in percent), or lists of numbers for a curve."""
 
-HOLDS, FAILS, INCONCLUSIVE, MISSING = "holds", "fails", "inconclusive", "not measured"
+HOLDS = "holds"
+FAILS = "fails"
+INCONCLUSIVE = "inconclusive"
+MISSING = "not measured"
 
 
 class Variant(Protocol):
@@ -119,7 +122,8 @@ class Training:
         return f"{data_sets.fingerprint(self.config(seed), self.open(seed))}-{self.measure_run.__name__}"
 
     def measure(self, seed: int) -> Result:
-        corpus, config = self.open(seed), self.config(seed)
+        corpus = self.open(seed)
+        config = self.config(seed)
         folder = Path(tempfile.mkdtemp(dir=_folder()))
         try:
             run = train(corpus.path, folder / "run", config)
@@ -167,10 +171,8 @@ class Comparison:
 
     def values(self, results: Mapping[str, Mapping[int, Result]]) -> list[float]:
         """Our number of each seed that has all it needs."""
-        ours, scale = (
-            results.get(self.of, {}),
-            100.0 if "@" in self.metric and not self.ratio else 1.0,
-        )
+        ours = results.get(self.of, {})
+        scale = 100.0 if "@" in self.metric and not self.ratio else 1.0
         other = self.against_metric or self.metric
         if not self.against and not self.against_metric:
             return [scale * ours[seed][self.metric] for seed in sorted(ours)]
@@ -357,9 +359,11 @@ def interval(values: Sequence[float]) -> str:
 def due(claim: Claim, seeds: int, only: Sequence[str] = ()) -> list[tuple[str, int]]:
     """The variants and seeds that are not measured yet. Their keys name their data: all corpora are prepared here."""
     every = range(max(seeds, claim.seeds))
-    asked = [(name, seed) for seed in every for name in claim.variants if not only or name in only]
+    wanted = [(name, seed) for seed in every for name in claim.variants if not only or name in only]
     return [
-        (name, seed) for name, seed in asked if not result_file(claim.variants[name], seed).exists()
+        (name, seed)
+        for name, seed in wanted
+        if not result_file(claim.variants[name], seed).exists()
     ]
 
 

@@ -124,12 +124,12 @@ def vote(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Result:
         "": MemoryConfig(temperature=TEMPERATURE),
         " apart": MemoryConfig(temperature=TEMPERATURE, joint=False),
     }
-    split, card, k = corpus.split("test"), corpus.card, min(SEARCH_K, corpus.card.num_labels)
-    query_BD, hidden, truth = (
-        retriever.encode(split.tokens(rows)),
-        split.filters(rows),
-        split.positives(rows),
-    )
+    split = corpus.split("test")
+    card = corpus.card
+    k = min(SEARCH_K, corpus.card.num_labels)
+    query_BD = retriever.encode(split.tokens(rows))
+    hidden = split.filters(rows)
+    truth = split.positives(rows)
     head_L = corpus.train_counts > HEAD
     found: dict[str, float] = {}
     for name, config in grid.items():

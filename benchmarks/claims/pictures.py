@@ -16,7 +16,11 @@ STYLE = (
     " .band { opacity: .18; } .grid { stroke: #dfe3ea; } .axis { stroke: #5d6778; }"
     + "".join(f" .s{i} {{ stroke: {c}; }} .f{i} {{ fill: {c}; }}" for i, c in enumerate(COLOURS))
 )
-WIDTH, NAMES, VALUES, ROW, BLOCK = 720, 250, 90, 20, 48
+WIDTH = 720
+NAMES = 250
+VALUES = 90
+ROW = 20
+BLOCK = 48
 HEAD = 30
 
 Rows = Mapping[str, tuple[float, float]]
@@ -25,7 +29,8 @@ Rows = Mapping[str, tuple[float, float]]
 
 def rows_of_intervals(title: str, blocks: Mapping[str, Rows]) -> str:
     """An SVG file with a block of rows for each measure, each block on its own scale."""
-    parts, top = [], HEAD
+    parts = []
+    top = HEAD
     for metric, rows in blocks.items():
         shown = {name: value for name, value in rows.items() if math.isfinite(value[0])}
         if shown:
@@ -59,10 +64,13 @@ def _block(metric: str, rows: Rows, top: int) -> str:
         for sign in (-1, 1)
     ]
     ends += [mean for mean, _ in rows.values()]
-    low, high = min(ends), max(ends)
+    low = min(ends)
+    high = max(ends)
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    low, high = (max(low - room, 0.0) if low >= 0 else low - room), high + room
-    right, bottom = WIDTH - VALUES, top + 22 + ROW * len(rows)
+    low = max(low - room, 0.0) if low >= 0 else low - room
+    high = high + room
+    right = WIDTH - VALUES
+    bottom = top + 22 + ROW * len(rows)
 
     def x(value: float) -> float:
         return NAMES + (value - low) / (high - low) * (right - NAMES)
