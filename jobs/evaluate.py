@@ -7,9 +7,7 @@ Options are those of `xmcray evaluate`.
 It searches on the node the job runs on; with --compare it tests two results against each other.
 """
 
-import sys
-
-from xmcray.cli import main
+from xmcray.cli.job import run_job
 
 if __name__ == "__main__":
-    sys.exit(main(["evaluate", *sys.argv[1:]]))
+    run_job("evaluate")

@@ -7,9 +7,7 @@ Options are those of `xmcray export`.
 BUNDLE may be a URL, from which any machine can answer.
 """
 
-import sys
-
-from xmcray.cli import main
+from xmcray.cli.job import run_job
 
 if __name__ == "__main__":
-    sys.exit(main(["export", *sys.argv[1:]]))
+    run_job("export")

@@ -7,9 +7,7 @@ Options are those of `xmcray predict`.
 BUNDLE and PREDICTIONS lie in folders that all nodes share, or are URLs; the same job continues an interrupted one.
 """
 
-import sys
-
-from xmcray.cli import main
+from xmcray.cli.job import run_job
 
 if __name__ == "__main__":
-    sys.exit(main(["predict", *sys.argv[1:]]))
+    run_job("predict")

@@ -7,9 +7,7 @@ Options are those of `xmcray prepare`.
 The driver reads SRC and writes CORPUS; name a shared folder, or a URL for CORPUS.
 """
 
-import sys
-
-from xmcray.cli import main
+from xmcray.cli.job import run_job
 
 if __name__ == "__main__":
-    sys.exit(main(["prepare", *sys.argv[1:]]))
+    run_job("prepare")

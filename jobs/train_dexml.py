@@ -1,15 +1,6 @@
-"""Trains DEXML, as a job of a Ray cluster.
+"""Trains DEXML as a Ray job: `jobs/train.py dexml`, which says more."""
 
-    ray job submit --working-dir . --runtime-env jobs/runtime_env.yaml -- \\
-        python jobs/train_dexml.py --data CORPUS --out RUN --workers 8 --refit
-
-Options are those of `xmcray train dexml`.
-RUN lies in a folder that all nodes share; the same job continues an interrupted run.
-"""
-
-import sys
-
-from xmcray.cli import main
+from xmcray.cli.job import run_job
 
 if __name__ == "__main__":
-    sys.exit(main(["train", "dexml", *sys.argv[1:]]))
+    run_job("train", "dexml")

@@ -1,15 +1,6 @@
-"""Trains UniDEC, as a job of a Ray cluster.
+"""Trains UniDEC as a Ray job: `jobs/train.py unidec`, which says more."""
 
-    ray job submit --working-dir . --runtime-env jobs/runtime_env.yaml -- \\
-        python jobs/train_unidec.py --data CORPUS --out RUN --workers 8 --refit
-
-Options are those of `xmcray train unidec`.
-RUN lies in a folder that all nodes share; the same job continues an interrupted run.
-"""
-
-import sys
-
-from xmcray.cli import main
+from xmcray.cli.job import run_job
 
 if __name__ == "__main__":
-    sys.exit(main(["train", "unidec", *sys.argv[1:]]))
+    run_job("train", "unidec")

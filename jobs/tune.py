@@ -8,9 +8,7 @@ DIR lies in a folder that all nodes share; as many trials run at a time as the c
 same job continues an interrupted sweep.
 """
 
-import sys
-
-from xmcray.cli import main
+from xmcray.cli.job import run_job
 
 if __name__ == "__main__":
-    sys.exit(main(["tune", *sys.argv[1:]]))
+    run_job("tune")

@@ -398,7 +398,8 @@ def test_help_and_mistakes_do_not_load_torch_or_ray() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["prepare", "evaluate", "export", "predict", *(f"train_{m}" for m in method_names())]
+    "name",
+    ["prepare", "evaluate", "export", "predict", "train", *(f"train_{m}" for m in method_names())],
 )
 def test_a_job_is_its_verb(name: str, tmp_path: Path) -> None:
     script = ROOT / "jobs" / f"{name}.py"

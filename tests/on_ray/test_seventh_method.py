@@ -1,0 +1,88 @@
+"""A method of another package goes through every verb: one file and one preset, and no change here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from planted import write_planted
+from third_party_package import install
+
+from xmcray.retrieval.retriever import Retriever
+
+XMCRAY = str(Path(sys.executable).with_name("xmcray"))
+TRAIN = ["--config", "preset:seventh/planted", "--set", "cluster.threads_per_process=1"]
+SPACE = {"method.temperature": {"log_uniform": [0.02, 0.2]}}
+
+
+class Installation:
+    """The command line of an environment in which the package is installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.site = install(folder / "site")
+
+    def run(self, *arguments: str) -> str:
+        """Standard output of `xmcray ARGUMENTS`, which must succeed."""
+        path = [str(self.site), *filter(None, sys.path)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+        result = subprocess.run(
+            [XMCRAY, *arguments],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        return result.stdout
+
+    def train(self, run: str, workers: int) -> Path:
+        """Trains the method and returns the folder of the run."""
+        data = ["--data", "corpus", "--out", run, "--workers", str(workers)]
+        self.run("train", "seventh", *data, *TRAIN, "--no-evaluate")
+        return self.folder / run
+
+
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    folder = tmp_path_factory.mktemp("seventh")
+    write_planted(folder / "raw", num_queries=300, num_labels=40)
+    made = Installation(folder)
+    made.run("prepare", "raw", "--out", "corpus")
+    return made
+
+
+def test_help_names_it(installation: Installation) -> None:
+    assert "astra, dexml, prime, rae, renee, unidec, seventh" in " ".join(
+        installation.run("train", "--help").split()
+    )
+
+
+def test_it_trains_here_answers_and_is_served(installation: Installation) -> None:
+    run = installation.train("alone", 0)
+    assert list(run.glob("checkpoints/step-*/state-*.safetensors"))
+    metrics = json.loads(installation.run("evaluate", "alone", "--data", "corpus", "--json"))
+    assert metrics["P@1"] > 0.3  # by chance 0.025
+    installation.run("export", "alone", "--out", "bundle")
+    # A bundle needs nothing of the package that trained it: what is served is in its files.
+    answers = Retriever.load(installation.folder / "bundle").search(["w0x0 w0x1 w0x2"], 1)
+    assert answers[0][0].uid == "label0"
+
+
+def test_it_trains_on_two_workers(installation: Installation) -> None:
+    installation.train("two", 2)
+    metrics = json.loads(installation.run("evaluate", "two", "--data", "corpus", "--json"))
+    assert metrics["P@1"] > 0.3
+
+
+def test_it_is_tuned(installation: Installation) -> None:
+    (installation.folder / "space.yaml").write_text(yaml.safe_dump(SPACE))
+    out = ["--data", "corpus", "--space", "space.yaml", "--out", "sweep", "--trials", "2", "--json"]
+    result = json.loads(installation.run("tune", "seventh", *out, *TRAIN[:2]))
+    assert "method.temperature" in json.dumps(result)
