@@ -65,12 +65,13 @@ class _Loopback(Backend):
         for rank in range(num_ranks):
             join = worker_group.execute_single_async(
                 rank,
+                # By position: a keyword `rank` would be taken for that of the call itself.
                 _join,
-                store=store,
-                backend=backend_config.backend,
-                rank=rank,
-                num_ranks=num_ranks,
-                timeout_s=backend_config.timeout_s,
+                store,
+                backend_config.backend,
+                rank,
+                num_ranks,
+                backend_config.timeout_s,
             )
             joins.append(join)
         ray.get(joins)
