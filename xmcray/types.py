@@ -189,6 +189,38 @@ class TopLabels:
         ids = np.concatenate([part.ids for part in parts])
         return cls(ids, np.concatenate([part.scores for part in parts]))
 
+    @classmethod
+    def from_pairs(
+        cls,
+        query_P: Int64Array,
+        label_P: Int64Array,
+        score_P: npt.NDArray[np.floating],
+        num_queries: int,
+        k: int,
+    ) -> TopLabels:
+        """Ranks scored pairs: the k best labels of each query, equal scores by lower id.
+
+        Args:
+            query_P: int64, 0 .. num_queries - 1.
+            label_P: int64, label ids.
+            score_P: float.
+            num_queries: B.
+            k: width of the result.
+        """
+        # By query, then by falling score, then by rising label.
+        order = np.lexsort((label_P, -score_P, query_P))
+        query_P = query_P[order]
+        count_B = np.bincount(query_P, minlength=num_queries)
+        first_B = np.cumsum(count_B) - count_B
+        # A pair's place in its list is its distance from the query's first pair.
+        place_P = np.arange(len(order)) - np.repeat(first_B, count_B)
+        listed = place_P < k
+        place = query_P[listed], place_P[listed]
+        top = cls.empty(num_queries, k)
+        top.ids[place] = label_P[order[listed]]
+        top.scores[place] = score_P[order[listed]]
+        return top
+
     @property
     def width(self) -> int:
         """K."""

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dense_metrics import remove_pairs, top_k
 
-from xmcray.evaluation.metrics import Metrics, inverse_propensity, remove_pairs, top_k
+from xmcray.evaluation.metrics import Metrics, inverse_propensity
 from xmcray.types import Ragged
 
 DATA = Path(__file__).parent / "data"

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dense_metrics import remove_pairs
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from xmcray.evaluation.metrics import remove_pairs
 from xmcray.nn.heads import Head
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition

@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from xmcray.errors import DataError
 from xmcray.evaluation.metrics import (
     F1_CUTOFF,
     MAIN_METRICS,
     SEGMENTS,
+    BoolArray,
     Float64Array,
     Metrics,
     segment_range,
@@ -24,6 +25,8 @@ from xmcray.evaluation.metrics import (
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 SEARCH_K = 100  # answers per query (R@100), clipped to the number of labels
+_INTERVAL = [0.025, 0.975]  # quantiles that leave 5 % out
+_FLIP_VALUES = 1 << 22  # random signs drawn at once
 Search = Callable[[Int64Array], TopLabels]
 Truth = Callable[[Int64Array], Ragged]
 
@@ -34,13 +37,16 @@ class Evaluation:
 
     Attributes:
         metrics: every metric as a fraction, by its key in metrics.json.
-        queries, left_out: queries that counted, and those without a positive left.
-        a, b: the propensity constants behind every PSP.
+        queries: queries that counted.
+        left_out: queries without a positive left.
+        a: the propensity constant A behind every PSP.
+        b: the propensity constant B.
         intervals: [low, high] of the 95 % bootstrap interval per main metric.
-        segments: per frequency segment its labels, positives, recall, macro-F1 and contribution to P@5.
-        deciles: ten equal groups of labels from rare to frequent, and what each contributes to P@5.
+        segments: per frequency segment its labels, positives, recall, macro-F1 and share of P@5.
+        deciles: ten equal groups of labels from rare to frequent, and the share of P@5 of each.
         index_recall: answers of the index against exact search on a sample of queries, or None.
-        query_ids: int64 [queries], rows of the split that counted; columns: their values per main metric.
+        query_ids: int64 [queries], rows of the split that counted.
+        columns: float32 [queries] per main metric, the values of those queries.
     """
 
     metrics: dict[str, float]
@@ -57,14 +63,17 @@ class Evaluation:
 
     def to_json(self) -> dict[str, Any]:
         """The content of metrics.json (without the columns per query)."""
-        about: dict[str, Any] = {
+        return {
+            **self.metrics,
             "queries": self.queries,
             "left_out": self.left_out,
             "A": self.a,
             "B": self.b,
+            "intervals": self.intervals,
+            "segments": self.segments,
+            "deciles": self.deciles,
+            "index_recall": self.index_recall,
         }
-        tables = {"intervals": self.intervals, "segments": self.segments, "deciles": self.deciles}
-        return {**self.metrics, **about, **tables, "index_recall": self.index_recall}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,12 @@ class ComparisonRow:
     """One metric of run `a` against run `b` on the same queries.
 
     Attributes:
-        difference: a - b; low, high: its 95 % interval by paired bootstrap over queries.
+        metric: its key in metrics.json.
+        a: value of run `a`.
+        b: value of run `b`.
+        difference: a - b.
+        low: lower end of the difference's 95 % interval by paired bootstrap over queries.
+        high: upper end.
         p_value: two-sided sign-flip permutation test of "no difference".
     """
 
@@ -104,34 +118,44 @@ def evaluate(
     """Searches all queries of a split, chunk by chunk, and measures the answers.
 
     Args:
-        search: rows of the split (int64 [B]) -> the best min(100, L) labels, filter pairs masked before the top k.
+        search: rows of the split (int64 [B]) -> the best min(100, L) labels, with filter pairs
+            masked before the top k.
         truth: rows -> positives (source ids) without filter pairs.
         num_queries: rows of the split.
-        train_counts: int64 [L], training queries per label (source ids, without label texts as queries).
+        train_counts: int64 [L], training queries per label (source ids, without label texts).
         num_train: N.
-        a, b: propensity constants of the corpus.
+        a: propensity constant A of the corpus.
+        b: propensity constant B.
         chunk: queries per call of `search`.
         progress: called with the number of queries done after each chunk.
-        exact: an exhaustive search with the same signature; given, the index's own error is measured on a sample.
+        exact: an exhaustive search with the same signature. If given, the index's own error is
+            measured on a sample.
         exact_sample: queries of that sample (seeded).
-        resamples, seed: of the bootstrap; 0 resamples leave the intervals out (validation while training).
+        resamples: of the bootstrap; 0 leaves the intervals out.
+        seed: of the bootstrap and of the sample.
     Raises:
         DataError: no query has a positive, or the answers do not fit the corpus.
     """
     num_labels = len(train_counts)
+    width = min(SEARCH_K, num_labels)
     metrics = Metrics(train_counts, num_train, a, b, num_labels)
-    counted = []
+    counted_rows = []
     for start in range(0, num_queries, chunk):
         rows = np.arange(start, min(start + chunk, num_queries), dtype=np.int64)
         top = search(rows)
-        if top.width < min(SEARCH_K, num_labels):
+        if top.width < width:
             raise DataError(
-                f"the search returned {top.width} answers per query, expected {min(SEARCH_K, num_labels)}; raise its k"
+                f"the search returned {top.width} answers per query, expected {width}; raise its k"
             )
-        counted.append(rows[metrics.update(top, truth(rows))])
+        counted = metrics.update(top, truth(rows))
+        counted_rows.append(rows[counted])
         if progress is not None:
             progress(int(rows[-1]) + 1)
-    values, columns = metrics.result(), metrics.columns()
+    values = metrics.result()
+    columns = metrics.columns()
+    index_recall = None
+    if exact is not None:
+        index_recall = _index_recall(search, exact, num_queries, exact_sample, seed, chunk)
     return Evaluation(
         metrics=values,
         queries=metrics.queries,
@@ -141,10 +165,8 @@ def evaluate(
         intervals=_intervals(columns, resamples, seed) if resamples else {},
         segments=_segments(metrics, values),
         deciles=_deciles(metrics),
-        index_recall=None
-        if exact is None
-        else _index_recall(search, exact, num_queries, exact_sample, seed, chunk),
-        query_ids=np.concatenate(counted),
+        index_recall=index_recall,
+        query_ids=np.concatenate(counted_rows),
         columns=columns,
     )
 
@@ -154,8 +176,9 @@ def compare(
 ) -> list[ComparisonRow]:
     """Paired test of two evaluations of the same queries, one row per main metric.
 
-    The interval resamples queries, both runs alike. The p-value exchanges the runs' answers query by query; for PSP
-    and PSnDCG the divisor depends on the truth alone, so flipping the numerator's difference is that exchange.
+    The interval resamples queries, both runs alike. The p-value exchanges the runs' answers query
+    by query. For PSP and PSnDCG the divisor depends on the truth alone, so flipping the sign of the
+    numerators' difference is that exchange.
 
     Raises:
         DataError: the evaluations are of other queries or other propensities.
@@ -165,79 +188,104 @@ def compare(
             f"found {a.queries} and {b.queries} queries with propensity A, B = {a.a}, {a.b} and {b.a}, {b.b}, "
             "expected the same queries and constants; evaluate both on one corpus and split"
         )
-    names = [name for name in MAIN_METRICS if name in a.columns]
-    difference_QM = np.stack(
-        [a.columns[name].astype(np.float64) - b.columns[name] for name in names], axis=1
-    )
-    best_QM = np.stack([_best(a.columns, name) for name in names], axis=1)
-    sampled = _resample(np.hstack([difference_QM, best_QM]), resamples, seed)
-    low, high = np.quantile(
-        sampled[:, : len(names)] / sampled[:, len(names) :], [0.025, 0.975], axis=0
-    )
+    names = _names(a.columns)
+    difference_QM = _gains(a.columns) - _gains(b.columns)
+    low, high = _bootstrap(difference_QM, _divisors(a.columns), resamples, seed)
     p_values = _sign_flip(difference_QM, permutations, seed)
     rows = []
     for i, name in enumerate(names):
-        left, right = a.metrics[name], b.metrics[name]
-        rows.append(
-            ComparisonRow(
-                name, left, right, left - right, float(low[i]), float(high[i]), float(p_values[i])
-            )
+        difference = a.metrics[name] - b.metrics[name]
+        row = ComparisonRow(
+            metric=name,
+            a=a.metrics[name],
+            b=b.metrics[name],
+            difference=difference,
+            low=float(low[i]),
+            high=float(high[i]),
+            p_value=float(p_values[i]),
         )
+        rows.append(row)
     return rows
 
 
-def _best(columns: dict[str, Float32Array], name: str) -> Float64Array:
-    """What the sum of a metric is divided by, per query: 1 for a mean, the best attainable gain for a ratio."""
-    return np.asarray(columns.get(f"best {name}", np.ones_like(columns[name])), np.float64)
+def _names(columns: dict[str, Float32Array]) -> list[str]:
+    return [name for name in MAIN_METRICS if name in columns]
 
 
-def _resample(columns_QM: Float64Array, resamples: int, seed: int) -> Float64Array:
-    """float64 [resamples, M]: column sums over queries drawn with replacement."""
+def _gains(columns: dict[str, Float32Array]) -> Float64Array:
+    """float64 [Q, M], the values of the main metrics per query."""
+    return np.stack([columns[name].astype(np.float64) for name in _names(columns)], axis=1)
+
+
+def _divisors(columns: dict[str, Float32Array]) -> Float64Array:
+    """float64 [Q, M], what the sum of each metric is divided by, per query.
+
+    It is 1 for a mean, and the best attainable gain for a ratio.
+    """
+    divisors = []
+    for name in _names(columns):
+        best = columns.get(f"best {name}", np.ones_like(columns[name]))
+        divisors.append(np.asarray(best, np.float64))
+    return np.stack(divisors, axis=1)
+
+
+def _bootstrap(
+    gain_QM: Float64Array, divisor_QM: Float64Array, resamples: int, seed: int
+) -> tuple[Float64Array, Float64Array]:
+    """The 95 % interval of sum(gain) / sum(divisor) over queries drawn with replacement.
+
+    Returns:
+        Lower and upper ends, float64 [M].
+    """
     generator = np.random.default_rng(seed)
-    num_queries = len(columns_QM)
-    sums = np.empty((resamples, columns_QM.shape[1]))
+    num_queries, num_metrics = gain_QM.shape
+    both_QM = np.hstack([gain_QM, divisor_QM])
+    sums = np.empty((resamples, 2 * num_metrics))
     for i in range(resamples):
-        times = np.bincount(
-            generator.integers(num_queries, size=num_queries), minlength=num_queries
-        )
-        sums[i] = times.astype(np.float64) @ columns_QM
-    return sums
+        # Drawing a query twice adds it twice: one product with the counts sums all columns.
+        drawn = generator.integers(num_queries, size=num_queries)
+        times = np.bincount(drawn, minlength=num_queries)
+        sums[i] = times.astype(np.float64) @ both_QM
+    ratios = sums[:, :num_metrics] / sums[:, num_metrics:]
+    low, high = np.quantile(ratios, _INTERVAL, axis=0)
+    return low, high
 
 
 def _intervals(
     columns: dict[str, Float32Array], resamples: int, seed: int
 ) -> dict[str, list[float]]:
-    names = [name for name in MAIN_METRICS if name in columns]
-    gains = [columns[name].astype(np.float64) for name in names]
-    sums = _resample(
-        np.stack([*gains, *(_best(columns, name) for name in names)], axis=1), resamples, seed
-    )
-    low, high = np.quantile(sums[:, : len(names)] / sums[:, len(names) :], [0.025, 0.975], axis=0)
-    return {name: [float(low[i]), float(high[i])] for i, name in enumerate(names)}
+    low, high = _bootstrap(_gains(columns), _divisors(columns), resamples, seed)
+    return {name: [float(low[i]), float(high[i])] for i, name in enumerate(_names(columns))}
 
 
 def _sign_flip(difference_QM: Float64Array, permutations: int, seed: int) -> Float64Array:
-    """float64 [M]: share of random sign changes whose sum is at least as far from zero, the observed one included."""
+    """float64 [M]: share of random sign changes whose sum is at least as far from zero.
+
+    The observed signs count as one of them.
+    """
     observed = np.abs(difference_QM.sum(0))
     # Equal sums in another order of addition differ in their last digits and must count as equal.
     threshold = observed - 1e-9 * (1.0 + observed)
+    # Queries without any difference change no sum.
     moved_QM = difference_QM[(difference_QM != 0).any(axis=1)]
     generator = np.random.default_rng(seed)
     reached = np.ones(difference_QM.shape[1])
-    done, block = 0, max(1, (1 << 22) // max(len(moved_QM), 1))
-    while done < permutations:
-        size = min(block, permutations - done)
-        signs: npt.NDArray[np.int8] = (
-            generator.integers(0, 2, (size, len(moved_QM)), np.int8) * 2 - 1
-        )
-        reached += (np.abs(signs.astype(np.float64) @ moved_QM) >= threshold).sum(0)
-        done += size
+    block = max(1, _FLIP_VALUES // max(len(moved_QM), 1))
+    for start in range(0, permutations, block):
+        size = min(block, permutations - start)
+        coins = generator.integers(0, 2, (size, len(moved_QM)), np.int8)
+        signs = (coins * 2 - 1).astype(np.float64)
+        reached += (np.abs(signs @ moved_QM) >= threshold).sum(0)
     return reached / (permutations + 1)
 
 
-def _group(metrics: Metrics, members: npt.NDArray[np.bool_] | Int64Array) -> dict[str, Any]:
-    """What a group of labels holds and contributes: its hits over all of P@5's answers, found over its positives."""
-    hits, positives = int(metrics.hits[members].sum()), int(metrics.positives[members].sum())
+def _group(metrics: Metrics, members: BoolArray | Int64Array) -> dict[str, Any]:
+    """What a group of labels holds and contributes.
+
+    Its share of P@5 is its hits over all of P@5's answers; its recall@5 is over its positives.
+    """
+    hits = int(metrics.hits[members].sum())
+    positives = int(metrics.positives[members].sum())
     return {
         "labels": len(metrics.train_counts[members]),
         "positives": positives,
@@ -247,61 +295,63 @@ def _group(metrics: Metrics, members: npt.NDArray[np.bool_] | Int64Array) -> dic
 
 
 def _segments(metrics: Metrics, values: dict[str, float]) -> list[dict[str, Any]]:
-    """From rare to frequent; labels that no training query carries come first, as "unseen", if there are any."""
+    """From rare to frequent. Labels without any training query come first, as "unseen"."""
+    macro_f1 = f"macroF1@{F1_CUTOFF}"
     rows = []
     unseen = metrics.train_counts <= 0
     if unseen.any():
-        rows.append({"name": "unseen", "range": "0", **_group(metrics, unseen), "macroF1@5": None})
+        rows.append({"name": "unseen", "range": "0", **_group(metrics, unseen), macro_f1: None})
     for name, low, high in SEGMENTS:
         members = metrics.segment(low, high)
         if members.any():
             reach = segment_range(low, high)
-            f1 = values.get(f"macroF1@{F1_CUTOFF}{reach}")
-            rows.append(
-                {
-                    "name": name,
-                    "range": reach,
-                    **_group(metrics, members),
-                    f"macroF1@{F1_CUTOFF}": f1,
-                }
-            )
+            f1 = values.get(macro_f1 + reach)
+            row = {"name": name, "range": reach, **_group(metrics, members), macro_f1: f1}
+            rows.append(row)
     return rows
 
 
 def _deciles(metrics: Metrics) -> list[dict[str, Any]]:
     rows = []
-    order = np.argsort(metrics.train_counts, kind="stable")
-    for number, members in enumerate(np.array_split(order, 10), start=1):
+    by_count = np.argsort(metrics.train_counts, kind="stable")
+    for number, members in enumerate(np.array_split(by_count, 10), start=1):
         if len(members):
-            counts = metrics.train_counts[members]
-            reach = {"min_count": int(counts[0]), "max_count": int(counts[-1])}
-            rows.append({"decile": number, **reach, **_group(metrics, members)})
+            row = {
+                "decile": number,
+                "min_count": int(metrics.train_counts[members[0]]),
+                "max_count": int(metrics.train_counts[members[-1]]),
+                **_group(metrics, members),
+            }
+            rows.append(row)
     return rows
 
 
 def _index_recall(
     search: Search, exact: Search, num_queries: int, sample: int, seed: int, chunk: int
 ) -> dict[str, float]:
-    """Share of the exact first k answers that the index returned among its own first k, on a seeded sample."""
+    """Share of the exact first k answers among the index's own first k, on a seeded sample."""
     generator = np.random.default_rng(seed)
-    rows = np.sort(generator.choice(num_queries, min(sample, num_queries), replace=False)).astype(
-        np.int64
-    )
-    found: dict[str, float] = {}
-    totals: dict[str, float] = {}
+    drawn = generator.choice(num_queries, min(sample, num_queries), replace=False)
+    rows = np.sort(drawn).astype(np.int64)
+    hits: Counter[int] = Counter()
+    answers: Counter[int] = Counter()
     for start in range(0, len(rows), chunk):
-        part = rows[start : start + chunk]
-        index_BK, exact_BK = search(part).ids, exact(part).ids
+        chunk_rows = rows[start : start + chunk]
+        index_BK = search(chunk_rows).ids
+        exact_BK = exact(chunk_rows).ids
         for k in (1, 10, 100):
             if k <= exact_BK.shape[1]:
-                both, wanted = _overlap(index_BK[:, :k], exact_BK[:, :k])
-                found[f"recall@{k}"] = found.get(f"recall@{k}", 0) + both
-                totals[f"recall@{k}"] = totals.get(f"recall@{k}", 0) + wanted
-    return {"queries": len(rows), **{name: found[name] / max(totals[name], 1) for name in found}}
+                index_pairs = _pairs(index_BK[:, :k])
+                exact_pairs = _pairs(exact_BK[:, :k])
+                hits[k] += int(np.isin(exact_pairs, index_pairs).sum())
+                answers[k] += len(exact_pairs)
+    recall: dict[str, float] = {"queries": len(rows)}
+    for k, total in answers.items():
+        recall[f"recall@{k}"] = hits[k] / max(total, 1)
+    return recall
 
 
-def _overlap(index_BK: Int64Array, exact_BK: Int64Array) -> tuple[int, int]:
-    width = 1 + int(max(index_BK.max(initial=0), exact_BK.max(initial=0)))
-    row_B1 = np.arange(len(exact_BK))[:, None] * width
-    wanted = (row_B1 + exact_BK)[exact_BK >= 0]
-    return int(np.isin(wanted, (row_B1 + index_BK)[index_BK >= 0]).sum()), len(wanted)
+def _pairs(ids_BK: Int64Array) -> Int64Array:
+    """One number per pair of query and answer. Label ids have at most 31 bits."""
+    pair_BK = (np.arange(len(ids_BK))[:, None] << 32) + ids_BK
+    return pair_BK[ids_BK >= 0]

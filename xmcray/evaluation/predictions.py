@@ -17,13 +17,17 @@ from xmcray.errors import DataError
 from xmcray.storage import aside, disk_errors
 from xmcray.types import Int64Array, Ragged, TopLabels
 
+# What scipy raises for a file that is not its own.
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile)
+
 
 def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: int) -> Path:
-    """Writes ranked answers as CSR [queries, num_labels] of float32 scores; absent or complete, never a part.
+    """Writes ranked answers as CSR [queries, num_labels] of float32 scores, completely or not at all.
 
     Args:
         path: where to; ".npz" is appended if it lacks.
-        parts: answers of consecutive queries (source label ids). Every answer is stored, a score of zero too.
+        parts: answers of consecutive queries (source label ids). Every answer is stored, a score of
+            zero too.
         num_labels: L, the number of columns.
     Returns:
         The path written.
@@ -32,41 +36,32 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
         StorageError: the disk is full.
     """
     path = Path(path)
-    path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
-    temporary = aside(path)
-    # Answers of more queries than fit in memory wait in files without a name beside the destination.
+    if path.suffix != ".npz":
+        path = path.with_name(path.name + ".npz")
+    # Answers of more queries than fit in memory wait in unnamed files next to the destination.
     with (
         disk_errors(path),
-        TemporaryFile(dir=path.parent) as ids,
-        TemporaryFile(dir=path.parent) as scores,
+        TemporaryFile(dir=path.parent) as ids_file,
+        TemporaryFile(dir=path.parent) as scores_file,
     ):
         lengths = [np.zeros(1, np.int64)]
         for part in parts:
             # Column ids ascend within a row, as CSR readers expect; a row's ranking is its scores.
             order = np.argsort(part.ids, axis=1, kind="stable")
-            part_ids = np.take_along_axis(part.ids, order, 1)
-            if (largest := part_ids.max(initial=-1)) >= num_labels:
+            ids = np.take_along_axis(part.ids, order, 1)
+            scores = np.take_along_axis(part.scores, order, 1)
+            largest = ids.max(initial=-1)
+            if largest >= num_labels:
                 raise DataError(
                     f"an answer is label {largest}, expected less than {num_labels}: bundle and corpus differ"
                 )
-            present = part_ids >= 0
-            ids.write(part_ids[present].astype(np.int32).tobytes())
-            scores.write(
-                np.take_along_axis(part.scores, order, 1)[present].astype(np.float32).tobytes()
-            )
+            present = ids >= 0
+            ids_file.write(ids[present].astype(np.int32).tobytes())
+            scores_file.write(scores[present].astype(np.float32).tobytes())
             lengths.append(present.sum(1))
-        indptr = np.cumsum(np.concatenate(lengths))
-        values = _mapped(scores, np.float32), _mapped(ids, np.int32), indptr
-        matrix = sparse.csr_matrix(values, shape=(len(indptr) - 1, num_labels))
-        try:
-            with temporary.open("wb") as file:
-                sparse.save_npz(file, matrix)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        offsets = np.cumsum(np.concatenate(lengths))
+        values = _mapped(scores_file, np.float32), _mapped(ids_file, np.int32), offsets
+        _save(path, sparse.csr_matrix(values, shape=(len(offsets) - 1, num_labels)))
     return path
 
 
@@ -74,6 +69,20 @@ def _mapped(file: IO[bytes], kind: type[np.generic]) -> npt.NDArray[Any]:
     """What was written to a file, left on disk."""
     file.flush()
     return np.memmap(file, kind, "r") if file.tell() else np.empty(0, kind)
+
+
+def _save(path: Path, matrix: sparse.csr_matrix) -> None:
+    """Writes a matrix that takes its name when all of it is on the disk."""
+    temporary = aside(path)
+    try:
+        with temporary.open("wb") as file:
+            sparse.save_npz(file, matrix)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> sparse.csr_matrix:
@@ -90,15 +99,7 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
         raise DataError(
             f"{path} does not exist, expected a prediction file; write one with `xmcray predict`"
         ) from None
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        EOFError,
-        zipfile.BadZipFile,
-        OSError,
-    ) as error:
+    except (*_MALFORMED, OSError) as error:
         raise DataError(
             f"{path} is not a sparse .npz file ({error}); expected scipy.sparse.save_npz output"
         ) from None
@@ -114,6 +115,7 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
     # Not sum_duplicates(): two scores of one label are no score at all.
     matrix.sort_indices()
     rows = np.repeat(np.arange(num_queries), np.diff(matrix.indptr))
+    # Sorted, equal labels of a row are neighbours.
     twice = (np.diff(rows) == 0) & (np.diff(matrix.indices) == 0)
     if twice.any():
         raise DataError(
@@ -135,20 +137,16 @@ def predictions_to_top_labels(
         ids and scores [B, min(k, L)], -1 and -inf where a row stores fewer answers.
     """
     num_labels = int(matrix.shape[1])
-    chosen = Ragged(
-        np.arange(matrix.nnz, dtype=np.int64), np.asarray(matrix.indptr, np.int64)
-    ).take(rows)
-    row, label = chosen.row_ids, np.asarray(matrix.indices, np.int64)[chosen.values]
-    score = np.asarray(matrix.data, np.float64)[chosen.values]
+    # Places of the stored answers, row by row, of which `take` chooses the rows.
+    places = np.arange(matrix.nnz, dtype=np.int64)
+    chosen = Ragged(places, np.asarray(matrix.indptr, np.int64)).take(rows)
+    query_P = chosen.row_ids
+    label_P = np.asarray(matrix.indices, np.int64)[chosen.values]
+    score_P = np.asarray(matrix.data, np.float64)[chosen.values]
     if exclude is not None:
-        keep = ~np.isin(row * num_labels + label, exclude.row_ids * num_labels + exclude.values)
-        row, label, score = row[keep], label[keep], score[keep]
-    order = np.lexsort((label, -score, row))
-    row, label, score = row[order], label[order], score[order]
-    place = np.arange(len(row)) - np.searchsorted(row, row)
-    first = place < k
-    ids = np.full((len(rows), min(k, num_labels)), -1, np.int64)
-    scores = np.full(ids.shape, -np.inf, np.float32)
-    ids[row[first], place[first]] = label[first]
-    scores[row[first], place[first]] = score[first]
-    return TopLabels(ids, scores)
+        pairs = query_P * num_labels + label_P
+        kept = ~np.isin(pairs, exclude.row_ids * num_labels + exclude.values)
+        query_P = query_P[kept]
+        label_P = label_P[kept]
+        score_P = score_P[kept]
+    return TopLabels.from_pairs(query_P, label_P, score_P, len(rows), min(k, num_labels))

@@ -188,18 +188,9 @@ def rank_votes(
     share = votes.share(weight)
     share = np.where(share > 1, 1 + np.log(np.maximum(share, 1)), share)
     voted = np.flatnonzero(share)
-    score = share[voted]
-    query, label = np.divmod(votes.pairs[voted], num_labels)
-    # By query, then by falling score, then by rising label.
-    order = np.lexsort((label, -score, query))
-    count_B = np.bincount(query, minlength=num_queries)
-    # Place of each vote in its query's list: its position less the start of the query's votes.
-    place = np.arange(len(order)) - np.repeat(np.cumsum(count_B) - count_B, count_B)
-    listed = place < k
-    best = order[listed]
-    top = TopLabels.empty(num_queries, k)
-    top.ids[query[best], place[listed]] = label[best]
-    top.scores[query[best], place[listed]] = score[best]
+    query_P, label_P = np.divmod(votes.pairs[voted], num_labels)
+    top = TopLabels.from_pairs(query_P, label_P, share[voted], num_queries, k)
+    count_B = np.bincount(query_P, minlength=num_queries)
     _complete(top, completing, votes.pairs[voted], count_B, num_labels)
     return top
 

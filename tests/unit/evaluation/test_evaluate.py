@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from dense_metrics import top_k
 from rich.console import Console
 
 from xmcray.errors import DataError
 from xmcray.evaluation import table
 from xmcray.evaluation.evaluate import Evaluation, compare, evaluate
-from xmcray.evaluation.metrics import MAIN_METRICS, top_k
+from xmcray.evaluation.metrics import MAIN_METRICS
 from xmcray.types import Int64Array, Ragged, TopLabels
 
 NUM_QUERIES, NUM_LABELS = 120, 150

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from dense_metrics import remove_pairs, top_k
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xmcray.errors import DataError
-from xmcray.evaluation.metrics import Metrics, inverse_propensity, remove_pairs, top_k
+from xmcray.evaluation.metrics import Metrics, inverse_propensity
 from xmcray.types import Ragged, TopLabels
 
 

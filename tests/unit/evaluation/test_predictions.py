@@ -6,10 +6,10 @@ from typing import BinaryIO
 
 import numpy as np
 import pytest
+from dense_metrics import top_k
 from scipy import sparse
 
 from xmcray.errors import DataError, StorageError
-from xmcray.evaluation.metrics import top_k
 from xmcray.evaluation.predictions import (
     predictions_to_top_labels,
     read_predictions,
