@@ -1,67 +1,66 @@
-"""Fifty steps on planted data give the curve they always gave; `make golden` renews it after a change on purpose."""
+"""Fifty steps on planted data give the curve they always gave.
+
+`curves.yaml` holds the settings, one JSON file each curve. `make golden` renews the files after a
+change on purpose.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from corpora import planted_corpus
 
 from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.methods.registry import method_names
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.training.loop import Loop, build
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
+FOLDER = Path(__file__).parent
+CURVES: dict[str, Any] = yaml.safe_load((FOLDER / "curves.yaml").read_text(encoding="utf-8"))
+COMMON = CURVES.pop("common")
 STEPS = 50
-SETTINGS = {
-    "astra": [
-        "method.classifier.kind=adagrad",
-        "method.classifier.lr=0.2",
-        "negatives.uniform=30",
-        "negatives.hard=5",
-        "negatives.start_epoch=2",
-        "negatives.refresh_every=2",
-    ],
-    "astra-exact": [
-        "method.exact=true",
-        "method.classifier.kind=sgd",
-        "method.classifier.lr=10",
-        "negatives.hard=0",
-    ],
-}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_curve(name: str, tmp_path: Path) -> None:
-    corpus = planted_corpus(tmp_path, num_queries=400, num_labels=60)
-    common = [
-        "encoder.dim=32",
-        "optim.batch_size=64",
-        "optim.epochs=9",
-        "optim.lr=0.01",
-        "optim.warmup_steps=5",
-    ]
-    config = RunConfig.resolve(
-        "astra", {}, [*common, *SETTINGS[name], "data.validation=0.2", "log.every=1"]
-    )
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return planted_corpus(tmp_path_factory.mktemp("golden"), num_queries=400, num_labels=60)
+
+
+def curve(name: str, corpus: Corpus, folder: Path) -> dict[str, Any]:
+    """Losses of all steps and the validation at the end."""
+    method = CURVES[name]["method"]
+    config = RunConfig.resolve(method, {}, [*COMMON, *CURVES[name]["settings"]])
     data = TrainingData(corpus, config.data)
     setup = build(config, data, torch.device("cpu"))
-    run = Run(tmp_path / "run", "golden", config, corpus.origin, corpus.sha256)
-    run.path.mkdir()
+    run = Run(folder, "golden", config, corpus.origin, corpus.sha256)
     loop = Loop(run, setup, ThreadRefresher(data, RefreshSpec(1, config.negatives, 0)))
     loop.last_step = STEPS
     loop.train()
-    records = read_records(run.path / "metrics.jsonl")
-    found = {
+    records = read_records(folder / "metrics.jsonl")
+    return {
         "loss": [record["loss"] for record in records if "loss" in record],
         "validation": {key: records[-1][key] for key in ("P@1", "P@5", "R@10")},
     }
-    file = Path(__file__).with_name(f"{name}.json")
+
+
+def test_every_method_has_a_curve() -> None:
+    assert {settings["method"] for settings in CURVES.values()} == set(method_names())
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_a_curve_is_the_recorded_one(name: str, corpus: Corpus, tmp_path: Path) -> None:
+    found = curve(name, corpus, tmp_path)
+    file = FOLDER / f"{name}.json"
     if os.environ.get("XMCRAY_RENEW_GOLDEN"):
         file.write_text(json.dumps(found, indent=1) + "\n")
     golden = json.loads(file.read_text())
