@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from xmcray.methods.registry import method_entry, method_names
-from xmcray.training.run import RunConfig
+from xmcray.training.run import OPTIONAL_SECTIONS, RunConfig
 
+NOT_SHARED = ("method", "method_name", *OPTIONAL_SECTIONS)
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings
 
@@ -26,8 +27,11 @@ Every setting of `xmcray train` by its dotted name: `--set optim.epochs=20`, or 
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
-    shared = [f for f in dataclasses.fields(RunConfig) if f.name not in ("method", "method_name")]
+    shared = [f for f in dataclasses.fields(RunConfig) if f.name not in NOT_SHARED]
     parts += [section(field.name, field.default_factory) for field in shared]
+    for name, kind in OPTIONAL_SECTIONS.items():
+        methods = [method for method in method_names() if name in method_entry(method).sections]
+        parts.append(section(name, kind, f"`{name}` of {', '.join(methods)}"))
     for name in method_names():
         parts += [section("method", method_entry(name).config_type, f"`method` of {name}")]
     return "\n".join(parts)

@@ -27,7 +27,7 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """An instance of the frozen dataclass `kind` with `values` in place of its defaults.
 
     A settings class lists former names of its fields in a class attribute `RENAMED`: old name ->
-    new name.
+    new name. Fields that have left the section are in `MOVED`: old name -> new dotted name.
 
     Args:
         values: by field name; the value of a section is a mapping again.
@@ -37,12 +37,13 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
-    renamed: Mapping[str, str] = getattr(kind, "RENAMED", {})
+    new_names = {old: where + new for old, new in getattr(kind, "RENAMED", {}).items()}
+    new_names.update(getattr(kind, "MOVED", {}))
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{where}{key}"
-        if key in renamed:
-            raise ConfigError(f"setting {name!r} is now called {where + renamed[key]!r}; rename it")
+        if key in new_names:
+            raise ConfigError(f"setting {name!r} is now called {new_names[key]!r}; rename it")
         if key not in fields:
             raise ConfigError(unknown("setting", name, [where + field for field in fields]))
         arguments[key] = _convert(hints[key], value, name)
@@ -262,12 +263,12 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
 
 def _convert_union(hint: Any, value: Any, name: str) -> Any:
     """`value` as the first type of the union that it fits."""
-    options = typing.get_args(hint)
-    if value is None and type(None) in options:
+    options = [option for option in typing.get_args(hint) if option is not type(None)]
+    if value is None and type(None) in typing.get_args(hint):
         return None
+    if len(options) == 1:
+        return _convert(options[0], value, name)  # its message says more than that of the union
     for option in options:
-        if option is type(None):
-            continue
         try:
             return _convert(option, value, name)
         except ConfigError:

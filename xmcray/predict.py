@@ -38,7 +38,7 @@ from xmcray.retrieval.predict import (
     read_chunks,
 )
 from xmcray.retrieval.retriever import Retriever
-from xmcray.retrieval.votes import MemoryConfig
+from xmcray.retrieval.votes import MemoryConfig, changed_memory
 
 KIND = "predictions"
 ANSWERS = 10  # by default, or all labels if there are fewer
@@ -55,7 +55,7 @@ def predict(
     out: str | Path,
     k: int | None = None,
     *,
-    memory: Sequence[str] = (),
+    settings: Sequence[str] = (),
     texts: bool = False,
     workers: int | None = None,
     chunk_rows: int = CHUNK_ROWS,
@@ -70,7 +70,7 @@ def predict(
         out: folder or URL that does not exist yet, for predictions.npz (CSR, queries x source label ids) and
             predictions-00000.parquet ..., both in the order of the input.
         k: answers per query.
-        memory: settings A=B over those of the bundle's memory.
+        settings: such as memory.weight=0.3, over those of the bundle's memory.
         texts: also write the queries' texts.
         workers: processes that answer; as many as there are free CPUs, at most 8, if not given.
         chunk_rows: queries of a chunk: what is lost at most per worker when all is killed.
@@ -88,12 +88,12 @@ def predict(
         check_range("workers", workers, 1)
     files = find_queries(queries)
     folder, manifest = storage.open_artifact(bundle, BUNDLE)
-    settings = read_settings(folder)
-    num_labels = settings.num_labels - len(read_labels(folder, settings)[2])
+    stored = read_settings(folder)
+    num_labels = stored.num_labels - len(read_labels(folder, stored)[2])
     k = min(ANSWERS, num_labels) if k is None else k
     if not 1 <= k <= num_labels:
         raise ConfigError(f"k is {k}, expected 1 .. {num_labels} (the number of labels)")
-    votes = _memory(settings, memory)
+    votes = _memory(stored, settings)
     job: dict[str, Any] = {
         "bundle": manifest.sha256,
         "queries": [storage.hash_file(file).sha256 for file in files],
@@ -103,7 +103,7 @@ def predict(
         "chunk_rows": max(1, min(chunk_rows, CHUNK_ANSWERS // k)),
     }
     where = str(bundle) if storage.is_url(bundle) else str(Path(bundle).absolute())
-    about: dict[str, Any] = {**job, "command": "predict", "num_labels": settings.num_labels}
+    about: dict[str, Any] = {**job, "command": "predict", "num_labels": stored.num_labels}
     with Work.opened(out, job) as work:
         try:
             end = _answer_all(work, files, where, job, votes, workers, stall_s, progress)
@@ -114,23 +114,22 @@ def predict(
         with storage.new_artifact(out, KIND, about) as target:
             chunks = [work.path(number) for number in range(end.chunks)]
             write_predictions(
-                target / "predictions.npz", collect(chunks, target, k), settings.num_labels
+                target / "predictions.npz", collect(chunks, target, k), stored.num_labels
             )
         work.remove()
     return end.rows
 
 
-def _memory(settings: Settings, changes: Sequence[str]) -> MemoryConfig | None:
-    """How training queries vote: the bundle's own settings with some changes; None where there is no memory."""
-    if settings.predictor["kind"] != "memory":
-        if changes:
-            raise ConfigError(
-                "this bundle has no memory of training queries; make one with `xmcray memory`"
-            )
-        return None
-    return configs.build(
-        MemoryConfig, configs.merge(dict(settings.predictor["config"]), changes), "memory."
-    )
+def _memory(bundle: Settings, settings: Sequence[str]) -> MemoryConfig | None:
+    """How training queries vote: the bundle's own settings with changes; None without a memory."""
+    if bundle.predictor["kind"] == "memory":
+        own = configs.build(MemoryConfig, bundle.predictor["config"], "memory.")
+        return changed_memory(own, settings)
+    if settings:
+        raise ConfigError(
+            "this bundle has no memory of training queries; make one with `xmcray memory`"
+        )
+    return None
 
 
 def _answer_all(

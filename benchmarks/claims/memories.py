@@ -43,7 +43,7 @@ def sets(full: bool) -> list[str]:
 
 def trained(corpus: str, full: bool, *settings: str) -> Training:
     """RAE-XMC with the settings that validation chose for the sample."""
-    settings = (*settings, f"method.memory.temperature={TEMPERATURE}")
+    settings = (*settings, f"memory.temperature={TEMPERATURE}")
     return Training(
         method="rae",
         corpus=corpus,

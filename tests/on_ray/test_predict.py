@@ -109,7 +109,7 @@ def test_a_folder_of_tables_and_other_settings_of_the_memory(
         "-k",
         str(K),
     ]
-    assert cli.main([*command, "--memory", "weight=0", "--memory", "keys=30"]) == 0
+    assert cli.main([*command, "--set", "memory.weight=0", "--set", "memory.keys=30"]) == 0
     assert f"{ROWS} queries answered" in capsys.readouterr().out
     table = check(
         tmp_path / "b",

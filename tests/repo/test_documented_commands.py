@@ -26,7 +26,7 @@ from xmcray.errors import ConfigError
 from xmcray.methods.registry import method_names
 from xmcray.serving.settings import ServeConfig
 from xmcray.training.run import RunConfig
-from xmcray.tuning.inference import KINDS
+from xmcray.tuning.inference import FAMILIES
 from xmcray.tuning.space import load_space
 
 COMMANDS = documents.commands()
@@ -135,7 +135,7 @@ def test_every_setting_in_the_text_exists() -> None:
     known = set()
     for name in method_names():
         known |= set(dotted(RunConfig.resolve(name, {}).to_dict()))
-    for section, kind in KINDS.items():
+    for section, kind in FAMILIES.items():
         known |= {f"{section}.{field.name}" for field in dataclasses.fields(kind)}
     unknown = [found for found in documents.named_settings() if found[1] not in known]
     assert unknown == []

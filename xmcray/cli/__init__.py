@@ -175,7 +175,7 @@ VERBS = {
         bundles.memory,
         bundles.memory_options,
         "let the training queries of a corpus vote, with any encoder and without training",
-        "xmcray memory runs/a --data corpora/msdocs --out bundles/a-memory --memory weight=0.5",
+        "xmcray memory runs/a --data corpora/msdocs --out bundles/a-memory --set memory.weight=0.5",
     ),
     "labels": Verb(
         bundles.labels,

@@ -14,7 +14,6 @@ from xmcray.errors import ConfigError
 
 if TYPE_CHECKING:
     from xmcray.retrieval.retriever import FoundLabel
-    from xmcray.retrieval.votes import MemoryConfig
 
 DEFAULT_K = 10
 MAX_VOTERS = 3  # training queries that are printed under an answer
@@ -47,9 +46,10 @@ def memory(options: argparse.Namespace) -> None:
     from xmcray import storage
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting
+    from xmcray.retrieval.votes import changed_memory
     from xmcray.training.memory import memory_bundle
 
-    settings = _memory_config(options)
+    settings = changed_memory(None, options.set) if options.set else None
     storage.refuse_existing(options.out)
     corpus = Corpus.open(options.data)
     num_texts = corpus.card.num_train + corpus.card.num_labels
@@ -120,13 +120,14 @@ def search(options: argparse.Namespace) -> None:
     if options.k is not None and options.k < 1:
         raise ConfigError(f"-k is {options.k}, expected at least 1")
     from xmcray.retrieval.retriever import Retriever
+    from xmcray.retrieval.votes import changed_memory
 
     retriever = Retriever.load(bundle_at(options.path))
     base = retriever.memory.config if retriever.memory else None
     answers_by_text = retriever.search(
         options.texts,
         min(DEFAULT_K, retriever.num_labels) if options.k is None else options.k,
-        memory=_memory_config(options, base),
+        memory=changed_memory(base, options.set) if options.set else None,
         explain=options.explain,
     )
     results = list(zip(options.texts, answers_by_text, strict=True))
@@ -193,7 +194,7 @@ def predict(options: argparse.Namespace) -> None:
         options.queries,
         options.out,
         options.k,
-        memory=options.memory,
+        settings=options.set,
         texts=options.texts,
         workers=options.workers,
     )
@@ -296,22 +297,21 @@ def _add_k(verb: argparse.ArgumentParser, per: str) -> None:
 
 
 def _add_memory(verb: argparse.ArgumentParser) -> None:
+    """Adds --set for the settings of a memory."""
     verb.add_argument(
-        "--memory",
+        "--set",
         action="append",
         default=[],
-        metavar="A=B",
-        help="a setting of the memory: weight, temperature, keys or joint",
+        metavar="A.B=C",
+        help="memory.weight, memory.temperature, memory.keys or memory.joint",
     )
+    verb.add_argument("--memory", action=_Renamed, help=argparse.SUPPRESS)
 
 
-def _memory_config(
-    options: argparse.Namespace, base: MemoryConfig | None = None
-) -> MemoryConfig | None:
-    """The settings of --memory over `base` or the defaults; None if there are none."""
-    if not options.memory:
-        return None
-    from xmcray.retrieval.votes import MemoryConfig
+class _Renamed(argparse.Action):
+    """Refuses --memory A=B and names its new form."""
 
-    values = config.merge(config.dump(base or MemoryConfig()), options.memory)
-    return config.build(MemoryConfig, values, "memory.")
+    def __call__(
+        self, parser: object, options: object, value: object, option: object = None
+    ) -> None:
+        raise ConfigError(f"--memory {value} is now written --set memory.{value}")

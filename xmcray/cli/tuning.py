@@ -17,7 +17,7 @@ from xmcray.methods.registry import check_method_name, method_names
 
 if TYPE_CHECKING:
     from xmcray.training.run import RunConfig
-    from xmcray.tuning.inference import Measured
+    from xmcray.tuning.inference import MeasuredSetting
     from xmcray.tuning.space import Space
     from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
 
@@ -33,7 +33,7 @@ _NOT_SEARCHED = {
     "log.": "it changes no result",
     "data.validation": "trials are compared on one validation split",
     "data.seed": "trials are compared on one validation split",
-    "method.memory.": "validation in training searches labels alone; sweep memory.* with --bundle"
+    "memory.": "validation in training searches labels alone; sweep memory.* with --bundle"
     " on the finished run",
 }
 
@@ -223,19 +223,19 @@ def _tune_bundle(options: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name} is for trainings, but --bundle only searches; leave one of them out"
             )
-    from xmcray.tuning.inference import kind_of
+    from xmcray.tuning.inference import family_of
     from xmcray.tuning.space import load_space
 
     space = load_space(options.space)
-    kind = kind_of(space, options.space)
+    family = family_of(space, options.space)
     from xmcray.data.corpus import Corpus
     from xmcray.training.run import locked
     from xmcray.tuning.inference import sweep_bundle
 
-    metric = options.metric
     corpus = Corpus.open(options.data)
     out = Path(options.out).absolute()
     bundle = bundle_at(options.bundle, options.data)
+    num_draws = options.trials or DEFAULT_DRAWS
     with locked(out):
         names = {path.name for path in out.iterdir()}
         foreign = sorted(names - {"lock", "results.json", "report.html", "best.yaml"})
@@ -243,66 +243,27 @@ def _tune_bundle(options: argparse.Namespace) -> None:
             raise RunError(
                 f"{out} holds {foreign[0]}, not a sweep of a bundle; choose another --out"
             )
-        num_draws = options.trials or DEFAULT_DRAWS
-        measured, unchanged = sweep_bundle(
-            bundle, corpus, space, num_draws, options.seed, metric, options.space
+        sweep = sweep_bundle(
+            bundle, corpus, space, num_draws, options.seed, options.metric, options.space
         )
-        best = measured[0]
-        results = {
-            "metric": metric,
-            "bundle_as_it_is": unchanged,
-            "settings": [setting.plain() for setting in measured],
-        }
-        summary = (
-            f"{metric} {best.metrics[metric]:.4f} on validation,"
-            f" {unchanged[metric]:.4f} of the bundle as it is"
-        )
-        title = f"Settings of {Path(options.bundle).name} on {corpus.card.name}"
-        _write_bundle_results(out, kind, measured, results, summary, title, space)
+        sweep.write(out, f"Settings of {Path(options.bundle).name} on {corpus.card.name}")
     if options.json:
-        show_json(results)
+        show_json(sweep.plain())
         return
-    _show_settings(measured, space, metric)
-    show(summary)
-    if kind == "memory":
-        changes = []
-        for name, value in best.values.items():
-            changes += ["--memory", _assignment(name, value)]
-        show_next(["xmcray", "search", options.bundle, "TEXT", *changes])
-    if kind == "index":
+    _show_settings(sweep.settings, space, options.metric)
+    show(sweep.summary)
+    if family == "memory":
+        search = ["xmcray", "search", options.bundle, "TEXT"]
+        for name, value in sweep.settings[0].values.items():
+            text = str(value).lower() if isinstance(value, bool) else value
+            search += ["--set", f"{name}={text}"]
+        show_next(search)
+    if family == "index":
         run = "RUN"
         if bundle != options.bundle:  # a run was named, not its bundle
             run = options.bundle.removesuffix("/").removesuffix("/selection")
-        config_file = f"{options.out}/best.yaml"
-        show_next(["xmcray", "export", run, "--out", "BUNDLE", "--config", config_file])
-
-
-def _write_bundle_results(
-    out: Path,
-    kind: str,
-    measured: Sequence[Measured],
-    results: Mapping[str, Any],
-    summary: str,
-    title: str,
-    space: Space,
-) -> None:
-    """Writes results.json, best.yaml and report.html of a sweep of a bundle."""
-    import yaml
-
-    from xmcray import storage
-    from xmcray.tuning.inference import as_trials
-    from xmcray.tuning.report import write_report
-    from xmcray.tuning.space import nested
-
-    storage.write_json(out / "results.json", results)
-    # The settings of a memory have a place in the configuration of a run.
-    section = "method." if kind == "memory" else ""
-    values = {f"{section}{name}": value for name, value in measured[0].values.items()}
-    text = yaml.safe_dump(nested(values), sort_keys=False)
-    storage.write_text(out / "best.yaml", f"# {summary}.\n{text}")
-    metric = results["metric"]
-    trials = as_trials(measured, metric)
-    write_report(out / "report.html", title, metric, space, trials, f"Best: {summary}.")
+        best = f"{options.out}/best.yaml"
+        show_next(["xmcray", "export", run, "--out", "BUNDLE", "--config", best])
 
 
 def _check_searchable(space: Space, where: str) -> None:
@@ -311,11 +272,6 @@ def _check_searchable(space: Space, where: str) -> None:
         for beginning, reason in _NOT_SEARCHED.items():
             if name.startswith(beginning):
                 raise ConfigError(f"{where}: {name} cannot be searched: {reason}")
-
-
-def _assignment(name: str, value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else value
-    return f"{name.rpartition('.')[2]}={text}"
 
 
 def _progress(trial: Trial, metric: str, trials: Sequence[Trial], num_trials: int) -> str:
@@ -340,7 +296,7 @@ def _show_trials(trials: Sequence[Trial], space: Space, metric: str) -> None:
     show_table("Trials, the best first", columns, rows)
 
 
-def _show_settings(measured: Sequence[Measured], space: Space, metric: str) -> None:
+def _show_settings(measured: Sequence[MeasuredSetting], space: Space, metric: str) -> None:
     metrics = list(dict.fromkeys([metric, "P@1", "PSP@1"]))  # each once
     has_speeds = any(setting.queries_per_s for setting in measured)
     rows = []

@@ -15,11 +15,10 @@ from xmcray.data.batches import TrainingData
 from xmcray.errors import DataError
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.sampler import draw_from_rows
-from xmcray.nn.heads import Head
+from xmcray.nn.heads import FusionConfig, Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowTable
 from xmcray.parallel.partition import LabelPartition
-from xmcray.retrieval.votes import MemoryConfig
 from xmcray.types import Batch, Int64Array, Ragged, Shortlist, StepOutput
 
 
@@ -37,6 +36,7 @@ class MethodContext:
         seed: Seed of all random draws of the run.
         dtype: Of label rows.
         device: Of label rows.
+        fusion: Settings of section `fusion`.
     """
 
     encode: Callable[[Ragged], Tensor]
@@ -48,6 +48,7 @@ class MethodContext:
     seed: int
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    fusion: FusionConfig = field(default_factory=FusionConfig)
 
     def check_label_texts(self, method: str) -> None:
         """Raises DataError if no label has a text, for methods that encode label texts."""
@@ -134,13 +135,11 @@ class BundleSpec:
 
     Attributes:
         label_side: How a label that joins later gets its vector.
-        memory: How the training queries vote, if the method answers with them.
         cluster_state: Name of the state tensor that holds the cluster of each label, if the label
             side needs the clusters of all labels.
     """
 
     label_side: LabelSide = field(default_factory=LabelSide)
-    memory: MemoryConfig | None = None
     cluster_state: str | None = None
 
 
@@ -221,6 +220,7 @@ class MethodEntry:
         defaults: Default settings of other sections, by section.
         label_counts: Settings that count labels. A value above L is clipped, with a warning.
         uses_label_texts: Label vectors are made of label texts, so labels without text have none.
+        sections: Which of the optional sections `memory` and `fusion` the method has.
     """
 
     config_type: type[Any]
@@ -228,6 +228,7 @@ class MethodEntry:
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     label_counts: tuple[str, ...] = ()
     uses_label_texts: bool = False
+    sections: tuple[str, ...] = ()
 
 
 def dual_encoder_defaults(hard: int = 0) -> Mapping[str, Mapping[str, Any]]:

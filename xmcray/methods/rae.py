@@ -4,7 +4,7 @@
     tau                      config.temperature            softmax temperature
     Eq. 10                   rae_loss                      labels and in-batch queries as negatives
     m of the top k           hard_per_query, negatives.hard
-    Eq. 8, lam, b            config.memory                 how the memory of training queries answers
+    Eq. 8, lam, b            section `memory`              how the memory of training queries answers
 
 At inference a query meets labels and training queries in one softmax, so in training it competes
 with both: the other queries of the global batch are columns as well, except those that share a
@@ -14,7 +14,8 @@ training uses the labels alone (lambda = 0), because the memory would have to be
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from xmcray.config import check_range
 from xmcray.losses.pairs import Pairs
 from xmcray.losses.softmax import decoupled_softmax
 from xmcray.methods.base import (
-    BundleSpec,
     MethodContext,
     MethodEntry,
     dual_encoder_defaults,
@@ -33,7 +33,6 @@ from xmcray.methods.dual_encoder import DualEncoder
 from xmcray.methods.label_pool import LabelPool
 from xmcray.nn.heads import NormalisedHead
 from xmcray.parallel.collectives import gather_rows
-from xmcray.retrieval.votes import MemoryConfig
 from xmcray.types import Batch, Ragged, Shortlist, StepOutput
 
 
@@ -45,13 +44,13 @@ class RaeConfig:
         hard_per_query: m, drawn from the `negatives.hard` labels of a query's shortlist.
         query_negatives: in-batch queries without a common positive are negatives too (Eq. 10).
         temperature: tau of the loss; scores are divided by it.
-        memory: how the bundle of a finished run answers; every request can choose otherwise.
     """
+
+    MOVED: ClassVar = {"memory": "memory"}
 
     hard_per_query: int = 2
     query_negatives: bool = True
     temperature: float = 0.04
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self) -> None:
         check_range("method.hard_per_query", self.hard_per_query, low=1)
@@ -64,7 +63,6 @@ class Rae(DualEncoder):
     def __init__(self, config: RaeConfig, context: MethodContext) -> None:
         super().__init__("rae", context, NormalisedHead(context.dim))
         self.config = config
-        self.bundle_spec = BundleSpec(memory=config.memory)
 
     def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
         """One drawn positive per query against labels and queries of the global batch (Eq. 10)."""
@@ -158,4 +156,5 @@ ENTRY = MethodEntry(
     defaults=dual_encoder_defaults(hard=50),
     label_counts=("hard_per_query",),
     uses_label_texts=True,
+    sections=("memory",),
 )

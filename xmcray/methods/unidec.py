@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -70,9 +70,9 @@ class UnidecConfig:
             the label texts with coordinates of that deviation.
         init_std: deviation of the rows' initial values.
         answer_by: "text", "classifier" or "both"; a loss without a share has no part in "both".
-        text_share: of "both", share of the cosine with the label text; 0.5 is the paper's
-            concatenation.
     """
+
+    MOVED: ClassVar = {"text_share": "fusion.text_weight"}
 
     num_positives: int = 3
     hard_per_query: int = 6
@@ -90,7 +90,6 @@ class UnidecConfig:
     init: Literal["random", "texts"] = "texts"
     init_std: float = 0.02
     answer_by: Literal["both", "text", "classifier"] = "both"
-    text_share: float = 0.5
 
     def __post_init__(self) -> None:
         check_range("method.num_positives", self.num_positives, low=0)
@@ -104,8 +103,6 @@ class UnidecConfig:
         check_range("method.balance_classifier", self.balance_classifier, 0, 1)
         check_range("method.temperature", self.temperature, low=1e-4)
         check_range("method.dropout", self.dropout, 0, 0.99)
-        # For shares closer to 0 or 1, `answer_by` says it better.
-        check_range("method.text_share", self.text_share, 0.01, 0.99)
         check_choices(self, "method")
         if self.answer_by not in ("both", self.answers):
             raise ConfigError(
@@ -144,7 +141,7 @@ class Unidec(Method):
         self.config = config
         self.context = context
         head_dim = config.head_dim or context.dim
-        self.heads = TwoHeads(context.dim, head_dim, config.answers, config.text_share)
+        self.heads = TwoHeads(context.dim, head_dim, config.answers, context.fusion.text_weight)
         self.heads.reset(context.seed)
         self.heads.to(context.device, context.dtype)
         super().__init__(self.heads)
@@ -275,4 +272,5 @@ ENTRY = MethodEntry(
     defaults=dual_encoder_defaults(hard=30),
     label_counts=("hard_per_query",),
     uses_label_texts=True,
+    sections=("fusion",),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from xmcray.config import check_range
 from xmcray.errors import BundleError
 
 SETTINGS, WEIGHTS = "head.json", "head.safetensors"
@@ -61,6 +63,23 @@ class NormalisedHead(Head):
     def forward(self, vector_BD: Tensor) -> Tensor:
         """vector / |vector|."""
         return F.normalize(vector_BD, dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionConfig:
+    """Section `fusion`: how UniDEC's two cosines are added.
+
+    Attributes:
+        text_weight: of the cosine with the label text; that of the cosine with the classifier row is
+            1 - text_weight. 0.5 is the paper's concatenation.
+    """
+
+    RENAMED: ClassVar = {"text": "text_weight"}
+
+    text_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_range("fusion.text_weight", self.text_weight, 0, 1)
 
 
 class TwoHeads(Head):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 MEMORY = (
     "The bundle has a memory of training queries that vote; these are the vectors of its labels alone, so answers are"
-    " those of `xmcray search --memory weight=0`, not those of the bundle's own settings."
+    " those of `xmcray search --set memory.weight=0`, not those of the bundle's own settings."
 )
 
 _HEAD = """# LABELS label vectors of width DIM

@@ -13,12 +13,13 @@ With weight 0 only labels are searched, with weight 1 only training queries.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.types import Int64Array, Ragged, TopLabels
@@ -51,6 +52,27 @@ class MemoryConfig:
         check_range("memory.weight", self.weight, 0, 1)
         check_range("memory.temperature", self.temperature, low=1e-3)
         check_range("memory.keys", self.keys, 1, 100_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AnswerSettings:
+    """Settings that an answer can change, by section."""
+
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+
+
+def changed_memory(base: MemoryConfig | None, overrides: Sequence[str]) -> MemoryConfig:
+    """A memory's settings with overrides such as "memory.weight=0.3".
+
+    Args:
+        base: settings that are not overridden; the defaults if not given.
+        overrides: assignments to dotted names.
+
+    Raises:
+        ConfigError: an unknown name, or a value out of range.
+    """
+    own = {"memory": configs.dump(base or MemoryConfig())}
+    return configs.build(_AnswerSettings, configs.merge(own, overrides)).memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def export_run(
     data = TrainingData(corpus, run.config.data)
     num_labels = corpus.card.num_labels
     first = _finished(run, last, data, LabelPartition(num_labels, _blocks(num_labels), 0))
-    memory = first.method.bundle_spec.memory
+    memory = run.config.memory
     label_side = first.method.bundle_spec.label_side
     cluster_state = first.method.bundle_spec.cluster_state
     if cluster_state:

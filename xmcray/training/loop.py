@@ -22,6 +22,7 @@ from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.refresh import Refresher
 from xmcray.negatives.shortlists import ShortlistFeed
 from xmcray.nn.encoder import build_encoder
+from xmcray.nn.heads import FusionConfig
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
@@ -80,6 +81,7 @@ def build(
         seed=optim.seed,
         dtype=optim.dtype,
         device=device,
+        fusion=config.fusion or FusionConfig(),
     )
     method = method_entry(config.method_name).factory(config.method, context)
     sampler = BatchSampler(data, optim.batch_size, optim.seed)

@@ -37,9 +37,12 @@ from xmcray.errors import ConfigError, RunError, XmcrayError
 from xmcray.methods.registry import method_entry
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.encoder import EncoderConfig
+from xmcray.nn.heads import FusionConfig
+from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.optim import OptimConfig
 
 _MISTAKE = "mistake.json"
+OPTIONAL_SECTIONS: Mapping[str, type[Any]] = {"memory": MemoryConfig, "fusion": FusionConfig}
 SELECTION, VECTORS = "selection", "vectors"
 
 
@@ -116,7 +119,10 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a run depends on besides the corpus. `method` is the configuration class of the method."""
+    """Everything a run depends on besides the corpus. `method` is the configuration class of the method.
+
+    The last two sections are None if the method does not have them.
+    """
 
     method_name: str
     method: Any
@@ -126,6 +132,8 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    memory: MemoryConfig | None = None
+    fusion: FusionConfig | None = None
 
     @classmethod
     def resolve(
@@ -154,11 +162,17 @@ class RunConfig:
         unknown = [key for key in merged if key not in sections]
         if unknown:
             raise ConfigError(configs.unknown("setting", str(unknown[0]), list(sections)))
+        for section in OPTIONAL_SECTIONS:
+            if section in entry.sections:
+                merged.setdefault(section, {})
+            elif section in merged:
+                raise ConfigError(f"{method_name} has no settings {section}.*; leave them out")
         return configs.build(cls, merged)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `resolve(method_name, values)` gives an equal configuration."""
-        return configs.dump(self)
+        sections = configs.dump(self)
+        return {name: values for name, values in sections.items() if values is not None}
 
 
 @dataclass(frozen=True, slots=True)

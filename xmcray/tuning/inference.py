@@ -1,11 +1,11 @@
-"""Settings of a finished bundle, swept on its own vectors without training: seconds instead of hours.
+"""Sweeps of a finished bundle on its own vectors, without training: seconds instead of hours.
 
-    memory.weight, .temperature, .keys, .joint           lambda, tau, b of a memory (RAE-XMC, Eq. 8)
-    fusion.text                                          share of the label texts in UniDEC's sum of two cosines
-    index.factory, .nprobe, .candidates, .ef_search      how fast an index of the bundle would be, and how good
+    memory.weight, .temperature, .keys, .joint        lambda, tau, b of a memory (RAE-XMC, Eq. 8)
+    fusion.text_weight                                weight of label texts in UniDEC's sum of cosines
+    index.factory, .nprobe, .candidates, .ef_search   speed and quality of an index of the bundle
 
-Queries are those that the bundle's run held out for validation, never the test split. A memory is asked as if it did
-not remember them.
+The queries are those that the bundle's run held out for validation, never the test split. A memory
+answers them without its own entries for them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from xmcray import config as configs
 from xmcray import storage
@@ -29,42 +31,33 @@ from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.heads import TwoHeads, load_head
 from xmcray.retrieval import bundle as bundles
 from xmcray.retrieval.index import Index, IndexSpec, build_index
+from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import VOTE_QUERIES, MemoryConfig, sweep
 from xmcray.training.export import index_spec, sample_rows
 from xmcray.training.outcome import check_fits
+from xmcray.training.run import OPTIONAL_SECTIONS
 from xmcray.tuning.proposals import RandomProposals
+from xmcray.tuning.report import write_report
 from xmcray.tuning.space import Space, Values, check_space, nested
 from xmcray.tuning.sweep import Trial
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+from xmcray.types import Float32Array, Ragged, TopLabels
 
-ENOUGH = 0.001  # an index that loses less of the metric than this is as good as the best; then the fastest wins
+# Of the indexes that lose less than this to the best one, the fastest is the best.
+TOLERATED_LOSS = 0.001
 
-
-@dataclass(frozen=True, kw_only=True)
-class FusionConfig:
-    """How UniDEC's two cosines are added: text * (cosine with the label text) + (1 - text) * (cosine with the row)."""
-
-    text: float = 0.5
-
-    def __post_init__(self) -> None:
-        configs.check_range("fusion.text", self.text, 0, 1)
-
-
-KINDS: Mapping[str, type[Any]] = {
-    "memory": MemoryConfig,
-    "fusion": FusionConfig,
-    "index": IndexSpec,
-}
+FAMILIES: Mapping[str, type[Any]] = {**OPTIONAL_SECTIONS, "index": IndexSpec}
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One setting.
+class MeasuredSetting:
+    """One setting and its metrics.
 
     Attributes:
-        values: by dotted name. metrics: on the validation split. queries_per_s: of an index, for the search alone.
+        values: by dotted name.
+        metrics: on the validation split.
+        queries_per_s: of the search alone; 0 unless the setting is one of an index.
     """
 
     values: Values
@@ -76,36 +69,84 @@ class Measured:
         return {"values": self.values, "queries_per_s": self.queries_per_s, **self.metrics}
 
 
-@dataclass(frozen=True)
-class Held:
-    """The validation queries of a bundle.
+@dataclass(frozen=True, slots=True)
+class BundleSweep:
+    """The result of a sweep.
 
     Attributes:
-        data: the training split as the bundle's run saw it. query_BD: float32, their vectors. seed: of the run.
+        space: the settings that were searched.
+        metric: which decides.
+        settings: the best first.
+        unchanged: metrics of the bundle with its own settings.
     """
 
+    space: Space
+    metric: str
+    settings: Sequence[MeasuredSetting]
+    unchanged: Mapping[str, float]
+
+    @property
+    def summary(self) -> str:
+        """The best metric and that of the bundle as it is, in words."""
+        best = self.settings[0].metrics[self.metric]
+        before = self.unchanged[self.metric]
+        return f"{self.metric} {best:.4f} on validation, {before:.4f} of the bundle as it is"
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values for results.json."""
+        return {
+            "metric": self.metric,
+            "bundle_as_it_is": self.unchanged,
+            "settings": [setting.plain() for setting in self.settings],
+        }
+
+    def write(self, folder: Path, title: str) -> None:
+        """Writes results.json, best.yaml and report.html.
+
+        Args:
+            folder: where they go.
+            title: heading of the report.
+        """
+        storage.write_json(folder / "results.json", self.plain())
+        best = yaml.safe_dump(nested(self.settings[0].values), sort_keys=False)
+        storage.write_text(folder / "best.yaml", f"# {self.summary}.\n{best}")
+        trials = []
+        for number, setting in enumerate(self.settings):
+            curve = ((0, setting.metrics[self.metric]),)
+            trials.append(Trial(number, setting.values, "finished", curve=curve))
+        notes = f"Best: {self.summary}."
+        write_report(folder / "report.html", title, self.metric, self.space, trials, notes)
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    """A bundle and the queries that its run held out for validation.
+
+    Attributes:
+        folder: of the bundle.
+        retriever: answers from the bundle.
+        data: the training split as the bundle's run saw it.
+        query_BD: float32, vectors of the queries.
+        excluded: labels that are no answers to a query, source ids.
+        seed: of the run.
+    """
+
+    folder: Path
     retriever: Retriever
     data: TrainingData
     query_BD: Float32Array
+    excluded: Ragged
     seed: int
-
-    @property
-    def rows(self) -> Int64Array:
-        """Their rows in the training split."""
-        return self.data.validation_rows
 
     @property
     def k(self) -> int:
         """Answers per query."""
         return min(SEARCH_K, self.data.num_labels)
 
-    def excluded(self) -> Ragged:
-        """Labels that are no answers to a query, source ids."""
-        return self.data.corpus.split("train").filters(self.rows)
-
     def measure(self, top: TopLabels) -> Mapping[str, float]:
-        """Metrics of the answers to all of them."""
-        corpus, card = self.data.corpus, self.data.corpus.card
+        """Metrics of answers to all of the queries."""
+        corpus = self.data.corpus
+        card = corpus.card
         metrics = Metrics(
             corpus.train_counts,
             card.num_train,
@@ -113,33 +154,35 @@ class Held:
             card.propensity_b,
             card.num_labels,
         )
-        metrics.update(top, corpus.split("train").positives(self.rows))
+        metrics.update(top, corpus.split("train").positives(self.data.validation_rows))
         return metrics.result()
 
 
-def kind_of(space: Space, where: str) -> str:
+def family_of(space: Space, where: str) -> str:
     """The one family of settings that a space names: "memory", "fusion" or "index".
 
+    Args:
+        space: the space.
+        where: name of its file, for error messages.
+
     Raises:
-        ConfigError: another name, several families, or a range that a setting does not take.
+        ConfigError: another name, several families, or a range that a setting does not accept.
     """
-    kinds = {name.partition(".")[0] for name in space}
-    if unknown := sorted(kinds - KINDS.keys()):
-        known = [
-            f"{kind}.{f.name}" for kind, body in KINDS.items() for f in dataclasses.fields(body)
-        ]
-        name = next(name for name in space if name.partition(".")[0] in unknown)
-        hint = configs.unknown("inference-time setting", name, known)
-        raise ConfigError(
-            f"{where}: {hint}; for settings of training name a method in place of --bundle"
-        )
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"{where} names settings of {' and '.join(sorted(kinds))}, expected one of them at a time"
-        )
-    kind = kinds.pop()
-    check_space(space, lambda values: _build(kind, values), where)
-    return kind
+    families = set()
+    for name in space:
+        family = name.partition(".")[0]
+        if family not in FAMILIES:
+            hint = configs.unknown("inference-time setting", name, _setting_names())
+            raise ConfigError(
+                f"{where}: {hint}; for settings of training name a method in place of --bundle"
+            )
+        families.add(family)
+    if len(families) > 1:
+        names = " and ".join(sorted(families))
+        raise ConfigError(f"{where} names settings of {names}, expected one of them at a time")
+    family = families.pop()
+    check_space(space, functools.partial(_build, family), where)
+    return family
 
 
 def sweep_bundle(
@@ -150,57 +193,60 @@ def sweep_bundle(
     seed: int,
     metric: str,
     where: str = "the space",
-) -> tuple[list[Measured], Mapping[str, float]]:
-    """Metrics of randomly drawn settings, the best first, and those of the bundle as it is.
+) -> BundleSweep:
+    """Measures randomly sampled settings.
 
     Args:
-        path: folder or URL of the bundle. corpus: the one it was made from. trials: settings to compare.
-        metric: what decides; of indexes that lose less than 0.001 of it, speed.
+        path: folder or URL of the bundle.
+        corpus: the one that it was made from.
+        space: the settings to search.
+        trials: number of settings to compare; equal ones are measured once.
+        seed: of the sampled values.
+        metric: which decides; of indexes that lose less than 0.001 of it, speed decides.
+        where: name of the space's file, for error messages.
+
     Raises:
-        ConfigError: the settings are not ones that the bundle has, or its run held nothing out.
-        DataError: bundle and corpus do not belong together. BundleError: it cannot be read.
+        ConfigError: the bundle does not have these settings, or its run held nothing out.
+        DataError: bundle and corpus do not belong together.
+        BundleError: the bundle cannot be read.
     """
-    kind = kind_of(space, where)
-    held = _open(path, corpus)
-    drawn = RandomProposals(space, seed, lambda values: _build(kind, values))
-    grid = _distinct(drawn.propose(number) for number in range(trials))
-    if kind == "memory":
-        found = _sweep_memory(held, grid)
+    family = family_of(space, where)
+    held_out = _open(path, corpus)
+    proposals = RandomProposals(space, seed, functools.partial(_build, family))
+    grid: list[Values] = []
+    for number in range(trials):
+        values = proposals.propose(number)
+        if values not in grid:
+            grid.append(values)
+    measure_grid = {"memory": _sweep_memory, "fusion": _sweep_fusion, "index": _sweep_index}
+    settings = measure_grid[family](held_out, grid)
+    if metric not in settings[0].metrics:
+        raise ConfigError(configs.unknown("metric", metric, list(settings[0].metrics)))
+    if family == "index":
+        best = max(setting.metrics[metric] for setting in settings)
+        lowest = best - TOLERATED_LOSS
+        # False sorts before True: those that are good enough come first, the fastest of them leading.
+        settings.sort(key=lambda s: (s.metrics[metric] < lowest, -s.queries_per_s))
     else:
-        found = _sweep_fusion(path, held, grid) if kind == "fusion" else _sweep_index(held, grid)
-    if metric not in found[0].metrics:
-        raise ConfigError(configs.unknown("metric", metric, list(found[0].metrics)))
-    best = max(one.metrics[metric] for one in found)
-    if kind == "index":
-        found.sort(key=lambda one: (one.metrics[metric] < best - ENOUGH, -one.queries_per_s))
-    else:
-        found.sort(key=lambda one: -one.metrics[metric])
-    return found, _as_it_is(held)
+        settings.sort(key=lambda s: -s.metrics[metric])
+    return BundleSweep(space, metric, settings, _unchanged_metrics(held_out))
 
 
-def as_trials(found: Sequence[Measured], metric: str) -> list[Trial]:
-    """For the report of a sweep."""
-    return [
-        Trial(i, one.values, "finished", "", ((0, one.metrics[metric]),))
-        for i, one in enumerate(found)
-    ]
-
-
-def _open(path: str, corpus: Corpus) -> Held:
-    """The bundle, and what its run held out."""
-    _, manifest = storage.open_artifact(path, bundles.KIND, contents=False)
-    about = manifest.about
-    if about.get("corpus_sha256", corpus.sha256) != corpus.sha256:
+def _open(path: str, corpus: Corpus) -> _HeldOut:
+    """Loads a bundle and the queries that its run held out."""
+    folder, manifest = storage.open_artifact(path, bundles.KIND, contents=False)
+    if manifest.about.get("corpus_sha256", corpus.sha256) != corpus.sha256:
         raise DataError(
-            f"bundle {path} was made from another corpus than {corpus.path}; name that one with --data"
+            f"bundle {path} was made from another corpus than {corpus.path};"
+            " name that one with --data"
         )
-    trained = about.get("config", {})
-    section = trained.get("data")
-    config = DataConfig() if section is None else configs.build(DataConfig, section, "data.")
+    run_settings = manifest.about.get("config", {})
+    config = configs.build(DataConfig, run_settings.get("data") or {}, "data.")
     if not config.validation:
         raise ConfigError(
-            f"bundle {path} was trained on all training queries (data.validation=0), so none is left to choose by; name"
-            " RUN/selection of its run if that was made with --refit, or train with data.validation=0.05"
+            f"bundle {path} was trained on all training queries (data.validation=0), so none is"
+            " left to choose by; name RUN/selection of its run if that was made with --refit,"
+            " or train with data.validation=0.05"
         )
     retriever = Retriever.load(path)
     check_fits(retriever, corpus)
@@ -209,119 +255,154 @@ def _open(path: str, corpus: Corpus) -> Held:
         raise ConfigError(
             f"no query with a positive is held out of {corpus.path}; raise data.validation"
         )
-    query_BD = retriever.encode(corpus.split("train").tokens(data.validation_rows))
-    return Held(retriever, data, query_BD, trained.get("optim", {}).get("seed", 0))
+    train = corpus.split("train")
+    return _HeldOut(
+        folder=folder,
+        retriever=retriever,
+        data=data,
+        query_BD=retriever.encode(train.tokens(data.validation_rows)),
+        excluded=train.filters(data.validation_rows),
+        seed=run_settings.get("optim", {}).get("seed", 0),
+    )
 
 
-def _as_it_is(held: Held) -> Mapping[str, float]:
-    """The bundle's own settings, for comparison; a memory without the held-out queries."""
-    if held.retriever.memory is not None:
-        config = held.retriever.memory.config
-        values: Values = {f"memory.{name}": value for name, value in configs.dump(config).items()}
-        return _sweep_memory(held, [values])[0].metrics
-    return held.measure(held.retriever.top_labels(held.query_BD, held.k, exclude=held.excluded()))
+def _unchanged_metrics(held_out: _HeldOut) -> Mapping[str, float]:
+    """Metrics of the bundle's own settings; a memory answers without the held-out queries."""
+    retriever = held_out.retriever
+    if retriever.memory is not None:
+        settings = configs.dump(retriever.memory.config)
+        values: Values = {f"memory.{name}": value for name, value in settings.items()}
+        return _sweep_memory(held_out, [values])[0].metrics
+    top = retriever.top_labels(held_out.query_BD, held_out.k, exclude=held_out.excluded)
+    return held_out.measure(top)
 
 
-def _sweep_memory(held: Held, grid: list[Values]) -> list[Measured]:
-    memory, rows = held.retriever.memory, held.rows
+def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSetting]:
+    memory = held_out.retriever.memory
     if memory is None:
         raise ConfigError(
             "the bundle has no memory of training queries; make one with `xmcray memory`"
         )
-    settings = [_build("memory", values, memory.config) for values in grid]
-    remembered = np.flatnonzero(held.data.corpus.split("train").num_positives())
-    if len(remembered) != len(memory.positives):
-        counts = (
-            f"the memory holds {len(memory.positives):,} queries, the corpus {len(remembered):,}"
+    configurations = [_build("memory", values, memory.config) for values in grid]
+    # One search serves all settings: for as many keys as any of them needs, with and without votes.
+    most_keys = max(config.keys for config in configurations)
+    widest = dataclasses.replace(configurations[0], weight=0.5, keys=most_keys)
+    labels_only = dataclasses.replace(widest, weight=0.0)
+    names = _names_without(held_out, memory)
+    width = min(most_keys, int((names >= 0).sum()))
+    answers: dict[MemoryConfig, list[TopLabels]] = {config: [] for config in configurations}
+    num_queries = len(held_out.query_BD)
+    for start in range(0, num_queries, VOTE_QUERIES):
+        stop = min(start + VOTE_QUERIES, num_queries)
+        query_BD = held_out.query_BD[start:stop]
+        excluded = held_out.excluded.slice(start, stop)
+        labels = held_out.retriever.find_neighbours(
+            query_BD, held_out.k, memory=labels_only, exclude=excluded
+        ).labels
+        neighbours = Neighbours(memory.rows.search(query_BD, width, names=names), labels)
+        results = sweep(
+            neighbours,
+            memory.positives,
+            answers,
+            held_out.k,
+            held_out.data.num_labels,
+            excluded,
         )
-        raise DataError(f"{counts}; make the bundle of this corpus anew")
-    names = np.where(np.isin(remembered, rows), -1, np.arange(len(remembered)))
-    widest = dataclasses.replace(
-        settings[0], weight=0.5, keys=max(config.keys for config in settings)
-    )
-    width = min(widest.keys, int((names >= 0).sum()))
-    by_label = dataclasses.replace(widest, weight=0.0)
-    excluded, answers = held.excluded(), {config: [TopLabels.empty(0)] for config in settings}
-    for start in range(0, len(rows), VOTE_QUERIES):
-        query_BD, hide = (
-            held.query_BD[start : start + VOTE_QUERIES],
-            excluded.slice(start, min(start + VOTE_QUERIES, len(rows))),
-        )
-        near = Neighbours(
-            memory.rows.search(query_BD, width, names=names),
-            held.retriever.find_neighbours(query_BD, held.k, memory=by_label, exclude=hide).labels,
-        )
-        for config, top in sweep(
-            near, memory.positives, answers, held.k, held.data.num_labels, hide
-        ):
+        for config, top in results:
             answers[config].append(top)
-    found = {config: held.measure(_joined(parts[1:])) for config, parts in answers.items()}
-    return [Measured(values, found[config]) for values, config in zip(grid, settings, strict=True)]
+    measured = []
+    for values, config in zip(grid, configurations, strict=True):
+        top = TopLabels.concatenate(answers[config], held_out.k)
+        measured.append(MeasuredSetting(values, held_out.measure(top)))
+    return measured
 
 
-def _sweep_fusion(path: str, held: Held, grid: list[Values]) -> list[Measured]:
-    folder, _ = storage.open_artifact(path, bundles.KIND, contents=False)
-    head = load_head(folder / "head")
+def _names_without(held_out: _HeldOut, memory: Memory) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Number of each entry of the memory, -1 for the held-out queries, which are no neighbours.
+
+    Raises:
+        DataError: the memory does not hold the queries of this corpus.
+    """
+    # A memory holds the training queries that have a positive, in the order of the corpus.
+    entry_rows = np.flatnonzero(held_out.data.corpus.split("train").num_positives())
+    if len(entry_rows) != len(memory.positives):
+        raise DataError(
+            f"the memory holds {len(memory.positives):,} queries, the corpus"
+            f" {len(entry_rows):,}; make the bundle of this corpus anew"
+        )
+    is_held_out = np.isin(entry_rows, held_out.data.validation_rows)
+    return np.where(is_held_out, -1, np.arange(len(entry_rows)))
+
+
+def _sweep_fusion(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSetting]:
+    head = load_head(held_out.folder / "head")
     if not isinstance(head, TwoHeads) or head.answer_by != "both":
         raise ConfigError(
-            "fusion.text weighs the two answers of UniDEC's answer_by=both; this bundle has one"
+            "fusion.text_weight weighs the two answers of UniDEC's answer_by=both;"
+            " this bundle has one"
         )
-    found = []
+    if head.text_share in (0.0, 1.0):
+        raise ConfigError(
+            f"the bundle's own fusion.text_weight is {head.text_share:g}, so its vectors hold only"
+            " one of the two answers; train with a weight between 0 and 1"
+        )
+    measured = []
     for values in grid:
-        share = _build("fusion", values).text
-        # The bundle's own share is in its query vectors already.
-        weights = share / head.text_share, (1 - share) / (1 - head.text_share)
-        weight_D = np.repeat(np.array(weights, np.float32), head.head_dim)
-        top = held.retriever.top_labels(
-            held.query_BD * weight_D, held.k, exclude=held.excluded(), exact=True
+        text_weight = _build("fusion", values).text_weight
+        # The vectors hold the bundle's own weights already, so these are factors.
+        text_factor = text_weight / head.text_share
+        row_factor = (1 - text_weight) / (1 - head.text_share)
+        factors = np.array([text_factor, row_factor], np.float32)
+        query_BD = held_out.query_BD * np.repeat(factors, head.head_dim)
+        top = held_out.retriever.top_labels(
+            query_BD, held_out.k, exclude=held_out.excluded, exact=True
         )
-        found.append(Measured(values, held.measure(top)))
-    return found
+        measured.append(MeasuredSetting(values, held_out.measure(top)))
+    return measured
 
 
-def _sweep_index(held: Held, grid: list[Values]) -> list[Measured]:
-    retriever = held.retriever
+def _sweep_index(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSetting]:
+    retriever = held_out.retriever
     if retriever.memory is not None:
         raise ConfigError(
-            "index settings are swept on bundles without a memory; name the bundle of its encoder's run"
+            "index settings are swept on bundles without a memory;"
+            " name the bundle of its encoder's run"
         )
-    vectors = np.concatenate(
-        [retriever.labels.rows.vectors(number) for number in range(len(retriever.settings.shards))]
-    )
-    source, train = retriever.labels.row_labels, held.data.corpus.split("train")
-    hidden = Ragged(retriever.labels.label_rows[held.excluded().values], held.excluded().offsets)
-    sample = retriever.encode(train.tokens(sample_rows(held.data.num_train, held.seed)))
-    usual = index_spec(held.seed, {})
+    labels = retriever.labels
+    num_shards = len(retriever.settings.shards)
+    vectors = np.concatenate([labels.rows.vectors(number) for number in range(num_shards)])
+    # An index counts labels by row, in the order of the shards.
+    excluded = held_out.excluded
+    excluded_rows = Ragged(labels.label_rows[excluded.values], excluded.offsets)
+    rows = sample_rows(held_out.data.num_train, held_out.seed)
+    sample = retriever.encode(held_out.data.corpus.split("train").tokens(rows))
+    default = index_spec(held_out.seed, {})
 
     @functools.cache
     def built(spec: IndexSpec) -> Index:
         return build_index(vectors, spec.factory, spec.seed, spec=spec, queries=sample)
 
-    found = []
+    measured = []
     for values in grid:
-        index = built(_build("index", values, usual))
+        index = built(_build("index", values, default))
         started = time.perf_counter()
-        top = index.search(held.query_BD, held.k, source, hidden)
+        top = index.search(held_out.query_BD, held_out.k, labels.row_labels, excluded_rows)
         seconds = time.perf_counter() - started
-        found.append(Measured(values, held.measure(top), len(top.ids) / seconds))
-    return found
+        metrics = held_out.measure(top)
+        measured.append(MeasuredSetting(values, metrics, len(top.ids) / seconds))
+    return measured
 
 
-def _build(kind: str, values: Values, base: Any = None) -> Any:
-    """The settings of one family, those not named as in `base` or by default."""
-    known = configs.dump(base) if base is not None else {}
-    return configs.build(KINDS[kind], {**known, **nested(values).get(kind, {})}, f"{kind}.")
+def _build(family: str, values: Values, base: Any = None) -> Any:
+    """The settings of a family; those that `values` does not name are as in `base` or the default."""
+    settings = {} if base is None else configs.dump(base)
+    settings.update(nested(values).get(family, {}))
+    return configs.build(FAMILIES[family], settings, f"{family}.")
 
 
-def _distinct(grid: Iterator[Values]) -> list[Values]:
-    kept: list[Values] = []
-    for values in grid:
-        if values not in kept:
-            kept.append(values)
-    return kept
-
-
-def _joined(parts: Sequence[TopLabels]) -> TopLabels:
-    return TopLabels(
-        np.concatenate([p.ids for p in parts]), np.concatenate([p.scores for p in parts])
-    )
+def _setting_names() -> list[str]:
+    """Dotted names of all settings that a sweep of a bundle can search."""
+    names = []
+    for family, settings_type in FAMILIES.items():
+        names += [f"{family}.{field.name}" for field in dataclasses.fields(settings_type)]
+    return names

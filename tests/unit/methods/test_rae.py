@@ -17,7 +17,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
 from xmcray.methods import base
 from xmcray.nn.encoder import load_encoder
-from xmcray.nn.heads import load_head
+from xmcray.nn.heads import FusionConfig, load_head
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
@@ -35,7 +35,7 @@ SETTINGS = [
     "cluster.workers=0",
     "negatives.hard=5",
 ]
-SETTINGS += ["cluster.threads_per_process=1", "negatives.start_epoch=2", "method.memory.keys=20"]
+SETTINGS += ["cluster.threads_per_process=1", "negatives.start_epoch=2", "memory.keys=20"]
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +143,23 @@ def test_a_memory_of_a_run_has_the_encoder_and_head_of_the_run(run: Run, corpus:
 
 def test_settings_of_the_memory_are_checked_before_the_training() -> None:
     with pytest.raises(ConfigError, match=r"memory.weight is 2"):
-        RunConfig.resolve("rae", {}, ["method.memory.weight=2"])
+        RunConfig.resolve("rae", {}, ["memory.weight=2"])
     with pytest.raises(ConfigError, match=r"method.hard_per_query is 0"):
         RunConfig.resolve("rae", {}, ["method.hard_per_query=0"])
+
+
+def test_sections_of_answers_have_one_name_everywhere() -> None:
+    assert RunConfig.resolve("rae", {}, ["memory.weight=0.3"]).memory == MemoryConfig(weight=0.3)
+    fused = RunConfig.resolve("unidec", {}, ["fusion.text_weight=0.3"])
+    assert fused.fusion == FusionConfig(text_weight=0.3)
+    assert not {"memory", "fusion"} & RunConfig.resolve("astra", {}).to_dict().keys()
+    for method, setting, message in (
+        ("rae", "method.memory.weight=0.3", "'method.memory' is now called 'memory'; rename it"),
+        ("unidec", "method.text_share=0.3", "is now called 'fusion.text_weight'; rename it"),
+        ("unidec", "fusion.text=0.3", "is now called 'fusion.text_weight'; rename it"),
+        ("astra", "memory.weight=0.3", r"astra has no settings memory\.\*; leave them out"),
+        ("rae", "fusion.text_weight=0.3", r"rae has no settings fusion\.\*; leave them out"),
+        ("rae", "memory.weigth=0.3", "did you mean 'memory.weight'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            RunConfig.resolve(method, {}, [setting])

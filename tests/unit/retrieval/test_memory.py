@@ -379,7 +379,7 @@ class TestCommand:
             "--out",
             first,
         ]
-        assert cli.main([*made, "--memory", "keys=30"]) == 0
+        assert cli.main([*made, "--set", "memory.keys=30"]) == 0
         again = [
             "memory",
             first,
@@ -387,8 +387,8 @@ class TestCommand:
             str(corpus.path),
             "--out",
             str(tmp_path / "second"),
-            "--memory",
-            "weight=0",
+            "--set",
+            "memory.weight=0",
         ]
         assert cli.main(again) == 0
         retrievers_ = [Retriever.load(tmp_path / name) for name in ("first", "second")]
@@ -401,7 +401,17 @@ class TestCommand:
         text = corpus.split("test").texts(np.arange(1))[0]
         assert (
             cli.main(
-                ["search", first, text, "-k", "2", "--explain", "--memory", "weight=1", "--json"]
+                [
+                    "search",
+                    first,
+                    text,
+                    "-k",
+                    "2",
+                    "--explain",
+                    "--set",
+                    "memory.weight=1",
+                    "--json",
+                ]
             )
             == 0
         )
@@ -421,10 +431,15 @@ class TestCommand:
             (["memory", encoder, "--data", str(other.path)], "other tokens"),
             (["memory", str(tmp_path / "b"), "--data", str(other.path)], "other tokens"),
             (["memory", str(tmp_path / "nowhere" / "x y"), "--data", data], "neither"),
-            (["memory", encoder, "--data", data, "--memory", "weight=2"], "memory.weight is 2"),
-            (["memory", encoder, "--data", data, "--memory", "lambda=2"], "memory.lambda"),
+            (["memory", encoder, "--data", data, "--set", "memory.weight=2"], "memory.weight is 2"),
+            (["memory", encoder, "--data", data, "--set", "memory.lambda=2"], "memory.lambda"),
             (["search", str(tmp_path / "b"), "w1", "-k", "48"], "k is 48"),
-            (["search", str(tmp_path / "b"), "w1", "--memory", "keys=0"], "memory.keys is 0"),
+            (["search", str(tmp_path / "b"), "w1", "--set", "memory.keys=0"], "memory.keys is 0"),
+            (["search", str(tmp_path / "b"), "w1", "--set", "optim.lr=1"], "setting 'optim'"),
+            (
+                ["search", str(tmp_path / "b"), "w1", "--memory", "weight=0"],
+                "--memory weight=0 is now written --set memory.weight=0",
+            ),
         ):
             out = ["--out", str(tmp_path / "never")] if arguments[0] == "memory" else []
             capsys.readouterr()

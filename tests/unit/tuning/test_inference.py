@@ -101,34 +101,34 @@ def test_a_memory_is_asked_as_if_it_had_not_seen_the_queries(corpus: Corpus, mem
         },
         "here",
     )
-    found, before = sweep_bundle(memory, corpus, space, 60, 0, "P@1")
-    assert len(found) == 12, "each setting once"
-    assert [one.metrics["P@1"] for one in found] == sorted(
-        (one.metrics["P@1"] for one in found), reverse=True
+    swept = sweep_bundle(memory, corpus, space, 60, 0, "P@1")
+    assert len(swept.settings) == 12, "each setting once"
+    assert [one.metrics["P@1"] for one in swept.settings] == sorted(
+        (one.metrics["P@1"] for one in swept.settings), reverse=True
     )
     grid = [
         MemoryConfig(**{name.partition(".")[2]: v for name, v in one.values.items()})
-        for one in found
+        for one in swept.settings
     ]
     data = TrainingData(corpus, DataConfig())
     retriever = without_held_out(Retriever.load(memory), data)
-    for one, config in zip(found, grid, strict=True):
+    for one, config in zip(swept.settings, grid, strict=True):
         expected = held_out_metrics(retriever, data, config)
         for name in ("P@1", "P@5", "PSP@5"):
             assert one.metrics[name] == pytest.approx(expected[name], abs=1e-6)
     expected = held_out_metrics(retriever, data, MemoryConfig(keys=25))
-    assert before["P@1"] == pytest.approx(expected["P@1"], abs=1e-6)
+    assert swept.unchanged["P@1"] == pytest.approx(expected["P@1"], abs=1e-6)
 
 
 def test_fusion_finds_the_half_that_answers(corpus: Corpus, tmp_path: Path) -> None:
     bundle = of_two_heads(corpus, tmp_path, RunConfig.resolve("unidec", {}))
-    space = parse_space({"fusion.text": {"uniform": [0, 1], "step": 0.25}}, "here")
-    found, before = sweep_bundle(bundle, corpus, space, 40, 0, "P@1")
-    by_share = {one.values["fusion.text"]: one.metrics for one in found}
+    space = parse_space({"fusion.text_weight": {"uniform": [0, 1], "step": 0.25}}, "here")
+    swept = sweep_bundle(bundle, corpus, space, 40, 0, "P@1")
+    by_share = {one.values["fusion.text_weight"]: one.metrics for one in swept.settings}
     assert set(by_share) == {0, 0.25, 0.5, 0.75, 1}
-    assert by_share[0.5] == before, "half and half is what the bundle does"
+    assert by_share[0.5] == swept.unchanged, "half and half is what the bundle does"
     assert by_share[1]["P@1"] > by_share[0]["P@1"] + 0.2
-    assert found[0].metrics["P@1"] >= by_share[1]["P@1"]
+    assert swept.settings[0].metrics["P@1"] >= by_share[1]["P@1"]
 
 
 def test_the_fastest_index_that_loses_nothing(corpus: Corpus, tmp_path: Path) -> None:
@@ -138,17 +138,17 @@ def test_the_fastest_index_that_loses_nothing(corpus: Corpus, tmp_path: Path) ->
         {"index.factory": {"choice": ["Flat", "IVF4,Flat"]}, "index.nprobe": {"choice": [1, 4]}},
         "here",
     )
-    found, before = sweep_bundle(bundle, corpus, space, 30, 0, "P@1")
-    assert len(found) == 4
-    assert all(one.queries_per_s > 0 for one in found)
-    good = [one for one in found if one.metrics["P@1"] >= before["P@1"] - 0.001]
-    assert found[0].queries_per_s == max(one.queries_per_s for one in good)
+    swept = sweep_bundle(bundle, corpus, space, 30, 0, "P@1")
+    assert len(swept.settings) == 4
+    assert all(one.queries_per_s > 0 for one in swept.settings)
+    good = [one for one in swept.settings if one.metrics["P@1"] >= swept.unchanged["P@1"] - 0.001]
+    assert swept.settings[0].queries_per_s == max(one.queries_per_s for one in good)
 
 
 def test_what_cannot_be_swept(corpus: Corpus, memory: str, tmp_path: Path) -> None:
     weight, fusion = (
         parse_space({"memory.weight": {"uniform": [0, 1]}}, "f"),
-        {"fusion.text": {"uniform": [0, 1]}},
+        {"fusion.text_weight": {"uniform": [0, 1]}},
     )
     refitted = of_two_heads(
         corpus, tmp_path, RunConfig.resolve("unidec", {}, ["data.validation=0"])
@@ -197,12 +197,11 @@ def test_the_command(
         str(out),
     ]
     assert cli.main([*command, "--trials", "8"]) == 0
-    assert "--memory weight=" in capsys.readouterr().out
+    assert "--set memory.weight=" in capsys.readouterr().out
     best = yaml.safe_load((out / "best.yaml").read_text())
     told = json.loads((out / "results.json").read_text())
     assert (
-        RunConfig.resolve("rae", best).method.memory.keys
-        == told["settings"][0]["values"]["memory.keys"]
+        RunConfig.resolve("rae", best).memory.keys == told["settings"][0]["values"]["memory.keys"]
     )
     assert len(told["settings"]) == 8
     assert "Parallel coordinates" in (out / "report.html").read_text()

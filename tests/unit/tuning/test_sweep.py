@@ -304,7 +304,7 @@ def test_mistakes_of_a_command(
 
 
 @pytest.mark.parametrize(
-    "name", ["log.every", "cluster.workers", "data.validation", "method.memory.weight"]
+    "name", ["log.every", "cluster.workers", "data.validation", "memory.weight"]
 )
 def test_what_cannot_be_searched(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
