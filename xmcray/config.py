@@ -134,7 +134,7 @@ def load_yaml(source: str) -> dict[str, Any]:
 def _preset_text(name: str) -> str:
     files = _preset_files()
     if name not in files:
-        raise ConfigError(unknown("preset", name, sorted(files)))
+        raise ConfigError(unknown("preset", name, presets()))
     return files[name].read_text(encoding="utf-8")
 
 

@@ -55,7 +55,8 @@ def test_secrets_of_the_environment_reach_no_file_and_no_line(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOME", str(tmp_path))
     caplog.set_level(logging.DEBUG)
-    corpus, run = str(planted_corpus(tmp_path / "planted").path), str(tmp_path / "run")
+    corpus = str(planted_corpus(tmp_path / "planted").path)
+    run = str(tmp_path / "run")
     assert cli.main(["train", "astra", "--data", corpus, "--out", run, *SMALL]) == 0
     assert (
         cli.main(["evaluate", run, "--data", corpus, "--json", str(tmp_path / "measured.json")])
