@@ -1,6 +1,6 @@
-"""How far plain word matching gets: the labels of the nearest training queries by TF-IDF. A number to beat.
+"""How far plain word matching gets: labels of the nearest training queries by TF-IDF. A number to beat.
 
-Small data only: the whole training split is a sparse matrix in memory.
+For small data only: the whole training split is a sparse matrix in memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -21,19 +20,23 @@ _CHUNK = 256  # queries compared with all training queries at once
 
 
 class NearestQueries:
-    """kNN: a label scores the summed cosine of those of the 10 nearest training queries that carry it.
+    """A label's score is the summed cosine of those of the 10 nearest training queries that carry it.
 
     Args:
-        texts: N training queries. positives: their labels, source ids. num_labels: L.
+        texts: N training queries.
+        positives: their labels, source ids.
+        num_labels: L.
     """
 
     def __init__(self, texts: Sequence[str], positives: Ragged, num_labels: int) -> None:
         counts = [Counter(_terms(text)) for text in texts]
-        documents = Counter(term for row in counts for term in row)
-        self._columns = {term: column for column, term in enumerate(sorted(documents))}
-        self._idf = (
-            np.log(len(texts) / np.array([documents[term] for term in sorted(documents)])) + 1
-        )
+        num_documents: Counter[str] = Counter()
+        for row in counts:
+            num_documents.update(row.keys())
+        terms = sorted(num_documents)
+        self._columns = {term: column for column, term in enumerate(terms)}
+        documents = np.array([num_documents[term] for term in terms])
+        self._idf = np.log(len(texts) / documents) + 1
         self._train = self._tfidf(counts)
         ones = np.ones(len(positives.values))
         self._labels = sp.csr_matrix(
@@ -44,45 +47,54 @@ class NearestQueries:
         """The k best labels of each text, ties by lower id; -1 where fewer labels have a score.
 
         Args:
+            texts: queries.
+            k: answers per query.
             exclude: source ids per text that are masked.
         """
-        ids, scores = [np.empty((0, k), np.int64)], [np.empty((0, k), np.float32)]
+        tops = []
         for start in range(0, len(texts), _CHUNK):
-            part = texts[start : start + _CHUNK]
-            score_BL = self._scores(part)
+            chunk = texts[start : start + _CHUNK]
+            score_BL = self._scores(chunk)
             if exclude is not None:
-                hidden = exclude.slice(start, start + len(part))
+                hidden = exclude.slice(start, start + len(chunk))
                 score_BL[hidden.row_ids, hidden.values] = 0
             order = np.argsort(-score_BL, axis=1, kind="stable")[:, :k]
             best = np.take_along_axis(score_BL, order, 1)
-            ids.append(np.where(best > 0, order, -1))
-            scores.append(np.where(best > 0, best, -np.inf).astype(np.float32))
-        return TopLabels(np.concatenate(ids), np.concatenate(scores))
+            ids = np.where(best > 0, order, -1)
+            tops.append(TopLabels(ids, np.where(best > 0, best, -np.inf).astype(np.float32)))
+        return TopLabels.concatenate(tops, k)
 
     def _scores(self, texts: Sequence[str]) -> Float32Array:
         """float32 [B, L]."""
-        rows = self._tfidf([Counter(_terms(text)) for text in texts])
-        cosine_BN = (rows @ self._train.T).toarray()
+        query_BV = self._tfidf([Counter(_terms(text)) for text in texts])
+        cosine_BN = (query_BV @ self._train.T).toarray()
         nearest = min(NEIGHBOURS, cosine_BN.shape[1])
-        cosine_BN[cosine_BN < np.partition(cosine_BN, -nearest, axis=1)[:, [-nearest]]] = 0
+        # The smallest cosine that is among the nearest of each query.
+        bar_B1 = np.partition(cosine_BN, -nearest, axis=1)[:, [-nearest]]
+        cosine_BN[cosine_BN < bar_B1] = 0
         return np.asarray((sp.csr_matrix(cosine_BN) @ self._labels).toarray(), np.float32)
 
-    def _tfidf(self, counts: Sequence[Counter[str]]) -> Any:
-        """float64 [rows, V]: 1 + log(count) times log(N / documents) + 1, rows of length 1; unknown terms left out."""
-        known = [
-            [(self._columns[term], n) for term, n in row.items() if term in self._columns]
-            for row in counts
-        ]
-        offsets = np.cumsum([0, *map(len, known)])
-        columns = np.array([column for row in known for column, _ in row], np.int64)
-        times = np.array([n for row in known for _, n in row], np.float64)
-        values = (1 + np.log(times)) * self._idf[columns]
+    def _tfidf(self, counts: Sequence[Counter[str]]) -> sp.csr_matrix:
+        """float64 [rows, V], rows of length 1; terms of no training query are left out.
+
+        A value is (1 + log(count)) * (log(N / documents) + 1).
+        """
+        columns: list[int] = []
+        times: list[int] = []
+        offsets = [0]
+        for row in counts:
+            for term, count in row.items():
+                if term in self._columns:
+                    columns.append(self._columns[term])
+                    times.append(count)
+            offsets.append(len(columns))
+        values = (1 + np.log(np.array(times, np.float64))) * self._idf[np.array(columns, np.int64)]
         matrix = sp.csr_matrix((values, columns, offsets), shape=(len(counts), len(self._columns)))
-        norms = np.sqrt(np.asarray(matrix.multiply(matrix).sum(axis=1)).ravel())
-        return sp.csr_matrix(sp.diags(1 / np.maximum(norms, 1e-12)) @ matrix)
+        lengths = np.sqrt(np.asarray(matrix.multiply(matrix).sum(axis=1)).ravel())
+        return sp.csr_matrix(sp.diags(1 / np.maximum(lengths, 1e-12)) @ matrix)
 
 
 def _terms(text: str) -> list[str]:
     """Words and pairs of neighbouring words, lower-cased."""
     words = re.findall(r"\w+", text.lower())
-    return words + [f"{a} {b}" for a, b in pairwise(words)]
+    return words + [f"{first} {second}" for first, second in pairwise(words)]

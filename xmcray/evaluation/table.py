@@ -1,4 +1,4 @@
-"""Evaluations as tables for the console. Everything comes from metrics.json, so a stored result prints the same."""
+"""Evaluations as tables for the console, from metrics.json alone: a stored result prints the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from xmcray.evaluation.evaluate import ComparisonRow
 from xmcray.evaluation.metrics import MAIN_METRICS
 
-Metrics = Mapping[str, Any]  # the content of metrics.json
+StoredMetrics = Mapping[str, Any]  # the content of metrics.json
 
 
 def percent(value: float | None, digits: int = 2) -> str:
@@ -19,112 +19,108 @@ def percent(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{100 * value:.{digits}f}"
 
 
-def metrics_table(runs: Mapping[str, Metrics], title: str = "Metrics, in percent") -> Table:
-    """One row per metric, one column per run (the first is the one measured, others stand beside it as baselines).
+def metrics_table(runs: Mapping[str, StoredMetrics], title: str = "Metrics, in percent") -> Table:
+    """One row per metric, one column per run.
 
     Args:
-        runs: metrics.json by the run's name; intervals are printed where a run has them.
+        runs: metrics.json by the run's name; the first is the one measured, others are baselines.
+            Intervals are printed for runs that have them.
+        title: of the table.
     """
     table = _table(title, "metric", *runs)
     for metric in _metric_names(runs):
         table.add_row(Text(metric), *(_with_interval(run, metric) for run in runs.values()))
     # Runs of other people may use other constants; then their PSP is another number.
-    table.add_row(
-        "A, B of PSP",
-        *(f"{run['A']:g}, {run['B']:g}" if "A" in run else "-" for run in runs.values()),
-    )
-    measured = next((run for run in runs.values() if "queries" in run), None)
-    if measured is not None:
-        table.caption = Text(_caption(measured))
+    constants = [f"{run['A']:g}, {run['B']:g}" if "A" in run else "-" for run in runs.values()]
+    table.add_row("A, B of PSP", *constants)
+    for run in runs.values():
+        if "queries" in run:
+            table.caption = Text(_caption(run))
+            break
     return table
 
 
-def propensity_note(run: Metrics) -> str:
+def propensity_note(run: StoredMetrics) -> str:
     """The constants every PSP must be read with."""
-    return (
-        f"PSP with A = {run['A']:g}, B = {run['B']:g}"
-        if "A" in run and "B" in run
-        else "PSP constants not recorded"
-    )
+    if "A" not in run or "B" not in run:
+        return "PSP constants not recorded"
+    return f"PSP with A = {run['A']:g}, B = {run['B']:g}"
 
 
-def segment_table(run: Metrics) -> Table:
+_GROUP_COLUMNS = ("training queries", "labels", "positives", "P@5 share", "recall@5")
+
+
+def segment_table(run: StoredMetrics) -> Table:
     """Head, torso and tail: what labels of each training frequency hold and contribute."""
-    columns = ("training queries", "labels", "positives", "P@5 share", "recall@5", "macro-F1@5")
-    table = _table("Labels by training frequency, in percent", "segment", *columns)
+    title = "Labels by training frequency, in percent"
+    table = _table(title, "segment", *_GROUP_COLUMNS, "macro-F1@5")
     for row in run.get("segments") or ():
-        name, reach = Text(row["name"]), Text(row["range"])
-        table.add_row(
-            name,
-            reach,
-            f"{row['labels']:,}",
-            f"{row['positives']:,}",
-            *_shares(row),
-            percent(row["macroF1@5"]),
-        )
+        cells = _group_cells(row)
+        table.add_row(Text(row["name"]), Text(row["range"]), *cells, percent(row["macroF1@5"]))
     return table
 
 
-def decile_table(run: Metrics) -> Table:
+def decile_table(run: StoredMetrics) -> Table:
     """Ten equal groups of labels from rare to frequent; the P@5 column adds up to P@5."""
-    columns = ("training queries", "labels", "positives", "P@5 share", "recall@5")
-    table = _table("Deciles of labels, rare to frequent, in percent", "decile", *columns)
+    table = _table("Deciles of labels, rare to frequent, in percent", "decile", *_GROUP_COLUMNS)
     for row in run.get("deciles") or ():
-        low, high = row["min_count"], row["max_count"]
-        reach = f"{low}" if low == high else f"{low}-{high}"
-        table.add_row(
-            str(row["decile"]), reach, f"{row['labels']:,}", f"{row['positives']:,}", *_shares(row)
-        )
+        low = row["min_count"]
+        high = row["max_count"]
+        counts = f"{low}" if low == high else f"{low}-{high}"
+        table.add_row(str(row["decile"]), counts, *_group_cells(row))
     return table
 
 
-def index_table(run: Metrics) -> Table:
-    """How much of the exact answer the index returns: what is lost here is the index's error, not the model's."""
-    found = dict(run.get("index_recall") or {})
-    table = _table(
-        f"Index against exact search on {int(found.pop('queries', 0)):,} queries",
-        "measure",
-        "percent",
-    )
-    for name, value in found.items():
+def index_table(run: StoredMetrics) -> Table:
+    """How much of the exact answer the index returns: the index's error, not the model's."""
+    measures = dict(run.get("index_recall") or {})
+    num_queries = int(measures.pop("queries", 0))
+    title = f"Index against exact search on {num_queries:,} queries"
+    table = _table(title, "measure", "percent")
+    for name, value in measures.items():
         table.add_row(name, percent(value))
     return table
 
 
 def comparison_table(rows: Sequence[ComparisonRow], a: str, b: str) -> Table:
-    """Run `a` against run `b` on the same queries; a difference is marked when its interval leaves zero out."""
-    table = _table(
-        "Paired comparison, in percent",
-        "metric",
-        a,
-        b,
-        "difference",
-        "95 % interval",
-        "p (sign flip)",
-    )
+    """Run `a` against run `b` on the same queries.
+
+    A difference is coloured if its interval does not contain zero.
+    """
+    columns = (a, b, "difference", "95 % interval", "p (sign flip)")
+    table = _table("Paired comparison, in percent", "metric", *columns)
     for row in rows:
-        style = "" if row.low <= 0 <= row.high else ("green" if row.low > 0 else "red")
-        difference = Text(f"{100 * row.difference:+.2f}", style=style)
-        interval = f"{100 * row.low:+.2f} .. {100 * row.high:+.2f}"
+        style = ""
+        if row.low > 0:
+            style = "green"
+        elif row.high < 0:
+            style = "red"
         table.add_row(
-            row.metric, percent(row.a), percent(row.b), difference, interval, f"{row.p_value:.4f}"
+            row.metric,
+            percent(row.a),
+            percent(row.b),
+            Text(f"{100 * row.difference:+.2f}", style=style),
+            f"{100 * row.low:+.2f} .. {100 * row.high:+.2f}",
+            f"{row.p_value:.4f}",
         )
     return table
 
 
 def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table:
-    """The answers to one query: score, uid and text of each."""
+    """The answers to one query.
+
+    Args:
+        query: its text.
+        answers: score, uid and text of each.
+    """
     table = Table(
         title=Text(query), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
     )
     table.add_column(justify="right")
     for score, uid, text in answers:
         # Many corpora name a label by its text; once is enough.
-        table.add_row(
-            f"{score:.2f}",
-            Text(uid),
-            Text("" if text == uid else text, overflow="ellipsis", no_wrap=True),
-        )
+        shown = "" if text == uid else text
+        table.add_row(f"{score:.2f}", Text(uid), Text(shown, overflow="ellipsis", no_wrap=True))
     return table
 
 
@@ -137,25 +133,29 @@ def _table(title: str, first: str, *others: str) -> Table:
     return table
 
 
-def _metric_names(runs: Mapping[str, Metrics]) -> list[str]:
-    found = {key for run in runs.values() for key in run}
-    return [
-        *(name for name in MAIN_METRICS if name in found),
-        *sorted(key for key in found if key.startswith("macroF1")),
-    ]
+def _metric_names(runs: Mapping[str, StoredMetrics]) -> list[str]:
+    present: set[str] = set()
+    for run in runs.values():
+        present.update(run)
+    main = [name for name in MAIN_METRICS if name in present]
+    return main + sorted(name for name in present if name.startswith("macroF1"))
 
 
-def _with_interval(run: Metrics, metric: str) -> str:
+def _with_interval(run: StoredMetrics, metric: str) -> str:
     value = percent(run.get(metric))
     interval = (run.get("intervals") or {}).get(metric)
-    return f"{value}  [{percent(interval[0])}, {percent(interval[1])}]" if interval else value
+    if not interval:
+        return value
+    return f"{value}  [{percent(interval[0])}, {percent(interval[1])}]"
 
 
-def _shares(row: Mapping[str, Any]) -> tuple[str, str]:
-    return percent(row["P@5"]), percent(row["recall@5"])
+def _group_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a group of labels holds and contributes."""
+    counts = f"{row['labels']:,}", f"{row['positives']:,}"
+    return *counts, percent(row["P@5"]), percent(row["recall@5"])
 
 
-def _caption(run: Metrics) -> str:
+def _caption(run: StoredMetrics) -> str:
     left_out = f", {run['left_out']:,} left out" if run.get("left_out") else ""
     # Short lines: a caption wraps at the width of its table, which one run alone leaves narrow.
     return f"{run['queries']:,} queries{left_out}\n[95 % bootstrap interval]"
