@@ -1,11 +1,11 @@
-"""What a finished run came to: its bundle, metrics.json and report.html. Measures a bundle the way it is served."""
+"""What a finished run leaves: bundle, metrics.json and report.html. Measures a bundle as it is served."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from xmcray import __version__, storage
@@ -74,53 +74,74 @@ def measure_bundle(
     """Evaluates a bundle; one with an index is also compared with exhaustive search.
 
     Args:
+        retriever: the bundle.
+        corpus: the one it was made from.
+        split: the rows to answer.
         exact: search exhaustively, whatever the index.
         predictions: file for the answers, as a CSR matrix [queries, L].
+        progress: called with the number of queries answered so far.
     Raises:
         DataError: bundle and corpus do not belong together, or there is no such split.
     """
     check_fits(retriever, corpus)
-    indexed = not exact and not retriever.is_exact
+    search = searcher(retriever, corpus, split, exact)
+    exact_search = None
+    if not exact and not retriever.is_exact:
+        exact_search = searcher(retriever, corpus, split, exact=True)
+    if predictions is None:
+        return measure(search, corpus, split, progress=progress, exact=exact_search)
+    num_queries = len(corpus.split(split))
     answers: list[TopLabels] = []
-    first = searcher(retriever, corpus, split, exact)
+    num_answered = 0
 
-    def search(rows: Int64Array) -> TopLabels:
-        answers.append(first(rows))
-        return answers[-1]
+    def search_and_keep(rows: Int64Array) -> TopLabels:
+        nonlocal num_answered
+        top = search(rows)
+        # The comparison with exact search repeats queries after all were answered once.
+        if num_answered < num_queries:
+            answers.append(top)
+            num_answered += len(rows)
+        return top
 
-    options: dict[str, Any] = {
-        "exact": searcher(retriever, corpus, split, True) if indexed else None
-    }
-    found = measure(search if predictions else first, corpus, split, progress=progress, **options)
-    if predictions:
-        # the comparison with exact search repeats some queries after all of them were answered once
-        chunks = -(-len(corpus.split(split)) // len(answers[0].ids))
-        write_predictions(predictions, answers[:chunks], retriever.num_labels)
-    return found
+    evaluation = measure(search_and_keep, corpus, split, progress=progress, exact=exact_search)
+    write_predictions(predictions, answers, retriever.num_labels)
+    return evaluation
 
 
 def searcher(retriever: Retriever, corpus: Corpus, split: str, exact: bool = False) -> Search:
-    """Rows of a split -> their best labels, filter pairs masked."""
-    rows_of, width = corpus.split(split), min(SEARCH_K, retriever.num_labels)
+    """Makes a search of the rows of a split, with filter pairs masked."""
+    queries = corpus.split(split)
+    width = min(SEARCH_K, retriever.num_labels)
 
     def search(rows: Int64Array) -> TopLabels:
         return retriever.top_labels(
-            rows_of.tokens(rows), width, exclude=rows_of.filters(rows), exact=exact
+            queries.tokens(rows), width, exclude=queries.filters(rows), exact=exact
         )
 
     return search
 
 
 def stored_answers(path: str, corpus: Corpus, split: str) -> Search:
-    """The answers of a prediction file as a search, filter pairs masked."""
-    rows_of, width = corpus.split(split), min(SEARCH_K, corpus.card.num_labels)
-    matrix = read_predictions(path, len(rows_of), corpus.card.num_labels)
-    return lambda rows: predictions_to_top_labels(matrix, rows, width, rows_of.filters(rows))
+    """The answers of a prediction file as a search, with filter pairs masked.
+
+    Raises:
+        DataError: the file is malformed or of another corpus.
+    """
+    queries = corpus.split(split)
+    num_labels = corpus.card.num_labels
+    width = min(SEARCH_K, num_labels)
+    matrix = read_predictions(path, len(queries), num_labels)
+    return lambda rows: predictions_to_top_labels(matrix, rows, width, queries.filters(rows))
 
 
 def check_fits(retriever: Retriever, corpus: Corpus) -> None:
-    """Raises DataError unless the corpus has the labels and the token ids that the bundle knows."""
-    ours, theirs = retriever.num_labels, corpus.card.num_labels
+    """Checks that the corpus has the labels and the token ids that the bundle knows.
+
+    Raises:
+        DataError: it has not.
+    """
+    ours = retriever.num_labels
+    theirs = corpus.card.num_labels
     if retriever.labels.changed:
         raise DataError(
             "labels joined or were removed since the bundle was exported; evaluate the bundle as it was"
@@ -138,22 +159,13 @@ def check_fits(retriever: Retriever, corpus: Corpus) -> None:
 def finish(
     run: Run, corpus: Corpus, evaluate_test: bool = True, progress: Progress | None = None
 ) -> Evaluation | None:
-    """Writes RUN/bundle, and RUN/metrics.json of the test split if there is one; then RUN/report.html."""
+    """Writes RUN/bundle, RUN/metrics.json of the test split if there is one, and RUN/report.html."""
     bundle = bundle_of(run, corpus)
-    found = None
+    evaluation = None
     if evaluate_test and corpus.card.num_test:
-        found = measure_bundle(Retriever.load(bundle), corpus, "test", progress=progress)
-    record(run, corpus, found)
-    return found
-
-
-def _punctuality(result: Mapping[str, Any]) -> str:
-    late = result.get("schedule_broken_at_step")
-    return (
-        "always in time"
-        if late is None
-        else f"late since step {late:,}: the run cannot be repeated exactly"
-    )
+        evaluation = measure_bundle(Retriever.load(bundle), corpus, "test", progress=progress)
+    record(run, corpus, evaluation)
+    return evaluation
 
 
 def record(run: Run, corpus: Corpus, evaluation: Evaluation | None) -> None:
@@ -161,31 +173,43 @@ def record(run: Run, corpus: Corpus, evaluation: Evaluation | None) -> None:
 
     A refitted run shows the validation curve of the run that chose its number of epochs.
     """
+    metrics = None
     if evaluation is not None:
-        storage.write_json(run.path / "metrics.json", evaluation.to_json())
+        metrics = evaluation.to_json()
+        storage.write_json(run.path / "metrics.json", metrics)
         tracking.catch_up(run)
     steps = read_records(run.path / "metrics.jsonl")
-    steps += [r for r in read_records(run.path / SELECTION / "metrics.jsonl") if "loss" not in r]
+    for selected in read_records(run.path / SELECTION / "metrics.jsonl"):
+        if "loss" not in selected:
+            steps.append(selected)
+    write_report(
+        run.path / "report.html",
+        title=f"{run.config.method_name} on {corpus.card.name}",
+        steps=steps,
+        metrics=metrics,
+        config=run.config.to_dict(),
+        facts=_facts(run, corpus),
+    )
+
+
+def _facts(run: Run, corpus: Corpus) -> dict[str, str]:
+    """What the report says about the run's circumstances."""
     result = run.result() or {}
-    facts = {
-        "corpus": f"{corpus.card.name} ({corpus.card.num_train:,} training queries, {corpus.card.num_labels:,} labels)",
+    late_step = result.get("schedule_broken_at_step")
+    punctuality = "always in time"
+    if late_step is not None:
+        punctuality = f"late since step {late_step:,}: the run cannot be repeated exactly"
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
+    versions = [f"xmcray {__version__}", f"Python {platform.python_version()}", *packages]
+    card = corpus.card
+    return {
+        "corpus": f"{card.name} ({card.num_train:,} training queries, {card.num_labels:,} labels)",
         "corpus SHA-256": run.corpus_sha256,
         "run": run.id,
         "steps": f"{result.get('steps', 0):,}",
         "seconds of training": f"{result.get('seconds', 0.0):.1f}",
         "peak memory of a trainer": f"{result.get('peak_memory_mb', 0.0):,.0f} MB",
-        "hard negatives": _punctuality(result),
+        "hard negatives": punctuality,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.system()}",
-        "versions": ", ".join(
-            [f"xmcray {__version__}", f"Python {platform.python_version()}"]
-            + [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
-        ),
+        "versions": ", ".join(versions),
     }
-    write_report(
-        run.path / "report.html",
-        title=f"{run.config.method_name} on {corpus.card.name}",
-        steps=steps,
-        metrics=None if evaluation is None else evaluation.to_json(),
-        config=run.config.to_dict(),
-        facts=facts,
-    )

@@ -24,6 +24,7 @@ from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
 from xmcray.retrieval.neighbours import Neighbours
+from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardSubset
 from xmcray.types import TopLabels
@@ -151,7 +152,7 @@ def test_prototypes_share_the_free_vector_of_the_nearest(bundles: Any, tmp_path:
     with torch.no_grad():
         expected = network(torch.from_numpy(text), torch.from_numpy(text), clusters[[row]])
     side = LabelSide(prototypes=network, cluster_L=clusters)
-    made = module.label_vectors(retriever, side, [NEW[0].text])
+    made = new_vectors(retriever, side, [NEW[0].text])
     np.testing.assert_array_equal(made, expected.numpy())
 
 

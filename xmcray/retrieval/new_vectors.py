@@ -1,0 +1,120 @@
+"""Vectors of labels that join a finished bundle, made from their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from xmcray.errors import DataError
+from xmcray.nn.label_side import LabelSide
+from xmcray.retrieval.retriever import Retriever
+from xmcray.types import Float32Array
+
+SAMPLE = 4096  # labels of the export by which the row of a new one is placed
+RIDGE = 0.3  # of that map, in mean squares of the texts' coordinates
+_TINY = 1e-12
+
+
+def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> Float32Array:
+    """Vectors of labels that join.
+
+    Args:
+        retriever: the bundle.
+        side: how its method makes a label's vector.
+        texts: of n labels.
+    Returns:
+        float32 [n, D].
+    Raises:
+        DataError: a text has no token.
+    """
+    tokenizer = retriever.tokenizer
+    tokens = tokenizer.encode(texts, tokenizer.label_max_len)
+    if not tokens.lengths.all():
+        empty_text = texts[int(tokens.lengths.argmin())]
+        raise DataError(f"text {empty_text[:80]!r} of a label has no token; reword it")
+    vectors = retriever.encode(tokens)
+    if side.prototypes is not None:
+        return _prototypes(retriever, side, vectors)
+    if side.row_columns:
+        row_part = vectors[:, -side.row_columns :]
+        vectors[:, -side.row_columns :] = _classifier_rows(retriever, side.row_columns, row_part)
+    return vectors
+
+
+def _prototypes(retriever: Retriever, side: LabelSide, text_UD: Float32Array) -> Float32Array:
+    """PRIME's prototypes of new labels.
+
+    The centroid of a label without queries is its text's vector, in training too. A new label joins
+    the cluster, and so gets the free vector, of the label whose prototype is nearest to its text.
+    """
+    assert side.prototypes is not None
+    assert side.cluster_L is not None
+    nearest = retriever.labels.search_exported(text_UD, 1).ids[:, 0]
+    cluster_U = side.cluster_L[torch.from_numpy(retriever.labels.label_rows[nearest])]
+    texts = torch.from_numpy(text_UD).to(side.prototypes.bank.weight)
+    with torch.inference_mode():
+        prototypes: Float32Array = side.prototypes(texts, texts, cluster_U).float().numpy()
+    return prototypes
+
+
+def _classifier_rows(retriever: Retriever, columns: int, text_UC: Float32Array) -> Float32Array:
+    """Rows of a classifier for labels it was not trained with.
+
+    A text's vector is no row: all rows have a common part, which says how rare labels are, and
+    training made them long. The text's vector itself, at that length, would be an answer to almost
+    every query. So a new row is the mean row and a step from it, as long as a known label's. The
+    step's direction comes from a linear map fitted to known labels: from the text's deviation from
+    the mean text to the row's deviation from the mean row. The map is ridge regression towards a
+    multiple of the identity, to which it falls back if few labels are known
+    (benchmarks/added_labels.py compares).
+
+    Args:
+        retriever: the bundle.
+        columns: C, the last columns of a vector, which are a classifier's row.
+        text_UC: float32, what the encoder makes of the new labels' texts.
+    """
+    known_text_MC, known_row_MC = _known_labels(retriever, columns)
+    mean_text_C = known_text_MC.mean(axis=0)
+    mean_row_C = known_row_MC.mean(axis=0)
+    row_lengths = np.linalg.norm(known_row_MC, axis=1)
+    text_MC = known_text_MC - mean_text_C
+    row_MC = known_row_MC - mean_row_C
+    step_length = np.median(np.linalg.norm(row_MC, axis=1))
+    scale = step_length / max(np.median(np.linalg.norm(text_MC, axis=1)), _TINY)
+    gram_CC = text_MC.T @ text_MC
+    ridge_CC = (RIDGE * np.trace(gram_CC) / columns + _TINY) * np.eye(columns)
+    map_CC = np.linalg.solve(gram_CC + ridge_CC, text_MC.T @ row_MC + scale * ridge_CC)
+    step_UC = (text_UC - mean_text_C) @ map_CC
+    row_UC = mean_row_C + step_UC * (step_length / _lengths(step_UC))
+    if np.ptp(row_lengths) < 1e-3 * row_lengths.max():
+        # Rows of one length, such as UniDEC's.
+        row_UC *= row_lengths.mean() / _lengths(row_UC)
+    return np.asarray(row_UC, np.float32)
+
+
+def _known_labels(
+    retriever: Retriever, columns: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """What the encoder makes of the texts of a sample of labels, and their rows, float64 [M, C]."""
+    settings = retriever.settings
+    exported = settings.first_added or settings.num_labels
+    sample = np.random.default_rng(0).choice(exported, min(SAMPLE, exported), replace=False)
+    texts = retriever.labels.texts(sample)
+    tokens = retriever.tokenizer.encode(texts, retriever.tokenizer.label_max_len)
+    with_text = np.flatnonzero(tokens.lengths)
+    if not len(with_text):
+        raise DataError(
+            "no label of the bundle has a text, expected some, by which the row of a new label is"
+            " placed; export a bundle whose labels have texts"
+        )
+    text_MC = retriever.encode(tokens.take(with_text))[:, -columns:]
+    row_MC = retriever.labels.vectors_of(sample[with_text])[:, -columns:]
+    return text_MC.astype(np.float64), row_MC.astype(np.float64)
+
+
+def _lengths(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """float64 [n, 1], at least a tiny number, to divide by."""
+    return np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _TINY)
