@@ -3,16 +3,16 @@
     negatives/v00002-0000/              version 2, attempt 0
         queries/00000340-0001.safetensors   ids and vectors that rank 1 collected up to step 340
         rows/0000065536.safetensors         label vectors from label 65536 on
-        published-0001.json                 rank 1 has written all it has to write
-        found/0000000000-0000065536/...     what was found among labels 0 .. 65535, a file per query block
-        clusters.npy                        cluster of each query, where batches are made of clusters
+        published-0001.json                 rank 1 has written all that it has to write
+        found/0000000000-0000065536/...     best labels among labels 0 .. 65535, a file per query block
+        clusters.npy                        cluster of each query, if batches are made of clusters
         shortlist.npy, complete.json        the finished version
 
-Files are written aside and renamed; a name that is there is whole, and two actors that do the same work do no harm. A
-checkpoint lists the inputs that existed at its step. On resume, a version that had not been published by then starts a
-new attempt with the listed query blocks, so that an index actor still busy with the old attempt finds its folder gone
-and stops; everything else stays. Once a version is complete, and published at every kept checkpoint, its inputs are
-removed.
+Files are written under another name and renamed, so a file that exists is whole, and two actors that do the same work
+do no harm. A checkpoint lists the inputs that existed at its step. On resume, a version that had not been published by
+then starts a new attempt with the listed query blocks. An index actor that is still busy with the old attempt finds its
+folder gone and stops. All other files stay. Once a version is complete, and published at every kept checkpoint, its
+inputs are removed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,58 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from xmcray import storage
 from xmcray.errors import ShortlistError, StorageError
 from xmcray.parallel.partition import LabelPartition
-from xmcray.types import Float32Array, Int64Array, Shortlist
+from xmcray.types import Float32Array, Int64Array, Shortlist, TopLabels
 
 ROW_BLOCK_BYTES = 64 << 20
 _CLUSTERS = "clusters.npy"
+_SHORTLIST = "shortlist.npy"
+_COMPLETE = "complete.json"
+_PUBLISHED = "published-*.json"
+_FOUND = "found"
+
+ShortlistFile = np.memmap[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryBlock:
+    """Query vectors that one rank has collected. Its fields are stored under their names.
+
+    Attributes:
+        ids: int64 [B], query ids.
+        vectors: float32 [B, D].
+        extra: int64 [B], number of labels that may not be negatives of the query; so many more labels are searched.
+    """
+
+    ids: Int64Array
+    vectors: Float32Array
+    extra: Int64Array
+
+    @classmethod
+    def concatenate(cls, blocks: Sequence[QueryBlock]) -> QueryBlock:
+        """Joins blocks, of which there is at least one."""
+        return cls(
+            np.concatenate([block.ids for block in blocks]),
+            np.concatenate([block.vectors for block in blocks]),
+            np.concatenate([block.extra for block in blocks]),
+        )
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Returns the fields by name."""
+        return {"ids": self.ids, "vectors": self.vectors, "extra": self.extra}
 
 
 class VersionFolder:
@@ -43,34 +79,40 @@ class VersionFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        version, attempt = path.name[1:].split("-")
-        self.version, self.attempt = int(version), int(attempt)
+        version, attempt = path.name.removeprefix("v").split("-")
+        self.version = int(version)
+        self.attempt = int(attempt)
 
-    def write_queries(
-        self, step: int, rank: int, ids: Int64Array, vectors: Float32Array, extra: Int64Array
-    ) -> Path:
+    def write_queries(self, step: int, rank: int, block: QueryBlock) -> Path:
         """Adds a block of query vectors.
 
         Args:
-            ids: int64 [B], query ids. vectors: float32 [B, D].
             step: last step whose queries are in the block.
-            extra: int64 [B], the number of labels that each query may not have as a negative.
+            rank: the rank that has collected them.
+            block: ids and vectors.
         """
         path = self.path / "queries" / f"{step:08d}-{rank:04d}.safetensors"
-        _save(path, {"ids": ids, "vectors": vectors, "extra": extra})
+        _save(path, block.arrays())
         return path
 
     def write_rows(self, start: int, rows: Float32Array) -> list[Path]:
-        """Adds label vectors float32 [S, D] of labels start .. start + S - 1, in blocks of at most 64 MB."""
-        height = max(1, ROW_BLOCK_BYTES // (4 * max(1, rows.shape[1])))
+        """Adds label vectors, in files of at most 64 MB.
+
+        Args:
+            start: label of the first row.
+            rows: float32 [S, D].
+        """
+        row_bytes = 4 * max(1, rows.shape[1])
+        rows_per_file = max(1, ROW_BLOCK_BYTES // row_bytes)
         paths = []
-        for low in range(0, len(rows), height):
-            paths.append(self.path / "rows" / f"{start + low:010d}.safetensors")
-            _save(paths[-1], {"rows": rows[low : low + height]})
+        for low in range(0, len(rows), rows_per_file):
+            path = self.path / "rows" / f"{start + low:010d}.safetensors"
+            _save(path, {"rows": rows[low : low + rows_per_file]})
+            paths.append(path)
         return paths
 
     def publish(self, rank: int, num_ranks: int, snapshot_step: int) -> Path:
-        """Says that `rank` has written everything; the version can be built when all ranks have."""
+        """Marks that a rank has written everything; the version can be built when all ranks have."""
         path = self.path / f"published-{rank:04d}.json"
         storage.write_json(path, {"num_ranks": num_ranks, "snapshot_step": snapshot_step})
         return path
@@ -78,13 +120,13 @@ class VersionFolder:
     @property
     def published(self) -> bool:
         """Whether every rank has published."""
-        marks = sorted(self.path.glob("published-*.json"))
+        marks = sorted(self.path.glob(_PUBLISHED))
         return bool(marks) and len(marks) == int(_read_json(marks[0])["num_ranks"])
 
     @property
     def complete(self) -> bool:
         """Whether the shortlist is finished."""
-        return (self.path / "complete.json").is_file()
+        return (self.path / _COMPLETE).is_file()
 
     @property
     def withdrawn(self) -> bool:
@@ -94,112 +136,135 @@ class VersionFolder:
     @property
     def query_blocks(self) -> list[str]:
         """Names of the query blocks, in order."""
-        return sorted(p.stem for p in (self.path / "queries").glob("*.safetensors"))
+        return sorted(path.stem for path in (self.path / "queries").glob("*.safetensors"))
 
-    def read_queries(self, block: str) -> tuple[Int64Array, Float32Array, Int64Array]:
-        """ids int64 [B], vectors float32 [B, D], extra int64 [B] of one block."""
-        with safe_open(self.path / "queries" / f"{block}.safetensors", framework="numpy") as file:
-            return file.get_tensor("ids"), file.get_tensor("vectors"), file.get_tensor("extra")
+    def read_queries(self, block: str) -> QueryBlock:
+        """Reads one query block."""
+        return QueryBlock(**load_file(self.path / "queries" / f"{block}.safetensors"))
 
     def read_rows(self, start: int, stop: int) -> Float32Array:
-        """Label vectors float32 [stop - start, D], read block by block."""
+        """Reads the vectors of labels start .. stop - 1, float32 [stop - start, D], file by file."""
         parts = []
         for path in sorted((self.path / "rows").glob("*.safetensors")):
             first = int(path.stem)
             with safe_open(path, framework="numpy") as file:
                 rows = file.get_slice("rows")
-                low, high = max(start - first, 0), min(stop - first, rows.get_shape()[0])
+                low = max(start - first, 0)
+                high = min(stop - first, rows.get_shape()[0])
                 if low < high:
                     parts.append(rows[low:high])
         return np.concatenate(parts) if parts else np.empty((0, 1), np.float32)
 
-    def write_found(
-        self, part: LabelPartition, block: str, ids: Int64Array, scores: Float32Array
-    ) -> None:
-        """Keeps what one index shard found for one query block.
+    def write_hits(self, part: LabelPartition, block: str, hits: TopLabels) -> None:
+        """Keeps the best labels of one index shard for one query block.
 
-        The labels of the shard name it, not its number: a pool of another size does not take it for its own.
+        Args:
+            part: labels of the shard. They name the file, and not the shard's number, so that a pool of another size
+                does not take it for its own.
+            block: name of the query block.
+            hits: internal label ids.
         """
-        _save(self._found(part, block), {"ids": ids, "scores": scores})
+        _save(self._hits_path(part, block), {"ids": hits.ids, "scores": hits.scores})
 
-    def has_found(self, part: LabelPartition, block: str) -> bool:
-        """Whether that was done before."""
-        return self._found(part, block).is_file()
+    def has_hits(self, part: LabelPartition, block: str) -> bool:
+        """Returns whether the best labels of a shard for a query block are there."""
+        return self._hits_path(part, block).is_file()
 
-    def read_found(self, part: LabelPartition, block: str) -> tuple[Int64Array, Float32Array]:
-        """ids int64 [B, k] (internal labels, -1 padded) and scores float32 [B, k]."""
-        with safe_open(self._found(part, block), framework="numpy") as file:
-            return file.get_tensor("ids"), file.get_tensor("scores")
+    def read_hits(self, part: LabelPartition, block: str) -> TopLabels:
+        """Reads what `write_hits` has written."""
+        return TopLabels(**load_file(self._hits_path(part, block)))
 
-    def finish(self, labels: np.memmap[Any, np.dtype[np.int32]], about: Mapping[str, Any]) -> None:
-        """Completes the version with a filled `new_shortlist`."""
-        labels.flush()
-        part = Path(str(labels.filename))
-        entry = storage.hash_file(part)
-        storage.fsync(part)
-        part.replace(self.path / "shortlist.npy")
-        if self.has_clusters:
-            about = {**about, "clusters_sha256": storage.hash_file(self.path / _CLUSTERS).sha256}
-        marks = [_read_json(path) for path in sorted(self.path.glob("published-*.json"))]
-        snapshot_step = int(marks[0]["snapshot_step"])
-        body = {**about, "snapshot_step": snapshot_step, "size": entry.size, "sha256": entry.sha256}
-        storage.write_json(self.path / "complete.json", body)
-        shutil.rmtree(self.path / "found", ignore_errors=True)
+    def write_recall(self, part: LabelPartition, num_found: int, num_exact: int) -> None:
+        """Keeps how many of the exact neighbours of a sample the index of a shard has found."""
+        path = self._hits_path(part, "recall-counts")
+        _save(path, {"counts": np.array([num_found, num_exact])})
 
-    def drop_inputs(self) -> None:
-        """Removes query blocks and label vectors; for a version that is complete and that no checkpoint restarts."""
-        for folder in ("queries", "rows"):
-            shutil.rmtree(self.path / folder, ignore_errors=True)
+    def read_recall(self, parts: Sequence[LabelPartition]) -> float | None:
+        """Returns the share of exact neighbours found over the shards that measured it; None if none did."""
+        num_found = 0
+        num_exact = 0
+        for part in parts:
+            path = self._hits_path(part, "recall-counts")
+            if path.is_file():
+                counts = load_file(path)["counts"]
+                num_found += int(counts[0])
+                num_exact += int(counts[1])
+        return num_found / num_exact if num_exact else None
 
-    def new_shortlist(self, num_query_ids: int, width: int) -> np.memmap[Any, np.dtype[np.int32]]:
-        """An int32 [num_query_ids, width] file filled with -1, to be filled and given to `finish`."""
-        path = storage.aside(self.path / "shortlist.npy")
-        labels: np.memmap[Any, np.dtype[np.int32]] = np.lib.format.open_memmap(
+    def new_shortlist(self, num_query_ids: int, width: int) -> ShortlistFile:
+        """Creates an int32 [num_query_ids, width] file filled with -1, to be filled and passed to `finish`."""
+        path = storage.aside(self.path / _SHORTLIST)
+        labels: ShortlistFile = np.lib.format.open_memmap(
             path, mode="w+", dtype=np.int32, shape=(num_query_ids, width)
         )
-        with (
-            storage.disk_errors(path),
-            path.open("r+b") as file,
-        ):  # a full disk is a signal under a map without this
+        # Without reserved space, a full disk would end the process by a signal when the map is written.
+        with storage.disk_errors(path), path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         labels[:] = -1
         return labels
 
+    def finish(self, labels: ShortlistFile, about: Mapping[str, Any]) -> None:
+        """Completes the version.
+
+        Args:
+            labels: a filled `new_shortlist`.
+            about: figures to keep with it.
+        """
+        labels.flush()
+        temporary = Path(str(labels.filename))
+        entry = storage.hash_file(temporary)
+        storage.fsync(temporary)
+        temporary.replace(self.path / _SHORTLIST)
+        first_mark = min(self.path.glob(_PUBLISHED))
+        body = {
+            **about,
+            "snapshot_step": int(_read_json(first_mark)["snapshot_step"]),
+            "size": entry.size,
+            "sha256": entry.sha256,
+        }
+        if self.has_clusters:
+            body["clusters_sha256"] = storage.hash_file(self.path / _CLUSTERS).sha256
+        storage.write_json(self.path / _COMPLETE, body)
+        shutil.rmtree(self.path / _FOUND, ignore_errors=True)
+
+    def drop_inputs(self) -> None:
+        """Removes the inputs of a version that is complete and that no checkpoint would start again."""
+        for folder in ("queries", "rows"):
+            shutil.rmtree(self.path / folder, ignore_errors=True)
+
     def shortlist(self) -> Shortlist:
-        """The finished version, memory-mapped, its bytes compared with the hash.
+        """Opens the finished version, memory-mapped, after comparing its bytes with the hash.
 
         Raises:
             ShortlistError: altered since it was written.
         """
-        about = _read_json(self.path / "complete.json")
-        labels = self._finished("shortlist.npy", str(about["sha256"]))
+        about = _read_json(self.path / _COMPLETE)
+        labels = self._open_checked(_SHORTLIST, str(about["sha256"]))
         return Shortlist(self.version, int(about["snapshot_step"]), labels, about.get("recall"))
 
     def write_clusters(self, cluster: npt.NDArray[np.int32]) -> None:
         """Keeps the cluster of each query id, int32 [num_query_ids], -1 for none."""
-        path = self.path / _CLUSTERS
-        temporary = storage.aside(path)
-        with storage.disk_errors(path), temporary.open("wb") as file:
+        with (
+            storage.whole_file(self.path / _CLUSTERS) as temporary,
+            temporary.open("wb") as file,
+        ):
             np.save(file, cluster)
-        storage.fsync(temporary)
-        temporary.replace(path)
 
     @property
     def has_clusters(self) -> bool:
-        """Whether they were written before."""
+        """Whether the clusters are there."""
         return (self.path / _CLUSTERS).is_file()
 
     def clusters(self) -> npt.NDArray[np.int32]:
-        """The clusters of the finished version, memory-mapped, their bytes compared with the hash.
+        """Opens the clusters of the finished version, memory-mapped, after comparing their bytes with the hash.
 
         Raises:
             ShortlistError: altered since they were written.
         """
-        return self._finished(
-            _CLUSTERS, str(_read_json(self.path / "complete.json")["clusters_sha256"])
-        )
+        about = _read_json(self.path / _COMPLETE)
+        return self._open_checked(_CLUSTERS, str(about["clusters_sha256"]))
 
-    def _finished(self, name: str, sha256: str) -> npt.NDArray[np.int32]:
+    def _open_checked(self, name: str, sha256: str) -> npt.NDArray[np.int32]:
         path = self.path / name
         if storage.hash_file(path).sha256 != sha256:
             raise ShortlistError(
@@ -208,35 +273,36 @@ class VersionFolder:
         values: npt.NDArray[np.int32] = np.load(path, mmap_mode="r")
         return values
 
-    def _found(self, part: LabelPartition, block: str) -> Path:
-        return self.path / "found" / f"{part.start:010d}-{part.stop:010d}" / f"{block}.safetensors"
+    def _hits_path(self, part: LabelPartition, block: str) -> Path:
+        return self.path / _FOUND / f"{part.start:010d}-{part.stop:010d}" / f"{block}.safetensors"
 
 
 class Ledger:
-    """All versions of a run. One writer: rank 0 starts, restores and retires; ranks add to started versions."""
+    """All versions of a run. Rank 0 alone starts, restores and retires them; ranks add to started versions."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def versions(self) -> list[VersionFolder]:
-        """The newest attempt at each version, by version."""
-        newest = {
-            f.version: f for f in sorted(self._folders(), key=lambda f: (f.version, f.attempt))
-        }
+        """Lists the newest attempt at each version, by version."""
+        newest = {}
+        for folder in self._folders():  # by attempt, so that the newest one stays
+            newest[folder.version] = folder
         return list(newest.values())
 
     def version(self, version: int) -> VersionFolder:
-        """The newest attempt at a version, started if there is none."""
+        """Returns the newest attempt at a version, which is started if there is none."""
         for folder in self.versions():
             if folder.version == version:
                 return folder
         return self._start(version, 0)
 
     def newest_complete(self) -> VersionFolder | None:
-        """The finished version with the highest number."""
-        return max(
-            (f for f in self.versions() if f.complete), key=lambda f: f.version, default=None
-        )
+        """Returns the finished version with the highest number."""
+        for folder in reversed(self.versions()):
+            if folder.complete:
+                return folder
+        return None
 
     def restore(self, inputs: Mapping[str, str], published: Sequence[int]) -> None:
         """Brings the files to the state of a checkpoint.
@@ -245,27 +311,24 @@ class Ledger:
             inputs: SHA-256 of the query blocks, rows and marks that existed then, by path relative to the ledger.
             published: versions that were published then; later ones start anew.
         Raises:
-            StorageError: an input of a version that is not complete is gone or altered.
+            StorageError: an input of a version that is not complete is missing or altered.
         """
-        listed: dict[int, list[str]] = {}
+        names_of: defaultdict[int, list[str]] = defaultdict(list)
         for name in inputs:
-            listed.setdefault(VersionFolder(Path(name.split("/", 1)[0])).version, []).append(name)
+            names_of[version_of(name)].append(name)
         for folder in self.versions():
-            if folder.version in published:
-                if not folder.complete:
-                    self._check(inputs, listed.get(folder.version, []))
-                continue
-            again = self._start(folder.version, folder.attempt + 1)
-            for name in (name for name in listed.get(folder.version, []) if "/queries/" in name):
-                target = again.path / "queries" / Path(name).name
-                target.parent.mkdir(exist_ok=True)
-                os.link(self._find(folder.version, Path(name).name, inputs[name]), target)
+            names = names_of[folder.version]
+            if folder.version not in published:
+                self._start_again(folder, names, inputs)
+            elif not folder.complete:
+                self._check(names, inputs)
+        newest = {folder.path for folder in self.versions()}
         for folder in self._folders():
-            if folder.path not in [f.path for f in self.versions()]:
+            if folder.path not in newest:
                 shutil.rmtree(folder.path, ignore_errors=True)
 
     def name_of(self, path: Path) -> str:
-        """A file's path relative to the ledger."""
+        """Returns a file's path relative to the ledger."""
         return path.relative_to(self.path).as_posix()
 
     def retire(self, before: int) -> None:
@@ -274,8 +337,25 @@ class Ledger:
             if folder.version < before:
                 shutil.rmtree(folder.path, ignore_errors=True)
 
-    def _find(self, version: int, block: str, sha256: str) -> Path:
-        """A query block in whichever attempt an earlier restore from the same checkpoint left it."""
+    def _start(self, version: int, attempt: int) -> VersionFolder:
+        folder = VersionFolder(self.path / f"v{version:05d}-{attempt:04d}")
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _start_again(
+        self, folder: VersionFolder, names: Sequence[str], inputs: Mapping[str, str]
+    ) -> None:
+        """Starts the next attempt at a version with the query blocks that a checkpoint lists."""
+        attempt = self._start(folder.version, folder.attempt + 1)
+        for name in names:
+            if "/queries/" in name:
+                block = Path(name).name
+                target = attempt.path / "queries" / block
+                target.parent.mkdir(exist_ok=True)
+                os.link(self._find_block(folder.version, block, inputs[name]), target)
+
+    def _find_block(self, version: int, block: str, sha256: str) -> Path:
+        """Finds a query block in any attempt, because an earlier restore may have moved it on."""
         for path in sorted(self.path.glob(f"v{version:05d}-*/queries/{block}")):
             if storage.hash_file(path).sha256 == sha256:
                 return path
@@ -283,7 +363,7 @@ class Ledger:
             f"{self.path} lacks {block} of version {version}; resume from an earlier copy of the run"
         )
 
-    def _check(self, inputs: Mapping[str, str], names: list[str]) -> None:
+    def _check(self, names: Sequence[str], inputs: Mapping[str, str]) -> None:
         for name in names:
             path = self.path / name
             if not path.is_file() or storage.hash_file(path).sha256 != inputs[name]:
@@ -291,32 +371,26 @@ class Ledger:
                     f"{path} is missing or altered; resume from an earlier copy of the run"
                 )
 
-    def _start(self, version: int, attempt: int) -> VersionFolder:
-        folder = VersionFolder(self.path / f"v{version:05d}-{attempt:04d}")
-        folder.path.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def _folders(self) -> Iterator[VersionFolder]:
-        return (VersionFolder(path) for path in sorted(self.path.glob("v*-*")))
+    def _folders(self) -> list[VersionFolder]:
+        """Lists all attempts by version, then by attempt."""
+        folders = [VersionFolder(path) for path in self.path.glob("v*-*")]
+        return sorted(folders, key=lambda folder: (folder.version, folder.attempt))
 
 
-def _save(
-    path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
-) -> None:
-    if (
-        path.parent.parent.name == "found"
-    ):  # never the version's own folder: a withdrawn attempt stays gone
+def version_of(name: str) -> int:
+    """Returns the version of a file from its path relative to the ledger."""
+    return VersionFolder(Path(Path(name).parts[0])).version
+
+
+def _save(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    # The version's own folder is never made here, because a withdrawn attempt has to stay gone.
+    if path.parent.parent.name == _FOUND:
         path.parent.parent.mkdir(exist_ok=True)
     path.parent.mkdir(exist_ok=True)
-    temporary = storage.aside(path)
-    with storage.disk_errors(path):
-        save_file(
-            {k: np.ascontiguousarray(v) for k, v in tensors.items()},
-            temporary,
-            metadata=dict(metadata or {}),
-        )
-        storage.fsync(temporary)
-        temporary.replace(path)
+    # safetensors writes the memory behind an array as it lies there.
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    with storage.whole_file(path) as temporary:
+        save_file(contiguous, temporary)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""What one refresh computes, as functions on a version's folder. The pool runs them in actors, a laptop in a thread.
+"""The computation of one refresh, as functions on a version's folder. The pool runs them in actors, a laptop in a thread.
 
-Each function may be killed at any point and called again: finished files are not made twice.
+Each function may be killed at any point and called again, because finished files are not made twice.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from xmcray import draws
 from xmcray.data.batches import TrainingData
 from xmcray.negatives.clusters import balanced_clusters
-from xmcray.negatives.ledger import VersionFolder
+from xmcray.negatives.ledger import ShortlistFile, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.exact import exact_search
@@ -29,13 +28,13 @@ _TUNING_QUERIES = 256  # an approximate index chooses its settings on these
 
 
 class Refresher(Protocol):
-    """Whoever finishes versions. The trainer only starts them and looks for complete ones in the ledger."""
+    """Finishes versions. The trainer only starts them and looks for complete ones in the ledger."""
 
     def start(self, folder: Path) -> None:
-        """Asks for a version; returns at once, and may be called again for the same one."""
+        """Starts a version and returns at once; it may be called again for the same version."""
 
     def check(self) -> None:
-        """Raises what went wrong in a version that was started."""
+        """Raises the error of a version that was started and failed."""
 
     def close(self) -> None:
         """Ends what `start` began."""
@@ -43,12 +42,15 @@ class Refresher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RefreshSpec:
-    """What a refresh needs to know besides its folder.
+    """Settings of a refresh.
 
     Attributes:
         num_shards: index shards, one per classifier shard of the run at its largest; the number of workers that
-            publish a version may be another one. threads: per index.
-        negatives: section `negatives`. seed: of index training. gpu: device number for the index, or None.
+            publish a version may be another one.
+        negatives: section `negatives`.
+        seed: of the training of indexes.
+        threads: of each index.
+        gpu: device number for the index, or None.
         matmul: as `optim.matmul`; an index actor computes its products as the trainer does.
     """
 
@@ -60,10 +62,9 @@ class RefreshSpec:
     matmul: Literal["float32", "bf16"] = "float32"
 
     def parts(self, num_labels: int) -> list[LabelPartition]:
-        """The labels of each index shard."""
-        return [
-            LabelPartition(num_labels, self.num_shards, shard) for shard in range(self.num_shards)
-        ]
+        """Returns the labels of each index shard."""
+        shards = range(self.num_shards)
+        return [LabelPartition(num_labels, self.num_shards, shard) for shard in shards]
 
 
 def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: RefreshSpec) -> None:
@@ -71,118 +72,142 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
     if not spec.negatives.hard:
         return
     part = spec.parts(num_labels)[shard]
-    blocks = [block for block in folder.query_blocks if not folder.has_found(part, block)]
-    if not blocks:
+    missing = [block for block in folder.query_blocks if not folder.has_hits(part, block)]
+    if not missing:
         return
     rows = folder.read_rows(part.start, part.stop)
-    sample = _sample(folder, _TUNING_QUERIES, spec.seed)
     index = build_index(
-        rows, spec.negatives.index, spec.seed, threads=spec.threads, gpu=spec.gpu, queries=sample
+        rows,
+        spec.negatives.index,
+        spec.seed,
+        threads=spec.threads,
+        gpu=spec.gpu,
+        queries=_sample(folder, _TUNING_QUERIES, spec.seed),
     )
-    for block in blocks:
-        _, vectors, extra = folder.read_queries(block)
-        top = _search(
-            index, vectors, np.minimum(spec.negatives.hard + _rounded_up(extra), part.size)
-        )
+    for name in missing:
+        block = folder.read_queries(name)
+        # Forbidden labels may be among the best, so each query gets as many more as it has of them.
+        width_B = np.minimum(spec.negatives.hard + _rounded_up(block.extra), part.size)
+        top = _search(index, block.vectors, width_B)
         label_ids = np.where(top.ids >= 0, part.to_global(top.ids), -1)
-        folder.write_found(part, block, label_ids, top.scores)
+        folder.write_hits(part, name, TopLabels(label_ids, top.scores))
     if spec.negatives.recall_queries and folder.query_blocks:
-        _write_recall(folder, part, rows, index.search, spec)
+        _measure_recall(folder, part, rows, index, spec)
 
 
 def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> TopLabels:
-    """The `width_B[i]` best rows of query i, padded to the largest width: few queries need many more than the rest."""
+    """Returns the `width_B[i]` best rows of query i, padded to the largest width.
+
+    Queries of equal width are searched together, because a few need far more rows than the rest.
+    """
     padded = TopLabels.empty(len(vectors), int(width_B.max(initial=1)))
     for width in np.unique(width_B):
-        at = np.flatnonzero(width_B == width)
-        top = index.search(vectors[at], int(width))
-        padded.ids[at, :width] = top.ids
-        padded.scores[at, :width] = top.scores
+        queries = np.flatnonzero(width_B == width)
+        top = index.search(vectors[queries], int(width))
+        padded.ids[queries, :width] = top.ids
+        padded.scores[queries, :width] = top.scores
     return padded
 
 
 def _rounded_up(extra: Int64Array) -> Int64Array:
-    """To 4, 8, 16, 32 ...: few widths, so that many queries are searched at once."""
-    return 1 << np.ceil(np.log2(np.maximum(extra, 4))).astype(np.int64)
+    """Rounds up to 4, 8, 16, 32 ..., so that there are few widths and many queries are searched at once."""
+    exponents = np.ceil(np.log2(np.maximum(extra, 4))).astype(np.int64)
+    return 1 << exponents
 
 
 def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
-    """Merges what all shards found: positives and filter pairs out, the h best of each query in; clusters; complete."""
-    if (
-        folder.complete
-    ):  # by someone else: the inputs may be gone, and a merge of nothing would pass for a version
+    """Merges the hits of all shards into the shortlist, clusters the queries, and completes the version."""
+    # Once another actor has completed the version, the inputs may be gone; a merge of nothing would replace it.
+    if folder.complete:
         return
     labels = folder.new_shortlist(data.num_query_ids, spec.negatives.hard)
     blocks = folder.query_blocks
-    for block in blocks if spec.negatives.hard else []:
-        ids, _, _ = folder.read_queries(block)
-        found = [folder.read_found(part, block) for part in spec.parts(data.num_labels)]
-        candidate = np.concatenate([ids_ for ids_, _ in found], axis=1)
-        score = np.concatenate([scores for _, scores in found], axis=1)
-        forbidden = [data.positives(ids), data.excluded(ids)]
-        labels[ids] = best_allowed(
-            candidate, score, forbidden, data.num_labels, spec.negatives.hard
-        )
+    if spec.negatives.hard:
+        for block in blocks:
+            _merge_block(labels, folder, block, data, spec)
     if not blocks or folder.query_blocks != blocks:
         raise FileNotFoundError(f"query blocks of {folder.path} vanished while they were merged")
     if spec.negatives.cluster_size and not folder.has_clusters:
         folder.write_clusters(_cluster_queries(folder, blocks, data.num_query_ids, spec))
-    folder.finish(
-        labels, {"recall": _read_recall(folder, spec.parts(data.num_labels)), "blocks": len(blocks)}
+    recall = folder.read_recall(spec.parts(data.num_labels))
+    folder.finish(labels, {"recall": recall, "blocks": len(blocks)})
+
+
+def _merge_block(
+    labels: ShortlistFile, folder: VersionFolder, block: str, data: TrainingData, spec: RefreshSpec
+) -> None:
+    """Fills the rows of one query block with the best labels that are allowed."""
+    ids = folder.read_queries(block).ids
+    hits = [folder.read_hits(part, block) for part in spec.parts(data.num_labels)]
+    candidate_BC = np.concatenate([top.ids for top in hits], axis=1)
+    score_BC = np.concatenate([top.scores for top in hits], axis=1)
+    forbidden = [data.positives(ids), data.excluded(ids)]
+    labels[ids] = best_allowed(
+        candidate_BC, score_BC, forbidden, data.num_labels, spec.negatives.hard
     )
 
 
 def _cluster_queries(
     folder: VersionFolder, blocks: list[str], num_query_ids: int, spec: RefreshSpec
 ) -> npt.NDArray[np.int32]:
-    """int32 [num_query_ids], the cluster of each collected query as small as the version's first epoch wants them."""
-    ids = np.sort(np.concatenate([folder.read_queries(block)[0] for block in blocks]))
-    vectors = np.empty((len(ids), folder.read_queries(blocks[0])[1].shape[1]), np.float32)
-    for block in blocks:  # by id: what is in which block depends on the number of ranks
-        some, rows, _ = folder.read_queries(block)
-        vectors[np.searchsorted(ids, some)] = rows
+    """Returns int32 [num_query_ids], the cluster of each collected query, -1 for others.
+
+    The clusters are as small as the first epoch of the version wants them.
+    """
+    ids = np.sort(np.concatenate([folder.read_queries(block).ids for block in blocks]))
+    dim = folder.read_queries(blocks[0]).vectors.shape[1]
+    vectors = np.empty((len(ids), dim), np.float32)
+    for name in blocks:
+        # In the order of ids, because which query is in which block depends on the number of ranks.
+        block = folder.read_queries(name)
+        vectors[np.searchsorted(ids, block.ids)] = block.vectors
     epoch = spec.negatives.schedule_of.use_epoch(folder.version)
+    num_clusters = spec.negatives.num_clusters_at(epoch, len(ids))
     cluster = np.full(num_query_ids, -1, np.int32)
-    cluster[ids] = balanced_clusters(
-        vectors, spec.negatives.num_clusters_at(epoch, len(ids)), spec.seed
-    )
+    cluster[ids] = balanced_clusters(vectors, num_clusters, spec.seed)
     return cluster
 
 
 def best_allowed(
-    candidate: Int64Array, score: Float32Array, forbidden: list[Ragged], num_labels: int, width: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """The `width` best candidates of each row that are not forbidden; ties by the lower label, -1 padded.
+    candidate_BC: Int64Array,
+    score_BC: Float32Array,
+    forbidden: list[Ragged],
+    num_labels: int,
+    width: int,
+) -> npt.NDArray[np.int32]:
+    """Returns the best candidates of each query that are not forbidden; ties by the lower label.
 
     Args:
-        candidate: int64 [B, k] label ids, -1 for none. score: float32 [B, k].
-        forbidden: lists of labels per row.
+        candidate_BC: int64 label ids, -1 for none.
+        score_BC: float32.
+        forbidden: labels of each query that are not allowed.
+        num_labels: L.
+        width: labels per query.
+    Returns:
+        int32 [B, width], padded with -1.
     """
-    score = np.where(candidate >= 0, score, -np.inf)
-    row = np.arange(len(candidate))[:, None]
-    banned = np.unique(
-        np.concatenate([part.row_ids * num_labels + part.values for part in forbidden])
-    )
+    score_BC = np.where(candidate_BC >= 0, score_BC, -np.inf)
+    # One number for each (query, label), so that forbidden pairs are found by a search in a sorted list.
+    forbidden_keys = [labels.row_ids * num_labels + labels.values for labels in forbidden]
+    banned = np.unique(np.concatenate(forbidden_keys))
     if len(banned):
-        key = row * num_labels + candidate
-        at = np.minimum(np.searchsorted(banned, key), len(banned) - 1)
-        score = np.where(banned[at] == key, -np.inf, score)
-    order = np.lexsort((candidate, -score))[:, :width]
-    best = np.where(
-        np.isfinite(np.take_along_axis(score, order, 1)),
-        np.take_along_axis(candidate, order, 1),
-        -1,
-    )
-    out = np.full((len(candidate), width), -1, np.int32)
-    out[:, : best.shape[1]] = best
-    return out
+        key_BC = np.arange(len(candidate_BC))[:, None] * num_labels + candidate_BC
+        place_BC = np.minimum(np.searchsorted(banned, key_BC), len(banned) - 1)
+        score_BC = np.where(banned[place_BC] == key_BC, -np.inf, score_BC)
+    order = np.lexsort((candidate_BC, -score_BC))[:, :width]  # best score, then lower label
+    is_allowed = np.isfinite(np.take_along_axis(score_BC, order, 1))
+    best = np.where(is_allowed, np.take_along_axis(candidate_BC, order, 1), -1)
+    padded = np.full((len(best), width), -1, np.int32)
+    padded[:, : best.shape[1]] = best
+    return padded
 
 
 class ThreadRefresher:
     """Refreshes in a background thread of the trainer: for one process, notebooks and tests."""
 
     def __init__(self, data: TrainingData, spec: RefreshSpec) -> None:
-        self.data, self.spec = data, spec
+        self.data = data
+        self.spec = spec
         self._threads: dict[Path, threading.Thread] = {}
         self._errors: list[BaseException] = []
 
@@ -190,13 +215,12 @@ class ThreadRefresher:
         """Starts a thread for a version unless there is one."""
         self.check()
         if folder not in self._threads:
-            self._threads[folder] = threading.Thread(
-                target=self._run, args=(VersionFolder(folder),), daemon=True
-            )
-            self._threads[folder].start()
+            thread = threading.Thread(target=self._run, args=(VersionFolder(folder),), daemon=True)
+            self._threads[folder] = thread
+            thread.start()
 
     def check(self) -> None:
-        """Raises what a thread raised."""
+        """Raises the first error of a thread."""
         if self._errors:
             raise self._errors[0]
 
@@ -215,48 +239,42 @@ class ThreadRefresher:
 
 
 def run_version(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
-    """A whole refresh in this process."""
-    if not folder.complete:
-        for shard in range(spec.num_shards):
-            search_shard(folder, shard, data.num_labels, spec)
-        merge_shards(folder, data, spec)
+    """Runs a whole refresh in this process."""
+    if folder.complete:
+        return
+    for shard in range(spec.num_shards):
+        search_shard(folder, shard, data.num_labels, spec)
+    merge_shards(folder, data, spec)
 
 
 def wait_published(folder: VersionFolder, poll_s: float = 0.05) -> None:
-    """Returns when all ranks have written their part, or the version is withdrawn or complete."""
+    """Waits until all ranks have written their part, or the version is withdrawn or complete."""
     while not (folder.withdrawn or folder.complete or folder.published):
         time.sleep(poll_s)
 
 
 def _sample(folder: VersionFolder, count: int, seed: int) -> Float32Array:
-    """Up to `count` of a version's query vectors, drawn from its first block."""
-    _, vectors, _ = folder.read_queries(folder.query_blocks[0])
-    return vectors[draws.generator(seed, "recall").permutation(len(vectors))[:count]]
+    """Draws up to `count` query vectors of a version from its first block."""
+    vectors = folder.read_queries(folder.query_blocks[0]).vectors
+    order = draws.generator(seed, "recall").permutation(len(vectors))
+    return vectors[order[:count]]
 
 
-def _write_recall(
+def _measure_recall(
     folder: VersionFolder,
     part: LabelPartition,
     rows: Float32Array,
-    search: Callable[[Float32Array, int], TopLabels],
+    index: Index,
     spec: RefreshSpec,
 ) -> None:
-    """Share of the exact `hard` nearest rows that the index finds, on a seeded sample of queries."""
+    """Counts how many of the exact `hard` nearest rows the index finds, on a seeded sample of queries."""
     sample = _sample(folder, spec.negatives.recall_queries, spec.seed)
     width = min(spec.negatives.hard, len(rows))
     if not width:
         return
-    exact = exact_search(rows, sample, width)
-    found = search(sample, width)
-    hits = sum(len(np.intersect1d(a, b)) for a, b in zip(exact.ids, found.ids, strict=True))
-    folder.write_found(
-        part, "recall", np.array([hits, len(sample) * width]), np.empty(0, np.float32)
-    )
-
-
-def _read_recall(folder: VersionFolder, parts: list[LabelPartition]) -> float | None:
-    counts = [
-        folder.read_found(part, "recall")[0] for part in parts if folder.has_found(part, "recall")
-    ]
-    hits, total = np.sum(counts, axis=0) if counts else (0, 0)
-    return float(hits / total) if total else None
+    exact = exact_search(rows, sample, width).ids
+    found = index.search(sample, width).ids
+    num_found = 0
+    for exact_ids, found_ids in zip(exact, found, strict=True):
+        num_found += len(np.intersect1d(exact_ids, found_ids))
+    folder.write_recall(part, num_found, len(sample) * width)

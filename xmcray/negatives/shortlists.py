@@ -1,45 +1,53 @@
-"""The trainer's side of the negatives: collects query vectors, publishes label vectors, switches versions and orders.
+"""The trainer's side of the negatives: collects query vectors, publishes versions, and switches to finished ones.
 
-A rank never waits for an index to be built, except under `scheduled` at a step that names a version which is late.
-Files are written by a background thread; a checkpoint waits for it.
+A rank never waits for an index to be built, except under the schedule "scheduled" at a step that names a version which
+is late. Files are written by a background thread, and a checkpoint waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import queue
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from xmcray import storage
 from xmcray.data.batches import QueryClusters
 from xmcray.errors import ShortlistError
-from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.negatives.ledger import Ledger, QueryBlock, version_of
 from xmcray.negatives.plan import NegativesConfig
+from xmcray.negatives.publisher import Publisher, to_numpy
 from xmcray.negatives.refresh import Refresher
 from xmcray.parallel import collectives
-from xmcray.types import Batch, Float32Array, Int64Array, Shortlist
+from xmcray.types import Batch, Shortlist
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 16 << 20
-_PENDING = ("ids", "vectors", "extra")
-_EAGER_EVERY = 8  # steps between looks for a newer version: one costs a broadcast
+_NO_VERSION = -1
+_EAGER_EVERY = 8  # steps between two checks for a newer version, each of which costs a broadcast
+_POLL_S = 0.01
 
 
 class ShortlistFeed:
-    """What the loop asks for hard negatives and for the clusters that batches are made of, one per rank.
+    """Gives the loop hard negatives and the clusters that batches are made of; one per rank.
 
     Args:
-        ledger: of the run. config: section `negatives`. refresher: finishes versions; used by rank 0 only.
-        steps_per_epoch, num_epochs: of the run. index_rows: the method's vectors of this rank's labels, [S, D].
+        ledger: of the run.
+        config: section `negatives`.
+        refresher: finishes versions; used by rank 0 only.
+        steps_per_epoch: of the run.
+        num_epochs: of the run.
+        index_rows: returns the method's vectors of this rank's labels, [S, D].
         first_label: first label of this rank.
+
+    Attributes:
+        current: the hard negatives in use.
+        clusters: the clusters in use.
+        blocked_s: seconds that training has spent here.
+        broken_at_step: first step whose version was late, after which the schedule waits no more.
     """
 
     def __init__(
@@ -52,40 +60,42 @@ class ShortlistFeed:
         index_rows: Callable[[], Tensor],
         first_label: int,
     ) -> None:
-        self.ledger, self.config, self.refresher = ledger, config, refresher
-        self.steps_per_epoch, self.num_epochs = steps_per_epoch, num_epochs
-        self.index_rows, self.first_label = index_rows, first_label
+        self.ledger = ledger
+        self.config = config
+        self.refresher = refresher
+        self.steps_per_epoch = steps_per_epoch
+        self.num_epochs = num_epochs
         self.current: Shortlist | None = None
         self.clusters: QueryClusters | None = None
         self.blocked_s = 0.0
         self.broken_at_step: int | None = None
-        self._writer = _Writer(ledger)
-        self._collected: list[tuple[Int64Array, Float32Array, Int64Array]] = []
+        self._publisher = Publisher(ledger, index_rows if config.hard else None, first_label)
 
     @property
     def active(self) -> bool:
-        """Whether the method asked for hard negatives or clusters at all."""
+        """Whether the run uses hard negatives or clusters at all."""
         return self.config.refreshed
 
     def before_step(self, step: int) -> Shortlist | None:
-        """The hard negatives of a step; switches versions where the schedule says so, and clusters where epochs start.
+        """Returns the hard negatives of a step.
+
+        Switches versions when the schedule says so, and clusters when an epoch starts.
 
         Raises:
             ShortlistError: the negatives in use are older than `max_age` epochs.
         """
         if not self.active:
             return None
-        started = time.perf_counter()
-        if self.config.schedule == "eager":
-            if self.current is None or step % _EAGER_EVERY == 0:
-                self._take(self._newest())
-        elif step % self.steps_per_epoch == 0:
-            self._switch_on_schedule(step)
-        if (
-            step % self.steps_per_epoch == 0 and self.current is not None
-        ):  # within an epoch its order stays
-            self._order_by(self.current.version, step)
-        self.blocked_s += time.perf_counter() - started
+        starts_epoch = step % self.steps_per_epoch == 0
+        with self._blocking():
+            if self.config.schedule == "eager":
+                if self.current is None or step % _EAGER_EVERY == 0:
+                    self._use_version(collectives.broadcast_int(self._newest_on_rank_0()))
+            elif starts_epoch:
+                self._follow_schedule(step)
+            # The order of an epoch never changes within it.
+            if starts_epoch and self.current is not None:
+                self._use_clusters(self.current.version, step)
         self._check_age(step)
         return self.current
 
@@ -94,47 +104,51 @@ class ShortlistFeed:
         version = self._collecting(batch.step)
         if version is None or query_BD is None:
             return
-        started = time.perf_counter()
-        ids = batch.query_ids[batch.start : batch.stop]
-        forbidden = (batch.positives.lengths + batch.excluded.lengths)[batch.start : batch.stop]
-        vectors = query_BD.float().cpu().numpy().copy()
-        self._collected.append((ids, vectors, forbidden))
-        if (batch.step + 1) % self.steps_per_epoch == 0:
-            self._publish(version, batch.step)
-        elif sum(v.nbytes for _, v, _ in self._collected) > _BLOCK_BYTES:
-            self._flush(version, batch.step)
-        self.blocked_s += time.perf_counter() - started
+        with self._blocking():
+            own = slice(batch.start, batch.stop)
+            num_forbidden = batch.positives.lengths + batch.excluded.lengths
+            block = QueryBlock(batch.query_ids[own], to_numpy(query_BD), num_forbidden[own])
+            self._publisher.collect(block)
+            if (batch.step + 1) % self.steps_per_epoch == 0:
+                folder = self._publisher.publish(version, batch.step)
+                if collectives.rank() == 0:
+                    self.refresher.start(folder)
+            elif self._publisher.full:
+                self._publisher.flush(version, batch.step)
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` steps keeps; collective. All files it names are on disk when it returns."""
+        """Returns what a checkpoint after `step` steps keeps; collective.
+
+        All files that it names are on disk when it returns.
+        """
         if not self.active:
             return {}
-        self._writer.drain()
-        inputs: dict[str, str] = {}
-        for part in collectives.gather_objects(self._writer.hashes):
-            inputs.update(part)
+        self._publisher.writer.drain()
         versions = self.ledger.versions()
         incomplete = {folder.path.name for folder in versions if not folder.complete}
+        hashes: dict[str, str] = {}
+        for hashes_of_rank in collectives.gather_objects(self._publisher.writer.hashes):
+            hashes.update(hashes_of_rank)
         return {
             "inputs": {
-                name: sha for name, sha in inputs.items() if name.split("/", 1)[0] in incomplete
+                name: sha256
+                for name, sha256 in hashes.items()
+                if name.split("/", 1)[0] in incomplete
             },
             "published": [folder.version for folder in versions if folder.published],
-            "version": None if self.current is None else self.current.version,
-            "clusters_version": None if self.clusters is None else self.clusters.version,
+            "version": self.current.version if self.current else None,
+            "clusters_version": self.clusters.version if self.clusters else None,
             "broken_at_step": self.broken_at_step,
         }
 
     def pending(self) -> dict[str, np.ndarray[Any, Any]]:
-        """What this rank has collected and not yet written to the ledger; a checkpoint keeps it.
+        """Returns what this rank has collected and not yet written to the ledger; a checkpoint keeps it.
 
-        So the blocks of the ledger are the same wherever checkpoints were written, and an approximate index, which
-        answers by blocks, answers alike.
+        Then the blocks of the ledger do not depend on where checkpoints were written, and an approximate index, which
+        searches block by block, finds the same.
         """
-        if not self._collected:
-            return {}
-        parts = (np.concatenate(parts) for parts in zip(*self._collected, strict=True))
-        return dict(zip(_PENDING, parts, strict=True))
+        block = self._publisher.pending
+        return {} if block is None else block.arrays()
 
     def restore(
         self,
@@ -142,111 +156,109 @@ class ShortlistFeed:
         step: int,
         pending: Sequence[Mapping[str, np.ndarray[Any, Any]]] = (),
     ) -> None:
-        """Continues after a checkpoint of `step` steps (or from the start); collective.
+        """Continues after a checkpoint, or from the start; collective.
 
         Args:
-            pending: what ranks had pending then; each to one rank, whichever.
+            state: of the checkpoint; empty at the start.
+            step: steps that were done.
+            pending: what ranks had pending then; each goes to one rank, no matter which.
         """
         if not self.active:
             return
-        for kept in pending:
-            ids, vectors, extra = (kept[name] for name in _PENDING)
-            self._collected.append((ids, vectors, extra))
+        for arrays in pending:
+            self._publisher.collect(QueryBlock(arrays["ids"], arrays["vectors"], arrays["extra"]))
         if collectives.rank() == 0:
-            self.ledger.path.mkdir(parents=True, exist_ok=True)
-            self.ledger.restore(state.get("inputs", {}), state.get("published", []))
-            self._writer.hashes.update(self._renamed(state.get("inputs", {})))
-        collectives.broadcast_int(0)  # nobody looks at the ledger before it is restored
+            self._restore_ledger(state.get("inputs", {}), state.get("published", []))
+        collectives.broadcast_int(0)  # no rank reads the ledger before rank 0 has restored it
         self.broken_at_step = state.get("broken_at_step")
-        if state.get("version") is not None:
-            self._take(int(state["version"]))
-        if state.get("clusters_version") is not None:
-            self._order_by(int(state["clusters_version"]), step)
+        version = state.get("version")
+        if version is not None:
+            self._use_version(version)
+        clusters_version = state.get("clusters_version")
+        if clusters_version is not None:
+            self._use_clusters(clusters_version, step)
         if collectives.rank() == 0:
             for folder in self.ledger.versions():
                 if folder.published and not folder.complete:
                     self.refresher.start(folder.path)
 
     def age(self, step: int) -> int | None:
-        """Steps since the vectors behind the hard negatives in use were copied."""
+        """Returns the steps since the vectors behind the hard negatives in use were copied."""
         return None if self.current is None else step - self.current.snapshot_step
 
     def close(self) -> None:
         """Ends the background thread."""
-        self._writer.close()
+        self._publisher.writer.close()
+
+    @contextlib.contextmanager
+    def _blocking(self) -> Iterator[None]:
+        """Counts the seconds of the block as time that training was blocked."""
+        start = time.perf_counter()
+        yield
+        self.blocked_s += time.perf_counter() - start
 
     def _collecting(self, step: int) -> int | None:
-        """The version that collects queries at a step, unless the run ends before it would be used."""
+        """Returns the version that collects queries at a step, unless the run ends before it would be used."""
         if not self.active or step < 0:
             return None
         schedule = self.config.schedule_of
         version = schedule.collecting(step // self.steps_per_epoch)
-        return (
-            None if version is None or schedule.use_epoch(version) >= self.num_epochs else version
-        )
+        if version is None or schedule.use_epoch(version) >= self.num_epochs:
+            return None
+        return version
 
-    def _publish(self, version: int, step: int) -> None:
-        self._flush(version, step)
-        folder = self.ledger.version(version)
-        rank, num_ranks = collectives.rank(), collectives.num_ranks()
-        if self.config.hard:
-            rows = self.index_rows().detach().float().cpu().numpy().copy()
-            self._writer.put(lambda: folder.write_rows(self.first_label, rows))
-        self._writer.put(lambda: [folder.publish(rank, num_ranks, step + 1)])
-        if rank == 0:
-            self.refresher.start(folder.path)
-
-    def _flush(self, version: int, step: int) -> None:
-        ids, vectors, extra = (
-            np.concatenate(parts) for parts in zip(*self._collected, strict=True)
-        )
-        self._collected.clear()
-        folder, rank = self.ledger.version(version), collectives.rank()
-        if len(ids):
-            self._writer.put(lambda: [folder.write_queries(step, rank, ids, vectors, extra)])
-
-    def _switch_on_schedule(self, step: int) -> None:
+    def _follow_schedule(self, step: int) -> None:
+        """Switches to the version of an epoch, or to the newest one if that version is too late."""
         due = self.config.schedule_of.using(step // self.steps_per_epoch)
         if due is None or (self.current is not None and self.current.version >= due):
             return
-        deadline = time.monotonic() + (self.config.wait_s if self.broken_at_step is None else 0.0)
-        found = -1
-        if collectives.rank() == 0:
-            folder = self.ledger.version(due)
-            while not folder.complete and time.monotonic() < deadline:
-                self.refresher.check()
-                time.sleep(0.01)
-            found = due if folder.complete else self._newest_here()
-        found = collectives.broadcast_int(found)
-        if found < due and self.broken_at_step is None:
+        version = collectives.broadcast_int(self._wait_on_rank_0(due))
+        if version < due and self.broken_at_step is None:
             self.broken_at_step = step
             logger.warning(
                 "hard negatives of version %d were not ready at step %d after %.0f s; training goes on with version %s",
-                due, step, self.config.wait_s, found if found >= 0 else "none",
-            )  # fmt: skip
-        self._take(found)
+                due,
+                step,
+                self.config.wait_s,
+                "none" if version == _NO_VERSION else version,
+            )
+        self._use_version(version)
 
-    def _newest(self) -> int:
-        return collectives.broadcast_int(self._newest_here() if collectives.rank() == 0 else -1)
+    def _wait_on_rank_0(self, due: int) -> int:
+        """Waits for a version, unless an earlier one was too late; returns it or the newest one."""
+        if collectives.rank() > 0:
+            return _NO_VERSION
+        wait_s = self.config.wait_s if self.broken_at_step is None else 0.0
+        deadline = time.monotonic() + wait_s
+        folder = self.ledger.version(due)
+        while not folder.complete and time.monotonic() < deadline:
+            self.refresher.check()
+            time.sleep(_POLL_S)
+        return due if folder.complete else self._newest_on_rank_0()
 
-    def _newest_here(self) -> int:
-        folder = self.ledger.newest_complete()
-        return -1 if folder is None else folder.version
+    def _newest_on_rank_0(self) -> int:
+        folder = self.ledger.newest_complete() if collectives.rank() == 0 else None
+        return _NO_VERSION if folder is None else folder.version
 
-    def _take(self, version: int) -> None:
-        if version >= 0 and (self.current is None or version > self.current.version):
+    def _use_version(self, version: int) -> None:
+        """Opens the hard negatives of a version unless those in use are as new."""
+        current = _NO_VERSION if self.current is None else self.current.version
+        if version > current:
             self.current = self.ledger.version(version).shortlist()
 
-    def _order_by(self, version: int, step: int) -> None:
-        """Takes the clusters of a version, as large as the epoch of `step` wants them."""
-        if self.config.cluster_size:
-            leaf = self.ledger.version(version).clusters()
-            wanted = self.config.num_clusters_at(
-                step // self.steps_per_epoch, int((leaf >= 0).sum())
-            )
-            halvings = max(0, int(leaf.max()).bit_length() + 1 - wanted.bit_length())
-            cluster = leaf >> halvings  # -1 stays -1
-            self.clusters = QueryClusters(version, int(cluster.max()) + 1, cluster)
+    def _use_clusters(self, version: int, step: int) -> None:
+        """Opens the clusters of a version, merged to the size that the epoch of a step wants."""
+        if not self.config.cluster_size:
+            return
+        smallest = self.ledger.version(version).clusters()
+        num_queries = int((smallest >= 0).sum())
+        num_clusters = self.config.num_clusters_at(step // self.steps_per_epoch, num_queries)
+        # There are 2^a of the smallest clusters and 2^b are wanted: dropping the last a - b bits of a number merges
+        # each cluster with its siblings (see `balanced_clusters`), and -1 stays -1.
+        smallest_levels = int(smallest.max()).bit_length()
+        wanted_levels = num_clusters.bit_length() - 1
+        cluster = smallest >> max(0, smallest_levels - wanted_levels)
+        self.clusters = QueryClusters(version, int(cluster.max()) + 1, cluster)
 
     def _check_age(self, step: int) -> None:
         age = self.age(step)
@@ -257,54 +269,12 @@ class ShortlistFeed:
                 " answer; look at its log, or raise negatives.max_age"
             )
 
-    def _renamed(self, inputs: Mapping[str, str]) -> dict[str, str]:
-        """Inputs by their present names: the query blocks of a withdrawn attempt moved to the next one."""
-        present = {}
-        for name, sha in inputs.items():
-            folder = self.ledger.version(VersionFolder(Path(name.split("/", 1)[0])).version)
+    def _restore_ledger(self, inputs: Mapping[str, str], published: Sequence[int]) -> None:
+        self.ledger.path.mkdir(parents=True, exist_ok=True)
+        self.ledger.restore(inputs, published)
+        # Query blocks of a withdrawn attempt have moved to the next one, where they have other names.
+        for name, sha256 in inputs.items():
+            folder = self.ledger.version(version_of(name))
             path = folder.path / name.split("/", 1)[1]
             if path.is_file():
-                present[self.ledger.name_of(path)] = sha
-        return present
-
-
-class _Writer:
-    """Runs write jobs in order in one thread; keeps the SHA-256 of what they wrote."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.hashes: dict[str, str] = {}
-        self._ledger = ledger
-        self._jobs: queue.Queue[Callable[[], list[Path]] | None] = queue.Queue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def put(self, job: Callable[[], list[Path]]) -> None:
-        """Queues a job; raises what an earlier one raised."""
-        self._raise()
-        self._jobs.put(job)
-
-    def drain(self) -> None:
-        """Waits until all jobs are done."""
-        self._jobs.join()
-        self._raise()
-
-    def close(self) -> None:
-        """Finishes the jobs and ends the thread."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                if self._error is None:
-                    for path in job():
-                        self.hashes[self._ledger.name_of(path)] = storage.hash_file(path).sha256
-            except BaseException as error:
-                self._error = error
-            finally:
-                self._jobs.task_done()
+                self._publisher.writer.hashes[self.ledger.name_of(path)] = sha256

@@ -14,7 +14,7 @@ from refreshers import HeldRefresher
 from xmcray.data.batches import BatchSampler, QueryClusters, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ShortlistError
-from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.negatives.ledger import Ledger, QueryBlock, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import (
     RefreshSpec,
@@ -280,9 +280,9 @@ def test_clusters_do_not_depend_on_how_the_blocks_were_cut(corpus: Corpus, tmp_p
     for name, parts in blocks.items():
         folder = Ledger(tmp_path / name).version(0)
         for rank, some in enumerate(parts):
-            folder.write_queries(
-                0, rank, data.query_ids[some], vectors[some], np.zeros(len(some), np.int64)
-            )
+            extra = np.zeros(len(some), np.int64)
+            block = QueryBlock(data.query_ids[some], vectors[some], extra)
+            folder.write_queries(0, rank, block)
             folder.publish(rank, len(parts), 1)
         run_version(folder, data, RefreshSpec(2, config, 0))
         found.append(np.array(folder.clusters()))

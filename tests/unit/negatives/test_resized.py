@@ -9,7 +9,7 @@ import pytest
 from corpora import planted_corpus
 
 from xmcray.data.batches import DataConfig, TrainingData
-from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.negatives.ledger import Ledger, QueryBlock, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import RefreshSpec, run_version, search_shard
 
@@ -26,7 +26,7 @@ def published(path: Path, data: TrainingData) -> VersionFolder:
         zip(np.array_split(data.query_ids, 2), np.array_split(vectors, 2), strict=True)
     ):
         extra = data.positives(ids).lengths + data.excluded(ids).lengths
-        folder.write_queries(7, rank, ids, part, extra)
+        folder.write_queries(7, rank, QueryBlock(ids, part, extra))
         start, stop = rank * labels // 2, (rank + 1) * labels // 2
         folder.write_rows(start, rows[start:stop])
         folder.publish(rank, 2, 7)

@@ -1,0 +1,117 @@
+"""One rank's way into the ledger: collects query vectors, and writes them and label vectors in a background thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from torch import Tensor
+
+from xmcray import storage
+from xmcray.negatives.ledger import Ledger, QueryBlock
+from xmcray.parallel import collectives
+from xmcray.types import Float32Array
+
+_BLOCK_BYTES = 16 << 20  # vectors that are collected before they are written
+
+
+class Publisher:
+    """Collects query vectors for one version at a time and publishes it.
+
+    Args:
+        ledger: of the run.
+        index_rows: returns the vectors of this rank's labels, [S, D]; None if no index is built from them.
+        first_label: first label of this rank.
+    """
+
+    def __init__(
+        self, ledger: Ledger, index_rows: Callable[[], Tensor] | None, first_label: int
+    ) -> None:
+        self.ledger = ledger
+        self.index_rows = index_rows
+        self.first_label = first_label
+        self.writer = BackgroundWriter(ledger)
+        self._collected: list[QueryBlock] = []
+
+    def collect(self, block: QueryBlock) -> None:
+        """Adds query vectors."""
+        self._collected.append(block)
+
+    @property
+    def full(self) -> bool:
+        """Whether so many vectors are collected that `flush` should write them."""
+        return sum(block.vectors.nbytes for block in self._collected) > _BLOCK_BYTES
+
+    @property
+    def pending(self) -> QueryBlock | None:
+        """What is collected and not yet given to the writer; None if there is nothing."""
+        return QueryBlock.concatenate(self._collected) if self._collected else None
+
+    def flush(self, version: int, step: int) -> None:
+        """Queues what is collected up to a step to be written."""
+        block = QueryBlock.concatenate(self._collected)
+        self._collected.clear()
+        folder = self.ledger.version(version)
+        rank = collectives.rank()
+        if len(block.ids):
+            self.writer.put(lambda: [folder.write_queries(step, rank, block)])
+
+    def publish(self, version: int, step: int) -> Path:
+        """Queues all that a version needs from this rank, and then the mark that it is there.
+
+        Returns:
+            The folder of the version.
+        """
+        self.flush(version, step)
+        folder = self.ledger.version(version)
+        rank = collectives.rank()
+        num_ranks = collectives.num_ranks()
+        if self.index_rows is not None:
+            rows = to_numpy(self.index_rows())
+            self.writer.put(lambda: folder.write_rows(self.first_label, rows))
+        self.writer.put(lambda: [folder.publish(rank, num_ranks, step + 1)])
+        return folder.path
+
+
+class BackgroundWriter:
+    """Runs write jobs in their order in one thread.
+
+    Args:
+        ledger: of the run.
+    Attributes:
+        hashes: SHA-256 of each file that was written, by path relative to the ledger.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.hashes: dict[str, str] = {}
+        self._ledger = ledger
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._last: Future[None] | None = None
+
+    def put(self, job: Callable[[], Sequence[Path]]) -> None:
+        """Queues a job that returns what it has written; raises the error of an earlier one."""
+        if self._last is not None and self._last.done():
+            self._last.result()
+        self._last = self._thread.submit(self._run, job, self._last)
+
+    def drain(self) -> None:
+        """Waits until all jobs are done; raises the error of the first that failed."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Finishes the jobs and ends the thread."""
+        self._thread.shutdown()
+
+    def _run(self, job: Callable[[], Sequence[Path]], previous: Future[None] | None) -> None:
+        if previous is not None:
+            previous.result()  # after an error no later job runs: the ledger stays as it is
+        for path in job():
+            self.hashes[self._ledger.name_of(path)] = storage.hash_file(path).sha256
+
+
+def to_numpy(tensor: Tensor) -> Float32Array:
+    """Copies a tensor that training goes on to change."""
+    copied: Float32Array = tensor.detach().float().cpu().numpy().copy()
+    return copied
