@@ -28,7 +28,7 @@ from xmcray import draws
 from xmcray.losses.bce import full_bce, sampled_bce
 from xmcray.losses.pairs import Pairs, pair_scores
 from xmcray.negatives.sampler import gather_candidates
-from xmcray.nn.classifier import ShardedClassifier
+from xmcray.nn.classifier import classifier_rows
 from xmcray.nn.row_table import RowOptimConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.types import Batch, Ragged
@@ -65,7 +65,7 @@ class Case:
     def __post_init__(self) -> None:
         self.part = LabelPartition(self.num_labels, 1, 0)
         optimiser = RowOptimConfig(kind="sgd", lr=LR, momentum=0.9)
-        self.table = ShardedClassifier(self.part, self.dim, optimiser, seed=0).table
+        self.table = classifier_rows(self.part, self.dim, optimiser, seed=0)
         self.table.state["momentum"].fill_(1e-9)  # every page is there, as after the first epochs
         self.step = 0
 

@@ -96,7 +96,7 @@ class Astra(OneVsAll):
 
     def _sampled_loss(self, query_GD: Tensor, batch: Batch, shortlist: Shortlist | None) -> Tensor:
         candidates = self._candidates(batch, shortlist)
-        row_UD = self.classifier.table.rows(candidates.row_ids)
+        row_UD = self.classifier.rows(candidates.row_ids)
         pair_score_P = pair_scores(query_GD, row_UD, candidates.pair_query, candidates.pair_row)
         pool_score_GC = query_GD @ row_UD.index_select(0, candidates.pool_rows).T
         pair_weight_P = candidates.pair_weight

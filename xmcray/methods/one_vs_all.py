@@ -14,7 +14,7 @@ from xmcray.losses.bce import full_bce
 from xmcray.methods.base import BundleSpec, Method, MethodContext
 from xmcray.methods.initialisation import label_centroids
 from xmcray.methods.label_pool import LabelPool
-from xmcray.nn.classifier import ShardedClassifier
+from xmcray.nn.classifier import classifier_rows
 from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowOptimConfig
@@ -69,7 +69,7 @@ class OneVsAll(Method):
         self.logit_prior = 0.0
         if config.logit_prior != "prior":
             self.logit_prior = float(config.logit_prior)
-        self.classifier = ShardedClassifier(
+        self.classifier = classifier_rows(
             context.partition,
             context.dim,
             config.classifier,
@@ -78,7 +78,7 @@ class OneVsAll(Method):
             dtype=context.dtype,
             device=context.device,
         )
-        self.tables = {"classifier": self.classifier.table}
+        self.tables = {"classifier": self.classifier}
         self.bundle_spec = BundleSpec(LabelSide(row_columns=context.dim))
 
     def start(self) -> None:
@@ -91,12 +91,12 @@ class OneVsAll(Method):
             return
         # Vectors of length 1 have coordinates of deviation 1 / sqrt(D).
         scale = self.init_std * math.sqrt(self.context.dim)
-        self.classifier.table.weight_SD.copy_(initial_SD * scale)
+        self.classifier.weight_SD.copy_(initial_SD * scale)
 
     def answer_rows(self) -> Tensor:
         """Classifier rows, with all weight decay applied."""
-        self.classifier.table.flush()
-        return self.classifier.table.weight_SD
+        self.classifier.flush()
+        return self.classifier.weight_SD
 
     def drop(self, query_BD: Tensor, batch: Batch) -> Tensor:
         """Dropout by position in the global batch: a query has the same mask on every rank."""
@@ -113,7 +113,7 @@ class OneVsAll(Method):
         pool = LabelPool.everything(self.context.partition)
         return full_bce(
             query_GD,
-            self.classifier.table.rows(None),
+            self.classifier.rows(None),
             pool.pairs(batch.positives, device=query_GD.device),
             pool.pairs(batch.excluded, device=query_GD.device),
             self.chunk_labels,

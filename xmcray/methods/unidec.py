@@ -36,7 +36,7 @@ from xmcray.methods.base import (
     dual_encoder_defaults,
 )
 from xmcray.methods.label_pool import LabelPool
-from xmcray.nn.classifier import ShardedClassifier
+from xmcray.nn.classifier import classifier_rows
 from xmcray.nn.heads import TwoHeads
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowOptimConfig
@@ -150,7 +150,7 @@ class Unidec(Method):
         row_columns = 0 if config.answers == "text" else head_dim
         self.bundle_spec = BundleSpec(LabelSide(row_columns))
         if config.balance < 1:
-            rows = ShardedClassifier(
+            rows = classifier_rows(
                 context.partition,
                 head_dim,
                 config.classifier,
@@ -159,7 +159,7 @@ class Unidec(Method):
                 dtype=context.dtype,
                 device=context.device,
             )
-            self.tables = {"classifier": rows.table}
+            self.tables = {"classifier": rows}
 
     def start(self) -> None:
         """Rows that start from texts get the vectors of the untrained encoder."""

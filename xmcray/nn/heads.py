@@ -1,22 +1,22 @@
-"""Heads: what makes an encoder's output the vector that answers are searched with. Saved beside the encoder."""
+"""Heads: what makes an encoder's output the vector that is searched. Saved next to the encoder."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from xmcray.config import check_range
 from xmcray.errors import BundleError
+from xmcray.nn.module_files import load_settings, reading, save_settings, save_weights
 
-SETTINGS, WEIGHTS = "head.json", "head.safetensors"
+SETTINGS = "head.json"
+WEIGHTS = "head.safetensors"
 
 
 class Head(nn.Module):
@@ -24,6 +24,7 @@ class Head(nn.Module):
 
     Args:
         dim: D, width of the encoder's output.
+
     Attributes:
         out_dim: width of the vectors that are searched.
     """
@@ -32,7 +33,8 @@ class Head(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.dim = self.out_dim = dim
+        self.dim = dim
+        self.out_dim = dim
 
     def forward(self, vector_BD: Tensor) -> Tensor:
         """Search vectors [B, out_dim]."""
@@ -45,18 +47,14 @@ class Head(nn.Module):
     def save(self, folder: Path) -> None:
         """Writes head.json, and head.safetensors if there are weights."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / SETTINGS).write_text(
-            json.dumps({"kind": self.kind, **self.settings()}), encoding="utf-8"
-        )
-        state = {
-            name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()
-        }
+        save_settings(folder / SETTINGS, {"kind": self.kind, **self.settings()})
+        state = self.state_dict()
         if state:
-            save_file(state, folder / WEIGHTS)
+            save_weights(folder / WEIGHTS, state)
 
 
 class NormalisedHead(Head):
-    """Length 1: inner products are cosines."""
+    """Vectors of length 1, so that inner products are cosines."""
 
     kind = "normalised"
 
@@ -83,14 +81,17 @@ class FusionConfig:
 
 
 class TwoHeads(Head):
-    """UniDEC's heads: one makes the vectors that meet label texts, the other those that meet classifier rows.
+    """UniDEC's two heads: one for inner products with label texts, one for those with classifier rows.
 
-    Both start as the same orthogonal map, so that rows which start as vectors of label texts fit.
+    Both start as the same orthogonal map, so that classifier rows that start as vectors of label
+    texts fit.
 
     Args:
-        dim: D. head_dim: width E of either head.
-        answer_by: which vectors answer: "text", "classifier", or "both", one beside the other.
-        text_share: of "both", share of the cosine with the label text in the sum; 0.5 is the plain sum of both.
+        dim: D.
+        head_dim: width E of each head.
+        answer_by: which vectors answer: "text", "classifier", or "both", one after the other.
+        text_share: with "both", the share of the cosine with the label text in the sum; 0.5 is the
+            plain sum of both.
     """
 
     kind = "unidec"
@@ -99,13 +100,17 @@ class TwoHeads(Head):
         self, dim: int, head_dim: int, answer_by: str = "both", text_share: float = 0.5
     ) -> None:
         super().__init__(dim)
-        self.head_dim, self.answer_by, self.text_share = head_dim, answer_by, text_share
+        self.head_dim = head_dim
+        self.answer_by = answer_by
+        self.text_share = text_share
         self.out_dim = head_dim * (2 if answer_by == "both" else 1)
-        self.text_layer, self.classifier_layer = nn.Linear(dim, head_dim), nn.Linear(dim, head_dim)
+        self.text_layer = nn.Linear(dim, head_dim)
+        self.classifier_layer = nn.Linear(dim, head_dim)
 
     def reset(self, seed: int) -> None:
         """Draws the initial parameters from `seed` alone."""
-        nn.init.orthogonal_(self.text_layer.weight, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.orthogonal_(self.text_layer.weight, generator=generator)
         nn.init.zeros_(self.text_layer.bias)
         self.classifier_layer.load_state_dict(self.text_layer.state_dict())
 
@@ -116,28 +121,34 @@ class TwoHeads(Head):
             keep_BE: dropout's factors, 0 or 1 / (1 - rate); None is no dropout.
         """
         text_BE = torch.tanh(self.text_layer(vector_BD))
-        return F.normalize(text_BE if keep_BE is None else text_BE * keep_BE, dim=-1)
+        if keep_BE is not None:
+            text_BE = text_BE * keep_BE
+        return F.normalize(text_BE, dim=-1)
 
     def classifier(self, vector_BD: Tensor, keep_BE: Tensor | None = None) -> Tensor:
-        """Phi_C [B, E], of any length: dropout(A2 vector)."""
+        """Phi_C [B, E], of any length: dropout(A2 vector).
+
+        Args:
+            keep_BE: as for `text`.
+        """
         row_BE: Tensor = self.classifier_layer(vector_BD)
         return row_BE if keep_BE is None else row_BE * keep_BE
 
     def forward(self, vector_BD: Tensor) -> Tensor:
-        """Search vectors: Phi_D, l2norm(Phi_C), or both, weighed and beside each other; never with dropout."""
+        """Search vectors, without dropout: Phi_D, l2norm(Phi_C), or both, weighted and concatenated."""
         if self.answer_by == "text":
             return self.text(vector_BD)
         row_BE = F.normalize(self.classifier(vector_BD), dim=-1)
         if self.answer_by == "classifier":
             return row_BE
-        return torch.cat(
-            [2 * self.text_share * self.text(vector_BD), 2 * (1 - self.text_share) * row_BE], dim=1
-        )
+        # The weights sum to 2, so that equal shares give the plain sum of both cosines.
+        text_BE = 2 * self.text_share * self.text(vector_BD)
+        return torch.cat([text_BE, 2 * (1 - self.text_share) * row_BE], dim=1)
 
     def settings(self) -> dict[str, Any]:
         """Arguments that make such a head again."""
         return {
-            **super().settings(),
+            "dim": self.dim,
             "head_dim": self.head_dim,
             "answer_by": self.answer_by,
             "text_share": self.text_share,
@@ -153,25 +164,18 @@ def load_head(folder: Path) -> Head:
     Raises:
         BundleError: a file is missing or damaged, or of a kind that this release does not know.
     """
-    try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    with reading("head", folder):
+        settings = load_settings(folder / SETTINGS)
         kind = settings.pop("kind")
         if kind not in _KINDS:
             raise BundleError(
                 f"{folder} holds a head of kind {kind!r}, this release knows {', '.join(_KINDS)}"
             )
         head = _KINDS[kind](**settings)
-        state = load_file(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else {}
-        head.to(next(iter(state.values()), torch.zeros(0)).dtype).load_state_dict(state)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:
-        found = " ".join(str(error).split())[:200]
-        raise BundleError(f"head in {folder} cannot be read ({found}); export it again") from None
-    return head.eval()
+        if (folder / WEIGHTS).is_file():
+            state = load_file(folder / WEIGHTS)
+            dtype = next(iter(state.values())).dtype
+            head.to(dtype).load_state_dict(state)
+        else:
+            head.load_state_dict({})
+        return head.eval()

@@ -1,27 +1,29 @@
-"""The label side: what makes the vector of a label that joins a finished bundle. Saved beside encoder and head."""
+"""The label side: what makes the vector of a label that is added to a finished bundle.
+
+It is saved in the bundle's folder, next to encoder and head.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from xmcray.errors import BundleError
+from xmcray.nn.module_files import load_settings, reading, save_settings, save_weights
 from xmcray.nn.prototypes import PrototypeNetwork
 
-SETTINGS, WEIGHTS = "label_side.json", "prototypes.safetensors"
+SETTINGS = "label_side.json"
+WEIGHTS = "prototypes.safetensors"
 
 
 class LabelSide:
-    """How a method makes label vectors, without its training: of texts alone, of trained rows, or of both.
+    """How a method makes label vectors, without its training: of texts, of trained rows, or of both.
 
     Args:
-        row_columns: so many of the last columns are a trained row; the others are made of the label's text, as a
-            query's vector is of the query's.
+        row_columns: number of last columns that are a trained row. The other columns are made of the
+            label's text, in the same way as a query's vector is made of the query's text.
         prototypes: PRIME's network, if vectors are prototypes.
         cluster_L: int64 [L], the row of the network's bank that each label shares with its
             cluster. Needed with `prototypes`.
@@ -40,16 +42,11 @@ class LabelSide:
     def save(self, folder: Path) -> None:
         """Writes label_side.json, and prototypes.safetensors if there is a network."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / SETTINGS).write_text(
-            json.dumps({"row_columns": self.row_columns}), encoding="utf-8"
-        )
+        save_settings(folder / SETTINGS, {"row_columns": self.row_columns})
         if self.prototypes is not None:
             assert self.cluster_L is not None, "prototypes without the clusters of the labels"
             state = {**self.prototypes.state_dict(), "cluster_L": self.cluster_L}
-            save_file(
-                {name: tensor.cpu().contiguous() for name, tensor in state.items()},
-                folder / WEIGHTS,
-            )
+            save_weights(folder / WEIGHTS, state)
 
 
 def load_label_side(folder: Path) -> LabelSide:
@@ -58,21 +55,16 @@ def load_label_side(folder: Path) -> LabelSide:
     Raises:
         BundleError: a file is missing, as in bundles of earlier releases, or damaged.
     """
-    try:
-        row_columns = int(
-            json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["row_columns"]
-        )
+    with reading("label side", folder):
+        row_columns = int(load_settings(folder / SETTINGS)["row_columns"])
         if not (folder / WEIGHTS).is_file():
             return LabelSide(row_columns)
         state = load_file(folder / WEIGHTS)
         cluster_L = state.pop("cluster_L")
         num_vectors, dim = state["bank.weight"].shape
+        feed_forward = len(state["up.weight"])
+        # On the meta device nothing is allocated; `assign` then takes the loaded tensors as they are.
         with torch.device("meta"):
-            network = PrototypeNetwork(dim, len(state["up.weight"]), num_vectors, None)
+            network = PrototypeNetwork(dim, feed_forward, num_vectors, seed=None)
         network.load_state_dict(state, assign=True)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        found = " ".join(str(error).split())[:200]
-        raise BundleError(
-            f"label side in {folder} cannot be read ({found}); export it again"
-        ) from None
-    return LabelSide(row_columns, network.eval(), cluster_L)
+        return LabelSide(row_columns, network.eval(), cluster_L)

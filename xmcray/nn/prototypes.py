@@ -1,4 +1,4 @@
-"""Label prototypes: a transformer layer over three tokens of a label, its text, centroid and free vector (PRIME)."""
+"""Label prototypes (PRIME): a transformer layer over a label's text, centroid and free vector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xmcray.nn.row_table import sum_by_row
 class PrototypeNetwork(nn.Module):
     """z_l = l2norm(mean(g([h_l, c_l, v_l]))), g an encoder layer with one head, GELU and post-norm.
 
-    Dropout comes as a mask, so that a label's is the same whichever rank owns it.
+    Dropout is passed as a mask, so that a label's mask does not depend on which rank owns it.
 
     Args:
         dim: D.
@@ -30,9 +30,13 @@ class PrototypeNetwork(nn.Module):
         super().__init__()
         self.into = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.up, self.down = nn.Linear(dim, feed_forward), nn.Linear(feed_forward, dim)
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, feed_forward)
+        self.down = nn.Linear(feed_forward, dim)
         self.bank = nn.Embedding(num_vectors, dim, sparse=True)
+        # Of the 3 x 3 attention weights, and of three tokens after attention, between the two
+        # layers of the network, and after it.
         self._mask_sizes = [9, 3 * dim, 3 * feed_forward, 3 * dim]
         self.mask_width = sum(self._mask_sizes)
         if seed is None:
@@ -56,15 +60,16 @@ class PrototypeNetwork(nn.Module):
             text_UD: h of the labels.
             centroid_UD: c of the labels.
             cluster_U: int64 [U], rows of the bank that the labels share with their clusters.
-            keep: [U, mask_width], 0 for what is dropped and 1 / (1 - rate) for what is kept; None drops nothing.
+            keep: [U, mask_width], 0 for what is dropped and 1 / (1 - rate) for what is kept; None
+                drops nothing.
         """
         dim = text_UD.shape[1]
         token_UTD = torch.stack([text_UD, centroid_UD, self.bank(cluster_U)], dim=1)
         masks = [None] * 4 if keep is None else keep.split(self._mask_sizes, dim=1)
         query_UTD, key_UTD, value_UTD = self.into(token_UTD).chunk(3, dim=2)
         weight_UTT = (query_UTD @ key_UTD.transpose(1, 2) / math.sqrt(dim)).softmax(dim=2)
-        found_UTD = self.out(_drop(weight_UTT, masks[0]) @ value_UTD)
-        token_UTD = self.norm1(token_UTD + _drop(found_UTD, masks[1]))
+        attended_UTD = self.out(_drop(weight_UTT, masks[0]) @ value_UTD)
+        token_UTD = self.norm1(token_UTD + _drop(attended_UTD, masks[1]))
         hidden_UTF = _drop(F.gelu(self.up(token_UTD)), masks[2])
         token_UTD = self.norm2(token_UTD + _drop(self.down(hidden_UTF), masks[3]))
         return F.normalize(token_UTD.mean(dim=1), dim=-1)
@@ -76,19 +81,23 @@ def move_centroids(
     """c <- momentum c + (1 - momentum) h_q in place, once for each entry, in the order of the entries.
 
     Args:
-        label_T, query_T: int64, row of `centroid_SD` and of `query_GD` of each entry.
+        centroid_SD: c of this rank's labels; changed.
+        label_T: int64, row of `centroid_SD` of each entry.
+        query_GD: the queries' vectors h_q.
+        query_T: int64, row of `query_GD` of each entry.
+        momentum: share of the old centroid.
     """
+    # n moves in a row are one weighted sum: an entry with k later entries of its label has the
+    # weight (1 - momentum) * momentum^k, and the old centroid has momentum^n.
     order_T = torch.argsort(label_T, stable=True)
     _, count_U = label_T[order_T].unique_consecutive(return_counts=True)
-    later_T = (
-        count_U.cumsum(0).repeat_interleave(count_U)
-        - 1
-        - torch.arange(len(order_T), device=order_T.device)
-    )
+    last_of_label_T = count_U.cumsum(0).repeat_interleave(count_U) - 1
+    later_T = last_of_label_T - torch.arange(len(order_T), device=order_T.device)
     weight_T = torch.empty_like(order_T, dtype=query_GD.dtype)
     weight_T[order_T] = (1 - momentum) * momentum ** later_T.to(query_GD)
     ids_U, sum_UD = sum_by_row(label_T, query_T, query_GD, weight_T)
-    centroid_SD[ids_U] = centroid_SD[ids_U] * momentum ** count_U.to(query_GD)[:, None] + sum_UD
+    old_share_U1 = momentum ** count_U.to(query_GD)[:, None]
+    centroid_SD[ids_U] = centroid_SD[ids_U] * old_share_U1 + sum_UD
 
 
 def _drop(value: Tensor, keep: Tensor | None) -> Tensor:

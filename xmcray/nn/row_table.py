@@ -1,10 +1,10 @@
 """A table of vectors of which a step reads and updates few rows: classifier rows, token embeddings.
 
-Lazy semantics: momentum, Adagrad and Adam state of a row advance only at steps that touch it. Weight decay is
-decoupled and exact all the same: a row that was not touched between steps a and b is multiplied by the product of
-(1 - lr_t * wd) over those steps when it is next read, from one running sum of log(1 - lr_t * wd) and one int32 per
-row. `flush` brings every row up to date. Rows read twice within a step are one row: their gradients are summed before
-the one update.
+Lazy semantics: momentum, Adagrad and Adam state of a row advance only at steps that touch it. Weight
+decay is decoupled and exact all the same. A row that was not touched between steps a and b is
+multiplied by the product of (1 - lr_t * wd) over those steps when it is read next. The product comes
+from one running sum of log(1 - lr_t * wd) and one int32 per row. `flush` brings every row up to
+date. Rows read twice within a step are one row: their gradients are summed before the one update.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xmcray.config import check_choice, check_range
+from xmcray.config import check_choices, check_range
 
-_MIX = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64, wrapping
+# Multipliers of splitmix64 as signed 64-bit integers; products wrap around.
+_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # numbers that are updated at a time
-Where = Tensor | slice  # distinct ids, or the rows from one to another
-_STATE_NAMES: dict[str, tuple[str, ...]] = {
-    "sgd": ("momentum",),
-    "adagrad": ("square_sum",),
-    "adam": ("mean", "square"),
-}
+Where = Tensor | slice  # distinct row ids, or a range of rows
+_STATE_NAMES = {"sgd": ("momentum",), "adagrad": ("square_sum",), "adam": ("mean", "square")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +33,15 @@ class RowOptimConfig:
 
     Attributes:
         kind: "sgd" (with momentum), "adagrad" or "adam".
-        lr: peak learning rate of the global batch. weight_decay: decoupled, per step times lr.
-        momentum: of SGD; 0 keeps no state. beta1, beta2, eps: of Adam (eps of Adagrad too).
-        storage: "bfloat16" halves the rows' memory: updates are computed in float32 and rounded up or down with
-            probabilities that keep them unbiased (ELMO, Zhang et al.); the optimiser's state stays float32.
+        lr: peak learning rate of the global batch.
+        weight_decay: decoupled, per step times lr.
+        momentum: of SGD; 0 keeps no state.
+        beta1: decay of Adam's mean.
+        beta2: decay of Adam's mean square.
+        eps: of Adam and Adagrad.
+        storage: "bfloat16" halves the rows' memory: updates are computed in float32 and rounded up
+            or down with probabilities that keep them unbiased (ELMO, Zhang et al.); the optimiser's
+            state stays float32.
     """
 
     kind: Literal["sgd", "adagrad", "adam"] = "sgd"
@@ -52,39 +54,42 @@ class RowOptimConfig:
     storage: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, tuple(_STATE_NAMES))
+        check_choices(self)
         check_range("lr", self.lr, low=0)
         check_range("weight_decay", self.weight_decay, low=0)
         check_range("momentum", self.momentum, 0, 0.9999)
         check_range("beta1", self.beta1, 0, 0.999_999)
         check_range("beta2", self.beta2, 0, 0.999_999)
         check_range("eps", self.eps, low=1e-30)
-        check_choice("storage", self.storage, ("float32", "bfloat16"))
 
 
 class RowTable:
     """Vectors with their optimiser state.
 
     Args:
-        weight_SD: the rows; kept, not copied, unless they are stored otherwise.
+        weight_SD: the rows; kept, not copied, unless the configured storage is another type.
         config: update rule.
         first_row: number of the first row among those of all ranks; keys the rounding of bfloat16.
     """
 
     def __init__(self, weight_SD: Tensor, config: RowOptimConfig, first_row: int = 0) -> None:
-        self.config, self.first_row = config, first_row
+        self.config = config
+        self.first_row = first_row
         self.rounded = config.storage == "bfloat16"
         self.weight_SD = weight_SD.bfloat16() if self.rounded else weight_SD
-        names = () if config.kind == "sgd" and config.momentum == 0 else _STATE_NAMES[config.kind]
-        self.state = {
-            name: torch.zeros_like(weight_SD) for name in names
-        }  # of the width that is computed with
-        rows = len(weight_SD)
-        self.last_step_S = torch.zeros(rows, dtype=torch.int32, device=weight_SD.device)
-        self.touches_S = torch.zeros(
-            rows if config.kind == "adam" else 0, dtype=torch.int32, device=weight_SD.device
-        )
-        # log_decay[t]: sum of log(1 - lr * wd) over the first t updates; an array, for steps read it as a tensor
+        self.state: dict[str, Tensor] = {}
+        if config.kind != "sgd" or config.momentum != 0:
+            for name in _STATE_NAMES[config.kind]:
+                # As wide as the rows are computed with, also if they are stored in bfloat16.
+                self.state[name] = torch.zeros_like(weight_SD)
+        num_rows = len(weight_SD)
+        device = weight_SD.device
+        self.last_step_S = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        # Adam's bias correction needs the number of updates of each row.
+        num_touched = num_rows if config.kind == "adam" else 0
+        self.touches_S = torch.zeros(num_touched, dtype=torch.int32, device=device)
+        # log_decay[t] is the sum of log(1 - lr * wd) over the first t updates. It is an array
+        # because it grows by one number a step and is read as a tensor without a copy.
         self.log_decay = array("d", [0.0])
         self._open: tuple[Tensor | None, Tensor] | None = None
 
@@ -93,6 +98,7 @@ class RowTable:
 
         Args:
             ids_U: int64 [U], distinct; None for all rows.
+
         Returns:
             [U, D], a copy (all rows: the table itself, so that no second copy exists).
         """
@@ -106,27 +112,34 @@ class RowTable:
         return leaf
 
     def update(self, lr: float) -> None:
-        """One optimiser step on the rows last read, with their collected gradient; counts as a step for all rows."""
-        decay = self._count(lr)
+        """One optimiser step on the rows last read, with their collected gradient.
+
+        It counts as a step for all rows, read or not.
+        """
+        decay = self._count_step(lr)
         if self._open is None:
             return
-        (ids_U, leaf), self._open = self._open, None
-        if leaf.grad is not None:
-            for part in self._blocks(len(leaf)):
-                rows_BD = self._wide(leaf.detach()[part])
-                self._step(
-                    part if ids_U is None else ids_U[part], rows_BD, leaf.grad[part], lr, decay
-                )
+        ids_U, leaf = self._open
+        self._open = None
+        if leaf.grad is None:
+            return
+        for block in self._blocks(len(leaf)):
+            where = block if ids_U is None else ids_U[block]
+            rows_BD = self._wide(leaf.detach()[block])
+            self._step(where, rows_BD, leaf.grad[block], lr, decay)
 
     def update_rows(self, lr: float, ids_U: Tensor, grad_UD: Tensor) -> None:
-        """One optimiser step on rows of distinct ids that nobody has read; counts as a step for all rows.
+        """One optimiser step on rows of distinct ids that were not read; counts as a step for all rows.
 
         Args:
-            grad_UD: their gradient, in whatever precision the rows are computed with.
+            ids_U: int64 [U], distinct.
+            grad_UD: their gradient, in the precision that the rows are computed with.
         """
-        self._count(lr)  # the decay of this step is among those that are pending
-        for part in self._blocks(len(ids_U)):
-            self._step(ids_U[part], self._read(ids_U[part]), grad_UD[part], lr)
+        self._count_step(lr)
+        for block in self._blocks(len(ids_U)):
+            # `_read` applies the decay of this step too, because it is counted already.
+            rows_BD = self._read(ids_U[block])
+            self._step(ids_U[block], rows_BD, grad_UD[block], lr)
 
     @property
     def num_steps(self) -> int:
@@ -139,48 +152,61 @@ class RowTable:
             stale = (self.last_step_S < self.num_steps).nonzero().squeeze(1)
             for ids in stale.split(1 << 16):
                 rows = self._wide(self.weight_SD[ids]) * self._pending_decay(self.last_step_S[ids])
-                self.weight_SD[ids] = self._rounded(ids, rows)
-        self._up_to_date(self.num_steps)
+                self.weight_SD[ids] = self._stored(ids, rows)
+        self._mark_up_to_date(self.num_steps)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint keeps per row, first axis = rows; call `flush` before."""
-        touches = {"touches": self.touches_S} if len(self.touches_S) else {}
-        return {"weight": self.weight_SD, **self.state, **touches}
+        """Everything that a checkpoint keeps per row, first axis = rows; call `flush` before."""
+        tensors = {"weight": self.weight_SD, **self.state}
+        if len(self.touches_S):
+            tensors["touches"] = self.touches_S
+        return tensors
 
     def load(self, blocks: Iterable[tuple[int, Mapping[str, Tensor]]], num_steps: int) -> None:
-        """Restores what `tensors` gave, after `num_steps` updates (all rows were flushed then).
+        """Restores what `tensors` gave.
 
         Args:
             blocks: the first row of each block, and its tensors.
+            num_steps: updates before the checkpoint, at which all rows were flushed.
         """
         own = self.tensors()
         for first, tensors in blocks:
-            for name, mine in own.items():
-                mine[first : first + len(tensors[name])] = tensors[name]
-        self._up_to_date(num_steps)
+            for name, tensor in own.items():
+                tensor[first : first + len(tensors[name])] = tensors[name]
+        self._mark_up_to_date(num_steps)
 
-    def _up_to_date(self, num_steps: int) -> None:
-        """All rows are; sums start anew, so that a run that was restored here rounds as one that went on."""
+    def _mark_up_to_date(self, num_steps: int) -> None:
+        """Records that no row has pending decay.
+
+        The sums start anew, so that a run that was restored here rounds as one that went on.
+        """
         self.log_decay = array("d", [0.0]) * (num_steps + 1)
         self.last_step_S.fill_(num_steps)
 
     def _pending_decay(self, last_step_U: Tensor) -> Tensor:
+        """[U, 1], what the weight decay since each row's last step leaves of it."""
         sums = torch.frombuffer(self.log_decay, dtype=torch.float64).to(last_step_U.device)
+        # A difference of sums of logarithms is the logarithm of the product of the steps between.
         factor_U = torch.exp(sums[-1] - sums[last_step_U.long()])
-        return factor_U.to(torch.float32 if self.rounded else self.weight_SD.dtype).unsqueeze(1)
+        dtype = torch.float32 if self.rounded else self.weight_SD.dtype
+        return factor_U.to(dtype).unsqueeze(1)
 
-    def _count(self, lr: float) -> float:
+    def _count_step(self, lr: float) -> float:
         """Counts a step; returns what its weight decay leaves of a row."""
         decay = 1.0 - lr * self.config.weight_decay
-        self.log_decay.append(
-            self.log_decay[-1] + float(torch.log(torch.tensor(decay, dtype=torch.float64)))
-        )
+        log_decay = float(torch.log(torch.tensor(decay, dtype=torch.float64)))
+        self.log_decay.append(self.log_decay[-1] + log_decay)
         return decay
 
-    def _blocks(self, rows: int) -> Iterator[slice]:
-        """Rows that are updated at a time: a step goes over them some twenty times, and they stay in a cache."""
-        width = max(1, BLOCK[self.weight_SD.device.type] // max(1, self.weight_SD.shape[1]))
-        return (slice(first, first + width) for first in range(0, rows, width))
+    def _blocks(self, num_rows: int) -> Iterator[slice]:
+        """Ranges of rows that are updated together.
+
+        A step reads and writes a row some twenty times, so a block should fit into a cache.
+        """
+        dim = max(1, self.weight_SD.shape[1])
+        size = max(1, BLOCK[self.weight_SD.device.type] // dim)
+        for first in range(0, num_rows, size):
+            yield slice(first, first + size)
 
     def _read(self, ids_U: Tensor) -> Tensor:
         """A copy of rows, with the decay of the steps that did not touch them."""
@@ -190,32 +216,48 @@ class RowTable:
         return rows_UD
 
     def _wide(self, rows: Tensor) -> Tensor:
-        """Rows as they are computed with."""
+        """Rows in the precision that they are computed with."""
         return rows.float() if self.rounded else rows
 
-    def _rounded(self, where: Where, rows_BD: Tensor) -> Tensor:
-        """Rows as they are stored; rounding is a function of step, row and column, whoever holds the row."""
+    def _stored(self, where: Where, rows_BD: Tensor) -> Tensor:
+        """Rows in the precision that they are stored in.
+
+        Rounding to bfloat16 is stochastic. The noise is a function of step, row and column, so it
+        does not depend on which rank owns the row.
+        """
         if not self.rounded:
             return rows_BD
-        ids = (
-            torch.arange(where.start, where.start + len(rows_BD))
-            if isinstance(where, slice)
-            else where
-        )
+        if isinstance(where, slice):
+            ids = torch.arange(where.start, where.start + len(rows_BD))
+        else:
+            ids = where
         ids = ids.to(rows_BD.device)
-        columns = torch.arange(rows_BD.shape[1], device=rows_BD.device)
-        step = self.num_steps * _MIX[1] & (1 << 62) - 1
-        key = ((ids + self.first_row)[:, None] * rows_BD.shape[1] + columns) * _MIX[0] + step
+        dim = rows_BD.shape[1]
+        columns = torch.arange(dim, device=rows_BD.device)
+        # The product is cut to 62 bits, because a Python integer does not wrap as a tensor does.
+        step_key = self.num_steps * _MIX[1] & (1 << 62) - 1
+        key = ((ids + self.first_row)[:, None] * dim + columns) * _MIX[0] + step_key
         key = (key ^ (key >> 30)) * _MIX[2]
-        noise = ((key >> 40) & 0xFFFF).to(torch.int32)  # of the 16 bits that bfloat16 lacks
+        # bfloat16 is the upper half of float32. A random number of 16 bits is added to the lower
+        # half, which is then cut off: the value is rounded up with probability lower half / 2^16.
+        noise = ((key >> 40) & 0xFFFF).to(torch.int32)
         bits = (rows_BD.contiguous().view(torch.int32) + noise) & ~0xFFFF
         return bits.view(torch.float32).bfloat16()
 
     def _step(
         self, where: Where, rows_BD: Tensor, grad_BD: Tensor, lr: float, decay: float = 1.0
     ) -> None:
-        """The update of a block of rows, and of their state: in place where `where` is a slice of the table."""
-        grad_BD, config = self._wide(grad_BD), self.config
+        """The update of a block of rows, and of their state; in place if `where` is a slice.
+
+        Args:
+            where: the rows.
+            rows_BD: their values, up to date; changed in place.
+            grad_BD: their gradient.
+            lr: learning rate of the step.
+            decay: factor of weight decay that `rows_BD` does not have yet.
+        """
+        config = self.config
+        grad_BD = self._wide(grad_BD)
         if decay != 1.0:
             rows_BD.mul_(decay)
         state = {name: _taken(tensor, where) for name, tensor in self.state.items()}
@@ -224,13 +266,13 @@ class RowTable:
                 grad_BD = state["momentum"].mul_(config.momentum).add_(grad_BD)
             rows_BD.add_(grad_BD, alpha=-lr)
         elif config.kind == "adagrad":
-            square = state["square_sum"].addcmul_(grad_BD, grad_BD)
-            rows_BD.addcdiv_(grad_BD, square.sqrt().add_(config.eps), value=-lr)
+            square_sum = state["square_sum"].addcmul_(grad_BD, grad_BD)
+            rows_BD.addcdiv_(grad_BD, square_sum.sqrt().add_(config.eps), value=-lr)
         else:
             self._adam(where, rows_BD, grad_BD, lr, state)
-        for name, rows in state.items():
-            _put(self.state[name], where, rows)
-        _put(self.weight_SD, where, self._rounded(where, rows_BD))
+        for name, tensor in state.items():
+            _put(self.state[name], where, tensor)
+        _put(self.weight_SD, where, self._stored(where, rows_BD))
         if isinstance(where, slice):
             self.last_step_S[where] = self.num_steps
         else:
@@ -245,22 +287,22 @@ class RowTable:
         touches += 1
         _put(self.touches_S, where, touches)
         age_B1 = touches.double().unsqueeze(1)  # 1 - beta^age loses all its digits in float32
-        first_B1 = (-lr / (1 - config.beta1**age_B1)).to(rows_BD.dtype)
-        second_B1 = (1 - config.beta2**age_B1).rsqrt().to(rows_BD.dtype)
+        step_size_B1 = (-lr / (1 - config.beta1**age_B1)).to(rows_BD.dtype)
+        correction_B1 = (1 - config.beta2**age_B1).rsqrt().to(rows_BD.dtype)
         mean = state["mean"].lerp_(grad_BD, 1 - config.beta1)
-        square = (
-            state["square"].mul_(config.beta2).addcmul_(grad_BD, grad_BD, value=1 - config.beta2)
-        )
-        rows_BD.addcdiv_(first_B1 * mean, square.sqrt().mul_(second_B1).add_(config.eps))
+        square = state["square"].mul_(config.beta2)
+        square.addcmul_(grad_BD, grad_BD, value=1 - config.beta2)
+        denominator = square.sqrt().mul_(correction_B1).add_(config.eps)
+        rows_BD.addcdiv_(step_size_B1 * mean, denominator)
 
 
 def _taken(tensor: Tensor, where: Where) -> Tensor:
-    """Rows of a table: a view of a slice, a copy of others."""
+    """Rows of a table: a view if `where` is a slice, else a copy."""
     return tensor[where] if isinstance(where, slice) else tensor.index_select(0, where)
 
 
 def _put(tensor: Tensor, where: Where, rows: Tensor) -> None:
-    """Writes what was taken back; what is a view is there already."""
+    """Writes rows from `_taken` back into the table; a view of the table is in place already."""
     if not isinstance(where, slice):
         tensor.index_copy_(0, where, rows)
     elif rows.data_ptr() != tensor[where].data_ptr():
@@ -270,23 +312,27 @@ def _put(tensor: Tensor, where: Where, rows: Tensor) -> None:
 def sum_by_row(
     ids_T: Tensor, source_T: Tensor, dense_BD: Tensor, weight_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Adds up what is bound for the same row, always in the order of the entries: the same bits on every call.
+    """Adds up the vectors of each row, always in the order of the entries: equal bits on every call.
 
     Args:
-        ids_T: int64, row of each entry. source_T: int64, where in `dense_BD` its vector is. weight_T: its factor.
+        ids_T: int64, row of each entry.
+        source_T: int64, place of each entry's vector in `dense_BD`.
+        dense_BD: the vectors.
+        weight_T: factor of each entry; None is 1.
+
     Returns:
         int64 [U], distinct rows, ascending, and [U, D], their sums of weight_T * dense_BD[source_T].
     """
+    # A stable sort keeps the entries of a row in their order.
     sorted_T, order_T = torch.sort(ids_T, stable=True)
     ids_U, count_U = torch.unique_consecutive(sorted_T, return_counts=True)
-    starts = F.pad(count_U.cumsum(0), (1, 0))
-    weight_T = None if weight_T is None else weight_T[order_T]
+    offsets = F.pad(count_U.cumsum(0), (1, 0))
     sum_UD = F.embedding_bag(
         source_T[order_T],
         dense_BD,
-        starts,
+        offsets,
         mode="sum",
-        per_sample_weights=weight_T,
+        per_sample_weights=None if weight_T is None else weight_T[order_T],
         include_last_offset=True,
     )
     return ids_U, sum_UD

@@ -1,41 +1,40 @@
-"""The static encoder: a bag of token embeddings, of pairs of neighbouring tokens too, and a residual layer."""
+"""The static encoder: a bag of embeddings of tokens and of pairs of them, and a residual layer."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from xmcray.errors import BundleError
 from xmcray.nn.encoder import SETTINGS, WEIGHTS, Encoder
+from xmcray.nn.module_files import load_settings, reading, save_settings, save_weights
 from xmcray.nn.row_table import sum_by_row
-from xmcray.types import Int64Array, Ragged, to_torch
+from xmcray.types import Int64Array, Ragged, offsets_of, to_torch
 
-_LEAD_TOKENS = (
-    10.0  # positions over which the extra weight of a text's first tokens falls by a factor e
-)
+# Tokens over which the extra weight of a text's first tokens falls by a factor e.
+_DECAY_TOKENS = 10.0
 
 
 class StaticEncoder(Encoder):
     """Bag of token embeddings: x = sum_t w_t e_t / sqrt(sum_t w_t^2), then x + W2 gelu(W1 x).
 
-    The bag is normalised by the length of its weight vector, as in TF-IDF: with independent rows of length 1 the
-    output has length about 1 whatever the number of tokens, where a mean would shrink with it. W2 starts at zero, so
-    training starts from the bag itself. The weights w are fixed; an embedding row learns its importance as its length.
+    The bag is normalised by the length of its weight vector, as in TF-IDF. With independent rows of
+    length 1 the output then has length about 1 whatever the number of tokens; a mean would shrink
+    with it. W2 starts at zero, so training starts from the bag itself. The weights w are fixed; an
+    embedding row learns its importance as its length.
 
     Args:
         weight_V: float [V], the weight of each token.
         dim: D.
         residual: add the two-layer network.
         position_decay: extra weight of the first tokens of a text.
-        bigram_buckets: rows for pairs of neighbouring tokens, behind the tokens' own; a pair weighs the mean of its tokens.
+        bigram_buckets: rows for pairs of neighbouring tokens, after the rows of the tokens. A pair
+            has the mean weight of its tokens.
     """
 
     weight: Tensor
@@ -63,8 +62,8 @@ class StaticEncoder(Encoder):
         nn.init.normal_(self.embedding.weight, std=self.dim**-0.5, generator=generator)
         if self.hidden is not None and self.out is not None:
             nn.init.xavier_uniform_(self.hidden.weight, generator=generator)
-            for zero in (self.hidden.bias, self.out.weight, self.out.bias):
-                nn.init.zeros_(zero)
+            for parameter in (self.hidden.bias, self.out.weight, self.out.bias):
+                nn.init.zeros_(parameter)
 
     @property
     def num_tokens(self) -> int:
@@ -75,44 +74,14 @@ class StaticEncoder(Encoder):
         """The embedding table: its gradient is a sparse tensor of the rows that the batch read."""
         return ["embedding.weight"]
 
-    def _rows(self, tokens: Ragged) -> tuple[Ragged, Int64Array, Int64Array]:
-        """Table rows of each text, and for each the places in `tokens` of the token and of its right neighbour."""
-        first = np.arange(len(tokens.values))
-        if not self.bigram_buckets:
-            return tokens, first, first
-        has_next = np.ones(len(first), dtype=bool)
-        has_next[tokens.offsets[1:][tokens.lengths > 0] - 1] = False
-        place = np.repeat(first, 1 + has_next)
-        second = place.copy()
-        is_pair = np.flatnonzero(np.diff(place, prepend=-1) == 0)
-        second[is_pair] += 1
-        values = tokens.values[place]
-        values[is_pair] = (
-            len(self.weight)
-            + _hash(values[is_pair], tokens.values[second[is_pair]]) % self.bigram_buckets
-        )
-        offsets = np.concatenate([[0], np.cumsum(1 + has_next)])[tokens.offsets]
-        return Ragged(values, offsets), place, second
-
-    def _weighted(self, tokens: Ragged) -> tuple[Ragged, Tensor]:
-        rows, first, second = self._rows(tokens)
-        weight_T = self.weight[to_torch(tokens.values).to(self.weight.device)]
-        if self.position_decay:
-            weight_T = weight_T * (
-                1 + self.position_decay * torch.exp(_positions(tokens).to(weight_T) / -_LEAD_TOKENS)
-            )
-        if not self.bigram_buckets:
-            return rows, weight_T
-        first_R, second_R = (to_torch(places).to(weight_T.device) for places in (first, second))
-        return rows, (weight_T[first_R] + weight_T[second_R]) / 2
-
     def forward(self, tokens: Ragged) -> Tensor:
-        """query_BD; a text without tokens is the zero vector plus the residual layer's answer to it."""
+        """query_BD; a text without tokens is the zero vector plus the residual layer's output for it."""
         table_VD = self.embedding.weight
-        rows, weight_T = self._weighted(tokens)
-        row_T = to_torch(rows.values).to(table_VD.device)
-        start_B = to_torch(rows.offsets[:-1]).to(table_VD.device)
-        text_T = to_torch(rows.row_ids).to(table_VD.device)
+        device = table_VD.device
+        rows, weight_T = self._weighted_rows(tokens)
+        row_T = to_torch(rows.values).to(device)
+        start_B = to_torch(rows.offsets[:-1]).to(device)
+        text_T = to_torch(rows.row_ids).to(device)
         sum_BD = cast(Tensor, _WeightedBag.apply(table_VD, row_T, start_B, text_T, weight_T))
         square_B1 = _bag_sums(weight_T.square(), start_B)
         query_BD = sum_BD * square_B1.clamp_min(1e-12).rsqrt()
@@ -120,13 +89,43 @@ class StaticEncoder(Encoder):
             return query_BD
         return query_BD + cast(Tensor, self.out(F.gelu(self.hidden(query_BD))))
 
+    def _weighted_rows(self, tokens: Ragged) -> tuple[Ragged, Tensor]:
+        """Table rows of each text, and the weight of each."""
+        weight_T = self.weight[to_torch(tokens.values).to(self.weight.device)]
+        if self.position_decay:
+            decay_T = torch.exp(_positions(tokens).to(weight_T) / -_DECAY_TOKENS)
+            weight_T = weight_T * (1 + self.position_decay * decay_T)
+        if not self.bigram_buckets:
+            return tokens, weight_T
+        rows, first, second = self._with_pairs(tokens)
+        first_R = to_torch(first).to(weight_T.device)
+        second_R = to_torch(second).to(weight_T.device)
+        # A token's own row has twice the same place, so its mean is its weight.
+        return rows, (weight_T[first_R] + weight_T[second_R]) / 2
+
+    def _with_pairs(self, tokens: Ragged) -> tuple[Ragged, Int64Array, Int64Array]:
+        """Table rows of tokens and pairs, and the places in `tokens` of each row's two tokens.
+
+        The row of a pair follows that of its left token. A token's own row has its place twice.
+        """
+        places = np.arange(len(tokens.values))
+        has_next = np.ones(len(places), dtype=bool)
+        has_next[tokens.offsets[1:][tokens.lengths > 0] - 1] = False  # the last token of each text
+        # Each place once for the token and, if it has a right neighbour, once for the pair.
+        first = np.repeat(places, 1 + has_next)
+        is_pair = np.flatnonzero(np.diff(first, prepend=-1) == 0)
+        second = first.copy()
+        second[is_pair] += 1
+        row_ids = tokens.values[first]
+        bucket = _hash(row_ids[is_pair], tokens.values[second[is_pair]]) % self.bigram_buckets
+        row_ids[is_pair] = len(self.weight) + bucket
+        offsets = offsets_of(1 + has_next)[tokens.offsets]
+        return Ragged(row_ids, offsets), first, second
+
     def save(self, folder: Path) -> None:
         """Writes model.safetensors and static.json."""
         folder.mkdir(parents=True, exist_ok=True)
-        state = {
-            name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()
-        }
-        save_file(state, folder / WEIGHTS)
+        save_weights(folder / WEIGHTS, self.state_dict())
         settings = {
             "dim": self.dim,
             "vocab_size": len(self.weight),
@@ -134,7 +133,7 @@ class StaticEncoder(Encoder):
             "position_decay": self.position_decay,
             "bigram_buckets": self.bigram_buckets,
         }
-        (folder / SETTINGS).write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        save_settings(folder / SETTINGS, settings)
 
     @classmethod
     def load(cls, folder: Path) -> StaticEncoder:
@@ -143,27 +142,25 @@ class StaticEncoder(Encoder):
         Raises:
             BundleError: a file is missing or damaged.
         """
-        try:
-            settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        with reading("encoder", folder):
+            settings = load_settings(folder / SETTINGS)
             state = load_file(folder / WEIGHTS)
-            shape = (
-                int(settings["dim"]),
-                bool(settings["residual"]),
-                float(settings["position_decay"]),
-                int(settings["bigram_buckets"]),
+            encoder = cls(
+                state["weight"],
+                dim=int(settings["dim"]),
+                residual=bool(settings["residual"]),
+                position_decay=float(settings["position_decay"]),
+                bigram_buckets=int(settings["bigram_buckets"]),
             )
-            encoder = cls(state["weight"], *shape)
             encoder.to(state["weight"].dtype).load_state_dict(state)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            found = " ".join(str(error).split())[:200]
-            raise BundleError(
-                f"encoder in {folder} cannot be read ({found}); save or export it again"
-            ) from None
-        return encoder.eval()
+            return encoder.eval()
 
 
 class _WeightedBag(torch.autograd.Function):
-    """F.embedding_bag with weights, and a gradient that holds the rows read only: no zeros of the table's size."""
+    """F.embedding_bag with weights, whose gradient holds only the rows that were read.
+
+    PyTorch's own gradient would fill a tensor of the whole table with zeros in each step.
+    """
 
     @staticmethod
     def forward(
@@ -184,16 +181,16 @@ class _WeightedBag(torch.autograd.Function):
 
 
 def _hash(left: Int64Array, right: Int64Array) -> Int64Array:
-    """int64, non-negative; multiplicative hashing, of which the high bits are the good ones."""
+    """int64, non-negative; multiplicative hashing, of which only the high bits are well mixed."""
     return (left * 2_654_435_761 + right * 2_246_822_519 & 0xFFFFFFFFFFFF) >> 12
 
 
 def _positions(tokens: Ragged) -> Tensor:
-    """int64 [T], place of each token in its text."""
+    """int64 [T], place of each token in its text, from 0."""
     return to_torch(np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths))
 
 
 def _bag_sums(value_T: Tensor, start_B: Tensor) -> Tensor:
-    """[B, 1], sums of the values of each text."""
+    """[B, 1], sums of the values of each text; a bag of numbers is a bag of vectors of width 1."""
     at_T = torch.arange(len(value_T), device=value_T.device)
     return F.embedding_bag(at_T, value_T[:, None], start_B, mode="sum")

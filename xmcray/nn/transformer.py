@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from xmcray.errors import BundleError, ConfigError
 from xmcray.nn import packed
 from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig
-from xmcray.nn.frozen import KnownTexts
+from xmcray.nn.frozen import EncodedTexts
 from xmcray.types import Int64Array, Ragged, to_torch
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class TransformerEncoder(Encoder):
         frozen: only the projection learns. known: then, vectors of the texts that are trained with.
     """
 
-    known: KnownTexts | None = None
+    known: EncodedTexts | None = None
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class TransformerEncoder(Encoder):
     ) -> None:
         """A frozen transformer runs once over each text that training asks for."""
         if self.frozen:
-            self.known = KnownTexts(folder, num_texts, tokens_of, self.pooled)
+            self.known = EncodedTexts(folder, num_texts, tokens_of, self.pooled)
 
     def pooled(self, tokens: Ragged) -> Tensor:
         """[B, H], pooled states of texts, before projection and normalisation."""

@@ -49,8 +49,8 @@ def never(*_: object, **__: object) -> None:
 def test_vectors_come_from_the_files_and_only_the_projection_learns(
     folder: Path, tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen, "_FILE_ROWS", 4)
-    monkeypatch.setattr(frozen, "_ROWS", 3)
+    monkeypatch.setattr(frozen, "FILE_ROWS", 4)
+    monkeypatch.setattr(frozen, "TEXTS_AT_ONCE", 3)
     tokens = tokenizer.encode(TEXTS)
     plain = make(folder, tokenizer)
     expected = plain.eval()(tokens)
@@ -79,7 +79,7 @@ def test_vectors_come_from_the_files_and_only_the_projection_learns(
 def test_a_file_that_a_kill_left_out_is_made_again_with_the_same_bytes(
     folder: Path, tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen, "_FILE_ROWS", 2)
+    monkeypatch.setattr(frozen, "FILE_ROWS", 2)
     tokens = tokenizer.encode(TEXTS)
     make(folder, tokenizer).remember(tmp_path, len(TEXTS), tokens.take)
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
