@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata, resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -218,6 +218,19 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         expected = ", ".join(str(choice) for choice in choices)
         raise ConfigError(f"{name} is {value!r}, expected one of {expected}")
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], where: str = ""
+) -> Iterator[str]:
+    """What distinguishes two configurations, such as "optim.epochs = 3, now 5"."""
+    for key in sorted({*before, *now}):
+        old = before.get(key)
+        new = now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{where}{key}.")
+        elif old != new:
+            yield f"{where}{key} = {old}, now {new}"
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:

@@ -27,7 +27,7 @@ from xmcray.methods.registry import method_names
 from xmcray.serving.settings import ServeConfig
 from xmcray.training.run import RunConfig
 from xmcray.tuning.inference import FAMILIES
-from xmcray.tuning.space import load_space
+from xmcray.tuning.space import parse_space
 
 COMMANDS = documents.commands()
 PLACEHOLDERS = {"METHOD": "astra", "N": "3"}
@@ -102,7 +102,8 @@ def check_settings(verb: str, options: argparse.Namespace) -> None:
     if verb == "serve":
         configs.build(ServeConfig, configs.merge({"bundles": {"a": "b"}}, options.set))
     if verb == "tune":
-        assert load_space(str(ROOT / options.space))
+        path = str(ROOT / options.space)
+        assert parse_space(configs.load_yaml(path), path)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)

@@ -120,9 +120,10 @@ def tune(options: argparse.Namespace) -> None:
 def _tune_training(options: argparse.Namespace) -> None:
     """A sweep of trainings."""
     check_method_name(options.method)
-    from xmcray.tuning.space import load_space
+    from xmcray.tuning.space import parse_space
 
-    space = load_space(options.space)
+    space_file = config.load_yaml(options.space)
+    space = parse_space(space_file, options.space)
     _check_searchable(space, options.space)
     from xmcray.training.run import RunConfig
 
@@ -131,7 +132,7 @@ def _tune_training(options: argparse.Namespace) -> None:
     num_trials = options.trials or DEFAULT_TRIALS
     keep = DEFAULT_KEEP if options.keep is None else options.keep
     config.check_range("--keep", keep, low=1)
-    definition = _definition(options, space, settings)
+    definition = _definition(options, space_file, settings)
     sweep = _run(options, definition, num_trials, keep, settings)
     ranked = sweep.ranked()
     if options.json:
@@ -150,13 +151,15 @@ def _tune_training(options: argparse.Namespace) -> None:
     show_next([*train, "--out", "RUN", "--refit"])
 
 
-def _definition(options: argparse.Namespace, space: Space, settings: RunConfig) -> SweepConfig:
+def _definition(
+    options: argparse.Namespace, space_file: Mapping[str, Any], settings: RunConfig
+) -> SweepConfig:
     """The definition of a sweep, compared with what the settings accept."""
     import dataclasses
 
     from xmcray.data.corpus import Corpus
     from xmcray.storage import is_url
-    from xmcray.tuning.space import check_space
+    from xmcray.tuning.space import check_space, parse_space
     from xmcray.tuning.sweep import SweepConfig
 
     definition = SweepConfig(
@@ -164,13 +167,13 @@ def _definition(options: argparse.Namespace, space: Space, settings: RunConfig) 
         corpus="",
         corpus_sha256="",
         settings=settings.to_dict(),
-        space={name: distribution.to_yaml() for name, distribution in space.items()},
+        space=space_file,
         search=options.search or "random",
         scheduler=options.scheduler or "asha",
         metric=options.metric,
         seed=options.seed,
     )
-    check_space(space, definition.resolve, options.space)
+    check_space(parse_space(space_file, options.space), definition.resolve, options.space)
     if not settings.data.validation:
         raise ConfigError(
             "data.validation is 0, so no query is left to compare trials by;"
@@ -224,9 +227,9 @@ def _tune_bundle(options: argparse.Namespace) -> None:
                 f"--{name} is for trainings, but --bundle only searches; leave one of them out"
             )
     from xmcray.tuning.inference import family_of
-    from xmcray.tuning.space import load_space
+    from xmcray.tuning.space import parse_space
 
-    space = load_space(options.space)
+    space = parse_space(config.load_yaml(options.space), options.space)
     family = family_of(space, options.space)
     from xmcray.data.corpus import Corpus
     from xmcray.training.run import locked

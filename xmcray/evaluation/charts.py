@@ -7,7 +7,7 @@ and class f0 fills in the colour of the first series, s1 and f1 in that of the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,11 +25,11 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A named line or set of bars.
+    """A named line.
 
     Attributes:
         name: shown in the legend.
-        x: float64, horizontal positions; bars ignore them.
+        x: float64, horizontal positions.
         y: float64, one value for each position.
     """
 
@@ -173,7 +173,7 @@ def line_chart(
 def bar_chart(
     title: str,
     names: Sequence[str],
-    series: Sequence[Series],
+    values_by_series: Mapping[str, Sequence[float]],
     *,
     y_title: str,
     x_title: str,
@@ -184,7 +184,7 @@ def bar_chart(
     Args:
         title: heading of the chart.
         names: one for each group, of one or two lines.
-        series: one bar in each group.
+        values_by_series: one value for each group, by name of the series.
         y_title: title of the vertical axis.
         x_title: title of the horizontal axis.
         show: writes a value.
@@ -192,34 +192,31 @@ def bar_chart(
     Returns:
         An HTML figure; nothing if no value is finite.
     """
-    values = [float(value) for line in series for value in line.y if math.isfinite(value)]
-    if not values:
-        return Markup()
-    _, y_high = _value_range(0.0, max(values))
-    bar_width = (1 - 2 * GROUP_MARGIN) / len(series)
+    num_series = len(values_by_series)
+    bar_width = (1 - 2 * GROUP_MARGIN) / num_series
     bars = []
-    for group, name in enumerate(names):
-        one_line_name = name.replace("\n", " ")
-        for number, line in enumerate(series):
-            value = float(line.y[group])
+    for number, (series, values) in enumerate(values_by_series.items()):
+        for group, value in enumerate(values):
             if math.isfinite(value):
                 left = group + GROUP_MARGIN + number * bar_width
-                bars.append(
-                    _Bar(number, left, value, f"{one_line_name}: {line.name} {show(value)}")
-                )
+                hint = f"{names[group]}: {series} {show(value)}".replace("\n", " ")
+                bars.append(_Bar(number, left, value, hint))
+    if not bars:
+        return Markup()
+    _, y_high = _value_range(0.0, max(bar.value for bar in bars))
     return render(
         "bar_chart.svg.j2",
         title=title,
-        legend=[line.name for line in series] if len(series) > 1 else [],
+        legend=list(values_by_series) if num_series > 1 else [],
         note="",
-        frame=Frame(0.0, float(len(names)), 0.0, y_high),
+        frame=Frame(0, len(names), 0, y_high),
         x_title=x_title,
         y_title=y_title,
         show=show,
         names=names,
         bars=bars,
         bar_width=bar_width,
-        bars_have_values=len(names) * len(series) <= MAX_LABELLED_BARS,
+        bars_have_values=len(names) * num_series <= MAX_LABELLED_BARS,
     )
 
 

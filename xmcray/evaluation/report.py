@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup
 
 from xmcray.evaluation.charts import Series, bar_chart, line_chart
-from xmcray.evaluation.metrics import MAIN_METRICS, Float64Array
+from xmcray.evaluation.metrics import MAIN_METRICS
 from xmcray.evaluation.pages import render
 from xmcray.evaluation.table import percent, propensity_note
 from xmcray.storage import write_text
@@ -146,15 +146,13 @@ def _metric_rows(metrics: Mapping[str, Any]) -> list[Figure] | None:
 
 
 def _segment_chart(segments: Sequence[Record]) -> Markup:
-    if not segments:
-        return Markup()
     return bar_chart(
         "Tail, torso and head labels",
         [f"{segment['name']}\n{segment['range']}" for segment in segments],
-        [
-            Series("recall@5", np.empty(0), _percents(segments, "recall@5")),
-            Series("macro-F1@5", np.empty(0), _percents(segments, "macroF1@5")),
-        ],
+        {
+            "recall@5": _percents(segments, "recall@5"),
+            "macro-F1@5": _percents(segments, "macroF1@5"),
+        },
         y_title="percent",
         x_title="labels by number of training queries",
         show=_three_digits,
@@ -162,22 +160,19 @@ def _segment_chart(segments: Sequence[Record]) -> Markup:
 
 
 def _decile_chart(deciles: Sequence[Record]) -> Markup:
-    if not deciles:
-        return Markup()
     return bar_chart(
         "Contribution of each tenth of the labels to P@5",
         [str(decile["decile"]) for decile in deciles],
-        [Series("share of P@5", np.empty(0), _percents(deciles, "P@5"))],
+        {"share of P@5": _percents(deciles, "P@5")},
         y_title="percentage points",
         x_title="tenths of the labels, rare to frequent",
         show=_three_digits,
     )
 
 
-def _percents(rows: Sequence[Record], key: str) -> Float64Array:
+def _percents(rows: Sequence[Record], key: str) -> list[float]:
     """Percent of a key in each row, not a number where a row has no value."""
-    values = [math.nan if row.get(key) is None else 100.0 * row[key] for row in rows]
-    return np.array(values, np.float64)
+    return [math.nan if row.get(key) is None else 100.0 * row[key] for row in rows]
 
 
 def _three_digits(value: float) -> str:

@@ -283,7 +283,7 @@ def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -
     run = Run.open(path)
     if run.corpus_sha256 != corpus.sha256:
         raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")
-    different = sorted(_differences(run.config.to_dict(), config.to_dict()))
+    different = sorted(configs.differences(run.config.to_dict(), config.to_dict()))
     different = [change for change in different if not change.startswith(("cluster.", "log."))]
     if different:
         raise RunError(
@@ -370,13 +370,3 @@ def locked(path: Path) -> Iterator[None]:
 
 def _contents(path: Path) -> set[str]:
     return {p.name for p in path.iterdir()} - {"lock"} if path.is_dir() else set()
-
-
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """What distinguishes two configurations, as "optim.epochs = 3, now 5"."""
-    for key in {*a, *b}:
-        x, y = a.get(key), b.get(key)
-        if isinstance(x, Mapping) and isinstance(y, Mapping):
-            yield from _differences(x, y, f"{where}{key}.")
-        elif x != y:
-            yield f"{where}{key} = {x}, now {y}"

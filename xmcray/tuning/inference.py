@@ -42,7 +42,7 @@ from xmcray.tuning.proposals import RandomProposals
 from xmcray.tuning.report import write_report
 from xmcray.tuning.space import Space, Values, check_space, nested
 from xmcray.tuning.sweep import Trial
-from xmcray.types import Float32Array, Ragged, TopLabels
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 # Of the indexes that lose less than this to the best one, the fastest is the best.
 TOLERATED_LOSS = 0.001
@@ -317,7 +317,7 @@ def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
     return measured
 
 
-def _names_without(held_out: _HeldOut, memory: Memory) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _names_without(held_out: _HeldOut, memory: Memory) -> Int64Array:
     """Number of each entry of the memory, -1 for the held-out queries, which are no neighbours.
 
     Raises:

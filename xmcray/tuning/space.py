@@ -86,14 +86,6 @@ class NumberRange:
         high = scale(self.high)
         return (scale(value) - low) / (high - low) if high > low else 0.5
 
-    def to_yaml(self) -> dict[str, Any]:
-        """The distribution as it stands in a file."""
-        kind = next(name for name, flags in RANGES.items() if flags == (self.log, self.whole))
-        body: dict[str, Any] = {kind: list(self.samples())}
-        if self.step:
-            body["step"] = self.step
-        return body
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -115,10 +107,6 @@ class Choice:
             return 0.5
         return self.values.index(value) / (len(self.values) - 1)
 
-    def to_yaml(self) -> dict[str, Any]:
-        """The distribution as it stands in a file."""
-        return {"choice": list(self.values)}
-
 
 Distribution = NumberRange | Choice
 Space = Mapping[str, Distribution]  # by dotted name
@@ -134,21 +122,15 @@ RANGES = {
 KINDS = (*RANGES, "choice")
 
 
-def load_space(path: str) -> Space:
-    """The space of a file.
-
-    Raises:
-        ConfigError: there is no such file, or an entry is not a distribution.
-    """
-    return parse_space(configs.load_yaml(path), path)
-
-
 def parse_space(values: Mapping[str, Any], where: str) -> Space:
     """A space from plain values.
 
     Args:
         values: distributions by dotted name, as YAML reads them.
         where: name of the file, for error messages.
+
+    Raises:
+        ConfigError: an entry is not a distribution.
     """
     if not values:
         raise ConfigError(

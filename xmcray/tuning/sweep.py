@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +53,7 @@ class SweepConfig:
         corpus: absolute path or URL.
         corpus_sha256: hash of its content.
         settings: a whole run configuration as plain values, which all trials share.
-        space: the search space as it stands in its file.
+        space: content of the space's file.
         search: "random", or "optuna" (a Parzen estimator).
         scheduler: "asha" ends trials that are behind others at the same epoch; "none" trains all of
             them to the end.
@@ -178,7 +178,7 @@ class Sweep:
         """
         if (path / "sweep.json").is_file():
             sweep = cls.open(path)
-            difference = next(_differences(_identity(sweep.config), _identity(config)), None)
+            difference = next(configs.differences(_identity(sweep.config), _identity(config)), None)
             if difference:
                 raise RunError(
                     f"{path} holds a sweep with {difference};"
@@ -333,18 +333,3 @@ def _identity(config: SweepConfig) -> dict[str, Any]:
     for section in _NOT_COMPARED:
         body["settings"].pop(section, None)
     return body
-
-
-def _differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
-) -> Iterator[str]:
-    """Settings whose values differ, with both values."""
-    for key in sorted({*before, *now}):
-        old = before.get(key)
-        new = now.get(key)
-        are_sections = isinstance(old, Mapping) and isinstance(new, Mapping)
-        # A distribution of the space is a mapping too, but it is one value.
-        if are_sections and prefix != "space.":
-            yield from _differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            yield f"{prefix}{key} = {old}, now {new}"

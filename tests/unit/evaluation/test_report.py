@@ -187,9 +187,7 @@ def test_a_single_point_and_a_constant_are_drawn() -> None:
 
 
 def test_a_bar_is_as_high_as_its_value() -> None:
-    chart = bar_chart(
-        "t", ["a", "b"], [Series("s", np.empty(0), np.array([2.0, 1.0]))], y_title="y", x_title="x"
-    )
+    chart = bar_chart("t", ["a", "b"], {"s": [2.0, 1.0]}, y_title="y", x_title="x")
     high, low = (float(value) for value in re.findall(r'<rect [^>]*height="([\d.]+)"', chart))
     assert high == pytest.approx(2 * low, abs=0.2)
 
