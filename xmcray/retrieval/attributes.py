@@ -1,10 +1,10 @@
-"""What is known of labels besides their texts, by which answers are filtered: a price, a language, a category.
+"""Attributes of labels, by which answers are filtered: a price, a language, a category.
 
-    attributes.parquet    rows by source id; columns of string, bool, int64 or float64, null where a label has no such
-                          attribute; the file is absent if no label has any
+    attributes.parquet    rows by source id; columns of string, bool, int64 or float64, null where a
+                          label lacks the attribute; the file is absent if no label has any
 
-In memory a column is an array of values and one of what is there; strings are numbers of the distinct ones, so that a
-condition compares 10^6 labels in milliseconds.
+In memory a column is an array of values and one that says which labels have the attribute. Strings
+are numbers of the distinct ones, so that a condition compares 10^6 labels in milliseconds.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ Scalar = str | bool | int | float
 BoolArray = npt.NDArray[np.bool_]
 
 _TYPES: Mapping[str, tuple[pa.DataType, npt.DTypeLike]] = {
-    "string": (pa.large_string(), np.int32),  # in memory numbers of words
+    "string": (pa.large_string(), np.int32),  # in memory numbers of distinct strings
     "bool": (pa.bool_(), np.bool_),
     "int64": (pa.int64(), np.int64),
     "float64": (pa.float64(), np.float64),
 }
-_NO_WORDS = pa.array([], pa.large_string())
+_NO_STRINGS = pa.array([], pa.large_string())
+_NUMBERS = ("int64", "float64")
 _EXACT = 1 << 53  # integers up to here are float64 values
 _INT64 = 1 << 63
-# of integers, a bound between two of them is moved to the one that says the same
+# Name of a bound, how values compare with it, and how a bound between two integers becomes the
+# integer that means the same.
 _BOUNDS = (
     ("gt", np.greater, math.floor),
     ("gte", np.greater_equal, math.ceil),
@@ -52,7 +54,7 @@ _BOUNDS = (
 
 @runtime_checkable
 class Bounds(Protocol):
-    """Values of a number: every bound that is not None holds."""
+    """A range of numbers: every bound that is not None holds."""
 
     gt: float | None
     gte: float | None
@@ -65,16 +67,29 @@ Condition = Scalar | Sequence[Scalar] | Bounds
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """One attribute of all labels; `values` are numbers of `words` where kind is "string"."""
+    """One attribute of all labels.
+
+    Attributes:
+        kind: a key of _TYPES.
+        values: of each label; places in `strings` if kind is "string".
+        present: bool [L], which labels have the attribute.
+        strings: the strings that labels have; a string may occur twice.
+    """
 
     kind: str
     values: npt.NDArray[Any]
-    there: BoolArray
-    words: pa.Array
+    present: BoolArray
+    strings: pa.Array
+
+    @property
+    def is_number(self) -> bool:
+        return self.kind in _NUMBERS
 
 
 class LabelAttributes:
     """The attributes of all labels of a bundle; never changes.
+
+    `load` and `with_rows` make others than that of labels without attributes.
 
     Attributes:
         num_labels: L, also of labels removed since.
@@ -82,8 +97,8 @@ class LabelAttributes:
     """
 
     def __init__(self, num_labels: int, columns: Mapping[str, _Column] | None = None) -> None:
-        """Of labels that have none; `load` and `with_rows` make others."""
-        self.num_labels, self._columns = num_labels, dict(columns or {})
+        self.num_labels = num_labels
+        self._columns = dict(columns or {})
         self.names = tuple(sorted(self._columns))
 
     @classmethod
@@ -94,12 +109,17 @@ class LabelAttributes:
             OSError, ValueError, pa.ArrowException: it is malformed.
         """
         table = pq.read_table(path).combine_chunks()
-        if len(set(table.column_names)) < table.num_columns or len(table.column_names) > MAX_NAMES:
+        names = table.column_names
+        if len(set(names)) < len(names) or len(names) > MAX_NAMES:
             raise ValueError("a name occurs twice, or there are too many")
-        return cls(table.num_rows, {name: _from_arrow(table[name]) for name in table.column_names})
+        return cls(table.num_rows, {name: _from_arrow(table[name]) for name in names})
 
     def save(self, folder: Path) -> set[str]:
-        """Writes the file into a bundle's folder, if any label has an attribute; returns the names of what it wrote."""
+        """Writes the file into a bundle's folder, if any label has an attribute.
+
+        Returns:
+            The names of the files written.
+        """
         if not self.names:
             return set()
         table = pa.table({name: _to_arrow(self._columns[name]) for name in self.names})
@@ -109,52 +129,59 @@ class LabelAttributes:
     def of(self, label_ids: Int64Array | Sequence[int]) -> list[dict[str, Scalar]]:
         """The attributes of each of some labels, by source id."""
         ids = np.asarray(label_ids, np.int64)
-        found: list[dict[str, Scalar]] = [{} for _ in ids]
+        sets: list[dict[str, Scalar]] = [{} for _ in ids]
         for name in self.names:
             column = self._columns[name]
-            for place in np.flatnonzero(column.there[ids]):
+            for place in np.flatnonzero(column.present[ids]):
                 value = column.values[ids[place]].item()
-                found[place][name] = (
-                    column.words[value].as_py() if column.kind == "string" else value
-                )
-        return found
+                if column.kind == "string":
+                    value = column.strings[value].as_py()
+                sets[place][name] = value
+        return sets
 
     def mask(self, conditions: Mapping[str, Condition]) -> BoolArray:
-        """bool [L]: which labels fulfil all conditions; a label without an attribute fulfils none about it.
+        """Which labels meet all conditions; a label without an attribute meets none about it.
 
         Args:
-            conditions: by name a value, several of which one is to be met, or bounds of a number.
+            conditions: by attribute a value, several values of which one has to match, or bounds of
+                a number.
+        Returns:
+            bool [L].
         Raises:
-            ConfigError: no label has such an attribute (the nearest is named), or it is of another type.
+            ConfigError: no label has such an attribute (the nearest is named), or it is of another
+                type.
         """
         mask = np.ones(self.num_labels, bool)
-        for name, wanted in conditions.items():
+        for name, condition in conditions.items():
+            if not self.names:
+                raise ConfigError(f"unknown attribute {name!r}; no label of this bundle has any")
             if name not in self._columns:
-                if not self.names:
-                    raise ConfigError(
-                        f"unknown attribute {name!r}; no label of this bundle has any"
-                    )
                 raise ConfigError(unknown("attribute", name, self.names))
-            mask &= _meets(name, self._columns[name], wanted)
+            column = self._columns[name]
+            if isinstance(condition, Bounds):
+                mask &= _within(name, column, condition)
+            else:
+                mask &= _is_one_of(name, column, condition)
         return mask
 
     def with_rows(
         self, num_labels: int, rows: Mapping[int, Mapping[str, Scalar]]
     ) -> LabelAttributes:
-        """The attributes of `num_labels` labels, some with another set; what is not given stays, new ones have none.
+        """A copy in which some labels have other attributes; labels that are not given keep theirs.
 
         Args:
-            num_labels: at least as many as now.
-            rows: by source id the whole set of a label, in place of the one before.
+            num_labels: at least as many as now; new labels have no attributes.
+            rows: by source id all attributes of a label, in place of those before.
         Raises:
-            ConfigError: a set is malformed, a value has another type than the same attribute of other labels, or there
-                are too many attributes.
+            ConfigError: a set is malformed, a value has another type than the same attribute of
+                other labels, or there are too many attributes.
         """
         assert num_labels >= self.num_labels
         if not rows and num_labels == self.num_labels:
             return self
-        sets = [attribute_set(row) for row in rows.values()]
-        names = sorted({*self.names, *(name for row in sets for name in row)})
+        names = set(self.names)
+        for row in rows.values():
+            names.update(attribute_set(row))
         if len(names) > MAX_NAMES:
             raise ConfigError(
                 f"labels would have {len(names)} different attributes, expected at most {MAX_NAMES}"
@@ -162,14 +189,14 @@ class LabelAttributes:
         ids = np.fromiter(rows, np.int64, len(rows))
         assert not len(ids) or 0 <= ids.min() <= ids.max() < num_labels
         columns = {}
-        for name in names:
-            given = {label: row[name] for label, row in zip(rows, sets, strict=True) if name in row}
+        for name in sorted(names):
+            given = {label_id: row[name] for label_id, row in rows.items() if name in row}
             columns[name] = _changed(name, self._columns.get(name), num_labels, ids, given)
         return LabelAttributes(num_labels, columns)
 
 
 def attribute_set(value: object) -> dict[str, Scalar]:
-    """The attributes of one label as they come from outside.
+    """Checks the attributes of one label as they come from outside.
 
     Raises:
         ConfigError: it is not a mapping from names to strings, booleans and finite numbers.
@@ -193,14 +220,14 @@ def attribute_set(value: object) -> dict[str, Scalar]:
             raise ConfigError(
                 f"attribute {name!r} is {str(item)[:80]!r}, expected a string, true, false or a number"
             )
-        if not all(_is_text(part) for part in (name, item) if isinstance(part, str)):
+        if not _is_utf8(name) or (isinstance(item, str) and not _is_utf8(item)):
             raise ConfigError(f"attribute {name!a} is not UTF-8 (a lone surrogate); write it anew")
     return dict(value)
 
 
-def _is_text(value: str) -> bool:
+def _is_utf8(text: str) -> bool:
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError:
         return False
     return True
@@ -209,49 +236,55 @@ def _is_text(value: str) -> bool:
 def _changed(
     name: str, column: _Column | None, num_labels: int, ids: Int64Array, given: Mapping[int, Scalar]
 ) -> _Column:
-    """A longer column, in which the labels `ids` have what is given and nothing else."""
-    kind = _common_kind(name, column, given.values())
-    values, there = np.zeros(num_labels, _TYPES[kind][1]), np.zeros(num_labels, bool)
-    words = _NO_WORDS
+    """A column of `num_labels` labels, in which the labels `ids` have the given values only."""
+    kind = _common_kind(name, column, list(given.values()))
+    values = np.zeros(num_labels, _TYPES[kind][1])
+    present = np.zeros(num_labels, bool)
+    strings = _NO_STRINGS
     if column is not None:
-        values[: len(column.values)], there[: len(column.there)], words = (
-            column.values,
-            column.there,
-            column.words,
-        )
-    there[ids] = False
+        values[: len(column.values)] = column.values
+        present[: len(column.present)] = column.present
+        strings = column.strings
+    present[ids] = False
     if given:
-        at, new = list(given), list(given.values())
+        given_ids = list(given)
+        given_values: Any = list(given.values())
         if kind == "string":
-            words, values[at] = _numbered(words, new)
-        else:
-            values[at] = new
-        there[at] = True
-    return _Column(kind, values, there, words)
+            # A string that other labels have already gets a second number, because looking for it
+            # would cost more.
+            encoded = pa.array(given_values, pa.large_string()).dictionary_encode()
+            given_values = encoded.indices.to_numpy() + np.int32(len(strings))
+            strings = pa.concat_arrays([strings, encoded.dictionary])
+        values[given_ids] = given_values
+        present[given_ids] = True
+    return _Column(kind, values, present, strings)
 
 
-def _common_kind(name: str, column: _Column | None, given: Any) -> str:
-    """The type that holds the values there are and those that come: integers become floats where both meet."""
+def _common_kind(name: str, column: _Column | None, given: Sequence[Scalar]) -> str:
+    """The type that can hold the present and the given values; integers become floats if both occur.
+
+    Raises:
+        ConfigError: there is none.
+    """
     kind = None if column is None else column.kind
     for value in given:
-        more = _kind(value)
-        if kind in (None, more):
-            kind = more
-        elif {kind, more} == {"int64", "float64"}:
+        given_kind = _kind(value)
+        if kind is None:
+            kind = given_kind
+        elif {kind, given_kind} == set(_NUMBERS):
             kind = "float64"
-        else:
+        elif kind != given_kind:
             raise ConfigError(
                 f"attribute {name!r} of other labels is of type {kind}, found {value!r}: give it one type"
             )
     assert kind is not None
     if kind == "float64":
-        held = (
-            column.values[column.there]
-            if column is not None and column.kind == "int64"
-            else np.empty(0)
-        )
-        for value in [*given, *(held[np.abs(held) > _EXACT][:1].tolist())]:
-            if isinstance(value, int) and abs(value) > _EXACT:
+        integers = [value for value in given if isinstance(value, int)]
+        if column is not None and column.kind == "int64":
+            held = column.values[column.present]
+            integers += held[np.abs(held) > _EXACT][:1].tolist()
+        for value in integers:
+            if abs(value) > _EXACT:
                 raise ConfigError(
                     f"attribute {name!r} has fractions and {value}, which is no float: give it one type"
                 )
@@ -259,50 +292,46 @@ def _common_kind(name: str, column: _Column | None, given: Any) -> str:
 
 
 def _kind(value: Scalar) -> str:
+    # A boolean is an integer to Python, so it is asked for first.
     if isinstance(value, bool):
         return "bool"
-    return "string" if isinstance(value, str) else "int64" if isinstance(value, int) else "float64"
+    if isinstance(value, str):
+        return "string"
+    return "int64" if isinstance(value, int) else "float64"
 
 
-def _numbered(words: pa.Array, new: list[Any]) -> tuple[pa.Array, npt.NDArray[np.int32]]:
-    """The words and those of `new`, and the numbers of these; one may come twice, as to look for it costs more."""
-    told = pa.array(new, pa.large_string()).dictionary_encode()
-    return pa.concat_arrays([words, told.dictionary]), told.indices.to_numpy() + np.int32(
-        len(words)
-    )
-
-
-def _meets(name: str, column: _Column, wanted: Condition) -> BoolArray:
-    """bool [L] of one condition."""
-    if isinstance(wanted, Bounds):
-        return _within(name, column, wanted)
-    choice: list[Any] = (
-        list(wanted) if isinstance(wanted, list | tuple | set | frozenset) else [wanted]
-    )
-    for value in choice:
-        expected = {"int64", "float64"} if column.kind in ("int64", "float64") else {column.kind}
-        if not isinstance(value, str | bool | int | float) or _kind(value) not in expected:
+def _is_one_of(name: str, column: _Column, condition: Scalar | Sequence[Scalar]) -> BoolArray:
+    """bool [L], the labels whose value is the wanted one, or one of several."""
+    several = isinstance(condition, list | tuple | set | frozenset)
+    wanted: list[Any] = list(condition) if several else [condition]  # type: ignore[arg-type]
+    kinds = _NUMBERS if column.is_number else (column.kind,)
+    for value in wanted:
+        if not isinstance(value, str | bool | int | float) or _kind(value) not in kinds:
             raise ConfigError(
                 f"attribute {name!r} is of type {column.kind}, found {value!r}: compare it with that type"
             )
     if column.kind == "string":
-        chosen = pc.is_in(column.words, value_set=pa.array(choice, pa.large_string())).to_numpy(
-            zero_copy_only=False
-        )
-        met = chosen[column.values] if len(chosen) else np.zeros(len(column.values), bool)
-    else:
-        same = [number for value in choice if (number := _number(column.kind, value)) is not None]
-        found = np.array(same, column.values.dtype)
-        met = column.values == found if len(found) == 1 else np.isin(column.values, found)
-    return np.asarray(met & column.there, bool)
+        chosen = pc.is_in(column.strings, value_set=pa.array(wanted, pa.large_string()))
+        chosen = chosen.to_numpy(zero_copy_only=False)
+        if not len(chosen):
+            return np.zeros(len(column.values), bool)
+        return np.asarray(chosen[column.values] & column.present, bool)
+    numbers = []
+    for value in wanted:
+        number = _as_kind(column.kind, value)
+        if number is not None:
+            numbers.append(number)
+    return np.isin(column.values, np.array(numbers, column.values.dtype)) & column.present
 
 
 def _within(name: str, column: _Column, bounds: Bounds) -> BoolArray:
-    if column.kind not in ("int64", "float64"):
+    """bool [L], the labels whose number is within all bounds."""
+    if not column.is_number:
         raise ConfigError(
-            f"attribute {name!r} is of type {column.kind}, and a range of numbers was asked for"
+            f"attribute {name!r} is of type {column.kind}, expected a number for a range;"
+            " compare it with a value"
         )
-    met = column.there.copy()
+    mask = column.present.copy()
     for bound, compare, to_integer in _BOUNDS:
         limit = getattr(bounds, bound)
         if limit is None:
@@ -311,46 +340,60 @@ def _within(name: str, column: _Column, bounds: Bounds) -> BoolArray:
             raise ConfigError(
                 f"bound {bound!r} of attribute {name!r} is {limit!r}, expected a number"
             )
-        if column.kind == "int64":
-            limit = limit if isinstance(limit, int) or math.isinf(limit) else to_integer(limit)
-        elif (limit := _number("float64", limit)) is None:  # beyond all floats
-            limit = math.inf if getattr(bounds, bound) > 0 else -math.inf
-        met &= compare(column.values, limit)
-    return met
+        if column.kind == "float64":
+            number = _as_kind("float64", limit)
+            if number is None:  # beyond all floats
+                number = math.inf if limit > 0 else -math.inf
+            limit = number
+        elif isinstance(limit, float) and not math.isinf(limit):
+            limit = to_integer(limit)
+        mask &= compare(column.values, limit)
+    return mask
 
 
-def _number(kind: str, value: Any) -> float | None:
-    """The value of that type which equals another one; None if there is none."""
-    if kind == "int64":
-        same = int(value) if isinstance(value, int) or value.is_integer() else _INT64
-        return same if -_INT64 <= same < _INT64 else None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
+def _as_kind(kind: str, value: Any) -> float | None:
+    """The number of a type that equals a value; None if there is none."""
+    if kind == "float64":
+        try:
+            return float(value)
+        except OverflowError:
+            return None
+    if kind == "int64" and isinstance(value, float):
+        if not value.is_integer():
+            return None
+        value = int(value)
+    return value if -_INT64 <= value < _INT64 else None
 
 
 def _from_arrow(column: pa.ChunkedArray) -> _Column:
+    """A column of the file.
+
+    Raises:
+        ValueError: it has another type, or a value that is no number.
+    """
     array = column.combine_chunks()
     array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
     if pa.types.is_string(array.type):
         array = array.cast(pa.large_string())
-    kind = next((kind for kind, (arrow, _) in _TYPES.items() if array.type == arrow), None)
-    if kind is None:
+    kinds = [kind for kind, (arrow_type, _) in _TYPES.items() if array.type == arrow_type]
+    if not kinds:
         raise ValueError(f"a column of type {array.type}")
-    there = array.is_valid().to_numpy(zero_copy_only=False)
-    words, held = _NO_WORDS, array
+    kind = kinds[0]
+    present = array.is_valid().to_numpy(zero_copy_only=False)
+    strings = _NO_STRINGS
     if kind == "string":
         encoded = array.dictionary_encode()
-        words, held = encoded.dictionary, encoded.indices
-    blank = pa.scalar(False if kind == "bool" else 0, held.type)
-    values = held.fill_null(blank).to_numpy(zero_copy_only=False).astype(_TYPES[kind][1])
+        strings = encoded.dictionary
+        array = encoded.indices
+    blank = pa.scalar(False if kind == "bool" else 0, array.type)
+    values = array.fill_null(blank).to_numpy(zero_copy_only=False).astype(_TYPES[kind][1])
     if kind == "float64" and not np.isfinite(values).all():
         raise ValueError("not a number")
-    return _Column(kind, values, there, words)
+    return _Column(kind, values, present, strings)
 
 
 def _to_arrow(column: _Column) -> pa.Array:
+    missing = ~column.present
     if column.kind == "string":
-        return column.words.take(pa.array(column.values, mask=~column.there))
-    return pa.array(column.values, _TYPES[column.kind][0], mask=~column.there)
+        return column.strings.take(pa.array(column.values, mask=missing))
+    return pa.array(column.values, _TYPES[column.kind][0], mask=missing)

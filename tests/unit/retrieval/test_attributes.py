@@ -92,9 +92,9 @@ def test_conditions(conditions: dict[str, Any], expected: list[int], tmp_path: P
         ({"price": None}, "attribute 'price' is of type float64, found None"),
         (
             {"lang": Range(gt=1)},
-            "attribute 'lang' is of type string, and a range of numbers was asked for",
+            "attribute 'lang' is of type string, expected a number for a range",
         ),
-        ({"new": Range()}, "attribute 'new' is of type bool, and a range"),
+        ({"new": Range()}, "attribute 'new' is of type bool, expected a number for a range"),
         (
             {"year": Range(gt=float("nan"))},
             "bound 'gt' of attribute 'year' is nan, expected a number",
