@@ -79,6 +79,6 @@ def validated_on_rank(name: str, block: tuple[int, int]) -> dict[str, float]:
 def test_validation_is_golden(name: str, num_ranks: int) -> None:
     expected = json.loads((ORACLE / f"metrics_{name}.json").read_text())
     for found in on_ranks(validated_on_rank, num_ranks, name, (7, 32)):  # 40 queries in blocks of 7
-        assert found.keys() == set(validation._KEPT)
+        assert found.keys() == set(validation._METRICS)
         for key, value in found.items():
             assert value == pytest.approx(expected[key], rel=1e-9), key

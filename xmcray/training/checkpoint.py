@@ -107,7 +107,7 @@ def save(
     if is_first and not errors:
 
         def publish() -> _Entries:
-            _publish(unfinished, folder / f"step-{step:08d}", step, results)
+            _publish(unfinished, step_folder(folder, step), step, results)
             return {}
 
         result = _entries_or_error(publish, unfinished)
@@ -122,6 +122,11 @@ def save(
                 shutil.rmtree(old, ignore_errors=True)
     if errors:
         raise StorageError(errors[0])
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step-{step:08d}"
 
 
 def newest(folder: Path) -> Checkpoint | None:

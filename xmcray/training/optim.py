@@ -15,10 +15,9 @@ from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
 from xmcray.parallel import collectives
 
 _BUCKET = 8_000_000  # elements reduced together
-_BELOW_ONE, _ABOVE_ZERO = (
-    0.999_999,
-    1e-30,
-)  # Adam divides by 1 - beta and by eps where a gradient is 0
+# Adam divides by 1 - beta, and by eps where a gradient is 0.
+_BELOW_ONE = 0.999_999
+_ABOVE_ZERO = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +25,23 @@ class OptimConfig:
     """Section `optim`; all numbers are those of the global batch.
 
     Attributes:
-        epochs: passes over the training queries. batch_size: queries of a global batch.
+        epochs: passes over the training queries.
         stop_epoch: end after so many epochs of the same schedule; 0 is all of them.
-        lr: peak learning rate of the encoder. token_lr: of a static encoder's token table and of PRIME's free
-            vectors; 0 means lr.
+        batch_size: queries of a global batch.
+        lr: peak learning rate of the encoder.
+        token_lr: of a static encoder's token table and of PRIME's free vectors; 0 means lr.
         weight_decay: of the encoder, except biases, normalisations and token tables.
         schedule: "cosine", "linear" or "constant" after the warm-up, for all parameters.
         warmup_steps: steps from 0 to the peak.
-        beta1, beta2, eps: of the Adam that trains the encoder.
-        micro_batch: texts encoded at once by a worker; 0 is all. Bounds memory, never changes results.
+        beta1: of the Adam that trains the encoder.
+        beta2: of the Adam that trains the encoder.
+        eps: of the Adam that trains the encoder.
+        micro_batch: texts encoded at once by a worker; 0 is all. Bounds memory, never changes
+            results.
         seed: of the initial weights and every draw of the run.
         precision: of all parameters; float64 is for tests of invariance.
-        matmul: "bf16" lets products of float32 matrices round their factors to bfloat16, with sums in float32: several
-            times faster on processors with AMX and on GPUs, and nearly as good.
+        matmul: "bf16" lets products of float32 matrices round their factors to bfloat16, with sums
+            in float32: several times faster on processors with AMX and on GPUs, and nearly as good.
     """
 
     epochs: int = 15
@@ -79,33 +82,38 @@ class OptimConfig:
 
 
 def lr_factor(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Share of the peak learning rate at a step (0-based): linear warm-up, then the schedule down to 0."""
+    """Share of the peak learning rate at a step (0-based): linear warm-up, then the schedule."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return 1.0
-    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return (
-        0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-        if config.schedule == "cosine"
-        else max(0.0, 1.0 - done)
-    )
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    if config.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return max(0.0, 1.0 - progress)
 
 
 def sparse_parameters(module: nn.Module) -> list[str]:
-    """Names of a module's parameters of which a step touches few rows: what its method of this name returns, if any."""
-    named: Callable[[], list[str]] | None = getattr(module, "sparse_parameters", None)
-    return named() if named else []
+    """Names of the parameters of which a step touches few rows.
+
+    A module has them if it has a method `sparse_parameters`.
+    """
+    names: Callable[[], list[str]] | None = getattr(module, "sparse_parameters", None)
+    return names() if names else []
 
 
 class EncoderOptimizer:
-    """AdamW over the dense parameters, row-sparse Adam over token tables; gradients are summed over ranks here.
+    """AdamW over dense parameters, row-sparse Adam over token tables; sums gradients over ranks.
 
     Args:
-        modules: modules by name, the same values on every rank.
-        config: section `optim`.
-        sparse: names of parameters of which a step touches few rows, as "module.parameter".
-        lr_factors: learning rate of a module as a multiple of `config.lr`, by name; 1 where not given.
+        modules: Modules by name, with the same values on every rank.
+        config: Section `optim`.
+        sparse: Parameters of which a step touches few rows, as "module.parameter".
+        lr_factors: Learning rate of a module as a multiple of `config.lr`, by name; 1 if absent.
+
+    Attributes:
+        dense: Parameters of AdamW, by name.
+        tables: Token tables and other parameters of which a step touches few rows, by name.
     """
 
     def __init__(
@@ -115,90 +123,104 @@ class EncoderOptimizer:
         sparse: Iterable[str],
         lr_factors: Mapping[str, float] | None = None,
     ) -> None:
-        named = {
-            f"{m}.{n}": p
-            for m, module in modules.items()
-            for n, p in module.named_parameters()
-            if p.requires_grad
-        }
-        rows = RowOptimConfig(
+        self.config = config
+        self.dense: dict[str, nn.Parameter] = {}
+        for module_name, module in modules.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    self.dense[f"{module_name}.{name}"] = parameter
+
+        row_config = RowOptimConfig(
             kind="adam",
             lr=config.token_lr or config.lr,
             beta1=config.beta1,
             beta2=config.beta2,
             eps=config.eps,
         )
-        self.sparse = {
-            name: (named[name], RowTable(named.pop(name).detach(), rows)) for name in sparse
-        }
-        self.named = named
-        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-        for name, parameter in named.items():
-            decayed = parameter.ndim > 1 and "norm" not in name.lower()
-            factor = (lr_factors or {}).get(name.split(".", 1)[0], 1.0)
-            groups.setdefault((factor, config.weight_decay if decayed else 0.0), []).append(
-                parameter
-            )
-        self.config = config
-        self.adam = torch.optim.AdamW(
-            [
-                {"params": params, "lr_factor": f, "weight_decay": wd}
-                for (f, wd), params in groups.items()
-            ]
-            or [{"params": [nn.Parameter(torch.zeros(1))], "lr_factor": 1.0}],
+        self._sparse: dict[str, nn.Parameter] = {}
+        self.tables: dict[str, RowTable] = {}
+        for name in sparse:
+            parameter = self.dense.pop(name)
+            self._sparse[name] = parameter
+            self.tables[name] = RowTable(parameter.detach(), row_config)
+        self._adam = torch.optim.AdamW(
+            self._groups(lr_factors or {}),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
         )
 
+    def _groups(self, lr_factors: Mapping[str, float]) -> list[dict[str, Any]]:
+        """Parameters of equal learning rate and weight decay, as AdamW takes them."""
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, parameter in self.dense.items():
+            # Biases and normalisations are not decayed.
+            is_decayed = parameter.ndim > 1 and "norm" not in name.lower()
+            weight_decay = self.config.weight_decay if is_decayed else 0.0
+            module_name, _, _ = name.partition(".")
+            factor = lr_factors.get(module_name, 1.0)
+            groups.setdefault((factor, weight_decay), []).append(parameter)
+        if not groups:  # AdamW refuses to have nothing to do
+            groups[1.0, 0.0] = [nn.Parameter(torch.zeros(1))]
+        return [
+            {"params": parameters, "lr_factor": factor, "weight_decay": weight_decay}
+            for (factor, weight_decay), parameters in groups.items()
+        ]
+
     def zero_grad(self) -> None:
-        """Forgets gradients."""
-        for parameter in [*self.named.values(), *(p for p, _ in self.sparse.values())]:
+        """Removes all gradients."""
+        for parameter in [*self.dense.values(), *self._sparse.values()]:
             parameter.grad = None
 
     def step(self, factor: float) -> None:
-        """One update with the gradients summed over ranks; `factor` is the share of the peak learning rates."""
+        """One update with the gradients summed over ranks; collective.
+
+        Args:
+            factor: Share of the peak learning rates.
+        """
         self._sum_dense()
-        for group in self.adam.param_groups:
+        for group in self._adam.param_groups:
             group["lr"] = self.config.lr * factor * group["lr_factor"]
-        self.adam.step()
-        for parameter, table in self.sparse.values():
-            rows, grad = _sum_rows(parameter)
-            table.update_rows(table.config.lr * factor, rows, grad)
+        self._adam.step()
+        for name, table in self.tables.items():
+            rows, gradient = _sum_rows(self._sparse[name])
+            table.update_rows(table.config.lr * factor, rows, gradient)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Optimiser state by name."""
-        state = self.adam.state
-        kept = {
-            f"{n}/{k}": v
-            for n, p in self.named.items()
-            for k, v in state[p].items()
-            if isinstance(v, Tensor)
-        }
-        for name, (_, table) in self.sparse.items():
-            kept |= {
-                f"{name}/{key}": tensor
-                for key, tensor in table.tensors().items()
-                if key != "weight"
-            }
-        return kept
+        """Optimiser state, as "module.parameter/state"."""
+        tensors = {}
+        for name, parameter in self.dense.items():
+            for key, value in self._adam.state[parameter].items():
+                if isinstance(value, Tensor):
+                    tensors[f"{name}/{key}"] = value
+        for name, table in self.tables.items():
+            for key, value in table.tensors().items():
+                if key != "weight":
+                    tensors[f"{name}/{key}"] = value
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restores what `tensors` gave after `num_steps` steps; parameters are restored with their modules."""
-        for name, parameter in self.named.items():
-            prefix = f"{name}/"
-            mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-            if mine:
-                on_cpu = mine.pop("step")  # where AdamW keeps it
-                moved = {k: v.to(parameter.device, copy=True) for k, v in mine.items()}
-                self.adam.state[parameter] = {"step": on_cpu.clone(), **moved}
-        for name, (_, table) in self.sparse.items():
-            kept: dict[str, Any] = {"weight": table.weight_SD}
-            kept |= {k: tensors[f"{name}/{k}"] for k in table.tensors() if k != "weight"}
-            table.load([(0, kept)], num_steps)
+        """Restores what `tensors` gave; parameters are restored with their modules.
+
+        Args:
+            tensors: Optimiser state by name.
+            num_steps: Steps done until then.
+        """
+        for name, parameter in self.dense.items():
+            state = _with_prefix(tensors, f"{name}/")
+            if not state:
+                continue
+            moved = {key: value.to(parameter.device, copy=True) for key, value in state.items()}
+            # AdamW keeps its counter on the CPU.
+            moved["step"] = state["step"].clone()
+            self._adam.state[parameter] = moved
+        for name, table in self.tables.items():
+            table_tensors = {"weight": table.weight_SD, **_with_prefix(tensors, f"{name}/")}
+            table.load([(0, table_tensors)], num_steps)
 
     def _sum_dense(self) -> None:
-        parameters = list(self.named.values())
+        """Sums dense gradients over ranks, many parameters in one exchange."""
+        parameters = list(self.dense.values())
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -208,25 +230,43 @@ class EncoderOptimizer:
         for i, parameter in enumerate(parameters):
             assert parameter.grad is not None
             bucket.append(parameter.grad)
-            if i + 1 == len(parameters) or sum(g.numel() for g in bucket) > _BUCKET:
-                flat = collectives.sum_over_ranks(torch.cat([g.reshape(-1) for g in bucket]))
-                parts = flat.split([g.numel() for g in bucket])
-                for grad, part in zip(bucket, parts, strict=True):
-                    grad.copy_(part.view_as(grad))
+            num_elements = sum(gradient.numel() for gradient in bucket)
+            if i + 1 == len(parameters) or num_elements > _BUCKET:
+                _sum_bucket(bucket)
                 bucket = []
 
 
+def _sum_bucket(gradients: list[Tensor]) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    collectives.sum_over_ranks(flat)
+    start = 0
+    for gradient in gradients:
+        stop = start + gradient.numel()
+        gradient.copy_(flat[start:stop].view_as(gradient))
+        start = stop
+
+
+def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Tensors whose names start with a prefix, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
 def _sum_rows(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-    """Distinct rows in any rank's gradient, ascending, and their gradients summed in rank order."""
-    grad = parameter.grad
-    if grad is None:
-        rows, values = (
-            torch.empty(0, dtype=torch.int64, device=parameter.device),
-            parameter.new_empty(0, *parameter.shape[1:]),
-        )
+    """Distinct rows in any rank's sparse gradient, ascending, and their summed gradients.
+
+    Gradients are summed in the order of the ranks.
+    """
+    if parameter.grad is None:
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(0, *parameter.shape[1:])
     else:
-        grad = grad.coalesce()
-        rows, values = grad.indices()[0], grad.values()
+        gradient = parameter.grad.coalesce()
+        rows = gradient.indices()[0]
+        values = gradient.values()
     if collectives.num_ranks() == 1:
         return rows, values
     places, all_rows, all_values = collectives.gather_placed(rows, values)

@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run: rank 0 appends to it; a progress bar, a tracker or a sweep follows it from outside."""
+"""metrics.jsonl of a run: rank 0 appends to it; progress bars, trackers and sweeps follow it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from typing import Any
 from xmcray import storage
 
 Record = dict[str, Any]
+_POLL_S = 0.3
 
 
 class Records:
     """The file as rank 0 writes it: appended to, and cut back to the checkpoint on resume.
 
     Args:
-        path: of metrics.jsonl. on_record: is told each record after it was written.
+        path: Path of metrics.jsonl.
+        on_record: Called with each record after it was written.
     """
 
     def __init__(self, path: Path, on_record: Callable[[Record], None] | None = None) -> None:
-        self.path, self.on_record = path, on_record
+        self.path = path
+        self.on_record = on_record
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Appends one record, with the time (seconds since 1970).
@@ -39,20 +42,24 @@ class Records:
             self.on_record(timed)
 
     def truncate(self, step: int) -> None:
-        """Drops what was recorded after `step`."""
-        if self.path.is_file():
-            kept = [record for record in read_records(self.path) if record["step"] <= step]
-            aside = self.path.with_name(f".metrics.{os.getpid()}")
-            aside.write_text(
-                "".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8"
-            )
-            aside.replace(self.path)
+        """Removes the records after `step`."""
+        if not self.path.is_file():
+            return
+        # A file beside it takes its place, so that no reader sees half a file.
+        shorter = self.path.with_name(f".metrics.{os.getpid()}")
+        with shorter.open("w", encoding="utf-8") as file:
+            for record in read_records(self.path):
+                if record["step"] <= step:
+                    file.write(json.dumps(record) + "\n")
+        shorter.replace(self.path)
 
 
 def read_records(path: Path) -> list[Record]:
     """The records of a metrics.jsonl; a last line cut by a kill is left out."""
+    if not path.is_file():
+        return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
             records.append(json.loads(line))
         except ValueError:
@@ -62,21 +69,24 @@ def read_records(path: Path) -> list[Record]:
 
 @contextlib.contextmanager
 def following(path: Path, on_record: Callable[[Record], None]) -> Iterator[None]:
-    """Calls `on_record`, in a thread, for each record that comes while the block runs, those of its last moment too.
+    """Calls `on_record`, in a thread, for each record that is written while the block runs.
+
+    Records of the block's last moment are included. What the file holds when the block begins is
+    skipped, also where a resumed run repeats it.
 
     Args:
-        path: of metrics.jsonl; need not exist yet. What it holds when the block begins was told before and is skipped,
-            also where a resumed run repeats it.
+        path: Path of metrics.jsonl; it need not exist yet.
+        on_record: Called with each new record.
     """
     old = read_records(path)
-    first = int(old[-1]["step"]) if old else 0
+    last_old_step = int(old[-1]["step"]) if old else 0
     stop = threading.Event()
 
-    def show(record: Record) -> None:
-        if record["step"] > first:
+    def forward(record: Record) -> None:
+        if record["step"] > last_old_step:
             on_record(record)
 
-    thread = threading.Thread(target=_tail, args=(path, show, stop), daemon=True)
+    thread = threading.Thread(target=_tail, args=(path, forward, stop), daemon=True)
     thread.start()
     try:
         yield
@@ -86,15 +96,19 @@ def following(path: Path, on_record: Callable[[Record], None]) -> Iterator[None]
 
 
 def _tail(path: Path, on_record: Callable[[Record], None], stop: threading.Event) -> None:
-    """Calls `on_record` for each record of a metrics.jsonl, old and new, until `stop`; at its end once more."""
-    seen, size = 0, -1
-    while True:
-        ended = stop.wait(0.3)
-        if size == (size := path.stat().st_size if path.exists() else -1) and not ended:
+    """Calls `on_record` for each record, old and new, until `stop`, and then once more."""
+    num_seen = 0
+    last_size = -1
+    stopped = False
+    while not stopped:
+        # Read after the last wait: what was written before `stop` is not missed.
+        stopped = stop.wait(_POLL_S)
+        size = path.stat().st_size if path.exists() else -1
+        if size == last_size and not stopped:
             continue
+        last_size = size
         records = read_records(path)
-        for record in records[min(seen, len(records)) :]:
+        # A resumed run cuts the file back; what it then repeats has been seen.
+        for record in records[num_seen:]:
             on_record(record)
-        seen = len(records)
-        if ended:
-            return
+        num_seen = len(records)

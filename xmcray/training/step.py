@@ -1,8 +1,9 @@
-"""One optimisation step. The only place where a loss is divided and where gradients are scaled over ranks."""
+"""One optimisation step: the only place where a loss is divided."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,71 +16,93 @@ from xmcray.parallel import collectives
 from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor, sparse_parameters
 from xmcray.types import Batch, Ragged, Shortlist, StepOutput
 
-_PLAIN_ROWS = 1024  # texts encoded at once where no graph is kept
+_PLAIN_ROWS = 1024  # texts encoded at once without a graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """Vectors whose backward pass through the encoder is still to be done.
+
+    Attributes:
+        tokens: Texts that were encoded.
+        leaf: Their vectors, which collect the gradient of the loss.
+        seed: Of the dropout inside the encoder; chunk i has seed + i.
+    """
+
+    tokens: Ragged
+    leaf: Tensor
+    seed: int
 
 
 class Embedder:
-    """The encoder as methods call it: with `micro_batch`, a text is encoded twice and its graph lives for one chunk.
+    """The encoder as methods call it; with `micro_batch`, graphs exist for one chunk at a time.
 
-    (GradCache, Gao et al. 2021: encode all chunks without a graph, back-propagate the loss to the vectors, then
-    encode each chunk again and back-propagate its vectors' gradient. Dropout inside the encoder is replayed.)
+    Then every text is encoded twice (GradCache, Gao et al. 2021): first all chunks without a graph,
+    so that the loss can be propagated back to the vectors; then each chunk again, to propagate its
+    vectors' gradient through the encoder. Dropout inside the encoder is replayed.
+
+    Args:
+        encoder: The encoder.
+        micro_batch: Texts of a chunk; 0 encodes all at once.
     """
 
     def __init__(self, encoder: Encoder, micro_batch: int) -> None:
-        self.encoder, self.micro_batch = encoder, micro_batch
-        self._kept: list[tuple[Ragged, Tensor, int]] = []
+        self.encoder = encoder
+        self.micro_batch = micro_batch
+        self._deferred: list[_Deferred] = []
 
     def __call__(self, tokens: Ragged) -> Tensor:
         """Vectors [rows, D] that carry a gradient back to the encoder."""
         if not self.micro_batch or len(tokens) <= self.micro_batch:
             return self.encoder(tokens)  # type: ignore[no-any-return]
         seed = int(torch.randint(2**62, (1,)))
+        vectors = []
         with torch.no_grad():
-            parts = [
-                self._chunk(chunk, seed + i)
-                for i, chunk in enumerate(_chunks(tokens, self.micro_batch))
-            ]
-        leaf = torch.cat(parts).requires_grad_()
-        self._kept.append((tokens, leaf, seed))
+            for i, chunk in enumerate(_chunks(tokens, self.micro_batch)):
+                vectors.append(self._encode_chunk(chunk, seed + i))
+        leaf = torch.cat(vectors).requires_grad_()
+        self._deferred.append(_Deferred(tokens, leaf, seed))
         return leaf
 
     def finish_backward(self) -> None:
-        """Takes the gradients of chunked vectors back to the encoder."""
-        for tokens, leaf, seed in self._kept:
-            assert leaf.grad is not None
-            grads = leaf.grad.split(self.micro_batch)
-            for i, (chunk, grad) in enumerate(
-                zip(_chunks(tokens, self.micro_batch), grads, strict=True)
-            ):
-                self._chunk(chunk, seed + i).backward(grad)
-        self._kept.clear()
+        """Propagates the gradients of chunked vectors through the encoder."""
+        for deferred in self._deferred:
+            assert deferred.leaf.grad is not None
+            gradients = deferred.leaf.grad.split(self.micro_batch)
+            for i, chunk in enumerate(_chunks(deferred.tokens, self.micro_batch)):
+                vectors = self._encode_chunk(chunk, deferred.seed + i)
+                vectors.backward(gradients[i])
+        self._deferred.clear()
 
-    def _chunk(self, chunk: Ragged, seed: int) -> Tensor:
+    def _encode_chunk(self, chunk: Ragged, seed: int) -> Tensor:
         """One chunk with the dropout of `seed`, on any device."""
         torch.manual_seed(seed)
         return self.encoder(chunk)  # type: ignore[no-any-return]
 
 
 def encode_plain(encoder: Encoder, tokens: Ragged) -> Tensor:
-    """Vectors without a graph and without dropout, in bounded memory; the encoder's mode is restored."""
+    """Vectors [rows, D] without a graph and without dropout, in bounded memory."""
+    if not len(tokens):
+        return next(encoder.parameters()).new_zeros(0, encoder.dim)
     training = encoder.training
     encoder.eval()
+    result = None
+    row = 0
     with torch.no_grad():
-        found, place = None, 0
-        for chunk in _chunks(
-            tokens, _PLAIN_ROWS
-        ):  # no list of parts, which would exist twice when it is joined
+        for chunk in _chunks(tokens, _PLAIN_ROWS):
             vectors = encoder(chunk)
-            if found is None:
-                found = vectors.new_empty(len(tokens), vectors.shape[1])
-            found[place : place + len(vectors)] = vectors
-            place += len(vectors)
+            # A list of parts would be in memory twice while it is joined.
+            if result is None:
+                result = vectors.new_empty(len(tokens), vectors.shape[1])
+            result[row : row + len(vectors)] = vectors
+            row += len(vectors)
     encoder.train(training)
-    return next(encoder.parameters()).new_zeros(0, encoder.dim) if found is None else found
+    assert result is not None
+    return result
 
 
 def answer_queries(encoder: Encoder, method: Method, tokens: Ragged) -> Tensor:
-    """Vectors that `method.answer_rows` are searched with; no graph, no dropout."""
+    """Vectors that `method.answer_rows` are searched with, without a graph and without dropout."""
     training = method.head.training
     method.head.eval()
     with torch.no_grad():
@@ -92,8 +115,14 @@ class Stepper:
     """Encoder, method and optimisers of one rank.
 
     Args:
-        encoder: data-parallel. embedder: the encoder as the method calls it. method: what is trained.
-        config: section `optim`. total_steps: of the whole run, for the schedule.
+        encoder: Data-parallel.
+        embedder: The encoder as the method calls it.
+        method: What is trained.
+        config: Section `optim`.
+        total_steps: Steps of the whole run, for the schedule.
+
+    Raises:
+        ConfigError: nothing would be trained.
     """
 
     def __init__(
@@ -104,29 +133,29 @@ class Stepper:
         config: OptimConfig,
         total_steps: int,
     ) -> None:
-        self.encoder, self.embedder, self.method = encoder, embedder, method
-        self.config, self.total_steps = config, total_steps
+        self.encoder = encoder
+        self.embedder = embedder
+        self.method = method
+        self.config = config
+        self.total_steps = total_steps
         torch.set_float32_matmul_precision("medium" if config.matmul == "bf16" else "highest")
         self.modules: dict[str, nn.Module] = {"encoder": encoder, **method.modules}
-        sparse = [
-            f"{m}.{p}" for m, module in self.modules.items() for p in sparse_parameters(module)
-        ]
+        sparse = []
+        for name, module in self.modules.items():
+            sparse += [f"{name}.{parameter}" for parameter in sparse_parameters(module)]
         self.optimizer = EncoderOptimizer(self.modules, config, sparse, method.lr_factors)
-        if not (
-            self.optimizer.named
-            or sparse
-            or any(table.config.lr for table in method.tables.values())
-        ):
+        rows_learn = any(table.config.lr for table in method.tables.values())
+        if not (self.optimizer.dense or sparse or rows_learn):
             raise ConfigError(
-                "encoder.frozen leaves this method nothing to train without a projection; set encoder.dim"
+                "encoder.frozen leaves this method nothing to train without a projection;"
+                " set encoder.dim"
             )
 
     def step(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
         """Computes loss and gradients, and updates everything once; collective."""
         # Dropout inside a transformer can be replayed, and differs between ranks.
-        torch.manual_seed(
-            draws.torch_seed(self.config.seed, "torch", batch.step, collectives.rank())
-        )
+        seed = draws.torch_seed(self.config.seed, "torch", batch.step, collectives.rank())
+        torch.manual_seed(seed)
         self.encoder.train()
         self.optimizer.zero_grad()
         output = self.method.loss(batch, shortlist)
@@ -140,7 +169,6 @@ class Stepper:
         return output
 
 
-def _chunks(tokens: Ragged, rows: int) -> Iterable[Ragged]:
-    return (
-        tokens.slice(start, min(start + rows, len(tokens))) for start in range(0, len(tokens), rows)
-    )
+def _chunks(tokens: Ragged, rows: int) -> Iterator[Ragged]:
+    for start in range(0, len(tokens), rows):
+        yield tokens.slice(start, min(start + rows, len(tokens)))

@@ -1,8 +1,11 @@
-"""P@k on held-out training queries, with the labels where they are: every rank searches its own rows exactly."""
+"""Metrics on held-out training queries: every rank searches the labels that it owns, exactly."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from xmcray.data.batches import TrainingData
@@ -15,22 +18,23 @@ from xmcray.retrieval.exact import exact_search
 from xmcray.training.step import answer_queries
 from xmcray.types import Ragged, TopLabels
 
-_KEPT = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10")
+_METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10")
 _K = 10
 
 
 def validate(
-    encoder: Encoder, method: Method, data: TrainingData, part: LabelPartition
+    encoder: Encoder, method: Method, data: TrainingData, partition: LabelPartition
 ) -> dict[str, float]:
     """Metrics on `data.validation_rows`; collective, the same result on every rank."""
-    row_SD = method.answer_rows()
+    label_SD = method.answer_rows()
     rows = data.validation_rows
-    start, stop = share(len(rows), part.rank, part.num_ranks)
+    start, stop = share(len(rows), partition.rank, partition.num_ranks)
     query_BD = answer_queries(encoder, method, data.tokens(rows[start:stop]))
     query_GD = torch.cat(collectives.gather_ragged(query_BD)).float().cpu().numpy()
-    source_S = data.corpus.label_order[part.start : part.stop]
-    own_labels = exact_search(row_SD, query_GD, _K, source_S, _own(data.excluded(rows), part))
-    top = _merge(own_labels)
+    source_ids_S = data.corpus.label_order[partition.start : partition.stop]
+    excluded = _own_labels(data.excluded(rows), partition)
+    own = exact_search(label_SD, query_GD, _K, source_ids_S, excluded)
+
     card = data.corpus.card
     metrics = Metrics(
         data.corpus.train_counts,
@@ -39,27 +43,31 @@ def validate(
         card.propensity_b,
         data.num_labels,
     )
-    metrics.update(top, data.corpus.split("train").positives(rows))
+    metrics.update(_best_of_all_ranks(own), data.corpus.split("train").positives(rows))
     result = metrics.result()
-    return {name: float(result[name]) for name in _KEPT if name in result}
+    return {name: float(result[name]) for name in _METRICS if name in result}
 
 
-def _own(lists: Ragged, part: LabelPartition) -> Ragged:
-    """The labels of this rank in each list, by their local ids."""
-    own = part.owns(lists.values)
-    return Ragged(
-        part.to_local(lists.values[own]), np.concatenate([[0], np.cumsum(own)])[lists.offsets]
+def _own_labels(lists: Ragged, partition: LabelPartition) -> Ragged:
+    """The labels of this rank in each list, as local ids."""
+    is_own = partition.owns(lists.values)
+    # How many own labels stand before each entry: the offsets of the shorter lists.
+    num_before = np.concatenate([[0], np.cumsum(is_own)])
+    return Ragged(partition.to_local(lists.values[is_own]), num_before[lists.offsets])
+
+
+def _best_of_all_ranks(own: TopLabels) -> TopLabels:
+    """The K best answers of all ranks; of equal scores the lower source id comes first."""
+    ids = _gather_columns(own.ids)
+    scores = _gather_columns(own.scores)
+    order = np.lexsort((ids, -scores))[:, :_K]
+    return TopLabels(
+        np.take_along_axis(ids, order, axis=1), np.take_along_axis(scores, order, axis=1)
     )
 
 
-def _merge(top: TopLabels) -> TopLabels:
-    """The best of all ranks, ties by the lower source id."""
+def _gather_columns(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The columns of all ranks, side by side; collective."""
     device = "cuda" if collectives.on_gpu() else "cpu"
-    gathered = (
-        collectives.gather_ragged(torch.from_numpy(own).to(device)) for own in (top.ids, top.scores)
-    )
-    source, score = (
-        np.concatenate([part.cpu().numpy() for part in parts], axis=1) for parts in gathered
-    )
-    order = np.lexsort((source, -score))[:, :_K]
-    return TopLabels(np.take_along_axis(source, order, 1), np.take_along_axis(score, order, 1))
+    gathered = collectives.gather_ragged(torch.from_numpy(array).to(device))
+    return np.concatenate([columns.cpu().numpy() for columns in gathered], axis=1)

@@ -91,10 +91,10 @@ def test_what_lives_as_long_as_the_run_has_the_bytes_of_the_real_tensors(
     )
     assert sizes.method_modules(config, shape, data.num_labels, value) == modules
     optimiser = setup.stepper.optimizer
-    dense = sum(p.nbytes for p in optimiser.named.values())
-    sparse = sum(t.nbytes for _, rows in optimiser.sparse.values() for t in rows.state.values())
+    dense = sum(p.nbytes for p in optimiser.dense.values())
+    sparse = sum(t.nbytes for rows in optimiser.tables.values() for t in rows.state.values())
     counts = sum(
-        rows.last_step_S.nbytes + rows.touches_S.nbytes for _, rows in optimiser.sparse.values()
+        rows.last_step_S.nbytes + rows.touches_S.nbytes for rows in optimiser.tables.values()
     )
     assert sizes.optimiser(config, shape, data.num_labels, value) == 3 * dense + sparse + counts
 
