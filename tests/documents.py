@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from xmcray.methods.registry import method_names
+from xmcray.training.run import RunConfig
+from xmcray.tuning.inference import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -22,7 +28,7 @@ _FENCE = re.compile(r"^( *)```[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:(?<=\n\n)|\A)((?:(?: {4}|\t)[^\n]*\n)+)")
 _INLINE = re.compile(r"`([^`]+)`")
 _PRESET = re.compile(r"preset:([a-z]+/[A-Za-z0-9.\-]+)")
-_SETTING = re.compile(
+SETTING = re.compile(
     r"(?:data|encoder|negatives|optim|cluster|log|method|memory|fusion|index)"
     r"(?:\.[a-z_][a-z0-9_]*)+"
 )
@@ -69,12 +75,22 @@ def commands() -> list[Command]:
     return list(found.values())
 
 
+def setting_names() -> set[str]:
+    """Dotted names of all settings of trainings, of all methods, and of finished bundles."""
+    names = set()
+    for method in method_names():
+        names |= set(_dotted(RunConfig.resolve(method, {}).to_dict()))
+    for section, kind in FAMILIES.items():
+        names |= {f"{section}.{field.name}" for field in dataclasses.fields(kind)}
+    return names
+
+
 def named_settings() -> list[tuple[str, str]]:
     """(page, dotted name) of every setting in inline code."""
     names = []
     for path in pages():
         for code in _INLINE.findall(_without_blocks(path.read_text(encoding="utf-8"))):
-            match = re.match(_SETTING.pattern + r"(?=$|=)", code)
+            match = re.match(SETTING.pattern + r"(?=$|=)", code)
             if match and Path(match[0]).suffix not in FILE_SUFFIXES:
                 names.append((path.relative_to(ROOT).as_posix(), match[0]))
     return names
@@ -143,3 +159,10 @@ def _alternatives(words: list[str]) -> Iterator[tuple[str, ...]]:
         choices.append(plain.split("|") if re.fullmatch(r"[\w.-]+(\|[\w.-]+)+", plain) else [plain])
     if choices:
         yield from itertools.product(*choices)
+
+
+def _dotted(values: dict[str, Any], before: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        yield f"{before}{key}"
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{before}{key}.")

@@ -5,10 +5,14 @@ Scripts of claims are only imported, because their variants prepare corpora.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+from documents import SETTING, setting_names
 
 ROOT = Path(__file__).parents[2]
 # In a process of its own, because the benchmarks import each other by their bare names.
@@ -44,3 +48,15 @@ def test_every_benchmark_imports_and_has_help() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     failures = json.loads(result.stdout.splitlines()[-1])
     assert failures == {}, "\n".join(failures.values())
+
+
+def test_every_setting_of_the_benchmarks_exists() -> None:
+    known = setting_names()
+    unknown = []
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                match = re.match(SETTING.pattern + "=", node.value)
+                if match and match[0][:-1] not in known:
+                    unknown.append((path.name, match[0]))
+    assert unknown == []

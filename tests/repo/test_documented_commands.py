@@ -6,12 +6,10 @@ Commands that need a network, a Ray cluster, a server or minutes are only parsed
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import runpy
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,8 @@ from documents import ROOT, Command
 from xmcray import cli
 from xmcray import config as configs
 from xmcray.errors import ConfigError
-from xmcray.methods.registry import method_names
 from xmcray.serving.settings import ServeConfig
 from xmcray.training.run import RunConfig
-from xmcray.tuning.inference import FAMILIES
 from xmcray.tuning.space import parse_space
 
 COMMANDS = documents.commands()
@@ -133,20 +129,8 @@ def test_a_wrong_command_is_found() -> None:
 
 
 def test_every_setting_in_the_text_exists() -> None:
-    known = set()
-    for name in method_names():
-        known |= set(dotted(RunConfig.resolve(name, {}).to_dict()))
-    for section, kind in FAMILIES.items():
-        known |= {f"{section}.{field.name}" for field in dataclasses.fields(kind)}
-    unknown = [found for found in documents.named_settings() if found[1] not in known]
-    assert unknown == []
-
-
-def dotted(values: dict[str, Any], before: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        yield f"{before}{key}"
-        if isinstance(value, dict):
-            yield from dotted(value, f"{before}{key}.")
+    known = documents.setting_names()
+    assert [found for found in documents.named_settings() if found[1] not in known] == []
 
 
 def test_every_preset_in_the_text_exists() -> None:
