@@ -1,9 +1,10 @@
 """Encoders that answer faster on a CPU than in float32, at a loss that benchmarks/compact.py measures.
 
     bfloat16   a transformer's weights and states have 8 bits of precision; the processor needs AMX or AVX512-BF16
-    int8       a transformer's weights, and what they are multiplied with, have 8 bits: ONNX Runtime, one text at a time
+    int8       a transformer's weights and their inputs have 8 bits: ONNX Runtime, one text at a time
 
-Pooling, projection and whatever follows stay float32. A static encoder has nothing to gain and stays as it is.
+Pooling, projection and what follows stay float32. A static encoder would gain nothing and stays as
+it is.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmcray.config import check_choice
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, one_line
 from xmcray.nn.encoder import Encoder
 from xmcray.nn.static import StaticEncoder
 from xmcray.types import Ragged, to_torch
 
 PRECISIONS = ("float32", "bfloat16", "int8")
-_LEAST_COSINE = 0.9  # of a trial with a text of another length than the export saw
+_LEAST_COSINE = 0.9  # in a trial with a text of another length than the exported one
+_TRIAL_TOKENS = 13
 
 
 def compacted(encoder: Encoder, precision: str) -> Encoder:
-    """An encoder that only answers, in another precision; it takes the given one over.
+    """The encoder in another precision, for answers only; the given encoder is changed or used up.
 
     Raises:
-        ConfigError: no such precision, or int8 without its packages, on a GPU, or of a model that cannot be exported.
+        ConfigError: no such precision, or int8 without its packages, on a GPU, or of a model that
+            cannot be exported.
     """
     check_choice("encoder", precision, PRECISIONS)
     if precision == "float32" or isinstance(encoder, StaticEncoder):
@@ -49,11 +52,15 @@ def compacted(encoder: Encoder, precision: str) -> Encoder:
 class Int8Encoder(Encoder):
     """A TransformerEncoder whose transformer runs in ONNX Runtime, its products in 8-bit integers.
 
-    A factor common to all states of a call scales them to 8 bits. So texts run one at a time: together, a text's vector
-    would depend on which others happen to be asked for with it. On a CPU nothing is lost, there is no padding either.
+    One factor scales all states of a call to 8 bits. So texts run one at a time: in one call, a
+    text's vector would depend on the other texts. On a CPU nothing is lost by that, and there is no
+    padding either.
+
+    Args:
+        encoder: a TransformerEncoder on the CPU.
 
     Attributes:
-        session_bytes: size of the transformer as it is kept.
+        session_bytes: size of the transformer in 8 bits.
     """
 
     def __init__(self, encoder: Any) -> None:
@@ -63,17 +70,20 @@ class Int8Encoder(Encoder):
             raise ConfigError(
                 f"encoder 'int8' runs on the CPU, found device {str(device)!r}; use 'bfloat16' there"
             )
-        self.dim, self.pooling, self.normalize = encoder.dim, encoder.pooling, encoder.normalize
+        self.dim = encoder.dim
+        self.pooling = encoder.pooling
+        self.normalize = encoder.normalize
         self.projection: nn.Linear | None = encoder.projection
         self._hidden = int(encoder.model.config.hidden_size)
-        length = min(13, int(getattr(encoder.model.config, "max_position_embeddings", 13)))
-        trial = Ragged.from_rows([np.arange(length) % encoder.model.config.vocab_size])
+        config = encoder.model.config
+        max_tokens = int(getattr(config, "max_position_embeddings", _TRIAL_TOKENS))
+        trial = Ragged.from_rows([np.arange(min(_TRIAL_TOKENS, max_tokens)) % config.vocab_size])
         with torch.inference_mode():
-            wanted_BD = encoder(trial)
+            expected_BD = encoder(trial)
         self._session, self.session_bytes = _session(encoder.model)
         with torch.inference_mode():
-            cosine = float(F.cosine_similarity(self(trial), wanted_BD))
-        if not cosine >= _LEAST_COSINE:
+            cosine = float(F.cosine_similarity(self(trial), expected_BD))
+        if not cosine >= _LEAST_COSINE:  # also refuses NaN
             raise ConfigError(
                 f"encoder 'int8' loses too much of this model (cosine {cosine:.2f}); use 'bfloat16'"
             )
@@ -82,20 +92,25 @@ class Int8Encoder(Encoder):
         """query_BD; a text without tokens is the zero vector."""
         pooled_BH = torch.zeros(len(tokens), self._hidden)
         for row in np.flatnonzero(tokens.lengths).tolist():
-            state_TH = torch.from_numpy(self._session.run(None, {"ids": tokens[row][None]})[0][0])
+            states = self._session.run(None, {"ids": tokens[row][None]})[0]
+            state_TH = torch.from_numpy(states[0])
             pooled_BH[row] = state_TH[0] if self.pooling == "cls" else state_TH.mean(dim=0)
         query_BD = pooled_BH if self.projection is None else self.projection(pooled_BH)
         return F.normalize(query_BD, dim=-1) if self.normalize else query_BD
 
     def save(self, folder: Path) -> None:
-        """Raises ConfigError: it only answers, and the bundle has the encoder that it was made of."""
+        """Raises ConfigError: the bundle holds the float32 encoder that this one was made from."""
         raise ConfigError(
-            f"an encoder in int8 cannot be saved in {folder}; save the one in float32 that it is made of"
+            f"an encoder in int8 cannot be saved in {folder}; save the float32 encoder it was made from"
         )
 
 
 def _session(model: Any) -> tuple[Any, int]:
-    """A transformer, on rows of token ids [1, T], as an ONNX Runtime session in 8-bit integers, and its bytes."""
+    """A transformer on rows of token ids [1, T] as an ONNX Runtime session in 8-bit integers.
+
+    Returns:
+        The session, and its size in bytes.
+    """
     try:
         import onnx
         import onnxruntime
@@ -105,46 +120,52 @@ def _session(model: Any) -> tuple[Any, int]:
             f"encoder 'int8' needs {error.name or 'onnxruntime'}, which is not installed; run"
             " pip install 'xmcray[onnx]', or use 'bfloat16'"
         ) from None
-    model.set_attn_implementation("sdpa")
-    ids_BT = to_torch(np.arange(7)[None] % model.config.vocab_size)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of tracing: sizes it takes for constants; the trial sees if one is none
-        exact, compact = Path(folder) / "float32.onnx", Path(folder) / "int8.onnx"
+        # Tracing warns of sizes that it takes for constants; the trial finds out if one is none.
+        warnings.simplefilter("ignore")
+        exact = Path(folder) / "float32.onnx"
+        compact = Path(folder) / "int8.onnx"
         try:
-            torch.onnx.export(
-                _States(
-                    model
-                ).eval(),  # the export leaves the model in the mode of the module it is given
-                (ids_BT,),
-                str(exact),
-                input_names=["ids"],
-                output_names=["states"],
-                dynamic_axes={"ids": {1: "tokens"}, "states": {1: "tokens"}},
-                dynamo=False,  # the other exporter needs a package more, and makes the same graph
-            )
+            _export(model, exact)
             graph = onnx.load(exact)
-            # Said to be preprocessed, or a warning asks for it on each load; it gains nothing on such a graph.
+            # The mark of a preprocessed graph silences a warning on each load; preprocessing gains
+            # nothing on such a graph.
             graph.metadata_props.add(key="onnx.quant.pre_process", value="onnxruntime.quant")
-            # Products only: 8-bit embeddings would be smaller, not faster.
-            kinds = {
-                "op_types_to_quantize": ["MatMul", "Gemm"],
-                "weight_type": QuantType.QInt8,
-                "per_channel": True,
-            }
-            quantize_dynamic(graph, compact, **kinds)
+            # Products only: 8-bit embeddings would be smaller, but not faster.
+            quantize_dynamic(
+                graph,
+                compact,
+                op_types_to_quantize=["MatMul", "Gemm"],
+                weight_type=QuantType.QInt8,
+                per_channel=True,
+            )
             options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
+            options.intra_op_num_threads = torch.get_num_threads()
+            options.inter_op_num_threads = 1
             session = onnxruntime.InferenceSession(
                 compact, options, providers=["CPUExecutionProvider"]
             )
             return session, compact.stat().st_size
-        except Exception as error:  # whatever the exporter does not know about a model
-            found = " ".join(str(error).split())[:120]
+        except Exception as error:  # any part of a model that the exporter cannot handle
             raise ConfigError(
-                f"encoder 'int8': this model cannot be exported ({found}); use 'bfloat16'"
+                f"encoder 'int8': this model cannot be exported ({one_line(error, 120)}); use 'bfloat16'"
             ) from None
+
+
+def _export(model: Any, path: Path) -> None:
+    """Writes a transformer in float32 as an ONNX graph with a free number of tokens."""
+    model.set_attn_implementation("sdpa")
+    ids_BT = to_torch(np.arange(7)[None] % model.config.vocab_size)
+    torch.onnx.export(
+        # The export leaves the model in the mode of the module that it is given.
+        _States(model).eval(),
+        (ids_BT,),
+        str(path),
+        input_names=["ids"],
+        output_names=["states"],
+        dynamic_axes={"ids": {1: "tokens"}, "states": {1: "tokens"}},
+        dynamo=False,  # the other exporter needs one more package and makes the same graph
+    )
 
 
 class _States(nn.Module):

@@ -26,7 +26,8 @@ from xmcray.types import Int64Array, Ragged
 if TYPE_CHECKING:
     from xmcray.data.tokens import TextTokenizer
 
-SETTINGS, WEIGHTS = "static.json", "model.safetensors"
+SETTINGS = "static.json"
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +36,23 @@ class EncoderConfig:
 
     Attributes:
         name: "static", the id of a model on the Hugging Face hub, or a folder: plain transformers,
-            sentence-transformers, one that an encoder of ours was saved in, or a run or bundle whose encoder is the
+            sentence-transformers, a saved encoder of ours, or a run or bundle whose encoder is the
             start.
-        dim: width of the vectors. For a transformer 0 keeps its own width; any other adds a bias-free projection.
-        pooling: transformer only; "auto" is what the folder declares, and the mean where it declares nothing.
+        dim: width of the vectors. For a transformer 0 keeps its own width; any other width adds a
+            bias-free projection.
+        pooling: transformer only; "auto" is what the folder declares, or the mean if it declares
+            nothing.
         idf: static only; weigh tokens by inverse document frequency.
         residual: static only; a two-layer network added to the bag.
-        position_decay: static only; the first token of a text weighs 1 + position_decay times as much, falling off over some ten tokens:
-            a text begins with its title.
-        bigram_buckets: static only; rows for pairs of neighbouring tokens, which share them by a hash; 0 is a bag of tokens.
+        position_decay: static only; the first token of a text weighs 1 + position_decay times as
+            much, falling off over some ten tokens, because a text begins with its title.
+        bigram_buckets: static only; rows for pairs of neighbouring tokens, which share them by a
+            hash; 0 is a bag of tokens.
         init_from: static only; a transformer whose input embeddings are the start ("" is from scratch).
         autocast: transformer only; "auto" is bfloat16 on CUDA devices that have it.
         dropout: transformer only; replaces the model's own rates. None keeps them.
-        frozen: transformer only; the projection to `dim` is all that learns. Each text is encoded once, into the run's
-            folder.
+        frozen: transformer only; the projection to `dim` is all that learns. Each text is encoded
+            once, into the run's folder.
     """
 
     RENAMED: ClassVar = {"lead": "position_decay", "pairs": "bigram_buckets"}
@@ -71,22 +75,20 @@ class EncoderConfig:
         check_range("encoder.bigram_buckets", self.bigram_buckets, low=0)
         if self.dropout is not None:
             check_range("encoder.dropout", self.dropout, low=0, high=1)
-            if self.name == "static":
-                raise ConfigError(
-                    "encoder.dropout is set but encoder.name is static; drop it or name a transformer"
-                )
-        if self.frozen and self.name == "static":
-            raise ConfigError(
-                "encoder.frozen is set but encoder.name is static; drop it or name a transformer"
-            )
-        if self.init_from and self.name != "static":
+        if self.name == "static":
+            for setting, is_set in (("dropout", self.dropout is not None), ("frozen", self.frozen)):
+                if is_set:
+                    raise ConfigError(
+                        f"encoder.{setting} is set but encoder.name is static; drop it or name a transformer"
+                    )
+        elif self.init_from:
             raise ConfigError(
                 f"encoder.init_from needs encoder.name=static, found {self.name!r}; set only one of them"
             )
 
 
 class Encoder(nn.Module, abc.ABC):
-    """What both encoders share.
+    """A text encoder: the interface that all kinds share.
 
     Attributes:
         dim: D, the width of the vectors.
@@ -100,7 +102,7 @@ class Encoder(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes weights (safetensors) and settings (JSON) into `folder`, which `load_encoder` reads."""
+        """Writes weights (safetensors) and settings (JSON) into `folder` for `load_encoder`."""
 
     @property
     def num_tokens(self) -> int | None:
@@ -108,16 +110,20 @@ class Encoder(nn.Module, abc.ABC):
         return None
 
     def sparse_parameters(self) -> list[str]:
-        """Names of parameters whose gradient is a sparse tensor, because a step touches few of their rows."""
+        """Names of parameters with a sparse gradient, because a step touches few of their rows."""
         return []
 
     def remember(
         self, folder: Path, num_texts: int, tokens_of: Callable[[Int64Array], Ragged]
     ) -> None:
-        """Told before training which texts it will be asked for, by number; collective.
+        """Passes the texts of the training to the encoder before the first step; collective.
+
+        A frozen encoder computes their vectors once; others ignore this.
 
         Args:
-            folder: for what it computes of them, shared by all ranks and kept over restarts.
+            folder: for such vectors, shared by all ranks and kept over restarts.
+            num_texts: number of texts.
+            tokens_of: tokens of texts by number, 0 .. num_texts - 1.
         """
 
 
@@ -142,10 +148,14 @@ def build_encoder(
     """The encoder a training run starts from.
 
     Args:
-        token_counts: int64 [V], in how many texts of the corpus each token occurs; None weighs all tokens alike.
+        config: section `encoder`.
+        tokenizer: of the corpus.
+        token_counts: int64 [V], in how many texts of the corpus each token occurs; None gives all
+            tokens the same weight.
         seed: of the initial parameters.
     Raises:
-        ConfigError: an unknown model, one that needs another tokenizer than the corpus has, or an unreachable hub.
+        ConfigError: an unknown model, one that needs another tokenizer than the corpus has, or an
+            unreachable hub.
     """
     kind = ENCODERS.get(config.name)
     if kind is not None:
@@ -167,14 +177,16 @@ def build_encoder(
 
 
 def start_folder(name: str) -> Path:
-    """The folder of the encoder itself where `name` is a run (its newest checkpoint) or a bundle, else `name`."""
+    """The folder of the encoder inside a run (its newest checkpoint) or a bundle; else `name` itself."""
     checkpoints = sorted(Path(name).glob("checkpoints/step-*/encoder"))
-    within = [*checkpoints[-1:], Path(name) / "encoder"]
-    return next((folder for folder in within if folder.is_dir()), Path(name))
+    for folder in [*checkpoints[-1:], Path(name) / "encoder"]:
+        if folder.is_dir():
+            return folder
+    return Path(name)
 
 
 def load_encoder(folder: Path) -> Encoder:
-    """An encoder from a folder: one of ours, of sentence-transformers, or a plain transformer (mean pooling).
+    """An encoder from a folder: ours, of sentence-transformers, or a plain transformer (mean pooling).
 
     Raises:
         BundleError: the folder holds no encoder, or a damaged one.
@@ -192,11 +204,16 @@ def load_encoder(folder: Path) -> Encoder:
 
 
 def fit_width(table_VH: Tensor, dim: int) -> Tensor:
-    """Centred rows on their `dim` principal axes (zeros where H < dim), scaled so that a row has mean length 1."""
+    """Centred rows on their `dim` principal axes, scaled so that their mean length is 1.
+
+    If H < dim the further columns are zero.
+    """
     centred = table_VH.double() - table_VH.double().mean(dim=0)
     if table_VH.shape[1] > dim:
+        # eigh sorts eigenvalues in ascending order, so the principal axes are the last ones.
         axes = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -dim:]
-        # An axis has no sign of its own: the entry of largest magnitude is made positive, on every machine.
+        # An axis has no sign of its own: the entry of largest magnitude is made positive, so that
+        # every machine has the same axes.
         largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
         centred = centred @ (axes * largest.sign())
     fitted: Tensor = F.pad(centred, (0, dim - centred.shape[1]))
@@ -212,7 +229,7 @@ def _build_static(
     weight_V = np.ones(tokenizer.vocab_size)
     if config.idf and token_counts is not None:
         assert len(token_counts) == tokenizer.vocab_size, "counts of another vocabulary"
-        # The most frequent token stands in for the number of texts: it is in nearly all of them.
+        # The count of the most frequent token replaces the number of texts: it is in nearly all.
         weight_V += np.log((1 + token_counts.max()) / (1 + token_counts))
     encoder = StaticEncoder(
         torch.from_numpy(weight_V),
@@ -238,7 +255,7 @@ def _load_static(folder: Path) -> Encoder:
 
 
 def _kind_of(folder: Path) -> EncoderKind | None:
-    """The kind whose settings file is in the folder; None for transformers and folders without an encoder."""
+    """The kind whose settings file is in the folder; None for transformers and other folders."""
     for kind in ENCODERS.values():
         if (folder / kind.settings_file).is_file():
             return kind
@@ -247,11 +264,10 @@ def _kind_of(folder: Path) -> EncoderKind | None:
 
 def _check_start(encoder: Encoder, config: EncoderConfig, tokenizer: Any) -> None:
     num_tokens = tokenizer.vocab_size if encoder.num_tokens is None else encoder.num_tokens
-    found = (num_tokens, encoder.dim)
-    if found != (tokenizer.vocab_size, config.dim):
+    if num_tokens != tokenizer.vocab_size or encoder.dim != config.dim:
         raise ConfigError(
-            f"encoder {config.name} has {found[0]} tokens and width {found[1]}, the run needs {tokenizer.vocab_size}"
-            f" and {config.dim}; set encoder.dim={found[1]} and prepare the corpus with that encoder's tokenizer"
+            f"encoder {config.name} has {num_tokens} tokens and width {encoder.dim}, the run needs {tokenizer.vocab_size}"
+            f" and {config.dim}; set encoder.dim={encoder.dim} and prepare the corpus with that encoder's tokenizer"
         )
 
 

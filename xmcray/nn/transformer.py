@@ -1,6 +1,6 @@
 """Any encoder of the transformers library as a text encoder; folders are those of sentence-transformers.
 
-Only safetensors weights are read and no code of a model's repository is run.
+Only safetensors weights are read, and no code of a model's repository is run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from xmcray.errors import BundleError, ConfigError
+from xmcray.errors import BundleError, ConfigError, one_line
 from xmcray.nn import packed
 from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig
 from xmcray.nn.frozen import EncodedTexts
-from xmcray.types import Int64Array, Ragged, to_torch
+from xmcray.nn.module_files import save_settings, save_weights
+from xmcray.types import Int64Array, Ragged, offsets_of, to_torch
 
 if TYPE_CHECKING:
     from xmcray.data.tokens import TextTokenizer
 
-MODULES = {  # how sentence-transformers 6 names the parts of a folder
+# How sentence-transformers 6 names the parts of a folder.
+MODULES = {
     "Transformer": "sentence_transformers.base.modules.transformer.Transformer",
     "Pooling": "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
     "Dense": "sentence_transformers.base.modules.dense.Dense",
@@ -43,27 +45,34 @@ HUB_FILES = [
     "*/config.json",
     "*_Dense/model.safetensors",
 ]
+# Names of dropout rates in the settings of BERT and of DistilBERT.
+_DROPOUT_RATES = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "dropout",
+    "attention_dropout",
+)
 
 
 class TransformerEncoder(Encoder):
-    """A transformer, its pooled last hidden states, and optionally a bias-free projection to fewer dimensions.
+    """A transformer, its pooled last hidden states, and optionally a bias-free projection.
 
-    Texts are sorted by length and run one after another without padding (packed.py) where the model can, and in padded
-    micro-batches cut where that costs least where it cannot; the order is restored at the end. Pooling and projection
-    are float32 also under autocast.
+    Texts are sorted by length. If the model allows it they are packed one after another without
+    padding (packed.py); else they run in padded micro-batches, cut where that costs least. The order
+    is restored at the end. Pooling and projection are float32 also under autocast.
 
     Args:
         model: a transformers model with `last_hidden_state`, without pooler.
         tokenizer: the model's own tokenizer; only saved with it.
         pooling: "mean" over the text's tokens, or "cls": the first token.
         projection: bias-free linear layer, or None.
-        normalize: divide by the length, as a sentence-transformers folder may ask for.
+        normalize: divide by the length, as a sentence-transformers folder may require.
         autocast: as in EncoderConfig.
-    Attributes:
-        frozen: only the projection learns. known: then, vectors of the texts that are trained with.
-    """
 
-    known: EncodedTexts | None = None
+    Attributes:
+        frozen: only the projection learns.
+        encoded_texts: of a frozen encoder, the vectors of the texts that are trained with.
+    """
 
     def __init__(
         self,
@@ -75,13 +84,17 @@ class TransformerEncoder(Encoder):
         autocast: str = "auto",
     ) -> None:
         super().__init__()
-        self.model, self.tokenizer, self.projection = model, tokenizer, projection
-        self.pooling, self.normalize, self.autocast = pooling, normalize, autocast
-        self.dim = (
-            projection.out_features if projection is not None else int(model.config.hidden_size)
-        )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.projection = projection
+        self.pooling = pooling
+        self.normalize = normalize
+        self.autocast = autocast
+        hidden = int(model.config.hidden_size)
+        self.dim = hidden if projection is None else projection.out_features
         self.packed = packed.try_on(model)
         self.frozen = False
+        self.encoded_texts: EncodedTexts | None = None
 
     def forward(self, tokens: Ragged) -> Tensor:
         """query_BD; a text without tokens is the zero vector."""
@@ -104,69 +117,74 @@ class TransformerEncoder(Encoder):
     def remember(
         self, folder: Path, num_texts: int, tokens_of: Callable[[Int64Array], Ragged]
     ) -> None:
-        """A frozen transformer runs once over each text that training asks for."""
+        """A frozen transformer encodes each text of the training once."""
         if self.frozen:
-            self.known = EncodedTexts(folder, num_texts, tokens_of, self.pooled)
+            self.encoded_texts = EncodedTexts(folder, num_texts, tokens_of, self.pooled)
 
     def pooled(self, tokens: Ragged) -> Tensor:
         """[B, H], pooled states of texts, before projection and normalisation."""
         lookup = self.model.get_input_embeddings()
-        if self.known is not None:
-            return self.known(tokens).to(lookup.weight)
+        if self.encoded_texts is not None:
+            return self.encoded_texts(tokens).to(lookup.weight)
         device: torch.device = lookup.weight.device
         call_tokens, max_tokens = _costs(device, self.training)
-        batches = (
-            token_batches(tokens.lengths, max_tokens)
-            if self.packed
-            else micro_batches(tokens.lengths, call_tokens, max_tokens)
-        )
-        if (
-            not batches
-        ):  # a rank without texts still takes part in the step: its gradient is zero, not absent
-            nothing = lookup.weight[:0].sum() + lookup.weight.new_zeros(
-                len(tokens), lookup.weight.shape[1]
-            )
-            return cast(Tensor, nothing.float())
-        # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so once is enough.
-        sorted_tokens = tokens.take(np.concatenate(batches))
-        token_TH = lookup(to_torch(sorted_tokens.values).to(device))
+        if self.packed:
+            batches = token_batches(tokens.lengths, max_tokens)
+        else:
+            batches = micro_batches(tokens.lengths, call_tokens, max_tokens)
+        hidden = lookup.weight.shape[1]
+        if not batches:
+            # A rank without texts still takes part in the step: its gradient is zero, not absent.
+            nothing_BH = lookup.weight.new_zeros(len(tokens), hidden)
+            return cast(Tensor, (lookup.weight[:0].sum() + nothing_BH).float())
+        # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so
+        # once is enough.
+        order = np.concatenate(batches)
+        token_TH = lookup(to_torch(tokens.take(order).values).to(device))
         pooled: list[Tensor] = []
         first = 0
         for rows in batches:
             lengths = tokens.lengths[rows]
-            pooled.append(self._pooled(token_TH[first : first + int(lengths.sum())], lengths))
-            first += int(lengths.sum())
+            stop = first + int(lengths.sum())
+            pooled.append(self._pooled(token_TH[first:stop], lengths))
+            first = stop
         pooled_BH = torch.cat(pooled)
-        row_B = to_torch(np.concatenate(batches)).to(device)
-        return pooled_BH.new_zeros(len(tokens), pooled_BH.shape[1]).index_copy(0, row_B, pooled_BH)
+        # Back to the caller's order; texts without tokens are in no batch and stay zero.
+        row_B = to_torch(order).to(device)
+        return pooled_BH.new_zeros(len(tokens), hidden).index_copy(0, row_B, pooled_BH)
 
     def _pooled(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
-        """One micro-batch of texts, none of them empty, through the transformer: pooled_BH."""
-        device = token_TH.device
+        """[B, H], pooled states of one micro-batch of texts, each with a token."""
         if self.packed:
-            with self._autocast(device):
-                state_TH = packed.run(self.model, token_TH, lengths)
-            if state_TH.dtype == torch.bfloat16:
-                state_TH = state_TH.float()
-            if self.pooling == "cls":
-                return state_TH[to_torch(np.cumsum(lengths) - lengths).to(device)]
-            return packed.means(state_TH, lengths)
+            return self._pooled_packed(token_TH, lengths)
+        return self._pooled_padded(token_TH, lengths)
+
+    def _pooled_packed(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
+        with self._autocast(token_TH.device):
+            state_TH = packed.run(self.model, token_TH, lengths)
+        state_TH = _at_least_float32(state_TH)
+        if self.pooling == "cls":
+            first_tokens = np.cumsum(lengths) - lengths
+            return state_TH[to_torch(first_tokens).to(token_TH.device)]
+        return packed.means(state_TH, lengths)
+
+    def _pooled_padded(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
+        device = token_TH.device
         mask = np.arange(lengths.max()) < lengths[:, None]
         mask_BT = to_torch(mask).to(device)
-        attention_BT: Tensor | None = mask_BT.long()
-        if mask.all():  # without padding no mask is passed: attention then takes its fastest path
-            attention_BT, padded_BTH = None, token_TH.view(*mask.shape, -1)
+        attention_BT: Tensor | None = None
+        if mask.all():
+            # Without padding no mask is passed: attention then takes its fastest path.
+            padded_BTH = token_TH.view(*mask.shape, -1)
         else:
+            attention_BT = mask_BT.long()
+            # Cells of the padded table that hold a token, in the order of the tokens.
             cell_T = to_torch(np.flatnonzero(mask)).to(device)
-            padded_BTH = token_TH.new_zeros(mask.size, token_TH.shape[1]).index_copy(
-                0, cell_T, token_TH
-            )
-            padded_BTH = padded_BTH.view(*mask.shape, -1)
+            cells = token_TH.new_zeros(mask.size, token_TH.shape[1])
+            padded_BTH = cells.index_copy(0, cell_T, token_TH).view(*mask.shape, -1)
         with self._autocast(device):
             output = self.model(inputs_embeds=padded_BTH, attention_mask=attention_BT)
-        state_BTH: Tensor = output.last_hidden_state
-        if state_BTH.dtype == torch.bfloat16:
-            state_BTH = state_BTH.float()
+        state_BTH = _at_least_float32(output.last_hidden_state)
         if self.pooling == "cls":
             return state_BTH[:, 0]
         if attention_BT is None:
@@ -174,11 +192,10 @@ class TransformerEncoder(Encoder):
         return (state_BTH * mask_BT[..., None]).sum(dim=1) / mask_BT.sum(dim=1, keepdim=True)
 
     def _autocast(self, device: torch.device) -> torch.autocast:
-        supported = device.type == "cuda" and torch.cuda.is_bf16_supported(
-            including_emulation=False
-        )
-        bf16 = self.autocast == "bf16" or (self.autocast == "auto" and supported)
-        return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+        enabled = self.autocast == "bf16"
+        if self.autocast == "auto" and device.type == "cuda":
+            enabled = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
     def save(self, folder: Path) -> None:
         """Writes a folder that sentence-transformers loads unchanged."""
@@ -187,48 +204,56 @@ class TransformerEncoder(Encoder):
             self.model.save_pretrained(folder, max_shard_size="1TB")
             self.tokenizer.save_pretrained(folder)
         hidden = int(self.model.config.hidden_size)
-        reads = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-        task = {"transformer_task": "feature-extraction", "modality_config": reads}
-        parts: list[tuple[str, dict[str, Any]]] = [
-            ("Transformer", {**task, "module_output_name": "token_embeddings"}),
-            (
-                "Pooling",
-                {
-                    "embedding_dimension": hidden,
-                    "pooling_mode": self.pooling,
-                    "include_prompt": True,
-                },
-            ),
-        ]
+        output = {"method": "forward", "method_output_name": "last_hidden_state"}
+        transformer = {
+            "transformer_task": "feature-extraction",
+            "modality_config": {"text": output},
+            "module_output_name": "token_embeddings",
+        }
+        save_settings(folder / "sentence_bert_config.json", transformer)
+        # The transformer lies in the folder itself, the other parts in folders by number and kind.
+        parts = [("Transformer", "")]
+
+        def add_part(kind: str, settings: dict[str, Any]) -> Path:
+            name = f"{len(parts)}_{kind}"
+            parts.append((kind, name))
+            (folder / name).mkdir(exist_ok=True)
+            save_settings(folder / name / "config.json", settings)
+            return folder / name
+
+        pooling = {
+            "embedding_dimension": hidden,
+            "pooling_mode": self.pooling,
+            "include_prompt": True,
+        }
+        add_part("Pooling", pooling)
         if self.projection is not None:
-            width = {"in_features": hidden, "out_features": self.dim, "bias": False}
-            parts.append(
-                ("Dense", {**width, "activation_function": "torch.nn.modules.linear.Identity"})
-            )
+            dense = {
+                "in_features": hidden,
+                "out_features": self.dim,
+                "bias": False,
+                "activation_function": "torch.nn.modules.linear.Identity",
+            }
+            path = add_part("Dense", dense)
+            save_weights(path / WEIGHTS, {"linear.weight": self.projection.weight})
         if self.normalize:
-            parts.append(("Normalize", {}))
-        paths = ["", *(f"{i}_{kind}" for i, (kind, _) in enumerate(parts) if i)]
-        for (kind, settings), path in zip(parts, paths, strict=True):
-            (folder / path).mkdir(exist_ok=True)
-            _write(
-                folder / path / ("config.json" if path else "sentence_bert_config.json"), settings
-            )
-            if kind == "Dense" and self.projection is not None:
-                weight = self.projection.weight.detach().cpu().contiguous()
-                save_file({"linear.weight": weight}, folder / path / WEIGHTS)
-        _write(
-            folder / "modules.json",
-            [
-                {"idx": i, "name": str(i), "path": paths[i], "type": MODULES[kind]}
-                for i, (kind, _) in enumerate(parts)
-            ],
-        )
+            add_part("Normalize", {})
+        modules = []
+        for number, (kind, name) in enumerate(parts):
+            module = {"idx": number, "name": str(number), "path": name, "type": MODULES[kind]}
+            modules.append(module)
+        save_settings(folder / "modules.json", modules)
+
+
+def _at_least_float32(states: Tensor) -> Tensor:
+    return states.float() if states.dtype == torch.bfloat16 else states
 
 
 def _costs(device: torch.device, training: bool) -> tuple[int, int]:
     """What one more call costs, in tokens, and the most tokens of a call (benchmarks/encoder_speed.py).
 
-    It must not depend on whether there is a graph: gradient caching encodes a text twice and replays its dropout.
+    It must not depend on whether there is a graph: gradient caching encodes a text twice and replays
+    its dropout.
     """
     if device.type != "cpu":
         return 4096, 131072
@@ -236,46 +261,68 @@ def _costs(device: torch.device, training: bool) -> tuple[int, int]:
 
 
 def token_batches(lengths: Int64Array, max_tokens: int) -> list[Int64Array]:
-    """Rows of texts, shortest first, in runs of about `max_tokens` tokens; empty texts are left out."""
+    """Rows of texts, shortest first, cut into batches of about `max_tokens` tokens.
+
+    Empty texts are left out.
+
+    Args:
+        lengths: int64 [B], tokens per text.
+    """
+    order = _by_length(lengths)
+    if len(order) == 0:
+        return []
+    # A text belongs to the batch in which its last token falls.
+    batch = (np.cumsum(lengths[order]) - 1) // max_tokens
+    return np.split(order, np.flatnonzero(np.diff(batch)) + 1)
+
+
+def _by_length(lengths: Int64Array) -> Int64Array:
+    """Rows of the texts that have a token, shortest first."""
     order = np.argsort(lengths, kind="stable")
-    order = order[lengths[order] > 0]
-    run = (np.cumsum(lengths[order]) - 1) // max_tokens
-    return np.split(order, np.flatnonzero(np.diff(run)) + 1) if len(order) else []
+    return order[lengths[order] > 0]
 
 
 def micro_batches(lengths: Int64Array, call_tokens: int, max_tokens: int) -> list[Int64Array]:
-    """Rows of texts grouped so that padded tokens plus `call_tokens` per group are fewest; empty texts are left out.
+    """Rows of texts grouped so that padded tokens plus `call_tokens` per group are fewest.
+
+    Empty texts are left out.
 
     Args:
         lengths: int64 [B], tokens per text.
         call_tokens: what one more call of the model costs, in tokens.
         max_tokens: padded tokens of one group at most (a longer text stands alone).
+
     Returns:
         Row numbers of each group, shortest texts first.
     """
-    order = np.argsort(lengths, kind="stable")
-    order = order[lengths[order] > 0]
+    order = _by_length(lengths)
     if len(order) == 0:
         return []
     widths, counts = np.unique(lengths[order], return_counts=True)
-    ends = np.concatenate([[0], np.cumsum(counts)])
-    # cheapest[j]: the texts of the j smallest widths, split best; the last group holds widths start[j] .. j - 1.
-    cheapest, start = np.zeros(len(widths) + 1), np.zeros(len(widths) + 1, np.int64)
-    for j in range(1, len(widths) + 1):
+    num_widths = len(widths)
+    ends = offsets_of(counts)
+    # Dynamic programming. cheapest[j]: cost of the texts of the j smallest widths, split best. Their
+    # last group holds the widths first_width[j] .. j - 1, each padded to the largest of them.
+    cheapest = np.zeros(num_widths + 1)
+    first_width = np.zeros(num_widths + 1, np.int64)
+    for j in range(1, num_widths + 1):
         costs = cheapest[:j] + widths[j - 1] * (ends[j] - ends[:j]) + call_tokens
-        start[j] = np.argmin(costs)
-        cheapest[j] = costs[start[j]]
+        first_width[j] = np.argmin(costs)
+        cheapest[j] = costs[first_width[j]]
+    # Read the best split from its end, so the groups are found in the opposite order.
     groups: list[Int64Array] = []
-    j = len(widths)
+    j = num_widths
     while j:
-        rows, fit = order[ends[start[j]] : ends[j]], max(1, int(max_tokens // widths[j - 1]))
-        groups += [rows[i : i + fit] for i in range(0, len(rows), fit)][::-1]
-        j = int(start[j])
+        rows = order[ends[first_width[j]] : ends[j]]
+        size = max(1, int(max_tokens // widths[j - 1]))
+        parts = [rows[first : first + size] for first in range(0, len(rows), size)]
+        groups += reversed(parts)
+        j = int(first_width[j])
     return groups[::-1]
 
 
 def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> TransformerEncoder:
-    """The transformer `config.name`, with the projection and pooling the configuration asks for.
+    """The transformer `config.name`, with the configured projection and pooling.
 
     Raises:
         ConfigError: no such model, or the corpus has another tokenizer.
@@ -283,17 +330,19 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
     encoder = _open(find(config.name), ConfigError, config.dropout)
     _check_vocabulary(encoder.model, config.name, tokenizer)
     hidden = int(encoder.model.config.hidden_size)
-    untrained = config.frozen and config.dim > 0 and encoder.projection is None
+    # All that a frozen encoder can learn is a projection.
+    needs_projection = config.frozen and config.dim > 0 and encoder.projection is None
     if config.dim == hidden and not config.frozen:
         encoder.projection = None
-    elif config.dim not in (0, encoder.dim) or untrained:
+    elif config.dim not in (0, encoder.dim) or needs_projection:
         encoder.projection = nn.Linear(hidden, config.dim, bias=False)
-        # Orthogonal rows keep inner products best while nothing is learned yet.
-        nn.init.orthogonal_(
-            encoder.projection.weight, generator=torch.Generator().manual_seed(seed)
-        )
-    encoder.dim = config.dim or encoder.dim
-    encoder.pooling = encoder.pooling if config.pooling == "auto" else config.pooling
+        # Orthogonal rows preserve inner products best while nothing is learned yet.
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.orthogonal_(encoder.projection.weight, generator=generator)
+    if config.dim:
+        encoder.dim = config.dim
+    if config.pooling != "auto":
+        encoder.pooling = config.pooling
     encoder.autocast = config.autocast
     encoder.normalize = False  # the method decides whether vectors have length 1
     encoder.tokenizer.model_max_length = tokenizer.max_len
@@ -329,11 +378,11 @@ def find(name: str) -> Path:
         return Path(name)
     advice = "give a local folder or a hub id such as sentence-transformers/all-MiniLM-L6-v2"
     try:
-        cached = Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True)
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=HUB_FILES, local_files_only=True
         )
-        if any(cached.glob("model*.safetensors")):
-            return cached
+        if any(Path(folder).glob("model*.safetensors")):
+            return Path(folder)
     except ValueError:
         raise ConfigError(
             f"encoder {name!r} is neither an existing folder nor a hub id; {advice}"
@@ -341,124 +390,140 @@ def find(name: str) -> Path:
     except OSError:
         pass  # not in the cache
     try:
-        # One request with a short time limit first: the download itself would retry for minutes without a network.
+        # One request with a short time limit first: the download itself would retry for minutes
+        # without a network.
         huggingface_hub.HfApi().model_info(name, timeout=10)
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
     except huggingface_hub.errors.RepositoryNotFoundError:
         raise ConfigError(
             f"encoder {name!r} is not on the hub, or it is private; {advice}"
         ) from None
-    except Exception as error:  # the hub's client lets errors of its network library through
-        found = type(error).__name__
+    except Exception as error:  # the hub's client raises errors of its network library too
+        kind = type(error).__name__
         raise ConfigError(
-            f"encoder {name!r} is no folder here, is not in the cache and the hub cannot be reached ({found}); {advice}"
+            f"encoder {name!r} is no folder here, is not in the cache and the hub cannot be reached ({kind}); {advice}"
         ) from None
 
 
 def _open(
-    folder: Path, kind: type[ConfigError] | type[BundleError], dropout: float | None = None
+    folder: Path, error_type: type[ConfigError | BundleError], dropout: float | None = None
 ) -> TransformerEncoder:
-    """Reads the model and the sentence-transformers parts of a folder; mistakes in it raise `kind`."""
+    """Reads the model and the sentence-transformers parts of a folder.
+
+    Args:
+        error_type: raised if the folder is damaged.
+        dropout: replaces the model's own rates; None keeps them.
+    """
     try:
-        parts = _parts(folder, kind)
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        for rate in (
-            "hidden_dropout_prob",
-            "attention_probs_dropout_prob",
-            "dropout",
-            "attention_dropout",
-        ):
-            if dropout is not None and hasattr(config, rate):
-                setattr(config, rate, dropout)
-        options: dict[str, Any] = {
-            "use_safetensors": True,
-            "trust_remote_code": False,
-            "attn_implementation": "sdpa",
-        }
-        family: Any = transformers.MODEL_MAPPING.get(type(config), None)
-        if family is not None and "add_pooling_layer" in inspect.signature(family).parameters:
-            options["add_pooling_layer"] = (
-                False  # an unused pooler would have parameters without a gradient
-            )
+        parts = _read_parts(folder, error_type)
+        model = _load_model(folder, dropout)
         with _quiet():
-            model = transformers.AutoModel.from_pretrained(
-                folder, config=config, dtype=torch.float32, **options
-            )
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         projection = None
         if "Dense" in parts:
             weight_DH = load_file(folder / parts["Dense"]["path"] / WEIGHTS)["linear.weight"]
-            projection = nn.Linear(weight_DH.shape[1], weight_DH.shape[0], bias=False)
+            dim, hidden = weight_DH.shape
+            projection = nn.Linear(hidden, dim, bias=False)
             projection.load_state_dict({"weight": weight_DH})
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        found = " ".join(str(error).split())[:200]
-        raise kind(
-            f"encoder in {folder} cannot be loaded ({found}); it needs config.json and {WEIGHTS}"
+        raise error_type(
+            f"encoder in {folder} cannot be loaded ({one_line(error)}); it needs config.json and {WEIGHTS}"
         ) from None
-    return TransformerEncoder(
-        model, tokenizer, parts["Pooling"]["mode"], projection, "Normalize" in parts
-    )
+    pooling = parts["Pooling"]["pooling_mode"]
+    return TransformerEncoder(model, tokenizer, pooling, projection, "Normalize" in parts)
 
 
-def _parts(folder: Path, error: type[ConfigError] | type[BundleError]) -> dict[str, dict[str, Any]]:
-    """The modules of a sentence-transformers folder by kind, in the present and in the older form."""
+def _load_model(folder: Path, dropout: float | None) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if dropout is not None:
+        for rate in _DROPOUT_RATES:
+            if hasattr(config, rate):
+                setattr(config, rate, dropout)
+    options: dict[str, Any] = {}
+    model_class: Any = transformers.MODEL_MAPPING.get(type(config), None)
+    parameters = inspect.signature(model_class).parameters if model_class else ()
+    if "add_pooling_layer" in parameters:
+        # An unused pooler would have parameters without a gradient.
+        options["add_pooling_layer"] = False
+    with _quiet():
+        return transformers.AutoModel.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="sdpa",
+            **options,
+        )
+
+
+def _read_parts(
+    folder: Path, error_type: type[ConfigError | BundleError]
+) -> dict[str, dict[str, Any]]:
+    """Settings of the parts of a sentence-transformers folder by kind, with the part's path.
+
+    Releases before 6 had another form of the pooling's settings, which is translated.
+    """
+    parts: dict[str, dict[str, Any]] = {"Pooling": {"pooling_mode": "mean"}}
     if not (folder / "modules.json").is_file():
-        return {"Pooling": {"mode": "mean"}}
-    parts = {}
+        return parts
     for module in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
         kind = module["type"].rsplit(".", 1)[-1]
-        settings = folder / module["path"] / "config.json"
-        part = (
-            json.loads(settings.read_text(encoding="utf-8"))
-            if settings.is_file() and kind != "Transformer"
-            else {}
-        )
-        if kind == "Pooling":
-            old = [
-                name
-                for name in ("cls_token", "mean_tokens", "max_tokens")
-                if part.get(f"pooling_mode_{name}")
-            ]
-            part["mode"] = part.get("pooling_mode") or "+".join(old).split("_")[0]
-        linear = str(part.get("activation_function", "")).endswith("Identity") and not part.get(
-            "bias", True
-        )
-        if (
-            kind not in MODULES
-            or (kind == "Dense" and not linear)
-            or part.get("mode", "mean") not in ("mean", "cls")
-        ):
-            raise error(
-                f"encoder in {folder} has a part {kind} {part.get('mode', '')} that is not supported; expected mean or"
-                " cls pooling, and at most a bias-free dense layer without activation and a normalisation"
+        settings: dict[str, Any] = {}
+        path = folder / module["path"] / "config.json"
+        # The config.json of the transformer itself is that of the model.
+        if kind != "Transformer" and path.is_file():
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        if kind == "Pooling" and not settings.get("pooling_mode"):
+            settings["pooling_mode"] = _old_pooling_mode(settings)
+        if kind not in MODULES or not _is_supported(kind, settings):
+            raise error_type(
+                f"encoder in {folder} has a part {kind} {settings.get('pooling_mode', '')} that is not supported;"
+                " expected mean or cls pooling, and at most a bias-free dense layer without activation and a"
+                " normalisation"
             )
-        parts[kind] = {**part, "path": module["path"]}
-    return {"Pooling": {"mode": "mean"}, **parts}
+        parts[kind] = {**settings, "path": module["path"]}
+    return parts
+
+
+def _old_pooling_mode(settings: dict[str, Any]) -> str:
+    """The pooling of older folders, which have a switch per mode; several may be on."""
+    modes = []
+    for mode, switch in (("cls", "cls_token"), ("mean", "mean_tokens"), ("max", "max_tokens")):
+        if settings.get(f"pooling_mode_{switch}"):
+            modes.append(mode)
+    return "+".join(modes)
+
+
+def _is_supported(kind: str, settings: dict[str, Any]) -> bool:
+    if kind == "Pooling":
+        return settings["pooling_mode"] in ("mean", "cls")
+    if kind == "Dense":
+        is_linear = str(settings.get("activation_function", "")).endswith("Identity")
+        return is_linear and not settings.get("bias", True)
+    return True
 
 
 def _check_vocabulary(model: Any, name: str, tokenizer: TextTokenizer) -> None:
-    rows = len(model.get_input_embeddings().weight)
-    if tokenizer.kind != "transformer" or tokenizer.vocab_size > rows:
+    num_rows = len(model.get_input_embeddings().weight)
+    if tokenizer.kind != "transformer" or tokenizer.vocab_size > num_rows:
         raise ConfigError(
             f"the corpus was prepared with a {tokenizer.kind} tokenizer of {tokenizer.vocab_size} tokens, encoder"
-            f" {name!r} needs its own ({rows} rows); prepare the corpus again with --tokenizer {name}"
+            f" {name!r} needs its own ({num_rows} rows); prepare the corpus again with --tokenizer {name}"
         )
-
-
-def _write(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2), encoding="utf-8")
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the library's progress bars: reading six megabytes needs none, and they would tear our own."""
+    """Hides the library's progress bars, which would break our own bar into pieces."""
     logging = transformers.utils.logging
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    bar_was_enabled = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if shown:
+        if bar_was_enabled:
             logging.enable_progress_bar()
