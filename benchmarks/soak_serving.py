@@ -435,8 +435,8 @@ def damage(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
                         outcomes["read exactly"] += 1
                     else:
                         piece.wrong[f"{state} {name}: {kind}"] += 1
-                    piece.done += 1
-    piece.disturbances = piece.done
+                    piece.done += kind == "flip"
+                    piece.disturbances += kind == "truncation"
     piece.notes = ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.items())
     return piece
 
@@ -505,7 +505,7 @@ PARTS: dict[str, tuple[Run, int, str, str]] = {
     "swaps": (swaps, 20, "hot swaps under load", "swaps"),
     "labels": (labels, 2_000, "adds, updates and deletes of labels", "kills"),
     "writers": (writers, 50, "writers of a label log", "kills"),
-    "damage": (damage, 600, "label logs with a flipped bit or cut off", "damages"),
+    "damage": (damage, 600, "label logs with a flipped bit", "truncations"),
     "bodies": (bodies, 5_000, "random and mutated requests", "restarts"),
 }
 

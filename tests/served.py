@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import uvicorn
 
-from xmcray.serving.coordinator import Coordinator
+from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.follower import Follower
 from xmcray.serving.http import create_app
 from xmcray.serving.local import LocalGateway
 from xmcray.serving.security import new_token_file
-from xmcray.serving.service import Models, Service
+from xmcray.serving.service import Service, SnapshotSource
 from xmcray.serving.settings import ServeConfig
 
 TOKEN, ADMIN = "token" * 4, "admin" * 4
@@ -27,7 +27,9 @@ TOKEN, ADMIN = "token" * 4, "admin" * 4
 class Served(LocalGateway):
     """A gateway whose tokens are known, and clients with and without rights."""
 
-    def __init__(self, config: ServeConfig, models: Models, coordinator: Coordinator) -> None:
+    def __init__(
+        self, config: ServeConfig, models: SnapshotSource, coordinator: SnapshotCoordinator
+    ) -> None:
         for name, token in (("token", TOKEN), ("admin-token", ADMIN)):
             new_token_file(Path(config.state_dir) / name).write_text(token)
         super().__init__(config, coordinator)
@@ -76,7 +78,7 @@ async def served(
     """Bundles by name, with their state in `folder`/state."""
     paths = {name: str(path) for name, path in bundles.items()}
     config = ServeConfig(bundles=paths, state_dir=str(folder / "state"), **settings)
-    coordinator = Coordinator(config)
+    coordinator = SnapshotCoordinator(config)
     await coordinator.start()
     follower = Follower(config, coordinator.follow, coordinator.operations)
     await follower.start()

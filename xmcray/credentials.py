@@ -1,7 +1,8 @@
-"""Secrets inside URLs: refused where they are given, masked where they would be shown.
+"""Secrets in URLs: refused in settings, masked in messages.
 
-A run keeps its settings and the URL of its corpus in files that people share; a command line is visible to every user
-of a machine. Stores take their credentials from the environment or from files of their own (docs/security.md).
+A run keeps its settings and the URL of its corpus in files that people share; a command line is
+visible to every user of a machine. Stores take their credentials from the environment or from files
+of their own (docs/security.md).
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ _PARAMETER = re.compile(
 
 
 def mask(text: str) -> str:
-    """`text` with *** in place of passwords and signatures in URLs."""
+    """Replaces passwords and signatures in URLs by ***."""
     return _PARAMETER.sub(_hidden, _PASSWORD.sub(_hidden, text))
 
 
 def refuse(values: Iterable[str], where: str) -> None:
-    """Raises ConfigError if one of the values has a URL with a secret in it; the message shows it masked.
+    """Raises ConfigError if one of the values has a URL with a secret in it; the message shows it
+    masked.
 
     Args:
-        where: what the values are, for the message: "the command line".
+        values: texts that may contain URLs.
+        where: name of the values in the message, such as "the command line".
     """
     for value in values:
         if mask(value) != value:
@@ -42,7 +45,7 @@ def refuse(values: Iterable[str], where: str) -> None:
 
 
 def texts(values: Mapping[str, Any]) -> Iterable[str]:
-    """All strings of nested settings."""
+    """All strings in nested settings."""
     for value in values.values():
         if isinstance(value, Mapping):
             yield from texts(value)

@@ -21,7 +21,7 @@ from referencing import Registry, Resource
 from xmcray import config
 from xmcray.cluster_files import PLACEHOLDER, check_cluster_file
 from xmcray.errors import ConfigError
-from xmcray.serving.application import CPUS
+from xmcray.serving.application import NUM_CPUS
 from xmcray.serving.settings import ServeConfig
 from xmcray.training.run import RunConfig
 
@@ -42,7 +42,7 @@ def test_serving_finds_its_nodes() -> None:
     served = yaml.safe_load(service["spec"]["serveConfigV2"])
     options = served["applications"][0]["args"]["options"]
     for deployment in ("Gateway", *options):
-        asked = options.get(deployment, {}).get("ray_actor_options", {}).get("num_cpus", CPUS)
+        asked = options.get(deployment, {}).get("ray_actor_options", {}).get("num_cpus", NUM_CPUS)
         assert set(launched("rayservice", {"CPU": asked}, 1)) == {"serve"}
 
 

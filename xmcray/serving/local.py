@@ -1,4 +1,4 @@
-"""The whole application in this process, without Ray: what a bundle that fits one process needs."""
+"""The whole application in this process, without Ray, for a bundle that fits into one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
 from xmcray.serving import metrics, rpc
-from xmcray.serving.coordinator import Coordinator
+from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.http import Admin, Gateway, create_app
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.search_pb2_grpc import RetrieverServicer, add_RetrieverServicer_to_server
@@ -28,42 +28,42 @@ STOP_S = 5  # for requests that are being answered when the server is stopped
 
 
 class LocalGateway:
-    """What the routes need; requests are answered from the coordinator's own snapshots."""
+    """Implements `http.Gateway`; requests are answered from the coordinator's own snapshots."""
 
-    def __init__(self, config: ServeConfig, coordinator: Coordinator) -> None:
-        self.service, self.metrics = Service(config, coordinator), metrics.ServingMetrics()
+    def __init__(self, config: ServeConfig, coordinator: SnapshotCoordinator) -> None:
+        self.service = Service(config, coordinator)
+        self.metrics = metrics.ServingMetrics()
         self.admin: Admin = coordinator
         self.tokens, self.admin_tokens = tokens_of(config)
         self._coordinator = coordinator
 
     async def metrics_text(self) -> str:
-        """This process and its coordinator."""
+        """The metrics of this process and of its coordinator."""
         self.metrics.update(self.service.models().models)
         status = await self._coordinator.status()
-        own, theirs = self.metrics.text(), metrics.coordinator_metrics(1, status.copy_seconds)
-        return metrics.combine_metrics([("local", own), ("coordinator", theirs)])
+        coordinator_text = metrics.coordinator_metrics(1, status.copy_seconds)
+        texts = [("local", self.metrics.text()), ("coordinator", coordinator_text)]
+        return metrics.combine_metrics(texts)
 
 
 def tokens_of(config: ServeConfig) -> tuple[Tokens, Tokens]:
-    """Tokens of readers and of administrators; those that nobody gave are made in the state folder."""
+    """Tokens of readers and of administrators; files that were not given are made in the state
+    folder.
+    """
     folder = Path(config.state_dir)
-    reading = Path(config.token_file) if config.token_file else new_token_file(folder / "token")
-    admin = (
-        Path(config.admin_token_file)
-        if config.admin_token_file
-        else new_token_file(folder / "admin-token")
-    )
-    return Tokens(reading), Tokens(admin)
+    reader_file = config.token_file or new_token_file(folder / "token")
+    admin_file = config.admin_token_file or new_token_file(folder / "admin-token")
+    return Tokens(Path(reader_file)), Tokens(Path(admin_file))
 
 
 @contextlib.asynccontextmanager
 async def local_gateway(config: ServeConfig) -> AsyncIterator[LocalGateway]:
-    """A gateway whose bundles are loaded.
+    """A gateway; its bundles are loaded.
 
     Raises:
         XmcrayError: a bundle, a log or a token file is missing or damaged.
     """
-    coordinator = Coordinator(config)
+    coordinator = SnapshotCoordinator(config)
     try:
         await coordinator.start()
         yield LocalGateway(config, coordinator)
@@ -87,8 +87,9 @@ async def _serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with listening(gateway, host, port, grpc_port) as running:
+            # What was loaded stays: collecting it again would take as long as some searches.
             gc.collect()
-            gc.freeze()  # what was loaded stays: to look through it again would take as long as some searches
+            gc.freeze()
             ready(f"http://{authority(host, port)}")
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -99,7 +100,7 @@ async def _serve(
 async def listening(
     gateway: Gateway, host: str, port: int, grpc_port: int
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Answers HTTP and, where there is a port for it, gRPC in this process; yields what runs until it is left.
+    """Answers HTTP and, if a port is given, gRPC in this process; yields the server's task.
 
     Raises:
         OSError: a port is taken.
@@ -107,7 +108,7 @@ async def listening(
     server = _Server(
         uvicorn.Config(
             create_app(gateway),
-            log_config=None,  # as everything else that is logged
+            log_config=None,  # as all other logs
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=STOP_S,
@@ -132,9 +133,8 @@ async def _grpc(gateway: Gateway, host: str, port: int) -> AsyncIterator[None]:
     if not port:
         yield
         return
-    server = grpc.aio.server(
-        options=[("grpc.so_reuseport", 0)]
-    )  # or another server could share the port unnoticed
+    # Otherwise another server could share the port unnoticed.
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     add_RetrieverServicer_to_server(_Servicer(gateway), server)
     server.add_insecure_port(authority(host, port))
     await server.start()
@@ -145,7 +145,9 @@ async def _grpc(gateway: Gateway, host: str, port: int) -> AsyncIterator[None]:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us: uvicorn raises them again when it has stopped, and the process would end before its log."""
+    """Leaves signals to us: uvicorn raises them again when it stops, and would end the process
+    before its log.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

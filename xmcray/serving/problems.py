@@ -1,4 +1,4 @@
-"""What a request can be told instead of an answer (RFC 9457)."""
+"""Problems that end a request (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -39,23 +39,26 @@ RETRY_AFTER_S = 1
 
 
 class ProblemError(XmcrayError):
-    """Ends a request. The message says what was found, what was expected and what to do.
+    """Ends a request with a problem document.
 
     Args:
         kind: a key of STATUS.
-        errors: of an invalid request, where in it.
+        detail: what was found, what was expected and what to do.
+        errors: places in an invalid request.
     """
 
     def __init__(self, kind: str, detail: str, errors: list[dict[str, Any]] | None = None) -> None:
         super().__init__(detail)
-        self.kind, self.detail, self.errors = kind, detail, errors
+        self.kind = kind
+        self.detail = detail
+        self.errors = errors
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProblemError, (self.kind, self.detail, self.errors)
 
 
-def unknown_model(name: str, known: Iterable[str]) -> ProblemError:
-    """For a request that names a model which is not served."""
+def unknown_model(name: str, served: Iterable[str]) -> ProblemError:
+    """The problem of a request that names a model that is not served."""
     return ProblemError(
-        "not-found", f"model {name[:80]!r} is not served, expected one of: {', '.join(known)}"
+        "not-found", f"model {name[:80]!r} is not served, expected one of: {', '.join(served)}"
     )

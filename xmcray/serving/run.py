@@ -1,4 +1,6 @@
-"""`xmcray serve`: the application in this process, or on a Ray that it starts, until it is interrupted."""
+"""`xmcray serve`: the application in this process, or on a Ray that it starts, until it is
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,26 @@ from xmcray import storage
 from xmcray.config import check_range, dump
 from xmcray.errors import ConfigError, ResourceError
 from xmcray.retrieval.bundle import KIND
-from xmcray.serving.settings import ServeConfig, authority, composed_parts
+from xmcray.serving.settings import ServeConfig, authority, num_searchers
 
-LONGEST_S = (
-    605.0  # of a request on Ray Serve: a swap may take long; searches have deadlines of their own
-)
+# Time limit of a request on Ray Serve: a swap may take long; searches have deadlines of their own.
+LONGEST_S = 605.0
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 # What Ray Serve's own RAY_SERVE_THROUGHPUT_OPTIMIZED sets, less its port for HTTP in every replica.
 FASTER = {
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # a hop more on either side; our work is done in our own threads
+    # A separate thread is one more hop; our work has threads of its own.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # between replicas, instead of actor calls
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
 }
 
-# Besides, where Ray is ours alone: its own metrics cost a fifth of a request, and nobody reads them there (our own are
+# If this process starts Ray: Ray's own metrics cost a fifth of a request and are not read (ours are
 # at /metrics).
 ALONE = {"RAY_enable_metrics_collection": "0", "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "2000"}
 
-QUIET = {
-    "log_level": "WARNING",
-    "enable_access_log": False,
-}  # a line for each request costs as much as a small search
+# A line for each request costs as much as a small search.
+QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
 def serve_forever(
@@ -51,15 +51,21 @@ def serve_forever(
     """Serves until SIGTERM or SIGINT.
 
     Args:
-        ready: told the address when every model answers.
+        config: settings.
+        host: address to listen on.
+        port: port of HTTP.
+        grpc_port: port of gRPC; 0 for none.
+        accept_open_ports: allow Ray Serve's proxies to listen on all interfaces.
+        ready: called with the URL when every model answers.
     Raises:
-        ConfigError: an address beyond loopback without a token of the user's own, or a proxy that opens more ports.
+        ConfigError: an address beyond loopback without the user's own token files, or a proxy that
+            opens more ports.
         ResourceError: the port is taken.
         StorageError: a bundle is missing or damaged.
     """
     for bundle in config.bundles.values():
         storage.open_artifact(bundle, KIND, contents=False)
-    alone = not several(config) and not composed_parts(config)
+    alone = not several(config) and not num_searchers(config)
     check_address(config, host, grpc_port if several(config) else 0, accept_open_ports)
     check_port(host, port)
     if grpc_port:
@@ -71,10 +77,8 @@ def serve_forever(
         return
     done = threading.Event()
     with serving(config, host, port, grpc_port) as url:
-        for number in (
-            signal.SIGTERM,
-            signal.SIGINT,
-        ):  # now: Ray sets handlers of its own when it starts
+        # Not earlier: Ray sets handlers of its own when it starts.
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: done.set())
         ready(url)
         done.wait()
@@ -82,24 +86,24 @@ def serve_forever(
 
 @contextlib.contextmanager
 def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> Iterator[str]:
-    """The application on the Ray of this process, which is started if there is none; yields its address.
+    """Runs the application on the Ray of this process, which is started if there is none; yields
+    its URL.
 
-    Ray Serve's proxy spreads requests over several replicas of the ingress. A single one listens itself: passing a
-    request on takes longer than answering it.
+    Ray Serve's proxy spreads requests over several replicas of the ingress. A single one listens
+    itself, because passing a request on takes longer than answering it.
 
     Args:
-        grpc_port: also answer gRPC there, from several replicas on all interfaces: Ray Serve knows no other way. 0: no
-            gRPC.
+        config: settings.
+        host: address to listen on.
+        port: port of HTTP.
+        grpc_port: port of gRPC; 0 for none. With several replicas it is open on all interfaces,
+            because Ray Serve has no other way.
     Raises:
         ResourceError: the port is taken.
     """
     check_port(host, port)
-    for (
-        name,
-        value,
-    ) in (
-        FASTER.items()
-    ):  # read when Ray Serve is imported, here and in every process that it starts
+    # Read when Ray Serve is imported, here and in every process that it starts.
+    for name, value in FASTER.items():
         os.environ.setdefault(name, value)
     import ray
     from ray import serve
@@ -113,7 +117,7 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
     proxied = several(config)
     application = build(dump(config), None if proxied else (host, port, grpc_port))
     if not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
-        for name, value in ALONE.items():  # read by the processes that are started
+        for name, value in ALONE.items():
             os.environ.setdefault(name, value)
     started = start_ray()
     try:
@@ -136,12 +140,13 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
 
 def several(config: ServeConfig) -> bool:
     """Whether there is, or may be, more than one replica of the ingress."""
-    asked = {"num_replicas", "autoscaling_config"} & dict(config.options.get("Gateway", {})).keys()
-    return max(config.replicas, config.max_replicas) > 1 or bool(asked)
+    options = config.options.get("Gateway", {})
+    has_options = "num_replicas" in options or "autoscaling_config" in options
+    return has_options or max(config.replicas, config.max_replicas) > 1
 
 
 def check_address(config: ServeConfig, host: str, grpc_port: int, accept_open_ports: bool) -> None:
-    """Refuses what would open more than was meant.
+    """Refuses settings that would open more ports than intended.
 
     Raises:
         ConfigError: see `serve_forever`.
@@ -164,7 +169,7 @@ def check_address(config: ServeConfig, host: str, grpc_port: int, accept_open_po
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches an address."""
+    """Whether only this machine reaches an address."""
     if host == "localhost":
         return True
     try:
@@ -174,7 +179,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_port(host: str, port: int, option: str = "--port") -> None:
-    """Raises ConfigError unless it is a port, and ResourceError if somebody listens there already."""
+    """Raises ConfigError unless it is a port, and ResourceError if it is in use."""
     check_range(option, port, 1, 65_535)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

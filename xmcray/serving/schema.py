@@ -1,4 +1,4 @@
-"""What goes over the wire: requests, answers and problems. The OpenAPI description is made from these classes."""
+"""Requests, answers and problems of the HTTP interface. The OpenAPI description is made from them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who may ask: bearer tokens from files that only their owner can read.
+"""Bearer tokens in files that only their owner can read.
 
-A token file has one token a line. All of them are accepted, so a token is rotated by putting the new one first and
-taking the old one away when every client has changed; `TOKEN until 2026-12-31T00:00:00+00:00` ends its grace by itself.
-The file is read again when it changes.
+A token file has one token a line. All tokens are accepted. To rotate a token, put the new one first
+and remove the old one when every client has changed; `TOKEN until 2026-12-31T00:00:00+00:00` is
+accepted up to that time. The file is read again when it changes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import secrets
 import stat
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,7 +27,7 @@ CHECK_S = 1.0  # between two looks at the file
 
 
 def new_token_file(path: Path) -> Path:
-    """Makes a file with a random token, mode 0600, unless it is there."""
+    """Makes a file with a random token, mode 0600, unless it exists."""
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
@@ -34,45 +35,45 @@ def new_token_file(path: Path) -> Path:
     return path
 
 
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """A token of a file: its SHA-256, and the Unix time until which it is accepted."""
+
+    digest: bytes
+    until: float
+
+
 class Tokens:
     """The tokens of one file.
 
     Raises:
-        ConfigError: the file is missing, readable by others, or holds no good token.
+        ConfigError: the file is missing, readable by others, or has no valid token.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._known, self._stamp, self._checked = (
-            path,
-            list[tuple[bytes, float]](),
-            -1,
-            0.0,
-        )
+        self._path = path
+        self._tokens: list[_Token] = []
+        self._modified_ns = -1
+        self._checked = 0.0
         self._read()
 
     def accept(self, authorization: str | None, *, basic: bool = False) -> bool:
         """Whether a header carries one of the tokens; takes the same time whatever it carries.
 
         Args:
-            authorization: "Bearer TOKEN"; with `basic` also "Basic", with the token as password.
+            authorization: "Bearer TOKEN".
+            basic: also accept "Basic", with the token as password.
         """
         if time.monotonic() - self._checked > CHECK_S:
-            with contextlib.suppress(
-                ConfigError, OSError
-            ):  # what was accepted stays while the file is being written
+            # While the file is being written, the tokens that were read before are accepted.
+            with contextlib.suppress(ConfigError, OSError):
                 self._read()
-        scheme, _, given = (authorization or "").partition(" ")
-        if basic and scheme.lower() == "basic":
-            try:
-                given = base64.b64decode(given, validate=True).decode("utf-8").partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
-                given = ""
-        elif scheme.lower() != "bearer":
-            given = ""
-        digest, now, found = _digest(given.strip()), time.time(), False
-        for known, until in self._known:
-            found |= hmac.compare_digest(digest, known) & (now < until)
-        return found
+        digest = _digest(_token_in(authorization or "", basic))
+        now = time.time()
+        is_accepted = False
+        for token in self._tokens:
+            is_accepted |= hmac.compare_digest(digest, token.digest) & (now < token.until)
+        return is_accepted
 
     def _read(self) -> None:
         self._checked = time.monotonic()
@@ -82,36 +83,50 @@ class Tokens:
             raise ConfigError(
                 f"token file {self._path}: {error.strerror}; make it with mode 0600"
             ) from None
-        if status.st_mtime_ns == self._stamp:
+        if status.st_mtime_ns == self._modified_ns:
             return
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            mode = stat.S_IMODE(status.st_mode)
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & 0o077:
             raise ConfigError(
                 f"token file {self._path} has mode {mode:04o}, expected 0600; run chmod 600 on it"
             )
-        known = [
-            _parse(line, self._path) for line in self._path.read_text().splitlines() if line.strip()
-        ]
-        if not known:
+        lines = self._path.read_text().splitlines()
+        tokens = [_parse(line, self._path) for line in lines if line.strip()]
+        if not tokens:
             raise ConfigError(f"token file {self._path} is empty, expected a token a line")
-        self._known, self._stamp = known, status.st_mtime_ns
+        self._tokens = tokens
+        self._modified_ns = status.st_mtime_ns
 
 
-def _parse(line: str, path: Path) -> tuple[bytes, float]:
+def _token_in(authorization: str, basic: bool) -> str:
+    """The token in a header; "" if there is none."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic" and basic:
+        with contextlib.suppress(binascii.Error, UnicodeDecodeError):
+            credentials = base64.b64decode(value, validate=True).decode("utf-8")
+            return credentials.partition(":")[2].strip()
+    return ""
+
+
+def _parse(line: str, path: Path) -> _Token:
     token, _, rest = line.strip().partition(" ")
     if len(token) < MIN_LENGTH:
         raise ConfigError(
             f"token file {path}: a token of {len(token)} characters, expected at least {MIN_LENGTH}"
         )
     if not rest:
-        return _digest(token), float("inf")
+        return _Token(_digest(token), float("inf"))
     try:
         until = datetime.fromisoformat(rest.removeprefix("until").strip())
     except ValueError:
         raise ConfigError(
             f"token file {path}: after a token stands {rest[:40]!r}, expected `until TIME`"
         ) from None
-    return _digest(token), (until if until.tzinfo else until.replace(tzinfo=UTC)).timestamp()
+    if until.tzinfo is None:
+        until = until.replace(tzinfo=UTC)
+    return _Token(_digest(token), until.timestamp())
 
 
 def _digest(token: str) -> bytes:

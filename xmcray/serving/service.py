@@ -1,53 +1,67 @@
-"""Requests become answers: limits, deadlines, and the three steps of a search, here or in other deployments."""
+"""Answers requests: limits, deadlines and the steps of a search.
+
+In the single mode a search runs in this process: the requests that wait for the thread of searches
+are one batch. In the composed mode a `SearchBackend` encodes and searches elsewhere, and this
+process names the answers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from xmcray.retrieval.neighbours import Neighbours
+from xmcray.retrieval.retriever import FoundLabel
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.serving import schema
 from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
-from xmcray.serving.snapshot import Snapshot
+from xmcray.serving.snapshot import EncodedTexts, Snapshot
 from xmcray.types import Float32Array
 
 T = TypeVar("T")
-TOGETHER = 64  # texts of several requests that are searched at once
+MAX_BATCH_TEXTS = 64  # of several requests that are searched at once
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
-    """What a request began with: every part of its answer comes from there."""
+class SnapshotReference:
+    """Names the snapshot that a request began with, for the processes that answer parts of it."""
 
     model: str
     version: str
     number: int
 
 
-class Near(NamedTuple):
-    """What lies near the texts of a request, and which of them were too long to be read to their end."""
+@dataclass(frozen=True, slots=True)
+class SearchHits:
+    """What a search of some texts found.
 
-    found: Neighbours
-    longer: list[bool]
+    Attributes:
+        neighbours: the rows nearest to each text.
+        truncated: for each text, whether it was too long to be read to its end.
+    """
+
+    neighbours: Neighbours
+    truncated: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A search as the thread of searches sees it.
+class PendingSearch:
+    """A search that waits for the thread of searches.
 
     Attributes:
-        query_BD: the texts' vectors, where they were made elsewhere.
+        snapshot: where to search.
+        request: the request.
+        k: labels per text, at most as many as there are.
+        query_BD: vectors of the texts; None if they are to be encoded with the search.
     """
 
     snapshot: Snapshot
@@ -56,104 +70,97 @@ class Asked:
     query_BD: Float32Array | None = None
 
     @property
-    def alike(self) -> tuple[Snapshot, int, str]:
-        """Equal for searches that can be one: all but the texts, and the time there is."""
-        return self.snapshot, self.k, self.request.model_dump_json(exclude={"texts", "timeout_ms"})
+    def batch_key(self) -> tuple[Snapshot, int, str]:
+        """Equal for searches that can be one batch: everything but the texts and the deadline."""
+        options = self.request.model_dump_json(exclude={"texts", "timeout_ms"})
+        return self.snapshot, self.k, options
 
 
-class Models(Protocol):
-    """Who holds what is served: a follower, or the coordinator itself."""
+class SnapshotSource(Protocol):
+    """Holds the snapshots that are served: a follower, or the coordinator itself."""
 
     @property
     def ready(self) -> bool:
-        """Whether every model can be asked."""
+        """Whether every model can answer."""
 
     def resolve(self, name: str | None) -> str:
         """The model that a request means."""
 
     def current(self, name: str | None) -> Snapshot:
-        """What a request that begins now is answered from."""
+        """The snapshot from which a request that begins now is answered."""
 
 
-class Parts(Protocol):
-    """Encoder and searchers that run elsewhere (composed mode)."""
+class SearchBackend(Protocol):
+    """Encoder and searchers in other processes (composed mode)."""
 
-    async def encode(self, pin: Pin, texts: list[str]) -> tuple[Float32Array, list[bool]]:
+    async def encode(self, reference: SnapshotReference, texts: list[str]) -> EncodedTexts:
         """As `Snapshot.encode`."""
 
     async def find(
-        self, pin: Pin, request: schema.SearchRequest, k: int, query_BD: Float32Array | None
-    ) -> Near:
-        """As `find`, over all shards."""
+        self,
+        reference: SnapshotReference,
+        request: schema.SearchRequest,
+        k: int,
+        query_BD: Float32Array | None,
+    ) -> SearchHits:
+        """Searches all shards; encodes the texts if their vectors are not given."""
 
 
 class Service:
     """Answers requests about models.
 
     Args:
-        models: what is served; started.
-        parts: who encodes and searches; this process if not given.
+        config: limits.
+        served: the snapshots; started.
+        backend: encodes and searches; this process if None.
     """
 
-    def __init__(self, config: ServeConfig, models: Models, parts: Parts | None = None) -> None:
-        self.config, self.served, self._parts = config, models, parts
-        self.working = 0
+    def __init__(
+        self, config: ServeConfig, served: SnapshotSource, backend: SearchBackend | None = None
+    ) -> None:
+        self.config = config
+        self.served = served
+        self.working = 0  # requests in progress
+        self._backend = backend
         self._thread = ThreadPoolExecutor(1, "search")  # torch uses `config.threads` inside
-        self._searches = MicroBatcher[Asked, list[schema.Result]](
-            self._thread, self._search, TOGETHER
+        self._batcher = MicroBatcher[PendingSearch, list[schema.Result]](
+            self._thread, self._search_batch, MAX_BATCH_TEXTS
         )
 
     def check_room(self) -> None:
-        """Raises ProblemError when so many requests are worked on that another one is refused.
+        """Refuses a request if too many are in progress.
 
-        To be asked before a request is parsed: under overload most of the time would go there.
+        To be called before a request is parsed: under overload, parsing takes most of the time.
+
+        Raises:
+            ProblemError: `overloaded`.
         """
         if self.working >= self.config.in_flight:
-            raise ProblemError(
-                "overloaded",
-                f"{self.working} requests are being worked on; ask again a little later",
-            )
+            message = f"{self.working} requests are being worked on; ask again a little later"
+            raise ProblemError("overloaded", message)
 
     async def search(self, request: schema.SearchRequest, request_id: str) -> schema.SearchResponse:
         """The best labels of each text.
 
         Raises:
-            ProblemError: the request is refused, or there was no time.
+            ProblemError: the request is refused, or the time is over.
         """
-        begin, snapshot, model = (
-            time.perf_counter(),
-            self.served.current(request.model),
-            self._name(request.model),
-        )
+        begin = time.perf_counter()
+        snapshot = self.served.current(request.model)
         self._check(request, snapshot)
         k = min(request.k, snapshot.retriever.num_labels)
-        async with self._admitted(request.timeout_ms) as until:
-            if self._parts is None:
-                asked = Asked(snapshot, request, k)
-                found = await self._searches.run(asked.alike, len(request.texts), asked)
+        async with self._admitted(request.timeout_ms) as deadline:
+            if self._backend is None:
+                search = PendingSearch(snapshot, request, k)
+                results = await self._batcher.run(search.batch_key, len(request.texts), search)
             else:
-                pin, query_BD, longer = (
-                    Pin(model, snapshot.version, snapshot.number),
-                    None,
-                    list[bool](),
-                )
-                if not snapshot.retriever.query_encoder.is_static:
-                    query_BD, longer = await self._parts.encode(pin, request.texts)
-                    self._refuse_long(longer)
-                near = await self._parts.find(pin, request, k, query_BD)
-                found = await self._run(
-                    until,
-                    self._results,
-                    snapshot,
-                    request,
-                    k,
-                    Near(near.found, longer or near.longer),
-                )
+                hits = await self._find(self._backend, snapshot, request, k)
+                results = await self._run(deadline, self._results, snapshot, request, k, hits)
         return schema.SearchResponse(
-            **pinned(model, snapshot),
+            **self._pinned(request.model, snapshot),
             request_id=request_id,
             took_ms=round(1000 * (time.perf_counter() - begin), 3),
-            results=found,
+            results=results,
         )
 
     async def encode(self, request: schema.EncodeRequest, request_id: str) -> schema.EncodeResponse:
@@ -162,120 +169,112 @@ class Service:
         Raises:
             ProblemError: as `search`.
         """
-        snapshot, model = self.served.current(request.model), self._name(request.model)
+        snapshot = self.served.current(request.model)
         self._check_number(request.texts)
-        async with self._admitted(None) as until:
-            pin = Pin(model, snapshot.version, snapshot.number)
-            query_BD, longer = await self._encoded(until, pin, snapshot, request.texts)
-        self._refuse_long(longer)
+        async with self._admitted(None) as deadline:
+            if self._backend is None or snapshot.retriever.query_encoder.is_static:
+                max_tokens = self.config.max_tokens
+                encoded = await self._run(deadline, snapshot.encode, request.texts, max_tokens)
+            else:
+                reference = self._reference(request.model, snapshot)
+                encoded = await self._backend.encode(reference, request.texts)
+        self._refuse_truncated(encoded.truncated)
         return schema.EncodeResponse(
-            **pinned(model, snapshot),
+            **self._pinned(request.model, snapshot),
             request_id=request_id,
-            dim=query_BD.shape[1],
-            vectors=query_BD.tolist(),
+            dim=encoded.query_BD.shape[1],
+            vectors=encoded.query_BD.tolist(),
         )
 
     def label(self, uid: str, name: str | None) -> schema.LabelResponse:
-        """One label.
+        """One label of a model.
 
         Raises:
             ProblemError: there is none of that uid.
         """
         snapshot = self.served.current(name)
-        label = snapshot.label_id(uid)
-        if label is None:
-            raise ProblemError(
-                "not-found", f"label {uid[:80]!r} is not in model {self._name(name)!r}"
-            )
+        label_id = snapshot.label_id(uid)
+        if label_id is None:
+            model = self.served.resolve(name)
+            raise ProblemError("not-found", f"label {uid[:80]!r} is not in model {model!r}")
         return schema.LabelResponse(
-            **pinned(self._name(name), snapshot),
+            **self._pinned(name, snapshot),
             uid=uid,
-            text=snapshot.text(label),
-            label_id=label,
-            attributes=snapshot.attributes.of([label])[0],
+            text=snapshot.text(label_id),
+            label_id=label_id,
+            attributes=snapshot.attributes.of([label_id])[0],
         )
 
     def models(self) -> schema.ModelsResponse:
-        """What is served."""
-        found = []
+        """The bundles that are served."""
+        models = []
         for name in self.config.bundles:
             snapshot = self.served.current(name)
-            retriever = snapshot.retriever
-            found.append(
-                schema.Model(
-                    **pinned(name, snapshot),
-                    method=retriever.settings.method,
-                    predictor=str(retriever.settings.predictor["kind"]),
-                    num_labels=retriever.num_labels,
-                    dim=retriever.settings.dim,
-                    max_len=retriever.tokenizer.max_len,
-                    attributes=list(snapshot.attributes.names),
-                )
+            settings = snapshot.retriever.settings
+            model = schema.Model(
+                **self._pinned(name, snapshot),
+                method=settings.method,
+                predictor=str(settings.predictor["kind"]),
+                num_labels=snapshot.retriever.num_labels,
+                dim=settings.dim,
+                max_len=snapshot.retriever.tokenizer.max_len,
+                attributes=list(snapshot.attributes.names),
             )
-        return schema.ModelsResponse(models=found)
+            models.append(model)
+        return schema.ModelsResponse(models=models)
 
-    async def _encoded(
-        self, until: float, pin: Pin, snapshot: Snapshot, texts: list[str]
-    ) -> tuple[Float32Array, list[bool]]:
-        """As `Snapshot.encode`, here or by the encoder's own processes, whichever is sooner."""
-        if self._parts is None or snapshot.retriever.query_encoder.is_static:
-            return await self._run(until, snapshot.encode, texts, self.config.max_tokens)
-        return await self._parts.encode(pin, texts)
+    async def _find(
+        self, backend: SearchBackend, snapshot: Snapshot, request: schema.SearchRequest, k: int
+    ) -> SearchHits:
+        """Searches in the composed mode."""
+        reference = self._reference(request.model, snapshot)
+        if snapshot.retriever.query_encoder.is_static:
+            # Encoding takes less time than a call: the searchers do it themselves.
+            return await backend.find(reference, request, k, None)
+        encoded = await backend.encode(reference, request.texts)
+        self._refuse_truncated(encoded.truncated)
+        hits = await backend.find(reference, request, k, encoded.query_BD)
+        return SearchHits(hits.neighbours, encoded.truncated)
 
-    def _search(self, asked: Sequence[Asked]) -> list[list[schema.Result]]:
-        """The results of each of some searches that are alike."""
-        near = find(asked, self.config.max_tokens)
-        return [
-            self._results(one.snapshot, one.request, one.k, its)
-            for one, its in zip(asked, near, strict=True)
-        ]
+    def _search_batch(self, searches: Sequence[PendingSearch]) -> list[list[schema.Result]]:
+        """The results of each search of a batch."""
+        all_results = []
+        all_hits = find_hits(searches, self.config.max_tokens)
+        for search, hits in zip(searches, all_hits, strict=True):
+            all_results.append(self._results(search.snapshot, search.request, search.k, hits))
+        return all_results
 
     def _results(
-        self, snapshot: Snapshot, request: schema.SearchRequest, k: int, near: Near
+        self, snapshot: Snapshot, request: schema.SearchRequest, k: int, hits: SearchHits
     ) -> list[schema.Result]:
-        self._refuse_long(near.longer)
-        retriever, fields = snapshot.view(request.filter), set(request.fields)
-        plain, voting = fields - {"attributes"}, snapshot.voting(request.memory)
-        found = retriever.name_answers(near.found, k, memory=voting, explain=request.explain)
+        self._refuse_truncated(hits.truncated)
+        retriever = snapshot.view(request.filter)
+        memory = snapshot.memory_config(request.memory)
+        all_labels = retriever.name_answers(
+            hits.neighbours, k, memory=memory, explain=request.explain
+        )
         results = []
-        for answers, truncated in zip(found, near.longer, strict=True):
-            attributes = (
-                snapshot.attributes.of([a.label_id for a in answers])
-                if "attributes" in fields
-                else None
-            )
-            shown = []
-            for place, answer in enumerate(answers):
-                values: dict[str, Any] = {name: getattr(answer, name) for name in plain}
-                if attributes is not None:
-                    values["attributes"] = attributes[place]
-                if retriever.memory is not None:
-                    values["completed"] = answer.score < 0
-                if answer.voters is not None:
-                    values["voters"] = [
-                        {"uid": v.uid, "text": v.text, "weight": v.weight} for v in answer.voters
-                    ]
-                shown.append(schema.Answer.model_validate(values))
-            results.append(schema.Result(answers=shown, truncated=truncated))
+        for labels, truncated in zip(all_labels, hits.truncated, strict=True):
+            answers = _answers(labels, snapshot, set(request.fields))
+            results.append(schema.Result(answers=answers, truncated=truncated))
         return results
 
     def _check(self, request: schema.SearchRequest, snapshot: Snapshot) -> None:
         self._check_number(request.texts)
         if request.k > self.config.max_k:
             raise ProblemError("invalid", f"k is {request.k}, expected at most {self.config.max_k}")
-        memory = snapshot.retriever.memory
-        if memory is None and (request.explain or request.memory is not None):
+        uses_memory = request.explain or request.memory is not None
+        if uses_memory and snapshot.retriever.memory is None:
             raise ProblemError(
                 "invalid",
                 "this model has no memory of training queries; leave `explain` and `memory` out",
             )
-        names = set(request.filter.attributes if request.filter else ()) - set(
-            snapshot.attributes.names
-        )
-        if names:
-            known = ", ".join(snapshot.attributes.names) or "none"
+        conditions = request.filter.attributes if request.filter else {}
+        unknown = conditions.keys() - set(snapshot.attributes.names)
+        if unknown:
+            names = ", ".join(snapshot.attributes.names) or "none"
             raise ProblemError(
-                "invalid", f"no label has an attribute {min(names)[:80]!r}; there are: {known}"
+                "invalid", f"no label has an attribute {min(unknown)[:80]!r}; there are: {names}"
             )
 
     def _check_number(self, texts: list[str]) -> None:
@@ -285,69 +284,111 @@ class Service:
                 f"{len(texts)} texts in one request, expected at most {self.config.max_texts}",
             )
 
-    def _refuse_long(self, longer: list[bool]) -> None:
-        if self.config.long_texts == "refuse" and any(longer):
+    def _refuse_truncated(self, truncated: list[bool]) -> None:
+        if self.config.long_texts == "refuse" and any(truncated):
             raise ProblemError(
                 "too-long",
-                f"text {longer.index(True)} has more tokens than the model reads; shorten or split it",
+                f"text {truncated.index(True)} has more tokens than the model reads;"
+                " shorten or split it",
             )
 
     @contextlib.asynccontextmanager
     async def _admitted(self, timeout_ms: int | None) -> AsyncIterator[float]:
-        """A place among those that are worked on, for a limited time; yields the moment at which it ends.
+        """Counts a request as in progress and limits its time; yields its deadline (monotonic).
 
         Raises:
-            ProblemError: there is no place, or the time is over.
+            ProblemError: too many requests are in progress, or the time is over.
         """
         self.check_room()
-        wait_s = min(timeout_ms or self.config.deadline_ms, self.config.deadline_ms) / 1000
+        wait_ms = min(timeout_ms or self.config.deadline_ms, self.config.deadline_ms)
         self.working += 1
         try:
-            async with asyncio.timeout(wait_s):
-                yield time.monotonic() + wait_s
+            async with asyncio.timeout(wait_ms / 1000):
+                yield time.monotonic() + wait_ms / 1000
         except TimeoutError:
-            raise ProblemError(
-                "timeout", f"no answer within {1000 * wait_s:.0f} ms; ask for less, or later"
-            ) from None
+            message = f"no answer within {wait_ms} ms; ask for less, or later"
+            raise ProblemError("timeout", message) from None
         finally:
             self.working -= 1
 
-    async def _run(self, until: float, function: Callable[..., T], *arguments: Any) -> T:
-        """In the thread of searches; not at all if the request's time is over before its turn comes."""
+    async def _run(self, deadline: float, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function in the thread of searches, unless the deadline is over by then."""
 
         def work() -> T:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise TimeoutError
             return function(*arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _name(self, name: str | None) -> str:
-        return self.served.resolve(name)
+    def _reference(self, name: str | None, snapshot: Snapshot) -> SnapshotReference:
+        return SnapshotReference(self.served.resolve(name), snapshot.version, snapshot.number)
+
+    def _pinned(self, name: str | None, snapshot: Snapshot) -> dict[str, Any]:
+        """The fields of `schema.Pinned`."""
+        model = self.served.resolve(name)
+        return {"model": model, "version": snapshot.version, "label_log": snapshot.number}
 
 
-def find(asked: Sequence[Asked], max_tokens: int, subset: ShardSubset = ALL_SHARDS) -> list[Near]:
-    """What lies near the queries of some searches that are alike, in a part of the shards, of what their filter lets
-    pass. Texts that are not encoded yet are encoded here.
+def find_hits(
+    searches: Sequence[PendingSearch], max_tokens: int, subset: ShardSubset = ALL_SHARDS
+) -> list[SearchHits]:
+    """Searches for a batch of requests with equal keys; texts without vectors are encoded here.
+
+    Args:
+        searches: the batch.
+        max_tokens: tokens that are read of a text.
+        subset: the shards to search.
+    Returns:
+        The hits of each request.
     """
-    snapshot, request, k = asked[0].snapshot, asked[0].request, asked[0].k
-    known = [one.query_BD for one in asked if one.query_BD is not None]
-    if known:
-        query_BD, longer = np.concatenate(known), [False] * sum(map(len, known))
+    # All but the texts is equal in all of them.
+    snapshot = searches[0].snapshot
+    request = searches[0].request
+    vectors = [search.query_BD for search in searches if search.query_BD is not None]
+    if vectors:
+        query_BD = np.concatenate(vectors)
+        encoded = EncodedTexts(query_BD, [False] * len(query_BD))
     else:
-        query_BD, longer = snapshot.encode(
-            [text for one in asked for text in one.request.texts], max_tokens
-        )
-    found = snapshot.view(request.filter).find_neighbours(
-        query_BD, k, memory=snapshot.voting(request.memory), subset=subset
+        texts = [text for search in searches for text in search.request.texts]
+        encoded = snapshot.encode(texts, max_tokens)
+    neighbours = snapshot.view(request.filter).find_neighbours(
+        encoded.query_BD,
+        searches[0].k,
+        memory=snapshot.memory_config(request.memory),
+        subset=subset,
     )
-    ends = itertools.accumulate((len(one.request.texts) for one in asked), initial=0)
-    return [
-        Near(found.slice(first, last), longer[first:last])
-        for first, last in itertools.pairwise(ends)
-    ]
+    results = []
+    start = 0
+    for search in searches:
+        # Each request gets back the rows of its own texts, in the order of the concatenation.
+        stop = start + len(search.request.texts)
+        results.append(SearchHits(neighbours.slice(start, stop), encoded.truncated[start:stop]))
+        start = stop
+    return results
 
 
-def pinned(model: str, snapshot: Snapshot) -> dict[str, Any]:
-    """The fields of `schema.Pinned`."""
-    return {"model": model, "version": snapshot.version, "label_log": snapshot.number}
+def _answers(
+    labels: Sequence[FoundLabel], snapshot: Snapshot, fields: set[schema.FieldName]
+) -> list[schema.Answer]:
+    """One text's labels with the fields that the request names."""
+    has_memory = snapshot.retriever.memory is not None
+    all_attributes: list[schema.Attributes] = []
+    if "attributes" in fields:
+        all_attributes = snapshot.attributes.of([label.label_id for label in labels])
+    answers = []
+    for place, label in enumerate(labels):
+        values: dict[str, Any] = {
+            name: getattr(label, name) for name in fields if name != "attributes"
+        }
+        if all_attributes:
+            values["attributes"] = all_attributes[place]
+        if has_memory:
+            values["completed"] = label.score < 0
+        if label.voters is not None:
+            values["voters"] = [
+                {"uid": voter.uid, "text": voter.text, "weight": voter.weight}
+                for voter in label.voters
+            ]
+        answers.append(schema.Answer.model_validate(values))
+    return answers

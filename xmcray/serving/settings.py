@@ -1,4 +1,6 @@
-"""Settings of a served application: from the command line, from `args` of a Serve config file, or from a test."""
+"""Settings of a served application: from the command line, from `args` of a Serve config file, or
+from a test.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +16,41 @@ from xmcray.serving.schema import MAX_BODY, MAX_K, MAX_TEXTS
 
 MODES = ("auto", "single", "composed")
 LONG_TEXTS = ("truncate", "refuse")
-MAX_PARTS = 8
-COMPOSED_LABELS = 2_000_000  # from here on `auto` gives each part its own deployment
+MAX_SEARCHERS = 8
+COMPOSED_LABELS = 2_000_000  # from here on, `auto` chooses the composed mode
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How bundles are served.
+    """Settings of a served application.
 
     Attributes:
         bundles: folder or URL by model name; the first one answers requests that name none.
-        mode: "single" answers in one process, "composed" gives encoder, index shards and fusion their own deployments,
-            "auto" chooses by the number of labels.
-        parts: searchers of the composed mode, each with its share of the index shards; 0 is one per shard, at most 8.
-        replicas, max_replicas: of the ingress; with more than `replicas` Serve scales between the two.
-        state_dir: local folder of the label log, of what was swapped in, and of tokens that nobody gave.
-        token_file, admin_token_file: see security.py; files in `state_dir` that are made if needed, if not given.
-        upload: folder or URL that gets copies of the label log; nobody gets any if not given.
-        threads: of one process.
-        encoder: how transformers compute, "float32", "bfloat16" or "int8" (see `Retriever.load`).
-        in_flight: requests that one ingress replica works on or keeps waiting; more are refused with 503.
-        deadline_ms: for requests that name no time of their own.
-        max_texts, max_k, max_body, max_tokens: of a request, and of a text.
-        long_texts: "truncate" answers by the first tokens and says so, "refuse" answers with 422.
-        recall_floor: of a swap that names none.
-        keep_s: how long a version that was replaced stays for requests that began with it.
-        swap_s: longest time in which all replicas must have loaded a new version.
+        mode: "single" answers in one process; "composed" gives the encoder and the index shards
+            deployments of their own; "auto" chooses by the number of labels.
+        parts: number of searchers in the composed mode, each with its share of the index shards; 0
+            for one per shard, at most 8.
+        replicas: replicas of the ingress.
+        max_replicas: if larger than `replicas`, Serve scales between the two.
+        state_dir: local folder of the label log, of what was swapped in, and of tokens that were
+            not given.
+        token_file: tokens of readers (security.py); made in `state_dir` if not given.
+        admin_token_file: tokens of administrators; made in `state_dir` if not given.
+        upload: folder or URL for copies of the label log; no copies if not given.
+        threads: threads of one process.
+        encoder: how transformers compute: "float32", "bfloat16" or "int8" (see `Retriever.load`).
+        in_flight: requests in progress or waiting in one ingress replica; more are refused with
+            503.
+        deadline_ms: time limit of requests that name none, milliseconds.
+        max_texts: texts of a request.
+        max_k: labels per text.
+        max_body: bytes of a request.
+        max_tokens: tokens of a text that are read.
+        long_texts: "truncate" answers by the first tokens and says so; "refuse" answers with 422.
+        recall_floor: least recall of a swap that names none.
+        keep_s: seconds for which a replaced version stays for requests that began with it.
+        swap_s: seconds within which all replicas must have loaded a new version.
+        options: options of Ray Serve by name of the deployment.
     """
 
     bundles: Mapping[str, str]
@@ -73,10 +84,10 @@ class ServeConfig:
         check_choice("encoder", self.encoder, PRECISIONS)
         for name in ("keep_s", "swap_s"):
             check_range(name, getattr(self, name), low=0)
-        if self.max_replicas:
-            check_range("max_replicas", self.max_replicas, low=self.replicas)
         for name in ("replicas", "threads", "in_flight", "deadline_ms", "max_tokens"):
             check_range(name, getattr(self, name), low=1)
+        if self.max_replicas:
+            check_range("max_replicas", self.max_replicas, low=self.replicas)
         check_range("parts", self.parts, 0, 256)
         check_range("max_texts", self.max_texts, 1, MAX_TEXTS)
         check_range("max_k", self.max_k, 1, MAX_K)
@@ -85,18 +96,20 @@ class ServeConfig:
 
 
 def authority(host: str, port: int) -> str:
-    """Host and port as in a URL."""
+    """Host and port, as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def composed_parts(config: ServeConfig) -> int:
-    """Searchers of the composed mode; 0 in the single mode."""
+def num_searchers(config: ServeConfig) -> int:
+    """Number of searchers in the composed mode; 0 in the single mode."""
     if config.mode == "single":
         return 0
-    settings = [
-        read_settings(storage.open_artifact(b, KIND, contents=False)[0])
-        for b in config.bundles.values()
-    ]
-    if config.mode == "auto" and max(s.num_labels for s in settings) < COMPOSED_LABELS:
+    num_labels = 0
+    num_shards = 0
+    for bundle in config.bundles.values():
+        settings = read_settings(storage.open_artifact(bundle, KIND, contents=False)[0])
+        num_labels = max(num_labels, settings.num_labels)
+        num_shards = max(num_shards, len(settings.shards))
+    if config.mode == "auto" and num_labels < COMPOSED_LABELS:
         return 0
-    return config.parts or min(MAX_PARTS, max(len(s.shards) for s in settings))
+    return config.parts or min(MAX_SEARCHERS, num_shards)

@@ -1,7 +1,8 @@
-"""A bundle and the label operations applied to it so far: what one request is answered from, from start to end.
+"""A bundle and the label operations applied to it so far.
 
-A snapshot never changes. The next operations make another one, which shares everything that is the same; a request
-that holds the older one goes on with it. Which id a label that joins gets depends on the operations alone, so the
+A request is answered from one snapshot, from start to end. A snapshot never changes. The next
+operations make another one, which shares everything that is the same; a request that holds the
+older one goes on with it. The id of a new label depends on the operations alone, so that the
 snapshots of all processes agree.
 """
 
@@ -9,17 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from xmcray import storage
 from xmcray.errors import ConfigError
 from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.bundle import KIND, read_attributes
+from xmcray.retrieval.label_index import BoolArray
 from xmcray.retrieval.labels import NewLabel, with_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
@@ -28,35 +29,52 @@ from xmcray.serving import schema
 from xmcray.serving.operations import number_in
 from xmcray.types import Float32Array
 
-VIEWS = 16  # filters whose views are kept
-PROBES, PROBE_K = 32, 10
+MAX_VIEWS = 16  # filters whose views are kept
+NUM_PROBES = 32
+PROBE_K = 10
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedTexts:
+    """Vectors of some texts.
+
+    Attributes:
+        query_BD: query vectors, float32 [B, D].
+        truncated: for each text, whether it was too long to be read to its end.
+    """
+
+    query_BD: Float32Array
+    truncated: list[bool]
+
+    def slice(self, start: int, stop: int) -> EncodedTexts:
+        """The texts start ... stop - 1."""
+        return EncodedTexts(self.query_BD[start:stop], self.truncated[start:stop])
+
+
+@dataclass(eq=False)
 class Snapshot:
     """One state of one model.
 
     Attributes:
-        number: the last operation that is in it; `exported`: the last one that is in the bundle's files already.
-        retriever, attributes: what is searched, and by what labels can be filtered.
+        retriever: searches the labels.
+        attributes: values by which labels are filtered.
+        label_side: computes vectors of new labels.
         folder: the bundle's local folder.
+        number: number of the last operation that is applied.
+        exported: number of the last operation that is in the bundle's files.
+        changed_ids: ids of the labels that were changed since the export, by uid; None if deleted.
+        exported_ids: ids of the exported labels by uid; read when needed.
     """
 
-    def __init__(
-        self,
-        retriever: Retriever,
-        attributes: LabelAttributes,
-        side: LabelSide,
-        folder: Path,
-        number: int,
-        exported: int,
-        ids: Mapping[str, int] | None = None,
-        changed: Mapping[str, int | None] | None = None,
-    ) -> None:
-        self.retriever, self.attributes, self.folder = retriever, attributes, folder
-        self.number, self.exported = number, exported
-        self._side, self._changed = side, dict(changed or {})
-        self._ids = ids
-        self._views: dict[str, Retriever] = {}
+    retriever: Retriever
+    attributes: LabelAttributes
+    label_side: LabelSide
+    folder: Path
+    number: int
+    exported: int
+    changed_ids: Mapping[str, int | None] = field(default_factory=dict)
+    exported_ids: Mapping[str, int] | None = None
+    _views: dict[str, Retriever] = field(default_factory=dict, init=False)
 
     @classmethod
     def load(
@@ -67,10 +85,13 @@ class Snapshot:
         subset: ShardSubset = ALL_SHARDS,
         encoder: str = "float32",
     ) -> Snapshot:
-        """A bundle as it was written; every file is compared with its hash.
+        """Loads a bundle as it was written; every file is compared with its hash.
 
         Args:
-            model: whose operations the bundle may already hold. subset: of the shards; others cannot be searched.
+            bundle: folder or URL.
+            model: name of the model whose operations the bundle may hold.
+            threads: see `Retriever.load`.
+            subset: shards that can be searched.
             encoder: see `Retriever.load`.
         Raises:
             StorageError, BundleError: missing, altered, malformed, or not a bundle.
@@ -79,111 +100,101 @@ class Snapshot:
         folder, manifest = storage.open_artifact(bundle, KIND, contents=False)
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)
-        return cls(
-            retriever, attributes, load_label_side(folder / "label_side"), folder, number, number
-        )
+        label_side = load_label_side(folder / "label_side")
+        return cls(retriever, attributes, label_side, folder, number, number)
 
     @property
     def version(self) -> str:
-        """SHA-256 that names the bundle's content."""
+        """SHA-256 of the bundle's content."""
         return self.retriever.sha256
 
     def after(self, operations: Sequence[schema.Operation]) -> Snapshot:
-        """The snapshot that further operations lead to. An operation that says nothing new changes nothing."""
+        """The snapshot with further operations applied."""
         if not operations:
             return self
-        retriever, changed = self.retriever, dict(self._changed)
-        first = retriever.settings.num_labels
-        joining, leaving = list[NewLabel](), list[int]()
-        told: dict[int, schema.Attributes] = {}
+        changes = _LabelChanges(self)
         for operation in operations:
-            uid = operation.uid
-            label = changed[uid] if uid in changed else self._exported_ids.get(uid)
-            before = None if label is None else self._text(label, joining)
-            if operation.op != "delete" and label is not None and operation.text in (None, before):
-                if operation.attributes is not None:
-                    told[label] = operation.attributes
-                continue
-            if label is not None:
-                leaving.append(label)
-            changed[uid] = None
-            if operation.op != "delete" and self.has_tokens(operation.text or ""):
-                changed[uid] = first + len(joining)
-                told[first + len(joining)] = self._attributes(operation, label, told)
-                joining.append(NewLabel(uid, operation.text or ""))
-        if joining:
-            retriever = with_labels(retriever, self._side, joining)
-        if leaving:
-            retriever = retriever.without(np.array(leaving, np.int64))
-        attributes = self.attributes.with_rows(retriever.settings.num_labels, told)
-        number = self.number + len(operations)
-        known = self._exported_ids
-        return Snapshot(
-            retriever, attributes, self._side, self.folder, number, self.exported, known, changed
+            changes.add(operation)
+        retriever = self.retriever
+        if changes.joining:
+            retriever = with_labels(retriever, self.label_side, changes.joining)
+        if changes.leaving:
+            retriever = retriever.without(np.array(changes.leaving, np.int64))
+        num_labels = retriever.settings.num_labels
+        # The new retriever has other labels than the export: `add` has read `exported_ids` before.
+        return replace(
+            self,
+            retriever=retriever,
+            attributes=self.attributes.with_rows(num_labels, changes.attributes),
+            number=self.number + len(operations),
+            changed_ids=changes.ids,
         )
 
     def label_id(self, uid: str) -> int | None:
-        """Source id of a label that can be answered."""
-        return self._changed[uid] if uid in self._changed else self._exported_ids.get(uid)
+        """Id of a label that can be answered; None if there is none of that uid."""
+        if uid in self.changed_ids:
+            return self.changed_ids[uid]
+        if self.exported_ids is None:
+            self.exported_ids = self.retriever.labels.ids_by_uid()
+        return self.exported_ids.get(uid)
 
-    def text(self, label: int) -> str:
-        """Text of a label by source id."""
-        return self.retriever.labels.texts(np.array([label]))[0]
+    def text(self, label_id: int) -> str:
+        """Text of a label."""
+        return self.retriever.labels.texts(np.array([label_id]))[0]
 
     def has_tokens(self, text: str) -> bool:
-        """Whether a label's text has any token: without one it has no vector."""
+        """Whether a label's text has any token, without which it has no vector."""
         tokenizer = self.retriever.tokenizer
         return bool(tokenizer.encode([text], tokenizer.label_max_len).lengths[0])
 
-    def encode(self, texts: Sequence[str], max_tokens: int) -> tuple[Float32Array, list[bool]]:
-        """Query vectors float32 [B, D], and which of the texts were too long to be read to their end."""
+    def encode(self, texts: Sequence[str], max_tokens: int) -> EncodedTexts:
+        """Vectors of texts, of which at most `max_tokens` tokens are read."""
         tokenizer = self.retriever.tokenizer
         limit = min(max_tokens, tokenizer.max_len)
         tokens = tokenizer.encode(texts, limit)
-        full = np.flatnonzero(tokens.lengths >= limit)
-        longer = np.zeros(len(texts), bool)
-        if len(full):
-            longer[full] = (
-                tokenizer.encode([texts[i] for i in full.tolist()], limit + 1).lengths > limit
-            )
-        return self.retriever.encode(tokens), longer.tolist()
+        truncated = tokens.lengths >= limit
+        # A text of exactly `limit` tokens is not truncated. One token more shows which those are.
+        full_texts = [texts[i] for i in np.flatnonzero(truncated).tolist()]
+        if full_texts:
+            truncated[truncated] = tokenizer.encode(full_texts, limit + 1).lengths > limit
+        return EncodedTexts(self.retriever.encode(tokens), truncated.tolist())
 
-    def view(self, wanted: schema.Filter | None) -> Retriever:
-        """The retriever that answers only what a filter lets pass; views of the last filters are kept.
+    def view(self, label_filter: schema.Filter | None) -> Retriever:
+        """A retriever that answers only labels that pass the filter; the last views are kept.
 
         Raises:
             ConfigError: no label has an attribute of that name.
         """
-        if wanted is None or wanted == schema.Filter():
+        if label_filter is None or label_filter == schema.Filter():
             return self.retriever
-        key = wanted.model_dump_json()
+        key = label_filter.model_dump_json()
         if key not in self._views:
-            while len(self._views) >= VIEWS:
-                self._views.pop(next(iter(self._views)), None)
-            self._views[key] = self.retriever.restricted(self._mask(wanted))
+            while len(self._views) >= MAX_VIEWS:
+                oldest = next(iter(self._views))
+                self._views.pop(oldest, None)
+            self._views[key] = self.retriever.restricted(self._mask(label_filter))
         return self._views[key]
 
-    def voting(self, asked: schema.MemorySettings | None) -> MemoryConfig | None:
-        """How training queries vote in a request that changes some settings.
+    def memory_config(self, changes: schema.MemorySettings | None) -> MemoryConfig | None:
+        """Settings of the memory for a request that changes some; None for those of the bundle.
 
         Raises:
             ConfigError: the bundle has no memory.
         """
-        if asked is None:
+        if changes is None:
             return None
         memory = self.retriever.memory
         if memory is None:
             raise ConfigError("this bundle has no memory of training queries; leave `memory` out")
-        known, given = memory.config, asked.model_dump(exclude_none=True)
-        return MemoryConfig(
-            **{name: given.get(name, getattr(known, name)) for name in MemoryConfig.__annotations__}
-        )
+        return replace(memory.config, **changes.model_dump(exclude_none=True))
 
     @functools.cached_property
     def probes(self) -> list[str]:
-        """Texts of some labels of the bundle, to ask for after loading."""
-        number = self.retriever.settings.first_added or self.retriever.settings.num_labels
-        sample = np.random.default_rng(0).choice(number, min(PROBES, number), replace=False)
+        """Texts of some labels of the bundle, as queries for a trial after loading."""
+        settings = self.retriever.settings
+        num_labels = settings.first_added or settings.num_labels
+        num_probes = min(NUM_PROBES, num_labels)
+        sample = np.random.default_rng(0).choice(num_labels, num_probes, replace=False)
         return [text for text in self.retriever.labels.texts(sample) if text.strip()] or [""]
 
     def probe(self, texts: Sequence[str]) -> list[set[str]]:
@@ -191,34 +202,70 @@ class Snapshot:
         k = min(PROBE_K, self.retriever.num_labels)
         return [{answer.uid for answer in answers} for answers in self.retriever.search(texts, k)]
 
-    @property
-    def _exported_ids(self) -> Mapping[str, int]:
-        if self._ids is None:
-            self._ids = self.retriever.labels.ids_by_uid()
-        return self._ids
-
-    def _text(self, label: int, joining: Sequence[NewLabel]) -> str:
-        number = label - self.retriever.settings.num_labels
-        return joining[number].text if number >= 0 else self.text(label)
-
-    def _attributes(
-        self, operation: schema.Operation, label: int | None, told: Mapping[int, schema.Attributes]
-    ) -> schema.Attributes:
-        """Those of a label whose text is new: given, or what it had."""
-        if operation.attributes is not None or label is None:
-            return operation.attributes or {}
-        return told[label] if label in told else self.attributes.of([label])[0]
-
-    def _mask(self, wanted: schema.Filter) -> npt.NDArray[np.bool_]:
-        number = self.retriever.settings.num_labels
-        conditions: dict[str, Any] = wanted.attributes
-        mask = self.attributes.mask(conditions) if conditions else np.ones(number, bool)
-        if wanted.allow is not None:
-            allowed = np.zeros(number, bool)
-            allowed[self._known(wanted.allow)] = True
+    def _mask(self, label_filter: schema.Filter) -> BoolArray:
+        """For each label id, whether the label passes."""
+        num_labels = self.retriever.settings.num_labels
+        mask = np.ones(num_labels, bool)
+        if label_filter.attributes:
+            mask = self.attributes.mask(label_filter.attributes)
+        if label_filter.allow is not None:
+            allowed = np.zeros(num_labels, bool)
+            allowed[self._existing(label_filter.allow)] = True
             mask &= allowed
-        mask[self._known(wanted.deny)] = False
+        mask[self._existing(label_filter.deny)] = False
         return mask
 
-    def _known(self, uids: Sequence[str]) -> list[int]:
-        return [label for uid in uids if (label := self.label_id(uid)) is not None]
+    def _existing(self, uids: Sequence[str]) -> list[int]:
+        label_ids = [self.label_id(uid) for uid in uids]
+        return [label_id for label_id in label_ids if label_id is not None]
+
+
+class _LabelChanges:
+    """What a sequence of operations changes in a snapshot.
+
+    Attributes:
+        ids: as `Snapshot.changed_ids`.
+        joining: labels with the next ids.
+        leaving: ids of labels that are no longer answered.
+        attributes: new attributes by label id.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.ids = dict(snapshot.changed_ids)
+        self.joining: list[NewLabel] = []
+        self.leaving: list[int] = []
+        self.attributes: dict[int, schema.Attributes] = {}
+        self._snapshot = snapshot
+        self._first_new_id = snapshot.retriever.settings.num_labels
+
+    def add(self, operation: schema.Operation) -> None:
+        """Adds one operation. A label whose text changes leaves, and joins with a new id."""
+        uid = operation.uid
+        text = operation.text or ""
+        old_id = self.ids[uid] if uid in self.ids else self._snapshot.label_id(uid)
+        deletes = operation.op == "delete"
+        if old_id is not None:
+            if not deletes and operation.text in (None, self._text(old_id)):
+                if operation.attributes is not None:
+                    self.attributes[old_id] = operation.attributes
+                return
+            self.leaving.append(old_id)
+        self.ids[uid] = None
+        if deletes or not self._snapshot.has_tokens(text):
+            return
+        new_id = self._first_new_id + len(self.joining)
+        self.ids[uid] = new_id
+        self.attributes[new_id] = operation.attributes or {}
+        if operation.attributes is None and old_id is not None:
+            self.attributes[new_id] = self._attributes(old_id)
+        self.joining.append(NewLabel(uid, text))
+
+    def _text(self, label_id: int) -> str:
+        if label_id >= self._first_new_id:
+            return self.joining[label_id - self._first_new_id].text
+        return self._snapshot.text(label_id)
+
+    def _attributes(self, label_id: int) -> schema.Attributes:
+        if label_id in self.attributes:
+            return self.attributes[label_id]
+        return self._snapshot.attributes.of([label_id])[0]

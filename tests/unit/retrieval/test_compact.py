@@ -152,7 +152,8 @@ def test_what_cannot_be_is_refused_in_one_line(
 
 
 def test_a_served_model_takes_the_precision_it_is_told(bundle: Path) -> None:
-    served = Snapshot.load(str(bundle), "default", 1, encoder="bfloat16").encode(TEXTS, 32)[0]
+    snapshot = Snapshot.load(str(bundle), "default", 1, encoder="bfloat16")
+    served = snapshot.encode(TEXTS, 32).query_BD
     np.testing.assert_array_equal(served, Retriever.load(bundle, encoder="bfloat16").encode(TEXTS))
     assert np.abs(served - Retriever.load(bundle).encode(TEXTS)).max() > 0
 

@@ -19,7 +19,7 @@ from served import ADMIN, TOKEN, Served, served
 from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.serving.service import Asked, Pin, find
+from xmcray.serving.service import PendingSearch, SnapshotReference, find_hits
 
 KINDS = ("texts", "rowsIVF", "both", "prototypes", "memory")
 ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
@@ -82,21 +82,21 @@ def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
     """In the composed mode a static encoder's vectors are made by the searchers, a transformer's by the encoder."""
     sent = list[str]()
 
-    class Elsewhere:
-        """The other deployments, here."""
+    class Backend:
+        """The other deployments, in this process."""
 
         def __init__(self, one: Served) -> None:
             self.current = one.models.current
 
-        async def encode(self, pin: Pin, texts: list[str]) -> Any:
-            sent.append(pin.model)
-            return self.current(pin.model).encode(texts, 512)
+        async def encode(self, reference: SnapshotReference, texts: list[str]) -> Any:
+            sent.append(reference.model)
+            return self.current(reference.model).encode(texts, 512)
 
-        async def find(self, pin: Pin, *asked: Any) -> Any:
-            return find([Asked(self.current(pin.model), *asked)], 512)[0]
+        async def find(self, reference: SnapshotReference, *search: Any) -> Any:
+            return find_hits([PendingSearch(self.current(reference.model), *search)], 512)[0]
 
     async def test(one: Served) -> None:
-        one.service._parts = Elsewhere(one)
+        one.service._backend = Backend(one)
         for name, path in paths.items():
             wanted = Retriever.load(path, threads=1)
             found = (await one.search(ASKED, k=7, model=name))["results"]
@@ -259,7 +259,8 @@ def test_too_many_requests_and_too_little_time(
         async def stuck(*_: Any) -> Any:
             await asyncio.Event().wait()
 
-        right, one.service._searches.run = one.service._searches.run, stuck  # type: ignore[method-assign]
+        run = one.service._batcher.run
+        one.service._batcher.run = stuck  # type: ignore[method-assign]
         body = {"texts": ["a"], "timeout_ms": 500}
         waiting = [asyncio.create_task(one.ask("/v1/search", body)) for _ in range(2)]
         while one.service.working < 2:
@@ -267,7 +268,7 @@ def test_too_many_requests_and_too_little_time(
         refused = await one.ask("/v1/search", content=b"not even read")
         assert refused.status_code == 503
         assert (await one.ask("/v1/search", body, "wrong" * 4)).status_code == 401, (
-            "nobody else learns of the load"
+            "only readers learn of the load"
         )
         for answer in [await answer for answer in waiting]:
             assert (answer.status_code, answer.json()["type"]) == (503, "urn:xmcray:timeout")
@@ -276,7 +277,7 @@ def test_too_many_requests_and_too_little_time(
             "1",
             "urn:xmcray:overloaded",
         )
-        one.service._searches.run = right  # type: ignore[method-assign]
+        one.service._batcher.run = run  # type: ignore[method-assign]
         assert (await one.ask("/v1/search", body | {"timeout_ms": 9000})).status_code == 200
         assert one.service.working == 0
 
