@@ -129,6 +129,7 @@ class _BaseClient(abc.ABC):
         self, route: _Route[AnswerT], timeout_s: float | None = None, /, **values: object
     ) -> Call[AnswerT]:
         try:
+            # Only what was given: the server's own defaults hold for the rest.
             content = route.request(**values).model_dump_json(exclude_unset=True).encode()
         except ValidationError as error:
             raise ConfigError(f"{route.request.__name__}: {first_error(error)}") from None
@@ -137,6 +138,7 @@ class _BaseClient(abc.ABC):
     def _call(
         self, method: str, path: str, answer: type[AnswerT], content: bytes | None, timeout_s: float
     ) -> Call[AnswerT]:
+        # Before anything is sent: the server would answer 401.
         if path.startswith("/admin/") and self._tokens[1] is None:
             raise ConfigError(
                 f"{path} needs the administrator's token, none was given; pass admin_token=... or"
@@ -180,15 +182,38 @@ class Client(_BaseClient):
     def search(
         self, texts: Sequence[str], k: int = 10, **options: Unpack[SearchOptions]
     ) -> schema.SearchResponse:
-        """The k best labels of each text. All methods except `healthy` raise ClientError."""
+        """The k best labels of each text. All methods except `healthy` raise ClientError.
+
+        Args:
+            texts: what to search for; an empty text is legal.
+            k: labels per text.
+            options: see SearchRequest.
+        Returns:
+            One result per text, in the same order.
+        Raises:
+            ClientError: the server refused, or did not answer in time.
+            ConfigError: an argument is out of range.
+        """
         return self._run(self._post(SEARCH, texts=texts, k=k, **options))
 
     def encode(self, texts: Sequence[str], model: str | None = None) -> schema.EncodeResponse:
-        """The vectors by which labels are searched."""
+        """The vectors by which labels are searched.
+
+        Args:
+            texts: what to encode.
+            model: name of the model; the first one if None.
+        Returns:
+            Vectors float32 [texts, dim].
+        """
         return self._run(self._post(ENCODE, texts=texts, model=model))
 
     def label(self, uid: str, model: str | None = None) -> schema.LabelResponse:
-        """Text and attributes of a label."""
+        """Text and attributes of a label.
+
+        Args:
+            uid: uid of the label.
+            model: name of the model; the first one if None.
+        """
         return self._run(self._get(schema.LabelResponse, _label_path(uid, model)))
 
     def models(self) -> list[schema.Model]:
@@ -205,19 +230,38 @@ class Client(_BaseClient):
     def swap(
         self, bundle: str, timeout_s: float = LONG_S, **options: Unpack[SwapOptions]
     ) -> schema.SwapResponse:
-        """Lets the server answer from another bundle."""
+        """Lets the server answer from another bundle.
+
+        Args:
+            bundle: folder or URL, as the server reaches it.
+            timeout_s: seconds for the whole call.
+            options: see SwapRequest.
+        """
         return self._run(self._post(SWAP, timeout_s, bundle=bundle, **options))
 
     def change_labels(
         self, operations: Sequence[schema.Operation], model: str | None = None
     ) -> schema.OperationsResponse:
-        """Adds, updates and deletes labels, all of these operations or none."""
+        """Adds, updates and deletes labels, all of these operations or none.
+
+        Args:
+            operations: the changes, in order.
+            model: name of the model; the first one if None.
+        Returns:
+            The number of the last operation, which is durable now.
+        """
         return self._run(self._post(LABELS, operations=operations, model=model))
 
     def compact(
         self, out: str, timeout_s: float = LONG_S, model: str | None = None
     ) -> schema.CompactResponse:
-        """Writes the labels as they are now into a new bundle at `out`."""
+        """Writes the labels as they are now into a new bundle at `out`.
+
+        Args:
+            out: folder or URL, as the server reaches it.
+            timeout_s: seconds for the whole call.
+            model: name of the model; the first one if None.
+        """
         return self._run(self._post(COMPACT, timeout_s, out=out, model=model))
 
     def _run(self, call: Call[AnswerT]) -> AnswerT:
@@ -299,6 +343,7 @@ class AsyncClient(_BaseClient):
     async def _run(self, call: Call[AnswerT]) -> AnswerT:
         while True:
             try:
+                # The limit of all attempts; httpx limits single waits.
                 async with asyncio.timeout(call.left_s()):
                     response = await self._http.request(**call.send())
                 outcome = call.answered(response, response.content)
@@ -344,6 +389,7 @@ def _is_loopback(host: str) -> bool:
 def _find_token(name: str, token: str | None, path: str | Path | None) -> Token | None:
     if token is not None and path is not None:
         raise ConfigError(f"{name} and {name}_file were both given, expected one of them")
+    # The file is read now, so that a wrong path fails at once.
     if path is not None:
         return Token.of_file(Path(path), f"{name}_file")
     return None if token is None else Token(token, name)

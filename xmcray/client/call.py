@@ -60,6 +60,10 @@ class Secret(str):
 class Token:
     """A token, given or read from the first line of a file.
 
+    Args:
+        token: the token.
+        name: name of the argument that gave it, for messages.
+        path: the file from which it was read.
     Raises:
         ConfigError: there is no such file, or its first line is no token.
     """
@@ -114,6 +118,7 @@ class Call(Generic[AnswerT]):
         self._started = time.monotonic()
         self._attempts = 0
         self._request_id = uuid.uuid4().hex
+        # One id for all attempts: the server's log shows them as one request.
         self._headers = httpx.Headers(
             {"Accept": "application/json", "X-Request-ID": self._request_id}
         )
@@ -145,6 +150,9 @@ class Call(Generic[AnswerT]):
     def answered(self, response: httpx.Response, content: bytes) -> AnswerT | float:
         """The answer, or the seconds to wait before the next attempt.
 
+        Args:
+            response: status and headers.
+            content: the body.
         Raises:
             ClientError: another attempt cannot help, or there is no time for one.
         """
@@ -162,6 +170,7 @@ class Call(Generic[AnswerT]):
         refusal = self._error(f"{status} {detail}", kind, status)
         if status == httpx.codes.UNAUTHORIZED and self._renew_token():
             return 0.0
+        # A write is tried again only if the server says that it did nothing.
         nothing_done = status == httpx.codes.SERVICE_UNAVAILABLE and kind in NOTHING_DONE
         if status in RETRIED and (nothing_done or not self._write):
             return self._wait_s(refusal, _retry_after_s(response.headers.get("Retry-After")))
@@ -188,9 +197,12 @@ class Call(Generic[AnswerT]):
     def failed(self, error: httpx.RequestError) -> float:
         """The seconds to wait after an attempt that got no answer.
 
+        Args:
+            error: the error of httpx.
         Raises:
             ClientError: as `answered`.
         """
+        # No byte was sent: also a write may be tried again.
         unsent = isinstance(error, UNSENT)
         if isinstance(error, httpx.TimeoutException) and not unsent:
             raise self.expired() from None
@@ -247,6 +259,7 @@ def _first_word(path: Path, name: str) -> str:
 
 def _checked(token: str, name: str) -> Secret:
     """Refuses a token that does not fit into a header, because httpx would show it in its error."""
+    # Spaces and control characters could end the header.
     if not token or not all("!" <= letter <= "~" for letter in token):
         raise ConfigError(
             f"{name} is empty or has characters other than visible ASCII, expected a token; not shown"

@@ -77,11 +77,13 @@ def build(args: Mapping[str, Any], address: Address | None = None) -> Applicatio
             if None.
     """
     config = build_config(ServeConfig, dict(args))
+    # Replicas may run in another working folder.
     config = dataclasses.replace(config, state_dir=str(Path(config.state_dir).absolute()))
     coordinator = _deployment(
         config,
         CoordinatorDeployment,
         "Coordinator",
+        # Each replica has one call that waits for updates.
         max_ongoing_requests=1000,
         graceful_shutdown_timeout_s=1,
     ).bind(config)
@@ -217,6 +219,7 @@ class EncoderDeployment(_Following):
         """As `Snapshot.encode`."""
         wait_s = self._config.deadline_ms / 1000
         snapshot = await self._follower.any_of(reference.model, reference.version, wait_s)
+        # Any snapshot of a version will do, so that requests across operations are one batch.
         key = (reference.model, reference.version)
         return await self._batcher.run(key, len(texts), (snapshot, texts))
 
@@ -284,6 +287,7 @@ class _Backend:
             all_hits: list[SearchHits] = await asyncio.gather(*calls)
         if len(all_hits) == 1:
             return all_hits[0]
+        # The subsets are disjoint.
         neighbours = Neighbours.merged([hits.neighbours for hits in all_hits])
         return SearchHits(neighbours, all_hits[0].truncated)
 

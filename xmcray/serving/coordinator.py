@@ -121,6 +121,7 @@ class SnapshotCoordinator:
         # By replica: when it was last heard of, and its state of each model.
         self._replicas: dict[str, tuple[float, Mapping[str, ReplicaState]]] = {}
         self._changed = asyncio.Condition()
+        # Two threads: operations go on while a bundle is loaded.
         self._thread = ThreadPoolExecutor(2, "coordinator")
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -138,7 +139,13 @@ class SnapshotCoordinator:
     async def follow(
         self, replica: str, states: Mapping[str, ReplicaState], wait_s: float
     ) -> dict[str, SnapshotUpdate]:
-        """The updates that a replica lacks, as soon as there are any; none after `wait_s`."""
+        """The updates that a replica lacks, as soon as there are any; none after `wait_s`.
+
+        Args:
+            replica: name of the replica.
+            states: by model, what the replica has.
+            wait_s: longest wait, seconds.
+        """
         self._replicas[replica] = (time.monotonic(), states)
 
         def updates() -> dict[str, SnapshotUpdate]:
@@ -151,18 +158,29 @@ class SnapshotCoordinator:
 
         async with self._changed:
             self._changed.notify_all()  # a swap may wait for this replica
+            # The result of the condition: the first updates that are not empty.
             try:
                 return await asyncio.wait_for(self._changed.wait_for(updates), wait_s)
             except TimeoutError:
                 return {}
 
     async def operations(self, model: str, since: int) -> Sequence[Numbered]:
-        """Operations after a number, for a bundle that was just loaded."""
+        """Operations after a number, for a bundle that was just loaded.
+
+        Args:
+            model: name of the model.
+            since: number of an operation.
+        Returns:
+            Some of the operations after it; none if there are none.
+        """
         return self._models[model].log.since(since, MAX_OPERATIONS)
 
     async def operate(self, name: str, operations: Sequence[schema.Operation]) -> int:
         """Makes operations durable, all of them or none.
 
+        Args:
+            name: name of the model.
+            operations: the changes, in order.
         Returns:
             Number of the last one.
         Raises:
@@ -181,6 +199,7 @@ class SnapshotCoordinator:
             except StorageError as error:
                 message = f"the operations were not acknowledged: {error}"
                 raise ProblemError("refused", message) from None
+            # After the append: an operation is never answered before it is durable.
             model.snapshot = snapshot
         await self._notify()
         return number
@@ -188,6 +207,9 @@ class SnapshotCoordinator:
     async def swap(self, name: str, request: schema.SwapRequest) -> schema.SwapResponse:
         """Answers from another bundle, once every replica has it.
 
+        Args:
+            name: name of the model.
+            request: the new bundle, and what it must fulfil.
         Raises:
             ProblemError: the bundle is damaged or worse, a replica could not load it, or the state
                 disk is full; the old bundle is served as before.
@@ -208,6 +230,7 @@ class SnapshotCoordinator:
                 if model.head.loading:
                     # The swap failed: replicas drop what they loaded.
                     await self._decide(model, SnapshotHead(old.bundle, old.version))
+            # Requests go on with the old bundle until their replica has switched.
             version = model.head.version
             await self._wait_for_replicas(
                 lambda states: states[model.name].answering == version, ALIVE_S
@@ -232,6 +255,7 @@ class SnapshotCoordinator:
         snapshot = await self._run(_caught_up, snapshot, model.log)
         version = snapshot.version
         floor = self._config.recall_floor if request.recall_floor is None else request.recall_floor
+        # Before replicas load it: a wrong bundle costs them nothing.
         recall = await self._run(_compare, model.snapshot, snapshot, request.version, floor)
         loading = SnapshotHead(model.head.bundle, model.head.version, (bundle, version))
         await self._decide(model, loading)
@@ -247,6 +271,7 @@ class SnapshotCoordinator:
             # Operations may have come since the bundle was loaded.
             snapshot = await self._run(_caught_up, snapshot, model.log)
             head = SnapshotHead(bundle, version)
+            # First to the disk: after a crash the bundle that answered last is served.
             await self._run(self._remember, model.name, head)
             model.snapshot = snapshot
             await self._decide(model, head)
@@ -255,6 +280,9 @@ class SnapshotCoordinator:
     async def compact(self, name: str, out: str) -> schema.CompactResponse:
         """Writes the labels as they are now into a new bundle, which names its last operation.
 
+        Args:
+            name: name of the model.
+            out: folder or URL of the new bundle.
         Raises:
             ProblemError: it cannot be written there.
         """
@@ -309,6 +337,7 @@ class SnapshotCoordinator:
                 bundle = head["bundle"]
                 expected = head["version"]
         snapshot = self._load(name, bundle)
+        # Served all the same: the operator may have written the bundle anew on purpose.
         if expected not in (None, snapshot.version):
             log.warning("model %s: %s has changed since it was swapped in", name, bundle)
         upload_url = None
@@ -333,8 +362,10 @@ class SnapshotCoordinator:
             "changes": [*manifest.about.get("changes", []), change],
             "label_log": {"model": name, "number": snapshot.number},
         }
+        # Filled in the block: entries of files that are already verified are not hashed again.
         entries: dict[str, storage.FileEntry] = {}
         with storage.new_artifact(out, KIND, about, entries) as target:
+            # Only files that changed are written; the others are hard links to the old bundle's.
             written = write_changes(exported, snapshot.retriever, target)
             written |= snapshot.attributes.save(target)
             entries |= storage.link_files(snapshot.folder, manifest, target, written)
@@ -399,6 +430,7 @@ def folder_name(model: str) -> str:
     """Name of the folder of a model; no two models share one."""
     if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", model):
         return model
+    # Slashes and dots could lead out of the folder, and long names do not fit.
     return f"model-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
 
 

@@ -57,6 +57,7 @@ class _FollowedModel:
 
     def state(self) -> ReplicaState:
         """What the coordinator is told."""
+        # The coordinator sends what the version that is furthest behind lacks.
         number = min((snapshot.number for snapshot in self.newest.values()), default=-1)
         return ReplicaState(self.epoch, self.answering, tuple(self.newest), number)
 
@@ -65,11 +66,13 @@ class _FollowedModel:
         self.older[old.version, old.number] = (time.monotonic(), old)
         self.newest[new.version] = new
         while len(self.older) > MAX_OLD_SNAPSHOTS:
+            # Dictionaries keep the order of insertion: the first one is the oldest.
             self.older.pop(next(iter(self.older)))
 
     def forget(self, keep_s: float) -> None:
         """Drops versions and snapshots that have not been needed for so long."""
         limit = time.monotonic() - keep_s
+        # Copies of the items, because the dictionaries shrink meanwhile.
         for version, since in list(self.dropped.items()):
             if since < limit:
                 del self.dropped[version]
@@ -148,6 +151,9 @@ class Follower:
     async def referenced(self, reference: SnapshotReference, wait_s: float) -> Snapshot:
         """The snapshot that a request began with elsewhere; waits if this replica is behind.
 
+        Args:
+            reference: names the snapshot.
+            wait_s: longest wait, seconds.
         Raises:
             ProblemError: this replica does not get there in time, or has dropped it.
         """
@@ -158,6 +164,7 @@ class Follower:
         def is_reached() -> bool:
             return version in model.newest and model.newest[version].number >= number
 
+        # The request may have overtaken the update.
         await self._wait_until(is_reached, wait_s)
         newest = model.newest.get(version)
         if newest is not None and newest.number == number:
@@ -171,6 +178,10 @@ class Follower:
     async def any_of(self, name: str, version: str, wait_s: float) -> Snapshot:
         """Any snapshot of a version: all have the same encoder.
 
+        Args:
+            name: name of the model.
+            version: SHA-256 of the bundle.
+            wait_s: longest wait, seconds.
         Raises:
             ProblemError: it is not loaded in time.
         """
@@ -195,6 +206,7 @@ class Follower:
                 await self._carry_out(name, update)
         for model in self._models.values():
             model.forget(self._config.keep_s)
+        # Requests may wait for a version or an operation.
         if updates:
             async with self._changed:
                 self._changed.notify_all()
@@ -219,11 +231,14 @@ class Follower:
                 model.newest[version] = await self._load(name, bundle, version)
             except XmcrayError as error:
                 log.error("model %s: %s cannot be loaded (%s)", name, bundle, error)
+                # A version to swap to may be broken. Then the coordinator refuses the swap.
                 if version == head.version:
                     raise
+        # All that the decision names is loaded: requests that begin now use it.
         model.answering = head.version
         for version in model.newest.keys() - needed.keys():
             model.dropped.setdefault(version, time.monotonic())
+        # Last: the epoch tells the coordinator that the decision is carried out.
         model.epoch = head.epoch
 
     @contextlib.asynccontextmanager
@@ -256,6 +271,7 @@ class Follower:
         if snapshot.version != version:
             message = f"{bundle} has SHA-256 {snapshot.version}, expected {version}"
             raise ProblemError("refused", message)
+        # In chunks, until the log has no more.
         while numbered := await self._operations(name, snapshot.number):
             operations: list[Operation] = [operation for _, operation in numbered]
             snapshot = await self._run(snapshot.after, operations)

@@ -64,7 +64,15 @@ class Admin(Protocol):
 
 
 class Gateway(Protocol):
-    """What the routes need of the replica that they run in."""
+    """What the routes need of the replica that they run in.
+
+    Attributes:
+        service: answers requests.
+        tokens: tokens of readers.
+        admin_tokens: tokens of administrators.
+        metrics: counts requests.
+        admin: changes what is served.
+    """
 
     service: Service
     tokens: Tokens
@@ -89,6 +97,7 @@ def create_app(gateway: Gateway, *, sends_request_id: bool = True) -> FastAPI:
         description="Search among the labels of a bundle.",
         docs_url=None,
         redoc_url=None,
+        # The pages and the description have routes of their own, which need a token.
         openapi_url=None,
         middleware=[Middleware(_Guard, gateway=gateway, sends_request_id=sends_request_id)],
         exception_handlers=dict.fromkeys(
@@ -187,7 +196,13 @@ def _add_pages(app: FastAPI) -> None:
 
 
 class _Guard:
-    """ASGI middleware: checks the token and the body's size, and counts requests and their time."""
+    """ASGI middleware: checks the token and the body's size, and counts requests and their time.
+
+    Args:
+        app: the application behind it.
+        gateway: tokens, limits and metrics.
+        sends_request_id: see `create_app`.
+    """
 
     def __init__(
         self,
@@ -200,10 +215,12 @@ class _Guard:
         self._sends_request_id = sends_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Such as the start of the application (ASGI's lifespan).
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         begin = time.perf_counter()
+        # If the application raises before it answers.
         status = 500
         path = _path(scope)
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -245,6 +262,7 @@ class _Guard:
         Raises:
             ProblemError: no valid token, too many requests, or the body is too large or late.
         """
+        # First: without a token no other limit can be probed.
         self._check_token(path, headers.get(b"authorization"))
         if path in LIMITED_PATHS:
             self._gateway.service.check_room()
@@ -259,6 +277,7 @@ class _Guard:
         tokens = self._gateway.tokens
         if path.startswith("/admin/"):
             if not self._gateway.admin_tokens.accept(authorization):
+                # A reader's token is told apart from a wrong one.
                 kind = "forbidden" if tokens.accept(authorization) else "unauthorized"
                 raise ProblemError(kind, "expected `Bearer` with the admin token")
         elif path not in PUBLIC_PATHS and not tokens.accept(authorization, basic=True):
@@ -268,6 +287,7 @@ class _Guard:
         """Reads the whole body, which the application then receives at once."""
         limit = self._gateway.service.config.max_body
         length = headers.get(b"content-length", "")
+        # Refused before it is read, if the header gives its length.
         if length.isdigit() and int(length) > limit:
             raise ProblemError(
                 "too-large", f"the body has {int(length):,} bytes, expected at most {limit:,}"
@@ -287,6 +307,7 @@ class _Guard:
         request: Message = {"type": "http.request", "body": bytes(body), "more_body": False}
         messages = [request]
 
+        # After the body: the application learns when the client leaves.
         async def receive_again() -> Message:
             return messages.pop() if messages else await receive()
 
@@ -317,6 +338,7 @@ def _answer(body: BaseModel) -> Response:
 def _page(name: str) -> Response:
     if name not in PAGES:
         raise ProblemError("not-found", "there is no such page")
+    # From the package, also if it is in an archive.
     text = (resources.files("xmcray.serving") / "page" / name).read_text(encoding="utf-8")
     return Response(text, media_type=PAGES[name], headers=SECURITY)
 

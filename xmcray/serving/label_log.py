@@ -90,6 +90,7 @@ class LabelLog:
             self._state.mkdir(parents=True, exist_ok=True)
             for folder in new_folders:
                 storage.fsync(folder.parent)
+            # The system ends this lock when the process dies.
             stack.enter_context(storage.exclusive(self._state))
             copy = SegmentStore(upload_url) if upload_url else None
             self._create_if_missing(start_after, copy)
@@ -101,7 +102,7 @@ class LabelLog:
                     f" {model!r}: an old copy, or the log of another one; restore the newest"
                 )
             if copy:
-                uploader = Uploader(self, copy, upload_every_s, segment_bytes)
+                uploader = Uploader(self._database, copy, upload_every_s, segment_bytes)
                 self._database.check_writable()  # the uploader may have found another log's copy
                 uploader.start()
                 self._uploader = uploader
@@ -178,6 +179,7 @@ class LabelLog:
                 f"operations {number + 1} to {self._database.oldest} of model {self.model!r} are not in"
                 f" {self._database.path}, which began later; use a bundle that holds them"
             )
+        # Read once: other threads append meanwhile.
         up_to = last if limit is None else number + max(limit, 1)
         operations = []
         for line in self._database.lines_after(number, up_to=up_to):
@@ -194,6 +196,7 @@ class LabelLog:
             The new `begin`.
         """
         with self._writing:
+            # The copy must hold all operations that are not in the bundle.
             limit = min(up_to, self._uploader.uploaded if self._uploader else self.last)
             self._database.archive(limit)
         if self._uploader:
@@ -216,21 +219,15 @@ class LabelLog:
         """How far the copy is behind; zero for a log without a copy."""
         return Lag() if self._uploader is None else self._uploader.lag()
 
-    def lines_after(self, number: int, max_bytes: int) -> list[Line]:
-        """The next commits after `number`: at least one if there is one, and about `max_bytes`."""
-        return self._database.lines_after(number, max_bytes=max_bytes)
-
-    def refuse(self, reason: str) -> None:
-        """Refuses all later appends."""
-        self._database.refuse(reason)
-
     def _commit(self, batches: Sequence[_Batch]) -> None:
         """Writes batches as one commit, and notes in each of them how it went."""
         operations = [operation for batch in batches for operation in batch.operations]
         first = self.last + 1
         try:
+            # One line for all batches: one write and one sync.
             line = encode_line(self.model, first, round(time.time(), 3), operations)
             self._database.append(line)
+        # Every waiting thread must learn of it, also of KeyboardInterrupt.
         except BaseException as error:
             for batch in batches:
                 batch.failure = " ".join(str(error).split()) or type(error).__name__
@@ -248,6 +245,7 @@ class LabelLog:
     def _create_if_missing(self, start_after: int, copy: SegmentStore | None) -> None:
         """Makes the database from the copy; or an empty one if there is none."""
         path = self._state / DATABASE
+        # Left by a process that was killed here.
         for unfinished in self._state.glob(f".{DATABASE}.*"):
             unfinished.unlink()
         if path.exists():

@@ -60,6 +60,8 @@ def tokens_of(config: ServeConfig) -> tuple[Tokens, Tokens]:
 async def local_gateway(config: ServeConfig) -> AsyncIterator[LocalGateway]:
     """A gateway; its bundles are loaded.
 
+    Args:
+        config: settings.
     Raises:
         XmcrayError: a bundle, a log or a token file is missing or damaged.
     """
@@ -91,6 +93,7 @@ async def _serve(
             gc.collect()
             gc.freeze()
             ready(f"http://{authority(host, port)}")
+            # Whichever comes first: a signal, or the end of a server that failed.
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
@@ -102,6 +105,11 @@ async def listening(
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Answers HTTP and, if a port is given, gRPC in this process; yields the server's task.
 
+    Args:
+        gateway: answers the requests.
+        host: address to listen on.
+        port: port of HTTP.
+        grpc_port: port of gRPC; 0 for none.
     Raises:
         OSError: a port is taken.
     """
@@ -120,6 +128,7 @@ async def listening(
         running = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             while not server.started and not running.done():
+                # uvicorn has no event for this.
                 await asyncio.sleep(0.01)
             async with _grpc(gateway, host, grpc_port):
                 yield running

@@ -38,6 +38,8 @@ def create_database(path: Path, model: str, begin: int, lines: Iterable[Line]) -
     """Writes a new database, whole or not at all.
 
     Args:
+        path: the file.
+        model: name of the model.
         begin: number of the operation before the first line.
         lines: commits, in order.
     """
@@ -72,6 +74,9 @@ class LogDatabase:
         oldest: number of the operation before the first one that is held.
         begin: operations up to this number are archived.
         last: number of the last operation, `begin` if there is none.
+    Args:
+        path: the file.
+        model: name of the model that the log must have.
     """
 
     def __init__(self, path: Path, model: str) -> None:

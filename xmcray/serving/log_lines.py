@@ -45,10 +45,18 @@ class Line:
 
 
 def encode_line(model: str, first: int, at: float, operations: Sequence[Operation]) -> Line:
-    """The line of a commit of at least one operation."""
+    """The line of a commit of at least one operation.
+
+    Args:
+        model: name of the model.
+        first: number of the first operation.
+        at: Unix time of the commit, seconds.
+        operations: at least one.
+    """
     values = [operation.model_dump(exclude_none=True) for operation in operations]
     body = {"at": at, "first": first, "model": model, "operations": values}
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    # JSON escapes newlines in strings: a line has exactly one, at its end.
     data = f"{_digest(text)} {len(text)} ".encode() + text + b"\n"
     return Line(data, first, first + len(operations) - 1, at, values)
 
@@ -57,7 +65,9 @@ def parse_line(data: bytes, source: str, model: str) -> Line:
     """Reads one line.
 
     Args:
+        data: the line's bytes, with the newline.
         source: place of the line, for messages.
+        model: name of the model that the line must have.
     Raises:
         StorageError: the line is damaged or incomplete, or of another model.
     """
@@ -78,10 +88,15 @@ def parse_line(data: bytes, source: str, model: str) -> Line:
 def split_lines(data: bytes, source: str, model: str) -> Iterator[Line]:
     """All lines of a file.
 
+    Args:
+        data: the file's bytes.
+        source: name of the file, for messages.
+        model: name of the model that the lines must have.
     Raises:
         StorageError: as `parse_line`; names the byte at which the line begins.
     """
     offset = 0
+    # Splits at \n only, unlike bytes.splitlines.
     for line in io.BytesIO(data):
         yield parse_line(line, f"{source}, byte {offset}", model)
         offset += len(line)

@@ -74,16 +74,25 @@ class SegmentStore:
         return archived, [segment for segment in self._list() if segment.last > archived]
 
     def put(self, lines: Sequence[Line]) -> None:
-        """Writes lines that follow each other as one segment: whole or not at all."""
+        """Writes lines that follow each other as one segment: whole or not at all.
+
+        Args:
+            lines: at least one line.
+        """
         data = b"".join(line.data for line in lines)
         self._write(Segment.of(lines[0].first, lines[-1].last, data), data)
 
     def begin_after(self, number: int) -> None:
         """Records that the operations up to `number` are in no segment."""
+        # An empty segment, whose name says where the log begins.
         self._write(Segment.of(number + 1, number, b""), b"", ARCHIVE)
 
     def archive(self, number: int) -> None:
-        """Moves the segments of operations up to `number` into the archive."""
+        """Moves the segments of operations up to `number` into the archive.
+
+        Args:
+            number: number of an operation. Segments that end after it stay.
+        """
         for segment in self.segments()[1]:
             if segment.last <= number:
                 with storage.reaching(self.url):
@@ -114,6 +123,7 @@ class SegmentStore:
                         f"{where}: found operation {line.first}, expected {last + 1}:"
                         " a segment is missing; restore it"
                     )
+                # Lines that came before are compared, but not yielded again.
                 if line.first == last + 1:
                     digests[line.first] = digest
                     last = line.last
@@ -128,6 +138,7 @@ class SegmentStore:
         """All segments in a subfolder, in order."""
         folder = f"{self._root}/{within}".rstrip("/")
         with storage.reaching(self.url):
+            # Another process may have written segments since.
             self._files.invalidate_cache(folder)
             try:
                 paths = self._files.ls(folder, detail=False)

@@ -8,10 +8,9 @@ import random
 import threading
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 from xmcray.errors import StorageError
-from xmcray.serving.log_lines import Line
+from xmcray.serving.log_database import LogDatabase
 from xmcray.serving.log_segments import Segment, SegmentStore
 
 _LONGEST_WAIT_S = 60.0
@@ -33,33 +32,21 @@ class Lag:
     problem: str = ""
 
 
-class UploadSource(Protocol):
-    """What an uploader needs of a log."""
-
-    @property
-    def begin(self) -> int:
-        """Operations up to this number are archived."""
-
-    @property
-    def last(self) -> int:
-        """Number of the last operation."""
-
-    def lines_after(self, number: int, max_bytes: int) -> list[Line]:
-        """The next commits after `number`: at least one if there is one, and about `max_bytes`."""
-
-    def refuse(self, reason: str) -> None:
-        """Refuses all later appends."""
-
-
 class Uploader:
     """Uploads a log's commits as segments: full segments at once, and others after some seconds.
+
+    Args:
+        log: the log; other threads append to it.
+        copy: the segments at the URL.
+        every_s: seconds between uploads.
+        segment_bytes: size of a segment.
 
     Attributes:
         uploaded: number of the last operation that the copy is known to have.
     """
 
     def __init__(
-        self, log: UploadSource, copy: SegmentStore, every_s: float, segment_bytes: int
+        self, log: LogDatabase, copy: SegmentStore, every_s: float, segment_bytes: int
     ) -> None:
         """Compares log and copy, if the copy can be reached. `start` begins to upload."""
         self.uploaded = 0
@@ -74,6 +61,7 @@ class Uploader:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="label-log-upload", daemon=True)
+        # A server that is down must not stop the start.
         self._attempt(only_compare=True)
 
     def start(self) -> None:
@@ -92,9 +80,11 @@ class Uploader:
 
     def upload(self) -> int:
         """See `LabelLog.upload`."""
+        # `upload` may be called while the thread uploads.
         with self._lock:
+            # Once, and before the first write to the copy.
             self._compare()
-            while lines := self._log.lines_after(self.uploaded, self._segment_bytes):
+            while lines := self._log.lines_after(self.uploaded, max_bytes=self._segment_bytes):
                 self._copy.put(lines)
                 self.uploaded = lines[-1].last
             begin = self._log.begin
@@ -109,7 +99,7 @@ class Uploader:
         num_operations = self._log.last - uploaded
         if num_operations <= 0:
             return Lag(problem=self._problem)
-        oldest = self._log.lines_after(uploaded, 0)[0]
+        oldest = self._log.lines_after(uploaded, max_bytes=0)[0]
         return Lag(num_operations, max(0.0, time.time() - oldest.at), self._problem)
 
     def _compare(self) -> None:
@@ -133,6 +123,7 @@ class Uploader:
             self._copy.begin_after(begin)
             copied = begin
         newest = [segment for segment in segments if segment.last == copied][:1]
+        # The newest segment stands for all: each holds the numbers of its operations.
         if copied > self._log.last or (newest and not self._holds(newest[0])):
             reason = (
                 f"{self._copy.url}, which ends with operation {copied}, is no copy of the local log,"
@@ -151,7 +142,7 @@ class Uploader:
         data = b""
         number = segment.first - 1
         while number < segment.last:
-            line = self._log.lines_after(number, 0)[0]
+            line = self._log.lines_after(number, max_bytes=0)[0]
             data += line.data
             number = line.last
         return Segment.of(segment.first, segment.last, data) == segment

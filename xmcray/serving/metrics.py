@@ -22,7 +22,17 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ServingMetrics:
-    """The metrics of one ingress replica."""
+    """The metrics of one ingress replica.
+
+    Attributes:
+        requests: counts requests by route and status.
+        seconds: time from request to answer, by route.
+        texts: counts texts that were searched for, by model.
+        working: requests in progress.
+        version: 1 for the bundle that answers, by model and version.
+        number: number of the last label operation in the answers, by model.
+        labels: labels that can be answered, by model.
+    """
 
     def __init__(self) -> None:
         registry = CollectorRegistry()
@@ -64,6 +74,7 @@ class ServingMetrics:
 
     def update(self, models: Sequence[Model]) -> None:
         """Sets the gauges to what is served now."""
+        # Otherwise the replaced bundle would stay at 1.
         self.version.clear()
         for model in models:
             self.version.labels(model.model, model.version).set(1)
@@ -102,6 +113,7 @@ def combine_metrics(texts: Sequence[tuple[str, str]]) -> str:
     samples: dict[str, list[str]] = {}
     for replica, text in texts:
         for family in text_string_to_metric_families(text):
+            # The parser strips this suffix.
             name = f"{family.name}_total" if family.type == "counter" else family.name
             headers[name] = f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}\n"
             lines = samples.setdefault(name, [])

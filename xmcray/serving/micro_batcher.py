@@ -51,6 +51,10 @@ class MicroBatcher(Generic[Item, Result]):
     async def run(self, key: Hashable, num_texts: int, item: Item) -> Result:
         """The result of one item; an item is skipped if its caller was cancelled before its turn.
 
+        Args:
+            key: items with equal keys may be one batch.
+            num_texts: number of texts in the item.
+            item: what the function gets.
         Raises:
             Exception: whatever the function raises for this item alone.
         """
@@ -94,6 +98,7 @@ class MicroBatcher(Generic[Item, Result]):
                 has_room = num_texts + entry.num_texts <= self._max_texts
                 if batch and not (entry.key == batch[0].key and has_room):
                     remaining.append(entry)
+                # False for an item whose caller was cancelled.
                 elif entry.future.set_running_or_notify_cancel():
                     batch.append(entry)
                     num_texts += entry.num_texts

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict, ParseDict
@@ -31,21 +30,14 @@ CODES = {
 }
 
 
-class Context(Protocol):
-    """What is used of a gRPC call's context."""
+async def search(gateway: Gateway, request: SearchRequest, context: Any) -> SearchResponse:
+    """Answers one call.
 
-    def invocation_metadata(self) -> Iterable[tuple[str, Any]]:
-        """Pairs (name, value) that came with the call."""
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        """Ends the call with an error."""
-
-    def set_details(self, details: str) -> None:
-        """Sets the error's message."""
-
-
-async def search(gateway: Gateway, request: SearchRequest, context: Context) -> SearchResponse:
-    """Answers one call; an error goes into the context."""
+    Args:
+        gateway: the replica that is called.
+        request: the request.
+        context: gRPC's or Ray Serve's context of the call; gets code and message of an error.
+    """
     begin = time.perf_counter()
     code = grpc.StatusCode.UNKNOWN
     metadata = {name.lower(): value for name, value in context.invocation_metadata()}

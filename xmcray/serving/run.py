@@ -105,6 +105,7 @@ def serving(config: ServeConfig, host: str, port: int, grpc_port: int = 0) -> It
     # Read when Ray Serve is imported, here and in every process that it starts.
     for name, value in FASTER.items():
         os.environ.setdefault(name, value)
+    # Not at the top: a single process needs no Ray, and importing it takes seconds.
     import ray
     from ray import serve
     from ray.serve.config import HTTPOptions, gRPCOptions

@@ -22,6 +22,7 @@ Attributes = dict[Name, Scalar]
 class Schema(BaseModel):
     """A part of a request: a field that nobody reads is a mistake of the sender."""
 
+    # JSON has no NaN, and a misspelt field must not be ignored.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 

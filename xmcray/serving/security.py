@@ -27,7 +27,11 @@ CHECK_S = 1.0  # between two looks at the file
 
 
 def new_token_file(path: Path) -> Path:
-    """Makes a file with a random token, mode 0600, unless it exists."""
+    """Makes a file with a random token, mode 0600, unless it exists.
+
+    Returns:
+        The path.
+    """
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
@@ -72,6 +76,7 @@ class Tokens:
         now = time.time()
         is_accepted = False
         for token in self._tokens:
+            # No early exit: the time must not tell which token is nearly right.
             is_accepted |= hmac.compare_digest(digest, token.digest) & (now < token.until)
         return is_accepted
 
@@ -86,6 +91,7 @@ class Tokens:
         if status.st_mtime_ns == self._modified_ns:
             return
         mode = stat.S_IMODE(status.st_mode)
+        # Readable or writable by the group or by others.
         if mode & 0o077:
             raise ConfigError(
                 f"token file {self._path} has mode {mode:04o}, expected 0600; run chmod 600 on it"

@@ -33,7 +33,13 @@ MAX_BATCH_TEXTS = 64  # of several requests that are searched at once
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReference:
-    """Names the snapshot that a request began with, for the processes that answer parts of it."""
+    """Names the snapshot that a request began with, for the processes that answer parts of it.
+
+    Attributes:
+        model: name of the model.
+        version: SHA-256 of the bundle.
+        number: number of the last operation.
+    """
 
     model: str
     version: str
@@ -103,7 +109,14 @@ class SearchBackend(Protocol):
         k: int,
         query_BD: Float32Array | None,
     ) -> SearchHits:
-        """Searches all shards; encodes the texts if their vectors are not given."""
+        """Searches all shards; encodes the texts if their vectors are not given.
+
+        Args:
+            reference: names the snapshot.
+            request: the request.
+            k: labels per text, at most as many as there are.
+            query_BD: vectors of the texts, float32 [B, D].
+        """
 
 
 class Service:
@@ -142,11 +155,15 @@ class Service:
     async def search(self, request: schema.SearchRequest, request_id: str) -> schema.SearchResponse:
         """The best labels of each text.
 
+        Args:
+            request: checked against the schema, but not yet against the limits.
+            request_id: returned with the answer.
         Raises:
             ProblemError: the request is refused, or the time is over.
         """
         begin = time.perf_counter()
         snapshot = self.served.current(request.model)
+        # Before a place is taken: an invalid request costs nothing.
         self._check(request, snapshot)
         k = min(request.k, snapshot.retriever.num_labels)
         async with self._admitted(request.timeout_ms) as deadline:
@@ -155,6 +172,7 @@ class Service:
                 results = await self._batcher.run(search.batch_key, len(request.texts), search)
             else:
                 hits = await self._find(self._backend, snapshot, request, k)
+                # In the thread of searches: names and texts are read from files.
                 results = await self._run(deadline, self._results, snapshot, request, k, hits)
         return schema.SearchResponse(
             **self._pinned(request.model, snapshot),
@@ -172,6 +190,7 @@ class Service:
         snapshot = self.served.current(request.model)
         self._check_number(request.texts)
         async with self._admitted(None) as deadline:
+            # A static encoder takes less time than a call.
             if self._backend is None or snapshot.retriever.query_encoder.is_static:
                 max_tokens = self.config.max_tokens
                 encoded = await self._run(deadline, snapshot.encode, request.texts, max_tokens)
@@ -189,6 +208,9 @@ class Service:
     def label(self, uid: str, name: str | None) -> schema.LabelResponse:
         """One label of a model.
 
+        Args:
+            uid: uid of the label.
+            name: name of the model; the first one if None.
         Raises:
             ProblemError: there is none of that uid.
         """
@@ -270,6 +292,7 @@ class Service:
                 "this model has no memory of training queries; leave `explain` and `memory` out",
             )
         conditions = request.filter.attributes if request.filter else {}
+        # Otherwise a typing error would look like a filter that no label passes.
         unknown = conditions.keys() - set(snapshot.attributes.names)
         if unknown:
             names = ", ".join(snapshot.attributes.names) or "none"
@@ -299,6 +322,7 @@ class Service:
         Raises:
             ProblemError: too many requests are in progress, or the time is over.
         """
+        # Again: requests may have come while this one was parsed.
         self.check_room()
         wait_ms = min(timeout_ms or self.config.deadline_ms, self.config.deadline_ms)
         self.working += 1
@@ -352,6 +376,7 @@ def find_hits(
     else:
         texts = [text for search in searches for text in search.request.texts]
         encoded = snapshot.encode(texts, max_tokens)
+    # One search for the whole batch: most of its time does not depend on the number of texts.
     neighbours = snapshot.view(request.filter).find_neighbours(
         encoded.query_BD,
         searches[0].k,
@@ -384,6 +409,7 @@ def _answers(
         if all_attributes:
             values["attributes"] = all_attributes[place]
         if has_memory:
+            # Votes are probabilities; a completing label has its inner product less 2.
             values["completed"] = label.score < 0
         if label.voters is not None:
             values["voters"] = [

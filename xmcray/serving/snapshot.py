@@ -109,13 +109,18 @@ class Snapshot:
         return self.retriever.sha256
 
     def after(self, operations: Sequence[schema.Operation]) -> Snapshot:
-        """The snapshot with further operations applied."""
+        """The snapshot with further operations applied.
+
+        Args:
+            operations: the operations after `number`, in order; checked before.
+        """
         if not operations:
             return self
         changes = _LabelChanges(self)
         for operation in operations:
             changes.add(operation)
         retriever = self.retriever
+        # First join, then leave: a label that joined may leave in the same sequence.
         if changes.joining:
             retriever = with_labels(retriever, self.label_side, changes.joining)
         if changes.leaving:
@@ -148,7 +153,12 @@ class Snapshot:
         return bool(tokenizer.encode([text], tokenizer.label_max_len).lengths[0])
 
     def encode(self, texts: Sequence[str], max_tokens: int) -> EncodedTexts:
-        """Vectors of texts, of which at most `max_tokens` tokens are read."""
+        """Vectors of texts, of which at most `max_tokens` tokens are read.
+
+        Args:
+            texts: B texts.
+            max_tokens: tokens of a text that are read.
+        """
         tokenizer = self.retriever.tokenizer
         limit = min(max_tokens, tokenizer.max_len)
         tokens = tokenizer.encode(texts, limit)
@@ -162,6 +172,8 @@ class Snapshot:
     def view(self, label_filter: schema.Filter | None) -> Retriever:
         """A retriever that answers only labels that pass the filter; the last views are kept.
 
+        Args:
+            label_filter: which labels pass; all of them if None.
         Raises:
             ConfigError: no label has an attribute of that name.
         """
@@ -172,6 +184,7 @@ class Snapshot:
             while len(self._views) >= MAX_VIEWS:
                 oldest = next(iter(self._views))
                 self._views.pop(oldest, None)
+            # A view costs a pass over all labels, and requests often repeat their filter.
             self._views[key] = self.retriever.restricted(self._mask(label_filter))
         return self._views[key]
 
@@ -194,6 +207,7 @@ class Snapshot:
         settings = self.retriever.settings
         num_labels = settings.first_added or settings.num_labels
         num_probes = min(NUM_PROBES, num_labels)
+        # A fixed seed: old and new bundle are compared by the same queries.
         sample = np.random.default_rng(0).choice(num_labels, num_probes, replace=False)
         return [text for text in self.retriever.labels.texts(sample) if text.strip()] or [""]
 
@@ -212,6 +226,7 @@ class Snapshot:
             allowed = np.zeros(num_labels, bool)
             allowed[self._existing(label_filter.allow)] = True
             mask &= allowed
+        # Last: `deny` wins over `allow`.
         mask[self._existing(label_filter.deny)] = False
         return mask
 
@@ -244,12 +259,14 @@ class _LabelChanges:
         text = operation.text or ""
         old_id = self.ids[uid] if uid in self.ids else self._snapshot.label_id(uid)
         deletes = operation.op == "delete"
+        # A text that stays keeps the label's id and vector.
         if old_id is not None:
             if not deletes and operation.text in (None, self._text(old_id)):
                 if operation.attributes is not None:
                     self.attributes[old_id] = operation.attributes
                 return
             self.leaving.append(old_id)
+        # Recorded even for a label without tokens: it hides the exported label of this uid.
         self.ids[uid] = None
         if deletes or not self._snapshot.has_tokens(text):
             return

@@ -27,6 +27,8 @@ def check_wal(path: Path) -> None:
     A rest that is shorter than a frame, or only zeros, is what a crash leaves of a commit that was
     never acknowledged.
 
+    Args:
+        path: the write-ahead log; it may be missing.
     Raises:
         StorageError: a frame is damaged.
     """
@@ -57,10 +59,12 @@ def check_wal(path: Path) -> None:
             checksum = _checksum(frame[:8] + frame[_FRAME_HEADER_BYTES:], checksum, order)
             if stale or (frame_salt_1, frame_salt_2, *checksum) != (salt_1, salt_2, *expected):
                 raise _damaged(path, offset, is_last=not any(data[offset + frame_bytes :]))
+        # Frames follow each other without a gap.
         offset += frame_bytes
 
 
 def _checksum(data: bytes, start: tuple[int, int], order: str) -> tuple[int, int]:
+    # Two sums modulo 2^32, as the format defines them; the byte order is the writer's.
     words = struct.unpack(f"{order}{len(data) // 4}I", data)
     even, odd = start
     for i in range(0, len(words), 2):
