@@ -1,4 +1,4 @@
-"""What tests and the soak do to an application on Ray Serve: ask it without pause, and kill parts of it meanwhile."""
+"""Load and kills for an application on Ray Serve, in tests and in the soak."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from processes import descendants
 from xmcray.client import Client, ClientError
 from xmcray.retrieval.retriever import Retriever
 
-K, ASKED = 7, TEXTS[:40]
+K = 7
+ASKED = TEXTS[:40]
 Answer = TypeVar("Answer")
 
 
@@ -28,7 +29,7 @@ def client_of(url: str, state: Path) -> Client:
 
 
 def insist(request: Callable[[], Answer]) -> Answer:
-    """A write as an operator makes it: again, where the process that took it died and nobody knows what came of it."""
+    """Repeats a write, as an operator does, if the process that took it died."""
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -56,24 +57,27 @@ def known_answers(bundles: Sequence[Path]) -> dict[str, list[list[str]]]:
 
 
 class Askers:
-    """Threads that search until they are told to end, each by a client with its own retries.
+    """Threads that search until `finish`, each by a client with its own retries.
 
     Attributes:
-        asked: requests so far. seen: versions that answered.
-        failed: what the client gave up on. mixed: answers that are not wholly those of the version they name.
+        asked: requests so far.
+        seen: versions that answered.
+        failed: errors that the client gave up on.
+        mixed: versions of answers that are not wholly of the version that they name.
     """
 
     def __init__(
         self, url: str, state: Path, known: Mapping[str, list[list[str]]], threads: int = 4
     ) -> None:
-        self.asked, self.seen, self.failed, self.mixed = (
-            0,
-            set[str](),
-            list[Exception](),
-            list[str](),
-        )
-        self._url, self._state, self._known = url, state, known
-        self._lock, self._done = threading.Lock(), threading.Event()
+        self.asked = 0
+        self.seen: set[str] = set()
+        self.failed: list[Exception] = []
+        self.mixed: list[str] = []
+        self._url = url
+        self._state = state
+        self._known = known
+        self._lock = threading.Lock()
+        self._done = threading.Event()
         self._threads = [
             threading.Thread(target=self._ask, args=(seed,), daemon=True) for seed in range(threads)
         ]
@@ -110,18 +114,17 @@ class Killer(threading.Thread):
     """Kills one process every so often; `killed` tells which.
 
     Args:
-        victims: who may be killed now; nobody is as long as this is empty.
+        victims: returns the processes that may be killed now.
+        every_s: seconds between kills.
     """
 
     def __init__(self, victims: Callable[[], Sequence[int]], every_s: float, seed: int = 0) -> None:
         super().__init__(daemon=True)
-        self.killed = list[int]()
-        self._victims, self._every_s, self._draw, self._done = (
-            victims,
-            every_s,
-            random.Random(seed),
-            threading.Event(),
-        )
+        self.killed: list[int] = []
+        self._victims = victims
+        self._every_s = every_s
+        self._draw = random.Random(seed)
+        self._done = threading.Event()
         self.start()
 
     def run(self) -> None:

@@ -1,6 +1,6 @@
 """A replica's copy of what is served, kept in step with the coordinator.
 
-A replica holds the newest snapshot of every bundle version that may be asked for. Older snapshots
+A replica holds the newest snapshot of every bundle version that requests may name. Older snapshots
 and versions stay for a while, for requests that began with them: a request names the version and
 operation number with which it began, and is answered from exactly those.
 """
@@ -56,7 +56,7 @@ class _FollowedModel:
         self.dropped: dict[str, float] = {}
 
     def state(self) -> ReplicaState:
-        """What the coordinator is told."""
+        """The state that is sent to the coordinator."""
         # The coordinator sends what the version that is furthest behind lacks.
         number = min((snapshot.number for snapshot in self.newest.values()), default=-1)
         return ReplicaState(self.epoch, self.answering, tuple(self.newest), number)

@@ -64,8 +64,9 @@ class LabelLog:
         upload_every_s: float = 5.0,
         segment_bytes: int = 8 << 20,
     ) -> None:
-        """Opens the log, or begins one. A folder without a log takes the copy at the URL, if there
-        is one.
+        """Opens the log, or begins one.
+
+        A folder without a log takes the copy at the URL, if there is one.
 
         Args:
             state_dir: local folder of this log alone; locked until `close`.

@@ -275,4 +275,8 @@ def _write_error(path: Path, error: sqlite3.Error) -> StorageError:
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
     """A connection with explicit transactions; `mode` is SQLite's: ro, rw or rwc."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
-    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    # A writer does not wait for readers outside: they only put off that the WAL is emptied.
+    timeout_s = 5.0 if mode == "ro" else 0.0
+    return sqlite3.connect(
+        uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
+    )

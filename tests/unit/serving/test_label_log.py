@@ -178,14 +178,16 @@ def test_who_may_open_it(tmp_path: Path) -> None:
         assert log.append([add("b")]) == 2
 
 
-def test_a_reader_outside_does_no_harm(tmp_path: Path) -> None:
-    """Somebody looks into the database with SQLite's own tools while it is written."""
+def test_a_reader_outside_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator looks into the database with SQLite's own tools while it is written."""
+    monkeypatch.setattr(log_database, "CHECKPOINT_BYTES", 0)
     with LabelLog(tmp_path, "m") as log:
         with contextlib.closing(sqlite3.connect(tmp_path / DATABASE)) as other:
             log.append(BATCHES[0])
             other.execute("BEGIN")
             assert other.execute("SELECT count(*) FROM commits").fetchone() == (1,)
             log.append(BATCHES[1])
+            assert (tmp_path / WAL).stat().st_size > 0, "not emptied while it is read"
         assert log.append(BATCHES[2]) == 6
         files = database_files(tmp_path)
     assert opened(tmp_path / "copy", files) == ALL
