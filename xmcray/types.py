@@ -6,9 +6,10 @@
     D  width of a vector               T  tokens in one flat list
     K  answers per query               N  training queries
 
-`query_BD` is a float tensor of B rows and D columns. `label_id` is global, `local_label_id` counts from the start
-of a shard. Inside corpus, run and bundle label ids are *internal* (a seeded permutation); whatever a user sees or
-passes in is a *source* id (line number in the user's files).
+`query_BD` is a float tensor of B rows and D columns. `label_id` is global, `local_label_id` counts
+from the start of a shard. Inside corpus, run and bundle, label ids are *internal* (a seeded
+permutation). All ids that a user sees or passes in are *source* ids (line numbers in the user's
+files).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # whoever only reads or writes a corpus is spared the import
+if TYPE_CHECKING:  # code that only reads or writes a corpus does not import torch
     from torch import Tensor
 
 Int64Array = npt.NDArray[np.int64]
@@ -74,16 +75,20 @@ class Ragged:
         return np.repeat(np.arange(len(self), dtype=np.int64), self.lengths)
 
     def take(self, rows: Int64Array) -> Ragged:
-        """The chosen rows in the chosen order; works on memory-mapped values without reading the rest."""
+        """The chosen rows in the chosen order; of memory-mapped values only these are read."""
         starts = np.asarray(self.offsets[rows], dtype=np.int64)
-        lengths = np.asarray(self.offsets[np.asarray(rows) + 1], dtype=np.int64) - starts
+        stops = np.asarray(self.offsets[np.asarray(rows) + 1], dtype=np.int64)
+        lengths = stops - starts
         offsets = offsets_of(lengths)
-        index = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], lengths)
+        # A value at position p of the result lies at p + (start of its row here - there).
+        shifts = np.repeat(starts - offsets[:-1], lengths)
+        index = np.arange(offsets[-1], dtype=np.int64) + shifts
         return Ragged(np.asarray(self.values[index], dtype=np.int64), offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Rows start .. stop - 1."""
-        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        first = int(self.offsets[start])
+        last = int(self.offsets[stop])
         return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
     @staticmethod
@@ -98,12 +103,16 @@ class Batch:
     """One step's global batch, and the slice of it that this rank encodes.
 
     Attributes:
-        epoch, step: position in training; `step` counts over the whole run.
+        epoch: Counts from 0.
+        step: Counts from 0 over the whole run.
         query_ids: int64 [G], global query ids; ids >= N are label texts added as queries.
-        start, stop: this rank holds positions start .. stop - 1 of the global batch (B = stop - start).
-        tokens: token ids of this rank's B queries.
-        positives: internal label ids of all G queries, ascending within a row, without filter pairs.
-        excluded: internal label ids that are the query itself (filter pairs) of all G queries: never a negative.
+        start: This rank's first position in the global batch.
+        stop: One past its last position; B = stop - start.
+        tokens: Token ids of this rank's B queries.
+        positives: Internal label ids of all G queries, ascending within a row, without filter
+            pairs.
+        excluded: Internal label ids that are the query itself (filter pairs) of all G queries;
+            never a negative.
     """
 
     epoch: int
@@ -146,10 +155,13 @@ class Shortlist:
     """Hard negatives of all queries, from one refresh of the index.
 
     Attributes:
-        version: counts refreshes from 0.
-        snapshot_step: the step after which the indexed vectors were copied; the age counts from here.
-        labels: int32 [query ids, h], internal label ids, best first; -1 where there are fewer. May be memory-mapped.
-        index_recall: share of the exact neighbours that the index finds, on a sample; None where it was not measured.
+        version: Counts refreshes from 0.
+        snapshot_step: The step after which the indexed vectors were copied; the age counts from
+            here.
+        labels: int32 [query ids, h], internal label ids, best first; -1 if there are fewer. May be
+            memory-mapped.
+        index_recall: Share of the exact neighbours that the index finds, on a sample; None if it
+            was not measured.
     """
 
     version: int

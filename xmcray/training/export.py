@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,41 +41,50 @@ def export_run(
     """Writes the bundle of a finished run; nothing is left at `out` on failure.
 
     Args:
-        out: folder or URL that does not exist yet.
-        corpus: the verified corpus of the run; opened from where the run found it if not given.
-        settings: section `index`, the fields of IndexSpec by name, such as a sweep of indexes found them.
+        run: Finished run.
+        out: Folder or URL that does not exist yet.
+        corpus: The verified corpus of the run; opened from where the run found it if not given.
+        settings: Section `index`: fields of IndexSpec by name, for example from a sweep of indexes.
+
     Raises:
-        ConfigError: settings that an index does not take, or of something else.
+        ConfigError: `settings` has something else than settings of an index.
         RunError: the run is not finished, or the corpus is not the one it was trained on.
         StorageError: `out` exists, the disk is full, or checkpoint or corpus were altered.
     """
     storage.refuse_existing(out)
-    spec = index_spec(run.config.optim.seed, settings or {})
+    seed = run.config.optim.seed
+    spec = index_spec(seed, settings or {})
     last = last_checkpoint(run)
-    corpus = open_corpus(run) if corpus is None else corpus
+    if corpus is None:
+        corpus = open_corpus(run)
     check_corpus(run, corpus)
     data = TrainingData(corpus, run.config.data)
     num_labels = corpus.card.num_labels
-    first = _finished(run, last, data, LabelPartition(num_labels, _blocks(num_labels), 0))
-    memory = run.config.memory
-    label_side = first.method.bundle_spec.label_side
-    cluster_state = first.method.bundle_spec.cluster_state
-    if cluster_state:
+    setup = _trained(run, last, data, LabelPartition(num_labels, _num_blocks(num_labels), 0))
+    bundle_spec = setup.method.bundle_spec
+    if bundle_spec.cluster_state:
         # The method holds a block of the labels; a bundle needs the clusters of all of them.
-        label_side.cluster_L = checkpoints.read_state(last, cluster_state, num_labels)
-    ids = [
-        np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64)
-        for start in range(0, num_labels, _BLOCK)
-    ]
+        clusters = checkpoints.read_state(last, bundle_spec.cluster_state, num_labels)
+        bundle_spec.label_side.cluster_L = clusters
+
+    def encode(tokens: Ragged) -> Float32Array:
+        query_BD = answer_queries(setup.stepper.encoder, setup.method, tokens)
+        vectors: Float32Array = query_BD.float().cpu().numpy()
+        return vectors
+
+    predictor = None
+    if bundle_spec.memory is not None:
+        predictor = remember(corpus.split("train"), encode, bundle_spec.memory, spec)
+    sample = sample_rows(data.num_train, seed)
     write_bundle(
         out,
         last.path / "encoder",
-        first.method.head,
+        setup.method.head,
         corpus.tokenizer(),
-        (uid for block in ids for uid in corpus.label_uids(block)),
-        (text for block in ids for text in corpus.label_texts(block)),
+        _of_all_labels(corpus.label_uids, num_labels),
+        _of_all_labels(corpus.label_texts, num_labels),
         corpus.label_order,
-        _vectors(run, last, data),
+        _label_vectors(run, last, data),
         spec,
         about={
             "run": run.id,
@@ -85,31 +94,35 @@ def export_run(
             "config": run.config.to_dict(),
         },
         method=run.config.method_name,
-        label_side=label_side,
-        queries=_query_vectors(
-            first, data.tokens(sample_rows(data.num_train, run.config.optim.seed))
-        ),
-        predictor=remember(corpus.split("train"), lambda t: _query_vectors(first, t), memory, spec)
-        if memory
-        else None,
+        label_side=bundle_spec.label_side,
+        queries=encode(data.tokens(sample)),
+        predictor=predictor,
     )
 
 
+def _of_all_labels(read: Callable[[Int64Array], Iterable[str]], num_labels: int) -> Iterator[str]:
+    """Strings of all labels, read in blocks."""
+    for start in range(0, num_labels, _BLOCK):
+        yield from read(np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64))
+
+
 def index_spec(seed: int, settings: Mapping[str, Any]) -> IndexSpec:
-    """How a bundle's vectors are indexed: the usual way, but for the section `index` of `settings`.
+    """How a bundle's vectors are indexed: the defaults, with section `index` of `settings` over them.
 
     Raises:
         ConfigError: as for `export_run`.
     """
-    if other := [name for name in settings if name != "index"]:
-        raise ConfigError(
-            f"an export takes settings of the index alone, found {other[0]!r}; give it to `xmcray train`"
-        )
+    for name in settings:
+        if name != "index":
+            raise ConfigError(
+                f"an export takes settings of the index alone, found {name!r};"
+                " give it to `xmcray train`"
+            )
     section = settings.get("index", {})
     if not isinstance(section, Mapping):
         raise ConfigError(f"index is {section!r}, expected a section with settings")
-    usual = configs.dump(IndexSpec(recall=_RECALL, seed=seed))
-    return configs.build(IndexSpec, {**usual, **section}, "index.")
+    defaults = configs.dump(IndexSpec(recall=_RECALL, seed=seed))
+    return configs.build(IndexSpec, {**defaults, **section}, "index.")
 
 
 def last_checkpoint(run: Run) -> Checkpoint:
@@ -121,12 +134,13 @@ def last_checkpoint(run: Run) -> Checkpoint:
     result = run.result()
     if result is None:
         raise RunError(f"{run.path} is not finished; resume it with the same train command")
-    found = checkpoints.newest(run.checkpoints)
-    if found is None or found.step != result["steps"]:
+    newest = checkpoints.newest(run.checkpoints)
+    if newest is None or newest.step != result["steps"]:
         raise RunError(
-            f"{run.path} has no intact checkpoint of its last step {result['steps']:,}; train again with another --out"
+            f"{run.path} has no intact checkpoint of its last step {result['steps']:,};"
+            " train again with another --out"
         )
-    return found
+    return newest
 
 
 def open_corpus(run: Run) -> Corpus:
@@ -138,7 +152,8 @@ def open_corpus(run: Run) -> Corpus:
     """
     if not is_url(run.corpus) and not Path(run.corpus).exists():
         raise RunError(
-            f"{run.path} was trained on {run.corpus}, which does not exist; name the corpus with --data"
+            f"{run.path} was trained on {run.corpus}, which does not exist;"
+            " name the corpus with --data"
         )
     return Corpus.open(run.corpus)
 
@@ -152,37 +167,27 @@ def check_corpus(run: Run, corpus: Corpus) -> None:
         )
 
 
-def _blocks(num_labels: int) -> int:
+def sample_rows(num_train: int, seed: int) -> Int64Array:
+    """Training queries that an index is tuned by: a seeded sample, ascending."""
+    count = min(_TUNE_QUERIES, num_train)
+    return np.sort(np.random.default_rng(seed).choice(num_train, count, replace=False))
+
+
+def _num_blocks(num_labels: int) -> int:
     return -(-num_labels // _ROWS)
 
 
-def _finished(run: Run, last: Checkpoint, data: TrainingData, part: LabelPartition) -> Setup:
+def _trained(run: Run, last: Checkpoint, data: TrainingData, partition: LabelPartition) -> Setup:
     """The trained method with a block of the labels, as one of many ranks would hold it."""
-    device = torch.device(
-        "cuda" if torch.cuda.is_available() and run.config.cluster.device != "cpu" else "cpu"
-    )
-    setup = build(run.config, data, device, part)
-    checkpoints.load_weights(last, setup.stepper, part)
+    use_gpu = torch.cuda.is_available() and run.config.cluster.device != "cpu"
+    setup = build(run.config, data, torch.device("cuda" if use_gpu else "cpu"), partition)
+    checkpoints.load_weights(last, setup.stepper, partition)
     return setup
 
 
-def _vectors(run: Run, last: Checkpoint, data: TrainingData) -> Iterator[Float32Array]:
+def _label_vectors(run: Run, last: Checkpoint, data: TrainingData) -> Iterator[Float32Array]:
     """Label vectors float32 [n, D] in internal order, whatever ranks trained them."""
-    num_blocks = _blocks(data.num_labels)
+    num_blocks = _num_blocks(data.num_labels)
     for block in range(num_blocks):
-        setup = _finished(run, last, data, LabelPartition(data.num_labels, num_blocks, block))
+        setup = _trained(run, last, data, LabelPartition(data.num_labels, num_blocks, block))
         yield setup.method.answer_rows().detach().float().cpu().numpy()
-
-
-def sample_rows(num_train: int, seed: int) -> Int64Array:
-    """Training queries by which an index is tuned: a seeded sample, ascending."""
-    return np.sort(
-        np.random.default_rng(seed).choice(num_train, min(_TUNE_QUERIES, num_train), replace=False)
-    )
-
-
-def _query_vectors(setup: Setup, tokens: Ragged) -> Float32Array:
-    vectors: Float32Array = (
-        answer_queries(setup.stepper.encoder, setup.method, tokens).float().cpu().numpy()
-    )
-    return vectors

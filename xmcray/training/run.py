@@ -2,14 +2,17 @@
 
 RUN/run.json          id, method, corpus hash, resolved configuration: written once, at the start
 RUN/config.yaml       the same configuration, to be read and used again with --config
-RUN/metrics.jsonl     a record every few steps: loss, speed, age of the negatives; and one per validation
+RUN/metrics.jsonl     a record every few steps (loss, speed, age of the negatives), and one for each
+                      validation
 RUN/checkpoints/      step-00000340/ ..., the newest two
 RUN/negatives/        the ledger (negatives/ledger.py)
-RUN/result.json       what the finished run came to: steps, seconds, validation
-RUN/bundle/           the finished run as a bundle; RUN/metrics.json, RUN/report.html: its evaluation
+RUN/result.json       the finished run in numbers: steps, seconds, memory
+RUN/bundle/           the finished run as a bundle
+RUN/metrics.json      its evaluation, for programs
+RUN/report.html       its evaluation, for people
 RUN/selection/        of a refit: the run with validation that chose the number of epochs
-RUN/trackers/         files of TensorBoard and W&B; how far each tracker was told (training/tracking.py)
-RUN/vectors/          of a frozen encoder, until the run is finished: the vectors of all texts (nn/frozen.py)
+RUN/trackers/         files of TensorBoard and W&B, and what each tracker has received
+RUN/vectors/          vectors of all texts by a frozen encoder (nn/frozen.py), until the run ends
 RUN/lock              held by the process that trains
 """
 
@@ -52,21 +55,22 @@ class ClusterConfig:
 
     Attributes:
         workers: training processes; 0 trains in this process, without Ray.
-        min_workers: training goes on with so few when nodes are lost, and with more, up to `workers`, when there is
-            room again; each change goes on from the newest checkpoint. 0 waits until there is room for all of them.
-        resize_every_s: seconds between two looks for room for more workers.
-        wait_s: seconds without room for the workers (for `min_workers` of them, where that is set) after which the run
-            ends; 0 is 240, and 3,600 on a cluster with an autoscaler.
+        min_workers: training goes on with as few as these when nodes are lost, and with up to
+            `workers` when there is room again; each change goes on from the newest checkpoint. 0
+            waits until there is room for all of them.
+        resize_every_s: seconds between two checks for room for more workers.
+        wait_s: seconds without room for the workers (for `min_workers` of them, if that is set)
+            after which the run ends; 0 is 240, and 3,600 on a cluster with an autoscaler.
         device: "auto" gives each worker a GPU when the cluster has enough of them.
         cpus_per_worker: CPUs that Ray reserves for a worker.
-        threads_per_process: torch, OpenMP and FAISS threads of every process; 0 is cores / (workers + index actors) on
-            one machine and `cpus_per_worker` on several.
+        threads_per_process: torch, OpenMP and FAISS threads of every process; 0 is cores /
+            (workers + index actors) on one machine and `cpus_per_worker` on several.
         max_failures: worker failures after which the run ends; a lost node is one.
-        index_resource: resource that marks nodes for index actors, one unit for each; where no node has it they go to
-            nodes without GPU, where there is none to any node.
+        index_resource: resource that marks nodes for index actors, one unit for each. If no node
+            has it, they go to nodes without GPU. If there are none, they go to any node.
         index_nice: how far index actors yield the CPU to the trainer (0-19).
-        copy_corpus: each node copies the corpus to its own disk once, though it lies in a folder; a URL is always
-            copied.
+        copy_corpus: each node copies the corpus to its own disk once, although it lies in a
+            folder; a URL is always copied.
     """
 
     workers: int = 2
@@ -99,9 +103,10 @@ class LogConfig:
 
     Attributes:
         every: steps between records of metrics.jsonl.
-        checkpoint_every: steps between checkpoints; 0 is once an epoch. keep: checkpoints that stay.
+        checkpoint_every: steps between checkpoints; 0 is once an epoch.
+        keep: checkpoints that stay.
         validate_every: epochs between validations; 0 is only at the end.
-        track: "tensorboard", "mlflow", "wandb" or a list of them: trackers that are told what is recorded.
+        track: "tensorboard", "mlflow", "wandb" or a list of them: trackers that get the records.
     """
 
     every: int = 20
@@ -119,7 +124,9 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a run depends on besides the corpus. `method` is the configuration class of the method.
+    """Everything a run depends on besides the corpus.
+
+    `method` is an instance of the method's `config_type`.
 
     The last two sections are None if the method does not have them.
     """
@@ -180,8 +187,11 @@ class Run:
     """A run's folder.
 
     Attributes:
-        path: absolute. id: random, names the run's actors and Ray storage. config: resolved. corpus: absolute path
-            or URL of the data. corpus_sha256: hash of the corpus it was started with.
+        path: Absolute.
+        id: Random; names the run's actors and Ray storage.
+        config: Resolved configuration.
+        corpus: Absolute path or URL of the data.
+        corpus_sha256: Hash of the corpus that the run was started with.
     """
 
     path: Path
@@ -192,7 +202,7 @@ class Run:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, corpus: Corpus) -> Run:
-        """Starts a folder; it must not exist or be empty but for a lock."""
+        """Starts a folder, which must not exist or must hold nothing but a lock."""
         run = cls(path.absolute(), secrets.token_hex(6), config, corpus.origin, corpus.sha256)
         body = {
             "id": run.id,
@@ -200,9 +210,8 @@ class Run:
             "corpus": run.corpus,
             "corpus_sha256": run.corpus_sha256,
         }
-        storage.write_json(
-            path / "run.json", body
-        )  # first: with it alone the folder is a run already
+        # First, because with it alone the folder already is a run.
+        storage.write_json(path / "run.json", body)
         run.write_config()
         return run
 
@@ -229,12 +238,12 @@ class Run:
     def write_config(self) -> None:
         """Writes config.yaml if it is not there, whole or not at all."""
         path = self.path / "config.yaml"
-        if not path.exists():
-            temporary = storage.aside(path)
-            temporary.write_text(
-                yaml.safe_dump(self.config.to_dict(), sort_keys=False), encoding="utf-8"
-            )
-            temporary.replace(path)
+        if path.exists():
+            return
+        text = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
+        temporary = storage.aside(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
 
     @property
     def checkpoints(self) -> Path:
@@ -248,47 +257,51 @@ class Run:
 
     @property
     def vectors(self) -> Path:
-        """Folder of a frozen encoder's vectors; a refit and its selection have one."""
-        return (self.path.parent if self.path.name == SELECTION else self.path) / VECTORS
+        """Folder of a frozen encoder's vectors; a refit and its selection share one."""
+        owner = self.path.parent if self.path.name == SELECTION else self.path
+        return owner / VECTORS
 
     def result(self) -> dict[str, Any] | None:
         """result.json, or None while the run is not finished."""
         try:
-            body: dict[str, Any] = json.loads(
-                (self.path / "result.json").read_text(encoding="utf-8")
-            )
+            text = (self.path / "result.json").read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
-        return body
+        result: dict[str, Any] = json.loads(text)
+        return result
 
 
 def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -> Run:
     """The run to train: a new one, or the one that was interrupted. The caller holds the lock.
 
     Args:
-        resume: "auto" continues a run of the same corpus and configuration; "never" demands an empty folder.
+        path: Folder of the run.
+        config: Resolved configuration.
+        corpus: What is trained on.
+        resume: "auto" continues a run of the same corpus and configuration; "never" demands an
+            empty folder.
+
     Raises:
         RunError: not empty under "never", not a run, or a run of another corpus or configuration.
     """
     if resume == "never":
         refuse_contents(path)
-    for left in [
-        *path.glob(".run.json.*"),
-        *path.glob(".config.yaml.*"),
-    ]:  # by a process killed while it started
-        left.unlink()
+    # A process that was killed while it started may have left temporary files.
+    for name in ("run.json", "config.yaml"):
+        for temporary in path.glob(f".{name}.*"):
+            temporary.unlink()
     if _contents(path) <= {SELECTION, VECTORS}:
         path.mkdir(parents=True, exist_ok=True)
         return Run.create(path, config, corpus)
     run = Run.open(path)
     if run.corpus_sha256 != corpus.sha256:
         raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")
-    different = sorted(configs.differences(run.config.to_dict(), config.to_dict()))
-    different = [change for change in different if not change.startswith(("cluster.", "log."))]
-    if different:
-        raise RunError(
-            f"{path} was started with {different[0]}; use the same settings or another --out"
-        )
+    for change in sorted(configs.differences(run.config.to_dict(), config.to_dict())):
+        # Where a run trains and what it records may change; they do not change the result.
+        if not change.startswith(("cluster.", "log.")):
+            raise RunError(
+                f"{path} was started with {change}; use the same settings or another --out"
+            )
     run.write_config()
     return dataclasses.replace(run, config=config)
 
@@ -302,29 +315,22 @@ def refuse_contents(path: Path) -> None:
 
 
 def discard(run: Run) -> None:
-    """Removes the files of a run that never reached a checkpoint, so that its folder can be used again."""
-    if not run.checkpoints.exists():
-        for name in (
-            "run.json",
-            "config.yaml",
-            "metrics.jsonl",
-            "negatives",
-            "ray",
-            "trackers",
-            VECTORS,
-        ):
-            path = run.path / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        if not any(run.path.iterdir()):
-            run.path.rmdir()
+    """Removes the files of a run that never reached a checkpoint, so that its folder is free again."""
+    if run.checkpoints.exists():
+        return
+    for name in ("negatives", "ray", "trackers", VECTORS):
+        shutil.rmtree(run.path / name, ignore_errors=True)
+    for name in ("run.json", "config.yaml", "metrics.jsonl"):
+        (run.path / name).unlink(missing_ok=True)
+    if not any(run.path.iterdir()):
+        run.path.rmdir()
 
 
 def note_mistake(run: Run, error: XmcrayError) -> None:
-    """Keeps a user's mistake where all ranks and the driver find it; on a disk that is full it may be lost."""
+    """Keeps a user's mistake where all ranks and the driver find it; on a full disk it may be lost."""
+    body = {"kind": type(error).__name__, "message": str(error)}
     with contextlib.suppress(OSError, XmcrayError):
-        storage.write_json(
-            run.path / _MISTAKE, {"kind": type(error).__name__, "message": str(error)}
-        )
+        storage.write_json(run.path / _MISTAKE, body)
 
 
 def noted_mistake(run: Run) -> XmcrayError | None:
@@ -344,9 +350,10 @@ def forget_mistake(run: Run) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the run's lock: one process trains in a folder at a time; the system frees it when the process dies.
+    """Holds the run's lock, so that one process trains in a folder at a time.
 
-    A folder that holds nothing but the lock afterwards is removed.
+    The system frees it when the process dies. A folder that holds nothing but the lock afterwards
+    is removed.
     """
     with storage.disk_errors(path):
         try:
@@ -369,4 +376,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _contents(path: Path) -> set[str]:
-    return {p.name for p in path.iterdir()} - {"lock"} if path.is_dir() else set()
+    """Names in the folder without the lock; none if there is no folder."""
+    if not path.is_dir():
+        return set()
+    return {entry.name for entry in path.iterdir()} - {"lock"}
