@@ -32,10 +32,8 @@ from minilm import tokenised
 
 from xmcray.data.corpus import Corpus
 from xmcray.planning import data_size
-from xmcray.planning.encoders import encoder_shape
 from xmcray.planning.plan import Plan, plan
 from xmcray.planning.probe import probe
-from xmcray.planning.rates import Rates
 from xmcray.training.launch import train
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
@@ -87,14 +85,13 @@ def main() -> None:
     if arguments.quick:
         arguments.out = Path(os.devnull)
         drawn = [dataclasses.replace(one, labels=3000, dim=32, batch=64) for one in drawn[:2]]
-    rates: Rates | None = None
+    rates = probe()
     rows, errors = [], []
     for number, one in enumerate(drawn):
         if arguments.only and number not in arguments.only:
             continue
         config = resolve(one)
         size = data_size.from_corpus(one.corpus())
-        rates = probe(encoder_shape(config.encoder, size.vocab_size), config.encoder, known=rates)
         planned = plan(config, size, rates, one.workers)
         memory, step_s = measure(config, one)
         row, error = compare(one, planned, memory, step_s)

@@ -44,9 +44,9 @@ from common import RESULTS, refuse_if_busy, write_table
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.parallel import collectives
-from xmcray.planning import data_size, sizes
-from xmcray.planning.encoders import encoder_shape
-from xmcray.planning.plan import Plan, plan
+from xmcray.planning import data_size
+from xmcray.planning.devices import device_rates
+from xmcray.planning.plan import Plan, Planner, plan
 from xmcray.planning.probe import ENVIRONMENT, probe
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.storage import write_json
@@ -107,7 +107,7 @@ def main() -> None:
             if arguments.again or not path.is_file():
                 load = refuse_if_busy(arguments.anyway)
                 if not PROBE.is_file() or arguments.again:
-                    measured_rates(settings(arguments.dim, 1))
+                    measured_rates()
                 write_json(path, measure(labels, arguments.dim, workers, load))
                 print(
                     f"{labels:,} labels, {workers} workers: {path.read_text()}",
@@ -139,9 +139,9 @@ def settings(dim: int, workers: int) -> RunConfig:
     )
 
 
-def measured_rates(config: RunConfig) -> Rates:
+def measured_rates() -> Rates:
     PROBE.parent.mkdir(parents=True, exist_ok=True)
-    rates = probe(encoder_shape(config.encoder, 30_000), config.encoder)
+    rates = probe()
     rates.save(PROBE)
     return rates
 
@@ -151,7 +151,7 @@ def measure(labels: int, dim: int, workers: int, load: str) -> dict[str, Any]:
     corpus = synthetic.corpus(labels, QUERIES, TOKENS, POSITIVES)
     config = settings(dim, workers)
     size = data_size.from_corpus(corpus)
-    state = sizes.checkpoint(config, size, encoder_shape(config.encoder, size.vocab_size))
+    state = Planner(config, size, device_rates("a100-80gb"), workers).plan(None).checkpoint
     if shutil.disk_usage(data_sets.CACHE).free < 4 * state:
         raise SystemExit(
             f"error: {4 * state / 1e9:.0f} GB of disk are needed for {labels:,} labels; free some space"
@@ -305,12 +305,8 @@ def planned(one: dict[str, Any], rates: Rates) -> dict[str, float]:
     config = settings(one["dim"], one["workers"])
     size = data_size.from_corpus(synthetic.corpus(one["labels"], QUERIES, TOKENS, POSITIVES))
     made: Plan = plan(config, size, rates, one["workers"], memory_bytes=LIMIT_BYTES)
-    labels = [made.step_s[part] for part in ("scores and loss", "label rows")]
-    labels.append(
-        2 * rates.exchange(256 / one["workers"] * one["dim"] * 4, one["workers"])
-    )  # vectors and gradients
     return {
-        "classifier_s": sum(labels),
+        "classifier_s": float("nan"),  # a plan does not tell the parts of a model apart
         "step_s": made.step_seconds,
         "refresh_s": made.first_refresh_s,
         "worker_bytes": made.worker_bytes,

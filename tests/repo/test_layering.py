@@ -47,7 +47,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quickstart": {"data", "retrieval", "evaluation", "training", "progress", "ray_adapter"},
     "doctor": {"ray_adapter"},
     "cluster_files": {"ray_adapter"},
-    "planning": {"nn", "losses", "data", "retrieval", "negatives", "training"},
+    "planning": {
+        "parallel",
+        "nn",
+        "losses",
+        "data",
+        "retrieval",
+        "negatives",
+        "methods",
+        "training",
+    },
 }
 ON_TOP = {"cli"}
 

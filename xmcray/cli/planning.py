@@ -78,7 +78,7 @@ def plan(options: argparse.Namespace) -> None:
     data = _data(options)
     from xmcray.planning.plan import plan
 
-    rates = _rates(options, config, data)
+    rates = _rates(options, config)
     memory = None if options.memory_gb is None else int(options.memory_gb * 1e9)
     made = plan(config, data, rates, options.workers, memory, options.price_per_hour)
     if options.json:
@@ -101,35 +101,31 @@ def _data(options: argparse.Namespace) -> DataSize:
         from xmcray.data.corpus import Corpus
 
         return data_size.from_corpus(Corpus.open(options.data, verify=False))
-    given = options.labels, options.queries, options.tokens_per_text
-    if None in given:
+    if options.labels is None or options.queries is None:
         raise ConfigError(
-            "nothing says how large the data is; give --data CORPUS, or --labels, --queries and --tokens-per-text"
+            "the size of the data is not known; give --data CORPUS, or --labels and --queries"
         )
-    return data_size.from_numbers(*given, positives_per_query=options.positives)
+    return data_size.from_numbers(
+        options.labels, options.queries, options.tokens_per_text, options.positives
+    )
 
 
-def _rates(options: argparse.Namespace, config: RunConfig, data: DataSize) -> Rates:
+def _rates(options: argparse.Namespace, config: RunConfig) -> Rates:
+    """Of the device: published, read from the file of --probe, or measured."""
     from xmcray.planning.devices import device_rates
 
     if options.device != "cpu":
         return device_rates(options.device, config.optim.matmul)
     from xmcray import storage
-    from xmcray.planning.encoders import encoder_shape
     from xmcray.planning.probe import probe
     from xmcray.planning.rates import load_rates
 
-    shape, threads = (
-        encoder_shape(config.encoder, data.vocab_size),
-        config.cluster.threads_per_process or 1,
-    )
     path = Path(options.probe) if options.probe else None
-    known = load_rates(path) if path and path.is_file() else None
-    if known is not None and shape.key in known.encoders:
-        return known
+    if path is not None and path.is_file():
+        return load_rates(path)
     if path is not None:
         storage.check_file(path)
-    measured = probe(shape, config.encoder, threads, known)
+    measured = probe(config.cluster.threads_per_process or 1)
     if path is not None:
         measured.save(path)
     return measured

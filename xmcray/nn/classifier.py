@@ -37,7 +37,7 @@ def classifier_rows(
         device: of the rows and their optimiser state.
     """
     weight_SD = torch.zeros(partition.size, dim, dtype=dtype, device=device)
-    if init_std:
+    if init_std and weight_SD.device.type != "meta":  # meta tensors have no values
         _fill_normal(weight_SD, partition.start, init_std, seed)
     return RowTable(weight_SD, config, partition.start)
 

@@ -1,6 +1,7 @@
-"""Published specifications of GPUs, for planning a device that is not at hand. Nothing here was measured.
+"""Published specifications of GPUs, for planning a device that is not at hand; nothing is measured.
 
-A device does not reach its specification. The shares that are assumed are named once, here, and printed with a plan.
+A device does not reach its specification. The shares that are assumed are named once, here, and
+printed with a plan.
 """
 
 from __future__ import annotations
@@ -11,24 +12,26 @@ from xmcray import config as configs
 from xmcray.errors import ConfigError
 from xmcray.planning.rates import Rates
 
-PRODUCT_SHARE, TRANSFORMER_SHARE, BANDWIDTH_SHARE, RANDOM_SHARE = 0.6, 0.4, 0.8, 0.4
-CALL_S, EXCHANGE_S = 8e-6, 30e-6
-HOST_FLOP_S, HOST_DISK_BYTES_S, HOST_SORT_S = (
-    1e12,
-    1e9,
-    5e-8,
-)  # of a GPU's share of a server: some 16 cores
+PRODUCT_SHARE = 0.6
+BANDWIDTH_SHARE = 0.8
+RANDOM_SHARE = 0.4
+# Of a GPU's share of a server: some 16 cores.
 HOST_BYTES = 128 << 30
+HOST_FLOP_S = 1e12
+HOST_DISK_BYTES_S = 1e9
+HOST_ENTRY_S = 2.5e-7  # a token or label is read, sorted and compared some five times
 PROCESS_BYTES = (1 << 30, 3 << 29)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Spec:
     """A data sheet, without sparsity.
 
     Attributes:
-        memory_bytes: as sold. bandwidth: bytes per second of the device's memory. half, single: flop/s in bfloat16
-            (float16 where there is none) on tensor cores, and in float32 without them.
+        memory_bytes: as sold.
+        bandwidth: bytes per second of the device's memory.
+        half: flop/s in bfloat16 (float16 where there is none) on tensor cores.
+        single: flop/s in float32 without tensor cores.
         link: bytes per second to other devices of the machine, in one direction.
     """
 
@@ -40,27 +43,13 @@ class Spec:
 
 
 SPECS = {
-    "v100-32gb": Spec(
-        memory_bytes=32 << 30, bandwidth=0.900e12, half=125e12, single=15.7e12, link=150e9
-    ),
-    "a100-40gb": Spec(
-        memory_bytes=40 << 30, bandwidth=1.555e12, half=312e12, single=19.5e12, link=300e9
-    ),
-    "a100-80gb": Spec(
-        memory_bytes=80 << 30, bandwidth=2.039e12, half=312e12, single=19.5e12, link=300e9
-    ),
-    "h100-80gb": Spec(
-        memory_bytes=80 << 30, bandwidth=3.350e12, half=989e12, single=67e12, link=450e9
-    ),
-    "h200-141gb": Spec(
-        memory_bytes=141 * 10**9, bandwidth=4.800e12, half=989e12, single=67e12, link=450e9
-    ),
-    "l4-24gb": Spec(
-        memory_bytes=24 << 30, bandwidth=0.300e12, half=121e12, single=30.3e12, link=32e9
-    ),
-    "l40s-48gb": Spec(
-        memory_bytes=48 << 30, bandwidth=0.864e12, half=362e12, single=91.6e12, link=32e9
-    ),
+    "v100-32gb": Spec(32 << 30, 0.900e12, 125e12, 15.7e12, 150e9),
+    "a100-40gb": Spec(40 << 30, 1.555e12, 312e12, 19.5e12, 300e9),
+    "a100-80gb": Spec(80 << 30, 2.039e12, 312e12, 19.5e12, 300e9),
+    "h100-80gb": Spec(80 << 30, 3.350e12, 989e12, 67e12, 450e9),
+    "h200-141gb": Spec(141 * 10**9, 4.800e12, 989e12, 67e12, 450e9),
+    "l4-24gb": Spec(24 << 30, 0.300e12, 121e12, 30.3e12, 32e9),
+    "l40s-48gb": Spec(48 << 30, 0.864e12, 362e12, 91.6e12, 32e9),
 }
 
 
@@ -68,6 +57,7 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
     """Rates of a device by its specification.
 
     Args:
+        name: such as "a100-80gb".
         matmul: as `optim.matmul`: "bf16" lets products of float32 matrices use the tensor cores.
     Raises:
         ConfigError: an unknown device (names the nearest).
@@ -76,7 +66,8 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
         raise ConfigError(configs.unknown("device", name, ["cpu", *SPECS]))
     spec = SPECS[name]
     moved = BANDWIDTH_SHARE * spec.bandwidth
-    rows = {str(width): ((1.0, width / (RANDOM_SHARE * spec.bandwidth)),) for width in (256, 1024)}
+    random = RANDOM_SHARE * spec.bandwidth
+    flop_s = spec.half if matmul == "bf16" else spec.single
     return Rates(
         device=name,
         source="published specs",
@@ -84,22 +75,24 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
         host_bytes=HOST_BYTES,
         threads=1,
         process_bytes=PROCESS_BYTES,
-        products=((1.0, PRODUCT_SHARE * (spec.half if matmul == "bf16" else spec.single)),),
+        products=((1.0, PRODUCT_SHARE * flop_s),),
+        half_flop_s=PRODUCT_SHARE * spec.half,
         passes=((1.0, moved),),
-        row_reads={width: tuple((x, y / 2) for x, y in points) for width, points in rows.items()},
-        row_writes=rows,
-        exp_s=8 / moved,
-        softplus_s=8 / moved,
+        # A row is read and written; a write also reads what it replaces.
+        row_reads={str(width): ((1.0, width / random),) for width in (256, 1024)},
+        row_writes={str(width): ((1.0, 2 * width / random),) for width in (256, 1024)},
+        exp_s=0.0,  # bound by memory
+        softplus_s=0.0,
         top_s=32 / moved,
-        sort_s=HOST_SORT_S,
-        random_s=1e-9,
-        call_s=CALL_S,
-        exchange_s=EXCHANGE_S,
+        sort_s=64 / moved,
+        call_s=8e-6,
+        copy_s=15e-6,
+        host_entry_s=HOST_ENTRY_S,
+        exchange_s=30e-6,
         exchange_bytes_s=BANDWIDTH_SHARE * spec.link,
         disk_bytes_s=HOST_DISK_BYTES_S,
         build_flop_s=HOST_FLOP_S,
         search_flop_s=HOST_FLOP_S / 2,
-        transformer_flop_s=TRANSFORMER_SHARE * spec.half,
         on_gpu=True,
     )
 
@@ -107,8 +100,10 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
 def assumptions() -> list[str]:
     """The assumed shares, in words."""
     return [
-        f"device rates are published specs, of which products reach {PRODUCT_SHARE:.0%}, a transformer"
-        f" {TRANSFORMER_SHARE:.0%}, memory {BANDWIDTH_SHARE:.0%} in order and {RANDOM_SHARE:.0%} row by row",
-        f"a GPU's share of its server: {HOST_BYTES >> 30} GiB of memory, {HOST_FLOP_S / 1e12:g} Tflop/s for its index,"
-        f" {HOST_DISK_BYTES_S / 1e9:g} GB/s of storage; indexes are built there",
+        f"device rates are published specs, of which products reach {PRODUCT_SHARE:.0%}, memory"
+        f" {BANDWIDTH_SHARE:.0%} in order and {RANDOM_SHARE:.0%} row by row",
+        f"a GPU's share of its server: {HOST_BYTES >> 30} GiB of memory, {HOST_FLOP_S / 1e12:g}"
+        f" Tflop/s for its index, {HOST_DISK_BYTES_S / 1e9:g} GB/s of storage; indexes are built"
+        " there",
+        f"the host spends {HOST_ENTRY_S * 1e9:g} ns on each token and label of a batch",
     ]

@@ -14,11 +14,9 @@ def sections(plan: Plan) -> dict[str, Rows]:
     memory: Rows = []
     for where, parts in (("device", plan.device_bytes), ("process", plan.host_bytes)):
         memory += [(f"{where}: {name}", _bytes(size)) for name, size in parts.items() if size]
-        memory += [(f"{where}: together", _bytes(sum(parts.values())))] if parts else []
+        memory += [(f"{where}: in all", _bytes(sum(parts.values())))] if parts else []
     memory += (
-        [("an index actor, beside the worker", _bytes(plan.index_bytes))]
-        if plan.index_bytes
-        else []
+        [("an index actor of each worker", _bytes(plan.index_bytes))] if plan.index_bytes else []
     )
     memory += [("Ray's object store, only while preparing", _bytes(plan.object_store))]
     disk = [
@@ -27,7 +25,7 @@ def sections(plan: Plan) -> dict[str, Rows]:
             _bytes(plan.checkpoints * plan.checkpoint),
         ),
         ("ledger of the negatives", _bytes(plan.ledger)),
-        ("index beside the vectors", _bytes(plan.index_on_disk)),
+        ("index without the vectors", _bytes(plan.index_on_disk)),
     ]
     seconds = [(name, _seconds(value)) for name, value in plan.step_s.items() if value]
     seconds += [
@@ -36,10 +34,10 @@ def sections(plan: Plan) -> dict[str, Rows]:
     ]
     run = [
         ("steps per epoch", f"{plan.steps_per_epoch:,}"),
-        ("refresh of the negatives, beside the training", _seconds(plan.refresh_s)),
+        ("refresh of the negatives, while training goes on", _seconds(plan.refresh_s)),
         ("of which: building an index", _seconds(plan.build_s)),
         ("of which: searching it", _seconds(plan.search_s)),
-        ("the first refresh, of rows near their start", _seconds(plan.first_refresh_s)),
+        ("the first refresh, of rows close to their start", _seconds(plan.first_refresh_s)),
         ("one validation", _seconds(plan.validation_s)),
         ("one checkpoint", _seconds(plan.checkpoint_s)),
         ("one epoch", _seconds(plan.epoch_s)),

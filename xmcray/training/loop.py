@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from xmcray import storage
 from xmcray.data.batches import BatchSampler, TrainingData
@@ -24,7 +25,7 @@ from xmcray.methods.registry import method_entry
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.refresh import Refresher
 from xmcray.negatives.shortlists import ShortlistFeed
-from xmcray.nn.encoder import build_encoder
+from xmcray.nn.encoder import Encoder, build_encoder
 from xmcray.nn.heads import FusionConfig
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
@@ -36,6 +37,7 @@ from xmcray.training.run import Run, RunConfig
 from xmcray.training.step import Embedder, Stepper, encode_plain
 from xmcray.training.validation import validate
 from xmcray.training.watch import Watch
+from xmcray.types import Ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,32 @@ def build(
     ).to(device, optim.dtype)
     if vectors is not None:
         encoder.remember(vectors, data.num_train + data.num_labels, data.tokens)
+    return assemble(config, data, encoder, device, partition)
+
+
+def assemble(
+    config: RunConfig,
+    data: TrainingData,
+    encoder: Encoder,
+    device: torch.device,
+    partition: LabelPartition,
+    encode_without_graph: Callable[[Ragged], Tensor] | None = None,
+) -> Setup:
+    """Method and optimisers around an encoder.
+
+    Args:
+        config: Settings of the run.
+        data: Training split.
+        encoder: On `device`.
+        device: Where label rows live.
+        partition: The labels that the rank holds.
+        encode_without_graph: Replaces the encoder where the method needs no gradient.
+    """
+    optim = config.optim
     embedder = Embedder(encoder, optim.micro_batch)
     context = MethodContext(
         encode=embedder,
-        encode_plain=lambda tokens: encode_plain(encoder, tokens),
+        encode_plain=encode_without_graph or (lambda tokens: encode_plain(encoder, tokens)),
         dim=encoder.dim,
         data=data,
         partition=partition,
