@@ -5,6 +5,7 @@ The template is sweep_report.html.j2. As the page of a run, it has no script and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,13 @@ from xmcray.tuning.sweep import Trial
 
 Float64Array = npt.NDArray[np.float64]
 
-# Lowest, middle and highest score, as red, green and blue. From dark to bright, so that readers who
+# Colours of the lowest, a middle and the highest score. From dark to bright, so that readers who
 # confuse colours can tell the lines apart.
-COLOUR_SCALE = ((68, 1, 84), (38, 140, 141), (244, 160, 24))
+SCALE = (0.0, 0.5, 1.0)
+RED = (68, 38, 244)
+GREEN = (1, 140, 160)
+BLUE = (84, 141, 24)
+ENDED = ("finished", "stopped", "failed")
 MIN_TRIALS = 5  # with fewer trials, the importance of a setting means nothing
 
 
@@ -151,14 +156,11 @@ def _explained_variance(
 
 
 def _summary(trials: Sequence[Trial]) -> str:
-    counts = []
-    for state in ("finished", "stopped", "failed"):
-        count = sum(trial.state == state for trial in trials)
-        if count:
-            counts.append(f"{count} {state}")
+    counts = Counter(trial.state for trial in trials)
+    ended = [f"{counts[state]} {state}" for state in ENDED if counts[state]]
     steps = sum(trial.steps for trial in trials)
     trained = f", {steps:,} training steps" if steps else ""
-    return f"{len(trials)} trials ({', '.join(counts) or 'none ended'}){trained}"
+    return f"{len(trials)} trials ({', '.join(ended) or 'none ended'}){trained}"
 
 
 def _axes(metric: str, space: Space, scores: Sequence[float]) -> list[_Axis]:
@@ -184,17 +186,15 @@ def _lines(
     for trial in trials:
         if trial.score is None:
             continue
-        low = min(scores)
-        high = max(scores)
-        share = (trial.score - low) / (high - low) if high > low else 0.5
         places = [space[name].place(trial.values[name]) for name in space]
+        share = NumberRange(low=min(scores), high=max(scores)).place(trial.score)
         classes = []
-        if not lines:
+        if not lines:  # trials come the best first
             classes.append("best")
         if trial.state == "stopped":
             classes.append("cut")
         settings = ", ".join(f"{name} {shown(value)}" for name, value in trial.values.items())
-        hint = f"{trial.name}: {metric} {_percent(trial.score)}; {settings}"
+        hint = f"{trial.name}: {metric} {trial.score_text}; {settings}"
         lines.append(_Line([*places, share], _colour(share), " ".join(classes), hint))
     return lines[::-1]  # what comes last is drawn on top: the best trial
 
@@ -205,8 +205,5 @@ def _percent(score: float) -> str:
 
 def _colour(share: float) -> str:
     """A colour of the scale, 0 to 1, as #rrggbb."""
-    dark, middle, bright = COLOUR_SCALE
-    start, end = (dark, middle) if share < 0.5 else (middle, bright)
-    part = 2 * share if share < 0.5 else 2 * share - 1
-    red, green, blue = (round(a + (b - a) * part) for a, b in zip(start, end, strict=True))
-    return f"#{red:02x}{green:02x}{blue:02x}"
+    channels = [round(np.interp(share, SCALE, channel)) for channel in (RED, GREEN, BLUE)]
+    return "#" + bytes(channels).hex()

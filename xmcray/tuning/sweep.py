@@ -22,13 +22,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
 from xmcray import config as configs
 from xmcray import storage
-from xmcray.config import check_choice, check_range
+from xmcray.config import check_choices, check_range
 from xmcray.errors import ConfigError, RunError
 from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
@@ -36,8 +36,7 @@ from xmcray.tuning.space import Space, Values, nested, parse_space
 
 # What a validation during training measures.
 METRICS = ("nDCG@5", "P@1", "P@3", "P@5", "PSP@1", "PSP@5", "R@10")
-State = Literal["unfinished", "finished", "stopped", "failed"]
-BEST_FIRST: tuple[State, ...] = ("finished", "stopped", "unfinished", "failed")
+State = Literal["finished", "stopped", "unfinished", "failed"]  # in the order of the ranking
 # The large files of a run; the rest is small.
 _LARGE = ("checkpoints", "negatives", "ray", "vectors", "bundle")
 # Sections that do not change the result of a trial.
@@ -72,8 +71,7 @@ class SweepConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("--search", self.search, ("random", "optuna"))
-        check_choice("--scheduler", self.scheduler, ("asha", "none"))
+        check_choices(self)
         check_range("--seed", self.seed, low=0)
         if self.metric not in METRICS:
             raise ConfigError(configs.unknown("metric", self.metric, METRICS))
@@ -265,9 +263,10 @@ class Sweep:
 
     def ranked(self) -> list[Trial]:
         """The best first: trials that trained to the end, then stopped ones, then the others."""
+        states = get_args(State)
         return sorted(
             self.trials(),
-            key=lambda trial: (BEST_FIRST.index(trial.state), -(trial.score or 0.0), trial.number),
+            key=lambda trial: (states.index(trial.state), -(trial.score or 0.0), trial.number),
         )
 
     def prune(self, keep: int) -> None:

@@ -322,5 +322,5 @@ def test_no_optuna(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ResourceError, match=r"run pip install 'xmcray\[tune\]', or use --search random"
     ):
         Guide(sweep, [0], 1, lambda _: None)
-    with pytest.raises(ConfigError, match="--search is 'grid'"):
+    with pytest.raises(ConfigError, match="search is 'grid', expected one of random, optuna"):
         config(search="grid")
