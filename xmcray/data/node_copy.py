@@ -1,9 +1,10 @@
-"""The corpus on the machine that reads it: what training processes map into memory should lie on a local disk.
+"""The corpus on the machine that reads it: training processes should map files of a local disk.
 
-A corpus given as a URL is copied to each node once, whatever the number of processes there, and so is one in a folder
-that all nodes share where `cluster.copy_corpus` says so. The copy lies in XMCRAY_CACHE (or ~/.cache/xmcray) under the
-hash of its manifest (`storage.local_copy`), hence a later run of the same corpus finds it. Nothing removes it: it is
-the same few gigabytes for every run. `rm -r` any folder there when no run uses it; the next run copies it again.
+A corpus given as a URL is copied to each node once, whatever the number of processes there. With
+`cluster.copy_corpus` a corpus in a shared folder is copied too. The copy lies in XMCRAY_CACHE (or
+~/.cache/xmcray) under the hash of its manifest (`storage.local_copy`), so a later run of the same
+corpus finds it. Nothing removes it: it is the same few gigabytes for every run. `rm -r` any folder
+there when no run uses it; the next run copies it again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class CorpusSource:
     """Where the corpus of a run is.
 
     Attributes:
-        origin: absolute path or URL. sha256: of the corpus that the run was started with.
+        origin: absolute path or URL.
+        sha256: of the corpus that the run was started with.
         copy_folder: whether a folder is copied too.
     """
 
@@ -30,17 +32,16 @@ class CorpusSource:
 
 
 def open_on_node(source: CorpusSource) -> Corpus:
-    """Opens the corpus of a run on the node where the caller is.
+    """Opens the corpus of a run on the caller's node.
 
     Raises:
         StorageError: not a complete corpus, or no room for the copy.
         DataError: another corpus has taken its place.
     """
-    copied = source.copy_folder or is_url(source.origin)
-    path = local_copy(source.origin, KIND) if copied else source.origin
-    folder, manifest = open_artifact(
-        path, KIND, contents=False
-    )  # a copy was compared when it was made
+    needs_copy = source.copy_folder or is_url(source.origin)
+    path = local_copy(source.origin, KIND) if needs_copy else source.origin
+    # The hashes of a copy were compared when it was made.
+    folder, manifest = open_artifact(path, KIND, contents=False)
     if manifest.sha256 != source.sha256:
         raise DataError(
             f"{source.origin} holds another corpus than the run was started with; put the old one back"

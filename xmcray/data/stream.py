@@ -1,4 +1,4 @@
-"""Items streamed through tasks of Ray Data: their share of the CPUs, a watchdog, and users' mistakes made in tasks."""
+"""Items streamed through tasks of Ray Data: their share of the CPUs, a watchdog, and users' mistakes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,31 @@ from xmcray import logs
 from xmcray.errors import ResourceError, XmcrayError
 from xmcray.ray_adapter import private
 
-READ_CPUS = 0.1  # a reading task mostly waits for those who work on what it reads
-RAY_DATA_ACTORS = (
-    "AutoscalingCoordinator",
-    "datasets_stats_actor",
-)  # Ray Data's own, which hold no CPU
-QUEUE_BYTES = 128 << 20  # what may lie between the tasks; the reader pauses beyond it
+READ_CPUS = 0.1  # a reading task mostly waits for the tasks that process its rows
+RAY_DATA_ACTORS = ("AutoscalingCoordinator", "datasets_stats_actor")  # Ray Data's own hold no CPU
+QUEUE_BYTES = 128 << 20  # data between the tasks; the reader pauses beyond it
 
 
 def mapped(
     rows: Any, function: Callable[[Any], Iterator[Any]], cpus: float, concurrency: int | None = None
 ) -> Any:
-    """A Ray Data stage that turns each item into the items of `function`; an XmcrayError becomes the last item."""
+    """A Ray Data stage that turns each item into the items that `function` yields.
+
+    An XmcrayError becomes the last item, because Ray would wrap an exception of a task in its own.
+
+    Args:
+        rows: a Ray Data dataset of boxed items.
+        cpus: CPUs that each task reserves.
+        concurrency: tasks at a time; None leaves it to Ray Data.
+    """
 
     def stage(batch: pa.Table) -> Iterator[pa.Table]:
         try:
             item = _unboxed(batch)
             if isinstance(item, XmcrayError):
                 raise item
-            yield from map(boxed, function(item))
+            for result in function(item):
+                yield boxed(result)
         except XmcrayError as error:
             yield boxed(error)
 
@@ -52,10 +58,10 @@ def mapped(
 
 
 def boxed(item: Any) -> pa.Table:
-    """An item as a block of one row.
+    """An item as a block of one row, in Ray's type for objects.
 
-    Of Ray's type for objects: given a plain one, Ray Data tries Arrow's own types first, and the error that it then
-    makes and drops holds the object's whole repr.
+    Given a plain object, Ray Data tries Arrow's own types first, and the error that it then makes
+    and drops holds the object's whole repr.
     """
     return pa.table({"item": ArrowPythonObjectArray.from_objects([item])})
 
@@ -65,23 +71,28 @@ def _unboxed(block: pa.Table) -> Any:
 
 
 def share(parallelism: int | None) -> tuple[int, float]:
-    """Tokenising tasks at a time, and the CPUs each reserves: together half of what is free, never the last CPU.
+    """Tokenising tasks at a time, and the CPUs that each reserves.
 
-    Ray Data looks ten times a second for what has ended, and a task that has ended waits one or two looks for its
-    successor: a quarter more tasks than CPUs keep these busy meanwhile.
+    Together they reserve half of what is free, and never the last CPU. Ray Data checks for finished
+    tasks ten times a second, so a finished task waits one or two checks for its successor. A quarter
+    more tasks than CPUs keep the CPUs busy meanwhile.
     """
-    free = float(ray.available_resources().get("CPU", 0.0))
-    tasks = parallelism or max(1, math.ceil(1.25 * free))
-    return tasks, round(max(min(0.5, 0.5 * free / tasks), 0.01), 4)
+    free_cpus = float(ray.available_resources().get("CPU", 0.0))
+    num_tasks = parallelism or max(1, math.ceil(1.25 * free_cpus))
+    cpus = min(0.5, 0.5 * free_cpus / num_tasks)
+    return num_tasks, round(max(cpus, 0.01), 4)
 
 
 @contextlib.contextmanager
 def watched(stall_s: float) -> Iterator[list[float]]:
-    """Ray Data settings for the pipeline, and its heartbeat: the time at which the last result came."""
+    """Sets Ray Data up for a pipeline; gives its heartbeat: the time of the last result.
+
+    The heartbeat is a list of one number, which `results` replaces and the watchdog reads.
+    """
     beat = [time.monotonic()]
 
     class Watchdog:
-        """Called by Ray Data's scheduling loop about ten times a second."""
+        """Ray Data's scheduling loop calls this about ten times a second."""
 
         def before_execution_starts(self, executor: Any) -> None: ...
 
@@ -99,9 +110,8 @@ def watched(stall_s: float) -> Iterator[list[float]]:
     context = copy.deepcopy(ray.data.DataContext.get_current())
     context.enable_progress_bars = False
     context.target_max_block_size = 1  # one item per block: a chunk is the unit of work
-    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
-        object_store_memory=QUEUE_BYTES
-    )
+    limits = context.execution_options.resource_limits
+    context.execution_options.resource_limits = limits.copy(object_store_memory=QUEUE_BYTES)
     callbacks: list[Any] = [Watchdog]
     context.custom_execution_callback_classes = callbacks
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # every failure is raised here, once
@@ -111,7 +121,11 @@ def watched(stall_s: float) -> Iterator[list[float]]:
 
 
 def results(rows: Any, beat: list[float]) -> Iterator[Any]:
-    """The items of a Ray Data pipeline; an XmcrayError among them, or raised in a task, is raised here."""
+    """The items of a Ray Data pipeline.
+
+    Raises:
+        XmcrayError: one that is among the items, or that was raised in a task.
+    """
     beat[0] = time.monotonic()
     try:
         for batch in rows.iter_batches(batch_size=1, batch_format="pyarrow", prefetch_batches=0):
@@ -123,6 +137,7 @@ def results(rows: Any, beat: list[float]) -> Iterator[Any]:
     except XmcrayError:
         raise
     except Exception as error:
+        # Ray wraps an exception of a task, and may wrap it again.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, XmcrayError):
             cause = getattr(cause, "cause", None) or cause.__cause__
@@ -132,35 +147,34 @@ def results(rows: Any, beat: list[float]) -> Iterator[Any]:
 
 
 def _cpu_holders() -> str:
-    """Who has reserved the cluster's CPUs, in one line."""
-    total, free = (r.get("CPU", 0.0) for r in (ray.cluster_resources(), ray.available_resources()))
-    found = [f"{free:g} of {total:g} CPUs free"]
-    with contextlib.suppress(
-        Exception
-    ):  # the tables are for debugging only; the message is worth more than they are
-        names = private.alive_actor_names()
-        others = Counter(name for name in names if name not in RAY_DATA_ACTORS)
-        found += [f"{count} x actor {name}" for name, count in sorted(others.items())]
+    """What has reserved the cluster's CPUs, in one line."""
+    total = ray.cluster_resources().get("CPU", 0.0)
+    free = ray.available_resources().get("CPU", 0.0)
+    holders = [f"{free:g} of {total:g} CPUs free"]
+    # The tables below are Ray's debugging aids: without them the message still has its number.
+    with contextlib.suppress(Exception):
+        counts = Counter(private.alive_actor_names())
+        names = sorted(counts.keys() - set(RAY_DATA_ACTORS))
+        holders += [f"{counts[name]} x actor {name}" for name in names]
     with contextlib.suppress(Exception):
         for group in ray.util.placement_group_table().values():
             cpus = sum(bundle.get("CPU", 0.0) for bundle in group["bundles"].values())
             if group["state"] == "CREATED" and cpus:
-                found.append(
-                    f"placement group {group['name'] or group['placement_group_id'][:8]} holds {cpus:g}"
-                )
-    return ", ".join(found)
+                name = group["name"] or group["placement_group_id"][:8]
+                holders.append(f"placement group {name} holds {cpus:g}")
+    return ", ".join(holders)
 
 
 def progress_bar(progress: bool) -> Progress:
     """Rows and rows/s on stderr; silent unless that is a terminal."""
     console = Console(stderr=True)
-    columns = (
+    is_shown = progress and console.is_terminal and not logs.as_json()
+    return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         TextColumn("{task.completed:,} rows"),
         TextColumn("{task.speed:,.0f} rows/s"),
         TimeElapsedColumn(),
-    )
-    return Progress(
-        *columns, console=console, disable=logs.as_json() or not (progress and console.is_terminal)
+        console=console,
+        disable=not is_shown,
     )

@@ -152,7 +152,7 @@ def test_detect_says_what_is_missing(tmp_path: Path) -> None:
         detect(tmp_path)
     with pytest.raises(DataError, match=r"lacks train\.jsonl and labels\.jsonl of format jsonl"):
         detect(tmp_path, "jsonl")
-    with pytest.raises(ConfigError, match="unknown format 'jsonll'; did you mean jsonl"):
+    with pytest.raises(ConfigError, match="unknown format 'jsonll'; did you mean 'jsonl'"):
         detect(tmp_path, "jsonll")
 
 

@@ -1,16 +1,16 @@
-"""Raw files of a data set: which layout a folder has, and its queries, labels and filter pairs row by row.
+"""Raw files of a data set: the layout of a folder, and its queries, labels and filter pairs by row.
 
-`detect` names the layout from the files that are there; a `RawFiles` then streams validated rows. Layouts: see
-`json_lines`, `texts` and `tables`.
+`detect` finds the layout from the files that are there; `RawFiles` then streams validated rows. The
+layouts are described in `json_lines`, `texts` and `tables`.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from xmcray.config import unknown
 from xmcray.data.formats.base import BadRow, Format, OnBad, Row, find, read_filters
 from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON
 from xmcray.data.formats.tables import HUGGINGFACE, PARQUET
@@ -37,11 +37,12 @@ FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True, slots=True)
 class RawFiles:
-    """Raw files of one data set; nothing is read before it is asked for.
+    """Raw files of one data set; a file is read when its rows are iterated.
 
     Attributes:
         format: a key of `FORMATS`.
-        splits: "train", and "test" where its files are there.
+        path: their folder.
+        splits: "train", and "test" if its files are there.
     """
 
     format: str
@@ -54,7 +55,7 @@ class RawFiles:
         Raises:
             DataError: the file cannot be read or has no valid row.
         """
-        return self._some(FORMATS[self.format].labels(self.path, on_bad), "label")
+        return self._not_empty(FORMATS[self.format].labels(self.path, on_bad), "label")
 
     def queries(self, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All valid queries of a split in file order; `on_bad` is called for each other one and may raise.
@@ -67,9 +68,8 @@ class RawFiles:
         """
         if split not in self.splits:
             raise DataError(f"{self.path} has no {split} split; found: {', '.join(self.splits)}")
-        return self._some(
-            FORMATS[self.format].queries(self.path, split, num_labels, on_bad), f"{split} query"
-        )
+        rows = FORMATS[self.format].queries(self.path, split, num_labels, on_bad)
+        return self._not_empty(rows, f"{split} query")
 
     def filters(self, split: str) -> Int64Array:
         """Pairs (row of the split's file, row of the label file) that must not be answered; see `Row.row`.
@@ -82,7 +82,7 @@ class RawFiles:
         """
         return read_filters(self.path, split, lambda: FORMATS[self.format].shape(self.path, split))
 
-    def _some(self, rows: Iterator[Row], what: str) -> Iterator[Row]:
+    def _not_empty(self, rows: Iterator[Row], what: str) -> Iterator[Row]:
         empty = True
         for row in rows:
             empty = False
@@ -102,31 +102,31 @@ def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A0
     """
     folder = Path(path)
     if format is not None and format not in FORMATS:
-        near = difflib.get_close_matches(format, FORMATS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(FORMATS)}"
-        raise ConfigError(f"unknown format {format!r}; {hint}")
+        raise ConfigError(unknown("format", format, list(FORMATS)))
     if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
-        raise DataError(f"{path} {found}, expected a folder of raw files")
-    for name in [format] if format else FORMATS:
-        layout = FORMATS[name]
-        if all(find(folder, pattern) for pattern in layout.train):
-            tested = all(find(folder, pattern) for pattern in layout.test)
-            return RawFiles(name, folder, ("train", "test") if tested else ("train",))
-    raise DataError(_no_layout(folder, format))
-
-
-def _no_layout(folder: Path, name: str | None) -> str:
-    """Names the layout of which most files are there, and what it lacks."""
-
-    def missing(key: str) -> list[str]:
-        return [p.replace("|", " or ") for p in FORMATS[key].train if not find(folder, p)]
-
-    names = (
-        [name] if name else [key for key in FORMATS if len(missing(key)) < len(FORMATS[key].train)]
-    )
-    if names:
-        best = min(names, key=lambda key: len(missing(key)))
-        return f"{folder} lacks {' and '.join(missing(best))} of format {best}; add it or name another --format"
+        state = "is a file" if folder.exists() else "does not exist"
+        raise DataError(f"{path} {state}, expected a folder of raw files")
+    names = [format] if format else list(FORMATS)
+    missing = {name: _missing(folder, FORMATS[name].train) for name in names}
+    for name in names:
+        if not missing[name]:
+            has_test = not _missing(folder, FORMATS[name].test)
+            return RawFiles(name, folder, ("train", "test") if has_test else ("train",))
+    # No layout is complete. The message is about the one that lacks least, if any is there in part.
+    partial = [name for name in names if format or len(missing[name]) < len(FORMATS[name].train)]
+    if partial:
+        nearest = min(partial, key=lambda name: len(missing[name]))
+        lacking = " and ".join(missing[nearest])
+        raise DataError(
+            f"{folder} lacks {lacking} of format {nearest}; add it or name another --format"
+        )
     present = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
-    return f"{folder} fits no known layout (found: {present}); expected files of one of {', '.join(FORMATS)}"
+    raise DataError(
+        f"{folder} fits no known layout (found: {present}); expected files of one of {', '.join(FORMATS)}"
+    )
+
+
+def _missing(folder: Path, patterns: tuple[str, ...]) -> list[str]:
+    """The patterns that no file fits, in words."""
+    missing = [pattern for pattern in patterns if not find(folder, pattern)]
+    return [pattern.replace("|", " or ") for pattern in missing]

@@ -1,10 +1,12 @@
 """Sparse matrices row by row: `rows cols` text files, scipy's npz, and the bag-of-words train.txt.
 
-No pickle is read, and an npz member is compared with its declared size before memory is taken for it.
+No pickle is read. The shape that an npz member declares is compared with the member's size before
+memory is allocated for it.
 """
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -16,8 +18,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from xmcray.data.formats.base import FREE_BYTES, MAX_RATIO, BadValue, read_lines
-from xmcray.errors import DataError
+from xmcray.data.formats.base import FREE_BYTES, MAX_RATIO, BadValue, cannot_read, read_lines
+from xmcray.errors import DataError, one_line
 from xmcray.types import Int64Array
 
 Entries = tuple[list[int], list[float]]  # column ids and values of a row, as the file orders them
@@ -26,12 +28,19 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A sparse matrix to be read once: its shape is known, its rows are not read yet. A bad row is its reason."""
+    """A sparse matrix that can be read once.
+
+    Attributes:
+        path: its file.
+        shape: rows and columns.
+        rows: not read yet; a bad row is yielded as the reason.
+        first_line: line of row 0 in the file.
+    """
 
     path: Path
     shape: tuple[int, int]
     rows: Iterator[Entries | BadValue]
-    first_line: int  # line of row 0 in the file
+    first_line: int
 
 
 def open_matrix(path: Path) -> Matrix:
@@ -51,19 +60,22 @@ def open_matrix(path: Path) -> Matrix:
 def read_header(path: Path, lines: Iterator[bytes], names: tuple[str, ...]) -> tuple[int, ...]:
     """The whole numbers in the first line.
 
+    Args:
+        names: what they stand for, for messages.
+
     Raises:
-        DataError: there are others, or not as many.
+        DataError: the line holds something else, or another number of them.
     """
-    first = next(lines, b"")
-    numbers = first.split()
-    if len(numbers) != len(names) or not all(
-        number.isdigit() and len(number) < 19 for number in numbers
-    ):
-        found = first[:40].decode(errors="replace")
+    line = next(lines, b"")
+    words = line.split()
+    # A number of 19 digits or more may not fit into 64 bits.
+    numbers = [int(word) for word in words if word.isdigit() and len(word) < 19]
+    if len(words) != len(names) or len(numbers) != len(names):
+        start = line[:40].decode(errors="replace")
         raise DataError(
-            f"{path}:1: found {found!r}, expected a header of {len(names)} numbers: {' '.join(names)}"
+            f"{path}:1: found {start!r}, expected a header of {len(names)} numbers: {' '.join(names)}"
         )
-    return tuple(map(int, numbers))
+    return tuple(numbers)
 
 
 def parse_entries(line: bytes, default: float | None = None) -> Entries:
@@ -80,9 +92,8 @@ def parse_entries(line: bytes, default: float | None = None) -> Entries:
             ids.append(int(index))
             values.append(float(value) if colon or default is None else default)
         except ValueError:
-            raise BadValue(
-                f"found {entry[:40].decode(errors='replace')!r}, expected index:value"
-            ) from None
+            start = entry[:40].decode(errors="replace")
+            raise BadValue(f"found {start!r}, expected index:value") from None
     return ids, values
 
 
@@ -97,13 +108,13 @@ def _text_rows(lines: Iterator[bytes]) -> Iterator[Entries | BadValue]:
 
 
 def _npz_rows(matrix: Any) -> Iterator[Entries | BadValue]:
+    # Lists of Python numbers, for some rows at once: slicing them is faster than slicing arrays.
     for start in range(0, matrix.shape[0], _ROWS_AT_ONCE):
-        bounds = matrix.indptr[start : start + _ROWS_AT_ONCE + 1].tolist()
-        ids = matrix.indices[bounds[0] : bounds[-1]].tolist()
-        values = matrix.data[bounds[0] : bounds[-1]].tolist()
-        for first, last in pairwise(bounds):
-            row = slice(first - bounds[0], last - bounds[0])
-            yield ids[row], values[row]
+        offsets = matrix.indptr[start : start + _ROWS_AT_ONCE + 1]
+        ids = matrix.indices[offsets[0] : offsets[-1]].tolist()
+        values = matrix.data[offsets[0] : offsets[-1]].tolist()
+        for first, stop in pairwise((offsets - offsets[0]).tolist()):
+            yield ids[first:stop], values[first:stop]
 
 
 def load_npz(path: Path) -> Any:
@@ -114,17 +125,16 @@ def load_npz(path: Path) -> Any:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            parts = {
-                name: _read_member(archive, f"{name}.npy")
-                for name in ("indptr", "indices", "data", "shape")
-            }
             kind = _read_member(archive, "format.npy").item()
-        name = (kind.decode("ascii", "replace") if isinstance(kind, bytes) else str(kind)).lower()
-        return _checked(name, **parts)
+            indptr = _read_member(archive, "indptr.npy")
+            indices = _read_member(archive, "indices.npy")
+            data = _read_member(archive, "data.npy")
+            shape = _read_member(archive, "shape.npy")
+        # Older scipy wrote the kind as bytes.
+        name = kind.decode("ascii", "replace") if isinstance(kind, bytes) else str(kind)
+        return _checked(name.lower(), indptr, indices, data, shape)
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror or error}); check the path and its rights"
-        ) from None
+        raise cannot_read(path, error) from None
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -137,31 +147,29 @@ def load_npz(path: Path) -> Any:
             f"{path} is not a complete npz file of scipy.sparse.save_npz ({error})"
         ) from None
     except (ValueError, TypeError, OverflowError, MemoryError, SyntaxError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"{path} is not a sparse matrix of scipy.sparse.save_npz ({reason}); save it again"
+            f"{path} is not a sparse matrix of scipy.sparse.save_npz ({one_line(error)}); save it again"
         ) from None
 
 
 def _read_member(archive: zipfile.ZipFile, name: str) -> Any:
+    """An array of the archive.
+
+    Raises:
+        ValueError: it would unpack to far more than it takes in the file, or holds Python objects.
+    """
     info = archive.getinfo(name)
     if info.file_size > max(FREE_BYTES, MAX_RATIO * info.compress_size):
         raise ValueError(
             f"{name} unpacks to more than {MAX_RATIO} times its size: a decompression bomb"
         )
-    with archive.open(
-        info
-    ) as file:  # the header alone: numpy would take memory for whatever shape it names
-        version = np.lib.format.read_magic(file)
-        read = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0
-        )
-        shape, _, dtype = read(file)
-    size = dtype.itemsize
-    for length in shape:
-        size *= int(length)
+    # The header is read first: numpy would allocate memory for any shape that it declares.
+    with archive.open(info) as file:
+        if np.lib.format.read_magic(file) == (1, 0):
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        else:
+            shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+    size = math.prod(shape) * dtype.itemsize
     if dtype.hasobject or size > info.file_size:
         raise ValueError(
             f"{name} holds {dtype} {shape}, expected numbers that fit its {info.file_size} bytes"
@@ -171,17 +179,23 @@ def _read_member(archive: zipfile.ZipFile, name: str) -> Any:
 
 
 def _checked(kind: str, indptr: Any, indices: Any, data: Any, shape: Any) -> Any:
+    """The arrays of a CSR or CSC matrix as a CSR matrix.
+
+    Raises:
+        ValueError: the arrays do not fit each other.
+    """
     if kind not in ("csr", "csc"):
         raise ValueError(f"format {kind[:20]!r}, expected csr or csc")
-    if (
-        any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (indptr, indices, shape))
-        or len(shape) != 2
-    ):
-        raise ValueError("indptr, indices or shape are not lists of integers")
+    for array in (indptr, indices, shape):
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError("indptr, indices or shape are not lists of integers")
+    if len(shape) != 2:
+        raise ValueError(f"a shape of {len(shape)} numbers, expected 2")
     if data.shape != indices.shape or data.dtype.kind not in "iufb":
         raise ValueError(f"{data.size} values of type {data.dtype} for {indices.size} indices")
-    rows, cols = (int(size) for size in shape)
-    major, minor = (rows, cols) if kind == "csr" else (cols, rows)
+    # The major axis is the one that the pointers cut: rows of a CSR, columns of a CSC matrix.
+    size = (int(shape[0]), int(shape[1]))
+    major, minor = size if kind == "csr" else size[::-1]
     pointers: Int64Array = indptr.astype(np.int64)
     if (
         len(pointers) != major + 1
@@ -193,5 +207,5 @@ def _checked(kind: str, indptr: Any, indices: Any, data: Any, shape: Any) -> Any
     if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < minor):
         raise ValueError(f"an index is out of range, expected 0 to {minor - 1}")
     if kind == "csr":
-        return scipy.sparse.csr_matrix((data, indices, pointers), shape=(rows, cols))
-    return scipy.sparse.csc_matrix((data, indices, pointers), shape=(rows, cols)).tocsr()
+        return scipy.sparse.csr_matrix((data, indices, pointers), shape=size)
+    return scipy.sparse.csc_matrix((data, indices, pointers), shape=size).tocsr()

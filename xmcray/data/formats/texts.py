@@ -1,4 +1,4 @@
-"""Layouts of one text per line with a label matrix beside it, and of features instead of texts.
+"""Layouts of one text per line with a label matrix, and of features instead of texts.
 
     layout   queries                labels                        label matrix
     dexml    raw/trn_X.txt          raw/Y.txt                     Y.trn.npz
@@ -7,8 +7,8 @@
     sparse   trn_X_Xf.txt           lbl_X_Xf.txt, Yf.txt, Y.txt   trn_X_Y.txt
     bow      train.txt              as above                      in train.txt
 
-A blank line is an empty text. Where there are only features, a text is their names (Xf.txt, else f<index>) by
-descending weight. Rows have no uid: it is the row number.
+A blank line is an empty text. If there are only features, a text consists of their names (Xf.txt,
+else f<index>) by descending weight. Rows have no uid: it is the row number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from xmcray.data.formats.matrices import Entries, Matrix, open_matrix, parse_ent
 from xmcray.errors import DataError
 
 Texts = Iterator[str | BadValue]
-_LABELS = "Y.txt|lbl_X_Xf.txt|Yf.txt"  # beside features
+_FEATURE_LABELS = "Y.txt|lbl_X_Xf.txt|Yf.txt"  # label files of layouts with features
 
 
 def _read_texts(path: Path) -> Texts:
@@ -47,68 +47,93 @@ def _read_texts(path: Path) -> Texts:
             yield text
 
 
-def _feature_names(folder: Path) -> list[str]:
-    names = []
-    for path in find(folder, "Xf.txt")[:1]:
-        names = [line.decode(errors="replace").strip() for line in read_lines(path)]
-    return names
+@dataclass(frozen=True, slots=True)
+class FeatureNames:
+    """Makes a text of weighted features.
 
+    Attributes:
+        num_features: how many there are.
+        names: of the first features; the others are called f<index>.
+    """
 
-def _text_of(entries: Entries, num_features: int, names: list[str]) -> str:
-    """Feature names by descending weight, ties by index."""
-    ids, weights = entries
-    check_labels(ids, weights, num_features)
-    ordered = sorted(zip(weights, ids, strict=True), key=lambda entry: (-entry[0], entry[1]))
-    return check_text(" ".join([names[i] if i < len(names) else f"f{i}" for _, i in ordered]))
+    num_features: int
+    names: list[str]
 
+    @classmethod
+    def of_folder(cls, folder: Path, num_features: int) -> FeatureNames:
+        """The names in Xf.txt, if the folder has it."""
+        names = []
+        for path in find(folder, "Xf.txt"):
+            names = [line.decode(errors="replace").strip() for line in read_lines(path)]
+        return cls(num_features, names)
 
-def _feature_texts(matrix: Matrix, names: list[str]) -> Texts:
-    for entries in matrix.rows:
+    def text(self, entries: Entries | BadValue) -> str:
+        """Feature names by descending weight, ties by index.
+
+        Raises:
+            BadValue: the entries are malformed or name a feature that does not exist.
+        """
+        if isinstance(entries, BadValue):
+            raise entries
+        ids, weights = entries
         try:
-            if isinstance(entries, BadValue):
-                raise entries
-            text = _text_of(entries, matrix.shape[1], names)
+            check_labels(ids, weights, self.num_features)
         except BadValue as error:
-            yield BadValue(str(error).replace("label", "feature").replace("relevance", "weight"))
-        else:
-            yield text
+            reason = str(error).replace("label", "feature").replace("relevance", "weight")
+            raise BadValue(reason) from None
+        words = []
+        for _, index in sorted(zip([-weight for weight in weights], ids, strict=True)):
+            words.append(self.names[index] if index < len(self.names) else f"f{index}")
+        return check_text(" ".join(words))
+
+    def texts(self, matrix: Matrix) -> Texts:
+        """The text of each row of a feature matrix."""
+        for entries in matrix.rows:
+            try:
+                text = self.text(entries)
+            except BadValue as error:
+                yield error
+            else:
+                yield text
 
 
 def _join(
     texts: Texts, path: Path, first_line: int, matrix: Matrix, num_labels: int, on_bad: OnBad
 ) -> Iterator[Row]:
-    """Texts and label rows side by side.
+    """Rows of texts and of their labels, which lie in two files.
 
     Raises:
         DataError: more columns than labels, or not as many rows as the matrix says.
     """
-    if matrix.shape[1] > num_labels:
+    num_rows, num_columns = matrix.shape
+    if num_columns > num_labels:
         raise DataError(
-            f"{matrix.path} has {matrix.shape[1]} columns, but there are {num_labels} labels; one is wrong"
+            f"{matrix.path} has {num_columns} columns, but there are {num_labels} labels; one is wrong"
         )
     number = -1
     for number, (text, entries) in enumerate(zip_longest(texts, matrix.rows)):
-        if text is None or entries is None or number >= matrix.shape[0]:
-            raise _mismatch(path, matrix, f"{'less' if text is None else 'more'} than {number}")
-        file, line = path, first_line + number
+        if text is None:
+            raise _mismatch(path, matrix, f"less than {number}")
+        if entries is None or number >= num_rows:
+            raise _mismatch(path, matrix, f"more than {number}")
+        if isinstance(text, BadValue):
+            on_bad(BadRow(str(path), first_line + number, str(text)))
+            continue
         try:
-            if isinstance(text, BadValue):
-                raise text
-            file, line = matrix.path, matrix.first_line + number
             if isinstance(entries, BadValue):
                 raise entries
             ids, relevance = check_labels(entries[0], entries[1], num_labels)
         except BadValue as error:
-            on_bad(BadRow(str(file), line, str(error)))
+            on_bad(BadRow(str(matrix.path), matrix.first_line + number, str(error)))
         else:
             yield Row(str(number), text, ids, relevance, number)
-    if number + 1 != matrix.shape[0]:
+    if number + 1 != num_rows:
         raise _mismatch(path, matrix, str(number + 1))
 
 
-def _mismatch(path: Path, matrix: Matrix, found: str) -> DataError:
+def _mismatch(path: Path, matrix: Matrix, num_rows: str) -> DataError:
     return DataError(
-        f"{path} and {matrix.path} differ: {found} rows, expected {matrix.shape[0]} as its header says"
+        f"{path} and {matrix.path} differ: {num_rows} rows, expected {matrix.shape[0]} as its header says"
     )
 
 
@@ -120,24 +145,42 @@ def _label_rows(texts: Texts, path: Path, first_line: int, on_bad: OnBad) -> Ite
             yield Row(str(number), text, row=number)
 
 
+def _feature_labels(path: Path, folder: Path, on_bad: OnBad) -> Iterator[Row]:
+    """Labels of a layout with features: a feature matrix if the first line is its header, or texts."""
+    numbers = next(read_lines(path), b"").split()
+    if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+        matrix = open_matrix(path)
+        texts = FeatureNames.of_folder(folder, matrix.shape[1]).texts(matrix)
+        return _label_rows(texts, path, 2, on_bad)
+    return _label_rows(_read_texts(path), path, 1, on_bad)
+
+
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A layout of texts or features by line with a label matrix."""
+    """A layout of texts or features by line with a label matrix.
 
-    queries_in: Mapping[
-        str, str
-    ]  # split -> pattern; texts by line, or a feature matrix if `features`
-    labels_in: str  # texts by line, or a feature matrix where the first line is its header
+    Attributes:
+        queries_in: split -> pattern of texts by line, or of a feature matrix if `features`.
+        labels_in: pattern of the label file.
+        matrix_in: split -> pattern of the label matrix.
+        features: rows hold features instead of texts.
+        labels_before_tab: without a matrix file a line is "labels<TAB>text" (PECOS).
+    """
+
+    queries_in: Mapping[str, str]
+    labels_in: str
     matrix_in: Mapping[str, str]
     features: bool = False
-    labels_before_tab: bool = False  # without a matrix file a line is "labels<TAB>text" (PECOS)
+    labels_before_tab: bool = False
 
     @property
     def train(self) -> tuple[str, ...]:
         """Patterns of the files that must be there."""
-        labels = self.labels_in if self.labels_before_tab else self.matrix_in["train"]
-        needed = (self.queries_in["train"], labels)
-        return needed if self.features else (*dict.fromkeys((*needed, self.labels_in)),)
+        if self.labels_before_tab:  # the matrix may be missing
+            return self.queries_in["train"], self.labels_in
+        if self.features:  # labels may have no text
+            return self.queries_in["train"], self.matrix_in["train"]
+        return self.queries_in["train"], self.matrix_in["train"], self.labels_in
 
     @property
     def test(self) -> tuple[str, ...]:
@@ -146,13 +189,13 @@ class Lines:
 
     def labels(self, folder: Path, on_bad: OnBad) -> Iterator[Row]:
         """All labels in file order; without a label file they have no text."""
-        for path in find(folder, self.labels_in)[:1]:
-            if self.features and _is_matrix(path):
-                matrix = open_matrix(path)
-                return _label_rows(_feature_texts(matrix, _feature_names(folder)), path, 2, on_bad)
-            return _label_rows(_read_texts(path), path, 1, on_bad)
+        if files := find(folder, self.labels_in):
+            if self.features:
+                return _feature_labels(files[0], folder, on_bad)
+            return _label_rows(_read_texts(files[0]), files[0], 1, on_bad)
         path = find_one(folder, self.matrix_in["train"])
-        return _label_rows(repeat("", open_matrix(path).shape[1]), path, 1, on_bad)
+        num_labels = open_matrix(path).shape[1]
+        return _label_rows(repeat("", num_labels), path, 1, on_bad)
 
     def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All queries of a split in file order."""
@@ -165,22 +208,17 @@ class Lines:
         features = open_matrix(path)
         if features.shape[0] != matrix.shape[0]:
             raise _mismatch(path, matrix, str(features.shape[0]))
-        return _join(
-            _feature_texts(features, _feature_names(folder)), path, 2, matrix, num_labels, on_bad
-        )
+        texts = FeatureNames.of_folder(folder, features.shape[1]).texts(features)
+        return _join(texts, path, 2, matrix, num_labels, on_bad)
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
         """Rows of the split's file and number of labels."""
-        labels = sum(1 for _ in self.labels(folder, lambda bad: None))
         path = find_one(folder, self.queries_in[split])
-        return (
-            open_matrix(path).shape[0] if self.features else sum(1 for _ in read_lines(path))
-        ), labels
-
-
-def _is_matrix(path: Path) -> bool:
-    numbers = next(read_lines(path), b"").split()
-    return len(numbers) == 2 and all(number.isdigit() for number in numbers)
+        if self.features:
+            num_rows = open_matrix(path).shape[0]
+        else:
+            num_rows = sum(1 for _ in read_lines(path))
+        return num_rows, sum(1 for _ in self.labels(folder, lambda bad: None))
 
 
 def _tab_rows(path: Path, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
@@ -189,15 +227,23 @@ def _tab_rows(path: Path, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         try:
             if not tab:
                 raise BadValue("no tab, expected labels<TAB>text; or add Y.trn.npz and Y.tst.npz")
-            positives, values = parse_entries(
-                labels.replace(b"::", b":").replace(b",", b" "), default=1.0
-            )
+            labels = labels.replace(b"::", b":").replace(b",", b" ")
+            positives, values = parse_entries(labels, default=1.0)
             ids, relevance = check_labels(positives, values, num_labels)
             text = check_text(decode(rest).strip())
         except BadValue as error:
             on_bad(BadRow(str(path), number + 1, str(error)))
         else:
             yield Row(str(number), text, ids, relevance, number)
+
+
+@dataclass(frozen=True, slots=True)
+class BagHeader:
+    """First line of a bag-of-words file."""
+
+    points: int
+    features: int
+    labels: int
 
 
 class BagOfWords:
@@ -208,65 +254,52 @@ class BagOfWords:
 
     def labels(self, folder: Path, on_bad: OnBad) -> Iterator[Row]:
         """All labels; without a label file they have no text."""
-        if find(folder, _LABELS):
-            return Lines({}, _LABELS, {}, features=True).labels(folder, on_bad)
-        path, _, shape = self._open(folder, "train")
-        return _label_rows(repeat("", shape[2]), path, 1, on_bad)
+        if files := find(folder, _FEATURE_LABELS):
+            return _feature_labels(files[0], folder, on_bad)
+        path, _, header = self._open(folder, "train")
+        return _label_rows(repeat("", header.labels), path, 1, on_bad)
 
     def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All queries of a split in file order."""
-        path, lines, (points, features, labels) = self._open(folder, split)
-        if labels > num_labels:
+        path, lines, header = self._open(folder, split)
+        if header.labels > num_labels:
             raise DataError(
-                f"{path}:1: the header says {labels} labels, but there are {num_labels}"
+                f"{path}:1: the header says {header.labels} labels, but there are {num_labels}"
             )
-        names = _feature_names(folder)
+        names = FeatureNames.of_folder(folder, header.features)
         number = -1
         for number, line in enumerate(lines):
             try:
-                head, _, rest = line.partition(b" ")
-                if b":" in head:  # no label, and not even the blank that stands for it
-                    head, rest = b"", line
-                ids, _ = parse_entries(head.replace(b",", b" "), default=1.0)
-                kept, _ = check_labels(ids, None, num_labels)
-                text = next(
-                    _feature_texts(Matrix(path, (1, features), iter([_entries(rest)]), 1), names)
-                )
-                if isinstance(text, BadValue):
-                    raise text
+                labels, _, features = line.partition(b" ")
+                if b":" in labels:  # no label, and the blank that stands for it is missing too
+                    labels = b""
+                    features = line
+                listed, _ = parse_entries(labels.replace(b",", b" "), default=1.0)
+                ids, _ = check_labels(listed, None, num_labels)
+                text = names.text(parse_entries(features))
             except BadValue as error:
                 on_bad(BadRow(str(path), number + 2, str(error)))
             else:
-                yield Row(str(number), text, kept, None, number)
-        if number + 1 != points:
+                yield Row(str(number), text, ids, None, number)
+        if number + 1 != header.points:
             raise DataError(
-                f"{path} has {number + 1} rows, but its header says {points}; the file is not complete"
+                f"{path} has {number + 1} rows, but its header says {header.points}; the file is not complete"
             )
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
         """Rows and labels as the headers say."""
-        return self._open(folder, split)[2][0], sum(
-            1 for _ in self.labels(folder, lambda bad: None)
-        )
+        _, _, header = self._open(folder, split)
+        return header.points, sum(1 for _ in self.labels(folder, lambda bad: None))
 
-    def _open(self, folder: Path, split: str) -> tuple[Path, Iterator[bytes], tuple[int, ...]]:
+    def _open(self, folder: Path, split: str) -> tuple[Path, Iterator[bytes], BagHeader]:
         path = find_one(folder, getattr(self, split)[0])
         lines = read_lines(path)
-        return path, lines, read_header(path, lines, ("points", "features", "labels"))
+        points, features, labels = read_header(path, lines, ("points", "features", "labels"))
+        return path, lines, BagHeader(points, features, labels)
 
 
-def _entries(line: bytes) -> Entries | BadValue:
-    try:
-        return parse_entries(line)
-    except BadValue as error:
-        return error
-
-
-DEXML = Lines(
-    {"train": "raw/trn_X.txt", "test": "raw/tst_X.txt"},
-    "raw/Y.txt",
-    {"train": "Y.trn.npz", "test": "Y.tst.npz"},
-)
+_NPZ_MATRICES = {"train": "Y.trn.npz", "test": "Y.tst.npz"}
+DEXML = Lines({"train": "raw/trn_X.txt", "test": "raw/tst_X.txt"}, "raw/Y.txt", _NPZ_MATRICES)
 RENEE = Lines(
     {"train": "trn_X.txt", "test": "tst_X.txt"},
     "Y.txt",
@@ -275,12 +308,12 @@ RENEE = Lines(
 PECOS = Lines(
     {"train": "X.trn.txt", "test": "X.tst.txt"},
     "output-items.txt|Y.txt",
-    {"train": "Y.trn.npz", "test": "Y.tst.npz"},
+    _NPZ_MATRICES,
     labels_before_tab=True,
 )
 SPARSE = Lines(
     {"train": "trn_X_Xf.txt", "test": "tst_X_Xf.txt"},
-    _LABELS,
+    _FEATURE_LABELS,
     {"train": "trn_X_Y.txt", "test": "tst_X_Y.txt"},
     features=True,
 )
