@@ -122,7 +122,7 @@ def predict(
 
 def _memory(bundle: Settings, settings: Sequence[str]) -> MemoryConfig | None:
     """How training queries vote: the bundle's own settings with changes; None without a memory."""
-    if bundle.predictor["kind"] == "memory":
+    if bundle.has_memory:
         own = configs.build(MemoryConfig, bundle.predictor["config"], "memory.")
         return changed_memory(own, settings)
     if settings:

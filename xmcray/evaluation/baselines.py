@@ -29,6 +29,7 @@ class NearestQueries:
     """
 
     def __init__(self, texts: Sequence[str], positives: Ragged, num_labels: int) -> None:
+        # Occurrences of each term, by query.
         counts = [Counter(_terms(text)) for text in texts]
         num_documents: Counter[str] = Counter()
         for row in counts:
@@ -38,6 +39,7 @@ class NearestQueries:
         documents = np.array([num_documents[term] for term in terms])
         self._idf = np.log(len(texts) / documents) + 1
         self._train = self._tfidf(counts)
+        # bool [N, L] as a sparse matrix: a product with it sums the cosines of each label's queries.
         ones = np.ones(len(positives.values))
         self._labels = sp.csr_matrix(
             (ones, positives.values, positives.offsets), shape=(len(texts), num_labels)
@@ -58,6 +60,7 @@ class NearestQueries:
             if exclude is not None:
                 hidden = exclude.slice(start, start + len(chunk))
                 score_BL[hidden.row_ids, hidden.values] = 0
+            # Stable, so that equal scores keep the order of ids.
             order = np.argsort(-score_BL, axis=1, kind="stable")[:, :k]
             best = np.take_along_axis(score_BL, order, 1)
             ids = np.where(best > 0, order, -1)
@@ -90,6 +93,7 @@ class NearestQueries:
             offsets.append(len(columns))
         values = (1 + np.log(np.array(times, np.float64))) * self._idf[np.array(columns, np.int64)]
         matrix = sp.csr_matrix((values, columns, offsets), shape=(len(counts), len(self._columns)))
+        # A row without any known term stays zero.
         lengths = np.sqrt(np.asarray(matrix.multiply(matrix).sum(axis=1)).ravel())
         return sp.csr_matrix(sp.diags(1 / np.maximum(lengths, 1e-12)) @ matrix)
 

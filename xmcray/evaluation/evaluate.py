@@ -136,21 +136,8 @@ def evaluate(
     Raises:
         DataError: no query has a positive, or the answers do not fit the corpus.
     """
-    num_labels = len(train_counts)
-    width = min(SEARCH_K, num_labels)
-    metrics = Metrics(train_counts, num_train, a, b, num_labels)
-    counted_rows = []
-    for start in range(0, num_queries, chunk):
-        rows = np.arange(start, min(start + chunk, num_queries), dtype=np.int64)
-        top = search(rows)
-        if top.width < width:
-            raise DataError(
-                f"the search returned {top.width} answers per query, expected {width}; raise its k"
-            )
-        counted = metrics.update(top, truth(rows))
-        counted_rows.append(rows[counted])
-        if progress is not None:
-            progress(int(rows[-1]) + 1)
+    metrics = Metrics(train_counts, num_train, a, b, len(train_counts))
+    query_ids = _measure(metrics, search, truth, num_queries, chunk, progress)
     values = metrics.result()
     columns = metrics.columns()
     index_recall = None
@@ -166,9 +153,34 @@ def evaluate(
         segments=_segments(metrics, values),
         deciles=_deciles(metrics),
         index_recall=index_recall,
-        query_ids=np.concatenate(counted_rows),
+        query_ids=query_ids,
         columns=columns,
     )
+
+
+def _measure(
+    metrics: Metrics,
+    search: Search,
+    truth: Truth,
+    num_queries: int,
+    chunk: int,
+    progress: Callable[[int], None] | None,
+) -> Int64Array:
+    """Adds the answers to all queries; returns the rows that counted, int64 [queries]."""
+    width = min(SEARCH_K, metrics.num_labels)
+    counted_rows = []
+    for start in range(0, num_queries, chunk):
+        rows = np.arange(start, min(start + chunk, num_queries), dtype=np.int64)
+        top = search(rows)
+        if top.width < width:
+            raise DataError(
+                f"the search returned {top.width} answers per query, expected {width}; raise its k"
+            )
+        counted = metrics.update(top, truth(rows))
+        counted_rows.append(rows[counted])
+        if progress is not None:
+            progress(int(rows[-1]) + 1)
+    return np.concatenate(counted_rows)
 
 
 def compare(
@@ -190,6 +202,7 @@ def compare(
         )
     names = _names(a.columns)
     difference_QM = _gains(a.columns) - _gains(b.columns)
+    # Both runs have the same divisors, because those depend on the truth alone.
     low, high = _bootstrap(difference_QM, _divisors(a.columns), resamples, seed)
     p_values = _sign_flip(difference_QM, permutations, seed)
     rows = []
@@ -239,6 +252,7 @@ def _bootstrap(
     """
     generator = np.random.default_rng(seed)
     num_queries, num_metrics = gain_QM.shape
+    # Numerators and divisors are drawn together.
     both_QM = np.hstack([gain_QM, divisor_QM])
     sums = np.empty((resamples, 2 * num_metrics))
     for i in range(resamples):
@@ -270,6 +284,7 @@ def _sign_flip(difference_QM: Float64Array, permutations: int, seed: int) -> Flo
     moved_QM = difference_QM[(difference_QM != 0).any(axis=1)]
     generator = np.random.default_rng(seed)
     reached = np.ones(difference_QM.shape[1])
+    # Signs are drawn in blocks of bounded memory.
     block = max(1, _FLIP_VALUES // max(len(moved_QM), 1))
     for start in range(0, permutations, block):
         size = min(block, permutations - start)
@@ -313,6 +328,7 @@ def _segments(metrics: Metrics, values: dict[str, float]) -> list[dict[str, Any]
 
 def _deciles(metrics: Metrics) -> list[dict[str, Any]]:
     rows = []
+    # Rare labels first; of equal counts by id, so that groups are the same for all runs.
     by_count = np.argsort(metrics.train_counts, kind="stable")
     for number, members in enumerate(np.array_split(by_count, 10), start=1):
         if len(members):

@@ -133,6 +133,7 @@ class Metrics:
         values = {}
         for name, total in self._sums.items():
             values[name] = total / self._divisors.get(name, self.queries)
+        # F1 = 2 TP / (2 TP + FP + FN), and 2 TP + FP + FN = answers + positives.
         wrong_or_right = np.maximum(self.answered + self.positives, 1)
         f1 = 2.0 * self.hits / wrong_or_right
         for _, low, high in SEGMENTS:
@@ -161,6 +162,7 @@ class Metrics:
     def _add(self, ids_BK: Int64Array, truth: Ragged) -> None:
         """Adds queries that all have a positive."""
         is_hit_BK = self._is_hit(ids_BK, truth)
+        # For macro-F1: how often each label was answered, rightly or not.
         first_ids = ids_BK[:, :F1_CUTOFF]
         _count(self.hits, first_ids[is_hit_BK[:, :F1_CUTOFF]])
         _count(self.answered, first_ids[first_ids >= 0])
@@ -176,6 +178,7 @@ class Metrics:
             discount = 1.0 / np.log2(np.arange(2, k + 2))
             # DCG of min(k, number of positives) hits.
             attainable = np.cumsum(discount)[np.minimum(lengths, k) - 1]
+            # Fewer answers than k: later ranks contribute nothing.
             answer_discount = discount[: hit_BK.shape[1]]
             self._record(f"P@{k}", hit_BK[:, :k].sum(1) / k)
             self._record(f"nDCG@{k}", hit_BK[:, :k] @ answer_discount / attainable)
@@ -188,6 +191,7 @@ class Metrics:
         """bool [B, K]: whether an answer is a positive of its query."""
         # One number per pair of query and label: a look-up among the sorted true pairs.
         true_pairs = np.sort(truth.row_ids * self.num_labels + truth.values)
+        # A pair beyond the last one would be out of range; it fails the comparison instead.
         pair_BK = np.arange(len(ids_BK))[:, None] * self.num_labels + ids_BK
         place = np.minimum(np.searchsorted(true_pairs, pair_BK), len(true_pairs) - 1)
         is_hit: BoolArray = (true_pairs[place] == pair_BK) & (ids_BK >= 0)
@@ -210,6 +214,7 @@ class Metrics:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
         if best is not None:
             self._divisors[name] = self._divisors.get(name, 0.0) + float(best.sum())
+        # The bootstrap needs values per query, of main metrics only.
         if name in MAIN_METRICS:
             self._columns.setdefault(name, []).append(values.astype(np.float32))
             if best is not None:

@@ -245,6 +245,7 @@ def _changed(
         values[: len(column.values)] = column.values
         present[: len(column.present)] = column.present
         strings = column.strings
+    # A label that gets new attributes loses those that are not among them.
     present[ids] = False
     if given:
         given_ids = list(given)
@@ -311,11 +312,13 @@ def _is_one_of(name: str, column: _Column, condition: Scalar | Sequence[Scalar])
                 f"attribute {name!r} is of type {column.kind}, found {value!r}: compare it with that type"
             )
     if column.kind == "string":
+        # Compare each distinct string once, then look the labels' numbers up.
         chosen = pc.is_in(column.strings, value_set=pa.array(wanted, pa.large_string()))
         chosen = chosen.to_numpy(zero_copy_only=False)
         if not len(chosen):
             return np.zeros(len(column.values), bool)
         return np.asarray(chosen[column.values] & column.present, bool)
+    # A value that the type cannot hold, such as 1999.5 for integers, matches no label.
     numbers = []
     for value in wanted:
         number = _as_kind(column.kind, value)

@@ -74,6 +74,11 @@ class Settings:
     shards: tuple[VectorShard, ...] = ()
     first_added: int | None = None
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether training queries vote."""
+        return bool(self.predictor["kind"] == "memory")
+
 
 def write_bundle(
     destination: str | Path,

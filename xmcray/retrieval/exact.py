@@ -55,6 +55,7 @@ def exact_keys(
     Args:
         best_QK: int64 [Q, K], keys that compete with these rows; `empty_keys` at first.
     """
+    # Memory-mapped vectors stay on disk: a block is read when it is multiplied.
     vector_ND = vectors if isinstance(vectors, Tensor) else as_tensor(vectors)
     num_vectors = len(vector_ND)
     device = vector_ND.device
@@ -62,6 +63,8 @@ def exact_keys(
         id_N = torch.arange(num_vectors, device=device)
     else:
         id_N = as_tensor(ids, np.int64).to(device)
+    # Rows without an id are scored like all others and masked afterwards: leaving them out would
+    # change the shape of the product, and with it the last bits of other scores.
     no_answer_N = id_N < 0
     some_no_answer = bool(no_answer_N.any())
     query_QD = as_tensor(queries)
@@ -79,7 +82,7 @@ def exact_keys(
         score_BR = query_BD.new_full((len(query_BD), block_rows), -torch.inf)
         for first in range(0, num_vectors, max(1, block_rows)):
             vector_RD = vector_ND[first : first + block_rows].to(query_BD.dtype)
-            filled = len(vector_RD)
+            filled = len(vector_RD)  # the last block may be shorter
             if filled == block_rows:
                 torch.mm(query_BD, vector_RD.T, out=score_BR)
             else:
@@ -89,6 +92,7 @@ def exact_keys(
             if block_hidden is not None:
                 _hide(score_BR, block_hidden, first)
             best_BK = _improve(best_BK, score_BR, id_N[first : first + filled])
+        # Queries are independent, so their keys leave the device as soon as they are final.
         keys.append(best_BK.cpu())
     return torch.cat(keys)
 
@@ -159,6 +163,7 @@ def _improve(best_BK: Tensor, score_BR: Tensor, id_R: Tensor) -> Tensor:
     """
     k = best_BK.shape[1]
     num_queries, num_rows = score_BR.shape
+    # A score has to reach the K-th best so far. At first that is -inf.
     bar_B = scores_of(best_BK[:, -1])
     query_H, group_H = _promising_groups(score_BR, bar_B)
     if len(query_H) > num_queries * num_rows // GROUP // 2 and k <= num_rows:
@@ -168,6 +173,7 @@ def _improve(best_BK: Tensor, score_BR: Tensor, id_R: Tensor) -> Tensor:
         query_H, group_H = _promising_groups(score_BR, bar_B)
     if len(query_H) == 0:
         return best_BK
+    # H promising groups of GROUP scores each; P of those scores are hits.
     score_HR = score_BR.view(num_queries, num_rows // GROUP, GROUP)[query_H, group_H]
     reached_HR = (score_HR >= bar_B[query_H, None]) & (score_HR > -torch.inf)
     hit_P, place_P = reached_HR.nonzero(as_tuple=True)

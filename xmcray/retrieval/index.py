@@ -123,6 +123,7 @@ def build_index(
     factory = resolve_factory(factory, num_rows)
     if factory == "Flat" or num_rows == 0:
         return Index(as_tensor(vectors).to(device), None, threads=threads)
+    # FAISS wants contiguous float32, and the index keeps referring to these rows.
     rows = np.ascontiguousarray(vectors, np.float32)
     long_ids = np.empty(0, np.int64)
     if "IVF" in factory:
@@ -214,8 +215,10 @@ class Index:
     ) -> Tensor:
         """As `search`, but sort keys int64 [Q, k] (see exact.py), which merge with other shards."""
         queries = np.ascontiguousarray(queries, np.float32)
+        # Hidden rows take places among the candidates, so that many more are proposed.
         most_hidden = int(hidden.lengths.max(initial=0)) if hidden is not None else 0
         width = (max(k, TUNE_K) + most_hidden) * self.candidates
+        # Candidates that are half of the rows cost more than comparing all rows.
         if exact or self.is_exact or width >= len(self) // 2 or not len(queries):
             return exact_keys(self.vectors, queries, empty_keys(len(queries), k), ids, hidden)
         if len(queries) >= BATCH_QUERIES and self._lists is not None:
@@ -253,6 +256,7 @@ class Index:
             return 1.0
         queries = np.ascontiguousarray(queries[:TUNE_QUERIES], np.float32)
         k = min(TUNE_K, len(self))
+        # The truth that recall is measured against.
         exact_ids = exact_search(self.vectors, queries, k).ids
         lists = ann.lists_of(self._faiss)
         if lists is None:
@@ -331,6 +335,7 @@ class Index:
         if lists is None or not hasattr(lists, "invlists") or self.vectors.is_cuda:
             return None
         centroids, row_ids, offsets = ann.read_lists(lists)
+        # The longest first: they raise the bar for the others.
         by_length = torch.argsort(self._long_vectors.norm(dim=1), descending=True, stable=True)
         return InvertedLists(
             self.vectors,
@@ -361,12 +366,14 @@ class Index:
         hidden: Ragged | None,
     ) -> Tensor:
         """Keys [Q, k] of the best of `width` candidates that FAISS proposes and of the long rows."""
+        # FAISS keeps the number of threads per calling thread, so it is set before each search.
         ann.use_threads(self.threads)
         assert self._faiss is not None
         _, candidate_QC = self._faiss.search(queries, min(width, len(self)))
         best_QK = self._rescore(queries, np.asarray(candidate_QC, np.int64), k, ids, hidden)
         if not len(self.long_ids):
             return best_QK
+        # FAISS does not know the long rows: they compete with its candidates here.
         long_names = self.long_ids if ids is None else ids[self.long_ids]
         long_hidden = None if hidden is None else _renumbered(hidden, self.long_ids)
         return exact_keys(self._long_vectors, queries, best_QK, long_names, long_hidden)
@@ -391,6 +398,7 @@ class Index:
             hidden_pairs = hidden.values + hidden.row_ids * len(self)
             row_QC = np.where(np.isin(pair_QC, hidden_pairs), -1, row_QC)
         device = self.vectors.device
+        # Candidates are computed where the vectors are, in chunks of bounded memory.
         rows = torch.from_numpy(row_QC).to(device)
         query_QD = as_tensor(queries).to(device)
         id_N = None if ids is None else as_tensor(ids, np.int64).to(device)
@@ -466,6 +474,7 @@ def _long_ids_path(path: Path) -> Path:
 
 def _renumbered(hidden: Ragged, rows: Int64Array) -> Ragged:
     """The hidden positions that are in `rows` (ascending), as places in it."""
+    # A position beyond the last of `rows` would be out of range; it fails the comparison instead.
     place = np.minimum(np.searchsorted(rows, hidden.values), len(rows) - 1)
     inside = rows[place] == hidden.values
     kept_before = np.concatenate([[0], np.cumsum(inside)])

@@ -118,6 +118,8 @@ class _ChunkSearch:
 
     def run(self, num_lists: int) -> Tensor:
         """Keys int64 [B, k] after rounds of more and more lists and long rows."""
+        # Good answers are likely in the nearest lists and among the longest rows. Visiting a few of
+        # both first raises the bar, so that the large last round has few hits.
         nearest_BV = self._nearest_lists(num_lists)
         long_rounds = list(torch.tensor_split(self.lists.long_ids, _LONG_ROUNDS))
         ends = [end for end in _LIST_ROUNDS if end < num_lists]
@@ -170,6 +172,7 @@ class _ChunkSearch:
 
     def _take_best(self, queries: Tensor, row_ids: Tensor) -> None:
         """The first list of a query: there is no bar yet, so its best rows are taken at once."""
+        # index_select is faster than indexing with a tensor.
         query_QD = self.query_BD.index_select(0, queries)
         score_QR = query_QD @ self.lists.vector_ND.index_select(0, row_ids).T
         id_R = self.id_N[row_ids]
@@ -228,6 +231,7 @@ class _ChunkSearch:
         for start in range(0, num_queries, _BLOCK):
             stop = min(start + _BLOCK, num_queries)
             high = int(end_B[stop - 1])
+            # low .. high are the hits of queries start .. stop, because hits are sorted by query.
             # A query's hits fill its row of the matrix from the left.
             new_BW = empty_keys(stop - start, int(count_B[start:stop].max())).clone()
             new_BW[hits.query_P[low:high] - start, slot_P[low:high]] = key_P[low:high]

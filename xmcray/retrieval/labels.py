@@ -138,6 +138,7 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
                 f"label {min(taken)!r} is in {bundle} already; remove it first, or choose another uid"
             )
         changed = with_labels(retriever, load_label_side(source.folder / "label_side"), new)
+        # New labels are numbered from L on, in their order.
         rows: dict[int, Mapping[str, Scalar]] = {}
         for label_id, label in enumerate(new, start=retriever.settings.num_labels):
             if label.attributes:
@@ -213,6 +214,7 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
     vectors = new_vectors(retriever, side, [label.text for label in new])
     rows, shards = _rows_for(len(new), labels.row_labels, settings.shards)
     num_rows = shards[-1].stop
+    # Rows of a further shard are unused until a label gets them.
     row_labels = np.full(num_rows, -1)
     row_labels[: len(labels.row_labels)] = labels.row_labels
     row_labels[rows] = settings.num_labels + np.arange(len(new))
@@ -221,6 +223,7 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
         inside = (rows >= shard.start) & (rows < shard.stop)
         if not inside.any():
             continue
+        # Vectors of a loaded bundle are mapped and read-only, so the shard is copied.
         shard_vectors = np.zeros((len(shard), settings.dim), np.float32)
         if number < len(settings.shards):
             shard_vectors[:] = labels.rows.vectors(number)
@@ -305,6 +308,7 @@ class _OpenBundle:
         """
         about = dict(self.manifest.about)
         about["changes"] = [*about.get("changes", []), {**change, "of": self.manifest.sha256}]
+        # Files with a second name keep their hashes: only new files are hashed.
         linked: dict[str, storage.FileEntry] = {}
         with storage.new_artifact(
             self.destination, KIND, about, linked, replacing=self.replacing

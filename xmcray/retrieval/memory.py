@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from xmcray import config as configs
 from xmcray.data.corpus import Split
 from xmcray.errors import BundleError, ConfigError, DataError
+from xmcray.retrieval.bundle import Settings
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.shards import (
     ALL_SHARDS,
@@ -61,9 +62,7 @@ class Memory:
         cls,
         bundle: Path,
         manifest: Manifest,
-        predictor: Mapping[str, Any],
-        num_labels: int,
-        dim: int,
+        settings: Settings,
         threads: int,
         subset: ShardSubset = ALL_SHARDS,
     ) -> Memory:
@@ -72,21 +71,20 @@ class Memory:
         Args:
             bundle: local folder of the bundle.
             manifest: its manifest.
-            predictor: `Settings.predictor`.
-            num_labels: L.
-            dim: D.
+            settings: its settings.
             threads: of a search.
             subset: the shards that are going to be searched; the indexes of others are not read.
         Raises:
             BundleError: a file is malformed, or does not fit the settings.
         """
+        predictor = settings.predictor
         try:
             config = configs.build(MemoryConfig, predictor["config"], "memory.")
             num_queries = int(predictor["num_queries"])
             shards = read_shards(predictor["shards"], num_queries)
             labels = np.load(bundle / "memory" / "labels.npy", mmap_mode="r")
             offsets = np.load(bundle / "memory" / "label_offsets.npy", mmap_mode="r")
-            fits = _positives_fit(labels, offsets, num_queries, num_labels)
+            fits = _positives_fit(labels, offsets, num_queries, settings.num_labels)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
             raise BundleError(
                 f"{bundle}: its memory cannot be read ({type(error).__name__}); make it again"
@@ -95,7 +93,7 @@ class Memory:
             raise BundleError(
                 f"{bundle}: the files of its memory do not fit settings.json; make it again"
             )
-        rows = ShardedIndex.load(bundle, manifest, shards, dim, threads, "memory/", subset)
+        rows = ShardedIndex.load(bundle, manifest, shards, settings.dim, threads, "memory/", subset)
         return cls(config, rows, Ragged(labels, offsets), bundle / "memory" / "queries.parquet")
 
     def search(

@@ -82,11 +82,14 @@ def _classifier_rows(retriever: Retriever, columns: int, text_UC: Float32Array) 
     row_lengths = np.linalg.norm(known_row_MC, axis=1)
     text_MC = known_text_MC - mean_text_C
     row_MC = known_row_MC - mean_row_C
+    # Medians, because few labels with many queries have much longer rows.
     step_length = np.median(np.linalg.norm(row_MC, axis=1))
     scale = step_length / max(np.median(np.linalg.norm(text_MC, axis=1)), _TINY)
+    # Ridge regression towards scale * I: (X'X + R) map = X'Y + scale * R.
     gram_CC = text_MC.T @ text_MC
     ridge_CC = (RIDGE * np.trace(gram_CC) / columns + _TINY) * np.eye(columns)
     map_CC = np.linalg.solve(gram_CC + ridge_CC, text_MC.T @ row_MC + scale * ridge_CC)
+    # Only the direction of the mapped text counts; its length says little about a row's.
     step_UC = (text_UC - mean_text_C) @ map_CC
     row_UC = mean_row_C + step_UC * (step_length / _lengths(step_UC))
     if np.ptp(row_lengths) < 1e-3 * row_lengths.max():

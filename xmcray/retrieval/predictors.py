@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from xmcray.errors import ConfigError
+from xmcray.retrieval.answers import VotingQuery
 from xmcray.retrieval.label_index import LabelIndex
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
@@ -25,21 +26,6 @@ from xmcray.retrieval.votes import (
     rank_votes,
 )
 from xmcray.types import Float32Array, Ragged, TopLabels
-
-
-@dataclass(frozen=True, slots=True)
-class VotingQuery:
-    """A training query that voted for an answer.
-
-    Attributes:
-        uid: of the query.
-        text: of the query.
-        weight: its part of the answer's probability.
-    """
-
-    uid: str
-    text: str
-    weight: float
 
 
 class Predictor(Protocol):

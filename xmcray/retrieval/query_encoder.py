@@ -16,6 +16,7 @@ from xmcray.nn.compact import compacted
 from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.nn.heads import Head, load_head
 from xmcray.nn.static import StaticEncoder
+from xmcray.retrieval.bundle import Settings
 from xmcray.types import Float32Array, Ragged
 
 CHUNK = 1024  # queries encoded at once
@@ -39,28 +40,28 @@ class QueryEncoder:
 
     @classmethod
     def load(
-        cls, bundle: Path, dim: int, device: torch.device, precision: str, normalised: bool
+        cls, bundle: Path, settings: Settings, device: torch.device, precision: str
     ) -> QueryEncoder:
         """Reads the encoder of a verified bundle.
 
         Args:
             bundle: local folder of the bundle.
-            dim: D, the width of the bundle's label vectors.
+            settings: its settings. With a memory, vectors get length 1.
             device: where texts are encoded.
             precision: "float32", "bfloat16" or "int8", see nn/compact.py.
-            normalised: see the attribute.
         Raises:
             BundleError: encoder, head and label vectors do not fit each other.
             ConfigError: the encoder cannot compute with this precision.
         """
         encoder = compacted(load_encoder(bundle / "encoder").to(device).eval(), precision)
         head = load_head(bundle / "head").to(device)
-        if encoder.dim != head.dim or head.out_dim != dim:
+        if encoder.dim != head.dim or head.out_dim != settings.dim:
             raise BundleError(
                 f"{bundle}: encoder of width {encoder.dim}, head from {head.dim} to {head.out_dim},"
-                f" label vectors of width {dim}; export again"
+                f" label vectors of width {settings.dim}; export again"
             )
-        return cls(encoder, head, TextTokenizer.load(bundle / "tokenizer"), normalised)
+        tokenizer = TextTokenizer.load(bundle / "tokenizer")
+        return cls(encoder, head, tokenizer, normalised=settings.has_memory)
 
     @property
     def dim(self) -> int:

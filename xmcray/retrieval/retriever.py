@@ -10,23 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import ConfigError
+from xmcray.retrieval.answers import FoundLabel, named_answers
 from xmcray.retrieval.bundle import KIND, Settings, read_settings
-from xmcray.retrieval.label_index import LabelIndex
+from xmcray.retrieval.label_index import BoolArray, LabelIndex
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
-from xmcray.retrieval.predictors import (
-    LabelPredictor,
-    MemoryPredictor,
-    Predictor,
-    VotingQuery,
-    no_memory,
-)
+from xmcray.retrieval.predictors import LabelPredictor, MemoryPredictor, Predictor, no_memory
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
@@ -34,28 +27,6 @@ from xmcray.storage import open_artifact
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 CHUNK = 1024  # queries searched at once
-
-
-@dataclass(frozen=True, slots=True)
-class FoundLabel:
-    """One answer.
-
-    Attributes:
-        label_id: source id, the label's line in the user's files.
-        uid: of the label.
-        text: of the label.
-        score: inner product of query and label vector. With a memory the probability; above 1 for a
-            label that joined later and is nearer than all keys; the inner product less 2 for a
-            label without votes that only completes the list.
-        voters: with `explain`, the training queries that voted for the label, the largest weight
-            first. The vote of the label's own text is the rest of the probability.
-    """
-
-    label_id: int
-    uid: str
-    text: str
-    score: float
-    voters: tuple[VotingQuery, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,22 +74,11 @@ class Retriever:
         torch_device = _device(device)
         folder, manifest = open_artifact(path, KIND)
         settings = read_settings(folder)
-        has_memory = settings.predictor["kind"] == "memory"
         labels = LabelIndex.load(folder, manifest, settings, num_threads, subset)
-        query_encoder = QueryEncoder.load(
-            folder, settings.dim, torch_device, encoder, normalised=has_memory
-        )
+        query_encoder = QueryEncoder.load(folder, settings, torch_device, encoder)
         memory = None
-        if has_memory:
-            memory = Memory.load(
-                folder,
-                manifest,
-                settings.predictor,
-                settings.num_labels,
-                settings.dim,
-                num_threads,
-                subset,
-            )
+        if settings.has_memory:
+            memory = Memory.load(folder, manifest, settings, num_threads, subset)
         if torch_device.type != "cpu":
             labels.rows.move_to(torch_device)
             if memory is not None:
@@ -244,29 +204,9 @@ class Retriever:
         predictor = self._predictor(memory)
         top = predictor.rank(neighbours, k)
         voters = predictor.voters(neighbours, top) if explain else None
-        # An id of -1, no answer, borrows the name of label 0 and is skipped below.
-        uids, texts = self.labels.uids_and_texts(np.maximum(top.ids, 0).ravel())
-        scores = top.scores.tolist()
-        answers = []
-        for query, label_ids in enumerate(top.ids.tolist()):
-            found = []
-            for place, label_id in enumerate(label_ids):
-                if label_id < 0:
-                    continue
-                position = query * k + place
-                found.append(
-                    FoundLabel(
-                        label_id,
-                        uids[position],
-                        texts[position],
-                        scores[query][place],
-                        voters[query][place] if voters else None,
-                    )
-                )
-            answers.append(found)
-        return answers
+        return named_answers(top, self.labels, voters)
 
-    def restricted(self, allowed: npt.NDArray[np.bool_]) -> Retriever:
+    def restricted(self, allowed: BoolArray) -> Retriever:
         """A view that answers only some labels; in a memory all keys go on to vote.
 
         Args:

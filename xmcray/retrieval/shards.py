@@ -151,6 +151,8 @@ class ShardedIndex:
         num_queries = len(query_BD)
         if not k:
             return TopLabels.empty(num_queries)
+        # Shards have no ids in common, so the k best keys of all of them are the answer. Empty keys
+        # fill lists for which there are fewer than k rows.
         keys = [empty_keys(num_queries, k)]
         for number in range(len(self.shards)) if numbers is None else numbers:
             shard = self.shards[number]
@@ -190,6 +192,7 @@ class ShardedIndex:
 
     def new_shards(self, before: ShardedIndex) -> list[int]:
         """Numbers of the shards that an earlier view lacks, or has with other vectors."""
+        # Views share index objects, so an index is another one exactly if its vectors are.
         known = {id(index) for index in before.indexes}
         return [number for number, index in enumerate(self.indexes) if id(index) not in known]
 

@@ -70,7 +70,7 @@ def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
         attribute_type = pa.struct(attributes.schema)
     with new_artifact(out, KIND, about) as made:
         target = ExportTarget(made, settings.dim, attribute_type, [])
-        if settings.predictor["kind"] == "memory":
+        if settings.has_memory:
             target.notes.append(vector_readme.MEMORY)
         num_labels = SYSTEMS[system](target, _blocks(folder, settings, attributes))
         text = vector_readme.readme(system, num_labels, settings.dim, target.notes)

@@ -109,6 +109,7 @@ def key_weights(neighbours: Neighbours, config: MemoryConfig) -> tuple[Float64Ar
         queries_on = 1.0 if config.weight else 0.0
         labels_on = 1.0 if config.weight < 1 else 0.0
         return queries_on * _softmax(query_BK, config), labels_on * _softmax(label_BK, config)
+    # One softmax over both kinds of keys, which is then cut in two again.
     weight_BK = _softmax(np.concatenate([query_BK, label_BK], axis=1), config)
     num_queries = query_BK.shape[1]
     return weight_BK[:, :num_queries], weight_BK[:, num_queries:]
@@ -124,6 +125,7 @@ def joined_weights(neighbours: Neighbours, joined: TopLabels, config: MemoryConf
     Returns:
         float64 [B, Kj].
     """
+    # Scores and weights of the keys that a joined label is compared with.
     query_weight_BK, weight_BK = key_weights(neighbours, config)
     score_BK = neighbours.labels.scores
     if config.joint and config.weight:
@@ -131,6 +133,7 @@ def joined_weights(neighbours: Neighbours, joined: TopLabels, config: MemoryConf
         weight_BK = np.concatenate([query_weight_BK, weight_BK], axis=1)
     if config.weight == 1 or not score_BK.shape[1]:
         return np.zeros(joined.scores.shape)
+    # The best key gives the proportion of score to weight, the b-th best is the bar.
     best_BK = -np.sort(-score_BK.astype(np.float64), axis=1)[:, : config.keys]
     best_B1 = best_BK[:, :1]
     last_B1 = best_BK[:, -1:]
@@ -139,6 +142,7 @@ def joined_weights(neighbours: Neighbours, joined: TopLabels, config: MemoryConf
     votes_BJ = (joined.scores >= last_B1) & (joined.scores > -np.inf) & (best_B1 > -np.inf)
     # Zeros stand in for scores that do not vote, because -inf - -inf is no number.
     distance_BJ = np.where(votes_BJ, joined.scores, 0) - np.where(votes_BJ, best_B1, 0)
+    # The best key has the largest weight, so exp(distance / tau) of it is what the softmax gives.
     power_BJ = np.minimum(distance_BJ / config.temperature, _MAX_POWER)
     weight_BJ = weight_BK.max(axis=1, keepdims=True) * np.exp(power_BJ)
     return np.where(votes_BJ, weight_BJ, 0.0)
@@ -184,6 +188,7 @@ def count_votes(
     label_entry = entry[len(voter) :]
     of_queries = np.bincount(query_entry, query_weights, len(pairs)).astype(np.float64)
     of_labels = np.bincount(label_entry, label_weights, len(pairs)).astype(np.float64)
+    # Hidden and excluded labels lose their votes; the weights of other keys stay as they are.
     kept = np.ones(len(pairs), bool) if hidden is None else ~hidden[pairs % num_labels]
     if exclude is not None and len(exclude.values):
         kept &= ~np.isin(pairs, exclude.row_ids * num_labels + exclude.values)
@@ -210,6 +215,7 @@ def rank_votes(
     share = votes.share(weight)
     share = np.where(share > 1, 1 + np.log(np.maximum(share, 1)), share)
     voted = np.flatnonzero(share)
+    # A pair is query * L + label.
     query_P, label_P = np.divmod(votes.pairs[voted], num_labels)
     top = TopLabels.from_pairs(query_P, label_P, share[voted], num_queries, k)
     count_B = np.bincount(query_P, minlength=num_queries)
@@ -248,7 +254,7 @@ def sweep(
     Lambda only weighs the two halves of the votes, so settings that differ in a lambda between 0
     and 1 share all counting.
     """
-    votes_of: dict[MemoryConfig, Votes] = {}
+    votes_of: dict[MemoryConfig, Votes] = {}  # by what decides which keys vote
     for config in grid:
         inside = 0 < config.weight < 1
         counted = dataclasses.replace(config, weight=0.5) if inside else config
@@ -260,6 +266,7 @@ def sweep(
 
 def _softmax(score_BK: npt.NDArray[np.floating], config: MemoryConfig) -> Float64Array:
     """softmax(score / tau) over the b largest of each row, of equal ones the first; zero elsewhere."""
+    # Stable, so that of equal scores the first keys are taken.
     best_Bb = np.argsort(-score_BK, axis=1, kind="stable")[:, : config.keys]
     top_Bb = np.take_along_axis(score_BK, best_Bb, 1).astype(np.float64)
     is_key_Bb = top_Bb > -np.inf
