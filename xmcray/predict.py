@@ -1,8 +1,9 @@
-"""`xmcray predict`: chunks of queries spread over worker processes by Ray Data; what is finished survives a kill.
+"""`xmcray predict`: chunks of queries spread over processes by Ray Data; finished chunks survive a kill.
 
-One task reads the queries and streams chunks, a few tasks answer them, each in a process that loads the bundle once,
-and the driver keeps what they answer. At any time only a few chunks exist, whatever the number of rows. When all are
-there the result is written in the order of the input and takes its name at one moment.
+One task reads the queries and streams chunks. A few tasks answer them, each in a process that loads
+the bundle once, and the driver keeps the answers. At any time only a few chunks exist, whatever the
+number of rows. When all are answered, the result is written in the order of the input and takes its
+name at one moment.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import ray.data
 
 from xmcray import config as configs
@@ -24,29 +27,62 @@ from xmcray.errors import ConfigError, DataError, StorageError
 from xmcray.evaluation.predictions import write_predictions
 from xmcray.ray_adapter.cluster import free_cpus
 from xmcray.ray_adapter.session import ray_session
-from xmcray.retrieval.bundle import KIND as BUNDLE
-from xmcray.retrieval.bundle import Settings, read_labels, read_settings
-from xmcray.retrieval.predict import (
+from xmcray.retrieval.batch_predict import (
     CHUNK_ANSWERS,
     CHUNK_ROWS,
-    Chunk,
-    End,
-    Work,
+    PredictionWork,
+    QueriesEnd,
+    QueryChunk,
     answer_chunk,
     collect,
     find_queries,
     read_chunks,
 )
+from xmcray.retrieval.bundle import KIND as BUNDLE
+from xmcray.retrieval.bundle import Settings, read_labels, read_settings
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig, changed_memory
 
 KIND = "predictions"
 ANSWERS = 10  # by default, or all labels if there are fewer
 WORKERS = 8  # processes by default, each with its own copy of encoder and label texts
-ALIVE, SIGN_S = (
-    "alive",
-    5.0,
-)  # what a task says while it loads a bundle or answers a chunk, and how often
+# What a task yields while it loads a bundle or answers a chunk, and how often.
+ALIVE = "alive"
+SIGN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What the answers of a chunk depend on.
+
+    Attributes:
+        bundle: folder or URL.
+        sha256: of the bundle.
+        query_hashes: of the files of queries.
+        k: answers per query.
+        memory: how training queries vote; None without a memory.
+        texts: whether the queries' texts are written.
+        chunk_rows: queries of a chunk.
+    """
+
+    bundle: str
+    sha256: str
+    query_hashes: list[str]
+    k: int
+    memory: MemoryConfig | None
+    texts: bool
+    chunk_rows: int
+
+    def to_json(self) -> dict[str, Any]:
+        """What job.json and the result's manifest hold."""
+        return {
+            "bundle": self.sha256,
+            "queries": self.query_hashes,
+            "k": self.k,
+            "memory": self.memory and configs.dump(self.memory),
+            "texts": self.texts,
+            "chunk_rows": self.chunk_rows,
+        }
 
 
 def predict(
@@ -62,62 +98,77 @@ def predict(
     stall_s: float = 60.0,
     progress: bool = True,
 ) -> int:
-    """Answers all queries; returns how many. Killed and called again it goes on where it was.
+    """Answers all queries. Killed and called again it goes on where it was.
 
     Args:
         bundle: folder or URL.
         queries: file or folder; see `find_queries`.
-        out: folder or URL that does not exist yet, for predictions.npz (CSR, queries x source label ids) and
-            predictions-00000.parquet ..., both in the order of the input.
+        out: folder or URL that does not exist yet, for predictions.npz (CSR, queries x source label
+            ids) and predictions-00000.parquet ..., both in the order of the input.
         k: answers per query.
-        settings: such as memory.weight=0.3, over those of the bundle's memory.
+        settings: such as memory.weight=0.3, in place of those of the bundle's memory.
         texts: also write the queries' texts.
         workers: processes that answer; as many as there are free CPUs, at most 8, if not given.
-        chunk_rows: queries of a chunk: what is lost at most per worker when all is killed.
+        chunk_rows: queries of a chunk: what a kill of all processes loses at most per worker.
         stall_s: seconds without a sign of life after which to give up.
         progress: show rows and rows/s on stderr if that is a terminal.
+    Returns:
+        The number of queries.
     Raises:
         DataError: no queries, or a malformed row.
         ConfigError: k is not in 1 .. L, or there is no memory.
         RunError: there is unfinished work of another bundle, input or setting.
         StorageError: `out` exists, the bundle is damaged, or the disk is full.
-        ResourceError: nobody had a CPU for the pipeline.
+        ResourceError: no node had a CPU for the pipeline.
     """
     storage.refuse_existing(out)
     if workers is not None:
         check_range("workers", workers, 1)
     files = find_queries(queries)
-    folder, manifest = storage.open_artifact(bundle, BUNDLE)
-    stored = read_settings(folder)
-    num_labels = stored.num_labels - len(read_labels(folder, stored)[2])
-    k = min(ANSWERS, num_labels) if k is None else k
-    if not 1 <= k <= num_labels:
-        raise ConfigError(f"k is {k}, expected 1 .. {num_labels} (the number of labels)")
-    votes = _memory(stored, settings)
-    job: dict[str, Any] = {
-        "bundle": manifest.sha256,
-        "queries": [storage.hash_file(file).sha256 for file in files],
-        "k": k,
-        "memory": votes and configs.dump(votes),
-        "texts": texts,
-        "chunk_rows": max(1, min(chunk_rows, CHUNK_ANSWERS // k)),
-    }
-    where = str(bundle) if storage.is_url(bundle) else str(Path(bundle).absolute())
-    about: dict[str, Any] = {**job, "command": "predict", "num_labels": stored.num_labels}
-    with Work.opened(out, job) as work:
+    job, num_labels = _job(bundle, files, k, settings, texts, chunk_rows)
+    about: dict[str, Any] = {**job.to_json(), "command": "predict", "num_labels": num_labels}
+    with PredictionWork.opened(out, job.to_json()) as work:
         try:
-            end = _answer_all(work, files, where, job, votes, workers, stall_s, progress)
+            end = _answer_all(work, files, job, workers, stall_s, progress)
         except DataError:
-            work.remove()  # whoever repairs a row has another input
+            work.remove()  # a repaired row makes another input
             raise
         about["rows"] = end.rows
         with storage.new_artifact(out, KIND, about) as target:
             chunks = [work.path(number) for number in range(end.chunks)]
-            write_predictions(
-                target / "predictions.npz", collect(chunks, target, k), stored.num_labels
-            )
+            answers = collect(chunks, target, job.k)
+            write_predictions(target / "predictions.npz", answers, num_labels)
         work.remove()
     return end.rows
+
+
+def _job(
+    bundle: str | Path,
+    files: Sequence[Path],
+    k: int | None,
+    settings: Sequence[str],
+    texts: bool,
+    chunk_rows: int,
+) -> tuple[_Job, int]:
+    """The job, and the number of source label ids of the bundle."""
+    folder, manifest = storage.open_artifact(bundle, BUNDLE)
+    stored = read_settings(folder)
+    _, _, removed = read_labels(folder, stored)
+    num_labels = stored.num_labels - len(removed)
+    if k is None:
+        k = min(ANSWERS, num_labels)
+    if not 1 <= k <= num_labels:
+        raise ConfigError(f"k is {k}, expected 1 .. {num_labels} (the number of labels)")
+    job = _Job(
+        bundle=str(bundle) if storage.is_url(bundle) else str(Path(bundle).absolute()),
+        sha256=manifest.sha256,
+        query_hashes=[storage.hash_file(file).sha256 for file in files],
+        k=k,
+        memory=_memory(stored, settings),
+        texts=texts,
+        chunk_rows=max(1, min(chunk_rows, CHUNK_ANSWERS // k)),
+    )
+    return job, stored.num_labels
 
 
 def _memory(bundle: Settings, settings: Sequence[str]) -> MemoryConfig | None:
@@ -133,49 +184,48 @@ def _memory(bundle: Settings, settings: Sequence[str]) -> MemoryConfig | None:
 
 
 def _answer_all(
-    work: Work,
+    work: PredictionWork,
     files: Sequence[Path],
-    bundle: str,
-    job: dict[str, Any],
-    memory: MemoryConfig | None,
+    job: _Job,
     workers: int | None,
     stall_s: float,
     progress: bool,
-) -> End:
+) -> QueriesEnd:
     """Adds the answers of all chunks that are not done yet."""
-    done, end = frozenset(work.done), End(0, 0)
+    done = frozenset(work.done)
+    end = QueriesEnd(chunks=0, rows=0)
     with ray_session(), progress_bar(progress) as bar, watched(stall_s) as beat:
         free = max(1, int(free_cpus()))
         tasks, cpus = share(workers or min(free, WORKERS))
-        load = functools.partial(_retriever, bundle, job["bundle"], max(1, free // tasks))
+        threads = max(1, free // tasks)
 
-        def read(_: int) -> Iterator[Chunk | End]:
-            return read_chunks(files, job["chunk_rows"], done)
+        def read(_: int) -> Iterator[QueryChunk | QueriesEnd]:
+            return read_chunks(files, job.chunk_rows, done)
 
-        def answer(chunk: Chunk | End) -> Iterator[Any]:
-            if isinstance(chunk, End):
-                yield chunk
+        def answer(item: QueryChunk | QueriesEnd) -> Iterator[Any]:
+            if isinstance(item, QueriesEnd):
+                yield item
             else:
-                found = functools.partial(_answers, load, chunk, job["k"], memory, job["texts"])
-                yield from _with_signs_of_life(found)
+                yield from _with_signs_of_life(functools.partial(_answers, item, job, threads))
 
         task = bar.add_task("queries", total=None)
-        stages = mapped(
-            mapped(ray.data.from_items([0]), read, READ_CPUS), answer, cpus, concurrency=tasks
-        )
-        for item in results(stages, beat):
-            if isinstance(item, End):
+        chunks = mapped(ray.data.from_items([0]), read, READ_CPUS)
+        for item in results(mapped(chunks, answer, cpus, concurrency=tasks), beat):
+            if isinstance(item, QueriesEnd):
                 end = item
             elif item != ALIVE:
-                work.add(*item)
-                bar.advance(task, len(item[1]))
-    assert end.rows, "the reader ended without an End"
+                number, answers = item
+                work.add(number, answers)
+                bar.advance(task, len(answers))
+    assert end.rows, "the reader ended without a QueriesEnd"
     assert work.done >= set(range(end.chunks)), "a chunk was lost"
     return end
 
 
-def _answers(load: Callable[[], Retriever], chunk: Chunk, *how: Any) -> tuple[int, Any]:
-    return chunk.number, answer_chunk(load(), chunk, *how)
+def _answers(chunk: QueryChunk, job: _Job, threads: int) -> tuple[int, pa.Table]:
+    """In a task: number and answers of a chunk."""
+    retriever = _retriever(job.bundle, job.sha256, threads)
+    return chunk.number, answer_chunk(retriever, chunk, job.k, job.memory, job.texts)
 
 
 @functools.lru_cache(maxsize=1)
@@ -191,7 +241,10 @@ def _retriever(bundle: str, sha256: str, threads: int) -> Retriever:
 
 
 def _with_signs_of_life(work: Callable[[], Any]) -> Iterator[Any]:
-    """What `work` returns, and before it a sign every few seconds: slow work is not a pipeline without a CPU."""
+    """Yields what `work` returns, and a sign every few seconds before.
+
+    The sign tells slow work from a pipeline without a CPU.
+    """
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(work)
         yield ALIVE

@@ -23,7 +23,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, StorageError
 from xmcray.evaluation.predictions import predictions_to_top_labels, read_predictions
 from xmcray.predict import predict
-from xmcray.retrieval.predict import End, read_chunks
+from xmcray.retrieval.batch_predict import QueriesEnd, read_chunks
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
 
@@ -61,7 +61,7 @@ def expected(
 
 def texts_of(queries: Path) -> list[str]:
     (chunk, end) = read_chunks([queries], ROWS)
-    assert end == End(1, ROWS)
+    assert end == QueriesEnd(1, ROWS)
     return chunk.texts
 
 

@@ -117,26 +117,26 @@ def test_sweep_killed_and_restored(
     assert {name: after[name] for name in before} == before, (
         "a trial that had ended was touched again"
     )
-    found = Sweep.open(sweep)
-    assert [trial.state for trial in found.trials()] == ["finished"] * 4
-    for trial in found.trials():
-        told = Run.open(found.run_path(trial.number)).result()
-        assert told is not None
-        assert told["steps"] == trial.steps
+    tuned = Sweep.open(sweep)
+    assert [trial.state for trial in tuned.trials()] == ["finished"] * 4
+    for trial in tuned.trials():
+        result = Run.open(tuned.run_path(trial.number)).result()
+        assert result is not None
+        assert result["steps"] == trial.steps
         steps = [point[0] for point in trial.curve]
-        assert steps == [1, 2, 3, 4, 5, 6], "each epoch was told once"
+        assert steps == [1, 2, 3, 4, 5, 6], "each epoch was reported once"
     resumed = [
         t.number
-        for t in found.trials()
-        if Run.open(found.run_path(t.number)).result()["steps_here"] < t.steps
+        for t in tuned.trials()
+        if Run.open(tuned.run_path(t.number)).result()["steps_here"] < t.steps
     ]  # type: ignore[index]
     assert resumed, "the third trial began anew instead of from its checkpoint"
     number = resumed[0]
-    config = found.config.resolve(
-        found.trial(number).values, {"workers": 0, "device": "cpu", "threads_per_process": 1}
+    config = tuned.config.resolve(
+        tuned.trial(number).values, {"workers": 0, "device": "cpu", "threads_per_process": 1}
     )
     train(corpus, tmp_path / "undisturbed", config)
-    assert weights(found.run_path(number)) == weights(tmp_path / "undisturbed")
+    assert weights(tuned.run_path(number)) == weights(tmp_path / "undisturbed")
     assert not (sweep / "ray").exists()
     best = RunConfig.resolve("astra", yaml.safe_load((sweep / "best.yaml").read_text()))
     ranked = json.loads((sweep / "results.json").read_text())["trials"]
@@ -162,20 +162,20 @@ def test_asha_stops_trials_and_leaves_nothing(
     words = command(corpus, tmp_path, "--trials", "4", "--keep", "1", "--json", epochs=18)
     assert cli.main(words) == 0
     out, err = capfd.readouterr()
-    told = json.loads(out)
-    states = [trial["state"] for trial in told["trials"]]
+    results = json.loads(out)
+    states = [trial["state"] for trial in results["trials"]]
     assert "stopped" in states
     assert set(states) <= {"stopped", "finished"}
     assert all(line.startswith("trial 000") for line in err.splitlines()), "Ray was to be quiet"
-    found = Sweep.open(tmp_path / "sweep")
+    tuned = Sweep.open(tmp_path / "sweep")
     kept = [
         trial.number
-        for trial in found.trials()
-        if (found.run_path(trial.number) / "checkpoints").exists()
+        for trial in tuned.trials()
+        if (tuned.run_path(trial.number) / "checkpoints").exists()
     ]
-    assert kept == [found.ranked()[0].number]
-    full = 18 * found.trial(kept[0]).steps // len(found.trial(kept[0]).curve)
-    assert all((trial.steps < full) == (trial.state == "stopped") for trial in found.trials())
+    assert kept == [tuned.ranked()[0].number]
+    full = 18 * tuned.trial(kept[0]).steps // len(tuned.trial(kept[0]).curve)
+    assert all((trial.steps < full) == (trial.state == "stopped") for trial in tuned.trials())
     gone = When(
         lambda: not [c for c in descendants(os.getpid()).values() if "ImplicitFunc" in c],
         lambda: None,

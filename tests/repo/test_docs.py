@@ -82,3 +82,22 @@ def texts_of(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
+
+
+def test_every_path_in_the_text_exists() -> None:
+    """Paths in inline code that start with a folder of this repository."""
+    folders = "xmcray|tests|benchmarks|docs|jobs|serve|tune|cluster"
+    pattern = re.compile(
+        rf"`((?:{folders})/[\w./-]+\.(?:py|md|yaml|json|toml|svg|proto))(?:::\w+)?`"
+    )
+    missing = []
+    for page in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]:
+        text = page.read_text(encoding="utf-8")
+        missing += [
+            (page.name, path) for path in pattern.findall(text) if not (ROOT / path).exists()
+        ]
+    assert missing == []

@@ -120,10 +120,10 @@ def test_a_finished_run_has_everything(folder: Path) -> None:
 
 def test_the_same_command_finds_the_finished_run(folder: Path, shell: Shell) -> None:
     before = (folder / "run" / "result.json").read_bytes()
-    found = shell.run(
+    printed = shell.run(
         "train", "astra", "--data", folder / "corpus", "--out", folder / "run", *SMALL, "--json"
     )
-    assert json.loads(found) == json.loads((folder / "run" / "metrics.json").read_text())
+    assert json.loads(printed) == json.loads((folder / "run" / "metrics.json").read_text())
     assert (folder / "run" / "result.json").read_bytes() == before
 
 

@@ -109,21 +109,10 @@ def file_modes(environment: Mapping[str, str], home: Path, folder: Path) -> Iter
 
 def open_ports(listening: Sequence[Listener]) -> Iterator[Finding]:
     """Ports of Ray and of our servers that other machines can reach."""
-    ours = [
-        listener
-        for listener in listening
-        if any(word in listener.command for word in OUR_PROCESSES)
-    ]
-    dashboards = []
-    others = []
-    for listener in ours:
-        if listener.loopback:
-            continue
-        # The dashboard's process also listens on ports of its agents.
-        is_dashboard = (
-            DASHBOARD in listener.command and f"--port={listener.port}" in listener.command.split()
-        )
-        (dashboards if is_dashboard else others).append(listener)
+    ours = [one for one in listening if any(word in one.command for word in OUR_PROCESSES)]
+    reachable = [listener for listener in ours if not listener.loopback]
+    dashboards = [listener for listener in reachable if _is_dashboard(listener)]
+    others = [listener for listener in reachable if listener not in dashboards]
     for listener in dashboards:
         yield Finding(
             "dashboard",
@@ -145,3 +134,9 @@ def open_ports(listening: Sequence[Listener]) -> Iterator[Finding]:
     elif not dashboards:
         text = f"{len(ours)} of Ray and xmcray, none beyond this machine"
         yield Finding("open ports", "ok", text)
+
+
+def _is_dashboard(listener: Listener) -> bool:
+    # The process of the dashboard also listens on other ports, which accept no jobs.
+    port_option = f"--port={listener.port}"
+    return DASHBOARD in listener.command and port_option in listener.command.split()

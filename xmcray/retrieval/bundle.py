@@ -14,8 +14,8 @@
     settings.json               how to search (Settings)
     manifest.json               sizes and SHA-256 (storage.py)
 
-Rows are internal because contiguous ranges of that order are statistically alike; every answer has source ids. Labels
-that joined later (labels.py) have rows, and shards, after those of the export.
+Rows are internal because contiguous ranges of that order are statistically alike; every answer has
+source ids. Labels that joined later (labels.py) have rows, and shards, after those of the export.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class Settings:
         num_labels: L, source ids given so far, also to labels removed since.
         dim: D, the width of vectors and queries.
         method: which method trained the bundle; for the reader only.
-        factory: how indexes were asked for.
-        predictor: what is made of the neighbours; "labels" answers with them, "memory" lets them vote (memory.py).
+        factory: the factory string by which indexes were built.
+        predictor: what becomes of the neighbours: "labels" answers with them, "memory" lets them
+            vote (memory.py).
         shards: the files of vectors, in internal order.
         first_added: the first source id of a label that joined after the export; None if none did.
     """
@@ -99,20 +100,23 @@ def write_bundle(
     shard_rows: int = SHARD_ROWS,
     threads: int = 1,
 ) -> None:
-    """Writes a bundle; on failure nothing is left at `destination`. One shard of vectors is held in memory.
+    """Writes a bundle with one shard of vectors in memory; on failure nothing is left there.
 
     Args:
-        encoder: an encoder, or the folder it was saved in. head: what follows it.
-        label_uids, label_texts: L values each, by source id.
+        destination: folder or URL that does not exist yet.
+        encoder: an encoder, or the folder it was saved in.
+        head: maps the encoder's vectors to those that are searched.
+        tokenizer: of queries and label texts.
+        label_uids: L values by source id.
+        label_texts: L values by source id.
         label_order: int64 [L], a permutation: internal -> source id.
         vectors: float32 blocks [n, D], together L rows in internal order.
         spec: how each shard is indexed.
         about: what made the bundle, for its manifest.
         method: see Settings.
-        label_side: how a label that joins later gets its vector; from its text as a query does, if not given.
-        queries: float32 [Q, D], a sample of query vectors by which the index is tuned; noisy rows if not given.
-        predictor: writes into the bundle's folder what its predictor needs besides and returns `Settings.predictor`;
-            labels are the answers if not given.
+        label_side: makes vectors of labels that join later; as of a query if not given.
+        queries: float32 [Q, D], query vectors by which the index is tuned; noisy rows if not given.
+        predictor: writes the files of a memory and returns `Settings.predictor`.
         shard_rows: rows per file.
         threads: of building.
     Raises:
@@ -121,33 +125,41 @@ def write_bundle(
     """
     label_order = np.ascontiguousarray(label_order, np.int64)
     num_labels = len(label_order)
-    assert np.array_equal(np.sort(label_order), np.arange(num_labels)), (
-        "label_order is not a permutation"
-    )
+    is_permutation = np.array_equal(np.sort(label_order), np.arange(num_labels))
+    assert is_permutation, "label_order is not a permutation"
     with new_artifact(destination, KIND, about) as folder:
-        if isinstance(encoder, Encoder):
-            encoder.save(folder / "encoder")
-        else:
-            shutil.copytree(encoder, folder / "encoder")
-        head.save(folder / "head")
-        (label_side or LabelSide()).save(folder / "label_side")
-        tokenizer.save(folder / "tokenizer")
+        _write_model(folder, encoder, head, tokenizer, label_side or LabelSide())
         _write_labels(folder / "labels.parquet", label_uids, label_texts, num_labels)
         np.save(folder / "label_order.npy", label_order)
         shards, dim = write_shards(folder, vectors, spec, queries, shard_rows, threads)
-        if not shards or shards[-1].stop != num_labels:
-            raise DataError(
-                f"{shards[-1].stop if shards else 0} label vectors were given, expected {num_labels}"
-            )
-        settings = Settings(
-            num_labels=num_labels,
-            dim=dim,
-            method=method,
-            factory=spec.factory,
-            predictor=LABELS if predictor is None else predictor(folder),
-            shards=shards,
-        )
+        _check_rows(shards, num_labels)
+        kind = LABELS if predictor is None else predictor(folder)
+        settings = Settings(num_labels=num_labels, dim=dim, method=method, shards=shards)
+        settings = dataclasses.replace(settings, factory=spec.factory, predictor=kind)
         write_settings(folder, settings)
+
+
+def _write_model(
+    folder: Path,
+    encoder: Path | Encoder,
+    head: Head,
+    tokenizer: TextTokenizer,
+    label_side: LabelSide,
+) -> None:
+    """Writes what makes vectors of texts."""
+    if isinstance(encoder, Encoder):
+        encoder.save(folder / "encoder")
+    else:
+        shutil.copytree(encoder, folder / "encoder")
+    head.save(folder / "head")
+    label_side.save(folder / "label_side")
+    tokenizer.save(folder / "tokenizer")
+
+
+def _check_rows(shards: tuple[VectorShard, ...], num_labels: int) -> None:
+    num_rows = shards[-1].stop if shards else 0
+    if num_rows != num_labels:
+        raise DataError(f"{num_rows} label vectors were given, expected {num_labels}")
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
@@ -164,8 +176,8 @@ def read_settings(folder: Path) -> Settings:
     """
     try:
         values = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-        listed = values.pop("shards")
-        shards = read_shards(listed, listed[-1]["stop"])
+        plain_shards = values.pop("shards")
+        shards = read_shards(plain_shards, plain_shards[-1]["stop"])
         settings = Settings(**values, shards=shards or ())
         kind = settings.predictor["kind"]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -177,31 +189,36 @@ def read_settings(folder: Path) -> Settings:
             f"{folder}/settings.json: its shards do not cover {settings.num_labels} labels; export again"
         )
     if kind not in PREDICTORS:
-        known = " and ".join(map(repr, PREDICTORS))
+        supported = " and ".join(map(repr, PREDICTORS))
         raise BundleError(
-            f"{folder} has predictor {kind!r}, this release knows {known}; use the release that made it"
+            f"{folder} has predictor {kind!r}, this release knows {supported}; use the release that made it"
         )
     return settings
 
 
 def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array, Int64Array]:
-    """Label uids and texts by source id; the order int64 [rows] (internal -> source, or -1); the ids removed since.
+    """Reads the labels of a verified bundle.
 
+    Returns:
+        Uids and texts by source id; int64 [rows], the source id of each row, or -1; int64, the
+        source ids of labels removed since the export.
     Raises:
         BundleError: they are malformed or of another number of labels.
     """
     num_labels = settings.num_labels
+    removed = np.empty(0, np.int64)
     try:
         labels = pq.read_table(folder / "labels.parquet", schema=LABEL_SCHEMA, memory_map=True)
-        order, removed = np.load(folder / "label_order.npy"), np.empty(0, np.int64)
+        row_labels = np.load(folder / "label_order.npy")
         if (folder / "removed.npy").is_file():
             removed = np.load(folder / "removed.npy")
-        fits = labels.num_rows == num_labels and np.array_equal(
-            np.sort(order[order >= 0]), np.arange(num_labels)
-        )
-        fits = fits and order.shape == (settings.shards[-1].stop,)
-        fits = fits and np.array_equal(
-            removed, np.unique(removed[(removed >= 0) & (removed < num_labels)])
+        used = np.sort(row_labels[row_labels >= 0])
+        valid_removed = np.unique(removed[(removed >= 0) & (removed < num_labels)])
+        fits = (
+            labels.num_rows == num_labels
+            and row_labels.shape == (settings.shards[-1].stop,)
+            and np.array_equal(used, np.arange(num_labels))
+            and np.array_equal(removed, valid_removed)
         )
     except (OSError, ValueError, pa.ArrowException) as error:
         raise BundleError(
@@ -211,7 +228,7 @@ def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array,
         raise BundleError(
             f"{folder}: labels.parquet, label_order.npy or removed.npy does not hold {num_labels} labels; export again"
         )
-    return labels, np.asarray(order, np.int64), np.asarray(removed, np.int64)
+    return labels, np.asarray(row_labels, np.int64), np.asarray(removed, np.int64)
 
 
 def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
@@ -237,19 +254,22 @@ def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
 
 
 def _write_labels(path: Path, uids: Iterable[str], texts: Iterable[str], num_labels: int) -> None:
-    uid, text, count = iter(uids), iter(texts), 0
+    """Writes uids and texts in blocks of bounded size."""
+    remaining_uids = iter(uids)
+    remaining_texts = iter(texts)
+    count = 0
     with pq.ParquetWriter(path, LABEL_SCHEMA, compression="zstd") as writer:
         while True:
-            columns = [list(islice(uid, LABEL_BLOCK)), list(islice(text, LABEL_BLOCK))]
-            if len(columns[0]) != len(columns[1]):
+            block_uids = list(islice(remaining_uids, LABEL_BLOCK))
+            block_texts = list(islice(remaining_texts, LABEL_BLOCK))
+            if len(block_uids) != len(block_texts):
                 raise DataError(
                     "numbers of label uids and label texts differ, expected one of each per label"
                 )
-            if not columns[0]:
+            if not block_uids:
                 break
-            count += len(columns[0])
-            writer.write_table(
-                pa.table([pa.array(c, pa.large_string()) for c in columns], schema=LABEL_SCHEMA)
-            )
+            count += len(block_uids)
+            columns = {"uid": block_uids, "text": block_texts}
+            writer.write_table(pa.table(columns, schema=LABEL_SCHEMA))
     if count != num_labels:
         raise DataError(f"{count} label uids were given, expected {num_labels}")

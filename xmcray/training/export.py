@@ -73,8 +73,8 @@ def export_run(
         return vectors
 
     predictor = None
-    if bundle_spec.memory is not None:
-        predictor = remember(corpus.split("train"), encode, bundle_spec.memory, spec)
+    if run.config.memory is not None:
+        predictor = remember(corpus.split("train"), encode, run.config.memory, spec)
     sample = sample_rows(data.num_train, seed)
     write_bundle(
         out,

@@ -133,8 +133,9 @@ class OptunaProposals:
         if distribution.whole:
             step = round(distribution.step) or 1
             return kinds.IntDistribution(low, high, log=distribution.log, step=step)
-        step = distribution.step or None
-        return kinds.FloatDistribution(low, high, log=distribution.log, step=step)
+        return kinds.FloatDistribution(
+            low, high, log=distribution.log, step=distribution.step or None
+        )
 
     def _encoded(self, name: str, value: Any) -> Any:
         """A value as Optuna stores it."""

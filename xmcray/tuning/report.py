@@ -169,10 +169,10 @@ def _axes(metric: str, space: Space, scores: Sequence[float]) -> list[_Axis]:
     for dotted_name, distribution in space.items():
         section, _, name = dotted_name.rpartition(".")
         samples = distribution.samples()
-        show = str
+        ends = (str(samples[0]), str(samples[-1]))
         if isinstance(distribution, NumberRange) and distribution.high < 1e15:
-            show = short_number
-        axes.append(_Axis(name, section, show(samples[0]), show(samples[-1])))
+            ends = (short_number(samples[0]), short_number(samples[-1]))
+        axes.append(_Axis(name, section, *ends))
     if scores:
         axes.append(_Axis(metric, "", _percent(min(scores)), _percent(max(scores))))
     return axes

@@ -1,8 +1,8 @@
 """The code that runs in the actor of a trial: an ordinary training whose validations go to Ray Tune.
 
 The training does not know that Tune runs it. Its metrics.jsonl is followed from a thread, as a
-progress bar does. A resumed trial first reports its old validations, so that whoever compares trials
-knows all of its past.
+progress bar does. A resumed trial first reports its old validations, so that Tune knows all of its
+past when it compares trials.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the doctor says about a machine, on folders and environments made up for it."""
+"""The findings of the doctor about a machine, on folders and environments made for the test."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_the_command_says_ok_warning_error_and_what_to_do(
     assert cli.main(["doctor", "--json"]) == 2
     out, err = capsys.readouterr()
     assert err == f"error: token file: {token} has mode 0644; run chmod 600 {token}\n"
-    found = [one for one in json.loads(out) if one["level"] == "error"]
-    assert found == [
+    errors = [one for one in json.loads(out) if one["level"] == "error"]
+    assert errors == [
         {
             "check": "token file",
             "level": "error",
@@ -73,8 +73,10 @@ def test_harmful_switches() -> None:
         "RAY_AUTH_MODE": "disabled",
         "RAY_TRAIN_V2_ENABLED": "0",
     }
-    found = levels([one for one in software.switches(bad) if one.check in software.SWITCHES])
-    assert found == dict(zip(bad, ["error", "warning", "error"], strict=True))
+    level_by_check = levels(
+        [one for one in software.switches(bad) if one.check in software.SWITCHES]
+    )
+    assert level_by_check == dict(zip(bad, ["error", "warning", "error"], strict=True))
 
 
 def test_a_container_that_may_use_two_cores_of_many(

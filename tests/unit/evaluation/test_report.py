@@ -162,10 +162,10 @@ def test_the_folder_must_exist(tmp_path: Path) -> None:
     ("low", "high"), [(0, 1), (0, 7), (-3, 3), (1e-4, 2e-4), (0, 123456), (99.5, 100)]
 )
 def test_ticks_are_round_and_inside(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert 3 <= len(found) <= 8
-    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
-    mantissa = (found[1] - found[0]) / 10 ** np.floor(np.log10(found[1] - found[0]) + 1e-9)
+    places = ticks(low, high)
+    assert 3 <= len(places) <= 8
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in places)
+    mantissa = (places[1] - places[0]) / 10 ** np.floor(np.log10(places[1] - places[0]) + 1e-9)
     assert min(abs(mantissa - round_one) for round_one in (1, 2, 5)) < 1e-6
 
 

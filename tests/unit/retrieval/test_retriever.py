@@ -202,15 +202,8 @@ def test_unknown_device(bundle):
         Retriever.load(bundle, device="nonsense")
 
 
-def test_unknown_predictor(parts, tmp_path, monkeypatch):
-    import xmcray.retrieval.bundle as module
-
-    known = module.Settings
-    monkeypatch.setattr(
-        module, "Settings", lambda **values: known(**{**values, "predictor": {"kind": "later"}})
-    )
-    path = make(parts, tmp_path / "b")
-    monkeypatch.undo()
+def test_unknown_predictor(parts, tmp_path):
+    path = make(parts, tmp_path / "b", predictor=lambda folder: {"kind": "later"})
     with pytest.raises(BundleError, match="predictor 'later'"):
         Retriever.load(path)
 

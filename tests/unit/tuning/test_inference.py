@@ -199,14 +199,15 @@ def test_the_command(
     assert cli.main([*command, "--trials", "8"]) == 0
     assert "--set memory.weight=" in capsys.readouterr().out
     best = yaml.safe_load((out / "best.yaml").read_text())
-    told = json.loads((out / "results.json").read_text())
+    results = json.loads((out / "results.json").read_text())
     assert (
-        RunConfig.resolve("rae", best).memory.keys == told["settings"][0]["values"]["memory.keys"]
+        RunConfig.resolve("rae", best).memory.keys
+        == results["settings"][0]["values"]["memory.keys"]
     )
-    assert len(told["settings"]) == 8
+    assert len(results["settings"]) == 8
     assert "Parallel coordinates" in (out / "report.html").read_text()
     assert cli.main([*command, "--trials", "8", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == told, "the same draws, the same numbers"
+    assert json.loads(capsys.readouterr().out) == results, "the same samples, the same numbers"
     (out / "thesis.tex").touch()
     assert cli.main(command) == 2
     assert "holds thesis.tex, not a sweep of a bundle" in capsys.readouterr().err
@@ -215,7 +216,7 @@ def test_the_command(
 def test_the_best_index_is_exported(
     corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file that a sweep of indexes leaves is all that `export` has to be told."""
+    """The file that a sweep of indexes leaves is all that `export` needs."""
     faiss = pytest.importorskip("faiss")
     run, space, out, bundle = (tmp_path / name for name in ("run", "space.yaml", "sweep", "bundle"))
     settings = [
@@ -239,8 +240,10 @@ def test_the_best_index_is_exported(
         str(out),
     ]
     assert cli.main([*sweep, "--trials", "2"]) == 0
-    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
-    command = told.removeprefix("next: xmcray ").replace("BUNDLE", str(bundle)).split()
+    next_line = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")
+    )
+    command = next_line.removeprefix("next: xmcray ").replace("BUNDLE", str(bundle)).split()
     assert cli.main(command) == 0
     assert (
         cli.main(

@@ -1,4 +1,4 @@
-"""Search spaces: what a file may say, what it draws, and what is told about a wrong one."""
+"""Search spaces: their files, the values that are sampled from them, and messages about wrong ones."""
 
 from __future__ import annotations
 

@@ -1,0 +1,342 @@
+"""Many queries, a chunk at a time: files of texts become tables of answers. No Ray; xmcray/predict.py
+spreads the chunks.
+
+A chunk is a number of consecutive rows of the input, the same for the same input and settings. So
+order and parallelism of the work cannot change an answer, and what was finished before a kill is
+kept:
+
+    .OUT.predicting/job.json            what the chunks depend on: bundle, queries, settings
+    .OUT.predicting/00000000.parquet    the answers of one chunk
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from xmcray import storage
+from xmcray.data.formats.base import BadRow, BadValue, check_text
+from xmcray.data.formats.json_lines import Fields, Record, read_records
+from xmcray.data.formats.tables import count_rows, read_rows
+from xmcray.errors import DataError, RunError, StorageError
+from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.votes import MemoryConfig
+from xmcray.types import TopLabels
+
+# A chunk ends at the first of these that is reached.
+CHUNK_ROWS = 4096
+CHUNK_ANSWERS = 1 << 22
+CHUNK_CHARACTERS = 1 << 24
+TABLE_ROWS = 1_000_000  # rows of one file of answers
+_FIELDS = Fields()
+_TEXT_FIELDS = (_FIELDS.text, *_FIELDS.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryChunk:
+    """Consecutive queries.
+
+    Attributes:
+        number: chunks are counted from 0 in the order of the input.
+        uids: of the queries.
+        texts: of the queries.
+    """
+
+    number: int
+    uids: list[str]
+    texts: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class QueriesEnd:
+    """What comes after the last chunk.
+
+    Attributes:
+        chunks: of the whole input.
+        rows: of the whole input.
+    """
+
+    chunks: int
+    rows: int
+
+
+def find_queries(path: str | Path) -> list[Path]:
+    """The files of queries at a path, in the order in which they are read.
+
+    Args:
+        path: a file of rows with `text`, or `title` and `content`, and possibly `uid`; or a folder
+            of such files of one kind: .parquet, or .jsonl, possibly packed (.gz).
+    Raises:
+        DataError: no such file, another kind of file, or a Parquet file that cannot be read or has
+            no text.
+    """
+    path = Path(path).absolute()
+    if not path.exists():
+        raise DataError(
+            f"{path} does not exist, expected a file or folder of queries (.parquet or .jsonl)"
+        )
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.is_file())
+    tables = [file for file in files if file.name.endswith(".parquet")]
+    lines = [file for file in files if file.name.endswith((".jsonl", ".jsonl.gz"))]
+    if bool(tables) == bool(lines):
+        found = "both .parquet and .jsonl files" if tables else "no .parquet or .jsonl file"
+        raise DataError(f"{path} holds {found}, expected queries in files of one kind")
+    for table in tables:
+        count_rows(table)  # it can be read and has a text
+    return tables or lines
+
+
+def read_chunks(
+    files: Sequence[Path], chunk_rows: int, done: Collection[int] = ()
+) -> Iterator[QueryChunk | QueriesEnd]:
+    """Reads queries in chunks, without those that are done; at last yields a QueriesEnd.
+
+    Args:
+        files: as `find_queries` returns them.
+        chunk_rows: queries of a chunk, at most.
+        done: numbers of the chunks to leave out.
+    Raises:
+        DataError: a row is malformed (named), or there is none.
+    """
+    number = 0
+    num_characters = 0
+    uids: list[str] = []
+    texts: list[str] = []
+    rows = 0
+    for uid, text in _read_queries(files):
+        rows += 1
+        uids.append(uid)
+        texts.append(text)
+        num_characters += len(text)
+        if len(uids) == chunk_rows or num_characters >= CHUNK_CHARACTERS:
+            if number not in done:
+                yield QueryChunk(number, uids, texts)
+            number += 1
+            num_characters = 0
+            uids = []
+            texts = []
+    if not rows:
+        raise DataError(
+            f"{files[0]} is empty, expected rows of queries with text, or title and content"
+        )
+    if uids and number not in done:
+        yield QueryChunk(number, uids, texts)
+    yield QueriesEnd(chunks=number + bool(uids), rows=rows)
+
+
+def _read_queries(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Uid and text of each row of all files."""
+    row = 0
+    for path in files:
+        records = read_rows(path) if path.suffix == ".parquet" else read_records(path)
+        for line, record in enumerate(records, start=1):
+            try:
+                query = _query(record, row)
+            except BadValue as error:
+                raise DataError(f"{BadRow(str(path), line, str(error))}; repair the row") from None
+            yield query
+            row += 1
+
+
+def _query(record: Record | BadValue, row: int) -> tuple[str, str]:
+    """Uid and text of a row by the rules of the readers of corpora.
+
+    But a uid may occur twice, because it is only passed on, and a missing one is the row's number.
+    """
+    if isinstance(record, BadValue):
+        raise record
+    uid = record.get(_FIELDS.uid)
+    if uid is not None and type(uid) not in (str, int):
+        raise BadValue(f"{_FIELDS.uid} is {type(uid).__name__}, expected a string or an integer")
+    if not any(name in record for name in _TEXT_FIELDS):
+        raise BadValue(f"no {_TEXT_FIELDS[0]}, expected it, or {' and '.join(_TEXT_FIELDS[1:])}")
+    text = record.get(_FIELDS.text)
+    try:
+        if text is None:
+            text = " ".join([record.get(part) or "" for part in _FIELDS.parts])
+        text = text.strip()
+    except (TypeError, AttributeError):
+        raise BadValue(f"{' or '.join(_TEXT_FIELDS)} is not a string") from None
+    return check_text(str(row if uid is None else uid), _FIELDS.uid), check_text(text)
+
+
+def answer_chunk(
+    retriever: Retriever,
+    chunk: QueryChunk,
+    k: int,
+    memory: MemoryConfig | None = None,
+    texts: bool = False,
+) -> pa.Table:
+    """Answers a chunk.
+
+    Args:
+        retriever: the bundle.
+        chunk: the queries.
+        k: answers per query; lists are shorter where there are fewer.
+        memory: how training queries vote, in place of the bundle's own settings.
+        texts: also return the queries' texts.
+    Returns:
+        A row per query: uid, maybe text, and lists label_id, label_uid and score.
+    """
+    top = retriever.top_labels(retriever.tokenizer.encode(chunk.texts), k, memory=memory)
+    is_answer = top.ids >= 0
+    label_ids = pa.array(top.ids[is_answer])
+    label_uids = retriever.labels.table["uid"].take(label_ids).combine_chunks()
+    num_answers = is_answer.sum(axis=1)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(num_answers)]), pa.int32())
+    columns: dict[str, Any] = {"uid": pa.array(chunk.uids, pa.large_string())}
+    if texts:
+        columns["text"] = pa.array(chunk.texts, pa.large_string())
+    columns["label_id"] = pa.ListArray.from_arrays(offsets, label_ids)
+    columns["label_uid"] = pa.ListArray.from_arrays(offsets, label_uids)
+    columns["score"] = pa.ListArray.from_arrays(offsets, pa.array(top.scores[is_answer]))
+    return pa.table(columns)
+
+
+def collect(chunks: Sequence[Path], folder: Path, k: int) -> Iterator[TopLabels]:
+    """Writes the answers of all chunks to predictions-00000.parquet ..., and yields them meanwhile.
+
+    Args:
+        chunks: files of the chunks, in order.
+        folder: where to write.
+        k: answers per query.
+    """
+    files = 0
+    rows_in_file = 0
+    writer = None
+    with contextlib.ExitStack() as stack:
+        for path in chunks:
+            table = _read_chunk(path)
+            if writer is None or rows_in_file + len(table) > TABLE_ROWS:
+                stack.close()
+                name = folder / f"predictions-{files:05d}.parquet"
+                writer = pq.ParquetWriter(name, table.schema, compression="zstd")
+                stack.enter_context(writer)
+                files += 1
+                rows_in_file = 0
+            writer.write_table(table)
+            rows_in_file += len(table)
+            yield _top_labels(table, k)
+
+
+def _read_chunk(path: Path) -> pa.Table:
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            return file.read()
+    except (OSError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise StorageError(
+            f"{path} cannot be read ({reason}); remove it and run the same command again"
+        ) from None
+
+
+def _top_labels(table: pa.Table, k: int) -> TopLabels:
+    """The answers in a table of `answer_chunk`."""
+    label_ids = table["label_id"].combine_chunks()
+    scores = table["score"].combine_chunks()
+    num_answers = np.diff(np.asarray(label_ids.offsets))
+    top = TopLabels.empty(len(table), k)
+    # Lists are shorter than k where there are fewer answers: they fill their rows from the left.
+    is_answer = np.arange(k) < num_answers[:, None]
+    top.ids[is_answer] = np.asarray(label_ids.flatten())
+    top.scores[is_answer] = np.asarray(scores.flatten())
+    return top
+
+
+class PredictionWork:
+    """Finished chunks of one job. Make it with `opened`.
+
+    Attributes:
+        folder: where they are.
+        done: their numbers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.done = {int(path.stem) for path in folder.glob("[0-9]*.parquet")}
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, out: str | Path, job: Mapping[str, Any]) -> Iterator[PredictionWork]:
+        """Opens new or unfinished work for this process alone.
+
+        Args:
+            out: where the result will be.
+            job: names everything that the chunks depend on; plain JSON.
+        Raises:
+            RunError: there is unfinished work of another job.
+            StorageError: another process works on it, or the folder cannot be written.
+        """
+        folder = _folder(out)
+        with storage.disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with storage.exclusive(folder):
+            if not (folder / "job.json").exists():
+                storage.write_json(folder / "job.json", dict(job))
+            _check_same(folder, job)
+            yield cls(folder)
+
+    def path(self, number: int) -> Path:
+        """The file of one chunk."""
+        return self.folder / f"{number:08d}.parquet"
+
+    def add(self, number: int, answers: pa.Table) -> None:
+        """Keeps the answers of a chunk; they are there after a crash too."""
+        path = self.path(number)
+        temporary = storage.aside(path)
+        with storage.disk_errors(path):
+            pq.write_table(answers, temporary, compression="zstd", write_page_checksum=True)
+            storage.fsync(temporary)
+            temporary.replace(path)
+            storage.fsync(self.folder)
+        self.done.add(number)
+
+    def remove(self) -> None:
+        """Takes the folder away: the result is written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _folder(out: str | Path) -> Path:
+    """Where unfinished work is kept: next to the destination; for a URL, in this user's cache."""
+    if storage.is_url(out):
+        cache = Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray"))
+        digest = hashlib.sha256(str(out).encode()).hexdigest()
+        return cache / f"predicting-{digest[:32]}"
+    path = Path(out).absolute()
+    return path.with_name(f".{path.name}.predicting")
+
+
+def _check_same(folder: Path, job: Mapping[str, Any]) -> None:
+    """Checks that unfinished work is of the same job.
+
+    Raises:
+        RunError: it is not, or job.json is damaged.
+    """
+    try:
+        before = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+        changed = [name for name in job if before[name] != job[name]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise RunError(f"{folder}/job.json is damaged; remove {folder} to begin anew") from None
+    if changed:
+        name = changed[0]
+        # Hashes of a bundle or an input say nothing to a reader.
+        what = {"bundle": "bundle", "queries": "input"}.get(name)
+        if what is None:
+            what = f"{name} ({before[name]}, now {job[name]})"
+        raise RunError(
+            f"{folder} is unfinished work with another {what}; give the same command as then, remove the folder, or"
+            " choose another --out"
+        )
