@@ -1,9 +1,9 @@
-"""Asks the autoscaler for nodes at the price on demand, where spot nodes do not come; docs/clusters.md says when.
+"""Requests on-demand nodes from the autoscaler when spot nodes do not come; see docs/clusters.md.
 
     ray job submit --working-dir cluster -- python on_demand.py --gpus 4
-    ray job submit --working-dir cluster -- python on_demand.py               # takes all of it back
+    ray job submit --working-dir cluster -- python on_demand.py               # withdraws the request
 
-What was asked for stays up, used or not, until it is taken back.
+Requested nodes stay up, used or not, until the request is withdrawn.
 """
 
 import argparse
@@ -11,25 +11,24 @@ import argparse
 import ray
 from ray.autoscaler.sdk import request_resources
 
-ON_DEMAND = {
-    "market": "on-demand"
-}  # a label of the node types in aws.yaml, gcp.yaml and azure.yaml
+# A label of the node types in aws.yaml, gcp.yaml and azure.yaml.
+ON_DEMAND = {"market": "on-demand"}
 
 
 def main() -> None:
-    """Replaces what an earlier call asked for."""
-    options = argparse.ArgumentParser(
+    """Replaces the request of an earlier call."""
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--gpus", type=int, default=0, help="as many as the run has workers")
-    options.add_argument(
+    parser.add_argument("--gpus", type=int, default=0, help="as many as the run has workers")
+    parser.add_argument(
         "--index", type=int, default=0, help="index actors: as many as the run has workers"
     )
-    given = options.parse_args()
-    bundles = [{"GPU": 1}] * given.gpus + [{"index": 1}] * given.index
+    options = parser.parse_args()
+    bundles = [{"GPU": 1}] * options.gpus + [{"index": 1}] * options.index
     ray.init(log_to_driver=False)
     request_resources(bundles=bundles, bundle_label_selectors=[ON_DEMAND] * len(bundles))
-    print(f"asked for {given.gpus} GPUs and {given.index} index actors on demand")
+    print(f"requested {options.gpus} GPUs and {options.index} index actors on demand")
 
 
 if __name__ == "__main__":
