@@ -51,12 +51,21 @@ from xmcray.serving.settings import ServeConfig
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks")) / "serve"
-K, BATCH, QUERIES, SINGLES, CHECKED = 10, 32, 2048, 1024, 20
+K = 10
+BATCH = 32
+QUERIES = 2048
+SINGLES = 1024
+CHECKED = 20
 BUNDLES = ("sample", "synthetic")
 LIMITS = {"single": (8.0, 50.0), "composed": (18.0, float("inf"))}  # added p50 and p99, ms
 LIMIT_SHARE = 0.7  # of the in-process throughput
-REFUSED_MS, ACCEPTED_LIMITS, NORMAL_S = 100, 3, 10  # under overload
-CLOSED, CLOSED_BATCH = (1, 2, 4, 8, 16, 32), (1, 2, 4)  # connections of the closed loops
+# under overload
+REFUSED_MS = 100
+ACCEPTED_LIMITS = 3
+NORMAL_S = 10
+# connections of the closed loops
+CLOSED = (1, 2, 4, 8, 16, 32)
+CLOSED_BATCH = (1, 2, 4)
 
 
 def main() -> None:
@@ -99,11 +108,15 @@ def main() -> None:
         uvloop.run(null_server(options.null))
         return
     if options.quick:
-        options.bundles, options.modes, options.out = ["sample"], ["single"], Path(os.devnull)
-        options.seconds, options.warmup, options.overload_seconds = 3.0, 1.0, 5.0
+        options.bundles = ["sample"]
+        options.modes = ["single"]
+        options.out = Path(os.devnull)
+        options.seconds = 3.0
+        options.warmup = 1.0
+        options.overload_seconds = 5.0
     folders = {name: bundle_folder(name, options.labels) for name in options.bundles}
     load = refuse_if_busy(options.anyway or options.quick)
-    measure, tell = (overload, tell_overload) if options.overload else (usual, tell_usual)
+    measure, tell = (overload, run_overload) if options.overload else (usual, run_usual)
     rows = []
     for name, folder in folders.items():
         command = [
@@ -219,7 +232,8 @@ def in_process(folder: Path, threads: int) -> dict[str, Any]:
     """Latency of one text, ms; texts/s with 32 at once and with all; recall; the first answers."""
     from xmcray.retrieval.retriever import Retriever
 
-    retriever, queries = Retriever.load(folder / "bundle", threads=threads), read_queries(folder)
+    retriever = Retriever.load(folder / "bundle", threads=threads)
+    queries = read_queries(folder)
     batches = [queries[start : start + BATCH] for start in range(0, len(queries), BATCH)]
     retriever.search(queries[:256], K)  # pages of the index are read
     singles = np.asarray(
@@ -257,7 +271,9 @@ def timed(function: Any) -> float:
 def served(command: list[str], bundle: Path, mode: str, threads: int) -> Iterator[tuple[int, str]]:
     """Port and token of a server that is ready; stopped afterwards."""
     with tempfile.TemporaryDirectory(prefix="xmcray-load.") as folder:
-        token, port, log = secrets.token_urlsafe(32), free_port(), Path(folder, "log")
+        token = secrets.token_urlsafe(32)
+        port = free_port()
+        log = Path(folder, "log")
         with os.fdopen(os.open(f"{folder}/token", os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
             file.write(token)
         arguments = ["--port", str(port), "--mode", mode, "--threads", str(threads)]
@@ -325,7 +341,8 @@ async def usual(
     )
     batch_rate, _ = await peak(port, batches, CLOSED_BATCH, max(1.0, options.seconds / 6))
     reached = BATCH * batch_rate / alone["batch_texts_per_s"]
-    added, limits = (p50 - alone["p50"], p99 - alone["p99"]), LIMITS[mode]
+    added = (p50 - alone["p50"], p99 - alone["p99"])
+    limits = LIMITS[mode]
     missed = [
         name
         for name, value, limit in zip(("p50", "p99"), added, limits, strict=True)
@@ -349,7 +366,7 @@ async def usual(
     }
 
 
-def tell_usual(options: argparse.Namespace) -> tuple[str, list[str]]:
+def run_usual(options: argparse.Namespace) -> tuple[str, list[str]]:
     """Title and notes."""
     notes = [
         f"k = {K}; static encoder",
@@ -377,31 +394,33 @@ async def overload(
     requests = requests_of([[query] for query in read_queries(folder)], token, port)
     await check(port, requests, alone["uids"])
     best, _ = await peak(port, requests, CLOSED, max(1.0, options.seconds / 6))
-    seconds, begin = options.overload_seconds, options.warmup + options.seconds
+    seconds = options.overload_seconds
+    begin = options.warmup + options.seconds
     phases = [
         (best / 2, begin),
         (options.times * best, seconds),
         (best / 2, max(options.seconds, 2 * NORMAL_S + 1)),
     ]
     whole = await open_loop(port, requests, due_times(phases, options.arrivals))
-    before, after = whole.part(options.warmup, begin), whole.part(begin + seconds)
+    before = whole.part(options.warmup, begin)
+    after = whole.part(begin + seconds)
     log = whole.part(begin, begin + seconds)
     status = np.asarray(log.status)
-    accepted, refused = status == 200, np.isin(status, (429, 503))
-    accepted_ms, refused_ms = log.latency_ms(accepted), log.latency_ms(refused)
-    told, else_, normal = (
-        np.asarray(log.retry_after)[refused],
-        others(log.status, {200, 429, 503}),
-        recovery(before, after),
-    )
+    accepted = status == 200
+    refused = np.isin(status, (429, 503))
+    accepted_ms = log.latency_ms(accepted)
+    refused_ms = log.latency_ms(refused)
+    has_retry_after = np.asarray(log.retry_after)[refused]
+    other_statuses = others(log.status, {200, 429, 503})
+    normal = recovery(before, after)
     limit_ms = 1000 * ServeConfig(bundles={"": ""}).in_flight / best
     kept = {
         "refusals": len(refused_ms) > 0
         and np.percentile(refused_ms, 99) <= REFUSED_MS
-        and all(told),
+        and all(has_retry_after),
         "accepted": len(accepted_ms) > 0
         and np.percentile(accepted_ms, 99) <= ACCEPTED_LIMITS * limit_ms,
-        "answers": not else_,
+        "answers": not other_statuses,
         "recovery": normal is not None and normal <= NORMAL_S,
     }
     missed = [name for name, good in kept.items() if not good]
@@ -415,8 +434,8 @@ async def overload(
         "refused/s": f"{refused.sum() / seconds:.0f}",
         "refused p50 / p99, ms": percentiles(refused_ms),
         f"refused within {REFUSED_MS} ms": part_of(refused_ms <= REFUSED_MS),
-        "with Retry-After": part_of(told),
-        "anything else": else_ or "none",
+        "with Retry-After": part_of(has_retry_after),
+        "anything else": other_statuses or "none",
         "sent late, p99, ms": f"{log.lag_ms():.1f}",
         "normal after, s": "not seen" if normal is None else str(normal),
         "limits": f"missed: {', '.join(missed)}" if missed else "kept",
@@ -443,7 +462,8 @@ def part_of(flags: np.ndarray) -> str:
 
 def recovery(before: Log, after: Log) -> int | None:
     """Seconds from the end of the overload until all is as before: no refusal, and at most twice the p99."""
-    begin, end = min(after.due), max(after.due)
+    begin = min(after.due)
+    end = max(after.due)
     normal_ms = 2 * np.percentile(before.latency_ms(), 99)
     for seconds in range(int(end - begin) // 2 + 1):
         rest = after.part(begin + seconds)
@@ -452,7 +472,7 @@ def recovery(before: Log, after: Log) -> int | None:
     return None
 
 
-def tell_overload(options: argparse.Namespace) -> tuple[str, list[str]]:
+def run_overload(options: argparse.Namespace) -> tuple[str, list[str]]:
     """Title and notes."""
     notes = [
         f"{options.times:g} x the peak rate of a closed loop for {options.overload_seconds:g} s, {options.arrivals}"

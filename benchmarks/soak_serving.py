@@ -12,7 +12,7 @@
     damage    600 flipped bits and every truncation of a label log: read exactly, or refused with a reason
     bodies    5,000 requests: random ones that OpenAPI allows, and good ones with some bytes replaced
 
-What each call did is one line in a ledger beside the benchmarks' cache; the table sums the lines. Correctness only: it
+What each call did is one line in a ledger in the benchmarks' cache; the table sums the lines. Correctness only: it
 may run on a busy machine.
 """
 
@@ -54,7 +54,9 @@ from replicas import Askers, Killer, client_of, insist, known_answers, replicas
 
 LEDGER = data_sets.CACHE / "serve" / "soak.jsonl"
 ROUND = 500  # bodies between two looks at the memory
-WRITERS, PACE_S, VISIBLE_S = 2, 0.15, 5.0
+WRITERS = 2
+PACE_S = 0.15
+VISIBLE_S = 5.0
 TWO = {"num_replicas": 2}
 
 
@@ -63,8 +65,13 @@ class Piece:
     """What one call did of one part.
 
     Attributes:
-        done: of the goal. disturbances: kills or swaps.
-        wrong: what must not have happened, and how often. notes: for the reader.
+        part: name of the part.
+        done: how much of the goal.
+        disturbances: number of kills, swaps and so on.
+        seconds: duration.
+        wrong: what must not have happened, and how often.
+        notes: for the reader.
+        about: machine and commit.
     """
 
     part: str
@@ -109,7 +116,7 @@ def main() -> None:
         with LEDGER.open("a") as ledger:
             ledger.write(json.dumps(vars(piece)) + "\n")
         print(piece, flush=True)
-    tell(options.out)
+    write_results(options.out)
 
 
 def pieces(part: str) -> list[Piece]:
@@ -119,19 +126,22 @@ def pieces(part: str) -> list[Piece]:
     return [piece for piece in found if piece.part == part]
 
 
-def tell(out: Path) -> None:
+def write_results(out: Path) -> None:
     """Writes the table of everything in the ledger.
 
     Raises:
         SystemExit: something went wrong in some piece.
     """
-    rows, bad, abouts = list[list[object]](), 0, dict[str, None]()
+    rows = list[list[object]]()
+    bad = 0
+    abouts = dict[str, None]()
     for name, (_, goal, what, disturbed) in PARTS.items():
         known = pieces(name)
         wrong = sum((Counter(piece.wrong) for piece in known), Counter[str]())
         bad += wrong.total()
         abouts |= {piece.about.split(", `")[0]: None for piece in known}
-        done, disturbances = sum(p.done for p in known), sum(p.disturbances for p in known)
+        done = sum(p.done for p in known)
+        disturbances = sum(p.disturbances for p in known)
         mistakes = ", ".join(f"{number} x {mistake}" for mistake, number in wrong.items() if number)
         outcome = (f"wrong: {mistakes}" if mistakes else "nothing wrong") if done else "not run"
         outcome += f", {goal - done:,} to do" if 0 < done < goal else ""
@@ -162,7 +172,7 @@ def tell(out: Path) -> None:
 
 
 def kills(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
-    """Half of what there is to do in either mode."""
+    """Half of the searches in each mode."""
     bundles = {
         "single": write_bundle_of(folder / "bundle", "texts"),
         "composed": write_transformer(folder),
@@ -194,7 +204,7 @@ def kills(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
 
 
 def spare(deployments: Sequence[str]) -> list[int]:
-    """Replicas that may die: all of them run, so each has another one beside it."""
+    """Replicas that may be killed; none while another replica of a deployment is down."""
     status = serve.status().applications["xmcray"].deployments
     running = all(status[name].replica_states == {"RUNNING": 2} for name in deployments)
     return [pid for name in deployments for pid in replicas(name)] if running else []
@@ -249,7 +259,9 @@ class Server:
     """`xmcray serve` in a process that is killed and started again, always with the same state."""
 
     def __init__(self, bundle: Path, state: Path) -> None:
-        self.port, self._state, self._log = free_port(), state, state.with_suffix(".log")
+        self.port = free_port()
+        self._state = state
+        self._log = state.with_suffix(".log")
         self._command = [
             str(Path(sys.executable).parent / "xmcray"),
             "serve",
@@ -284,16 +296,20 @@ class Writer(threading.Thread):
     """Changes labels of its own, and knows what each of them must be.
 
     Attributes:
-        acknowledged: operations. unknown: requests whose fate had to be looked up.
-        wrong: kinds of mistakes. text: of each of its labels, None where there must be none.
+        acknowledged: number of operations.
+        unknown: number of requests without an answer, which were looked up.
+        wrong: number of mistakes by kind.
+        text: text of each of its labels, None if there must be no such label.
     """
 
     def __init__(self, client: Client, number: int, seed: int) -> None:
         super().__init__(daemon=True)
         self.acknowledged = self.unknown = self._made = 0
-        self.wrong, self.done = Counter[str](), threading.Event()
+        self.wrong = Counter[str]()
+        self.done = threading.Event()
         self.text: dict[str, str | None] = {f"w{number}-{i}": None for i in range(40)}
-        self._client, self._draw = client, random.Random(seed)
+        self._client = client
+        self._draw = random.Random(seed)
         self.start()
 
     def run(self) -> None:
@@ -342,7 +358,7 @@ class Writer(threading.Thread):
         return Operation(op="delete", uid=uid)
 
     def _sent(self, batch: Sequence[Operation]) -> bool:
-        """Whether the batch was done; looked up where nobody said so. All of it or nothing."""
+        """Whether the batch was applied; looked up if there was no answer. All of it or nothing."""
         try:
             self._client.change_labels(batch)
         except ClientError as error:
@@ -446,11 +462,13 @@ def damage(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
 
 def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     """Rounds of 300 that the description allows and 200 mutated ones."""
-    bundle, state = write_bundle_of(folder / "bundle", "texts"), folder / "state"
+    bundle = write_bundle_of(folder / "bundle", "texts")
+    state = folder / "state"
     config = ServeConfig(
         bundles={"a": str(bundle)}, mode="single", replicas=2, state_dir=str(state)
     )
-    seen, memory = Counter[int](), list[float]()
+    seen = Counter[int]()
+    memory = list[float]()
     with serving(config, "127.0.0.1", free_port()) as url:
         before = everyone()
 

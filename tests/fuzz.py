@@ -79,7 +79,8 @@ def ask_mutated(address: str, headers: Headers, number: int, seed_: int = 0) -> 
     Raises:
         AssertionError: as `ask_described`, or a refusal that is no problem document.
     """
-    draw, seen = random.Random(seed_), Counter[int]()
+    draw = random.Random(seed_)
+    seen = Counter[int]()
     with httpx.Client(base_url=address, timeout=30) as client:
         for _ in range(number):
             path, body = draw.choice(BODIES)

@@ -21,7 +21,8 @@ from xmcray.serving.security import new_token_file
 from xmcray.serving.service import Service, SnapshotSource
 from xmcray.serving.settings import ServeConfig
 
-TOKEN, ADMIN = "token" * 4, "admin" * 4
+TOKEN = "token" * 4
+ADMIN = "admin" * 4
 
 
 class Served(LocalGateway):
@@ -93,7 +94,8 @@ async def served(
 @contextlib.contextmanager
 def listening(folder: Path, bundles: Mapping[str, Path], **settings: Any) -> Iterator[str]:
     """As `served`, in a thread and on a port of this machine; yields the address."""
-    began, stop = queue.Queue[Any](), threading.Event()
+    began = queue.Queue[Any]()
+    stop = threading.Event()
 
     async def main() -> None:
         async with served(folder, bundles, **settings) as one:

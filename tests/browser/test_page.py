@@ -48,10 +48,11 @@ class Server:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.ready = True
-        self.slow_came, self.answers_slow = threading.Event(), threading.Event()
+        self.slow_came = threading.Event()
+        self.answers_slow = threading.Event()
         self._socket = socket.create_server(
             ("127.0.0.1", 0)
-        )  # listens from now on: nobody has to wait for the thread
+        )  # listens from now on: the test need not wait for the thread
         self.origin = "http://{}:{}".format(*self._socket.getsockname())
         self._server = uvicorn.Server(
             uvicorn.Config(self._app(), log_level="critical", lifespan="off")
@@ -67,7 +68,7 @@ class Server:
         self._thread.join(timeout=10)
 
     def url(self, path: str = "/", **settings: object) -> str:
-        """With user and token, as a link that somebody passed on."""
+        """With user and token, as in a link that a user passed on."""
         address = self.origin.replace("//", f"//anyone:{TOKEN.replace(' ', '%20')}@")
         return f"{address}{path}#{urlencode(settings)}"
 
@@ -114,11 +115,9 @@ class Server:
         self.bodies.append(request.model_dump(exclude_unset=True))
         model = next(model for model in RECORDED["models"] if model["model"] == request.model)
         assert request.explain == (model["predictor"] == "memory"), "only a memory can explain"
-        text, result, took_ms = (
-            request.texts[0],
-            {"answers": [], "truncated": request.texts == ["long"]},
-            0.4,
-        )
+        text = request.texts[0]
+        result = {"answers": [], "truncated": request.texts == ["long"]}
+        took_ms = 0.4
         if text == "broken":
             return problem(
                 "overloaded", "all 8 places of the queue are taken; send the request again in 2 s"
@@ -149,7 +148,8 @@ class Server:
                 for one in found["answers"]
                 if not wanted or one["attributes"]["package"] in wanted
             ]
-            result["answers"], took_ms = kept[: request.k], found["took_ms"]
+            result["answers"] = kept[: request.k]
+            took_ms = found["took_ms"]
         pinned = {
             "model": model["model"],
             "version": model["version"],
@@ -212,7 +212,7 @@ class Browser:
         )
 
     def said(self) -> str:
-        """What a screen reader was told last."""
+        """What a screen reader announced last."""
         return str(self.js("return document.getElementById('status').textContent"))
 
     def js(self, script: str, *arguments: Any) -> Any:
@@ -383,7 +383,8 @@ def test_two_models_side_by_side(page: Browser, server: Server) -> None:
     page.open(server.url(q=PEAKS))
     page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
     page.one("#compare").click()
-    left, right = uids(PEAKS, LABELS), uids(PEAKS, MEMORY)
+    left = uids(PEAKS, LABELS)
+    right = uids(PEAKS, MEMORY)
     page.until(lambda: page.texts(".title") == left + right)
     marks = page.js(
         "return [...document.querySelectorAll('.foot')].map((one) => one.firstElementChild.innerText)"
@@ -560,6 +561,6 @@ def test_the_api_page_names_every_endpoint_and_field(page: Browser, server: Serv
     assert page.one("#post-v1-search a[href='#Filter']").text == "Filter"
     assert page.texts("#post-v1-search .errors") == ["Or 422 Unprocessable Entity: Problem."]
     assert {"Problem", "Filter", "Answer", "Voter", "Range"} <= set(page.texts("h3 code"))
-    assert "SearchRequest" not in page.texts("h3 code")  # told where it is sent
+    assert "SearchRequest" not in page.texts("h3 code")  # described with its route
     page.picture("docs")
     page.picture("docs_dark", scheme="dark")

@@ -77,7 +77,8 @@ def test_composed_answers_are_the_retrievers(
         # at once: Serve itself may not know yet that this replica is ready
         assert 'xmcray_requests_in_flight{replica="' in _metrics(url, tmp_path / "s")
         for kind, path in bundles.items():
-            retriever, voted = Retriever.load(path, threads=1), kind == "memory"
+            retriever = Retriever.load(path, threads=1)
+            voted = kind == "memory"
             found = client.search(ASKED, K, model=kind, explain=voted).results
             for result, answers in zip(
                 found, retriever.search(ASKED, K, explain=voted), strict=True
@@ -95,11 +96,11 @@ def test_composed_answers_are_the_retrievers(
                 texts=ASKED, k=K, model="memory", explain=True, fields=["uid", "score"]
             )
             token = ("authorization", f"Bearer {(tmp_path / 's' / 'token').read_text().strip()}")
-            told = call(request, metadata=[token])
-            assert [[a.uid for a in r.answers] for r in told.results] == [
+            response = call(request, metadata=[token])
+            assert [[a.uid for a in r.answers] for r in response.results] == [
                 [a.uid for a in r.answers] for r in found
             ]
-            assert [len(a.voters) for a in told.results[0].answers] == [
+            assert [len(a.voters) for a in response.results[0].answers] == [
                 len(a.voters) for a in found[0].answers
             ]
             for metadata, code in [((), "UNAUTHENTICATED"), ([token], "INVALID_ARGUMENT")]:
@@ -141,10 +142,10 @@ def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
         ) as channel:  # Ray Serve's, which knows of all replicas
             token = ("authorization", f"Bearer {(tmp_path / 's' / 'token').read_text().strip()}")
             request = SearchRequest(texts=ASKED[:1], k=K, fields=["uid"])
-            told = RetrieverStub(channel).Search(
+            response = RetrieverStub(channel).Search(
                 request, metadata=[token, ("application", "xmcray")]
             )
-            assert len(told.results[0].answers) == K
+            assert len(response.results[0].answers) == K
         text = _metrics(url, tmp_path / "s")
         assert (
             len(

@@ -277,7 +277,7 @@ class _Guard:
         tokens = self._gateway.tokens
         if path.startswith("/admin/"):
             if not self._gateway.admin_tokens.accept(authorization):
-                # A reader's token is told apart from a wrong one.
+                # A reader's token is not enough; other tokens are unknown.
                 kind = "forbidden" if tokens.accept(authorization) else "unauthorized"
                 raise ProblemError(kind, "expected `Bearer` with the admin token")
         elif path not in PUBLIC_PATHS and not tokens.accept(authorization, basic=True):

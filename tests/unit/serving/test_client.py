@@ -28,7 +28,9 @@ from xmcray.client.call import UNSENT
 from xmcray.errors import ConfigError
 from xmcray.serving.schema import Filter, Operation
 
-URL, TOKEN, ADMIN = "http://127.0.0.1:1", "reader-secret-5Tq", "admin-secret-9Xw"
+URL = "http://127.0.0.1:1"
+TOKEN = "reader-secret-5Tq"
+ADMIN = "admin-secret-9Xw"
 PINNED = {"model": "m", "version": "0" * 64, "label_log": 3}
 FOUND = {
     **PINNED,
@@ -45,7 +47,8 @@ class Clock:
     """Stands in for `time` in the client: sleeping takes no time, and is written down."""
 
     def __init__(self) -> None:
-        self.now, self.sleeps = 1000.0, []
+        self.now = 1000.0
+        self.sleeps = []
 
     def monotonic(self) -> float:
         return self.now
@@ -78,7 +81,8 @@ class Server:
     """Answers from a script: a status, a JSON body, a response, a function or an error; the last one for ever."""
 
     def __init__(self, *script: Any) -> None:
-        self.script, self.requests = list(script), []
+        self.script = list(script)
+        self.requests = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)

@@ -43,7 +43,9 @@ def test_a_client_that_leaves_takes_no_operation_with_it(
 ) -> None:
     async def test() -> None:
         async with served(tmp_path, {"default": bundle}) as one:
-            found, durable, go_on = inside(one), threading.Event(), threading.Event()
+            found = inside(one)
+            durable = threading.Event()
+            go_on = threading.Event()
             append = found.log.append
 
             def slow(operations: Sequence[Operation]) -> int:
@@ -75,7 +77,8 @@ def test_a_swap_waits_for_a_replica_that_loads_longer_than_the_dead_are_silent(
 ) -> None:
     monkeypatch.setattr(coordination, "ALIVE_S", 0.5)
     monkeypatch.setattr(follower, "PRESENT_S", 0.1)
-    load, hold = Snapshot.load, threading.Event()
+    load = Snapshot.load
+    hold = threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> Snapshot:
         if threading.current_thread().name.startswith("follower"):

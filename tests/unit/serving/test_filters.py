@@ -16,13 +16,17 @@ from xmcray.retrieval.labels import annotate_labels
 from xmcray.serving.schema import Filter, Range
 from xmcray.serving.snapshot import Snapshot
 
-LABELS, DIM, GROUPS, K = 60_000, 24, 300, 10
+LABELS = 60_000
+DIM = 24
+GROUPS = 300
+K = 10
 
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     """Labels in groups, as real ones are; attribute "share" is uniform in [0, 1), "side" is "left" or "right"."""
-    folder, rng = tmp_path_factory.mktemp("filters"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("filters")
+    rng = np.random.default_rng(0)
     tokenizer = train_wordpiece(["a b c"] * 3, vocab_size=40, max_len=8)
     encoder = build_encoder(EncoderConfig(dim=DIM), tokenizer, None, seed=0).eval()
     centre = rng.standard_normal((GROUPS, DIM))
@@ -30,7 +34,8 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
         centre[rng.integers(GROUPS, size=LABELS)] + 0.5 * rng.standard_normal((LABELS, DIM))
     ).astype(np.float32)
     uids = [f"u{i}" for i in range(LABELS)]
-    order, spec = rng.permutation(LABELS), IndexSpec(factory="IVF128,SQfp16")
+    order = rng.permutation(LABELS)
+    spec = IndexSpec(factory="IVF128,SQfp16")
     write_bundle(
         folder / "b",
         encoder,

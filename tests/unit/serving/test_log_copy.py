@@ -1,4 +1,4 @@
-"""The copy of a label log at a URL: whole or refused, and never in the way."""
+"""The copy of a label log at a URL is whole or refused, and never delays an append."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def objects(url: str, within: str = "label_log") -> dict[str, str]:
 
 
 def copied(url: str, state: Path, **options: Any) -> LabelLog:
-    """A log that uploads only when it is told to, with three segments at the URL."""
+    """A log that uploads only on demand, with three segments at the URL."""
     log = LabelLog(state, "m", upload_url=url, upload_every_s=1000, **options)
     for batch in BATCHES:
         log.append(batch)
@@ -177,10 +177,12 @@ def test_archiving_reaches_the_copy(url: str, tmp_path: Path) -> None:
 
 
 class Server:
-    """Stands in front of the memory file system: down, or stuck, as a test says."""
+    """The memory file system, which a test can make fail (`down`) or wait (`stuck`)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.down, self.stuck, self.asked = False, threading.Event(), threading.Event()
+        self.down = False
+        self.stuck = threading.Event()
+        self.asked = threading.Event()
         self.stuck.set()
         kind = type(fsspec.filesystem("memory"))
         for name in ("pipe_file", "ls"):
@@ -191,7 +193,7 @@ class Server:
             self.asked.set()
             assert self.stuck.wait(10)
             if self.down:
-                raise ConnectionError("nobody answers")
+                raise ConnectionError("no server")
             return real(*args, **options)
 
         return act
@@ -200,10 +202,11 @@ class Server:
 def test_a_server_that_is_down_or_slow_stops_no_append(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, server = "memory://down", Server(monkeypatch)
+    url = "memory://down"
+    server = Server(monkeypatch)
     server.down = True
     with pytest.raises(
-        StorageError, match=r"memory://down/label_log cannot be used \(ConnectionError: nobody ans"
+        StorageError, match=r"memory://down/label_log cannot be used \(ConnectionError: no ser"
     ):
         LabelLog(tmp_path, "m", upload_url=url)
     LabelLog(tmp_path, "m").close()
@@ -217,7 +220,7 @@ def test_a_server_that_is_down_or_slow_stops_no_append(
         lag = log.lag()
         assert lag.operations == 2
         assert lag.seconds >= 0
-        assert "nobody answers" in lag.problem
+        assert "no server" in lag.problem
         server.stuck.clear()
         server.down = False
         server.asked.clear()

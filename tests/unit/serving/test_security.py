@@ -1,4 +1,4 @@
-"""Tokens in files of their owner alone, their rotation, and addresses that nobody opens by mistake."""
+"""Tokens in files of their owner, their rotation, and addresses that are not opened by mistake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from xmcray.serving.run import HA_PROXY, check_address, check_port
 from xmcray.serving.security import Tokens, new_token_file
 from xmcray.serving.settings import ServeConfig
 
-OLD, NEW = "old-token-0123456789", "new-token-0123456789"
+OLD = "old-token-0123456789"
+NEW = "new-token-0123456789"
 
 
 def write(path: Path, text: str, mode: int = 0o600) -> Path:

@@ -32,7 +32,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path) -> None:
-    port, rpc_port = free_port(), free_port()
+    port = free_port()
+    rpc_port = free_port()
     command = [
         sys.executable,
         "-c",
@@ -60,7 +61,8 @@ def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path
             found = client.search(["sort join"], 5).results[0].answers
             assert [a.uid for a in found] == [a.uid for a in wanted]
         with grpc.insecure_channel(f"127.0.0.1:{rpc_port}") as channel:
-            call, asked = RetrieverStub(channel).Search, SearchRequest(texts=["sort join"], k=5)
+            call = RetrieverStub(channel).Search
+            asked = SearchRequest(texts=["sort join"], k=5)
             token = ("authorization", f"Bearer {token_file.read_text().strip()}")
             assert [a.uid for a in call(asked, metadata=[token]).results[0].answers] == [
                 a.uid for a in wanted
@@ -73,7 +75,8 @@ def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path
 
 
 def test_mistakes(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state, listener = ["--state-dir", str(tmp_path)], socket.create_server(("127.0.0.1", 0))
+    state = ["--state-dir", str(tmp_path)]
+    listener = socket.create_server(("127.0.0.1", 0))
     taken = listener.getsockname()[1]
     for arguments, message in [
         ([str(tmp_path / "no")], "does not exist"),
