@@ -30,7 +30,7 @@ from minilm import SETS, tokenised
 
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
-from xmcray.nn.compact import PRECISIONS, compacted
+from xmcray.nn.compact import PRECISIONS, Int8Encoder, compacted
 from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import TUNE_K, TUNE_QUERIES, Index, build_index, resolve_factory
@@ -145,7 +145,9 @@ def encoders(options: argparse.Namespace) -> tuple[list[list[object]], list[str]
             one_s, batch_s, parts = times[way]
             query_BD = np.concatenate(parts)
             answers = exact_search(label_LD, query_BD, K, hidden=test.filters(queries)).ids
-            found[way] = Measured(made_s, encoder_bytes(encoder), answers, query_BD, one_s, batch_s)
+            found[way] = Measured(
+                made_s, encoder_bytes(encoder, plain), answers, query_BD, one_s, batch_s
+            )
         what = f"MiniLM, {corpus.card.name}"
         rows += [row(what, way, found, "float32", corpus, queries) for way in found]
         notes.append(
@@ -236,9 +238,20 @@ def encoded(encoder: Encoder, tokens: Ragged) -> Float32Array:
         return torch.cat([encoder(part).float() for part in pieces(tokens, BATCH)]).numpy()
 
 
-def encoder_bytes(encoder: Encoder) -> int:
-    session = getattr(encoder, "session_bytes", 0)
-    return session + sum(tensor.nbytes for tensor in encoder.parameters())
+def encoder_bytes(encoder: Encoder, plain: Encoder) -> int:
+    """Size of the weights; an int8 encoder keeps its own outside of torch.
+
+    Args:
+        plain: the same encoder in float32.
+    """
+    if not isinstance(encoder, Int8Encoder):
+        return sum(tensor.nbytes for tensor in encoder.parameters())
+    # The weights of linear layers have one byte instead of four, the others stay float32.
+    size = sum(tensor.nbytes for tensor in plain.parameters())
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Linear):
+            size -= 3 * module.weight.numel()
+    return size
 
 
 def index_bytes(index: Index) -> int:

@@ -17,11 +17,14 @@ from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.memory import memory_bundle
+from xmcray.types import Float32Array
 
 WORDS = "matrix vector norm solve inverse trace rank eigen sparse dense random sample mean median sort join".split()  # noqa: SIM905
-TEXTS = [
-    f"{a} {b} {c}" for i, a in enumerate(WORDS) for j, b in enumerate(WORDS[:i]) for c in WORDS[:j]
-]
+# Every set of three words once: 560 texts.
+TEXTS: list[str] = []
+for i, first_word in enumerate(WORDS):
+    for j, second_word in enumerate(WORDS[:i]):
+        TEXTS += [f"{first_word} {second_word} {third_word}" for third_word in WORDS[:j]]
 DIM = 16
 IVF = IndexSpec(factory="IVF8,Flat", nprobe=2, candidates=1)
 
@@ -36,67 +39,82 @@ def write_memory(folder: Path) -> Path:
 
 def write_transformer(folder: Path) -> Path:
     """A bundle with a tiny transformer and random label vectors: folder/bert; 99 labels."""
-    from models import write_bert  # here: transformers is slow to import
+    from models import write_bert  # here, because transformers is slow to import
 
-    bert = str(write_bert(folder / "model", WORDS))
-    tokenizer = from_transformer(bert, max_len=32)
-    encoder = build_encoder(EncoderConfig(name=bert, dim=DIM), tokenizer, None, seed=0).eval()
-    vectors, order = np.random.default_rng(0).standard_normal((99, DIM), np.float32), np.arange(99)
-    uids, about = [f"u{i}" for i in order], {"by": "test"}
-    head, spec = Head(DIM), IndexSpec()
+    name = str(write_bert(folder / "model", WORDS))
+    tokenizer = from_transformer(name, max_len=32)
+    encoder = build_encoder(EncoderConfig(name=name, dim=DIM), tokenizer, None, seed=0).eval()
+    vectors = np.random.default_rng(0).standard_normal((99, DIM), np.float32)
     write_bundle(
-        folder / "bert", encoder, head, tokenizer, uids, TEXTS[:99], order, [vectors], spec, about
+        folder / "bert",
+        encoder,
+        Head(DIM),
+        tokenizer,
+        [f"u{label}" for label in range(99)],
+        TEXTS[:99],
+        np.arange(99),
+        [vectors],
+        IndexSpec(),
+        {"by": "test"},
     )
     return folder / "bert"
 
 
 def write_bundle_of(path: Path, kind: str, dim: int = DIM, shard_rows: int = 1 << 20) -> Path:
-    """560 labels whose vectors are of one kind: texts, rows, both, prototypes; indexed where it ends with IVF."""
-    tokenizer = train_wordpiece(iter(TEXTS), vocab_size=400, max_len=16)
+    """560 labels whose vectors are of one kind: texts, rows, both or prototypes.
+
+    A kind that ends with IVF has an approximate index.
+    """
+    tokenizer = train_wordpiece(TEXTS, vocab_size=400, max_len=16)
     encoder = build_encoder(EncoderConfig(dim=dim), tokenizer, None, seed=0).eval()
-    head: Head = (
-        TwoHeads(dim, dim)
-        if kind == "both"
-        else Head(dim)
-        if kind.startswith("rows")
-        else NormalisedHead(dim)
-    )
-    if isinstance(head, TwoHeads):
-        head.reset(0)
-    rng, side = np.random.default_rng(0), LabelSide()
+    rng = np.random.default_rng(0)
+    head = _head(kind, dim)
     with torch.no_grad():
         vectors = head(encoder(tokenizer.encode(TEXTS))).numpy()
-    # as training makes them: long, with a part that all have and one that follows the text
-    way = vectors[:, -dim:] - vectors[:, -dim:].mean(axis=0)
-    row = (
-        5 * way / np.linalg.norm(way, axis=1, keepdims=True)
-        - 1
-        + 0.1 * rng.standard_normal(way.shape, np.float32)
-    )
+    side = LabelSide()
     if kind.startswith("rows"):
-        vectors, side = row, LabelSide(dim)
+        vectors = _trained_rows(vectors, rng)
+        side = LabelSide(dim)
     elif kind == "both":
-        vectors[:, dim:], side = row / np.linalg.norm(row, axis=1, keepdims=True), LabelSide(dim)
-    elif kind == "prototypes":
+        rows = _trained_rows(vectors[:, -dim:], rng)
+        vectors[:, dim:] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        side = LabelSide(dim)
+    else:
+        # The draws of the rows, so that every kind has the same order of labels.
+        rng.standard_normal(vectors.shape, np.float32)
+    if kind == "prototypes":
         network = PrototypeNetwork(dim, 8, 4, seed=0)
         clusters = torch.zeros(len(TEXTS), dtype=torch.int64)
         side = LabelSide(prototypes=network, cluster_L=clusters)
     order = rng.permutation(len(TEXTS))
-    spec = IVF if kind.endswith("IVF") else IndexSpec()
-    uids = [f"u{i}" for i in range(len(TEXTS))]
-    made = [vectors[order]]
     write_bundle(
         path,
         encoder,
         head,
         tokenizer,
-        uids,
+        [f"u{label}" for label in range(len(TEXTS))],
         TEXTS,
         order,
-        made,
-        spec,
+        [vectors[order]],
+        IVF if kind.endswith("IVF") else IndexSpec(),
         {"by": "test"},
         label_side=side,
         shard_rows=shard_rows,
     )
     return path
+
+
+def _head(kind: str, dim: int) -> Head:
+    if kind == "both":
+        head = TwoHeads(dim, dim)
+        head.reset(0)
+        return head
+    return Head(dim) if kind.startswith("rows") else NormalisedHead(dim)
+
+
+def _trained_rows(vectors: Float32Array, rng: np.random.Generator) -> Float32Array:
+    """Rows as training makes them: long, with a part that all have and one that follows the text."""
+    direction = vectors - vectors.mean(axis=0)
+    length = np.linalg.norm(direction, axis=1, keepdims=True)
+    noise = rng.standard_normal(vectors.shape, np.float32)
+    return 5 * direction / length - 1 + 0.1 * noise

@@ -7,7 +7,7 @@ from typing import Any
 
 from planted import write_planted
 
-from xmcray.data.chunks import pack_chunk, read_chunks, survey
+from xmcray.data.chunks import NO_PAIRS, pack_chunk, read_chunks, survey
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import detect
 from xmcray.data.tokens import train_wordpiece
@@ -25,21 +25,18 @@ def planted_corpus(
 
 def corpus_of(raw: Path, out: Path, **settings: Any) -> Corpus:
     """The corpus of some raw files."""
-    source, config = detect(str(raw), None), PrepareConfig(**settings)
-    with new_artifact(out, KIND, {"made_by": "tests"}) as target:
-        *_, (_, texts) = survey(source, 100_000, 0, False, 1000)
-        tokenizer = train_wordpiece(iter(texts), config.vocab_size, config.max_len)
-        writer = CorpusWriter(target)
-        filters = {split: sorted_pairs(source.filters(split)) for split in source.splits}
-        for split in ["labels", *source.splits]:
-            for chunk in read_chunks(
-                source, split, writer.num_rows["labels"], config.shard_rows, False
-            ):
-                pairs = filters.get(split, sorted_pairs(source.filters("train")[:0]))
-                writer.add(
-                    pack_chunk(
-                        chunk, tokenizer, pairs, writer.num_rows["labels"], config.shard_rows
-                    )
-                )
+    source = detect(raw)
+    config = PrepareConfig(**settings)
+    with new_artifact(out, KIND, {"made_by": "tests"}) as folder:
+        # The last result of the survey is the sample of texts.
+        *_, (_, texts) = survey(source, cap=100_000, seed=0, skip=False, block_rows=1000)
+        tokenizer = train_wordpiece(texts, config.vocab_size, config.max_len)
+        writer = CorpusWriter(folder)
+        for split in ("labels", *source.splits):
+            pairs = NO_PAIRS if split == "labels" else sorted_pairs(source.filters(split))
+            num_labels = writer.num_rows["labels"]
+            for chunk in read_chunks(source, split, num_labels, config.shard_rows, skip=False):
+                shard = pack_chunk(chunk, tokenizer, pairs, num_labels, config.shard_rows)
+                writer.add(shard)
         writer.finish(source, config, "planted", "none", tokenizer)
     return Corpus.open(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from xmcray.errors import DataError
-from xmcray.storage import aside, disk_errors
+from xmcray.storage import disk_errors, whole_file
 from xmcray.types import Int64Array, Ragged, TopLabels
 
 # What scipy raises for a file that is not its own.
@@ -73,16 +72,8 @@ def _mapped(file: IO[bytes], kind: type[np.generic]) -> npt.NDArray[Any]:
 
 def _save(path: Path, matrix: sparse.csr_matrix) -> None:
     """Writes a matrix that takes its name when all of it is on the disk."""
-    temporary = aside(path)
-    try:
-        with temporary.open("wb") as file:
-            sparse.save_npz(file, matrix)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        sparse.save_npz(file, matrix)
 
 
 def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> sparse.csr_matrix:

@@ -58,9 +58,6 @@ class Int8Encoder(Encoder):
 
     Args:
         encoder: a TransformerEncoder on the CPU.
-
-    Attributes:
-        session_bytes: size of the transformer in 8 bits.
     """
 
     def __init__(self, encoder: Any) -> None:
@@ -80,7 +77,7 @@ class Int8Encoder(Encoder):
         trial = Ragged.from_rows([np.arange(min(_TRIAL_TOKENS, max_tokens)) % config.vocab_size])
         with torch.inference_mode():
             expected_BD = encoder(trial)
-        self._session, self.session_bytes = _session(encoder.model)
+        self._session = _session(encoder.model)
         with torch.inference_mode():
             cosine = float(F.cosine_similarity(self(trial), expected_BD))
         if not cosine >= _LEAST_COSINE:  # also refuses NaN
@@ -105,12 +102,8 @@ class Int8Encoder(Encoder):
         )
 
 
-def _session(model: Any) -> tuple[Any, int]:
-    """A transformer on rows of token ids [1, T] as an ONNX Runtime session in 8-bit integers.
-
-    Returns:
-        The session, and its size in bytes.
-    """
+def _session(model: Any) -> Any:
+    """A transformer on rows of token ids [1, T] as an ONNX Runtime session in 8-bit integers."""
     try:
         import onnx
         import onnxruntime
@@ -142,10 +135,9 @@ def _session(model: Any) -> tuple[Any, int]:
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads = torch.get_num_threads()
             options.inter_op_num_threads = 1
-            session = onnxruntime.InferenceSession(
+            return onnxruntime.InferenceSession(
                 compact, options, providers=["CPUExecutionProvider"]
             )
-            return session, compact.stat().st_size
         except Exception as error:  # any part of a model that the exporter cannot handle
             raise ConfigError(
                 f"encoder 'int8': this model cannot be exported ({one_line(error, 120)}); use 'bfloat16'"

@@ -295,13 +295,8 @@ class PredictionWork:
 
     def add(self, number: int, answers: pa.Table) -> None:
         """Keeps the answers of a chunk; they are there after a crash too."""
-        path = self.path(number)
-        temporary = storage.aside(path)
-        with storage.disk_errors(path):
+        with storage.whole_file(self.path(number)) as temporary:
             pq.write_table(answers, temporary, compression="zstd", write_page_checksum=True)
-            storage.fsync(temporary)
-            temporary.replace(path)
-            storage.fsync(self.folder)
         self.done.add(number)
 
     def remove(self) -> None:

@@ -241,9 +241,7 @@ class Run:
         if path.exists():
             return
         text = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
-        temporary = storage.aside(path)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        storage.write_text(path, text)
 
     @property
     def checkpoints(self) -> Path:
