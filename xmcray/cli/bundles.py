@@ -13,7 +13,7 @@ from xmcray.cli.paths import bundle_at
 from xmcray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from xmcray.retrieval.retriever import FoundLabel
+    from xmcray.retrieval.answers import FoundLabel
 
 DEFAULT_K = 10
 MAX_VOTERS = 3  # training queries that are printed under an answer

@@ -120,4 +120,5 @@ def _known_labels(
 
 def _lengths(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """float64 [n, 1], at least a tiny number, to divide by."""
-    return np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _TINY)
+    lengths: npt.NDArray[np.float64] = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.maximum(lengths, _TINY)

@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.neighbours import Neighbours
-from xmcray.retrieval.retriever import FoundLabel
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.serving import schema
 from xmcray.serving.micro_batcher import MicroBatcher
