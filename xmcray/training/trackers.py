@@ -1,7 +1,7 @@
 """TensorBoard, MLflow and W&B behind one interface. None of them is needed, and each is an extra of the package.
 
-What they have in common: one run of ours is one run of theirs, found again by its id; the settings are told once, when
-it begins. Where their data goes is said by their own environment variables (MLFLOW_TRACKING_URI, WANDB_MODE ...).
+One run of ours is one run of theirs, found again by its id. Settings are sent once, when it begins. The trackers' own
+environment variables (MLFLOW_TRACKING_URI, WANDB_MODE ...) say where their data goes.
 """
 
 from __future__ import annotations
@@ -25,32 +25,38 @@ from xmcray.errors import ConfigError
 from xmcray.training.run import SELECTION, Run
 
 Name = Literal["tensorboard", "mlflow", "wandb"]
-_MODULES: dict[str, str] = {
-    "tensorboard": "torch.utils.tensorboard",
-    "mlflow": "mlflow",
-    "wandb": "wandb",
-}
 _PROJECT = "xmcray"
-_TELL_NOBODY = {  # about our users: neither to the trackers' authors nor on the terminal
+_ENVIRONMENT = {
+    # Nothing about our users goes to the trackers' authors, and nothing is printed on the terminal.
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_SILENT": "true",
+    # A server that does not answer is given up soon; it is tried again later.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
-_GIVE_UP_SOON = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+_MLFLOW_BATCH = 100  # parameters that one request may carry
 
 
 class Tracker(Protocol):
-    """A connection to one run in a tracker. Any of these may raise whatever the tracker raises."""
+    """A connection to one run in a tracker. All methods may raise whatever the tracker raises."""
 
-    def tell(self, values: Mapping[str, float], step: int, order: int, time: float) -> None:
-        """Some values at a step; `order` grows with every call over all connections, `time` is seconds since 1970."""
+    def log(self, metrics: Mapping[str, float], step: int, order: int, time: float) -> None:
+        """Sends some metrics of a step.
+
+        Args:
+            metrics: numbers by name.
+            step: training step.
+            order: grows with every call over all connections.
+            time: seconds since 1970.
+        """
 
     def close(self, finished: bool) -> None:
-        """Ends the connection; `finished`: the run is."""
+        """Ends the connection; `finished` says whether the run has ended."""
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises ConfigError where a tracker is not installed."""
+    """Raises ConfigError if a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -59,22 +65,26 @@ def check(names: Sequence[str]) -> None:
 
 
 def connect(name: str, run: Run, after: int) -> Tracker:
-    """The run in a tracker, begun there if it does not know it.
+    """Connects to the run in a tracker, which begins it if it does not know it.
 
     Args:
-        after: step that it was told last; 0 for nothing.
+        name: of the tracker.
+        run: our run.
+        after: last step that the tracker has got; 0 for none.
     """
-    for variable, value in {**_TELL_NOBODY, **_GIVE_UP_SOON}.items():
+    for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    module = importlib.import_module(_MODULES[name])
-    tracker: Tracker = _KINDS[name](module, run, after)
-    return tracker
+    if name == "tensorboard":
+        return _TensorBoard(run, after)
+    return _MLflow(run) if name == "mlflow" else _WandB(run)
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """What a tracker shows as the settings of a run, by dotted name; secrets in URLs masked."""
-    about = {"corpus": run.corpus, "corpus_sha256": run.corpus_sha256, "xmcray": __version__}
-    values = {**_flat(run.config.to_dict()), **about}
+    """Returns the settings that a tracker shows for a run, by dotted name; secrets in URLs are masked."""
+    values = _flat(run.config.to_dict())
+    values["corpus"] = run.corpus
+    values["corpus_sha256"] = run.corpus_sha256
+    values["xmcray"] = __version__
     return {
         name: mask(value) if isinstance(value, str) else value for name, value in values.items()
     }
@@ -83,17 +93,17 @@ def settings_of(run: Run) -> dict[str, Any]:
 class _TensorBoard:
     """Event files in RUN/trackers/tensorboard."""
 
-    def __init__(self, module: Any, run: Run, after: int) -> None:
+    def __init__(self, run: Run, after: int) -> None:
+        module: Any = importlib.import_module("torch.utils.tensorboard")
         folder = folder_of(run) / "tensorboard"
         self._writer = module.SummaryWriter(folder, purge_step=after + 1 if after else None)
         if not after:
-            shown = yaml.safe_dump(settings_of(run), sort_keys=False)
-            self._writer.add_text(
-                "settings", "".join(f"    {line}\n" for line in shown.splitlines())
-            )
+            settings = yaml.safe_dump(settings_of(run), sort_keys=False)
+            as_code = "".join(f"    {line}\n" for line in settings.splitlines())  # in Markdown
+            self._writer.add_text("settings", as_code)
 
-    def tell(self, values: Mapping[str, float], step: int, order: int, time: float) -> None:
-        for name, value in values.items():
+    def log(self, metrics: Mapping[str, float], step: int, order: int, time: float) -> None:
+        for name, value in metrics.items():
             self._writer.add_scalar(name, value, step, walltime=time)
         self._writer.flush()
 
@@ -104,35 +114,44 @@ class _TensorBoard:
 class _MLflow:
     """A run with the tag xmcray.run in the experiment MLFLOW_EXPERIMENT_NAME (xmcray)."""
 
-    def __init__(self, module: Any, run: Run, after: int) -> None:
+    def __init__(self, run: Run) -> None:
+        module: Any = importlib.import_module("mlflow")
         for noisy in ("alembic", "mlflow"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
-        self._client = (
-            module.MlflowClient()
-        )  # not the fluent interface, which notes the command line too
-        self._metric = module.entities.Metric
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        found = self._client.get_experiment_by_name(experiment)
-        number = found.experiment_id if found else self._client.create_experiment(experiment)
-        known = self._client.search_runs([number], f"tags.`xmcray.run` = '{run.id}'")
-        if known:
-            self._id = known[0].info.run_id
+        # Not MLflow's fluent interface, which would also record the command line.
+        self._client = module.MlflowClient()
+        self._entities = module.entities
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            experiment_id = self._client.create_experiment(name)
+        else:
+            experiment_id = experiment.experiment_id
+        earlier = self._client.search_runs([experiment_id], f"tags.`xmcray.run` = '{run.id}'")
+        if earlier:
+            self._id = earlier[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
-            return
-        tags = {"xmcray.run": run.id, "mlflow.source.name": _PROJECT}
-        self._id = self._client.create_run(number, run_name=name_of(run), tags=tags).info.run_id
-        parameters = [
-            module.entities.Param(name, str(value)) for name, value in settings_of(run).items()
-        ]
-        for start in range(0, len(parameters), 100):  # as many as a request may carry
-            self._client.log_batch(self._id, params=parameters[start : start + 100])
+        else:
+            self._id = self._create_run(experiment_id, run)
 
-    def tell(self, values: Mapping[str, float], step: int, order: int, time: float) -> None:
-        metrics = [
-            self._metric(_mlflow_name(name), value, int(1000 * time), step)
-            for name, value in values.items()
-        ]
-        self._client.log_batch(self._id, metrics=metrics)
+    def _create_run(self, experiment_id: str, run: Run) -> str:
+        tags = {"xmcray.run": run.id, "mlflow.source.name": _PROJECT}
+        created = self._client.create_run(experiment_id, run_name=name_of(run), tags=tags)
+        run_id: str = created.info.run_id
+        settings = settings_of(run).items()
+        parameters = [self._entities.Param(name, str(value)) for name, value in settings]
+        for start in range(0, len(parameters), _MLFLOW_BATCH):
+            self._client.log_batch(run_id, params=parameters[start : start + _MLFLOW_BATCH])
+        return run_id
+
+    def log(self, metrics: Mapping[str, float], step: int, order: int, time: float) -> None:
+        milliseconds = int(1000 * time)
+        batch = []
+        for name, value in metrics.items():
+            # MLflow accepts neither "P@1" nor "macroF1@5(0,10]".
+            plain = re.sub(r"[^\w\-. :/]+", "_", name.replace("@", "_at_")).strip("_")
+            batch += [self._entities.Metric(plain, value, milliseconds, step)]
+        self._client.log_batch(self._id, metrics=batch)
 
     def close(self, finished: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
@@ -145,16 +164,22 @@ class _WandB:
     it. Never asks for a key.
     """
 
-    def __init__(self, module: Any, run: Run, after: int) -> None:
-        mode = os.environ.get("WANDB_MODE") or ("online" if _wandb_key() else "offline")
-        quiet = {"silent": True, "console": "off", "init_timeout": 20, "finish_timeout": 20}
-        # neither source code nor command line, packages or machine: the settings are all that is told
-        reticent = {
-            "disable_git": True,
-            "disable_code": True,
-            "x_disable_meta": True,
-            "x_disable_machine_info": True,
-        }
+    def __init__(self, run: Run) -> None:
+        module: Any = importlib.import_module("wandb")
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        settings = module.Settings(
+            silent=True,
+            console="off",
+            init_timeout=20,
+            finish_timeout=20,
+            # Neither source code nor command line, packages or machine is sent; the settings are enough.
+            disable_git=True,
+            disable_code=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
         folder = folder_of(run)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = module.init(
@@ -164,52 +189,41 @@ class _WandB:
             dir=str(folder),
             resume="allow" if mode == "online" else None,
             mode=mode,
-            settings=module.Settings(
-                **quiet, **reticent, x_disable_stats=True, x_save_requirements=False
-            ),
+            settings=settings,
         )
         self._run.config.update(settings_of(run), allow_val_change=True)
         self._run.define_metric("*", step_metric="step")  # W&B's own step must grow with every call
 
-    def tell(self, values: Mapping[str, float], step: int, order: int, time: float) -> None:
-        self._run.log({**values, "step": step, "_timestamp": time}, step=order, commit=True)
+    def log(self, metrics: Mapping[str, float], step: int, order: int, time: float) -> None:
+        self._run.log({**metrics, "step": step, "_timestamp": time}, step=order, commit=True)
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
 
 
-_KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _WandB}
-
-
 def folder_of(run: Run) -> Path:
-    """Where a run keeps what is for trackers alone."""
+    """Returns the folder for files of trackers."""
     return run.path / "trackers"
 
 
 def name_of(run: Run) -> str:
-    """What trackers call a run: its folder, and of the first half of a refit that it is one."""
+    """Returns the name of a run in trackers: its folder, with the folder above for the first half of a refit."""
     path = run.path
     return f"{path.parent.name}/{SELECTION}" if path.name == SELECTION else path.name
 
 
-def _flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat.update(
-            _flat(value, f"{where}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{where}{key}": value}
-        )
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{section}{key}."))
+        else:
+            flat[f"{section}{key}"] = value
     return flat
 
 
-def _mlflow_name(name: str) -> str:
-    """MLflow takes neither "P@1" nor "macroF1@5(0,10]"."""
-    return re.sub(r"[^\w\-. :/]+", "_", name.replace("@", "_at_")).strip("_")
-
-
-def _wandb_key() -> bool:
-    """Whether somebody is signed in, as W&B itself looks for it, but without a question to the user."""
+def _has_wandb_key() -> bool:
+    """Looks for an API key as W&B itself does, but without asking the user."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

@@ -1,21 +1,22 @@
-"""Tells trackers what a run records. The driver does it, beside the training: loop and workers know nothing of it.
+"""Sends what a run records to its trackers. The driver does it during the training; loop and workers are not involved.
 
-RUN/trackers/told.json    by tracker: the step up to which it was told, and whether that step's validation and the test
-                          metrics were; so whoever comes next tells what is lacking, and nothing twice
+RUN/trackers/told.json    by tracker: step and kind of the last record that it got, so that a later process sends what is
+                          missing, and nothing twice
 
-A tracker that fails is a warning. It is tried again from time to time, and at last when the run is resumed or measured.
+A tracker that fails causes a warning. It is tried again from time to time, and when the run is resumed or measured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import logging
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 from xmcray import storage
 from xmcray.credentials import mask
@@ -26,171 +27,183 @@ from xmcray.training.run import Run
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 60.0
-_PATIENCE_S = 30.0  # how long the end of a training waits for trackers
-_STEP, _VALIDATION, _TEST = range(3)  # at one step they are recorded in this order
-_KINDS = ("train", "validation", "test")
-_NO_VALUES = (
-    "step",
-    "last_step",
-    "epoch",
-    "time",
-    "queries",
-    "left_out",
-    "A",
-    "B",
-)  # where, when and of what
+_FINISH_S = 30.0  # how long the end of a training waits for trackers
+_INTERRUPTED_S = 5.0  # how long an interrupted one does
+_NO_METRICS = ("step", "last_step", "epoch", "time", "queries", "left_out", "A", "B")
+
+
+class Kind(enum.IntEnum):
+    """What a record is about. At one step records come in this order."""
+
+    TRAIN = 0
+    VALIDATION = 1
+    TEST = 2
+
+
+class Position(NamedTuple):
+    """Place of a record in the order in which trackers get them."""
+
+    step: int
+    kind: Kind
+
+
+_START = Position(0, Kind.TRAIN)
 
 
 @contextlib.contextmanager
 def tracked(run: Run) -> Iterator[None]:
-    """Tells the trackers of `log.track` what the run records while the block runs."""
-    followers = [_Follower(name, run) for name in run.config.log.track]
+    """Sends to the trackers of `log.track` what the run records while the block runs."""
+    senders = _start_senders(run)
 
-    def look(_: Record) -> None:
-        for follower in followers:
-            follower.look()
+    def notify(_: Record) -> None:
+        for sender in senders:
+            sender.notify()
 
-    patience_s = 5.0  # of somebody who interrupts
+    wait_s = _INTERRUPTED_S
+    records = following(run.path / "metrics.jsonl", notify) if senders else contextlib.nullcontext()
     try:
-        with following(run.path / "metrics.jsonl", look) if followers else contextlib.nullcontext():
+        with records:
             yield
-        patience_s = _PATIENCE_S
+        wait_s = _FINISH_S
     finally:
-        _end(followers, patience_s)
+        _finish(senders, wait_s)
 
 
 def catch_up(run: Run) -> None:
-    """Tells the trackers of `log.track` what they lack, the test metrics too."""
-    _end([_Follower(name, run) for name in run.config.log.track], _PATIENCE_S)
+    """Sends to the trackers of `log.track` what they lack, including the test metrics."""
+    _finish(_start_senders(run), _FINISH_S)
 
 
-def _end(followers: list[_Follower], patience_s: float) -> None:
-    for follower in followers:
-        follower.end()
-    for follower in followers:
-        follower.join(patience_s)
+def _start_senders(run: Run) -> list[_Sender]:
+    return [_Sender(name, run) for name in run.config.log.track]
 
 
-class _Follower:
-    """One tracker in a thread of its own, which may wait for a server as long as it likes."""
+def _finish(senders: list[_Sender], wait_s: float) -> None:
+    for sender in senders:
+        sender.end()
+    for sender in senders:
+        sender.join(wait_s)
+
+
+class _Sender:
+    """Sends to one tracker in a thread of its own, which may wait for a server as long as it likes."""
 
     def __init__(self, name: str, run: Run) -> None:
-        self.name, self.run = name, run
-        self._told = (0, _STEP)
+        self.name = name
+        self.run = run
+        self._sent = _START
         self._tracker: trackers.Tracker | None = None
-        self._warned, self._ended, self._retry_at = False, False, 0.0
+        self._retry_at = 0.0
+        self._has_warned = False
+        self._ended = False
         self._wake = threading.Event()
-        self._wake.set()  # a run that is resumed may have more to tell than was told
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._wake.set()  # a resumed run may have records that were never sent
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def look(self) -> None:
-        """There may be something new."""
+    def notify(self) -> None:
+        """Makes the thread look for new records."""
         self._wake.set()
 
     def end(self) -> None:
-        """Nothing new will come."""
+        """Makes the thread end once it has sent all records."""
         self._ended = True
         self._wake.set()
 
-    def join(self, patience_s: float) -> None:
-        """Waits until everything was told, but not for ever."""
-        self._thread.join(patience_s)
+    def join(self, wait_s: float) -> None:
+        """Waits for the end of the thread, but not for ever."""
+        self._thread.join(wait_s)
         if self._thread.is_alive():
-            self._warn(f"no answer within {patience_s:.0f} s")
+            self._warn(f"no answer within {wait_s:.0f} s")
 
-    def _work(self) -> None:
-        with _one_at_a_time(self.run, self.name):
-            self._told = _read_told(self.run).get(self.name, self._told)
-            self._follow()
+    def _run(self) -> None:
+        with _BUSY[self.run.id, self.name]:
+            self._sent = _read_positions(self.run).get(self.name, _START)
+            ended = False
+            while not ended:
+                self._wake.wait()
+                self._wake.clear()
+                ended = self._ended  # read first: what comes with the end is sent below
+                try:
+                    self._update(ended)
+                except (
+                    Exception
+                ) as error:  # any kind: a tracker's failure must not end the training
+                    self._tracker = None
+                    self._retry_at = time.monotonic() + _RETRY_S
+                    self._warn(f"{type(error).__name__}: {error}")
 
-    def _follow(self) -> None:
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            ended = self._ended
-            try:
-                if ended or time.monotonic() >= self._retry_at:
-                    self._tell()
-                if ended and self._tracker is not None:
-                    self._tracker.close(self.run.result() is not None)
-            except (
-                Exception
-            ) as error:  # whatever a tracker raises: the training does not end for it
-                self._tracker, self._retry_at = None, time.monotonic() + _RETRY_S
-                self._warn(f"{type(error).__name__}: {error}")
-            if ended:
-                return
+    def _update(self, ended: bool) -> None:
+        if ended or time.monotonic() >= self._retry_at:
+            self._send()
+        if ended and self._tracker is not None:
+            self._tracker.close(finished=self.run.result() is not None)
 
-    def _tell(self) -> None:
-        before = self._told
+    def _send(self) -> None:
+        before = self._sent
         try:
-            for at, record in _records(self.run):
-                if at <= self._told:  # a run that lost a worker repeats steps
+            for position, record in _records(self.run):
+                if position <= self._sent:  # a run that lost a worker repeats steps
                     continue
                 if self._tracker is None:
-                    self._tracker = trackers.connect(self.name, self.run, self._told[0])
-                step, kind = at
-                values, order = _values(record, _KINDS[kind]), len(_KINDS) * step + kind
-                self._tracker.tell(values, step, order, record.get("time", time.time()))
-                self._told = at
+                    self._tracker = trackers.connect(self.name, self.run, self._sent.step)
+                metrics = _metrics(record, position.kind)
+                order = len(Kind) * position.step + position.kind
+                self._tracker.log(metrics, position.step, order, record.get("time", time.time()))
+                self._sent = position
         finally:
-            if self._told != before:
-                _write_told(self.run, self.name, self._told)
+            if self._sent != before:
+                _write_position(self.run, self.name, self._sent)
 
-    def _warn(self, what: str) -> None:
-        if not self._warned:
-            self._warned = True
-            what = " ".join(mask(what).split())[:300]
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            one_line = " ".join(mask(reason).split())[:300]
             logger.warning(
-                "%s cannot be told about the run (%s); the training goes on without it",
+                "%s gets no records of the run (%s); the training goes on without it",
                 self.name,
-                what,
+                one_line,
             )
 
 
-def _records(run: Run) -> Iterator[tuple[tuple[int, int], Record]]:
-    """All there is to tell, each with its step and kind, in an order that does not change."""
+def _records(run: Run) -> Iterator[tuple[Position, Record]]:
+    """Yields all records that a tracker should have, in an order that never changes."""
     for record in read_records(run.path / "metrics.jsonl"):
-        yield (record["step"], _STEP if "loss" in record else _VALIDATION), record
-    result, metrics = run.result(), run.path / "metrics.json"
-    if result is not None and metrics.is_file():
-        yield (result["steps"], _TEST), json.loads(metrics.read_text(encoding="utf-8"))
+        kind = Kind.TRAIN if "loss" in record else Kind.VALIDATION
+        yield Position(record["step"], kind), record
+    result = run.result()
+    test_metrics = run.path / "metrics.json"
+    if result is not None and test_metrics.is_file():
+        position = Position(result["steps"], Kind.TEST)
+        yield position, json.loads(test_metrics.read_text(encoding="utf-8"))
 
 
-def _values(record: Record, kind: str) -> dict[str, float]:
-    """The numbers of a record, as "train/loss", "validation/P@1", "test/P@1"."""
-    numbers = {
-        k: v for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)
-    }
-    return {
-        f"{kind}/{name}": float(value) for name, value in numbers.items() if name not in _NO_VALUES
-    }
+def _metrics(record: Record, kind: Kind) -> dict[str, float]:
+    """Returns the metrics of a record under names such as "train/loss" and "validation/P@1"."""
+    metrics = {}
+    for name, value in record.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and name not in _NO_METRICS:
+            metrics[f"{kind.name.lower()}/{name}"] = float(value)
+    return metrics
 
 
-_FILE = threading.Lock()  # several followers write told.json
+_FILE = threading.Lock()  # several senders write told.json
+# By run and tracker. A sender that was too slow for its training may still run when the next one starts.
 _BUSY: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
 
-def _one_at_a_time(run: Run, name: str) -> threading.Lock:
-    """Held while a tracker is told about a run: one that was too slow to be waited for may still be at it."""
-    return _BUSY[run.id, name]
-
-
-def _read_told(run: Run) -> dict[str, tuple[int, int]]:
+def _read_positions(run: Run) -> dict[str, Position]:
     path = trackers.folder_of(run) / "told.json"
     try:
-        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {name: (int(step), int(kind)) for name, (step, kind) in body.items()}
+        body = json.loads(path.read_text(encoding="utf-8"))
+        return {name: Position(int(step), Kind(kind)) for name, (step, kind) in body.items()}
     except (FileNotFoundError, ValueError):
         return {}
 
 
-def _write_told(run: Run, name: str, at: tuple[int, int]) -> None:
+def _write_position(run: Run, name: str, position: Position) -> None:
     folder = trackers.folder_of(run)
     with _FILE:
         folder.mkdir(exist_ok=True)
-        told = {**_read_told(run), name: at}
-        storage.write_json(
-            folder / "told.json", {tracker: list(values) for tracker, values in told.items()}
-        )
+        storage.write_json(folder / "told.json", {**_read_positions(run), name: position})

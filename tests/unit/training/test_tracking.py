@@ -164,20 +164,21 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path: Path, na
 
 
 class Down:
-    """A server that does not answer until it is told to."""
+    """A server that does not answer until `up` is set."""
 
     def __init__(self) -> None:
-        self.up, self.told = False, list[tuple[dict[str, float], int]]()
+        self.up = False
+        self.received: list[tuple[dict[str, float], int]] = []
 
-    def tell(self, values: dict[str, float], at: int, order: int, time: float) -> None:
+    def log(self, metrics: dict[str, float], step: int, order: int, time: float) -> None:
         if not self.up:
             raise ConnectionError(f"https://me:{SECRET}@host/api refused")
-        self.told.append((values, at))
+        self.received.append((metrics, step))
 
     def close(self, finished: bool) -> None: ...
 
 
-def test_a_tracker_that_fails_is_one_warning_and_is_told_later(
+def test_a_tracker_that_fails_is_one_warning_and_catches_up_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Down()
@@ -189,12 +190,12 @@ def test_a_tracker_that_fails_is_one_warning_and_is_told_later(
             Records(run.path / "metrics.jsonl").add(step(number))
     (warning,) = caplog.messages
     assert (
-        "mlflow cannot be told about the run (ConnectionError: https://me:***@host/api refused)"
+        "mlflow gets no records of the run (ConnectionError: https://me:***@host/api refused)"
         in warning
     )
     server.up = True
     tracking.catch_up(run)
-    assert server.told == [({"train/loss": 0.05}, 20), ({"train/loss": 0.025}, 40)]
+    assert server.received == [({"train/loss": 0.05}, 20), ({"train/loss": 0.025}, 40)]
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_anything_is_done(
@@ -211,7 +212,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_is_done(
         RunConfig.resolve("astra", {}, ["log.track=mlfow"])
 
 
-def test_a_training_tells_its_tracker_from_the_first_record_to_the_test_metrics(
+def test_a_training_sends_everything_from_the_first_record_to_the_test_metrics(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("tensorboard")
