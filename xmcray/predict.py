@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import ray.data
 
 from xmcray import config as configs
 from xmcray import storage
 from xmcray.config import check_range
-from xmcray.data.stream import READ_CPUS, mapped, progress_bar, results, share, watched
+from xmcray.data.stream import READ_CPUS, mapped, progress_bar, results, share, stream_of, watched
 from xmcray.errors import ConfigError, DataError, StorageError
 from xmcray.evaluation.predictions import write_predictions
 from xmcray.ray_adapter.cluster import free_cpus
@@ -209,7 +208,7 @@ def _answer_all(
                 yield from _with_signs_of_life(functools.partial(_answers, item, job, threads))
 
         task = bar.add_task("queries", total=None)
-        chunks = mapped(ray.data.from_items([0]), read, READ_CPUS)
+        chunks = mapped(stream_of([0]), read, READ_CPUS)
         for item in results(mapped(chunks, answer, cpus, concurrency=tasks), beat):
             if isinstance(item, QueriesEnd):
                 end = item

@@ -63,8 +63,6 @@ ON_TOP = {"cli"}
 # Modules that import Ray's public interface themselves, because they are Ray code; all others use the adapter.
 RAY_CODE = {
     "data.stream": "builds Ray Data pipelines and their watchdog",
-    "data.pipeline": "feeds Ray Data pipelines from blocks",
-    "predict": "feeds a Ray Data pipeline from blocks",
     "tuning.search": "subclasses Ray Tune's searcher and stopper",
     "tuning.trial": "is a trainable of Ray Tune",
     "serving.application": "consists of Ray Serve deployments",

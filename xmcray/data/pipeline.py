@@ -15,14 +15,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray.data
 from rich.progress import Progress
 
 from xmcray.data.chunks import NO_PAIRS, PackedShard, RawChunk, pack_chunk, read_chunks, survey
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import RawFiles
-from xmcray.data.stream import READ_CPUS, boxed, mapped, progress_bar, results, share, watched
+from xmcray.data.stream import (
+    READ_CPUS,
+    mapped,
+    progress_bar,
+    results,
+    share,
+    stream_of,
+    watched,
+)
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.data.writer import (
     CorpusWriter,
@@ -31,7 +37,7 @@ from xmcray.data.writer import (
     sorted_pairs,
     statistics_table,
 )
-from xmcray.ray_adapter.session import ray_session
+from xmcray.ray_adapter.session import get_object, put_object, ray_session
 from xmcray.storage import new_artifact
 from xmcray.types import Int64Array
 
@@ -126,7 +132,7 @@ class _Pipeline:
             block_rows=config.shard_rows,
         )
         with watched(self.stall_s) as beat:
-            chunks = mapped(ray.data.from_blocks([boxed(self.source)]), read, READ_CPUS)
+            chunks = mapped(stream_of([self.source]), read, READ_CPUS)
             for num_rows, texts in results(chunks, beat):
                 sample = texts  # only the last result has texts: the sample
                 self.bar.advance(task, num_rows)
@@ -152,7 +158,7 @@ class _Pipeline:
         source = self.source
         shard_rows = self.config.shard_rows
         skip = self.config.on_error == "skip"
-        shared = ray.put((tokenizer.to_files(), dict(filters)))
+        shared = put_object((tokenizer.to_files(), dict(filters)))
 
         def read(split: str) -> Iterator[RawChunk]:
             return read_chunks(source, split, num_labels, shard_rows, skip)
@@ -165,9 +171,7 @@ class _Pipeline:
         task = self.bar.add_task(" + ".join(splits), total=None)
         num_tasks, cpus = self.share
         with watched(self.stall_s) as beat:
-            # from_blocks starts no task, which could wait for a CPU.
-            start = ray.data.from_blocks([boxed(split) for split in splits])
-            chunks = mapped(start, read, READ_CPUS)
+            chunks = mapped(stream_of(splits), read, READ_CPUS)
             shards = mapped(chunks, pack, cpus, concurrency=num_tasks)
             for shard in results(shards, beat):
                 self.bar.advance(task, shard.num_rows)
@@ -179,5 +183,5 @@ class _Pipeline:
 def _unpacked(shared: Any) -> tuple[TextTokenizer, Mapping[str, Int64Array]]:
     """Tokenizer and filters of a task, built once per process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks are the parallelism
-    files, filters = ray.get(shared)
+    files, filters = get_object(shared)
     return TextTokenizer.from_files(files), filters

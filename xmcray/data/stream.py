@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -21,11 +21,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from xmcray import logs
 from xmcray.errors import ResourceError, XmcrayError
-from xmcray.ray_adapter import private
+from xmcray.ray_adapter import cluster, private
 
 READ_CPUS = 0.1  # a reading task mostly waits for the tasks that process its rows
 RAY_DATA_ACTORS = ("AutoscalingCoordinator", "datasets_stats_actor")  # Ray Data's own hold no CPU
 QUEUE_BYTES = 128 << 20  # data between the tasks; the reader pauses beyond it
+
+
+def stream_of(items: Iterable[Any]) -> Any:
+    """Starts a Ray Data pipeline with these items. It needs no task, which could wait for a CPU."""
+    return ray.data.from_blocks([boxed(item) for item in items])
 
 
 def mapped(
@@ -77,7 +82,7 @@ def share(parallelism: int | None) -> tuple[int, float]:
     tasks ten times a second, so a finished task waits one or two checks for its successor. A quarter
     more tasks than CPUs keep the CPUs busy meanwhile.
     """
-    free_cpus = float(ray.available_resources().get("CPU", 0.0))
+    free_cpus = cluster.free_cpus()
     num_tasks = parallelism or max(1, math.ceil(1.25 * free_cpus))
     cpus = min(0.5, 0.5 * free_cpus / num_tasks)
     return num_tasks, round(max(cpus, 0.01), 4)
@@ -149,7 +154,7 @@ def results(rows: Any, beat: list[float]) -> Iterator[Any]:
 def _cpu_holders() -> str:
     """What has reserved the cluster's CPUs, in one line."""
     total = ray.cluster_resources().get("CPU", 0.0)
-    free = ray.available_resources().get("CPU", 0.0)
+    free = cluster.free_cpus()
     holders = [f"{free:g} of {total:g} CPUs free"]
     # The tables below are Ray's debugging aids: without them the message still has its number.
     with contextlib.suppress(Exception):

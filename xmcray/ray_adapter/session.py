@@ -59,6 +59,16 @@ def ray_session(dashboard: bool = False) -> Iterator[None]:
             ray.shutdown()
 
 
+def put_object(value: Any) -> Any:
+    """Puts a value into Ray's object store, for tasks that share it; returns the key for `get_object`."""
+    return ray.put(value)
+
+
+def get_object(key: Any) -> Any:
+    """Returns a value of Ray's object store."""
+    return ray.get(key)
+
+
 def _set_token() -> None:
     """Sets a random token for the local cluster, unless the user has one or has switched tokens off.
 
