@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ray.autoscaler._private.kuberay import autoscaling_config
 from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
 from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
 from ray.autoscaler.v2.utils import ResourceRequestUtil
@@ -15,6 +14,7 @@ from ray.core.generated.autoscaler_pb2 import ResourceRequestByCount
 from ray.core.generated.common_pb2 import LabelSelectorOperator
 
 from xmcray.cluster_files import PLACEHOLDER
+from xmcray.ray_adapter.private import autoscaling_config_of
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "cluster"
@@ -39,8 +39,8 @@ def manifests(name: str) -> list[dict[str, Any]]:
 def cluster_of(manifest: dict[str, Any]) -> dict[str, Any]:
     """The RayClusterSpec of a RayCluster, RayJob or RayService."""
     spec = manifest["spec"]
-    found: dict[str, Any] = spec.get("rayClusterSpec") or spec.get("rayClusterConfig") or spec
-    return found
+    cluster: dict[str, Any] = spec.get("rayClusterSpec") or spec.get("rayClusterConfig") or spec
+    return cluster
 
 
 def ray_manifests() -> dict[str, dict[str, Any]]:
@@ -51,13 +51,8 @@ def node_types(name: str) -> dict[str, dict[str, Any]]:
     """The autoscaler's view of a cluster file or manifest."""
     if name in CLOUDS:
         return cloud(name)["available_node_types"]  # type: ignore[no-any-return]
-    cluster = {
-        "metadata": {"name": "x", "namespace": "x"},
-        "spec": cluster_of(ray_manifests()[name]),
-    }
-    return autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster)[
-        "available_node_types"
-    ]  # type: ignore[no-any-return]
+    settings = autoscaling_config_of(cluster_of(ray_manifests()[name]))
+    return settings["available_node_types"]  # type: ignore[no-any-return]
 
 
 def launched(

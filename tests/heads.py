@@ -9,7 +9,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import descendants, wait_until
+from processes import descendants, kill_family, wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
 PATIENCE_S, GRACE_S = 60, 3
@@ -70,35 +69,34 @@ def head(
     with os.fdopen(os.open(token_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     port, dashboard, agent, agent_grpc, metrics, client = free_ports(6)
-    command = [RAY, "start", "--head", "--block", f"--port={port}"]
-    command += ["--node-ip-address=127.0.0.1"] if loopback else []
-    command += [
+    command = [
+        *(RAY, "start", "--head", "--block"),
+        f"--port={port}",
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard}",
-        f"--num-cpus={num_cpus}",
-    ]
-    command += [
         f"--dashboard-agent-listen-port={agent}",
         f"--dashboard-agent-grpc-port={agent_grpc}",
-    ]
-    command += [f"--metrics-export-port={metrics}", f"--ray-client-server-port={client}"]
-    command += [
+        f"--metrics-export-port={metrics}",
+        f"--ray-client-server-port={client}",
+        f"--num-cpus={num_cpus}",
         f"--object-store-memory={object_store_bytes}",
         f"--temp-dir={folder}/r",
         "--disable-usage-stats",
     ]
-    found = Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}", 0, token_file)
-    # without that variable, whatever its name says, 127.0.0.1 would be replaced by the address of the machine
-    environment = found.environment() | (
-        {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if loopback else {}
-    )
+    if loopback:
+        command.append("--node-ip-address=127.0.0.1")
+    started = Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}", 0, token_file)
+    environment = started.environment()
+    if loopback:
+        # Whatever its name says, without this variable the machine's address would replace 127.0.0.1.
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder
         )
     try:
-        _wait_for(found, process, folder / "log")
-        yield Head(found.url, found.address, process.pid, token_file)
+        _wait_for(started, process, folder / "log")
+        yield Head(started.url, started.address, process.pid, token_file)
     finally:
         stop(process)
         shutil.rmtree(folder, ignore_errors=True)
@@ -113,37 +111,35 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:  # Ray gives a raylet that has run jobs half a minute
         process.kill()
         process.wait()
-    for pid, command in family.items():
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(
-                b"\0", b" "
-            ).decode() == command:
-                os.kill(pid, signal.SIGKILL)
+    kill_family(family)
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of loopback that nobody listens on."""
+    """Returns free ports of loopback."""
+    # All sockets stay open until the last one has its port, so that no port is given twice.
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        ports = []
+        for _ in range(number):
+            probe = stack.enter_context(socket.socket())
+            probe.bind(("127.0.0.1", 0))
+            ports.append(probe.getsockname()[1])
+    return ports
 
 
-def _wait_for(found: Head, process: subprocess.Popen[bytes], log: Path) -> None:
-    request = urllib.request.Request(f"{found.url}/api/version")
-    request.add_header("Authorization", f"Bearer {found.token_file.read_text()}")
+def _wait_for(started: Head, process: subprocess.Popen[bytes], log: Path) -> None:
+    request = urllib.request.Request(f"{started.url}/api/version")
+    request.add_header("Authorization", f"Bearer {started.token_file.read_text()}")
 
     def answers() -> bool:
         if process.poll() is not None:
-            raise RuntimeError(f"the head at {found.url} ended: {end_of(log)}")
+            raise RuntimeError(f"the head at {started.url} ended: {end_of(log)}")
         try:
             urllib.request.urlopen(request, timeout=5).close()
         except (urllib.error.URLError, OSError):
             return False
         return True
 
-    wait_until(answers, PATIENCE_S, lambda: f"no head at {found.url}: {end_of(log)}")
+    wait_until(answers, PATIENCE_S, lambda: f"no head at {started.url}: {end_of(log)}")
 
 
 def end_of(log: Path) -> str:

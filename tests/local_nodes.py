@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from processes import descendants, wait_until
+from processes import descendants, kill_family, wait_until
 
 _HEAD_ID, _HEAD_TYPE = "f" * 51 + "00000", "ray.head.default"  # as the fake provider names its head
 PATIENCE_S = 60
@@ -205,12 +205,7 @@ class AutoscaledNodes:
             self._head.pid, signal.SIGKILL
         )  # SIGTERM waits half a minute for a head that has ended already
         self._head.wait()
-        for pid, command in family.items():  # ours, should something have outlived its head
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(
-                    b"\0", b" "
-                ).decode() == command:
-                    os.kill(pid, signal.SIGKILL)
+        kill_family(family)
 
 
 @contextmanager
@@ -224,7 +219,7 @@ def standing(pids: list[int]) -> Iterator[None]:
 
 
 def slow_until(condition: Callable[[], bool], pids: list[int], over: threading.Event) -> None:
-    """Processes go ten times slower until a condition holds, or nobody needs it any more."""
+    """Processes go ten times slower until a condition holds, or `over` is set."""
     while not over.wait(0.02) and not condition():
         with standing(pids):
             over.wait(0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,22 +22,28 @@ def descendants(pid: int) -> dict[int, str]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         parents[int(stat.parent.name)] = int(fields[1])
-    found: dict[int, str] = {}
+    commands: dict[int, str] = {}
     for child in parents:
-        above = child
-        while above in parents and above != pid:
-            above = parents[above]
-        if above == pid and child != pid:
-            try:
-                found[child] = (
-                    (Path("/proc") / str(child) / "cmdline")
-                    .read_bytes()
-                    .replace(b"\0", b" ")
-                    .decode()
-                )
-            except FileNotFoundError:
-                continue
-    return found
+        ancestor = child
+        while ancestor in parents and ancestor != pid:
+            ancestor = parents[ancestor]
+        if ancestor == pid and child != pid:
+            with contextlib.suppress(FileNotFoundError):
+                commands[child] = command_line(child)
+    return commands
+
+
+def command_line(pid: int) -> str:
+    """Command line of a process; FileNotFoundError once it has ended."""
+    return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def kill_family(commands: dict[int, str]) -> None:
+    """SIGKILL for those of `descendants` that still run; another process may have got one of the ids."""
+    for pid, command in commands.items():
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if command_line(pid) == command:
+                os.kill(pid, signal.SIGKILL)
 
 
 def train_workers() -> list[int]:
@@ -61,12 +68,14 @@ def last_step(run: Path) -> int:
 
 
 class When(threading.Thread):
-    """Does something once, as soon as a condition holds; `done` tells whether it came to that."""
+    """Does something once, as soon as a condition holds; `done` says whether it has done it."""
 
     def __init__(self, condition: Callable[[], bool], action: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
-        self.condition, self.action = condition, action
-        self.done, self.stop = False, threading.Event()
+        self.condition = condition
+        self.action = action
+        self.done = False
+        self.stop = threading.Event()
         self.start()
 
     def run(self) -> None:
@@ -82,17 +91,21 @@ class When(threading.Thread):
 
 
 def wait_until(
-    condition: Callable[[], bool], seconds: float, told: Callable[[], str], every: float = 0.1
+    condition: Callable[[], bool], seconds: float, message: Callable[[], str], every: float = 0.1
 ) -> None:
-    """Returns once a condition of another process holds; raises RuntimeError with what is told if it never does.
+    """Returns once a condition of another process holds; raises RuntimeError with a message if it never does.
 
     Args:
-        every: seconds between two looks, of which each costs the other process something.
+        condition: is checked again and again.
+        seconds: after which to give up.
+        message: says what is missing.
+        every: seconds between two checks, each of which costs the other process something.
     """
-    pause, deadline = threading.Event(), time.monotonic() + seconds
+    pause = threading.Event()
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise RuntimeError(told())
+            raise RuntimeError(message())
         pause.wait(every)
 
 

@@ -10,21 +10,22 @@ from xmcray.negatives.refresh import RefreshSpec, run_version, wait_published
 
 
 class HeldRefresher:
-    """Finishes versions only when told to."""
+    """Finishes versions only when `finish` is called."""
 
     def __init__(self, data: TrainingData, spec: RefreshSpec) -> None:
-        self.data, self.spec = data, spec
-        self.asked: list[VersionFolder] = []
+        self.data = data
+        self.spec = spec
+        self.started: list[VersionFolder] = []
 
     def start(self, folder: Path) -> None:
-        self.asked.append(VersionFolder(folder))
+        self.started.append(VersionFolder(folder))
 
     def check(self) -> None: ...
 
     def close(self) -> None: ...
 
     def finish(self) -> None:
-        while self.asked:
-            folder = self.asked.pop()
+        while self.started:
+            folder = self.started.pop()
             wait_published(folder)
             run_version(folder, self.data, self.spec)

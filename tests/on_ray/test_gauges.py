@@ -84,7 +84,7 @@ def test_a_node_tells_about_the_run_and_its_pool(tmp_path: Path) -> None:
     trainer = ray.remote(num_cpus=0)(Trainer).remote()
     try:
         shown = ray.get(trainer.train.remote(run))
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         last = {
             exported("step"): shown["step"],
             exported("pool_queue"): 0,
@@ -92,21 +92,21 @@ def test_a_node_tells_about_the_run_and_its_pool(tmp_path: Path) -> None:
         }
 
         def complete() -> bool:
-            found.update(scraped(run.id))
-            return not last.items() - found.items() and found.keys() == NAMES
+            values.update(scraped(run.id))
+            return not last.items() - values.items() and values.keys() == NAMES
 
-        def lacking() -> str:
-            return f"lacking: {sorted(NAMES - found.keys())}, {last.items() - found.items()}"
+        def missing() -> str:
+            return f"missing: {sorted(NAMES - values.keys())}, {last.items() - values.items()}"
 
-        # either process tells in its own time; the text has over a megabyte, and a node that writes it all the time
-        # hears of nothing new
-        wait_until(complete, 60, lacking, every=1.0)
+        # Each process exports in its own time. The page has over a megabyte, and a node that is asked for it without
+        # a pause gets no new values.
+        wait_until(complete, 60, missing, every=1.0)
     finally:
         ray.kill(trainer)
         pool.close()
     for name in ("loss", "queries_per_s", "negatives_age", "memory_mb", "P@1"):
-        assert found[exported(name)] == pytest.approx(shown[name]), name
-    assert found[exported("index_recall")] == 1.0, "so few rows are searched exactly"
+        assert values[exported(name)] == pytest.approx(shown[name]), name
+    assert values[exported("index_recall")] == 1.0, "so few rows are searched exactly"
 
 
 def test_the_dashboard_asks_for_what_is_exported() -> None:
@@ -117,4 +117,4 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
         name for expression in asked for name in re.findall(r"\b(?:ray_)?xmcray_\w+", expression)
     }
     assert names <= NAMES
-    assert NAMES - names == {exported("epoch")}, "a gauge that nobody looks at"
+    assert NAMES - names == {exported("epoch")}, "a gauge that no panel shows"

@@ -1,4 +1,4 @@
-"""Jobs as a user submits them: `ray job submit` to a head that wants a token, which nobody else can use."""
+"""Jobs as a user submits them: `ray job submit` to a head that wants a token, which no one else can use."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_the_upload_is_code_alone(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def local_head() -> Iterator[Head]:
-    with head() as found:
-        yield found
+    with head() as started:
+        yield started
 
 
-def submit(found: Head, *command: object, token: bool = True) -> subprocess.Popen[str]:
+def submit(server: Head, *command: object, token: bool = True) -> subprocess.Popen[str]:
     """`ray job submit` of a script, followed to its end."""
     words = [
         RAY,
@@ -68,7 +68,7 @@ def submit(found: Head, *command: object, token: bool = True) -> subprocess.Pope
     return subprocess.Popen(
         [*words, *(str(word) for word in command)],
         cwd=ROOT,
-        env=found.environment(token),
+        env=server.environment(token),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

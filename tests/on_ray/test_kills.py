@@ -132,7 +132,7 @@ def test_eager_training_goes_on_while_the_index_is_dead(corpus: Path, tmp_path: 
     assert halt.done
     records = [record for record in read_records(out / "metrics.jsonl") if "loss" in record]
     assert {record["negatives_version"] for record in records[-20:]} == {None}, (
-        "a version nobody could finish was used"
+        "a version that nothing could finish was used"
     )
     assert records[-1]["step"] == int(Run.open(out).result()["steps"])
 
