@@ -81,6 +81,17 @@ def test_it_trains_on_two_workers(installation: Installation) -> None:
     assert metrics["P@1"] > 0.3
 
 
+def test_it_is_planned(installation: Installation) -> None:
+    """The plan traces the method's own step, so it needs no code of its own."""
+    device = ["--workers", "2", "--device", "a100-80gb"]  # its rates need no measurement
+    plan = json.loads(
+        installation.run("plan", "seventh", "--data", "corpus", *device, *TRAIN, "--json")
+    )
+    assert (plan["method"], plan["workers"]) == ("seventh", 2)
+    assert sum(plan["step_s"].values()) > 0
+    assert sum(plan["host_bytes"].values()) > 0
+
+
 def test_it_is_tuned(installation: Installation) -> None:
     (installation.folder / "space.yaml").write_text(yaml.safe_dump(SPACE))
     out = ["--data", "corpus", "--space", "space.yaml", "--out", "sweep", "--trials", "2", "--json"]
