@@ -156,7 +156,7 @@ VERBS = {
     "tune": Verb(
         tuning.tune,
         tuning.tune_options,
-        "search the settings of a method, or how a bundle answers, by validation; the same command continues it",
+        "search the settings of a method or a bundle by validation; the same command continues it",
         "xmcray tune astra --data corpora/msdocs --space tune/spaces/astra.yaml --out sweeps/a --trials 32",
     ),
     "evaluate": Verb(
@@ -180,7 +180,7 @@ VERBS = {
     "labels": Verb(
         bundles.labels,
         bundles.labels_options,
-        "add labels to a bundle, remove some, or say what they can be filtered by, without training",
+        "add labels to a bundle, remove some, or set their attributes, without training",
         "xmcray labels add bundles/a new_labels.jsonl",
     ),
     "search": Verb(

@@ -61,6 +61,13 @@ def tune_options(verb: argparse.ArgumentParser) -> None:
         metavar="BUNDLE",
         help="sweep how a bundle or finished run answers; trains nothing",
     )
+    add_config(verb, set_help="one setting of all trials, over --config")
+    _add_search_options(verb)
+    add_json(verb, "the results")
+
+
+def _add_search_options(verb: argparse.ArgumentParser) -> None:
+    """Adds what decides which trials run, and how they are compared."""
     verb.add_argument(
         "--trials",
         type=int,
@@ -79,7 +86,6 @@ def tune_options(verb: argparse.ArgumentParser) -> None:
         metavar="M",
         help="on the validation split (default: %(default)s)",
     )
-    add_config(verb, set_help="one setting of all trials, over --config")
     verb.add_argument(
         "--workers",
         type=int,
@@ -99,7 +105,6 @@ def tune_options(verb: argparse.ArgumentParser) -> None:
         metavar="K",
         help=f"best trials whose checkpoints stay (default: {DEFAULT_KEEP})",
     )
-    add_json(verb, "the results")
 
 
 def tune(options: argparse.Namespace) -> None:

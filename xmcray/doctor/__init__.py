@@ -1,1 +1,1 @@
-"""The checks of `xmcray doctor`: what would break a run here, or let others run code, and the remedy."""
+"""The checks of `xmcray doctor`: what would break a run or let others run code, and the remedy."""

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster can be used from here: its head answers, accepts our token, and has the GPUs."""
+"""Whether a Ray cluster can be used: its head answers, accepts our token, and has the GPUs."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _answers_without_token(root: str) -> bool:
 def _ask_head(
     address: str, host_and_port: tuple[str, int], token: RayToken, environment: Mapping[str, str]
 ) -> Cluster:
-    """Asks the head itself, in another process: Ray aborts a process in which a token is missing."""
+    """Asks the head itself, in another process, because Ray aborts a process without a token."""
     try:
         socket.create_connection(host_and_port, timeout=TIMEOUT_S).close()
     except OSError as error:

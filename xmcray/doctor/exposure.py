@@ -1,4 +1,4 @@
-"""Whether others may run code here: Ray's token, files that hold tokens, ports that are reachable."""
+"""Whether others may run code here: Ray's token, files with tokens, ports that are reachable."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ GIB = 2**30
 SMALL_MEMORY_BYTES = 2 * GIB
 SMALL_SHM_BYTES = 1 * GIB
 SMALL_DISK_BYTES = 5 * GIB
-# Above this share of a disk, Ray creates no objects on it. Above this share of memory, it kills workers.
+# Above this share of a disk, Ray creates no objects on it; above this share of memory, it kills
+# workers.
 RAY_FULL = 0.95
 LONGEST_SOCKET_PATH = 107  # the limit of Linux for Unix sockets
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"

@@ -1,6 +1,7 @@
 """The page of a run: one self-contained HTML file with curves, metrics, settings and provenance.
 
-The template is run_report.html.j2. The page follows the reader's light or dark theme and prints well.
+The template is run_report.html.j2. The page follows the reader's light or dark theme, and it prints
+well.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def write_report(
             repeats steps.
         metrics: content of metrics.json, or None before the run was evaluated.
         config: the resolved configuration, nested.
-        facts: what else a reader needs to trust the numbers: corpus hash, versions, hardware, commit.
+        facts: what a reader needs to trust the numbers: corpus hash, versions, hardware, commit.
 
     Raises:
         StorageError: the disk is full or the folder is read-only.

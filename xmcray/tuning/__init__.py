@@ -1,1 +1,1 @@
-"""Sweeps: which settings are best on the validation split, of trainings (on Ray Tune) or of a finished bundle."""
+"""Sweeps: the best settings on the validation split, of trainings or of a finished bundle."""

@@ -1,7 +1,7 @@
 """Sweeps of a finished bundle on its own vectors, without training: seconds instead of hours.
 
     memory.weight, .temperature, .keys, .joint        lambda, tau, b of a memory (RAE-XMC, Eq. 8)
-    fusion.text_weight                                weight of label texts in UniDEC's sum of cosines
+    fusion.text_weight                                label texts in UniDEC's sum of two cosines
     index.factory, .nprobe, .candidates, .ef_search   speed and quality of an index of the bundle
 
 The queries are those that the bundle's run held out for validation, never the test split. A memory
@@ -225,7 +225,7 @@ def sweep_bundle(
     if family == "index":
         best = max(setting.metrics[metric] for setting in settings)
         lowest = best - TOLERATED_LOSS
-        # False sorts before True: those that are good enough come first, the fastest of them leading.
+        # False sorts before True, so the good ones come first, and the fastest of them leads.
         settings.sort(key=lambda s: (s.metrics[metric] < lowest, -s.queries_per_s))
     else:
         settings.sort(key=lambda s: -s.metrics[metric])
@@ -394,7 +394,7 @@ def _sweep_index(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSetting
 
 
 def _build(family: str, values: Values, base: Any = None) -> Any:
-    """The settings of a family; those that `values` does not name are as in `base` or the default."""
+    """The settings of a family: `values` over those of `base`, or over the defaults."""
     settings = {} if base is None else configs.dump(base)
     settings.update(nested(values).get(family, {}))
     return configs.build(FAMILIES[family], settings, f"{family}.")

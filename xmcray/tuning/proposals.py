@@ -1,4 +1,4 @@
-"""Where the values of a trial come from: random search, or Optuna's estimate from earlier trials."""
+"""Sources of values for trials: random search, or Optuna's estimate from earlier trials."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class Proposals(Protocol):
 class RandomProposals:
     """Sampled values that are a function of the seed, the trial's number and the setting's name.
 
-    So the trials of a sweep are the same whatever ran before them, how many of them there are, or in
-    which order they run.
+    So the trials of a sweep do not depend on what ran before them, on their number or their order.
     """
 
     def __init__(self, space: Space, seed: int, check: Check) -> None:

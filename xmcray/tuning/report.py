@@ -100,8 +100,8 @@ def write_report(
 def importance(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
     """Share of the metric's variance over trials that each setting explains alone, largest first.
 
-    Trials are compared at the last epoch that all of them reached, so that stopped trials count too.
-    The share of a number is that of a parabola in its place on its scale. The share of a choice is
+    Trials are compared at the last epoch that all of them reached, so that stopped trials count
+    too. The share of a number is that of a parabola in its place on its scale. The share of a choice is
     that of the means of its values. Both are adjusted for the number of parameters (adjusted R
     squared), so that what chance explains is 0. Interactions of settings are not measured.
 

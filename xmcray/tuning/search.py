@@ -1,8 +1,8 @@
 """Trials on Ray Tune: which ones run, at the same time, and until when.
 
 Tune schedules actors, compares trials and ends those that are behind. What it needs to know comes
-from the sweep's folder, and every event is written there at once. So a restart starts Tune anew with
-the trials that have not ended.
+from the sweep's folder, and every event is written there at once. So a restart starts Tune anew
+with the trials that have not ended.
 """
 
 from __future__ import annotations

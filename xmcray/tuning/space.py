@@ -55,7 +55,7 @@ class NumberRange:
         return float(generator.uniform(self.low, self.high))
 
     def _draw_log(self, generator: np.random.Generator) -> float | int:
-        # Half an integer more on either side, so that the ends are drawn as often as their neighbours.
+        # Half an integer more on either side, so that an end is as likely as its neighbour.
         margin = 0.5 if self.whole else 0.0
         log_low = math.log(self.low - margin)
         log_high = math.log(self.high + margin)
@@ -143,8 +143,8 @@ def parse_space(values: Mapping[str, Any], where: str) -> Space:
 def check_space(space: Space, check: Check, where: str) -> None:
     """Compares every name and every end of a range with what the settings accept.
 
-    Some settings bound each other (gamma_min and gamma_max). So an end is right if it fits the values
-    that the others have without the sweep, or all of their lower or all of their upper ends.
+    Some settings bound each other (gamma_min and gamma_max). So an end is right if it fits the
+    values that the others have without the sweep, or all of their lower or all of their upper ends.
 
     Args:
         space: the space.

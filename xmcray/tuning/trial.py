@@ -1,4 +1,4 @@
-"""The code that runs in the actor of a trial: an ordinary training whose validations go to Ray Tune.
+"""The actor of a trial: an ordinary training whose validations are reported to Ray Tune.
 
 The training does not know that Tune runs it. Its metrics.jsonl is followed from a thread, as a
 progress bar does. A resumed trial first reports its old validations, so that Tune knows all of its
@@ -34,8 +34,8 @@ _LOCK_TIMEOUT_S = 120.0
 def run_trial(task: Mapping[str, Any]) -> None:
     """Trains one trial to its end, from its newest checkpoint if it has one.
 
-    This is a function trainable of Ray Tune. A mistake of the user is reported instead of raised, so
-    that the sweep can tell what ends one trial from what ends all of them.
+    This is a function trainable of Ray Tune. A mistake of the user is reported instead of raised,
+    so that the sweep can tell what ends one trial from what ends all of them.
 
     Args:
         task: "sweep", the folder; "number" of the trial; "cluster", settings of that section.
