@@ -102,9 +102,11 @@ class _BaseClient(abc.ABC):
         self._timeout_s = timeout_s
         self._retries = retries
         reading = _find_token("token", token, token_file)
+        # The environment comes last: what the caller passes wins.
         if reading is None and os.environ.get(TOKEN):
             reading = Token(os.environ[TOKEN].strip(), TOKEN)
         self._tokens = (reading, _find_token("admin_token", admin_token, admin_token_file))
+        # On this machine no one else can read along.
         loopback = _is_loopback(address.host)
         if any(self._tokens) and address.scheme != "https" and not loopback:
             warnings.warn(f"the token goes to {address.host} unencrypted; use https", stacklevel=2)
@@ -370,6 +372,7 @@ def _address(url: str) -> httpx.URL:
         address = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"the URL is malformed ({error}), {expected}") from None
+    # A password in a URL would show up in logs and messages.
     if address.userinfo:
         raise ConfigError(
             f"the URL of {address.host} holds a user or password, {expected}; pass token=... instead"

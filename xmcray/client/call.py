@@ -50,6 +50,7 @@ class ClientError(XmcrayError):
         self.request_id = request_id
 
 
+# A `str`, so that httpx takes it; only its representation differs.
 class Secret(str):
     """A token that no log and no traceback with local variables shows."""
 
@@ -168,6 +169,7 @@ class Call(Generic[AnswerT]):
                 kind = problem.type.removeprefix(URN)
                 detail = f"{kind}: {problem.detail}"
         refusal = self._error(f"{status} {detail}", kind, status)
+        # The token was rotated: once more at once, with the new one.
         if status == httpx.codes.UNAUTHORIZED and self._renew_token():
             return 0.0
         # A write is tried again only if the server says that it did nothing.
@@ -204,6 +206,7 @@ class Call(Generic[AnswerT]):
         """
         # No byte was sent: also a write may be tried again.
         unsent = isinstance(error, UNSENT)
+        # The time of each attempt is all that is left: nothing remains for another one.
         if isinstance(error, httpx.TimeoutException) and not unsent:
             raise self.expired() from None
         reason = str(error) or type(error).__name__
@@ -220,6 +223,7 @@ class Call(Generic[AnswerT]):
         return self._error(f"no answer within {self.timeout_s:g} s{self._doubt()}", "deadline")
 
     def _wait_s(self, error: ClientError, at_least: float = 0.0) -> float:
+        # The bound doubles with each attempt; its exponent is limited against overflow.
         bound = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** min(self._attempts - 1, 10))
         # Full jitter: clients that failed at the same time come back at different times.
         wait_s = at_least + random.uniform(0.0, bound)
@@ -273,6 +277,7 @@ def _retry_after_s(value: str | None) -> float:
         seconds = float(value or 0)
     except ValueError:
         try:
+            # Retry-After may also be a date.
             seconds = email.utils.parsedate_to_datetime(value or "").timestamp() - time.time()
         except (ValueError, TypeError):
             return 0.0
