@@ -133,12 +133,12 @@ What large trainings take, by `xmcray plan`. This page is written by `python ben
 command line prints the same plan. **Nothing on it was measured on the devices named**: their rates are published
 specifications, and each plan lists what it assumes. On the machine at hand (`--device cpu`) a plan is calibrated by a
 probe of half a minute; [benchmarks/plan.py](../benchmarks/plan.py) compares such plans with trainings, and
-[benchmarks/scale.py](../benchmarks/scale.py) trains 10^5 to 10^7 labels on one machine beside its plans.
+[benchmarks/scale.py](../benchmarks/scale.py) trains 10^5 to 10^7 labels on one machine next to its plans.
 
-A plan counts what the code allocates and does. Bytes of weights, rows and optimisers are exact; those of a step are
-its largest moment. A step's seconds are the sum of its operations, one after another. Parts run on one worker at a time
-unless the table says "together"; a refresh of the negatives runs beside the training, and only what it takes longer
-than an epoch is added to one.
+A plan traces the real code: it builds the run as one of its workers would, on tensors that have a size and no values,
+and runs a step of the planned size. Bytes of weights, rows and optimisers are exact; those of a step are its largest
+moment. A step's seconds are the sum of its operations, one after another. A refresh of the negatives runs while
+training goes on, and only what it takes longer than an epoch is added to one.
 """
 
 
@@ -150,20 +150,15 @@ def planned(case: Case) -> list[str]:
     return markdown(plan(config, data, rates, case.workers, price_per_hour=case.price))
 
 
+def section(case: Case) -> list[str]:
+    """Lines about one training."""
+    return [f"## {case.title}", "", case.text, "", "```", case.command, "```", *planned(case), ""]
+
+
 def page() -> str:
     lines = [HEAD]
     for case in CASES:
-        lines += [
-            f"## {case.title}",
-            "",
-            case.text,
-            "",
-            "```",
-            case.command,
-            "```",
-            *planned(case),
-            "",
-        ]
+        lines += section(case)
     lines += [f"## {REFUSED.title}", "", "```", REFUSED.command]
     try:
         planned(REFUSED)

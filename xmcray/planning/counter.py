@@ -177,7 +177,8 @@ class Counter(TorchDispatchMode):
         if is_view and not func._schema.is_mutable:
             return
         moved = sum(map(_read_bytes, operands)) + sum(map(_read_bytes, results))
-        packet = func._overloadpacket
+        # The registry has addmm, but not addmm_.
+        packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
         if packet in flop_registry:
             flop = flop_registry[packet](*args, **kwargs, out_val=result)
             is_half = results[0].dtype in (torch.bfloat16, torch.float16)

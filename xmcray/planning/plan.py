@@ -15,7 +15,7 @@ from xmcray.planning.data_size import DataSize
 from xmcray.planning.devices import assumptions
 from xmcray.planning.rates import Rates
 from xmcray.planning.stand_in import epoch_queries
-from xmcray.planning.trace import FORWARD_TEXTS, Trace, trace
+from xmcray.planning.trace import Needs, trace
 from xmcray.training.checkpoint import ROW_BLOCK_BYTES
 from xmcray.training.run import RunConfig
 
@@ -103,33 +103,6 @@ class Plan:
     def step_seconds(self) -> float:
         """One step."""
         return sum(self.step_s.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What one rank needs, from traces of its step; all bytes and seconds.
-
-    Attributes:
-        step_s: seconds of a step, by kind of work.
-        forward_s: seconds of encoding one text for a search.
-        tensors: as in `Trace`.
-        step_bytes: as in `Trace`.
-        copy_bytes: the most that start, versions of negatives and validation need for a moment.
-        index_dim: as in `Trace`.
-        encodes_labels: as in `Trace`.
-        label_state: as in `Trace`.
-        shared_state: as in `Trace`.
-    """
-
-    step_s: dict[str, float]
-    forward_s: float
-    tensors: dict[str, int]
-    step_bytes: int
-    copy_bytes: int
-    index_dim: int
-    encodes_labels: bool
-    label_state: int
-    shared_state: int
 
 
 class Planner:
@@ -409,33 +382,11 @@ def plan(
 def _needs(config: RunConfig, data: DataSize, rates: Rates, workers: int) -> Needs:
     """From one trace, or on a straight line through two where a rank has very many labels."""
     if data.num_labels <= _TRACED_LABELS * workers:
-        return _traced_needs(config, data, rates, workers)
+        return trace(config, data, rates, workers)
     labels = _TRACED_LABELS * workers
-    few = _traced_needs(config, _with_labels(data, labels), rates, workers)
-    more = _traced_needs(config, _with_labels(data, 2 * labels), rates, workers)
+    few = trace(config, _with_labels(data, labels), rates, workers)
+    more = trace(config, _with_labels(data, 2 * labels), rates, workers)
     return _on_line(few, more, data.num_labels / labels - 1)
-
-
-def _traced_needs(config: RunConfig, data: DataSize, rates: Rates, workers: int) -> Needs:
-    traced: Trace = trace(config, data, workers, rates.on_gpu)
-    step_s = rates.step_seconds(traced.operations, workers)
-    step_s["batch, draws and Python"] = traced.host_s
-    if rates.host_entry_s is not None:
-        step_s["batch, draws and Python"] = traced.host_entries * rates.host_entry_s
-    copies = [traced.start_bytes]
-    copies += [traced.index_bytes] if config.negatives.hard else []
-    copies += [traced.answer_bytes] if config.data.validation else []
-    return Needs(
-        step_s=step_s,
-        forward_s=sum(rates.step_seconds(traced.forward).values()) / FORWARD_TEXTS,
-        tensors=traced.tensors,
-        step_bytes=traced.step_bytes,
-        copy_bytes=max(copies),
-        index_dim=traced.index_dim,
-        encodes_labels=traced.encodes_labels,
-        label_state=traced.label_state,
-        shared_state=traced.shared_state,
-    )
 
 
 def _with_labels(data: DataSize, labels: int) -> DataSize:

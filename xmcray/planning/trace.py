@@ -16,97 +16,91 @@ import torch
 from torch import Tensor
 
 from xmcray.methods.base import Method
+from xmcray.methods.registry import method_entry
 from xmcray.nn import row_table
 from xmcray.parallel.partition import LabelPartition
 from xmcray.planning.counter import Counter, Operation
 from xmcray.planning.data_size import DataSize
 from xmcray.planning.encoders import planned_encoder
 from xmcray.planning.pretended_ranks import pretended_ranks
+from xmcray.planning.rates import Rates
 from xmcray.planning.stand_in import StandInData
 from xmcray.training.loop import Setup, assemble
 from xmcray.training.run import RunConfig
 from xmcray.types import Ragged
 
 META = torch.device("meta")
-FORWARD_TEXTS = 1024
+_FORWARD_TEXTS = 1024
 _COUNTED_STEPS = (2, 3, 4)
 _OVERHEAD_CALLS = 300
 _START_LABELS = 4096
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What a step does and needs, on rank 0.
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What rank 0 needs; all bytes and seconds.
 
     Attributes:
-        operations: of one step.
-        host_s: seconds of Python and numpy in one step, on this machine.
-        host_entries: token ids and label ids that a step reads.
-        forward: operations of encoding FORWARD_TEXTS texts without a graph.
+        step_s: seconds of a step, by kind of work.
+        forward_s: seconds of encoding one text without a graph.
         tensors: bytes by part that live as long as the run.
         step_bytes: what a step adds at its largest moment.
-        start_bytes: what initial values take for a moment.
-        index_bytes: what exists while the vectors for an index are made and copied.
-        answer_bytes: what exists while the vectors that answer are made.
+        copy_bytes: the most that start, versions of negatives and validation need for a moment.
         index_dim: width of the vectors that are indexed.
         encodes_labels: whether the vectors that answer are made of label texts.
         label_state: bytes of a checkpoint for the labels of this rank.
         shared_state: bytes of a checkpoint that all ranks have alike.
     """
 
-    operations: list[Operation]
-    host_s: float
-    host_entries: int
-    forward: list[Operation]
+    step_s: dict[str, float]
+    forward_s: float
     tensors: dict[str, int]
     step_bytes: int
-    start_bytes: int
-    index_bytes: int
-    answer_bytes: int
+    copy_bytes: int
     index_dim: int
     encodes_labels: bool
     label_state: int
     shared_state: int
 
 
-def trace(config: RunConfig, size: DataSize, workers: int, on_gpu: bool) -> Trace:
+def trace(config: RunConfig, size: DataSize, rates: Rates, workers: int) -> Needs:
     """Builds a run as rank 0 would, without values, and runs some of its steps.
 
     Args:
         config: of the run.
         size: of its data.
+        rates: of the device.
         workers: ranks.
-        on_gpu: blocks and precision are those of a GPU.
     """
-    start_bytes = _start_bytes(config, size, workers, on_gpu)
-    with _rank(config, size, workers, on_gpu) as rank:
+    copies = [_start_bytes(config, size, workers)]
+    with _rank(config, size, workers, rates.on_gpu) as rank:
         rank.step(1)  # Adam's state is made here
         overhead_s = rank.overhead_s()
-        # The host's time is measured here for this machine only, and noisy.
-        steps = _COUNTED_STEPS[:1] if on_gpu else _COUNTED_STEPS
+        # The host's time is measured for this machine only; the smallest has the least noise.
+        steps = _COUNTED_STEPS if rates.host_entry_s is None else _COUNTED_STEPS[:1]
         host_s = min(rank.timed_step(step, overhead_s) for step in steps)
-        entries = rank.data.entries
-        operations = rank.counter.operations
-        peak_bytes = rank.counter.peak_bytes
+        if rates.host_entry_s is not None:
+            host_s = rank.data.entries * rates.host_entry_s
+        step_s = rates.step_seconds(rank.counter.operations, workers)
         tensors = rank.tensor_bytes()
+        step_bytes = max(0, rank.counter.peak_bytes - sum(tensors.values()))
         index_dim, index_bytes = rank.peak_of(rank.setup.method.index_rows)
         rank.encoded_texts = 0
         _, answer_bytes = rank.peak_of(rank.setup.method.answer_rows)
-        label_state = rank.label_state_bytes()
-        return Trace(
-            operations=operations,
-            host_s=host_s,
-            host_entries=entries,
-            forward=rank.forward(),
-            tensors=tensors,
-            step_bytes=max(0, peak_bytes - sum(tensors.values())),
-            start_bytes=start_bytes,
+        if config.negatives.hard:
             # The copy that is written while training goes on is float32.
-            index_bytes=index_bytes + 4 * index_dim * rank.setup.partition.size,
-            answer_bytes=answer_bytes,
+            copies.append(index_bytes + 4 * index_dim * rank.setup.partition.size)
+        if config.data.validation:
+            copies.append(answer_bytes)
+        return Needs(
+            step_s={**step_s, "batch, draws and Python": host_s},
+            forward_s=sum(rates.step_seconds(rank.forward()).values()) / _FORWARD_TEXTS,
+            tensors=tensors,
+            step_bytes=step_bytes,
+            copy_bytes=max(copies),
             index_dim=index_dim,
             encodes_labels=rank.encoded_texts > 0,
-            label_state=label_state,
+            label_state=rank.label_state_bytes(),
             shared_state=rank.shared_state_bytes(),
         )
 
@@ -173,7 +167,7 @@ class _Rank:
         self.counter.restart()
         self.encoder.eval()
         with self.counter, torch.no_grad():
-            self.encoder(self.data.tokens(self.data.query_ids[:FORWARD_TEXTS]))
+            self.encoder(self.data.tokens(self.data.query_ids[:_FORWARD_TEXTS]))
         return self.counter.operations
 
     def peak_of(self, make_rows: Callable[[], Tensor]) -> tuple[int, int]:
@@ -183,6 +177,11 @@ class _Rank:
         with self.counter:
             rows_SD = make_rows()
         return rows_SD.shape[1], self.counter.peak_bytes - before
+
+    def started(self) -> Tensor:
+        """Label vectors after the initial values were computed."""
+        self.setup.method.start()
+        return torch.empty(0, 0, device=META)
 
     def tensor_bytes(self) -> dict[str, int]:
         """Bytes by part of everything that lives as long as the run."""
@@ -216,31 +215,24 @@ class _Rank:
         return weights + _bytes(self.optimizer.tensors())
 
 
-def _start_bytes(config: RunConfig, size: DataSize, workers: int, on_gpu: bool) -> int:
+def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
     """What initial values take for a moment, from those of few labels: linear in the labels."""
+    if getattr(method_entry(config.method_name).factory, "start", None) is Method.start:
+        return 0
     ranks = min(workers, 4)
     labels = (
         _START_LABELS  # whole blocks for each rank: the pretended ones send as much as this one
     )
     few = dataclasses.replace(size, num_labels=labels, num_train=labels, label_share_L=None)
-    config = dataclasses.replace(
-        config, data=dataclasses.replace(config.data, augment_with_labels=False)
-    )
-    with _rank(config, few, ranks, on_gpu) as rank:
-        start = rank.setup.method.start
-        if start.__func__ is Method.start:
-            return 0
-        rank.counter.restart()
-        before = rank.counter.live_bytes
+    data = dataclasses.replace(config.data, augment_with_labels=False)
+    with _rank(dataclasses.replace(config, data=data), few, ranks, on_gpu=False) as rank:
+        logging.disable(logging.WARNING)  # about few labels, which the user does not have
         tracemalloc.start()
-        logging.disable(logging.WARNING)  # of few labels, which the user does not have
-        with rank.counter:
-            start()
-        logging.disable(logging.NOTSET)
-        _, arrays = tracemalloc.get_traced_memory()
+        _, tensor_bytes = rank.peak_of(rank.started)
+        _, array_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        tensors = rank.counter.peak_bytes - before
-    return int((tensors + arrays) * (size.num_labels / workers) / (labels / ranks))
+        logging.disable(logging.NOTSET)
+    return int((tensor_bytes + array_bytes) * (size.num_labels / workers) / (labels / ranks))
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

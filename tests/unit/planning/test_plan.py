@@ -27,12 +27,12 @@ from xmcray.nn.encoder import EncoderConfig, load_encoder
 from xmcray.nn.heads import Head
 from xmcray.parallel.partition import LabelPartition
 from xmcray.planning import refresh
-from xmcray.planning.counter import Counter
-from xmcray.planning.data_size import from_corpus, from_numbers
+from xmcray.planning.counter import Counter, Operation
+from xmcray.planning.data_size import DataSize, from_corpus, from_numbers
 from xmcray.planning.devices import SPECS, device_rates
 from xmcray.planning.encoders import KNOWN, planned_encoder
 from xmcray.planning.plan import Plan, Planner, plan
-from xmcray.planning.rates import load_rates
+from xmcray.planning.rates import Rates, load_rates
 from xmcray.planning.stand_in import StandInData
 from xmcray.planning.trace import trace
 from xmcray.training import checkpoint
@@ -83,7 +83,7 @@ def test_what_lives_as_long_as_the_run_has_the_bytes_of_the_real_tensors(
 ) -> None:
     config = RunConfig.resolve(method, {}, ["encoder.dim=12", *settings])
     setup = built(config, corpus, ranks=2)
-    planned = trace(config, from_corpus(corpus), 2, on_gpu=False).tensors
+    planned = trace(config, from_corpus(corpus), ON_CPU, 2).tensors
 
     label_bytes = size_of(setup.method.state_tensors())
     for table in setup.method.tables.values():
@@ -94,29 +94,49 @@ def test_what_lives_as_long_as_the_run_has_the_bytes_of_the_real_tensors(
     assert planned["modules of the method"] == sum(size_of(m.state_dict()) for m in modules)
 
 
+def operations_of(config: RunConfig, size: DataSize, workers: int) -> list[Operation]:
+    """What the step does, instead of its seconds."""
+    counted: list[Operation] = []
+
+    class Recorder(Rates):
+        def step_seconds(self, operations: Any, num_ranks: int = 1) -> dict[str, float]:
+            counted.extend([] if counted else operations)
+            return {}
+
+    trace(config, size, Recorder(**vars(ON_CPU)), workers)
+    return counted
+
+
 def test_a_traced_step_has_the_products_of_the_real_one(corpus: Corpus) -> None:
     settings = ["encoder.dim=32", "optim.batch_size=50", "data.validation=0"]
     settings += ["negatives.uniform=40", "negatives.hard=0"]
     config = RunConfig.resolve("astra", {}, settings)
     setup = built(config, corpus)
-    setup.method.start()
     with FlopCounterMode(display=False) as counted:
         setup.stepper.step(setup.sampler.batch(0, 0, 1), None)
-    planned = trace(config, from_corpus(corpus), 1, on_gpu=False)
-    flop = sum(operation.flop for operation in planned.operations)
+    planned = operations_of(config, from_corpus(corpus), 1)
+    flop = sum(operation.flop for operation in planned)
     assert flop == pytest.approx(counted.get_total_flops(), rel=0.1)
+
+
+def test_products_in_place_are_products() -> None:
+    counter = Counter()
+    with counter:
+        torch.zeros(4, 8, device="meta").addmm_(
+            torch.zeros(4, 2, device="meta"), torch.zeros(2, 8, device="meta")
+        )
+    assert [o.flop for o in counter.operations if o.kind == "product"] == [2 * 4 * 2 * 8]
 
 
 def test_ranks_exchange_vectors_and_share_the_work() -> None:
     config = RunConfig.resolve("astra", {}, ["encoder.dim=64"])
     size = from_numbers(20_000, 20_000, 8)
-    alone = trace(config, size, 1, on_gpu=False)
-    shared = trace(config, size, 4, on_gpu=False)
-    assert not any(o.kind == "collective" for o in alone.operations)
-    exchanged = [o.moved_bytes for o in shared.operations if o.kind == "collective"]
+    alone = operations_of(config, size, 1)
+    shared = operations_of(config, size, 4)
+    assert not any(o.kind == "collective" for o in alone)
+    exchanged = [o.moved_bytes for o in shared if o.kind == "collective"]
     assert 64 * 64 * 4 in exchanged  # a rank's share of 256 queries, 64 numbers each
-    flop = [sum(o.flop for o in traced.operations) for traced in (alone, shared)]
-    assert flop[1] < 0.5 * flop[0]
+    assert sum(o.flop for o in shared) < 0.5 * sum(o.flop for o in alone)
     assert not torch.distributed.is_initialized()
 
 
@@ -243,8 +263,8 @@ def test_a_method_from_outside_is_planned_without_code_for_it(
     def method_entry(name: str) -> MethodEntry:
         return entry if name == "seventh" else known(name)
 
-    monkeypatch.setattr("xmcray.training.run.method_entry", method_entry)
-    monkeypatch.setattr("xmcray.training.loop.method_entry", method_entry)
+    for module in ("training.run", "training.loop", "planning.trace"):
+        monkeypatch.setattr(f"xmcray.{module}.method_entry", method_entry)
     small = made("seventh", "encoder.dim=64", labels=1e5)
     large = made("seventh", "encoder.dim=64", "optim.batch_size=1024", labels=1e5)
     assert large.step_s["matrix products"] > 4 * small.step_s["matrix products"]
@@ -366,6 +386,9 @@ def test_a_mistake_is_one_line(
 def test_the_page_on_scale_is_up_to_date() -> None:
     root = Path(__file__).parents[3]
     script = runpy.run_path(str(root / "benchmarks" / "scale_plans.py"))
-    assert (root / "docs" / "scale.md").read_text(encoding="utf-8") == script["page"](), (
-        "run: python benchmarks/scale_plans.py"
-    )
+    page = (root / "docs" / "scale.md").read_text(encoding="utf-8")
+    advice = "run: python benchmarks/scale_plans.py"
+    assert page.startswith(script["HEAD"]), advice
+    assert all(case.command in page for case in script["CASES"]), advice
+    # The others take a minute.
+    assert "\n".join(script["section"](script["CASES"][0])) in page, advice
