@@ -1,4 +1,4 @@
-"""Before anything runs: memory, time and money of a training."""
+"""The verb `plan`: memory, time and cost of a training before anything runs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ if TYPE_CHECKING:
 
 
 def plan_options(verb: argparse.ArgumentParser) -> None:
-    """What it can be told."""
+    """Adds the options of the verb."""
     verb.add_argument("method", metavar="METHOD", help=", ".join(method_names()))
     verb.add_argument(
-        "--data", metavar="CORPUS", help="count on a prepared corpus; or give the next three"
+        "--data", metavar="CORPUS", help="count a prepared corpus; or give the next options"
     )
     verb.add_argument("--labels", type=_number, metavar="L", help="number of labels, such as 1.3e6")
     verb.add_argument("--queries", type=_number, metavar="N", help="number of training queries")
     verb.add_argument(
-        "--tokens-per-text", type=_number, metavar="T", help="average of queries and label texts"
+        "--tokens-per-text",
+        type=_number,
+        metavar="T",
+        help="average of queries and label texts (default: 16)",
     )
     verb.add_argument(
         "--positives", type=float, default=5.0, metavar="P", help="labels of a query (default: 5)"
@@ -57,13 +60,13 @@ def plan_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--probe",
         metavar="FILE",
-        help="measured rates of this machine: read, or measured and written",
+        help="file of measured rates of this machine; read if it exists, otherwise written",
     )
     verb.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Prints what a training takes, or refuses what cannot fit."""
+    """Prints what a training takes, or refuses one that does not fit."""
     check_method_name(options.method)
     for name in ("memory_gb", "price_per_hour", "workers"):
         value = getattr(options, name)
@@ -132,7 +135,7 @@ def _rates(options: argparse.Namespace, config: RunConfig) -> Rates:
 
 
 def tables(made: Plan) -> list[Any]:
-    """The plan for the eye."""
+    """Tables and notes for the terminal."""
     from xmcray.planning.tables import tables
 
     return tables(made)
