@@ -1,4 +1,4 @@
-"""`xmcray predict`: chunks of queries spread over processes by Ray Data; finished chunks survive a kill.
+"""`xmcray predict`: Ray Data spreads chunks of queries; finished chunks survive a kill.
 
 One task reads the queries and streams chunks. A few tasks answer them, each in a process that loads
 the bundle once, and the driver keeps the answers. At any time only a few chunks exist, whatever the

@@ -1,4 +1,4 @@
-"""How far plain word matching gets: labels of the nearest training queries by TF-IDF. A number to beat.
+"""How far word matching gets: labels of the nearest training queries by TF-IDF. A number to beat.
 
 For small data only: the whole training split is a sparse matrix in memory.
 """
@@ -20,7 +20,9 @@ _CHUNK = 256  # queries compared with all training queries at once
 
 
 class NearestQueries:
-    """A label's score is the summed cosine of those of the 10 nearest training queries that carry it.
+    """Scores a label by the summed cosine of the nearest training queries that carry it.
+
+    Only the 10 nearest training queries count.
 
     Args:
         texts: N training queries.
@@ -39,7 +41,7 @@ class NearestQueries:
         documents = np.array([num_documents[term] for term in terms])
         self._idf = np.log(len(texts) / documents) + 1
         self._train = self._tfidf(counts)
-        # bool [N, L] as a sparse matrix: a product with it sums the cosines of each label's queries.
+        # [N, L], 1 for a query's label: a product with it sums the cosines of each label's queries.
         ones = np.ones(len(positives.values))
         self._labels = sp.csr_matrix(
             (ones, positives.values, positives.offsets), shape=(len(texts), num_labels)

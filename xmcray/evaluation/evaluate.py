@@ -1,4 +1,4 @@
-"""Runs a search over a split and turns the answers into numbers with intervals; compares two such runs.
+"""Measures a search over a split, with intervals, and compares two such measurements.
 
 `evaluate` accepts anything that returns `TopLabels`, so what is measured is what is served.
 """

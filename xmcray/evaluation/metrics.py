@@ -2,15 +2,18 @@
 
     P@k       hits among the first k answers / k
     R@k       hits among the first k answers / |P_i|
-    nDCG@k    DCG with gain 1 and discount 1 / log2(rank + 1), divided by the DCG of min(k, |P_i|) hits
-    PSP@k     sum of 1/p_l over the hits, divided by the best attainable sum; both are summed over all queries first
-    PSnDCG@k  the same with discounts; both sums of a query are divided by the DCG of min(k, |P_i|) hits
-    macroF1@k F1 of each label over all queries' first k answers, averaged over the labels of a frequency segment
-              that have a positive in the truth
+    nDCG@k    DCG with gain 1 and discount 1 / log2(rank + 1), divided by the DCG of min(k, |P_i|)
+              hits
+    PSP@k     sum of 1/p_l over the hits, divided by the best attainable sum; both are summed over
+              all queries first
+    PSnDCG@k  the same with discounts; both sums of a query are divided by the DCG of min(k, |P_i|)
+              hits
+    macroF1@k F1 of each label over all queries' first k answers, averaged over the labels of a
+              frequency segment that have a positive in the truth
 
-Propensities follow Jain et al., "Extreme Multi-label Loss Functions for Recommendation, Tagging, Ranking & Other
-Missing Label Applications" (KDD 2016). A query without a positive is left out of every metric and
-is counted.
+Propensities follow Jain et al., "Extreme Multi-label Loss Functions for Recommendation, Tagging,
+Ranking & Other Missing Label Applications" (KDD 2016). A query without a positive is left out of
+every metric and is counted.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ SEGMENTS = (("tail", 0, 10), ("torso", 10, 100), ("head", 100, 1000), ("top", 10
 def inverse_propensity(
     train_counts: Int64Array, num_train: int, a: float, b: float
 ) -> Float64Array:
-    """1 / p_l = 1 + C exp(-A log(N_l + B)) with C = (log N - 1) (B + 1)^A (Jain et al. 2016, Eq. 7).
+    """1 / p_l = 1 + C exp(-A log(N_l + B)) with C = (log N - 1) (B + 1)^A.
+
+    Source: Jain et al. 2016, Eq. 7.
 
     Args:
         train_counts: int64 [L], training queries that carry each label; label texts added as
@@ -149,7 +154,10 @@ class Metrics:
         return members if high is None else members & (self.train_counts <= high)
 
     def columns(self) -> dict[str, Float32Array]:
-        """float32 [queries] per main metric, in order of `update`; "best X" divides ratio metric X."""
+        """float32 [queries] per main metric, in order of `update`.
+
+        "best X" has the divisors of ratio metric X.
+        """
         return {name: np.concatenate(parts) for name, parts in self._columns.items()}
 
     def _check_labels(self, label_ids: Int64Array, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Predictions as files every evaluator of the field reads: a CSR matrix of queries x labels in scipy's .npz layout."""
+"""Predictions in the format of the field: a CSR matrix of queries x labels in scipy's .npz layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile
 
 
 def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: int) -> Path:
-    """Writes ranked answers as CSR [queries, num_labels] of float32 scores, completely or not at all.
+    """Writes ranked answers as CSR [queries, num_labels] of float32 scores, all or nothing.
 
     Args:
         path: where to; ".npz" is appended if it lacks.
@@ -77,10 +77,13 @@ def _save(path: Path, matrix: sparse.csr_matrix) -> None:
 
 
 def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> sparse.csr_matrix:
-    """Reads a prediction file, ours or another evaluator's. Stored zeros and negative scores are answers.
+    """Reads a prediction file, ours or another evaluator's.
+
+    Stored zeros and negative scores are answers.
 
     Raises:
-        DataError: not a sparse .npz, another shape than [num_queries, num_labels], or a score that is not a number.
+        DataError: not a sparse .npz, another shape than [num_queries, num_labels], or a score that
+            is not a number.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""Evaluations as tables for the console, from metrics.json alone: a stored result prints the same."""
+"""Evaluations as tables for the console, from metrics.json alone, so stored results print alike."""
 
 from __future__ import annotations
 

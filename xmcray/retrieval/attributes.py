@@ -262,7 +262,9 @@ def _changed(
 
 
 def _common_kind(name: str, column: _Column | None, given: Sequence[Scalar]) -> str:
-    """The type that can hold the present and the given values; integers become floats if both occur.
+    """The type that can hold the present and the given values.
+
+    Integers become floats if both occur.
 
     Raises:
         ConfigError: there is none.
@@ -293,7 +295,7 @@ def _common_kind(name: str, column: _Column | None, given: Sequence[Scalar]) -> 
 
 
 def _kind(value: Scalar) -> str:
-    # A boolean is an integer to Python, so it is asked for first.
+    # A boolean is an integer to Python, so it is tested first.
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, str):

@@ -1,16 +1,21 @@
-"""The folder that serving needs, and nothing else: encoder, tokenizer, labels, vectors and their indexes.
+"""The folder that serving needs, and nothing else: models, labels, vectors and their indexes.
 
     encoder/                    as Encoder.save writes it
-    head/                       as Head.save writes it: from the encoder's output to the vector that is searched
-    label_side/                 as LabelSide.save writes it: from the text of a label that joins later to its vector
+    head/                       as Head.save writes it: from the encoder's output to the vector that
+                                is searched
+    label_side/                 as LabelSide.save writes it: from the text of a label that joins
+                                later to its vector
     tokenizer/                  as TextTokenizer.save writes it
     labels.parquet              uid and text of each label, by source id
-    label_order.npy             int64 [rows], internal -> source id; -1 for a row that is not used yet
-    attributes.parquet          what answers can be filtered by (attributes.py); absent if no label has any
-    removed.npy                 int64, ascending: source ids that are no answers any more; absent if there are none
-    vectors/00000.safetensors   float32 "vectors", consecutive rows in internal order; the range is in the metadata
-    index/00000.faiss           the FAISS index over the same rows; absent where a shard is searched exhaustively
-    memory/                     training queries that vote for their labels, where there are any (memory.py)
+    label_order.npy             int64 [rows], internal -> source id; -1 for a row not used yet
+    attributes.parquet          by which answers can be filtered (attributes.py); absent if no label
+                                has any
+    removed.npy                 int64, ascending: source ids that are no answers any more; absent if
+                                there are none
+    vectors/00000.safetensors   float32 "vectors", consecutive rows in internal order; the range is
+                                in the metadata
+    index/00000.faiss           the FAISS index over the same rows; absent if all rows are searched
+    memory/                     training queries that vote for their labels, if any (memory.py)
     settings.json               how to search (Settings)
     manifest.json               sizes and SHA-256 (storage.py)
 

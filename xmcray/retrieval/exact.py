@@ -13,7 +13,8 @@ from torch import Tensor
 
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
-# Queries and rows of one block: 4 MiB of scores on a CPU (they stay near its caches), 512 MiB on a GPU.
+# Queries and rows of one block: 4 MiB of scores on a CPU, which stay near its caches, and 512 MiB
+# on a GPU.
 CPU_BLOCK = (256, 1 << 12)
 GPU_BLOCK = (1024, 1 << 17)
 GROUP = 32  # columns of which only the maximum is compared at first
@@ -147,7 +148,8 @@ def row_slots(row_P: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         row_P: int64 [P], ascending row numbers.
         num_rows: B.
     Returns:
-        int64 [B], the number of entries of each row, and int64 [P], the place of each entry in its row.
+        int64 [B], the number of entries of each row, and int64 [P], the place of each entry in its
+        row.
     """
     count_B = torch.bincount(row_P, minlength=num_rows)
     first_B = count_B.cumsum(0) - count_B

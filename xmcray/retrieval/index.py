@@ -99,7 +99,9 @@ def build_index(
     spec: IndexSpec | None = None,
     queries: Float32Array | None = None,
 ) -> Index:
-    """Builds an index over `vectors`: the same for the same arguments, whatever the timing of threads.
+    """Builds an index over `vectors`.
+
+    It is the same for the same arguments, whatever the timing of threads.
 
     Args:
         vectors: float32 [n, D]; n = 0 is legal. The index refers to them, it does not copy them.
@@ -301,7 +303,7 @@ class Index:
         return recall
 
     def save(self, path: Path) -> None:
-        """Writes the FAISS index, and next to it the rows that it lacks; the vectors lie elsewhere."""
+        """Writes the FAISS index and the rows that it lacks; the vectors lie elsewhere."""
         assert self._faiss is not None, "an exact index is its vectors"
         ann.write(self._faiss, path)
         np.save(_long_ids_path(path), self.long_ids)
@@ -365,7 +367,7 @@ class Index:
         ids: Int64Array | None,
         hidden: Ragged | None,
     ) -> Tensor:
-        """Keys [Q, k] of the best of `width` candidates that FAISS proposes and of the long rows."""
+        """Keys [Q, k] of the best among `width` candidates of FAISS and the long rows."""
         # FAISS keeps the number of threads per calling thread, so it is set before each search.
         ann.use_threads(self.threads)
         assert self._faiss is not None

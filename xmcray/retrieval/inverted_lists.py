@@ -1,4 +1,4 @@
-"""Many queries against inverted lists at once: each list is multiplied with the queries that visit it.
+"""Many queries against inverted lists: each list is multiplied with the queries that visit it.
 
 A search one query at a time reads a list once for each query and scores its rows one by one. Here a
 list meets its queries in one matrix product. Scanning then costs per row what an exhaustive search
@@ -21,7 +21,8 @@ from torch import Tensor
 from xmcray.retrieval.exact import empty_keys, row_slots, scores_of, to_keys
 from xmcray.types import Float32Array, Int64Array, Ragged
 
-# Queries at once: the more, the larger the products. Their numbers have 16 bits, which sort fastest.
+# Queries at once: the more, the larger the products. Their numbers have 16 bits, because those sort
+# fastest.
 CHUNK = 1 << 16
 # Lists visited, and long rows compared, by the end of each round but the last. The K-th best score
 # after a round is the bar that scores of the next round have to reach.

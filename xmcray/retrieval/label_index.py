@@ -219,7 +219,7 @@ class LabelIndex:
             settings: with the shards there are then.
             names: uid and text of the new labels.
             row_labels: int64 [rows], source id of each row.
-            vectors: float32 [rows of the shard, D] of the shards that are new or changed, by number.
+            vectors: float32 [rows of the shard, D] of the new or changed shards, by number.
         """
         assert self.allowed is None, "a filter's mask has one entry per label"
         return dataclasses.replace(

@@ -1,4 +1,6 @@
-"""Labels that join or leave a finished bundle without training. Other labels keep their scores bit for bit.
+"""Labels that join or leave a finished bundle without training.
+
+Other labels keep their scores bit for bit.
 
 A label that joins gets the vector that its method's label side makes of its text (new_vectors.py).
 Its row lies in a shard of ROOM rows that exists before its labels do. So products keep their shapes
@@ -51,7 +53,9 @@ class NewLabel:
 
 
 def read_new_labels(paths: Iterable[str | Path]) -> list[NewLabel]:
-    """Reads labels from JSON lines with `uid`, `text` or `title` and `content`, and maybe `attributes`.
+    """Reads labels from JSON lines.
+
+    A line has `uid`, `text` or `title` and `content`, and maybe `attributes`.
 
     Raises:
         DataError: a line is malformed, repeats a uid or has no text; naming file and line.
@@ -128,7 +132,8 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
         DataError: a uid is taken, or a text has no token.
         ConfigError: the bundle is at a URL and there is no `out`; or attributes do not fit those of
             other labels.
-        StorageError: the bundle is damaged or being changed, `out` is not empty, or the disk is full.
+        StorageError: the bundle is damaged or being changed, `out` is not empty, or the disk is
+            full.
     """
     with _opened(bundle, out) as source:
         retriever = source.retriever

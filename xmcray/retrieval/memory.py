@@ -1,4 +1,4 @@
-"""A memory of training queries: their vectors are keys that vote for labels. Works with any encoder.
+"""A memory of training queries, whose vectors are keys that vote for labels, with any encoder.
 
 How keys vote is in votes.py. All settings can be changed with every request. The queries that vote
 for a label are known, so an answer can name them. In a bundle:

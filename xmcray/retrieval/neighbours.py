@@ -1,4 +1,4 @@
-"""What a search of the label vectors and of the memory finds for some queries, before it becomes an answer."""
+"""What a search of the label vectors and of the memory finds, before it becomes an answer."""
 
 from __future__ import annotations
 

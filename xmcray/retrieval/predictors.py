@@ -62,7 +62,7 @@ class Predictor(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LabelPredictor:
-    """Answers with the nearest label vectors; a score is an inner product. Implements `Predictor`."""
+    """Implements `Predictor`: answers with the nearest label vectors; scores are inner products."""
 
     labels: LabelIndex
 

@@ -1,4 +1,4 @@
-"""Query texts or tokens become query vectors: tokenizer, encoder, head and normalisation of one bundle."""
+"""Turns query texts or tokens into query vectors: tokenizer, encoder, head and normalisation."""
 
 from __future__ import annotations
 

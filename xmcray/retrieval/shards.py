@@ -178,7 +178,7 @@ class ShardedIndex:
 
         Args:
             shards: all shards of the view.
-            vectors: float32 [rows of the shard, D] of the shards that are new or changed, by number.
+            vectors: float32 [rows of the shard, D] of the new or changed shards, by number.
         """
         known = self.indexes[0]
         indexes = []
@@ -261,7 +261,7 @@ def save_vectors(folder: Path, number: int, rows: Float32Array, start: int) -> N
 
 
 def read_shards(values: Sequence[Mapping[str, Any]], rows: int) -> tuple[VectorShard, ...] | None:
-    """Shards from plain values; None if they do not cover `rows` rows, at least one, without gaps."""
+    """Shards from plain values; None if they do not cover `rows` rows (at least 1) without gaps."""
     shards = tuple(VectorShard(**value) for value in values)
     covered = 0
     for shard in shards:

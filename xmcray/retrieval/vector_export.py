@@ -1,7 +1,7 @@
-"""Label vectors for vector databases: in the files that Qdrant, Milvus and Vespa ingest, or as plain Parquet.
+"""Label vectors in the files that Qdrant, Milvus and Vespa ingest, or as plain Parquet.
 
     parquet   labels-00000.parquet       label_id, uid, text, vector
-    qdrant    points-00000.jsonl         a line is the body of one upsert; collection.json creates the collection
+    qdrant    points-00000.jsonl         a line is one upsert; collection.json creates the collection
     milvus    labels-00000.parquet       for a bulk import; collection.json creates the collection
     vespa     documents-00000.jsonl      a line is one put; application/ is what to deploy
 

@@ -177,6 +177,6 @@ def vespa_field(name: str, kind: str) -> str:
 
 
 def readme(system: str, labels: int, dim: int, notes: Sequence[str]) -> str:
-    """The README.md beside the files of a system."""
+    """The README.md of an export."""
     text = (_HEAD + _SYSTEMS[system]).replace("DIM", str(dim)).replace("LABELS", f"{labels:,}")
     return "\n".join([text, *(f"{note}\n" for note in notes)])

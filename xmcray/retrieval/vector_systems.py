@@ -1,4 +1,4 @@
-"""How `vector_export` writes labels for each system; one function per system at the end of the file."""
+"""How `vector_export` writes labels, one function per system."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class ExportTarget:
     def write_tables(
         self, blocks: Iterator[LabelBlock], strings: pa.DataType, attributes_as_json: bool = False
     ) -> int:
-        """As `write`, for Parquet with label_id, uid, text, vector and, if there are any, attributes.
+        """As `write`, for Parquet with label_id, uid, text, vector and, if any, attributes.
 
         Args:
             blocks: what to write.

@@ -1,11 +1,11 @@
 """Neighbours vote for labels (RAE-XMC, Eq. 8). Pure numpy.
 
-    paper                    here                     meaning
-    K = [X_train ; Z]        Neighbours               keys: vectors of training queries and of label texts
-    V = [lam Y ; (1-lam) I]  count_votes, Votes       a query votes for its positives, a label for itself
-    lam, tau, b              weight, temperature, keys
-    Eq. 8                    joint=True               one softmax over the b nearest keys of both kinds
-    Eq. 11, OvA + kNN        joint=False              two searches, two softmaxes, a convex sum
+    paper                   here           meaning
+    K = [X_train ; Z]       Neighbours     keys: vectors of training queries and of label texts
+    V = [lam Y ; (1-lam) I] Votes          a query votes for its positives, a label for itself
+    lam, tau, b             MemoryConfig   weight, temperature, keys
+    Eq. 8                   joint=True     one softmax over the b nearest keys of both kinds
+    Eq. 11, OvA + kNN       joint=False    two searches, two softmaxes, a convex sum
 
 With weight 0 only labels are searched, with weight 1 only training queries.
 """
@@ -265,7 +265,7 @@ def sweep(
 
 
 def _softmax(score_BK: npt.NDArray[np.floating], config: MemoryConfig) -> Float64Array:
-    """softmax(score / tau) over the b largest of each row, of equal ones the first; zero elsewhere."""
+    """softmax(score / tau) over the b largest of each row, zero elsewhere."""
     # Stable, so that of equal scores the first keys are taken.
     best_Bb = np.argsort(-score_BK, axis=1, kind="stable")[:, : config.keys]
     top_Bb = np.take_along_axis(score_BK, best_Bb, 1).astype(np.float64)

@@ -1,4 +1,4 @@
-"""What a finished run leaves: bundle, metrics.json and report.html. Measures a bundle as it is served."""
+"""What a finished run leaves: bundle, metrics.json and report.html."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def check_fits(retriever: Retriever, corpus: Corpus) -> None:
 def finish(
     run: Run, corpus: Corpus, evaluate_test: bool = True, progress: Progress | None = None
 ) -> Evaluation | None:
-    """Writes RUN/bundle, RUN/metrics.json of the test split if there is one, and RUN/report.html."""
+    """Writes RUN/bundle, RUN/metrics.json if there is a test split, and RUN/report.html."""
     bundle = bundle_of(run, corpus)
     evaluation = None
     if evaluate_test and corpus.card.num_test:
