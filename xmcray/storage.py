@@ -73,6 +73,7 @@ def hash_file(path: Path) -> FileEntry:
     """Size and SHA-256 of one file, read in blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
+        # A file may be larger than the memory.
         while block := file.read(1 << 20):
             digest.update(block)
         size = file.tell()
@@ -249,6 +250,7 @@ def finish_manifest(
     Args:
         hashed_files: entries of files that are on disk already and need no hashing.
     """
+    # Data files are on the disk before the manifest says that they are complete.
     files = dict(hashed_files)
     for name, path in _files_below(folder):
         if name not in files:
@@ -309,6 +311,7 @@ def new_artifact(
             yield folder
             finish_manifest(folder, kind, about, hashed_files or {})
             if remote:
+                # An object store has no rename; the manifest, uploaded last, completes it.
                 _upload(folder, str(destination))
             elif replacing:
                 exchange(folder, Path(destination).absolute())
@@ -392,6 +395,7 @@ def link_files(
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(source / name, target)
+            # The same bytes on the same disk: verified and synced already.
             linked[name] = manifest.files[name]
         except OSError:
             shutil.copyfile(source / name, target)
@@ -479,6 +483,7 @@ def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[P
         file = folder / name
         if not file.is_file():
             raise StorageError(f"{path}/{name} is missing; make the {kind} again")
+        # The size is compared first, because it costs nothing.
         size = file.stat().st_size
         if size != entry.size:
             raise StorageError(
@@ -536,6 +541,7 @@ def local_copy(source: str, kind: str) -> Path:
         with (cache / f".{key}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the system frees it when the process dies
             if not copy.is_dir():
+                # A killed process may have left a part behind.
                 part = cache / f".{key}.part"
                 shutil.rmtree(part, ignore_errors=True)
                 try:

@@ -63,6 +63,7 @@ class TrainingData:
 
     def __post_init__(self) -> None:
         rows = np.flatnonzero(self.corpus.split("train").num_positives())
+        # The split is drawn over all rows, so it does not depend on which have positives.
         num_held_out = round(self.config.validation * self.num_train)
         shuffled = draws.generator(self.config.seed, "validation").permutation(self.num_train)
         is_held_out = np.zeros(self.num_train, dtype=bool)
@@ -142,6 +143,7 @@ class TrainingData:
     def token_counts(self, vocab_size: int) -> Int64Array:
         """int64 [vocab_size], in how many texts each token occurs, in a seeded sample of queries."""
         generator = draws.generator(self.config.seed, "token_counts")
+        # Sorted rows are read faster, because rows of one shard are neighbours.
         positions = generator.permutation(len(self.query_ids))[:_COUNTED_TEXTS]
         sample = np.sort(self.query_ids[positions])
         counts = np.zeros(vocab_size, np.int64)

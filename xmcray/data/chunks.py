@@ -121,6 +121,7 @@ def read_chunks(
     if split == "labels":
         rows = _without_holes(rows, rejects)
     for shard in itertools.count():
+        # A chunk is in memory as a whole; the reader goes on when the next one is wanted.
         block = list(itertools.islice(rows, shard_rows))
         if block or rejects.pending:
             yield RawChunk(split, shard, _table(block), rejects.drain())
@@ -202,6 +203,7 @@ def pack_chunk(
         filters: int64 [pairs, 2] of the split: row of the raw file, source label id; sorted.
         shard_rows: rows of every shard but the last.
     """
+    # Labels have a length limit of their own and neither positives nor filter pairs.
     texts: list[str] = chunk.rows["text"].to_pylist()
     is_labels = chunk.split == "labels"
     tokens = tokenizer.encode(texts, tokenizer.label_max_len if is_labels else tokenizer.max_len)
@@ -223,6 +225,7 @@ def pack_chunk(
         kept_per_row = np.bincount(raw_positives.row_ids[keep], minlength=len(raw_positives))
         positives = Ragged(raw_positives.values[keep], offsets_of(kept_per_row))
         shard.label_ids = positives.values
+        # Places within the chunk become rows of the split.
         shard.filters = pairs + np.array([chunk.shard * shard_rows, 0])
         had_none = raw_positives.lengths == 0
         shard.odd[f"{chunk.split}: no positives"] = int(had_none.sum())
@@ -230,6 +233,7 @@ def pack_chunk(
         shard.odd[f"{chunk.split}: all positives filtered"] = int(all_filtered.sum())
         table = _with_relevance(table, chunk.rows, raw_positives, keep, positives)
     if texts:
+        # A chunk without rows only reports rejected ones.
         shard.files = pack(chunk.shard, table, tokens, tokenizer.vocab_size, positives)
     return shard
 

@@ -128,6 +128,7 @@ class Corpus:
         self.card = Card.load(path / "card.yaml")
         self.label_order: Int64Array = np.load(path / "label_order.npy")
         self.label_rank: Int64Array = np.empty_like(self.label_order)
+        # The inverse permutation.
         self.label_rank[self.label_order] = np.arange(len(self.label_order))
         self.train_counts: Int64Array = np.load(path / "train_counts.npy")
         self._labels = Split(path, "labels", self.card.num_labels, self.card.shard_rows)
@@ -143,6 +144,7 @@ class Corpus:
         Raises:
             StorageError: not a complete corpus, or a file was altered.
         """
+        # A URL is copied to the cache first; the origin stays the URL, which every node can open.
         folder, manifest = open_artifact(path, KIND, contents=verify)
         origin = str(path) if is_url(path) else str(folder)
         return cls(origin, folder, manifest.sha256)
@@ -157,6 +159,7 @@ class Corpus:
         if not num_rows.get(name):
             present = [split for split, rows in num_rows.items() if rows]
             raise DataError(f"corpus {self.path} has no split {name!r}; it has {present}")
+        # A split is opened at its first use: many commands need only one of them.
         if name not in self._splits:
             self._splits[name] = Split(self.path, name, num_rows[name], self.card.shard_rows)
         return self._splits[name]
@@ -245,6 +248,7 @@ class Split:
         """Values of a text column, in the order of `rows`; None if a shard lacks the column."""
         ids = np.asarray(rows, np.int64)
         order = np.argsort(ids, kind="stable")
+        # Rows are read in ascending order, shard by shard, and put back into the caller's order.
         values: list[Any] = [None] * len(ids)
         for piece in by_shard(ids[order], self._num_rows, self._shard_rows):
             table = self._table(piece.shard)
@@ -262,6 +266,7 @@ class Split:
 def frequency_histogram(counts: Int64Array) -> dict[str, int]:
     """Number of labels per bin of training queries: {"0": ..., "1": ..., "2-5": ..., ">1000": ...}."""
     lowest = np.array(list(FREQUENCY_BINS))
+    # The bin of a count is the last one whose lowest number is not above it.
     bins = np.searchsorted(lowest, counts, side="right") - 1
     totals = np.bincount(bins, minlength=len(lowest)).tolist()
     return dict(zip(FREQUENCY_BINS.values(), totals, strict=True))

@@ -40,15 +40,18 @@ def pack(
         labels: source label ids per row; None for a shard of label texts.
     """
     stem = shard_stem(shard)
+    # Two bytes per token halve the largest files of a corpus.
     token_type = np.uint16 if vocab_size <= MAX_UINT16_VOCAB else np.uint32
     files = {
         f"{stem}.tokens.npy": _npy(tokens.values.astype(token_type)),
         f"{stem}.token_offsets.npy": _npy(tokens.offsets),
     }
     if labels is not None:
+        # 2^31 labels are enough, and four bytes halve the file.
         files[f"{stem}.labels.npy"] = _npy(labels.values.astype(np.int32))
         files[f"{stem}.label_offsets.npy"] = _npy(labels.offsets)
     sink = io.BytesIO()
+    # Schema metadata may name the version of a library: without it the bytes are the same.
     pq.write_table(texts.replace_schema_metadata(None), sink, compression="zstd")
     files[f"{stem}.parquet"] = sink.getvalue()
     return files
@@ -56,6 +59,7 @@ def pack(
 
 def _npy(array: Array) -> bytes:
     sink = io.BytesIO()
+    # np.save would accept objects, which need pickle.
     np.lib.format.write_array(sink, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
     return sink.getvalue()
 
@@ -150,6 +154,7 @@ def by_shard(sorted_rows: Int64Array, num_rows: int, shard_rows: int) -> list[Sh
         )
     shards = sorted_rows // shard_rows
     local_rows = sorted_rows - shards * shard_rows
+    # The rows are sorted, so the rows of one shard are neighbours.
     cuts = np.flatnonzero(np.diff(shards)) + 1
     pieces = []
     start = 0
@@ -175,5 +180,6 @@ def _map(path: Path) -> Array:
     size = path.stat().st_size
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
     view: Array = data[start:].view(dtype).reshape(shape)
+    # Writing into the private mapping would change this process's copy only, unnoticed.
     view.flags.writeable = False
     return view

@@ -213,6 +213,7 @@ def _alphabet(texts: Sequence[str], normalizer: Any) -> list[str]:
         for code_point, count in zip(distinct.tolist(), occurrences.tolist(), strict=True):
             counts[chr(code_point)] += count
     letters = [letter for letter in counts if not letter.isspace()]
+    # Ties by code point: the counter's own order depends on the texts' order.
     letters.sort(key=lambda letter: (-counts[letter], letter))
     return sorted(letters[:MAX_ALPHABET])
 

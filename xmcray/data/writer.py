@@ -78,6 +78,7 @@ class CorpusWriter:
         target.mkdir(exist_ok=True)
         for name, content in shard.files.items():
             (target / name).write_bytes(content)
+        # Shards arrive in any order; sums do not depend on it.
         self.num_rows[split] += shard.num_rows
         self.num_tokens[split] += shard.num_tokens
         self.odd += shard.odd
@@ -85,6 +86,7 @@ class CorpusWriter:
         if split != "labels":
             if split not in self.counts:
                 self.counts[split] = np.zeros(self.num_rows["labels"], np.int64)
+            # add.at counts a label once for each of its queries; += would count it once in all.
             np.add.at(self.counts[split], shard.label_ids, 1)
             self.filters.setdefault(split, []).append(shard.filters)
 
@@ -105,6 +107,7 @@ class CorpusWriter:
             if not self.num_rows[split]:
                 raise DataError(f"{source.path}: split {split!r} has no row; expected at least one")
         tokenizer.save(self.folder / "tokenizer")
+        # The survey draws from [seed, 1]: the two streams have nothing in common.
         rng = np.random.default_rng([config.seed, 0])
         np.save(self.folder / "label_order.npy", rng.permutation(self.num_rows["labels"]))
         np.save(self.folder / "train_counts.npy", self.counts["train"])
@@ -128,6 +131,7 @@ class CorpusWriter:
     def _count_unseen_labels(self) -> None:
         unseen = self.counts["train"] == 0
         if "test" in self.counts:
+            # A label of the test split is no mistake of the corpus, but no method can learn it.
             only_in_test = unseen & (self.counts["test"] > 0)
             self.odd["labels: seen only in test"] = int(only_in_test.sum())
             unseen &= ~only_in_test
@@ -171,6 +175,7 @@ class CorpusWriter:
             },
             frequency=frequency_histogram(self.counts["train"]),
             odd={reason: count for reason, count in sorted(self.odd.items()) if count},
+            # Sorted, so that equal corpora have equal cards.
             rejected=dict(sorted(rejected_by_split.items())),
         )
 
@@ -192,6 +197,7 @@ def statistics_table(card: Card) -> Table:
     table.add_column(justify="right")
     table.add_row("training queries", f"{card.num_train:,}")
     table.add_row("test queries", f"{card.num_test:,}")
+    # The averages carry their own names.
     for quantity, average in card.averages.items():
         table.add_row(quantity, f"{average:.2f}")
     table.add_row("tokens in the vocabulary", f"{card.vocab_size:,}")

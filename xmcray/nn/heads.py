@@ -112,6 +112,7 @@ class TwoHeads(Head):
         generator = torch.Generator().manual_seed(seed)
         nn.init.orthogonal_(self.text_layer.weight, generator=generator)
         nn.init.zeros_(self.text_layer.bias)
+        # The same map: a classifier row that starts as a text's vector fits its head.
         self.classifier_layer.load_state_dict(self.text_layer.state_dict())
 
     def text(self, vector_BD: Tensor, keep_BE: Tensor | None = None) -> Tensor:
@@ -165,6 +166,7 @@ def load_head(folder: Path) -> Head:
         BundleError: a file is missing or damaged, or of a kind that this release does not know.
     """
     with reading("head", folder):
+        # What is left after the kind are the arguments of the class.
         settings = load_settings(folder / SETTINGS)
         kind = settings.pop("kind")
         if kind not in _KINDS:
@@ -174,6 +176,7 @@ def load_head(folder: Path) -> Head:
         head = _KINDS[kind](**settings)
         if (folder / WEIGHTS).is_file():
             state = load_file(folder / WEIGHTS)
+            # The head has the precision that it was saved with.
             dtype = next(iter(state.values())).dtype
             head.to(dtype).load_state_dict(state)
         else:

@@ -56,6 +56,7 @@ def load_label_side(folder: Path) -> LabelSide:
         BundleError: a file is missing, as in bundles of earlier releases, or damaged.
     """
     with reading("label side", folder):
+        # Methods without prototypes write settings only.
         row_columns = int(load_settings(folder / SETTINGS)["row_columns"])
         if not (folder / WEIGHTS).is_file():
             return LabelSide(row_columns)

@@ -83,6 +83,7 @@ class StaticEncoder(Encoder):
         start_B = to_torch(rows.offsets[:-1]).to(device)
         text_T = to_torch(rows.row_ids).to(device)
         sum_BD = cast(Tensor, _WeightedBag.apply(table_VD, row_T, start_B, text_T, weight_T))
+        # The length of the weight vector of each text, squared.
         square_B1 = _bag_sums(weight_T.square(), start_B)
         query_BD = sum_BD * square_B1.clamp_min(1e-12).rsqrt()
         if self.hidden is None or self.out is None:
@@ -91,6 +92,7 @@ class StaticEncoder(Encoder):
 
     def _weighted_rows(self, tokens: Ragged) -> tuple[Ragged, Tensor]:
         """Table rows of each text, and the weight of each."""
+        # Weights are looked up per token, so a pair needs no weight of its own.
         weight_T = self.weight[to_torch(tokens.values).to(self.weight.device)]
         if self.position_decay:
             decay_T = torch.exp(_positions(tokens).to(weight_T) / -_DECAY_TOKENS)
@@ -174,6 +176,7 @@ class _WeightedBag(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         row_T, text_T, weight_T = ctx.saved_tensors
         ids_U, sum_UD = sum_by_row(row_T, text_T, grads[0], weight_T)
+        # The ids are distinct and sorted, which `is_coalesced` promises without a check.
         grad_VD = torch.sparse_coo_tensor(
             ids_U[None], sum_UD, ctx.shape, is_coalesced=True, check_invariants=False
         )

@@ -135,6 +135,7 @@ class RowParser:
         relevance = record.get(fields.relevance)
         if type(labels) is not list or not (relevance is None or type(relevance) is list):
             raise BadValue(f"{fields.labels} or {fields.relevance} is not a list")
+        # Nearly all files have integers, which need no look-up. (bool is another type than int.)
         if fields.labels_are_uids or set(map(type, labels)) != {int}:
             labels = [self._label_id(label) for label in labels]
         return check_labels(labels, relevance, num_labels)
@@ -144,6 +145,7 @@ class RowParser:
             return label
         if type(label) is not str and type(label) is not int:
             raise BadValue(f"label {str(label)[:80]!r} is neither an integer nor a string")
+        # The label file is read once more here, and only if a label is named by its uid.
         if self._label_rows is None:
             self._label_rows = self._read_label_rows()
         row = self._label_rows.get(str(label))
@@ -155,6 +157,7 @@ class RowParser:
 def read_records(path: Path) -> Iterator[Record | BadValue]:
     """JSON objects of a file, one per line; a line that is none is yielded as the reason."""
     parse = json.JSONDecoder().raw_decode  # a third faster than json.loads
+    # The parser accepts NaN and infinity; `check_labels` refuses them.
     for line in read_lines(path):
         try:
             text = decode(line).strip()
@@ -267,6 +270,7 @@ class JsonLines(RecordFormat):
     def fields(self, folder: Path, name: str) -> Fields:
         """Names of the fields of "train", "test" or "labels"."""
         fields = self.label_fields if name == "labels" else self.query_fields
+        # Releases for titles contain the same file with contents, which the papers do not use.
         if self.title_rule and "title" in folder.resolve().name.lower():
             return Fields(text="title", parts=(), labels=fields.labels, relevance=fields.relevance)
         return fields

@@ -52,6 +52,7 @@ def open_matrix(path: Path) -> Matrix:
     if path.suffix == ".npz":
         matrix = load_npz(path)
         return Matrix(path, matrix.shape, _npz_rows(matrix), 1)
+    # The iterator goes on after the header: the rows are what is left of the file.
     lines = read_lines(path)
     rows, cols = read_header(path, lines, ("rows", "columns"))
     return Matrix(path, (rows, cols), _text_rows(lines), 2)
@@ -126,6 +127,7 @@ def load_npz(path: Path) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             kind = _read_member(archive, "format.npy").item()
+            # Member by member: np.load would unpack whatever else the archive holds.
             indptr = _read_member(archive, "indptr.npy")
             indices = _read_member(archive, "indices.npy")
             data = _read_member(archive, "data.npy")

@@ -103,6 +103,7 @@ def _parquet_footer(path: Path) -> bytes:
 def _open_parquet(path: Path) -> Any:
     """A ParquetFile whose schema is allowed; the caller closes it."""
     try:
+        # First the raw bytes: opening the file lets Arrow read the schema.
         _refuse_extensions(path, _parquet_footer(path))
         file = pq.ParquetFile(path)
     except _ARROW_ERRORS as error:
@@ -119,6 +120,7 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
     with _open_parquet(path) as file:
         names = _known_columns(file.schema_arrow)
         try:
+            # One thread: the tasks of the pipeline are the parallelism.
             yield from file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names, use_threads=False)
         except _ARROW_ERRORS as error:
             raise _unreadable(path, error) from None
@@ -134,12 +136,14 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
         with pa.memory_map(str(path)) as file:
             message = pa.ipc.read_message(file)  # the schema's bytes, not parsed yet
             _refuse_extensions(path, message.metadata.to_pybytes())
+            # The schema is read again, now by Arrow.
             file.seek(0)
             with pa.ipc.open_stream(file) as stream:
                 _check_schema(path, stream.schema)
                 names = _known_columns(stream.schema)
                 for batch in stream:
                     _check_offsets(batch)
+                    # A saved dataset may hold a million rows in one batch.
                     for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
                         yield batch.slice(start, _ROWS_AT_ONCE).select(names)
     except _ARROW_ERRORS as error:
@@ -169,6 +173,7 @@ def _records(batches: Iterator[Any]) -> Iterator[Mapping[str, Any] | BadValue]:
         try:
             yield from batch.to_pylist()
         except UnicodeDecodeError:
+            # One bad row must not cost the other rows of its batch.
             for start in range(batch.num_rows):
                 try:
                     yield from batch.slice(start, 1).to_pylist()

@@ -81,6 +81,7 @@ class FeatureNames:
         except BadValue as error:
             reason = str(error).replace("label", "feature").replace("relevance", "weight")
             raise BadValue(reason) from None
+        # The heaviest feature comes first, because a tokenizer keeps the start of a text.
         words = []
         for _, index in sorted(zip([-weight for weight in weights], ids, strict=True)):
             words.append(self.names[index] if index < len(self.names) else f"f{index}")
@@ -112,6 +113,7 @@ def _join(
         )
     number = -1
     for number, (text, entries) in enumerate(zip_longest(texts, matrix.rows)):
+        # zip_longest fills up the shorter file with None.
         if text is None:
             raise _mismatch(path, matrix, f"less than {number}")
         if entries is None or number >= num_rows:
@@ -200,6 +202,7 @@ class Lines:
     def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All queries of a split in file order."""
         path = find_one(folder, self.queries_in[split])
+        # The label matrix is preferred, because it has the relevance of each label.
         if self.labels_before_tab and not find(folder, self.matrix_in[split]):
             return _tab_rows(path, num_labels, on_bad)
         matrix = open_matrix(find_one(folder, self.matrix_in[split]))
@@ -227,6 +230,7 @@ def _tab_rows(path: Path, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         try:
             if not tab:
                 raise BadValue("no tab, expected labels<TAB>text; or add Y.trn.npz and Y.tst.npz")
+            # PECOS writes "label::value" in some releases and separates labels by commas.
             labels = labels.replace(b"::", b":").replace(b",", b" ")
             positives, values = parse_entries(labels, default=1.0)
             ids, relevance = check_labels(positives, values, num_labels)
@@ -262,6 +266,7 @@ class BagOfWords:
     def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All queries of a split in file order."""
         path, lines, header = self._open(folder, split)
+        # Fewer is fine: the label file may hold labels that no query carries.
         if header.labels > num_labels:
             raise DataError(
                 f"{path}:1: the header says {header.labels} labels, but there are {num_labels}"
