@@ -58,7 +58,9 @@ def node_types(name: str) -> dict[str, dict[str, Any]]:
 def launched(
     name: str, asked: dict[str, float], count: int, label: tuple[str, str] | None = None
 ) -> dict[str, int]:
-    """How many nodes of which type Ray's autoscaler starts for `count` processes that ask for `asked`."""
+    """How many nodes of which type Ray's autoscaler starts for `count` processes that ask for
+    `asked`.
+    """
     types = {
         kind: NodeTypeConfig(
             name=kind,

@@ -60,7 +60,8 @@ def head(
     """Starts a head with ports and a folder of its own; ends it with all its processes.
 
     Args:
-        loopback: all its ports are on 127.0.0.1; otherwise only the dashboard's is, as on a node of a cluster.
+        loopback: all its ports are on 127.0.0.1; otherwise only the dashboard's is, as on a node of
+            a cluster.
     """
     folder = Path(
         tempfile.mkdtemp(prefix="xh")
@@ -88,7 +89,8 @@ def head(
     started = Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}", 0, token_file)
     environment = started.environment()
     if loopback:
-        # Whatever its name says, without this variable the machine's address would replace 127.0.0.1.
+        # Whatever its name says, without this variable the machine's address would replace
+        # 127.0.0.1.
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(

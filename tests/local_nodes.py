@@ -1,4 +1,6 @@
-"""Several nodes on one machine, for a process that was started with `environment`: Ray reads it when it is imported."""
+"""Several nodes on one machine, for a process that was started with `environment`: Ray reads it
+when it is imported.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ FAST = {  # a lost node is noticed within two seconds instead of twenty
 
 @contextmanager
 def environment() -> Iterator[dict[str, str]]:
-    """Variables for a process that starts nodes: a token, and Ray's files in a folder that is removed afterwards."""
+    """Variables for a process that starts nodes: a token, and Ray's files in a folder that is
+    removed afterwards.
+    """
     with tempfile.TemporaryDirectory(
         prefix="xmcray-", ignore_cleanup_errors=True
     ) as folder:  # sockets: a short path
@@ -72,7 +76,8 @@ class LocalNodes:
 
     def add(self, name: str, cpus: int = 0, gpus: int = 0, **settings: Any) -> None:
         """Starts a node; `resources` are custom ones."""
-        # Ray cleans up after a node by signal handlers, which only the main thread may set; others end with the head.
+        # Ray cleans up after a node by signal handlers, which only the main thread may set; others
+        # end with the head.
         self._cluster._shutdown_at_exit = threading.current_thread() is threading.main_thread()
         self._nodes[name] = self._cluster.add_node(
             num_cpus=cpus,
@@ -103,7 +108,8 @@ class LocalNodes:
 
 
 class AutoscaledNodes:
-    """A cluster that is a head without CPUs at first, with Ray's autoscaler and its provider of fake nodes.
+    """A cluster that is a head without CPUs at first, with Ray's autoscaler and its provider of
+    fake nodes.
 
     Args:
         kinds: resources of a node of each type, and how many there may be.

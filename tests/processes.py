@@ -39,7 +39,9 @@ def command_line(pid: int) -> str:
 
 
 def kill_family(commands: dict[int, str]) -> None:
-    """SIGKILL for those of `descendants` that still run; another process may have got one of the ids."""
+    """SIGKILL for those of `descendants` that still run; another process may have got one of the
+    ids.
+    """
     for pid, command in commands.items():
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if command_line(pid) == command:
@@ -93,7 +95,8 @@ class When(threading.Thread):
 def wait_until(
     condition: Callable[[], bool], seconds: float, message: Callable[[], str], every: float = 0.1
 ) -> None:
-    """Returns once a condition of another process holds; raises RuntimeError with a message if it never does.
+    """Returns once a condition of another process holds; raises RuntimeError with a message if it
+    never does.
 
     Args:
         condition: is checked again and again.

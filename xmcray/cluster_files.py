@@ -1,7 +1,9 @@
-"""Checks a cluster file before `ray up` spends money on it, with Ray's own validators and with checks of our own.
+"""Checks a cluster file before `ray up` spends money on it, with Ray's own validators and with
+checks of our own.
 
-Ray accepts a file whose dashboard is open to everyone, whose nodes disagree about the token or about Ray's version, or
-whose machine type does not exist. Strangers find an open dashboard; the other mistakes cost minutes of waiting.
+Ray accepts a file whose dashboard is open to everyone, whose nodes disagree about the token or
+about Ray's version, or whose machine type does not exist. Strangers find an open dashboard; the
+other mistakes cost minutes of waiting.
 """
 
 from __future__ import annotations
@@ -52,14 +54,15 @@ _MACHINE_TYPES = {  # by the provider's type
 
 
 def check_cluster_file(path: str | Path) -> None:
-    """Refuses a cluster file that Ray would not start, or that would start an open cluster. Contacts no cloud.
+    """Refuses a cluster file that Ray would not start, or that would start an open cluster.
+    Contacts no cloud.
 
     Args:
         path: a file for `ray up`, or a manifest for KubeRay.
 
     Raises:
-        ConfigError: one line that names the field: unreadable, missing, misspelt, a placeholder, an unknown kind of
-            machine type, a dashboard beyond loopback, or nodes without token.
+        ConfigError: one line that names the field: unreadable, missing, misspelt, a placeholder, an
+            unknown kind of machine type, a dashboard beyond loopback, or nodes without token.
     """
     if not Path(path).is_file():
         raise ConfigError(
@@ -78,7 +81,9 @@ def check_cluster_file(path: str | Path) -> None:
 
 
 def _check_manifest(path: str | Path, values: Mapping[str, Any]) -> None:
-    """Checks a RayCluster, RayJob or RayService for what `kubectl apply --dry-run=server` does not know."""
+    """Checks a RayCluster, RayJob or RayService for what `kubectl apply --dry-run=server` does not
+    know.
+    """
     from xmcray.ray_adapter.cluster import ray_version
     from xmcray.ray_adapter.private import autoscaling_config_of
 
@@ -178,7 +183,9 @@ def _check_machine_types(path: str | Path, values: Mapping[str, Any]) -> None:
 
 
 def _check_start_commands(path: str | Path, values: Mapping[str, Any]) -> None:
-    """Checks that each node gets the token and demands it, and that only the head reaches the dashboard."""
+    """Checks that each node gets the token and demands it, and that only the head reaches the
+    dashboard.
+    """
     for name in ("head_start_ray_commands", "worker_start_ray_commands"):
         starts = [command for command in values.get(name, ()) if "ray start" in command]
         if not starts:

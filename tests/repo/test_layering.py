@@ -1,7 +1,8 @@
-"""Which module may import which. The folders of the library form a line, and imports never point backwards.
+"""Which module may import which. The folders of the library form a line, and imports never point
+backwards.
 
-Every module of the package is checked. Only the command line and the scripts in jobs/, serve/ and tune/ stand on top of
-the library and may import all of it.
+Every module of the package is checked. Only the command line and the scripts in jobs/, serve/ and
+tune/ stand on top of the library and may import all of it.
 """
 
 import ast
@@ -60,7 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 ON_TOP = {"cli"}
 
-# Modules that import Ray's public interface themselves, because they are Ray code; all others use the adapter.
+# Modules that import Ray's public interface themselves, because they are Ray code; all others use
+# the adapter.
 RAY_CODE = {
     "data.stream": "builds Ray Data pipelines and their watchdog",
     "tuning.search": "subclasses Ray Tune's searcher and stopper",
@@ -137,7 +139,9 @@ def imports_ray(module: str) -> bool:
 
 @functools.cache
 def needs_ray() -> set[str]:
-    """Returns the modules that cannot be imported without Ray: they import it, or a module that does."""
+    """Returns the modules that cannot be imported without Ray: they import it, or a module that
+    does.
+    """
     needy = {"ray"}
     grows = True
     while grows:

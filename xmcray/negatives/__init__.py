@@ -1,1 +1,1 @@
-"""Which labels a query must meet: sampling plans, versioned shortlists and the pool that refreshes them."""
+"""Negatives of a query: sampling plans, versioned shortlists, and the pool that refreshes them."""

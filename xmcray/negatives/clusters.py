@@ -1,6 +1,7 @@
 """Balanced recursive 2-means: clusters of query or label vectors whose sizes differ by at most one.
 
-N rows    C clusters of one level    M slots of a cluster, as many as its largest one has rows    D width
+N rows    C clusters of one level    M slots of a cluster, as many as its largest one has rows    D
+width
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ _ELEMENTS_AT_ONCE = 1 << 22  # elements of the vectors of clusters that are spli
 
 
 def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> Int64Array:
-    """Halves the rows again and again, each time by 2-means with halves of equal size (NGAME, section 3; spherical).
+    """Halves the rows again and again, each time by 2-means with halves of equal size (NGAME,
+    section 3; spherical).
 
-    Two rows drawn at random are the first centres. The half of the rows that prefers the first centre most goes to it,
-    the rest to the other, and the centres become the normalised means, until the mean similarity gains less than 1e-4.
+    Two rows drawn at random are the first centres. The half of the rows that prefers the first
+    centre most goes to it, the rest to the other, and the centres become the normalised means,
+    until the mean similarity gains less than 1e-4.
 
     Args:
         vectors: float32 [N, D]; they are normalised here.
@@ -27,8 +30,8 @@ def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> In
         seed: of the drawn rows.
 
     Returns:
-        Int64Array: int64 [N], a row's cluster; the sizes differ by at most 1. Clusters 2c and 2c + 1 are the halves of
-        one parent, hence `result >> k` are the clusters of `num_clusters >> k`.
+        Int64Array: int64 [N], a row's cluster; the sizes differ by at most 1. Clusters 2c and 2c +
+        1 are the halves of one parent, hence `result >> k` are the clusters of `num_clusters >> k`.
 
     Raises:
         ConfigError: num_clusters is no power of two or above N.
@@ -40,7 +43,8 @@ def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> In
             f"{num_clusters} clusters of {num_rows} vectors; give a power of two of at most {num_rows}"
         )
     row_ND = _normalised(np.asarray(vectors, np.float32))
-    # Cluster c of the current level is order[starts[c] : starts[c + 1]]; each level halves every cluster.
+    # Cluster c of the current level is order[starts[c] : starts[c + 1]]; each level halves every
+    # cluster.
     order = np.arange(num_rows)
     starts = np.array([0, num_rows])
     num_levels = num_clusters.bit_length() - 1
@@ -66,13 +70,15 @@ def _split(
     size_C: Int64Array,
     centre_C2: Int64Array,
 ) -> None:
-    """Splits some clusters of a level, by reordering `order` in place so that each first half comes first.
+    """Splits some clusters of a level, by reordering `order` in place so that each first half comes
+    first.
 
     Args:
         row_ND: unit vectors.
         order: int64 [N], rows by cluster.
         start_C: where each cluster begins in `order`.
-        size_C: rows of each cluster; they differ by at most one, so at most the last slot of a cluster is empty.
+        size_C: rows of each cluster; they differ by at most one, so at most the last slot of a
+            cluster is empty.
         centre_C2: places in the cluster of the two rows that are the first centres.
     """
     slot_M = np.arange(size_C.max())
@@ -87,7 +93,8 @@ def _split(
     similarity_C = np.full(len(size_C), -np.inf)
     ranked_CM = np.empty_like(member_CM)
 
-    # Below, the axis C of vector_CMD, pull_CD and all that follows from them has the active clusters only.
+    # Below, the axis C of vector_CMD, pull_CD and all that follows from them has the active
+    # clusters only.
     active = np.arange(len(size_C))
     pull_CD = vector_CMD[active, centre_C2[:, 0]] - vector_CMD[active, centre_C2[:, 1]]
     while len(active):
@@ -125,7 +132,8 @@ def _two_rows(size_C: Int64Array, generator: np.random.Generator) -> Int64Array:
     """Draws two different places in each cluster of at least two rows, int64 [C, 2]."""
     uniform_C2 = generator.random((len(size_C), 2))
     first_C = (uniform_C2[:, 0] * size_C).astype(np.int64)
-    # A distance of 1 .. size - 1 from the first place, counted around the end, is never the first place again.
+    # A distance of 1 .. size - 1 from the first place, counted around the end, is never the first
+    # place again.
     distance_C = 1 + (uniform_C2[:, 1] * (size_C - 1)).astype(np.int64)
     second_C = (first_C + distance_C) % size_C
     return np.stack([first_C, second_C], axis=1)

@@ -4,15 +4,15 @@
         queries/00000340-0001.safetensors   ids and vectors that rank 1 collected up to step 340
         rows/0000065536.safetensors         label vectors from label 65536 on
         published-0001.json                 rank 1 has written all that it has to write
-        found/0000000000-0000065536/...     best labels among labels 0 .. 65535, a file per query block
+        found/0000000000-0000065536/...     best labels among labels 0 .. 65535, by query block
         clusters.npy                        cluster of each query, if batches are made of clusters
         shortlist.npy, complete.json        the finished version
 
-Files are written under another name and renamed, so a file that exists is whole, and two actors that do the same work
-do no harm. A checkpoint lists the inputs that existed at its step. On resume, a version that had not been published by
-then starts a new attempt with the listed query blocks. An index actor that is still busy with the old attempt finds its
-folder gone and stops. All other files stay. Once a version is complete, and published at every kept checkpoint, its
-inputs are removed.
+Files are written under another name and renamed, so a file that exists is whole, and two actors
+that do the same work do no harm. A checkpoint lists the inputs that existed at its step. On resume,
+a version that had not been published by then starts a new attempt with the listed query blocks. An
+index actor that is still busy with the old attempt finds its folder gone and stops. All other files
+stay. Once a version is complete, and published at every kept checkpoint, its inputs are removed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class QueryBlock:
     Attributes:
         ids: int64 [B], query ids.
         vectors: float32 [B, D].
-        extra: int64 [B], number of labels that may not be negatives of the query; so many more labels are searched.
+        extra: int64 [B], number of labels that may not be negatives of the query; so many more
+            labels are searched.
     """
 
     ids: Int64Array
@@ -112,7 +113,7 @@ class VersionFolder:
         return paths
 
     def publish(self, rank: int, num_ranks: int, snapshot_step: int) -> Path:
-        """Marks that a rank has written everything; the version can be built when all ranks have."""
+        """Marks that a rank has written everything. All ranks have to, before the index is built."""
         path = self.path / f"published-{rank:04d}.json"
         storage.write_json(path, {"num_ranks": num_ranks, "snapshot_step": snapshot_step})
         return path
@@ -143,7 +144,7 @@ class VersionFolder:
         return QueryBlock(**load_file(self.path / "queries" / f"{block}.safetensors"))
 
     def read_rows(self, start: int, stop: int) -> Float32Array:
-        """Reads the vectors of labels start .. stop - 1, float32 [stop - start, D], file by file."""
+        """Reads the vectors of labels start .. stop - 1, float32 [stop - start, D]."""
         parts = []
         for path in sorted((self.path / "rows").glob("*.safetensors")):
             first = int(path.stem)
@@ -159,8 +160,8 @@ class VersionFolder:
         """Keeps the best labels of one index shard for one query block.
 
         Args:
-            part: labels of the shard. They name the file, and not the shard's number, so that a pool of another size
-                does not take it for its own.
+            part: labels of the shard. They name the file, and not the shard's number, so that a
+                pool of another size does not take it for its own.
             block: name of the query block.
             hits: internal label ids.
         """
@@ -180,7 +181,7 @@ class VersionFolder:
         _save(path, {"counts": np.array([num_found, num_exact])})
 
     def read_recall(self, parts: Sequence[LabelPartition]) -> float | None:
-        """Returns the share of exact neighbours found over the shards that measured it; None if none did."""
+        """Returns the share of exact neighbours that all shards have found; None if not measured."""
         num_found = 0
         num_exact = 0
         for part in parts:
@@ -192,12 +193,13 @@ class VersionFolder:
         return num_found / num_exact if num_exact else None
 
     def new_shortlist(self, num_query_ids: int, width: int) -> ShortlistFile:
-        """Creates an int32 [num_query_ids, width] file filled with -1, to be filled and passed to `finish`."""
+        """Creates an int32 [num_query_ids, width] file of -1, to be filled for `finish`."""
         path = storage.aside(self.path / _SHORTLIST)
         labels: ShortlistFile = np.lib.format.open_memmap(
             path, mode="w+", dtype=np.int32, shape=(num_query_ids, width)
         )
-        # Without reserved space, a full disk would end the process by a signal when the map is written.
+        # Without reserved space, a full disk would end the process by a signal when the map is
+        # written.
         with storage.disk_errors(path), path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         labels[:] = -1
@@ -228,7 +230,7 @@ class VersionFolder:
         shutil.rmtree(self.path / _FOUND, ignore_errors=True)
 
     def drop_inputs(self) -> None:
-        """Removes the inputs of a version that is complete and that no checkpoint would start again."""
+        """Removes the inputs, once the version is complete and no checkpoint would restart it."""
         for folder in ("queries", "rows"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
 
@@ -256,7 +258,7 @@ class VersionFolder:
         return (self.path / _CLUSTERS).is_file()
 
     def clusters(self) -> npt.NDArray[np.int32]:
-        """Opens the clusters of the finished version, memory-mapped, after comparing their bytes with the hash.
+        """Opens the clusters of the finished version, memory-mapped, after checking their hash.
 
         Raises:
             ShortlistError: altered since they were written.
@@ -278,7 +280,7 @@ class VersionFolder:
 
 
 class Ledger:
-    """All versions of a run. Rank 0 alone starts, restores and retires them; ranks add to started versions."""
+    """All versions of a run. Only rank 0 starts, restores and retires them; all ranks add to them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -308,7 +310,8 @@ class Ledger:
         """Brings the files to the state of a checkpoint.
 
         Args:
-            inputs: SHA-256 of the query blocks, rows and marks that existed then, by path relative to the ledger.
+            inputs: SHA-256 of the query blocks, rows and marks that existed then, by path relative
+                to the ledger.
             published: versions that were published then; later ones start anew.
         Raises:
             StorageError: an input of a version that is not complete is missing or altered.

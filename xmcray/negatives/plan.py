@@ -1,4 +1,4 @@
-"""The section `negatives`: how many negatives of which kind, in which batches, and when they are refreshed."""
+"""The section `negatives`: how many of which kind, in which batches, and when refreshed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ class NegativesConfig:
 
     Attributes:
         uniform: c, candidate labels drawn uniformly for a whole global batch.
-        uniform_epochs: first epochs that have uniform candidates; 0 is all of them. If it equals `start_epoch`, hard
-            negatives replace the uniform ones.
+        uniform_epochs: first epochs that have uniform candidates; 0 is all of them. If it equals
+            `start_epoch`, hard negatives replace the uniform ones.
         hard: h, hard negatives of a query; 0 switches the index off.
-        cluster_size: batches are made of whole clusters of at least so many similar queries (NGAME), so that in-batch
-            negatives are hard; 0 draws batches at random. Clusters are refreshed with the hard negatives.
+        cluster_size: batches are made of whole clusters of at least so many similar queries
+            (NGAME), so that in-batch negatives are hard; 0 draws batches at random. Clusters are
+            refreshed with the hard negatives.
         cluster_doubles: epochs at whose start the clusters become twice as large.
-        start_epoch: e0, first epoch that uses hard negatives or clusters (>= 2: one to collect queries, one to build
-            and search).
+        start_epoch: e0, first epoch that uses hard negatives or clusters (>= 2: one to collect
+            queries, one to build and search).
         refresh_every: epochs between refreshes.
-        curriculum: epochs over which the number of hard negatives grows to `hard`; 0 uses all of them at once.
+        curriculum: epochs over which the number of hard negatives grows to `hard`; 0 uses all of
+            them at once.
         index: FAISS factory string, or "auto" by size; "Flat" searches exactly.
-        schedule: "scheduled" switches versions at fixed steps, so that runs can be repeated exactly; "eager" takes the
-            newest complete version at any step and never waits.
+        schedule: "scheduled" switches versions at fixed steps, so that runs can be repeated
+            exactly; "eager" takes the newest complete version at any step and never waits.
         wait_s: seconds that "scheduled" waits for a version that is late.
         max_age: epochs after which negatives that could not be refreshed end the run.
-        recall_queries: queries whose exact neighbours are also found, to report the recall of the index; 0 for none.
+        recall_queries: queries whose exact neighbours are also found, to report the recall of the
+            index; 0 for none.
     """
 
     RENAMED: ClassVar = {"keep_recall": "recall_queries"}
@@ -65,7 +68,7 @@ class NegativesConfig:
 
     @property
     def refreshed(self) -> bool:
-        """Whether hard negatives or clusters are refreshed, for which query vectors have to be collected."""
+        """Whether query vectors have to be collected, for hard negatives or clusters."""
         return self.hard > 0 or self.cluster_size > 0
 
     @property
@@ -80,7 +83,7 @@ class NegativesConfig:
         return self.uniform
 
     def hard_at(self, epoch: int) -> int:
-        """Returns the hard negatives per query in an epoch; a curriculum grows linearly from `start_epoch` on."""
+        """Returns the hard negatives per query in an epoch; a curriculum grows linearly."""
         if epoch < self.start_epoch:
             return 0
         if not self.curriculum:
@@ -89,7 +92,8 @@ class NegativesConfig:
         return min(self.hard, math.ceil(self.hard * curriculum_epoch / self.curriculum))
 
     def num_clusters_at(self, epoch: int, num_queries: int) -> int:
-        """Returns the clusters of an epoch: the largest power of two whose clusters are not too small.
+        """Returns the clusters of an epoch: the largest power of two whose clusters are not too
+        small.
 
         Args:
             epoch: counted from 0.
@@ -107,8 +111,8 @@ class NegativesConfig:
 class Schedule:
     """The epochs of each version of the negatives (ASTRA, Algorithm 1).
 
-    Version v is used from epoch u = start_epoch + v * refresh_every on. Its queries are collected in epoch u - 2, and
-    its index is built and searched in epoch u - 1.
+    Version v is used from epoch u = start_epoch + v * refresh_every on. Its queries are collected
+    in epoch u - 2, and its index is built and searched in epoch u - 1.
     """
 
     start_epoch: int

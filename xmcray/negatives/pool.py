@@ -1,8 +1,10 @@
-"""The negative pool on Ray: one long-lived actor per index shard, and a coordinator that merges what they find.
+"""The negative pool on Ray: one long-lived actor per index shard, and a coordinator that merges
+what they find.
 
-Actors keep nothing that matters, because everything is in the ledger. When an actor is killed, Ray restarts it and
-repeats its call, and files that are finished are not made twice. The driver creates the pool and ends it with the run.
-Workers find the coordinator by the run's random id, also after a restart.
+Actors keep nothing that matters, because everything is in the ledger. When an actor is killed, Ray
+restarts it and repeats its call, and files that are finished are not made twice. The driver creates
+the pool and ends it with the run. Workers find the coordinator by the run's random id, also after a
+restart.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class IndexShard:
 
 
 class IndexCoordinator:
-    """An actor that starts the searches once all ranks have published, then merges and completes the version."""
+    """An actor that starts the searches of a published version, then merges and completes it."""
 
     def __init__(
         self, run_id: str, corpus: CorpusSource, data: DataConfig, spec: RefreshSpec, nice: int
@@ -72,7 +74,8 @@ class IndexCoordinator:
         os.nice(nice)
         self.data = TrainingData(open_on_node(corpus), data)
         self.spec = spec
-        # By name, not by handle: a handle among the arguments would be lost with the driver's object store.
+        # By name, not by handle: a handle among the arguments would be lost with the driver's
+        # object store.
         self.shards = [find_actor(shard_name(run_id, shard)) for shard in range(spec.num_shards)]
         self.gauges = Gauges(run_id, POOL)
         self._queue: set[str] = set()
@@ -105,7 +108,7 @@ class IndexCoordinator:
 
 @contextlib.contextmanager
 def _ignore_if_over(version: VersionFolder) -> Iterator[None]:
-    """Ignores that files are missing if the version was withdrawn or completed meanwhile, which removes them."""
+    """Ignores missing files of a version that was withdrawn or completed, which removes them."""
     try:
         yield
     except FileNotFoundError:
@@ -177,7 +180,7 @@ class PoolRefresher:
         self._calls.append(coordinator.run.remote(str(folder)))
 
     def check(self) -> None:
-        """Raises the error of a version that failed; a user's mistake is raised as it was in the actor."""
+        """Raises the error of a version that failed, a user's mistake as it was in the actor."""
         self._calls = unfinished_calls(self._calls)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank's way into the ledger: collects query vectors, and writes them and label vectors in a background thread."""
+"""One rank's way into the ledger: vectors are collected here and written in a background thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Publisher:
 
     Args:
         ledger: of the run.
-        index_rows: returns the vectors of this rank's labels, [S, D]; None if no index is built from them.
+        index_rows: returns the vectors of this rank's labels, [S, D]; None if no index is built
+            from them.
         first_label: first label of this rank.
     """
 

@@ -1,6 +1,8 @@
-"""The computation of one refresh, as functions on a version's folder. The pool runs them in actors, a laptop in a thread.
+"""The computation of one refresh, as functions on a version's folder. The pool runs them in actors,
+a laptop in a thread.
 
-Each function may be killed at any point and called again, because finished files are not made twice.
+Each function may be killed at any point and called again, because finished files are not made
+twice.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class RefreshSpec:
     """Settings of a refresh.
 
     Attributes:
-        num_shards: index shards, one per classifier shard of the run at its largest; the number of workers that
-            publish a version may be another one.
+        num_shards: index shards, one per classifier shard of the run at its largest; the number of
+            workers that publish a version may be another one.
         negatives: section `negatives`.
         seed: of the training of indexes.
         threads: of each index.
@@ -110,14 +112,15 @@ def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> TopLabe
 
 
 def _rounded_up(extra: Int64Array) -> Int64Array:
-    """Rounds up to 4, 8, 16, 32 ..., so that there are few widths and many queries are searched at once."""
+    """Rounds up to 4, 8, 16, 32 ..., so that many queries are searched with one width."""
     exponents = np.ceil(np.log2(np.maximum(extra, 4))).astype(np.int64)
     return 1 << exponents
 
 
 def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
-    """Merges the hits of all shards into the shortlist, clusters the queries, and completes the version."""
-    # Once another actor has completed the version, the inputs may be gone; a merge of nothing would replace it.
+    """Merges the hits of all shards, clusters the queries, and completes the version."""
+    # Once another actor has completed the version, the inputs may be gone; a merge of nothing would
+    # replace it.
     if folder.complete:
         return
     labels = folder.new_shortlist(data.num_query_ids, spec.negatives.hard)
@@ -187,7 +190,8 @@ def best_allowed(
         int32 [B, width], padded with -1.
     """
     score_BC = np.where(candidate_BC >= 0, score_BC, -np.inf)
-    # One number for each (query, label), so that forbidden pairs are found by a search in a sorted list.
+    # One number for each (query, label), so that forbidden pairs are found by a search in a sorted
+    # list.
     forbidden_keys = [labels.row_ids * num_labels + labels.values for labels in forbidden]
     banned = np.unique(np.concatenate(forbidden_keys))
     if len(banned):
@@ -267,7 +271,7 @@ def _measure_recall(
     index: Index,
     spec: RefreshSpec,
 ) -> None:
-    """Counts how many of the exact `hard` nearest rows the index finds, on a seeded sample of queries."""
+    """Counts how many of the exact nearest rows of some queries the index finds."""
     sample = _sample(folder, spec.negatives.recall_queries, spec.seed)
     width = min(spec.negatives.hard, len(rows))
     if not width:

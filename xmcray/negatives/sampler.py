@@ -1,6 +1,7 @@
 """From a batch and its hard negatives to the label rows that this rank must score.
 
-U  distinct labels    P  (query, label) pairs    C  uniform candidates    T  values of a ragged array
+U  distinct labels    P  (query, label) pairs    C  uniform candidates    T  values of a ragged
+array
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Float64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Labels of this rank that a global batch is scored against. All rows but `row_ids` are positions in `row_ids`.
+    """Labels of this rank that a global batch is scored against. All rows but `row_ids` are
+    positions in `row_ids`.
 
     Attributes:
         row_ids: int64 [U], distinct local label ids, ascending.
@@ -31,8 +33,8 @@ class Candidates:
         pair_is_positive: bool [P].
         pair_weight: float [P], |P_i| / cap if positives were capped, or None if all weights are 1.
         pool_rows: int64 [C], this rank's part of the uniform candidates.
-        skip_query: int64, query of each entry (query, uniform candidate) that is no negative, because the candidate is
-            positive, hard or the query itself.
+        skip_query: int64, query of each entry (query, uniform candidate) that is no negative,
+            because the candidate is positive, hard or the query itself.
         skip_column: int64, position in `pool_rows` of each such entry.
     """
 
@@ -64,11 +66,13 @@ def gather_candidates(
     weight_G: Float64Array | None,
     part: LabelPartition,
 ) -> Candidates:
-    """Returns the candidates of one step on one rank. Every rank knows the global batch, so nothing is exchanged.
+    """Returns the candidates of one step on one rank. Every rank knows the global batch, so nothing
+    is exchanged.
 
     Args:
         batch: the global batch.
-        hard: internal label ids of the hard negatives of all G queries, disjoint from their positives.
+        hard: internal label ids of the hard negatives of all G queries, disjoint from their
+            positives.
         pool: int64, distinct internal label ids of the uniform candidates, ascending.
         positives: the positives that are scored (a sample of batch.positives if they are capped).
         weight_G: float [G], weight of each query's positives, or None for 1.
@@ -77,7 +81,8 @@ def gather_candidates(
     label = np.concatenate([positives.values, hard.values])
     query = np.concatenate([positives.row_ids, hard.row_ids])
     is_positive = np.arange(len(label)) < len(positives.values)
-    # Pairs of this rank by query; a stable sort keeps a query's positives before its hard negatives.
+    # Pairs of this rank by query; a stable sort keeps a query's positives before its hard
+    # negatives.
     own = np.flatnonzero(part.owns(label))
     own = own[np.argsort(query[own], kind="stable")]
     own_pool = pool[part.owns(pool)]
@@ -109,7 +114,8 @@ def capped_positives(
         batch: the global batch.
         cap: most positives of a query; 0 keeps all.
         seed: of the draws, keyed by the step.
-        unbiased: whether drawn positives get the weight |P_i| / cap, which keeps the expected sum as it was.
+        unbiased: whether drawn positives get the weight |P_i| / cap, which keeps the expected sum
+            as it was.
     Returns:
         The positives, and float64 [G] weights or None if all are 1.
     """
@@ -124,16 +130,18 @@ def capped_positives(
 def draw_from_rows(
     rows: Ragged, count: int, generator: np.random.Generator, weight_T: Float64Array | None = None
 ) -> Ragged:
-    """Draws at most `count` values of each row without replacement, and keeps them in their old order.
+    """Draws at most `count` values of each row without replacement, and keeps them in their old
+    order.
 
     Args:
         rows: the values to draw from.
         count: most values of a row.
         generator: source of randomness.
-        weight_T: float [T] > 0; a value is drawn next with probability proportional to its weight, uniformly if not
-            given.
+        weight_T: float [T] > 0; a value is drawn next with probability proportional to its weight,
+            uniformly if not given.
     """
-    # An exponential race: each value arrives after a random time, and the first `count` of a row are drawn.
+    # An exponential race: each value arrives after a random time, and the first `count` of a row
+    # are drawn.
     arrival_T = generator.exponential(size=len(rows.values))
     if weight_T is not None:
         arrival_T = arrival_T / weight_T
@@ -144,7 +152,8 @@ def draw_from_rows(
 
 
 def _skipped(pool: Int64Array, lists: list[Ragged]) -> tuple[Int64Array, Int64Array]:
-    """Finds the listed labels that are in the pool; returns their queries and their positions in the pool.
+    """Finds the listed labels that are in the pool; returns their queries and their positions in
+    the pool.
 
     Args:
         pool: int64, ascending label ids.

@@ -1,7 +1,9 @@
-"""The trainer's side of the negatives: collects query vectors, publishes versions, and switches to finished ones.
+"""The trainer's side of the negatives: collects query vectors, publishes versions, and switches to
+finished ones.
 
-A rank never waits for an index to be built, except under the schedule "scheduled" at a step that names a version which
-is late. Files are written by a background thread, and a checkpoint waits for it.
+A rank never waits for an index to be built, except under the schedule "scheduled" at a step that
+names a version which is late. Files are written by a background thread, and a checkpoint waits for
+it.
 """
 
 from __future__ import annotations
@@ -142,10 +144,11 @@ class ShortlistFeed:
         }
 
     def pending(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Returns what this rank has collected and not yet written to the ledger; a checkpoint keeps it.
+        """Returns what this rank has collected and not yet written to the ledger; a checkpoint
+        keeps it.
 
-        Then the blocks of the ledger do not depend on where checkpoints were written, and an approximate index, which
-        searches block by block, finds the same.
+        Then the blocks of the ledger do not depend on where checkpoints were written, and an
+        approximate index, which searches block by block, finds the same.
         """
         block = self._publisher.pending
         return {} if block is None else block.arrays()
@@ -198,7 +201,7 @@ class ShortlistFeed:
         self.blocked_s += time.perf_counter() - start
 
     def _collecting(self, step: int) -> int | None:
-        """Returns the version that collects queries at a step, unless the run ends before it would be used."""
+        """Returns the version that collects queries at a step; None if it would never be used."""
         if not self.active or step < 0:
             return None
         schedule = self.config.schedule_of
@@ -253,8 +256,8 @@ class ShortlistFeed:
         smallest = self.ledger.version(version).clusters()
         num_queries = int((smallest >= 0).sum())
         num_clusters = self.config.num_clusters_at(step // self.steps_per_epoch, num_queries)
-        # There are 2^a of the smallest clusters and 2^b are wanted: dropping the last a - b bits of a number merges
-        # each cluster with its siblings (see `balanced_clusters`), and -1 stays -1.
+        # There are 2^a of the smallest clusters and 2^b are wanted: dropping the last a - b bits of
+        # a number merges each cluster with its siblings (see `balanced_clusters`), and -1 stays -1.
         smallest_levels = int(smallest.max()).bit_length()
         wanted_levels = num_clusters.bit_length() - 1
         cluster = smallest >> max(0, smallest_levels - wanted_levels)
@@ -272,7 +275,8 @@ class ShortlistFeed:
     def _restore_ledger(self, inputs: Mapping[str, str], published: Sequence[int]) -> None:
         self.ledger.path.mkdir(parents=True, exist_ok=True)
         self.ledger.restore(inputs, published)
-        # Query blocks of a withdrawn attempt have moved to the next one, where they have other names.
+        # Query blocks of a withdrawn attempt have moved to the next one, where they have other
+        # names.
         for name, sha256 in inputs.items():
             folder = self.ledger.version(version_of(name))
             path = folder.path / name.split("/", 1)[1]

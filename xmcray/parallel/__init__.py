@@ -1,1 +1,3 @@
-"""Who owns which label, and how ranks exchange vectors and scores. Plain torch.distributed, no Ray."""
+"""Who owns which label, and how ranks exchange vectors and scores. Plain torch.distributed, no
+Ray.
+"""

@@ -1,7 +1,8 @@
 """How ranks exchange rows and numbers. Works on Gloo, on NCCL and in one process alone.
 
-Functions with a gradient say what their backward pass does; all others have none. NCCL and Gloo gather tensors of one
-shape only, so rows of different number are padded to the largest, called `width` here.
+Functions with a gradient say what their backward pass does; all others have none. NCCL and Gloo
+gather tensors of one shape only, so rows of different number are padded to the largest, called
+`width` here.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ def gather_rows(rows_BD: Tensor, total: int) -> Tensor:
     """Gathers the rows of a global batch in rank order.
 
     Args:
-        rows_BD: rows of positions [start, stop) = share(total, rank, num_ranks); a rank may have none.
+        rows_BD: rows of positions [start, stop) = share(total, rank, num_ranks); a rank may have
+            none.
         total: G, the number of rows of all ranks.
     Returns:
-        [G, D]. Backward: reduce-scatter; a rank gets the gradients of its rows summed over all ranks.
+        [G, D]. Backward: reduce-scatter; a rank gets the gradients of its rows summed over all
+        ranks.
     """
     if num_ranks() == 1:
         return rows_BD
@@ -84,7 +87,8 @@ def gather_placed(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Gathers the rows of some tensors of equal length without copying them once more.
 
     Returns:
-        int64, the places of all ranks' rows in rank order, and for each tensor a buffer that has its rows there.
+        int64, the places of all ranks' rows in rank order, and for each tensor a buffer that has
+        its rows there.
     """
     num_rows = _row_counts(tensors[0])
     width = max(num_rows)
@@ -94,7 +98,9 @@ def gather_placed(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Returns every rank's small Python value (plain numbers, strings, dicts) in rank order, sent as JSON text."""
+    """Returns every rank's small Python value (plain numbers, strings, dicts) in rank order, sent
+    as JSON text.
+    """
     if num_ranks() == 1:
         return [value]
     text = json.dumps(value).encode()

@@ -8,7 +8,7 @@
     gauges       numbers that Ray exports to Prometheus
     private      every touch of Ray's private parts
 
-The rest of the library imports these modules instead of `ray`. A few modules are Ray code themselves (a Ray Data
-pipeline, a Serve deployment, a Tune trainable) and import Ray's public interface; tests/repo/test_layering.py lists
-them with the reason.
+The rest of the library imports these modules instead of `ray`. A few modules are Ray code
+themselves (a Ray Data pipeline, a Serve deployment, a Tune trainable) and import Ray's public
+interface; tests/repo/test_layering.py lists them with the reason.
 """

@@ -1,7 +1,8 @@
-"""Gauges that a training exports to Prometheus through Ray: those of rank 0 and of the negative pool.
+"""Gauges that a training exports to Prometheus through Ray: those of rank 0 and of the negative
+pool.
 
-Each gauge has the run's id as its tag. Ray exports it as ray_NAME on the metrics port of the node, as long as the
-process that set it lives.
+Each gauge has the run's id as its tag. Ray exports it as ray_NAME on the metrics port of the node,
+as long as the process that set it lives.
 """
 
 from __future__ import annotations

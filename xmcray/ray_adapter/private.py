@@ -1,8 +1,9 @@
 """Every touch of Ray's private parts. Nothing else in the package may make one; a test checks that.
 
-Each function was checked with Ray 2.60.0 and says what to do when a later version breaks it. All of them are exercised
-by tests/on_ray/test_ray_private.py, which is the first test to run after an upgrade of Ray. The private modules are
-imported inside the functions, so that a module that Ray has moved breaks one function instead of the whole package.
+Each function was checked with Ray 2.60.0 and says what to do when a later version breaks it. All of
+them are exercised by tests/on_ray/test_ray_private.py, which is the first test to run after an
+upgrade of Ray. The private modules are imported inside the functions, so that a module that Ray has
+moved breaks one function instead of the whole package.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 # A resource that only the head of a cluster has. Checked with Ray 2.60.0.
-# If it breaks: compare ray.nodes() of a cluster of two nodes. Ray keeps the name in HEAD_NODE_RESOURCE_NAME of
-# ray._private.ray_constants.
+# If it breaks: compare ray.nodes() of a cluster of two nodes. Ray keeps the name in
+# HEAD_NODE_RESOURCE_NAME of ray._private.ray_constants.
 HEAD_RESOURCE = "node:__internal_head__"
 
 _STATE_ALIVE = 0  # of a node in the GCS: GcsNodeInfo.ALIVE
@@ -25,12 +26,14 @@ _STATE_ALIVE = 0  # of a node in the GCS: GcsNodeInfo.ALIVE
 def loopback_address() -> Iterator[dict[str, Any]]:
     """Lets `ray.init` keep 127.0.0.1, and yields the arguments that put all its ports there.
 
-    Ray replaces the loopback address with the machine's address, on which every port is then open to others.
-    `ray start --node-ip-address=127.0.0.1` keeps it if RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 is set. That variable is
-    read when ray is imported, which is too late here.
+    Ray replaces the loopback address with the machine's address, on which every port is then open
+    to others. `ray start --node-ip-address=127.0.0.1` keeps it if
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 is set. That variable is read when ray is imported, which is
+    too late here.
 
-    Checked with Ray 2.60.0. If it breaks: look for the function that `ray.init` applies to `_node_ip_address`
-    (`resolve_ip_for_localhost` in ray/_private/services.py) and replace it with the identity.
+    Checked with Ray 2.60.0. If it breaks: look for the function that `ray.init` applies to
+    `_node_ip_address` (`resolve_ip_for_localhost` in ray/_private/services.py) and replace it with
+    the identity.
     """
     from ray._private import services
 
@@ -45,7 +48,8 @@ def loopback_address() -> Iterator[dict[str, Any]]:
 def alive_actor_names() -> list[str]:
     """Lists the actors of the cluster by name, or by class if they have no name. Used in messages.
 
-    Checked with Ray 2.60.0. If it breaks: `ray.util.state.list_actors` has the same facts, but needs the dashboard.
+    Checked with Ray 2.60.0. If it breaks: `ray.util.state.list_actors` has the same facts, but
+    needs the dashboard.
     """
     from ray._private import state
 
@@ -62,8 +66,8 @@ def nodes_of_head(address: str, timeout_s: float = 10) -> list[dict[str, Any]]:
     Returns:
         For each node its address, whether it is the head, and its resources.
 
-    Checked with Ray 2.60.0. If it breaks: `ray.nodes()` says the same after `ray.init(address=...)`, which however
-    starts a driver in the cluster.
+    Checked with Ray 2.60.0. If it breaks: `ray.nodes()` says the same after
+    `ray.init(address=...)`, which however starts a driver in the cluster.
     """
     from ray import _raylet
 
@@ -83,11 +87,12 @@ def nodes_of_head(address: str, timeout_s: float = 10) -> list[dict[str, Any]]:
 def remove_placement_groups_of_this_job() -> None:
     """Removes the placement groups that trainings of this job left behind; other jobs keep theirs.
 
-    Ray Tune kills the actor of a trial that it stops, and then the workers that this actor had started lose their
-    driver but not always their placement group.
+    Ray Tune kills the actor of a trial that it stops, and then the workers that this actor had
+    started lose their driver but not always their placement group.
 
-    Checked with Ray 2.60.0. If it breaks: PlacementGroupID moved out of ray._raylet, or an id no longer ends with the
-    id of its job. Without this function the CPUs of stopped trials stay reserved until the driver ends.
+    Checked with Ray 2.60.0. If it breaks: PlacementGroupID moved out of ray._raylet, or an id no
+    longer ends with the id of its job. Without this function the CPUs of stopped trials stay
+    reserved until the driver ends.
     """
     import ray
     from ray._raylet import PlacementGroupID
@@ -108,12 +113,13 @@ def controller_callback(after_turn: Callable[[bool, bool], None]) -> Any:
     """Makes a callback of Ray Train that runs after each turn of the controller's loop.
 
     Args:
-        after_turn: called in the controller's process with two answers: has the run no workers now, and is the state
-            the same as in the turn before. What it raises ends the run. It has to be picklable.
+        after_turn: called in the controller's process with two answers: has the run no workers now,
+            and is the state the same as in the turn before. What it raises ends the run. It has to
+            be picklable.
 
-    Checked with Ray 2.60.0. If it breaks: the base class is a DeveloperAPI in a private module; the states are listed
-    in ray/train/v2/_internal/execution/controller/state.py. The states below are those in which no worker trains and
-    the run has not ended.
+    Checked with Ray 2.60.0. If it breaks: the base class is a DeveloperAPI in a private module; the
+    states are listed in ray/train/v2/_internal/execution/controller/state.py. The states below are
+    those in which no worker trains and the run has not ended.
     """
     from ray.train.v2._internal.execution.callback import ControllerCallback
     from ray.train.v2._internal.execution.controller import state as states
@@ -136,10 +142,11 @@ def take_over_interrupts(trainer: Any) -> list[Any]:
     """Keeps a Ray Train trainer from handling SIGINT; Ray's handler ends the process with code 0.
 
     Returns:
-        A list that will hold the actor handle of the trainer's controller once `fit` has started it.
+        A list that gets the actor handle of the trainer's controller when `fit` starts it.
 
-    Checked with Ray 2.60.0. If it breaks: `fit` no longer calls `_register_sigint_handler(controller)` of
-    ray/train/v2/api/data_parallel_trainer.py. An interrupt then ends `xmcray train` with code 0 instead of 130.
+    Checked with Ray 2.60.0. If it breaks: `fit` no longer calls
+    `_register_sigint_handler(controller)` of ray/train/v2/api/data_parallel_trainer.py. An
+    interrupt then ends `xmcray train` with code 0 instead of 130.
     """
     controllers: list[Any] = []
     trainer._register_sigint_handler = controllers.append
@@ -147,10 +154,10 @@ def take_over_interrupts(trainer: Any) -> list[Any]:
 
 
 def abort_controller(controller: Any, timeout_s: float) -> None:
-    """Ends the workers of a training and then its controller, which is killed if it does not answer.
+    """Ends the workers of a training and then its controller, by force if it does not answer.
 
-    Checked with Ray 2.60.0. If it breaks: `abort` of the controller's actor is what Ray's own SIGINT handler calls
-    (ray/train/v2/api/data_parallel_trainer.py).
+    Checked with Ray 2.60.0. If it breaks: `abort` of the controller's actor is what Ray's own
+    SIGINT handler calls (ray/train/v2/api/data_parallel_trainer.py).
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
@@ -176,7 +183,7 @@ def cluster_file_schema() -> dict[str, Any]:
 
 
 def check_cluster_config(values: dict[str, Any]) -> None:
-    """Does what `ray up` does first: merges the provider's defaults into a cluster file and validates the whole.
+    """Merges the provider's defaults into a cluster file and validates it, as `ray up` does first.
 
     Args:
         values: contents of the file; they are changed.
@@ -184,8 +191,8 @@ def check_cluster_config(values: dict[str, Any]) -> None:
         NotImplementedError: Ray does not know the provider's type.
         Exception: whatever Ray's code stumbles over.
 
-    Checked with Ray 2.60.0. If it breaks: `_bootstrap_config` of ray/autoscaler/_private/commands.py shows the
-    functions that `ray up` calls.
+    Checked with Ray 2.60.0. If it breaks: `_bootstrap_config` of
+    ray/autoscaler/_private/commands.py shows the functions that `ray up` calls.
     """
     from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -193,14 +200,14 @@ def check_cluster_config(values: dict[str, Any]) -> None:
 
 
 def autoscaling_config_of(cluster_spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Derives the autoscaler's settings from the RayClusterSpec of a KubeRay manifest, as Ray's head does.
+    """Derives the autoscaler's settings from a RayClusterSpec of KubeRay, as Ray's head does.
 
     Raises:
         KeyError: a field is missing.
         Exception: whatever Ray's code stumbles over.
 
-    Checked with Ray 2.60.0. If it breaks: ray/autoscaler/_private/kuberay/autoscaling_config.py holds the function
-    that turns the Ray custom resource into such settings.
+    Checked with Ray 2.60.0. If it breaks: ray/autoscaler/_private/kuberay/autoscaling_config.py
+    holds the function that turns the Ray custom resource into such settings.
     """
     from ray.autoscaler._private.kuberay import autoscaling_config
 

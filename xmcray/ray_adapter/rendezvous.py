@@ -1,7 +1,8 @@
 """How the workers of one machine find each other: through a file, and on loopback.
 
-The rendezvous of torch is a server that listens on every address of the machine and authenticates no one. Workers on
-several nodes need it. On a local cluster a file is enough, and no port is open to others.
+The rendezvous of torch is a server that listens on every address of the machine and authenticates
+no one. Workers on several nodes need it. On a local cluster a file is enough, and no port is open
+to others.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class LoopbackConfig(TorchConfig):
     """A process group of workers on one machine.
 
     Attributes:
-        store: path of the rendezvous file without its ending; each start of the workers has a file of its own.
+        store: path of the rendezvous file without its ending; each start of the workers has a file
+            of its own.
     """
 
     store: str = ""

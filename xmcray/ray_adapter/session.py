@@ -1,4 +1,6 @@
-"""Connects this process to Ray: the cluster that RAY_ADDRESS names, or a quiet local one on loopback with a token."""
+"""Connects this process to Ray: the cluster that RAY_ADDRESS names, or a quiet local one on
+loopback with a token.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from xmcray.ray_adapter import private
 def start_ray(
     num_cpus: int | None = None, object_store_bytes: int | None = None, dashboard: bool = False
 ) -> bool:
-    """Joins the cluster in RAY_ADDRESS, or starts a local one. Does nothing in a process that is connected.
+    """Joins the cluster in RAY_ADDRESS, or starts a local one. Does nothing in a process that is
+    connected.
 
     Args:
         num_cpus: logical CPUs of a local cluster; by default those of the machine.
-        object_store_bytes: shared memory of a local cluster; by default a share of the machine's memory.
-        dashboard: start the dashboard of a local cluster, on loopback. Each request to it needs the token.
+        object_store_bytes: shared memory of a local cluster; by default a share of the machine's
+            memory.
+        dashboard: start the dashboard of a local cluster, on loopback. Each request to it needs the
+            token.
 
     Returns:
         Whether this call connected.
@@ -60,7 +65,9 @@ def ray_session(dashboard: bool = False) -> Iterator[None]:
 
 
 def put_object(value: Any) -> Any:
-    """Puts a value into Ray's object store, for tasks that share it; returns the key for `get_object`."""
+    """Puts a value into Ray's object store, for tasks that share it; returns the key for
+    `get_object`.
+    """
     return ray.put(value)
 
 
@@ -70,11 +77,12 @@ def get_object(key: Any) -> Any:
 
 
 def _set_token() -> None:
-    """Sets a random token for the local cluster, unless the user has one or has switched tokens off.
+    """Sets a random token for the local cluster, unless the user has one or has switched tokens
+    off.
 
-    Ray turns token authentication on by itself unless RAY_AUTH_MODE says otherwise. (It would be too late to set that
-    variable here, because Ray reads it when it is imported.) Without a token in the environment Ray writes one into the
-    home folder, which others could read.
+    Ray turns token authentication on by itself unless RAY_AUTH_MODE says otherwise. (It would be
+    too late to set that variable here, because Ray reads it when it is imported.) Without a token
+    in the environment Ray writes one into the home folder, which others could read.
     """
     has_token = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
     is_disabled = os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled"
@@ -84,7 +92,9 @@ def _set_token() -> None:
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restores the handler of SIGTERM after the block; `ray.init` sets one that ends the process."""
+    """Restores the handler of SIGTERM after the block; `ray.init` sets one that ends the
+    process.
+    """
     handler = signal.getsignal(signal.SIGTERM)
     yield
     if callable(handler):

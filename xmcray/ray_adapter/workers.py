@@ -17,7 +17,8 @@ from xmcray.ray_adapter import private
 from xmcray.ray_adapter.rendezvous import torch_config
 
 _SETTINGS = {  # of Ray Train, read from the environment
-    # The controller polls its workers this often, and a report waits for the next poll. Ray's default is 2 s.
+    # The controller polls its workers this often, and a report waits for the next poll. Ray's
+    # default is 2 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -103,8 +104,8 @@ def _trainer(
         os.environ.setdefault(variable, value)
     if group.min_workers:
         size: Any = (group.min_workers, group.num_workers)
-        # Ray chooses the size of an elastic group by the nodes it knows of, and may not have noticed yet that one is
-        # lost. A short time-out makes it look again.
+        # Ray chooses the size of an elastic group by the nodes it knows of, and may not have
+        # noticed yet that one is lost. A short time-out makes it look again.
         start_s = _ELASTIC_START_S
     else:
         size = group.num_workers
@@ -123,11 +124,12 @@ def _trainer(
             elastic_resize_monitor_interval_s=group.resize_every_s,
         ),
         run_config=_train.RunConfig(
-            # Ray silently resumes a name that it has seen, so each start has a new one. Only the checkpoints of
-            # training/checkpoint.py count.
+            # Ray silently resumes a name that it has seen, so each start has a new one. Only the
+            # checkpoints of training/checkpoint.py count.
             name=f"{group.name}-{secrets.token_hex(3)}",
             storage_path=str(group.storage),
-            # Failed starts of the group are limited by time (wait_s). Ray's own limit counts them over the whole run.
+            # Failed starts of the group are limited by time (wait_s). Ray's own limit counts them
+            # over the whole run.
             failure_config=_train.FailureConfig(
                 max_failures=group.max_failures, controller_failure_limit=-1
             ),

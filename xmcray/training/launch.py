@@ -1,4 +1,6 @@
-"""From a configuration to a trained run: in this process, or on Ray Train workers with a negative pool."""
+"""From a configuration to a trained run: in this process, or on Ray Train workers with a negative
+pool.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,12 @@ from xmcray.training.worker import WorkerSettings, work
 logger = logging.getLogger(__name__)
 
 _SELECT_BY = "nDCG@5"  # the validation metric that chooses the number of epochs of a refit
-# Time for a collective in addition to negatives.wait_s: rank 0 may wait that long for a version of negatives.
+# Time for a collective in addition to negatives.wait_s: rank 0 may wait that long for a version of
+# negatives.
 _COLLECTIVE_S = 300
 _ALLOCATOR = {
-    # By default glibc returns large blocks to the system after each step and faults them in again in the next one.
+    # By default glibc returns large blocks to the system after each step and faults them in again
+    # in the next one.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
     # Huge pages for torch's large tensors, because rows are read at random addresses.
@@ -76,8 +80,8 @@ def train(
         out: folder of the run.
         config: all settings.
         resume: "auto", or "never" to demand an empty folder.
-        refit: train with validation first (in out/selection), then once more on all training queries for the number
-            of epochs that was best.
+        refit: train with validation first (in out/selection), then once more on all training
+            queries for the number of epochs that was best.
         watch: context around each training, for a progress bar.
     Raises:
         XmcrayError: the user's mistakes.
@@ -116,7 +120,8 @@ def train(
 def clipped(
     config: RunConfig, num_train: int, num_labels: int, num_without_text: int = 0
 ) -> Iterator[str]:
-    """Yields a warning for each setting that exceeds what the corpus has; training then takes what is there.
+    """Yields a warning for each setting that exceeds what the corpus has; training then takes what
+    is there.
 
     Args:
         config: all settings.
@@ -148,7 +153,9 @@ def clipped(
 
 
 def refit_config(selection: Run) -> RunConfig:
-    """Returns the settings of a finished run with nothing held out and the epochs that were best on validation."""
+    """Returns the settings of a finished run with nothing held out and the epochs that were best on
+    validation.
+    """
     config = selection.config
     best_epoch = config.optim.epochs - 1
     best_score = -float("inf")
@@ -165,7 +172,9 @@ def refit_config(selection: Run) -> RunConfig:
 
 
 def _train_one(run: Run, corpus: Corpus, watch: FitContext) -> None:
-    """Trains a run unless it is finished; a run that fails before its first checkpoint is removed."""
+    """Trains a run unless it is finished; a run that fails before its first checkpoint is
+    removed.
+    """
     if run.result() is not None:
         return
     stop = StopFlag(run.path)
@@ -177,7 +186,8 @@ def _train_one(run: Run, corpus: Corpus, watch: FitContext) -> None:
                 else:
                     train_here(run, corpus)
             finally:
-                # Workers may also have failed because their nodes were taken away together with the driver's.
+                # Workers may also have failed because their nodes were taken away together with the
+                # driver's.
                 if stop.raised:
                     raise terminated(run.path)
     except XmcrayError:
@@ -265,10 +275,11 @@ def _worker_group(run: Run, placement: Placement) -> WorkerGroup:
 
 @contextlib.contextmanager
 def _pool(run: Run, corpus: Corpus, placement: Placement) -> Iterator[None]:
-    """Keeps the negative pool of a run while it trains, if the method wants hard negatives or clusters.
+    """Keeps the negative pool of a run while it trains, if the method wants hard negatives or
+    clusters.
 
-    The pool has a shard for each worker of the full group, even while fewer train, so that the versions of negatives do
-    not depend on the number of workers.
+    The pool has a shard for each worker of the full group, even while fewer train, so that the
+    versions of negatives do not depend on the number of workers.
     """
     config = run.config
     if not config.negatives.refreshed:

@@ -1,14 +1,16 @@
 """Decides which node carries what, and whether a cluster has the room, before anything is started.
 
-    trainers       One GPU each, or CPUs only. Ray Train packs them on few nodes in one placement group, because they
-                   exchange vectors in every step.
-    index actors   One unit of the resource `cluster.index_resource`. If no node has the resource, they go to nodes with
-                   CPUs and no GPU. If there are none, they go to nodes with CPUs, and else to any node. They are spread
-                   over the nodes, because they exchange nothing and what they need is memory.
+    trainers       One GPU each, or CPUs only. Ray Train packs them on few nodes in one placement
+                   group, because they exchange vectors in every step.
+    index actors   One unit of the resource `cluster.index_resource`. If no node has the resource,
+                   they go to nodes with CPUs and no GPU. If there are none, they go to nodes with
+                   CPUs, and else to any node. They are spread over the nodes, because they
+                   exchange nothing and what they need is memory.
     coordinator    Like index actors, without the resource: it waits, and merges what they find.
 
-Ray restarts an actor with the options that it was started with, so an actor of a lost node comes up on another one. A
-head without CPUs carries neither trainers nor, while there is another node, index actors.
+Ray restarts an actor with the options that it was started with, so an actor of a lost node comes up
+on another one. A head without CPUs carries neither trainers nor, while there is another node, index
+actors.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class Nodes:
 
     Attributes:
         alive: resources by node id.
-        possible: resources of each type of node and how many of them there can be, as the autoscaler's configuration
-            says; None if the limits of the autoscaler are not known.
+        possible: resources of each type of node and how many of them there can be, as the
+            autoscaler's configuration says; None if the limits of the autoscaler are not known.
         autoscaled: whether an autoscaler starts nodes when processes wait for them.
     """
 
@@ -73,7 +75,9 @@ class Nodes:
         return _room(((node, 1) for node in self.alive.values()), each)
 
     def possible_room(self, each: Resources) -> int | None:
-        """Returns the room with all nodes that the autoscaler may start; None if its limits are not known."""
+        """Returns the room with all nodes that the autoscaler may start; None if its limits are not
+        known.
+        """
         if self.possible is None:
             return None
         return max(self.room(each), _room(self.possible, each))
@@ -191,7 +195,9 @@ def _words(each: Resources) -> str:
 def _index_options(
     cluster: ClusterConfig, nodes: Nodes, num_shards: int, use_gpu: bool
 ) -> dict[str, Any]:
-    """Returns the options of index actors. Each has a GPU if the workers leave as many as there are actors."""
+    """Returns the options of index actors. Each has a GPU if the workers leave as many as there are
+    actors.
+    """
     spread = {"scheduling_strategy": "SPREAD"}
     unit = {cluster.index_resource: 1.0}
     if cluster.index_resource and (nodes.room(unit) or nodes.possible_room(unit)):
@@ -208,7 +214,9 @@ def _index_options(
 
 
 def _cpu_node_options(nodes: Nodes) -> dict[str, Any]:
-    """Returns options that prefer nodes with CPUs and no GPU, then nodes with CPUs, then any node."""
+    """Returns options that prefer nodes with CPUs and no GPU, then nodes with CPUs, then any
+    node.
+    """
     without_cpu = [node for node, has in nodes.alive.items() if not has.get("CPU")]
     with_gpu = [node for node, has in nodes.alive.items() if has.get("CPU") and has.get("GPU")]
     # The strictest exclusion first. One that excludes no node, or every node, would be of no use.
@@ -228,14 +236,17 @@ def _room(node_counts: Iterable[tuple[Resources, int]], each: Resources) -> int:
         return _UNLIMITED
     room = 0
     for has, count in node_counts:
-        # The small term makes room for three times 0.1 in 0.3, whose quotient is 2.9999999999999996.
+        # The small term makes room for three times 0.1 in 0.3, whose quotient is
+        # 2.9999999999999996.
         fits = [int(has.get(resource, 0) / amount + 1e-9) for resource, amount in needs.items()]
         room += count * min(fits)
     return room
 
 
 def _threads(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> int:
-    """Returns the threads of each process; on one machine all processes together do not exceed its cores."""
+    """Returns the threads of each process; on one machine all processes together do not exceed its
+    cores.
+    """
     if cluster.threads_per_process:
         return cluster.threads_per_process
     nodes_with_cpus = [node for node in nodes.alive.values() if node.get("CPU")]
@@ -245,7 +256,9 @@ def _threads(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> int:
 
 
 def _worker_types(cluster_file: Mapping[str, Any]) -> list[tuple[Resources, int]]:
-    """Returns the nodes that an autoscaler may start: resources and limit of each type but the head's."""
+    """Returns the nodes that an autoscaler may start: resources and limit of each type but the
+    head's.
+    """
     cluster_limit = int(cluster_file.get("max_workers", 0))
     types = []
     for name, node_type in cluster_file.get("available_node_types", {}).items():

@@ -1,11 +1,12 @@
-"""Stopping in good order: SIGTERM raises a flag in the run's folder, and a checkpoint is what stays.
+"""Stopping in good order: SIGTERM raises a flag in the run's folder, and a checkpoint is saved.
 
     driver      SIGTERM  ->  RUN/stop has text in it
-    rank 0      looks at RUN/stop every two seconds, whatever a step takes (watch.py)
+    rank 0      reads RUN/stop every two seconds, whatever a step takes (watch.py)
     all ranks   stop before the same step, save, and end; the driver says so and exits with code 143
 
-RUN/stop is there while a run trains and is opened anew for each look: network file systems promise that a file opened
-after it was closed elsewhere shows what was written, but may hide a new name for a minute.
+RUN/stop exists while a run trains and is opened anew for each check. Network file systems promise
+that a file opened after it was closed elsewhere shows what was written, but they may hide a new
+name for a minute.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class StopFlag:
         self.path = run / "stop"
 
     def hoist(self) -> None:
-        """Asks all ranks to stop."""
+        """Raises the flag, at which all ranks stop."""
         self.path.write_bytes(b"SIGTERM\n")
 
     @property
@@ -61,7 +62,9 @@ class StopFlag:
 
 @contextlib.contextmanager
 def handling(number: signal.Signals, handler: Callable[..., Any]) -> Iterator[None]:
-    """A signal has this handler while the block runs; outside a main thread, where none can be set, nothing changes."""
+    """A signal has this handler while the block runs; outside a main thread, where none can be set,
+    nothing changes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

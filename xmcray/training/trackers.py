@@ -1,7 +1,9 @@
-"""TensorBoard, MLflow and W&B behind one interface. None of them is needed, and each is an extra of the package.
+"""TensorBoard, MLflow and W&B behind one interface. None of them is needed, and each is an extra of
+the package.
 
-One run of ours is one run of theirs, found again by its id. Settings are sent once, when it begins. The trackers' own
-environment variables (MLFLOW_TRACKING_URI, WANDB_MODE ...) say where their data goes.
+One run of ours is one run of theirs, found again by its id. Settings are sent once, when it begins.
+The trackers' own environment variables (MLFLOW_TRACKING_URI, WANDB_MODE ...) say where their data
+goes.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def connect(name: str, run: Run, after: int) -> Tracker:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """Returns the settings that a tracker shows for a run, by dotted name; secrets in URLs are masked."""
+    """Returns the settings that a tracker shows for a run, by dotted name; secrets in URLs are
+    masked.
+    """
     values = _flat(run.config.to_dict())
     values["corpus"] = run.corpus
     values["corpus_sha256"] = run.corpus_sha256
@@ -160,8 +164,8 @@ class _MLflow:
 class _WandB:
     """A run with our run's id in the project WANDB_PROJECT (xmcray).
 
-    Online if WANDB_MODE says so or there is an API key; otherwise in RUN/trackers/wandb, from where `wandb sync` sends
-    it. Never asks for a key.
+    Online if WANDB_MODE says so or there is an API key; otherwise in RUN/trackers/wandb, from where
+    `wandb sync` sends it. Never asks for a key.
     """
 
     def __init__(self, run: Run) -> None:
@@ -172,7 +176,8 @@ class _WandB:
             console="off",
             init_timeout=20,
             finish_timeout=20,
-            # Neither source code nor command line, packages or machine is sent; the settings are enough.
+            # Neither source code nor command line, packages or machine is sent; the settings are
+            # enough.
             disable_git=True,
             disable_code=True,
             x_disable_meta=True,
@@ -207,7 +212,9 @@ def folder_of(run: Run) -> Path:
 
 
 def name_of(run: Run) -> str:
-    """Returns the name of a run in trackers: its folder, with the folder above for the first half of a refit."""
+    """Returns the name of a run in trackers: its folder, with the folder above for the first half
+    of a refit.
+    """
     path = run.path
     return f"{path.parent.name}/{SELECTION}" if path.name == SELECTION else path.name
 

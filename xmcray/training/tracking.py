@@ -1,9 +1,10 @@
-"""Sends what a run records to its trackers. The driver does it during the training; loop and workers are not involved.
+"""Sends what a run records to its trackers. The driver does it; loop and workers are not involved.
 
-RUN/trackers/told.json    by tracker: step and kind of the last record that it got, so that a later process sends what is
-                          missing, and nothing twice
+RUN/trackers/told.json holds step and kind of the last record that each tracker got, so that a later
+process sends what is missing, and nothing twice.
 
-A tracker that fails causes a warning. It is tried again from time to time, and when the run is resumed or measured.
+A tracker that fails causes a warning. It is tried again from time to time, and when the run is
+resumed or measured.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def _finish(senders: list[_Sender], wait_s: float) -> None:
 
 
 class _Sender:
-    """Sends to one tracker in a thread of its own, which may wait for a server as long as it likes."""
+    """Sends to one tracker in a thread of its own, which may wait for a server as long as it
+    likes.
+    """
 
     def __init__(self, name: str, run: Run) -> None:
         self.name = name
@@ -189,7 +192,8 @@ def _metrics(record: Record, kind: Kind) -> dict[str, float]:
 
 
 _FILE = threading.Lock()  # several senders write told.json
-# By run and tracker. A sender that was too slow for its training may still run when the next one starts.
+# By run and tracker. A sender that was too slow for its training may still run when the next one
+# starts.
 _BUSY: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
 

@@ -1,7 +1,9 @@
-"""How long a run waits for nodes. Ray Train waits for ever when an elastic group has fewer nodes than it needs.
+"""How long a run waits for nodes. Ray Train waits for ever when an elastic group has fewer nodes
+than it needs.
 
-Its controller then asks for nodes again and again without a pause, and reacts neither to an interrupt nor to SIGTERM.
-`Patience` runs after each turn of that loop, in the controller's process on the driver's node.
+Its controller then asks for nodes again and again without a pause, and reacts neither to an
+interrupt nor to SIGTERM. `Patience` runs after each turn of that loop, in the controller's process
+on the driver's node.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Patience:
             without_workers: no worker trains now.
             same_state: the controller's state is the same as in the turn before.
         Raises:
-            ResourceError: it is time to end. Ray does not retry after an error that it does not know.
+            ResourceError: it is time to end. Ray does not retry after an error that it does not
+                know.
         """
         if not without_workers:
             self._waiting_since = None

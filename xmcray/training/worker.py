@@ -1,4 +1,6 @@
-"""What each Ray Train worker runs: the loop of training/loop.py in the process group that Ray Train has set up."""
+"""What each Ray Train worker runs: the loop of training/loop.py in the process group that Ray Train
+has set up.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,13 @@ class WorkerSettings:
 
 
 def work(values: dict[str, Any]) -> dict[str, Any]:
-    """Trains to the end, or until the driver raises the stop flag; in that case the result is empty.
+    """Trains to the end, or until the driver raises the stop flag; in that case the result is
+    empty.
 
-    One rank may meet a user's mistake while the others wait for it. That rank notes the mistake in the run and fails.
-    Ray then restarts all ranks, which find the note and end, and the driver raises it. When Ray says that a node is
-    about to be taken away, a checkpoint is written at once, and Ray restarts the ranks when the node is gone.
+    One rank may meet a user's mistake while the others wait for it. That rank notes the mistake in
+    the run and fails. Ray then restarts all ranks, which find the note and end, and the driver
+    raises it. When Ray says that a node is about to be taken away, a checkpoint is written at once,
+    and Ray restarts the ranks when the node is gone.
 
     Args:
         values: fields of `WorkerSettings`.

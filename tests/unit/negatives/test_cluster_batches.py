@@ -1,4 +1,6 @@
-"""Batches of whole clusters: the order of an epoch, its refresh, and runs that are cut at any step."""
+"""Batches of whole clusters: the order of an epoch, its refresh, and runs that are cut at any
+step.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +214,9 @@ def test_cut_and_resumed(
 def test_eager_changes_the_order_only_where_an_epoch_starts(
     corpus: Corpus, tmp_path: Path, cut: int
 ) -> None:
-    """Versions 0 and 1 are published at steps 5 and 10, finished at 6 and 11, and noticed at once and at step 16."""
+    """Versions 0 and 1 are published at steps 5 and 10, finished at 6 and 11, and noticed at once
+    and at step 16.
+    """
 
     def eager(folder: Path, cut: int = 0) -> Watched:
         watched = Watched(folder, corpus, "negatives.schedule=eager", cut=cut, held=True)

@@ -1,4 +1,6 @@
-"""A pool of another size finishes what an older one began, with what the older one would have found."""
+"""A pool of another size finishes what an older one began, with what the older one would have
+found.
+"""
 
 from __future__ import annotations
 

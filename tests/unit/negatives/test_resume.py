@@ -1,4 +1,6 @@
-"""A run cut at any step of collecting, building, searching or switching resumes to the same bits."""
+"""A run cut at any step of collecting, building, searching or switching resumes to the same
+bits.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_cut_and_resumed(
 def test_cut_after_a_version_was_completed_beyond_the_checkpoint(
     corpus: Corpus, undisturbed: torch.Tensor, tmp_path: Path
 ) -> None:
-    """Checkpoint at 3, version 0 published at 4 and complete at 5: its inputs must still be there to start again."""
+    """Checkpoint at 3, version 0 published at 4 and complete at 5: its inputs must still be there
+    to start again.
+    """
     loop, _, _ = loop_in(tmp_path, corpus, cut=5)
     with pytest.raises(CutError):
         loop.train()
