@@ -17,7 +17,7 @@ from xmcray.evaluation.charts import Frame, short_number
 from xmcray.evaluation.pages import render
 from xmcray.storage import write_text
 from xmcray.tuning.space import Choice, Distribution, NumberRange, Space, Value
-from xmcray.tuning.sweep import Trial
+from xmcray.tuning.sweep import State, Trial
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -27,7 +27,7 @@ SCALE = (0.0, 0.5, 1.0)
 RED = (68, 38, 244)
 GREEN = (1, 140, 160)
 BLUE = (84, 141, 24)
-ENDED = ("finished", "stopped", "failed")
+ENDED: tuple[State, ...] = ("finished", "stopped", "failed")
 MIN_TRIALS = 5  # with fewer trials, the importance of a setting means nothing
 
 
