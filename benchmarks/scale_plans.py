@@ -14,8 +14,8 @@ from xmcray import config as configs
 from xmcray.errors import ResourceError
 from xmcray.planning.data_size import from_numbers
 from xmcray.planning.devices import device_rates
-from xmcray.planning.plan import plan
-from xmcray.planning.tables import markdown
+from xmcray.planning.plan import Plan, plan
+from xmcray.planning.tables import sections
 from xmcray.training.run import RunConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
@@ -148,6 +148,15 @@ def planned(case: Case) -> list[str]:
     data = from_numbers(round(case.labels), round(case.queries), case.tokens, case.positives)
     rates = device_rates(case.device, config.optim.matmul)
     return markdown(plan(config, data, rates, case.workers, price_per_hour=case.price))
+
+
+def markdown(made: Plan) -> list[str]:
+    """The tables and assumptions of a plan."""
+    lines: list[str] = []
+    for title, rows in sections(made).items():
+        lines += ["", f"| {title} | |", "| --- | ---: |"]
+        lines += [f"| {name} | {value} |" for name, value in rows]
+    return [*lines, "", *(f"- assumed: {line}" for line in made.assumptions)]
 
 
 def section(case: Case) -> list[str]:
