@@ -34,8 +34,8 @@ QUERIES = (
     "fast fourier transform of real input",
     "join two tables on a key column",
 )
-# Measured by others on another build of this sample (on which TF-IDF kNN had 0.47): for orientation,
-# not for comparison.
+# Measured by others on another build of this sample (on which TF-IDF kNN had 0.47): for
+# orientation, not for comparison.
 QUOTED: dict[str, dict[str, Any]] = {"XR-Linear (quoted, not measured)": {"P@1": 0.56}}
 NEXT_COMMANDS = (
     ('xmcray search {out}/run/bundle "smooth a curve" -k 5', "your own question"),

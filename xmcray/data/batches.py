@@ -30,7 +30,8 @@ class DataConfig:
     """Section `data`.
 
     Attributes:
-        validation: share of the training queries held out for model selection; 0 trains on all of them.
+        validation: share of the training queries held out for model selection; 0 trains on all of
+            them.
         augment_with_labels: label texts are training queries of their own label.
         seed: of the validation split; the same split for every method and setting.
     """
@@ -109,7 +110,7 @@ class TrainingData:
         return self._merge(query_ids, self.corpus.split("train").tokens, self.label_tokens)
 
     def positives(self, query_ids: Int64Array) -> Ragged:
-        """Internal label ids, ascending within a query; a label text's only positive is its label."""
+        """Internal label ids, ascending within a query; a label text has its label alone."""
 
         def of_rows(rows: Int64Array) -> Ragged:
             return self.to_internal(self.corpus.split("train").positives(rows))
@@ -141,7 +142,7 @@ class TrainingData:
         return Ragged(values[order], source.offsets)
 
     def token_counts(self, vocab_size: int) -> Int64Array:
-        """int64 [vocab_size], in how many texts each token occurs, in a seeded sample of queries."""
+        """int64 [vocab_size], number of texts with each token, in a seeded sample of queries."""
         generator = draws.generator(self.config.seed, "token_counts")
         # Sorted rows are read faster, because rows of one shard are neighbours.
         positions = generator.permutation(len(self.query_ids))[:_COUNTED_TEXTS]
@@ -155,7 +156,7 @@ class TrainingData:
         return counts
 
     def _merge(self, query_ids: Int64Array, of_rows: _Reader, of_labels: _Reader) -> Ragged:
-        """Reads training rows and label texts separately and puts them in the order of `query_ids`."""
+        """Reads training rows and label texts separately; puts them in the order of `query_ids`."""
         is_label = query_ids >= self.num_train
         if not is_label.any():
             return of_rows(query_ids)
@@ -228,7 +229,8 @@ class BatchSampler:
         ids = generator.permutation(self.data.query_ids)
         if clusters is None:
             return ids
-        # The extra entry at the end is the place of cluster -1, queries in none: it is the last place.
+        # The extra entry at the end is the place of cluster -1, queries in none: it is the last
+        # place.
         shuffled = generator.permutation(clusters.num_clusters)
         place = np.append(shuffled, clusters.num_clusters)
         order = np.argsort(place[clusters.cluster[ids]], kind="stable")

@@ -1,4 +1,4 @@
-"""A prepared corpus: token arrays, positives, filters, texts and counts, memory-mapped and read by row.
+"""A prepared corpus: tokens, positives, filters, texts and counts, mapped and read by row.
 
     card.yaml                         Card: counts, averages, histogram, odd rows, propensity constants
     {train,test,labels}/NNNNN.*       token ids, positives (not in labels/) and texts; see data/shards.py
@@ -233,7 +233,7 @@ class Split:
         return self._column("uid", rows)
 
     def relevance(self, rows: Int64Array) -> list[list[float] | None]:
-        """Graded relevance of each positive, in the order of `positives`; None if not in the raw file."""
+        """Graded relevance of each positive, in the order of `positives`; None if there is none."""
         return self._column("relevance", rows)
 
     @functools.cached_property

@@ -2,8 +2,8 @@
 
 One task reads a split and streams chunks of one shard each. Any number of tasks tokenise and pack
 chunks. The driver writes the finished files, so no other process needs the destination. At any time
-only a few chunks exist, whatever the number of rows. There are two passes: a sample of the texts for
-the vocabulary first, then everything.
+only a few chunks exist, whatever the number of rows. There are two passes: a sample of the texts
+for the vocabulary first, then everything.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class _Pipeline:
     Attributes:
         source: raw files.
         config: settings of the corpus.
-        share: packing tasks at a time, and the CPUs of each. It is computed once, because just after
-            a pass Ray still counts some CPUs as taken that are free again.
+        share: packing tasks at a time, and the CPUs of each. It is computed once, because just
+            after a pass Ray still counts some CPUs as taken that are free again.
         stall_s: seconds without a finished chunk after which to give up.
         bar: progress on stderr.
     """

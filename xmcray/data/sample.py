@@ -1,12 +1,12 @@
-"""The embedded sample: related functions of scientific Python, learned from installed documentation.
+"""The embedded sample: related functions of Python, from installed documentation.
 
 A documented object of numpy, scipy or pandas is a query: its name and the description at the start
-of its docstring. The objects that its "See Also" section lists are its labels; that section is never
-part of a text. A label's text is its dotted name and the first sentence of its docstring. A query
-that is itself a label is a filter pair: it is no answer to itself. The split is by a hash of the
-name. Nothing is downloaded, and the same installed versions give the same files. With numpy 2.4,
-scipy 1.17 and pandas 3.1 there are 2,391 training queries, 574 test queries and 2,200 labels; 90 %
-of the labels have at most 5 training queries.
+of its docstring. The objects that its "See Also" section lists are its labels; that section is
+never part of a text. A label's text is its dotted name and the first sentence of its docstring. A
+query that is itself a label is a filter pair: it is no answer to itself. The split is by a hash of
+the name. Nothing is downloaded, and the same installed versions give the same files. With numpy
+2.4, scipy 1.17 and pandas 3.1 there are 2,391 training queries, 574 test queries and 2,200 labels;
+90 % of the labels have at most 5 training queries.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Documented:
 
 
 def write_sample(folder: Path) -> None:
-    """Writes train.jsonl, test.jsonl, labels.jsonl and the filter files of the sample into `folder`.
+    """Writes train.jsonl, test.jsonl, labels.jsonl and the filter files of the sample.
 
     Raises:
         OSError: the folder cannot be written.
@@ -120,7 +120,7 @@ def _write_json_lines(path: Path, rows: Iterable[object]) -> None:
 
 
 def collect() -> tuple[dict[str, Documented], dict[str, str]]:
-    """All documented public objects by name, and the name of the object behind every dotted path."""
+    """All documented public objects by name, and the name of the object behind each path."""
     objects: dict[str, Documented] = {}
     aliases: dict[str, str] = {}
     name_of: dict[tuple[str, str], str] = {}

@@ -1,4 +1,4 @@
-"""The shard files of a corpus: packing a block of rows into bytes, and reading rows of mapped files.
+"""The shard files of a corpus: packing rows into bytes, and reading rows of mapped files.
 
     NNNNN.tokens.npy, NNNNN.token_offsets.npy    uint16 or uint32 values, int64 offsets
     NNNNN.labels.npy, NNNNN.label_offsets.npy    int32 source label ids, int64 offsets

@@ -1,4 +1,4 @@
-"""Items streamed through tasks of Ray Data: their share of the CPUs, a watchdog, and users' mistakes."""
+"""Items streamed through tasks of Ray Data: share of the CPUs, watchdog, and users' mistakes."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def share(parallelism: int | None) -> tuple[int, float]:
     """Tokenising tasks at a time, and the CPUs that each reserves.
 
     Together they reserve half of what is free, and never the last CPU. Ray Data checks for finished
-    tasks ten times a second, so a finished task waits one or two checks for its successor. A quarter
-    more tasks than CPUs keep the CPUs busy meanwhile.
+    tasks ten times a second, so a finished task waits one or two checks for its successor. A
+    quarter more tasks than CPUs keep the CPUs busy meanwhile.
     """
     free_cpus = cluster.free_cpus()
     num_tasks = parallelism or max(1, math.ceil(1.25 * free_cpus))

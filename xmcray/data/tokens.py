@@ -1,4 +1,4 @@
-"""Texts to token ids: a WordPiece vocabulary trained on the corpus, or the tokenizer of a transformer.
+"""Texts to token ids: a WordPiece vocabulary of the corpus, or the tokenizer of a transformer.
 
 Both are a `tokenizers.Tokenizer`. On disk it is a folder with `tokenizer.json`, `xmcray.json` (what
 this class adds) and, for a transformer, the small JSON files that its own loader expects.
@@ -72,7 +72,7 @@ class TextTokenizer:
         self.vocab_size: int = self._backend(max_len).get_vocab_size(with_added_tokens=True)
 
     def encode(self, texts: Sequence[str], max_len: int | None = None) -> Ragged:
-        """Token ids of each text; an empty text has none, or only the special tokens of a transformer.
+        """Token ids of each text; an empty text has none, or only special tokens.
 
         Args:
             max_len: tokens kept per text; None keeps the tokenizer's `max_len`.
@@ -80,7 +80,8 @@ class TextTokenizer:
         if not texts:
             return Ragged.empty(0)
         backend = self._backend(max_len or self.max_len)
-        # A block at a time: an encoding takes some kilobytes per text, and the ids are a small part.
+        # A block at a time: an encoding takes some kilobytes per text, and the ids are a small
+        # part.
         rows: list[list[int]] = []
         for block in _blocks(texts, ENCODE_BLOCK):
             rows += [encoding.ids for encoding in backend.encode_batch_fast(list(block))]
@@ -93,7 +94,7 @@ class TextTokenizer:
         return list(self._backend(self.max_len).encode(text).tokens)
 
     def to_files(self) -> dict[str, str]:
-        """Everything as file name -> text: what `save` writes, and what is sent to other processes."""
+        """Everything as file name -> text: what `save` writes and other processes receive."""
         settings = {
             "kind": self.kind,
             "pad_id": self.pad_id,
@@ -131,7 +132,7 @@ class TextTokenizer:
             ) from None
 
     def _backend(self, max_len: int) -> Tokenizer:
-        """One backend per length: changing the truncation of a shared one would disturb other threads."""
+        """One backend per length: changing the truncation of one would disturb other threads."""
         backend = self._backends.get(max_len)
         if backend is None:
             try:
@@ -284,7 +285,7 @@ def _library_files(folder: Path) -> dict[str, str]:
 
 
 def _probe_hub(name: str) -> None:
-    """Fails within seconds if the model hub is out of reach; its own client retries for half a minute."""
+    """Fails within seconds if the hub is out of reach; its own client retries for half a minute."""
     import huggingface_hub.constants as hub
 
     if hub.HF_HUB_OFFLINE:

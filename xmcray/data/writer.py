@@ -1,4 +1,4 @@
-"""The driver's side of `prepare`: settings, writing packed shards, counting, and the card. No Ray here."""
+"""The driver's side of `prepare`, without Ray: settings, writing shards, counting, the card."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class CorpusWriter:
 
 
 def short_name(tokenizer: str) -> str:
-    """A hub id as it is, a folder without its path: a corpus must not depend on where it was made."""
+    """A hub id, or a folder without its path: a corpus does not depend on where it was made."""
     return Path(tokenizer).name if Path(tokenizer).is_dir() else tokenizer
 
 
@@ -191,7 +191,7 @@ def sorted_pairs(pairs: Int64Array) -> Int64Array:
 
 
 def statistics_table(card: Card) -> Table:
-    """What a corpus holds, for people: sizes, averages, label frequencies, odd and rejected rows."""
+    """A corpus for people: sizes, averages, label frequencies, odd and rejected rows."""
     table = Table(title=f"{card.name}: {card.num_labels:,} labels", show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")

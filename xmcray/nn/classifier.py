@@ -1,4 +1,4 @@
-"""The rows of a one-vs-all classifier, split over ranks: a rank holds and updates its own rows only."""
+"""Rows of a one-vs-all classifier, split over ranks: a rank holds and updates its own only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders that answer faster on a CPU than in float32, at a loss that benchmarks/compact.py measures.
+"""Encoders that are faster on a CPU than in float32; benchmarks/compact.py measures the loss.
 
     bfloat16   a transformer's weights and states have 8 bits of precision; the processor needs AMX or AVX512-BF16
     int8       a transformer's weights and their inputs have 8 bits: ONNX Runtime, one text at a time

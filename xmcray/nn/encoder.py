@@ -1,8 +1,9 @@
 """Text encoders: flat, ragged token ids in, one vector per text out.
 
-`StaticEncoder` (static.py) is a bag of token embeddings: milliseconds per batch on a CPU, trained from scratch.
-`TransformerEncoder` (transformer.py) wraps any encoder of the transformers library. Both take texts without
-padding (`Ragged`), give a text the same vector whatever its neighbours, and are saved without pickle.
+`StaticEncoder` (static.py) is a bag of token embeddings: milliseconds per batch on a CPU, trained
+from scratch. `TransformerEncoder` (transformer.py) wraps any encoder of the transformers library.
+Both take texts without padding (`Ragged`), give a text the same vector whatever its neighbours, and
+are saved without pickle.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class EncoderConfig:
             much, falling off over some ten tokens, because a text begins with its title.
         bigram_buckets: static only; rows for pairs of neighbouring tokens, which share them by a
             hash; 0 is a bag of tokens.
-        init_from: static only; a transformer whose input embeddings are the start ("" is from scratch).
+        init_from: static only; a transformer whose input embeddings are the start ("" is from
+            scratch).
         autocast: transformer only; "auto" is bfloat16 on CUDA devices that have it.
         dropout: transformer only; replaces the model's own rates. None keeps them.
         frozen: transformer only; the projection to `dim` is all that learns. Each text is encoded
@@ -177,7 +179,7 @@ def build_encoder(
 
 
 def start_folder(name: str) -> Path:
-    """The folder of the encoder inside a run (its newest checkpoint) or a bundle; else `name` itself."""
+    """The encoder's folder in a run (its newest checkpoint) or a bundle; else `name` itself."""
     checkpoints = sorted(Path(name).glob("checkpoints/step-*/encoder"))
     for folder in [*checkpoints[-1:], Path(name) / "encoder"]:
         if folder.is_dir():
@@ -186,7 +188,7 @@ def start_folder(name: str) -> Path:
 
 
 def load_encoder(folder: Path) -> Encoder:
-    """An encoder from a folder: ours, of sentence-transformers, or a plain transformer (mean pooling).
+    """An encoder from a folder: ours, of sentence-transformers, or a plain transformer.
 
     Raises:
         BundleError: the folder holds no encoder, or a damaged one.

@@ -68,8 +68,8 @@ class FusionConfig:
     """Section `fusion`: how UniDEC's two cosines are added.
 
     Attributes:
-        text_weight: of the cosine with the label text; that of the cosine with the classifier row is
-            1 - text_weight. 0.5 is the paper's concatenation.
+        text_weight: of the cosine with the label text; that of the cosine with the classifier row
+            is 1 - text_weight. 0.5 is the paper's concatenation.
     """
 
     RENAMED: ClassVar = {"text": "text_weight"}
@@ -81,7 +81,7 @@ class FusionConfig:
 
 
 class TwoHeads(Head):
-    """UniDEC's two heads: one for inner products with label texts, one for those with classifier rows.
+    """UniDEC's two heads: one for products with label texts, one for those with classifier rows.
 
     Both start as the same orthogonal map, so that classifier rows that start as vectors of label
     texts fit.
@@ -136,7 +136,7 @@ class TwoHeads(Head):
         return row_BE if keep_BE is None else row_BE * keep_BE
 
     def forward(self, vector_BD: Tensor) -> Tensor:
-        """Search vectors, without dropout: Phi_D, l2norm(Phi_C), or both, weighted and concatenated."""
+        """Search vectors, without dropout: Phi_D, l2norm(Phi_C), or both, weighted."""
         if self.answer_by == "text":
             return self.text(vector_BD)
         row_BE = F.normalize(self.classifier(vector_BD), dim=-1)

@@ -19,11 +19,11 @@ WEIGHTS = "prototypes.safetensors"
 
 
 class LabelSide:
-    """How a method makes label vectors, without its training: of texts, of trained rows, or of both.
+    """How a method makes label vectors without training: of texts, of trained rows, or both.
 
     Args:
-        row_columns: number of last columns that are a trained row. The other columns are made of the
-            label's text, in the same way as a query's vector is made of the query's text.
+        row_columns: number of last columns that are a trained row. The other columns are made of
+            the label's text, in the same way as a query's vector is made of the query's text.
         prototypes: PRIME's network, if vectors are prototypes.
         cluster_L: int64 [L], the row of the network's bank that each label shares with its
             cluster. Needed with `prototypes`.
@@ -64,7 +64,8 @@ def load_label_side(folder: Path) -> LabelSide:
         cluster_L = state.pop("cluster_L")
         num_vectors, dim = state["bank.weight"].shape
         feed_forward = len(state["up.weight"])
-        # On the meta device nothing is allocated; `assign` then takes the loaded tensors as they are.
+        # On the meta device nothing is allocated; `assign` then takes the loaded tensors as they
+        # are.
         with torch.device("meta"):
             network = PrototypeNetwork(dim, feed_forward, num_vectors, seed=None)
         network.load_state_dict(state, assign=True)

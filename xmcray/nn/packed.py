@@ -1,9 +1,9 @@
-"""Transformers over texts that lie one after another: no layer computes padding, whatever the lengths.
+"""Transformers over texts that lie one after another: no layer computes padding.
 
-All layers but attention treat tokens alone, so they run once over the tokens of all texts. Attention
-runs once for each length that occurs. The transformers library lets a model's attention be replaced
-by name. Whether a model's other parts (position embeddings above all) work on such a row is tried
-when it is loaded, not assumed.
+All layers but attention treat tokens alone, so they run once over the tokens of all texts.
+Attention runs once for each length that occurs. The transformers library lets a model's attention
+be replaced by name. Whether a model's other parts (position embeddings above all) work on such a
+row is tried when it is loaded, not assumed.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ def _attend(
     packed_spans: _Spans | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each text; query, key and value are [1, heads, T, d]. Returns [1, T, heads, d]."""
+    """Attention within each text: query, key and value [1, heads, T, d] to [1, T, heads, d]."""
     if packed_spans is None:  # a caller that runs the model itself, with padding
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **others)
-    # split, not slices: the backward of a slice fills a tensor of the whole row with zeros, once for
-    # each length.
+    # split, not slices: the backward of a slice fills a tensor of the whole row with zeros, once
+    # for each length.
     queries = query[0].split(packed_spans.sizes, dim=1)
     keys = key[0].split(packed_spans.sizes, dim=1)
     values = value[0].split(packed_spans.sizes, dim=1)
@@ -138,7 +138,8 @@ def _attend(
 
 def _by_text(span: Tensor, width: int) -> Tensor:
     """[heads, texts * width, d] -> [texts, heads, width, d]."""
-    return span.unflatten(1, (-1, width)).transpose(0, 1)
+    texts: Tensor = span.unflatten(1, (-1, width))
+    return texts.transpose(0, 1)
 
 
 AttentionInterface.register(NAME, _attend)

@@ -1,10 +1,11 @@
 """A table of vectors of which a step reads and updates few rows: classifier rows, token embeddings.
 
-Lazy semantics: momentum, Adagrad and Adam state of a row advance only at steps that touch it. Weight
-decay is decoupled and exact all the same. A row that was not touched between steps a and b is
-multiplied by the product of (1 - lr_t * wd) over those steps when it is read next. The product comes
-from one running sum of log(1 - lr_t * wd) and one int32 per row. `flush` brings every row up to
-date. Rows read twice within a step are one row: their gradients are summed before the one update.
+Lazy semantics: momentum, Adagrad and Adam state of a row advance only at steps that touch it.
+Weight decay is decoupled and exact all the same. A row that was not touched between steps a and b
+is multiplied by the product of (1 - lr_t * wd) over those steps when it is read next. The product
+comes from one running sum of log(1 - lr_t * wd) and one int32 per row. `flush` brings every row up
+to date. Rows read twice within a step are one row: their gradients are summed before the one
+update.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class RowTable:
             self._step(where, rows_BD, leaf.grad[block], lr, decay)
 
     def update_rows(self, lr: float, ids_U: Tensor, grad_UD: Tensor) -> None:
-        """One optimiser step on rows of distinct ids that were not read; counts as a step for all rows.
+        """One optimiser step on rows that were not read; it counts as a step for all rows.
 
         Args:
             ids_U: int64 [U], distinct.
@@ -312,7 +313,7 @@ def _put(tensor: Tensor, where: Where, rows: Tensor) -> None:
 def sum_by_row(
     ids_T: Tensor, source_T: Tensor, dense_BD: Tensor, weight_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Adds up the vectors of each row, always in the order of the entries: equal bits on every call.
+    """Adds up the vectors of each row in the order of the entries: equal bits on every call.
 
     Args:
         ids_T: int64, row of each entry.
@@ -321,7 +322,8 @@ def sum_by_row(
         weight_T: factor of each entry; None is 1.
 
     Returns:
-        int64 [U], distinct rows, ascending, and [U, D], their sums of weight_T * dense_BD[source_T].
+        int64 [U], distinct rows, ascending, and [U, D], their sums of weight_T *
+        dense_BD[source_T].
     """
     # A stable sort keeps the entries of a row in their order.
     sorted_T, order_T = torch.sort(ids_T, stable=True)

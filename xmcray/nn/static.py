@@ -75,7 +75,7 @@ class StaticEncoder(Encoder):
         return ["embedding.weight"]
 
     def forward(self, tokens: Ragged) -> Tensor:
-        """query_BD; a text without tokens is the zero vector plus the residual layer's output for it."""
+        """query_BD; a text without tokens is the zero vector and what the residual adds."""
         table_VD = self.embedding.weight
         device = table_VD.device
         rows, weight_T = self._weighted_rows(tokens)

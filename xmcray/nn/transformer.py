@@ -1,4 +1,4 @@
-"""Any encoder of the transformers library as a text encoder; folders are those of sentence-transformers.
+"""Any encoder of the transformers library; folders are those of sentence-transformers.
 
 Only safetensors weights are read, and no code of a model's repository is run.
 """
@@ -58,8 +58,8 @@ class TransformerEncoder(Encoder):
     """A transformer, its pooled last hidden states, and optionally a bias-free projection.
 
     Texts are sorted by length. If the model allows it they are packed one after another without
-    padding (packed.py); else they run in padded micro-batches, cut where that costs least. The order
-    is restored at the end. Pooling and projection are float32 also under autocast.
+    padding (packed.py); else they run in padded micro-batches, cut where that costs least. The
+    order is restored at the end. Pooling and projection are float32 also under autocast.
 
     Args:
         model: a transformers model with `last_hidden_state`, without pooler.
@@ -250,10 +250,10 @@ def _at_least_float32(states: Tensor) -> Tensor:
 
 
 def _costs(device: torch.device, training: bool) -> tuple[int, int]:
-    """What one more call costs, in tokens, and the most tokens of a call (benchmarks/encoder_speed.py).
+    """Cost of one more call, in tokens, and most tokens of a call (benchmarks/encoder_speed.py).
 
-    It must not depend on whether there is a graph: gradient caching encodes a text twice and replays
-    its dropout.
+    It must not depend on whether there is a graph: gradient caching encodes a text twice and
+    replays its dropout.
     """
     if device.type != "cpu":
         return 4096, 131072
@@ -301,8 +301,8 @@ def micro_batches(lengths: Int64Array, call_tokens: int, max_tokens: int) -> lis
     widths, counts = np.unique(lengths[order], return_counts=True)
     num_widths = len(widths)
     ends = offsets_of(counts)
-    # Dynamic programming. cheapest[j]: cost of the texts of the j smallest widths, split best. Their
-    # last group holds the widths first_width[j] .. j - 1, each padded to the largest of them.
+    # Dynamic programming. cheapest[j]: cost of the texts of the j smallest widths, split best.
+    # Their last group holds the widths first_width[j] .. j - 1, each padded to the largest of them.
     cheapest = np.zeros(num_widths + 1)
     first_width = np.zeros(num_widths + 1, np.int64)
     for j in range(1, num_widths + 1):
@@ -352,7 +352,7 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
 
 
 def load(folder: Path) -> TransformerEncoder:
-    """The encoder of a folder of ours, of sentence-transformers, or a plain transformer (mean pooling).
+    """The encoder of a folder: ours, of sentence-transformers, or a plain transformer.
 
     Raises:
         BundleError: the folder is damaged, or uses parts that this encoder does not have.
@@ -361,7 +361,7 @@ def load(folder: Path) -> TransformerEncoder:
 
 
 def input_embeddings(name: str, tokenizer: TextTokenizer) -> Tensor:
-    """Input embeddings of a transformer, float32 [V, H], for a corpus with that transformer's tokenizer."""
+    """Input embeddings of a transformer, float32 [V, H], for a corpus with its tokenizer."""
     model = _open(find(name), ConfigError).model
     _check_vocabulary(model, name, tokenizer)
     table_VH: Tensor = model.get_input_embeddings().weight.detach()

@@ -20,7 +20,8 @@ from xmcray.types import Int64Array
 
 __all__ = ["FORMATS", "BadRow", "OnBad", "RawFiles", "Row", "detect"]
 
-# In order of preference: a release of the XMC repository often holds texts and features side by side.
+# In order of preference: a release of the XMC repository often holds texts and features side by
+# side.
 FORMATS: dict[str, Format] = {
     "lf": LF,
     "jsonl": JSONL,
@@ -58,7 +59,7 @@ class RawFiles:
         return self._not_empty(FORMATS[self.format].labels(self.path, on_bad), "label")
 
     def queries(self, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
-        """All valid queries of a split in file order; `on_bad` is called for each other one and may raise.
+        """All valid queries of a split in file order; `on_bad` gets each other one and may raise.
 
         Args:
             num_labels: rows of the label file, bad ones included: label ids count those rows.
@@ -72,7 +73,7 @@ class RawFiles:
         return self._not_empty(rows, f"{split} query")
 
     def filters(self, split: str) -> Int64Array:
-        """Pairs (row of the split's file, row of the label file) that must not be answered; see `Row.row`.
+        """Pairs (row of the split's file, row of the label file) that are no answers; see `Row.row`.
 
         Returns:
             int64 [pairs, 2], none without a filter file.

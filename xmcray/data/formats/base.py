@@ -1,7 +1,7 @@
-"""What all readers share: the row they give, the lines they read, the limits they keep, filter files.
+"""What all readers share: rows, lines, limits and filter files.
 
-A mistake in one row is a `BadRow`: it is reported, and the row is left out. A mistake of a whole file
-is a `DataError`. Nothing here keeps more than one block of a file in memory.
+A mistake in one row is a `BadRow`: it is reported, and the row is left out. A mistake of a whole
+file is a `DataError`. Nothing here keeps more than one block of a file in memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Records with named fields: the LF layout of the XMC repository, plain JSON lines, Tevatron JSON lines.
+"""Records with named fields: LF (XMC repository), plain JSON lines, Tevatron JSON lines.
 
     layout    train, test, labels                    uid       text                  labels
     lf        trn.json, tst.json, lbl.json           uid       title [+ content]     target_ind, target_rel
     jsonl     train.jsonl, test.jsonl, labels.jsonl  uid       text | title+content  labels, relevance
     tevatron  train.jsonl, test.jsonl, corpus.jsonl  query_id  query_text            positive_document_ids
 
-Each file may end in .gz. An integer label is a line of the label file, counted from 0; a string is a
-label's uid.
+Each file may end in .gz. An integer label is a line of the label file, counted from 0; a string is
+a label's uid.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     huggingface  train/, test/ and labels/, each with the Arrow files and the state.json of `save_to_disk`
 
 The columns are those of plain JSON lines: uid, text or title and content, labels, relevance. A file
-may hold strings, integers, floats and lists of those, nothing else. An extension type runs code that
-some library registered for it while the schema is being read (CVE-2026-41486), so the raw bytes of
-the schema are searched before Arrow reads them.
+may hold strings, integers, floats and lists of those, nothing else. An extension type runs code
+that some library registered for it while the schema is being read (CVE-2026-41486), so the raw
+bytes of the schema are searched before Arrow reads them.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _label_rows(texts: Texts, path: Path, first_line: int, on_bad: OnBad) -> Ite
 
 
 def _feature_labels(path: Path, folder: Path, on_bad: OnBad) -> Iterator[Row]:
-    """Labels of a layout with features: a feature matrix if the first line is its header, or texts."""
+    """Labels of a layout with features: a matrix if the first line is its header, or texts."""
     numbers = next(read_lines(path), b"").split()
     if len(numbers) == 2 and all(number.isdigit() for number in numbers):
         matrix = open_matrix(path)
