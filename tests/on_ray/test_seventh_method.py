@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from planted import write_planted
+from served import served
 from third_party_package import install
 
 from xmcray.retrieval.retriever import Retriever
@@ -71,8 +73,16 @@ def test_it_trains_here_answers_and_is_served(installation: Installation) -> Non
     assert metrics["P@1"] > 0.3  # by chance 0.025
     installation.run("export", "alone", "--out", "bundle")
     # A bundle needs nothing of the package that trained it: what is served is in its files.
-    answers = Retriever.load(installation.folder / "bundle").search(["w0x0 w0x1 w0x2"], 1)
-    assert answers[0][0].uid == "label0"
+    text = "w0x0 w0x1 w0x2"
+    bundle = installation.folder / "bundle"
+    assert Retriever.load(bundle).search([text], 1)[0][0].uid == "label0"
+
+    async def serve() -> None:
+        async with served(installation.folder, {"seventh": bundle}) as application:
+            body = await application.search([text], k=1, fields=["uid"])
+            assert body["results"][0]["answers"][0]["uid"] == "label0"
+
+    asyncio.run(serve())
 
 
 def test_it_trains_on_two_workers(installation: Installation) -> None:
