@@ -1,7 +1,7 @@
 """Balanced recursive 2-means: clusters of query or label vectors whose sizes differ by at most one.
 
-N rows    C clusters of one level    M slots of a cluster, as many as its largest one has rows    D
-width
+N rows    C clusters of one level    D width
+M slots of a cluster, as many as the largest cluster has rows
 """
 
 from __future__ import annotations

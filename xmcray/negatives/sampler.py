@@ -1,7 +1,7 @@
 """From a batch and its hard negatives to the label rows that this rank must score.
 
-U  distinct labels    P  (query, label) pairs    C  uniform candidates    T  values of a ragged
-array
+U  distinct labels    P  (query, label) pairs
+C  uniform candidates    T  values of a ragged array
 """
 
 from __future__ import annotations
