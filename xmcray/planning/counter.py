@@ -144,7 +144,7 @@ class Counter(TorchDispatchMode):
             self._sparse[shape] = indices, values
             return func(*_mapped(_to_meta, args), **kwargs)
         shape = args[0].shape
-        indices, values = self._sparse.get(shape, (None, None))
+        indices, values = self._sparse[shape]
         if name in ("_indices", "indices"):
             return indices
         if name in ("_values", "values"):
@@ -206,7 +206,7 @@ class Counter(TorchDispatchMode):
             table, values = results[0], operands[0]
         elif name in ROW_WRITES:
             values = operands[-1]
-        row_bytes = table[:1].nbytes if table.dim() > 1 else table.element_size()
+        row_bytes: float = table[:1].nbytes if table.dim() > 1 else table.element_size()
         if name != "_embedding_bag":  # which reads more rows than it returns
             row_bytes = min(row_bytes, max(values.nbytes / count, values.element_size()))
         # Without the underscore the whole table is copied first.

@@ -135,8 +135,8 @@ class Rates:
             return self.sort_s * operation.count * depth
         if operation.kind == "copy":
             return self.copy_s
-        each_s = {"top": self.top_s, "exponential": self.exp_s, "softplus": self.softplus_s}
-        return max(moved_s, operation.count * each_s.get(operation.kind, 0.0))
+        element_s = {"top": self.top_s, "exponential": self.exp_s, "softplus": self.softplus_s}
+        return max(moved_s, operation.count * element_s.get(operation.kind, 0.0))
 
     def save(self, path: Path) -> None:
         """Writes the rates, to be used again with --probe."""

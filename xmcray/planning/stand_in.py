@@ -141,4 +141,5 @@ def _drawn(
 ) -> Int64Array:
     """Random places, each as often as its share says."""
     places = np.searchsorted(sums, generator.random(int(number)) * sums[-1], side="right")
-    return np.minimum(places, len(sums) - 1).astype(np.int64)
+    drawn: Int64Array = np.minimum(places, len(sums) - 1).astype(np.int64)
+    return drawn
