@@ -86,7 +86,7 @@ def encode_plain(encoder: Encoder, tokens: Ragged) -> Tensor:
         return next(encoder.parameters()).new_zeros(0, encoder.dim)
     training = encoder.training
     encoder.eval()
-    result = None
+    result: Tensor | None = None
     row = 0
     with torch.no_grad():
         for chunk in _chunks(tokens, _PLAIN_ROWS):
