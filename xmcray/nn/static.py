@@ -151,8 +151,9 @@ class StaticEncoder(Encoder):
                 state["weight"],
                 dim=int(settings["dim"]),
                 residual=bool(settings["residual"]),
-                position_decay=float(settings["position_decay"]),
-                bigram_buckets=int(settings["bigram_buckets"]),
+                # Bundles made before the settings were renamed have their former names.
+                position_decay=float(settings.get("position_decay", settings.get("lead", 0))),
+                bigram_buckets=int(settings.get("bigram_buckets", settings.get("pairs", 0))),
             )
             encoder.to(state["weight"].dtype).load_state_dict(state)
             return encoder.eval()

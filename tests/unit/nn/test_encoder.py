@@ -7,7 +7,7 @@ import torch
 from xmcray.config import build
 from xmcray.data.tokens import TextTokenizer, train_wordpiece
 from xmcray.errors import BundleError, ConfigError
-from xmcray.nn.encoder import EncoderConfig, build_encoder, fit_width, load_encoder
+from xmcray.nn.encoder import SETTINGS, EncoderConfig, build_encoder, fit_width, load_encoder
 from xmcray.nn.static import StaticEncoder
 from xmcray.types import Ragged
 
@@ -59,6 +59,20 @@ def test_lead_makes_the_first_tokens_of_each_text_weigh_more(tmp_path: Path) -> 
     torch.testing.assert_close(vectors, (weight / weight.norm()).expand(2, 12))
     encoder.save(tmp_path)
     assert load_encoder(tmp_path).position_decay == 3.0
+
+
+def test_a_static_encoder_with_the_former_names_of_its_settings_opens(tmp_path: Path) -> None:
+    StaticEncoder(
+        torch.ones(12), dim=12, residual=False, position_decay=3.0, bigram_buckets=5
+    ).save(tmp_path)
+    path = tmp_path / SETTINGS
+    text = path.read_text(encoding="utf-8")
+    text = text.replace("position_decay", "lead").replace("bigram_buckets", "pairs")
+    path.write_text(text, encoding="utf-8")
+    encoder = load_encoder(tmp_path)
+    assert isinstance(encoder, StaticEncoder)
+    assert encoder.position_decay == 3.0
+    assert encoder.bigram_buckets == 5
 
 
 def test_pairs_of_neighbours_have_rows_and_weigh_the_mean_of_their_tokens(tmp_path: Path) -> None:
