@@ -31,6 +31,7 @@ from encoder_speed import packaged_model
 from minilm import tokenised
 
 from xmcray.data.corpus import Corpus
+from xmcray.methods.registry import method_names
 from xmcray.planning import data_size
 from xmcray.planning.plan import Plan, plan
 from xmcray.planning.probe import probe
@@ -38,7 +39,6 @@ from xmcray.training.launch import train
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
-METHODS = ("astra", "dexml", "prime", "rae", "renee", "unidec")
 MEMORY_LIMIT, TIME_LIMIT = 0.15, 0.30
 STEPS = 36  # of an epoch: enough to touch the rows that the plan counts
 HEADER = ["method", "L", "D", "batch", "workers", "settings"]
@@ -117,7 +117,7 @@ def draw(seed: int) -> list[Drawn]:
         return values[generator.integers(len(values))]
 
     found = []
-    for method in generator.permutation(METHODS).tolist():
+    for method in generator.permutation(method_names()).tolist():
         labels = round(float(np.exp(generator.uniform(np.log(20_000), np.log(200_000)))), -3)
         dim, batch, workers = (
             one_of(64, 96, 128, 192, 256),

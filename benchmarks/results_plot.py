@@ -15,9 +15,15 @@ from floors import BOTH, FLOORS, LINEAR, METRICS
 
 TABLE = Path(__file__).parent / "results" / "methods.md"
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "results.svg"
-METHODS = ("astra", "renee", "dexml", "unidec", "prime", "rae")
 TITLES = ("ASTRA", "Renée", "DEXML", "UniDEC", "PRIME", "RAE-XMC")
-COLOURS = ("#d62728", "#ff9896", "#1f77b4", "#aec7e8", "#2ca02c", "#9467bd")
+COLOURS = {
+    "astra": "#d62728",
+    "renee": "#ff9896",
+    "dexml": "#1f77b4",
+    "unidec": "#aec7e8",
+    "prime": "#2ca02c",
+    "rae": "#9467bd",
+}
 SETS = ("cdnjs-keywords", "tate-subjects", "wordnet-hypernyms", "msdocs-seealso", "msdocs-links")
 SHOWN = ("P@1", "PSP@5")
 LABELS = {
@@ -51,7 +57,7 @@ def measured(table: str) -> dict[tuple[str, str], dict[str, float]]:
             continue
         data_set = cells[0]
         method = cells[1].strip("*")
-        if data_set in SETS and method in METHODS:
+        if data_set in SETS and method in COLOURS:
             # A cell is "77.3 [76.4, 78.1]": the mean and its interval.
             values = [float(cell.split()[0]) for cell in cells[3:6]]
             results[data_set, method] = dict(zip(METRICS, values, strict=True))
@@ -75,7 +81,7 @@ def draw(results: dict[tuple[str, str], dict[str, float]], out: Path) -> None:
             memory = FLOORS[data_set][BOTH][column]
             panel.plot(linear, row, "|", color="black", markersize=16, markeredgewidth=2)
             panel.plot(memory, row, "|", color="#999999", markersize=16, markeredgewidth=2)
-        for method, colour in zip(METHODS, COLOURS, strict=True):
+        for method, colour in COLOURS.items():
             values = [results[data_set, method][metric] for data_set in SETS]
             panel.plot(values, rows, "o", color=colour, markersize=6, markeredgecolor="white")
         panel.set_title(LABELS[metric], fontsize=9)

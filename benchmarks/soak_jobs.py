@@ -30,9 +30,9 @@ from planted import write_planted
 from processes import When, descendants, last_step
 
 from xmcray.data.sample import write_sample
+from xmcray.methods.registry import method_names
 from xmcray.storage import read_manifest
 
-METHODS = ("astra", "dexml", "prime", "rae", "renee", "unidec")
 SMALL = ["optim.epochs=2", "cluster.cpus_per_worker=0.5", "cluster.threads_per_process=1"]
 LOST = [
     "encoder.dim=64",
@@ -75,7 +75,7 @@ def main() -> None:
     rows: list[list[object]] = []
     if "scripts" in arguments.parts:
         with head() as found:
-            scripts(found, folder, METHODS[:1] if arguments.quick else METHODS, rows)
+            scripts(found, folder, method_names()[:1] if arguments.quick else method_names(), rows)
     if "lost" in arguments.parts:
         rows += lost(
             folder,

@@ -9,6 +9,7 @@ import pytest
 
 from xmcray import config
 from xmcray.errors import ConfigError
+from xmcray.methods.registry import method_names
 from xmcray.training.run import RunConfig
 from xmcray.tuning.proposals import OptunaProposals, RandomProposals
 from xmcray.tuning.space import Choice, NumberRange, check_space, nested, parse_space
@@ -140,7 +141,7 @@ def test_settings_that_bound_each_other() -> None:
 
 def test_the_spaces_that_ship_fit_their_methods() -> None:
     names = {path.stem for path in SPACES.glob("*.yaml")}
-    assert names == OF_BUNDLES | {"astra", "renee", "unidec", "dexml", "prime", "rae"}
+    assert names == OF_BUNDLES | set(method_names())
     for name in names - OF_BUNDLES:
         path = str(SPACES / f"{name}.yaml")
         for preset in ({}, config.load_yaml(f"preset:{name}/sample")):
