@@ -15,14 +15,14 @@ from floors import BOTH, FLOORS, LINEAR, METRICS
 
 TABLE = Path(__file__).parent / "results" / "methods.md"
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "results.svg"
-TITLES = ("ASTRA", "Renée", "DEXML", "UniDEC", "PRIME", "RAE-XMC")
-COLOURS = {
-    "astra": "#d62728",
-    "renee": "#ff9896",
-    "dexml": "#1f77b4",
-    "unidec": "#aec7e8",
-    "prime": "#2ca02c",
-    "rae": "#9467bd",
+METHODS = {
+    # name: (title, colour)
+    "astra": ("ASTRA", "#d62728"),
+    "renee": ("Renée", "#ff9896"),
+    "dexml": ("DEXML", "#1f77b4"),
+    "unidec": ("UniDEC", "#aec7e8"),
+    "prime": ("PRIME", "#2ca02c"),
+    "rae": ("RAE-XMC", "#9467bd"),
 }
 SETS = ("cdnjs-keywords", "tate-subjects", "wordnet-hypernyms", "msdocs-seealso", "msdocs-links")
 SHOWN = ("P@1", "PSP@5")
@@ -57,7 +57,7 @@ def measured(table: str) -> dict[tuple[str, str], dict[str, float]]:
             continue
         data_set = cells[0]
         method = cells[1].strip("*")
-        if data_set in SETS and method in COLOURS:
+        if data_set in SETS and method in METHODS:
             # A cell is "77.3 [76.4, 78.1]": the mean and its interval.
             values = [float(cell.split()[0]) for cell in cells[3:6]]
             results[data_set, method] = dict(zip(METRICS, values, strict=True))
@@ -81,7 +81,7 @@ def draw(results: dict[tuple[str, str], dict[str, float]], out: Path) -> None:
             memory = FLOORS[data_set][BOTH][column]
             panel.plot(linear, row, "|", color="black", markersize=16, markeredgewidth=2)
             panel.plot(memory, row, "|", color="#999999", markersize=16, markeredgewidth=2)
-        for method, colour in COLOURS.items():
+        for method, (_, colour) in METHODS.items():
             values = [results[data_set, method][metric] for data_set in SETS]
             panel.plot(values, rows, "o", color=colour, markersize=6, markeredgecolor="white")
         panel.set_title(LABELS[metric], fontsize=9)
@@ -92,7 +92,7 @@ def draw(results: dict[tuple[str, str], dict[str, float]], out: Path) -> None:
     panels[0].tick_params(axis="y", length=0)
     dots = [
         pyplot.Line2D([], [], marker="o", linestyle="", color=colour, label=title)
-        for title, colour in zip(TITLES, COLOURS, strict=True)
+        for title, colour in METHODS.values()
     ]
     bars = [
         pyplot.Line2D([], [], marker="|", linestyle="", color=colour, markersize=12, label=title)
