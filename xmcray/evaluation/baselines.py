@@ -31,15 +31,18 @@ class NearestQueries:
     """
 
     def __init__(self, texts: Sequence[str], positives: Ragged, num_labels: int) -> None:
-        # Occurrences of each term, by query.
-        counts = [Counter(_terms(text)) for text in texts]
+        counts = _term_counts(texts)
         num_documents: Counter[str] = Counter()
         for row in counts:
+            # The keys only: a term counts once for each text, however often it occurs there.
             num_documents.update(row.keys())
-        terms = sorted(num_documents)
-        self._columns = {term: column for column, term in enumerate(terms)}
-        documents = np.array([num_documents[term] for term in terms])
-        self._idf = np.log(len(texts) / documents) + 1
+        # Sorted, so that the columns do not depend on the order of the texts.
+        self._columns: dict[str, int] = {}
+        documents = []
+        for column, term in enumerate(sorted(num_documents)):
+            self._columns[term] = column
+            documents.append(num_documents[term])
+        self._idf = np.log(len(texts) / np.array(documents)) + 1
         self._train = self._tfidf(counts)
         # [N, L], 1 for a query's label: a product with it sums the cosines of each label's queries.
         ones = np.ones(len(positives.values))
@@ -65,19 +68,24 @@ class NearestQueries:
             # Stable, so that equal scores keep the order of ids.
             order = np.argsort(-score_BL, axis=1, kind="stable")[:, :k]
             best = np.take_along_axis(score_BL, order, 1)
-            ids = np.where(best > 0, order, -1)
-            tops.append(TopLabels(ids, np.where(best > 0, best, -np.inf).astype(np.float32)))
+            # A label that none of the nearest queries carries scores 0 and is no answer.
+            is_answer = best > 0
+            ids = np.where(is_answer, order, -1)
+            scores = np.where(is_answer, best, -np.inf).astype(np.float32)
+            tops.append(TopLabels(ids, scores))
         return TopLabels.concatenate(tops, k)
 
     def _scores(self, texts: Sequence[str]) -> Float32Array:
         """float32 [B, L]."""
-        query_BV = self._tfidf([Counter(_terms(text)) for text in texts])
+        query_BV = self._tfidf(_term_counts(texts))
+        # Rows have length 1, so products are cosines.
         cosine_BN = (query_BV @ self._train.T).toarray()
         nearest = min(NEIGHBOURS, cosine_BN.shape[1])
         # The smallest cosine that is among the nearest of each query.
         bar_B1 = np.partition(cosine_BN, -nearest, axis=1)[:, [-nearest]]
         cosine_BN[cosine_BN < bar_B1] = 0
-        return np.asarray((sp.csr_matrix(cosine_BN) @ self._labels).toarray(), np.float32)
+        score_BL = sp.csr_matrix(cosine_BN) @ self._labels
+        return np.asarray(score_BL.toarray(), np.float32)
 
     def _tfidf(self, counts: Sequence[Counter[str]]) -> sp.csr_matrix:
         """float64 [rows, V], rows of length 1; terms of no training query are left out.
@@ -89,18 +97,27 @@ class NearestQueries:
         offsets = [0]
         for row in counts:
             for term, count in row.items():
-                if term in self._columns:
-                    columns.append(self._columns[term])
+                column = self._columns.get(term)
+                if column is not None:
+                    columns.append(column)
                     times.append(count)
             offsets.append(len(columns))
-        values = (1 + np.log(np.array(times, np.float64))) * self._idf[np.array(columns, np.int64)]
-        matrix = sp.csr_matrix((values, columns, offsets), shape=(len(counts), len(self._columns)))
+        term_frequency = 1 + np.log(np.array(times, np.float64))
+        values = term_frequency * self._idf[np.array(columns, np.int64)]
+        shape = (len(counts), len(self._columns))
+        matrix = sp.csr_matrix((values, columns, offsets), shape=shape)
+        squares = matrix.multiply(matrix).sum(axis=1)
+        lengths = np.sqrt(np.asarray(squares).ravel())
         # A row without any known term stays zero.
-        lengths = np.sqrt(np.asarray(matrix.multiply(matrix).sum(axis=1)).ravel())
-        return sp.csr_matrix(sp.diags(1 / np.maximum(lengths, 1e-12)) @ matrix)
+        scale = sp.diags(1 / np.maximum(lengths, 1e-12))
+        return sp.csr_matrix(scale @ matrix)
 
 
-def _terms(text: str) -> list[str]:
-    """Words and pairs of neighbouring words, lower-cased."""
-    words = re.findall(r"\w+", text.lower())
-    return words + [f"{first} {second}" for first, second in pairwise(words)]
+def _term_counts(texts: Sequence[str]) -> list[Counter[str]]:
+    """Occurrences in each text of words and of pairs of neighbouring words, lower-cased."""
+    counts = []
+    for text in texts:
+        words = re.findall(r"\w+", text.lower())
+        pairs = map(" ".join, pairwise(words))
+        counts.append(Counter([*words, *pairs]))
+    return counts

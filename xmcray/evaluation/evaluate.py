@@ -200,19 +200,19 @@ def compare(
             f"found {a.queries} and {b.queries} queries with propensity A, B = {a.a}, {a.b} and {b.a}, {b.b}, "
             "expected the same queries and constants; evaluate both on one corpus and split"
         )
-    names = _names(a.columns)
     difference_QM = _gains(a.columns) - _gains(b.columns)
     # Both runs have the same divisors, because those depend on the truth alone.
     low, high = _bootstrap(difference_QM, _divisors(a.columns), resamples, seed)
     p_values = _sign_flip(difference_QM, permutations, seed)
     rows = []
-    for i, name in enumerate(names):
-        difference = a.metrics[name] - b.metrics[name]
+    for i, name in enumerate(_names(a.columns)):
+        value_a = a.metrics[name]
+        value_b = b.metrics[name]
         row = ComparisonRow(
             metric=name,
-            a=a.metrics[name],
-            b=b.metrics[name],
-            difference=difference,
+            a=value_a,
+            b=value_b,
+            difference=value_a - value_b,
             low=float(low[i]),
             high=float(high[i]),
             p_value=float(p_values[i]),
@@ -227,7 +227,8 @@ def _names(columns: dict[str, Float32Array]) -> list[str]:
 
 def _gains(columns: dict[str, Float32Array]) -> Float64Array:
     """float64 [Q, M], the values of the main metrics per query."""
-    return np.stack([columns[name].astype(np.float64) for name in _names(columns)], axis=1)
+    gains = [columns[name].astype(np.float64) for name in _names(columns)]
+    return np.stack(gains, axis=1)
 
 
 def _divisors(columns: dict[str, Float32Array]) -> Float64Array:
@@ -269,7 +270,10 @@ def _intervals(
     columns: dict[str, Float32Array], resamples: int, seed: int
 ) -> dict[str, list[float]]:
     low, high = _bootstrap(_gains(columns), _divisors(columns), resamples, seed)
-    return {name: [float(low[i]), float(high[i])] for i, name in enumerate(_names(columns))}
+    intervals = {}
+    for i, name in enumerate(_names(columns)):
+        intervals[name] = [float(low[i]), float(high[i])]
+    return intervals
 
 
 def _sign_flip(difference_QM: Float64Array, permutations: int, seed: int) -> Float64Array:
@@ -281,16 +285,21 @@ def _sign_flip(difference_QM: Float64Array, permutations: int, seed: int) -> Flo
     # Equal sums in another order of addition differ in their last digits and must count as equal.
     threshold = observed - 1e-9 * (1.0 + observed)
     # Queries without any difference change no sum.
-    moved_QM = difference_QM[(difference_QM != 0).any(axis=1)]
+    has_moved = (difference_QM != 0).any(axis=1)
+    moved_QM = difference_QM[has_moved]
+    num_moved = len(moved_QM)
     generator = np.random.default_rng(seed)
+    # It starts at one, which stands for the observed signs.
     reached = np.ones(difference_QM.shape[1])
     # Signs are drawn in blocks of bounded memory.
-    block = max(1, _FLIP_VALUES // max(len(moved_QM), 1))
+    block = max(1, _FLIP_VALUES // max(num_moved, 1))
     for start in range(0, permutations, block):
         size = min(block, permutations - start)
-        coins = generator.integers(0, 2, (size, len(moved_QM)), np.int8)
+        coins = generator.integers(0, 2, (size, num_moved), np.int8)
+        # Coins of 0 and 1 become signs of -1 and 1.
         signs = (coins * 2 - 1).astype(np.float64)
-        reached += (np.abs(signs @ moved_QM) >= threshold).sum(0)
+        sums = np.abs(signs @ moved_QM)
+        reached += (sums >= threshold).sum(0)
     return reached / (permutations + 1)
 
 
@@ -315,14 +324,15 @@ def _segments(metrics: Metrics, values: dict[str, float]) -> list[dict[str, Any]
     rows = []
     unseen = metrics.train_counts <= 0
     if unseen.any():
-        rows.append({"name": "unseen", "range": "0", **_group(metrics, unseen), macro_f1: None})
+        group = _group(metrics, unseen)
+        rows.append({"name": "unseen", "range": "0", **group, macro_f1: None})
     for name, low, high in SEGMENTS:
         members = metrics.segment(low, high)
         if members.any():
             reach = segment_range(low, high)
+            group = _group(metrics, members)
             f1 = values.get(macro_f1 + reach)
-            row = {"name": name, "range": reach, **_group(metrics, members), macro_f1: f1}
-            rows.append(row)
+            rows.append({"name": name, "range": reach, **group, macro_f1: f1})
     return rows
 
 
@@ -330,15 +340,20 @@ def _deciles(metrics: Metrics) -> list[dict[str, Any]]:
     rows = []
     # Rare labels first; of equal counts by id, so that groups are the same for all runs.
     by_count = np.argsort(metrics.train_counts, kind="stable")
-    for number, members in enumerate(np.array_split(by_count, 10), start=1):
-        if len(members):
-            row = {
-                "decile": number,
-                "min_count": int(metrics.train_counts[members[0]]),
-                "max_count": int(metrics.train_counts[members[-1]]),
-                **_group(metrics, members),
-            }
-            rows.append(row)
+    deciles = np.array_split(by_count, 10)
+    for number, members in enumerate(deciles, start=1):
+        # With fewer than ten labels, the last groups are empty.
+        if not len(members):
+            continue
+        # The members ascend in their counts, so the extremes are at the ends.
+        counts = metrics.train_counts[members]
+        row = {
+            "decile": number,
+            "min_count": int(counts[0]),
+            "max_count": int(counts[-1]),
+            **_group(metrics, members),
+        }
+        rows.append(row)
     return rows
 
 
@@ -348,6 +363,7 @@ def _index_recall(
     """Share of the exact first k answers among the index's own first k, on a seeded sample."""
     generator = np.random.default_rng(seed)
     drawn = generator.choice(num_queries, min(sample, num_queries), replace=False)
+    # Sorted, because neighbouring rows are read faster.
     rows = np.sort(drawn).astype(np.int64)
     hits: Counter[int] = Counter()
     answers: Counter[int] = Counter()
@@ -359,7 +375,8 @@ def _index_recall(
             if k <= exact_BK.shape[1]:
                 index_pairs = _pairs(index_BK[:, :k])
                 exact_pairs = _pairs(exact_BK[:, :k])
-                hits[k] += int(np.isin(exact_pairs, index_pairs).sum())
+                was_found = np.isin(exact_pairs, index_pairs)
+                hits[k] += int(was_found.sum())
                 answers[k] += len(exact_pairs)
     recall: dict[str, float] = {"queries": len(rows)}
     for k, total in answers.items():
@@ -369,5 +386,6 @@ def _index_recall(
 
 def _pairs(ids_BK: Int64Array) -> Int64Array:
     """One number per pair of query and answer. Label ids have at most 31 bits."""
-    pair_BK = (np.arange(len(ids_BK))[:, None] << 32) + ids_BK
+    row_B1 = np.arange(len(ids_BK))[:, None]
+    pair_BK = (row_B1 << 32) + ids_BK
     return pair_BK[ids_BK >= 0]

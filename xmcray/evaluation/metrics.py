@@ -57,7 +57,9 @@ def inverse_propensity(
     """
     scale = max(np.log(num_train) - 1.0, 0.0) * (b + 1.0) ** a
     counts = np.asarray(train_counts, np.float64)
-    weights: Float64Array = 1.0 + scale * np.exp(-a * np.log(counts + b))
+    # exp(-A log x) is x^-A, written as in the paper.
+    decay = np.exp(-a * np.log(counts + b))
+    weights: Float64Array = 1.0 + scale * decay
     return weights
 
 
@@ -116,6 +118,7 @@ class Metrics:
             )
         self._check_labels(top.ids, "an answer")
         self._check_labels(truth.values, "a positive")
+        # Precision and recall of a query without positives would be 0 or undefined: it says nothing.
         counted = truth.lengths > 0
         rows = np.flatnonzero(counted)
         self.queries += len(rows)
@@ -137,12 +140,16 @@ class Metrics:
             )
         values = {}
         for name, total in self._sums.items():
-            values[name] = total / self._divisors.get(name, self.queries)
+            # A mean is divided by the queries, a ratio by its best attainable sum.
+            divisor = self._divisors.get(name, self.queries)
+            values[name] = total / divisor
         # F1 = 2 TP / (2 TP + FP + FN), and 2 TP + FP + FN = answers + positives.
+        # A label with neither is in no segment's mean; 1 keeps its division defined.
         wrong_or_right = np.maximum(self.answered + self.positives, 1)
         f1 = 2.0 * self.hits / wrong_or_right
+        has_positive = self.positives > 0
         for _, low, high in SEGMENTS:
-            members = self.segment(low, high) & (self.positives > 0)
+            members = self.segment(low, high) & has_positive
             if members.any():
                 name = f"macroF1@{F1_CUTOFF}{segment_range(low, high)}"
                 values[name] = float(f1[members].mean())
@@ -151,7 +158,9 @@ class Metrics:
     def segment(self, low: int, high: int | None) -> BoolArray:
         """bool [L]: labels with low < training count <= high."""
         members = self.train_counts > low
-        return members if high is None else members & (self.train_counts <= high)
+        if high is not None:
+            members &= self.train_counts <= high
+        return members
 
     def columns(self) -> dict[str, Float32Array]:
         """float32 [queries] per main metric, in order of `update`.
@@ -172,7 +181,8 @@ class Metrics:
         is_hit_BK = self._is_hit(ids_BK, truth)
         # For macro-F1: how often each label was answered, rightly or not.
         first_ids = ids_BK[:, :F1_CUTOFF]
-        _count(self.hits, first_ids[is_hit_BK[:, :F1_CUTOFF]])
+        is_first_hit = is_hit_BK[:, :F1_CUTOFF]
+        _count(self.hits, first_ids[is_first_hit])
         _count(self.answered, first_ids[first_ids >= 0])
         _count(self.positives, truth.values)
         # The id -1 of a missing answer reads the last label's weight, but is never a hit.
@@ -181,29 +191,40 @@ class Metrics:
         lengths = truth.lengths
         hit_BK = is_hit_BK.astype(np.float64)
         for k in RECALL_CUTOFFS:
-            self._record(f"R@{k}", hit_BK[:, :k].sum(1) / lengths)
+            num_hits = hit_BK[:, :k].sum(1)
+            self._record(f"R@{k}", num_hits / lengths)
         for k in CUTOFFS:
+            # The first k ranks; narrower than k if each query has fewer answers.
+            hits = hit_BK[:, :k]
+            gains = gain_BK[:, :k]
+            ideal_gains = ideal_BK[:, :k]
+            # Rank r, counted from 1, has the discount 1 / log2(r + 1).
             discount = 1.0 / np.log2(np.arange(2, k + 2))
-            # DCG of min(k, number of positives) hits.
-            attainable = np.cumsum(discount)[np.minimum(lengths, k) - 1]
+            # DCG of min(k, number of positives) hits; entry i sums the first i + 1 discounts.
+            num_attainable = np.minimum(lengths, k)
+            attainable = np.cumsum(discount)[num_attainable - 1]
             # Fewer answers than k: later ranks contribute nothing.
-            answer_discount = discount[: hit_BK.shape[1]]
-            self._record(f"P@{k}", hit_BK[:, :k].sum(1) / k)
-            self._record(f"nDCG@{k}", hit_BK[:, :k] @ answer_discount / attainable)
-            self._record(f"PSP@{k}", gain_BK[:, :k].sum(1), ideal_BK[:, :k].sum(1))
-            dcg = gain_BK[:, :k] @ answer_discount / attainable
-            ideal_dcg = ideal_BK[:, :k] @ discount / attainable
+            answer_discount = discount[: hits.shape[1]]
+            self._record(f"P@{k}", hits.sum(1) / k)
+            self._record(f"nDCG@{k}", hits @ answer_discount / attainable)
+            self._record(f"PSP@{k}", gains.sum(1), ideal_gains.sum(1))
+            dcg = gains @ answer_discount / attainable
+            ideal_dcg = ideal_gains @ discount / attainable
             self._record(f"PSnDCG@{k}", dcg, ideal_dcg)
 
     def _is_hit(self, ids_BK: Int64Array, truth: Ragged) -> BoolArray:
         """bool [B, K]: whether an answer is a positive of its query."""
         # One number per pair of query and label: a look-up among the sorted true pairs.
         true_pairs = np.sort(truth.row_ids * self.num_labels + truth.values)
+        row_B1 = np.arange(len(ids_BK))[:, None]
+        pair_BK = row_B1 * self.num_labels + ids_BK
         # A pair beyond the last one would be out of range; it fails the comparison instead.
-        pair_BK = np.arange(len(ids_BK))[:, None] * self.num_labels + ids_BK
-        place = np.minimum(np.searchsorted(true_pairs, pair_BK), len(true_pairs) - 1)
-        is_hit: BoolArray = (true_pairs[place] == pair_BK) & (ids_BK >= 0)
-        return is_hit
+        place_BK = np.searchsorted(true_pairs, pair_BK)
+        place_BK = np.minimum(place_BK, len(true_pairs) - 1)
+        is_true_BK = true_pairs[place_BK] == pair_BK
+        # Id -1 of a missing answer makes the pair of the previous row's last label.
+        is_hit_BK: BoolArray = is_true_BK & (ids_BK >= 0)
+        return is_hit_BK
 
     def _ideal_gain(self, truth: Ragged) -> Float64Array:
         """float64 [B, max(CUTOFFS)]: the largest 1/p_l of each query's positives, then zeros."""
@@ -212,8 +233,9 @@ class Metrics:
         # in its row is its position less the start of the row.
         order = np.lexsort((-weights, truth.row_ids))
         place = np.arange(len(order)) - np.repeat(truth.offsets[:-1], truth.lengths)
-        first = place < max(CUTOFFS)
-        ideal = np.zeros((len(truth), max(CUTOFFS)))
+        width = max(CUTOFFS)
+        ideal = np.zeros((len(truth), width))
+        first = place < width
         ideal[truth.row_ids[first], place[first]] = weights[order][first]
         return ideal
 
@@ -222,11 +244,12 @@ class Metrics:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
         if best is not None:
             self._divisors[name] = self._divisors.get(name, 0.0) + float(best.sum())
+        if name not in MAIN_METRICS:
+            return
         # The bootstrap needs values per query, of main metrics only.
-        if name in MAIN_METRICS:
-            self._columns.setdefault(name, []).append(values.astype(np.float32))
-            if best is not None:
-                self._columns.setdefault(f"best {name}", []).append(best.astype(np.float32))
+        self._columns.setdefault(name, []).append(values.astype(np.float32))
+        if best is not None:
+            self._columns.setdefault(f"best {name}", []).append(best.astype(np.float32))
 
 
 def segment_range(low: int, high: int | None) -> str:
@@ -236,5 +259,6 @@ def segment_range(low: int, high: int | None) -> str:
 
 def _count(counts: npt.NDArray[np.int32], label_ids: Int64Array) -> None:
     """Adds how often each label occurs, in place."""
+    # counts[label_ids] += 1 would count a repeated label once.
     labels, times = np.unique(label_ids, return_counts=True)
     counts[labels] += times.astype(np.int32)

@@ -59,21 +59,23 @@ def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: 
             scores_file.write(scores[present].astype(np.float32).tobytes())
             lengths.append(present.sum(1))
         offsets = np.cumsum(np.concatenate(lengths))
-        values = _mapped(scores_file, np.float32), _mapped(ids_file, np.int32), offsets
-        _save(path, sparse.csr_matrix(values, shape=(len(offsets) - 1, num_labels)))
+        scores_P = _mapped(scores_file, np.float32)
+        ids_P = _mapped(ids_file, np.int32)
+        shape = (len(offsets) - 1, num_labels)
+        matrix = sparse.csr_matrix((scores_P, ids_P, offsets), shape=shape)
+        # The file takes its name when all of it is on the disk.
+        with whole_file(path) as temporary, temporary.open("wb") as file:
+            sparse.save_npz(file, matrix)
     return path
 
 
 def _mapped(file: IO[bytes], kind: type[np.generic]) -> npt.NDArray[Any]:
     """What was written to a file, left on disk."""
     file.flush()
-    return np.memmap(file, kind, "r") if file.tell() else np.empty(0, kind)
-
-
-def _save(path: Path, matrix: sparse.csr_matrix) -> None:
-    """Writes a matrix that takes its name when all of it is on the disk."""
-    with whole_file(path) as temporary, temporary.open("wb") as file:
-        sparse.save_npz(file, matrix)
+    # An empty file cannot be mapped.
+    if file.tell() == 0:
+        return np.empty(0, kind)
+    return np.memmap(file, kind, "r")
 
 
 def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> sparse.csr_matrix:
@@ -110,7 +112,9 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
     matrix.sort_indices()
     rows = np.repeat(np.arange(num_queries), np.diff(matrix.indptr))
     # Sorted, equal labels of a row are neighbours.
-    twice = (np.diff(rows) == 0) & (np.diff(matrix.indices) == 0)
+    is_same_row = np.diff(rows) == 0
+    is_same_label = np.diff(matrix.indices) == 0
+    twice = is_same_row & is_same_label
     if twice.any():
         raise DataError(
             f"{path} names a label twice in row {rows[np.argmax(twice)]}, expected each label at most once"
@@ -138,8 +142,10 @@ def predictions_to_top_labels(
     label_P = np.asarray(matrix.indices, np.int64)[chosen.values]
     score_P = np.asarray(matrix.data, np.float64)[chosen.values]
     if exclude is not None:
+        # One number per pair of query and label.
         pairs = query_P * num_labels + label_P
-        kept = ~np.isin(pairs, exclude.row_ids * num_labels + exclude.values)
+        excluded_pairs = exclude.row_ids * num_labels + exclude.values
+        kept = ~np.isin(pairs, excluded_pairs)
         query_P = query_P[kept]
         label_P = label_P[kept]
         score_P = score_P[kept]

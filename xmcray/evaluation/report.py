@@ -66,6 +66,7 @@ def write_report(
         StorageError: the disk is full or the folder is read-only.
     """
     measured = metrics or {}
+    training_charts = _training_charts(steps)
     label_charts = [
         _segment_chart(measured.get("segments") or ()),
         _decile_chart(measured.get("deciles") or ()),
@@ -75,8 +76,9 @@ def write_report(
         title=title,
         subtitle=_subtitle(steps, measured),
         tiles=[_figure(measured, name, 1) for name in TILES if name in measured],
-        training_charts=[chart for chart in _training_charts(steps) if chart],
-        label_charts=[chart for chart in label_charts if chart],
+        # A chart without values is empty text and is left out.
+        training_charts=list(filter(None, training_charts)),
+        label_charts=list(filter(None, label_charts)),
         metric_rows=_metric_rows(measured),
         propensity_note=propensity_note(measured),
         facts=facts,
@@ -87,36 +89,38 @@ def write_report(
 
 def _subtitle(steps: Sequence[Record], metrics: Mapping[str, Any]) -> str:
     parts = []
-    last_step = max((int(record["step"]) for record in steps if "step" in record), default=None)
-    if last_step is not None:
-        parts.append(f"training recorded up to step {last_step:,}")
+    recorded_steps = [int(record["step"]) for record in steps if "step" in record]
+    if recorded_steps:
+        # Not the last record: a resumed run repeats steps.
+        parts.append(f"training recorded up to step {max(recorded_steps):,}")
     if "queries" in metrics:
-        num_left_out = metrics.get("left_out")
-        left_out = f", {num_left_out:,} left out" if num_left_out else ""
+        left_out = ""
+        if metrics.get("left_out"):
+            left_out = f", {metrics['left_out']:,} left out"
         parts.append(f"{metrics['queries']:,} queries evaluated{left_out}")
         parts.append(propensity_note(metrics))
     return "; ".join(parts) or "nothing recorded yet"
 
 
 def _figure(metrics: Mapping[str, Any], name: str, digits: int) -> Figure:
-    interval = (metrics.get("intervals") or {}).get(name, ())
-    return Figure(
-        name,
-        percent(metrics[name], digits),
-        " to ".join(percent(end, digits) for end in interval),
-    )
+    intervals = metrics.get("intervals") or {}
+    # A metric without an interval has no ends, and so an empty text.
+    ends = [percent(end, digits) for end in intervals.get(name, ())]
+    return Figure(name, percent(metrics[name], digits), " to ".join(ends))
 
 
 def _series(steps: Sequence[Record], key: str, scale: float = 1.0) -> Series:
     """The values of a key by step; empty if no record has it."""
+    # By step, because a resumed run repeats steps: the newest value replaces the older ones.
     value_by_step: dict[float, float] = {}
     for record in steps:
+        step = record.get("step")
         value = record.get(key)
-        if record.get("step") is not None and isinstance(value, int | float):
-            value_by_step[float(record["step"])] = float(value) * scale
-    x = np.array(sorted(value_by_step))
-    y = np.array([value_by_step[step] for step in x])
-    return Series(key, x, y)
+        if step is not None and isinstance(value, int | float):
+            value_by_step[float(step)] = float(value) * scale
+    x = sorted(value_by_step)
+    y = [value_by_step[step] for step in x]
+    return Series(key, np.array(x), np.array(y))
 
 
 def _training_charts(steps: Sequence[Record]) -> list[Markup]:
@@ -173,7 +177,11 @@ def _decile_chart(deciles: Sequence[Record]) -> Markup:
 
 def _percents(rows: Sequence[Record], key: str) -> list[float]:
     """Percent of a key in each row, not a number where a row has no value."""
-    return [math.nan if row.get(key) is None else 100.0 * row[key] for row in rows]
+    percents = []
+    for row in rows:
+        share = row.get(key)
+        percents.append(math.nan if share is None else 100.0 * share)
+    return percents
 
 
 def _three_digits(value: float) -> str:
@@ -185,6 +193,7 @@ def _dotted(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     texts: dict[str, str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
+        # An empty section has no settings of its own; it is printed as {}.
         if isinstance(value, Mapping) and value:
             texts.update(_dotted(value, f"{name}."))
         elif isinstance(value, str):

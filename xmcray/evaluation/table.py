@@ -16,7 +16,9 @@ StoredMetrics = Mapping[str, Any]  # the content of metrics.json
 
 def percent(value: float | None, digits: int = 2) -> str:
     """0.1234 -> "12.34"; a missing value is a dash."""
-    return "-" if value is None else f"{100 * value:.{digits}f}"
+    if value is None:
+        return "-"
+    return f"{100 * value:.{digits}f}"
 
 
 def metrics_table(runs: Mapping[str, StoredMetrics], title: str = "Metrics, in percent") -> Table:
@@ -29,14 +31,16 @@ def metrics_table(runs: Mapping[str, StoredMetrics], title: str = "Metrics, in p
     """
     table = _table(title, "metric", *runs)
     for metric in _metric_names(runs):
-        table.add_row(Text(metric), *(_with_interval(run, metric) for run in runs.values()))
+        cells = [_with_interval(run, metric) for run in runs.values()]
+        table.add_row(Text(metric), *cells)
     # Runs of other people may use other constants; then their PSP is another number.
-    constants = [f"{run['A']:g}, {run['B']:g}" if "A" in run else "-" for run in runs.values()]
-    table.add_row("A, B of PSP", *constants)
+    constants = []
     for run in runs.values():
-        if "queries" in run:
+        constants.append(f"{run['A']:g}, {run['B']:g}" if "A" in run else "-")
+        # The first run that counts its queries is the one measured.
+        if table.caption is None and "queries" in run:
             table.caption = Text(_caption(run))
-            break
+    table.add_row("A, B of PSP", *constants)
     return table
 
 
@@ -66,13 +70,16 @@ def decile_table(run: StoredMetrics) -> Table:
     for row in run.get("deciles") or ():
         low = row["min_count"]
         high = row["max_count"]
-        counts = f"{low}" if low == high else f"{low}-{high}"
+        counts = str(low)
+        if low != high:
+            counts = f"{low}-{high}"
         table.add_row(str(row["decile"]), counts, *_group_cells(row))
     return table
 
 
 def index_table(run: StoredMetrics) -> Table:
     """How much of the exact answer the index returns: the index's error, not the model's."""
+    # A copy: taking the number of queries out must leave the stored metrics as they are.
     measures = dict(run.get("index_recall") or {})
     num_queries = int(measures.pop("queries", 0))
     title = f"Index against exact search on {num_queries:,} queries"
@@ -114,13 +121,17 @@ def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table
         answers: score, uid and text of each.
     """
     table = Table(
-        title=Text(query), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
+        title=Text(query),
+        title_justify="left",
+        show_header=False,
+        box=None,
+        padding=(0, 2, 0, 0),
     )
     table.add_column(justify="right")
     for score, uid, text in answers:
         # Many corpora name a label by its text; once is enough.
-        shown = "" if text == uid else text
-        table.add_row(f"{score:.2f}", Text(uid), Text(shown, overflow="ellipsis", no_wrap=True))
+        text_cell = Text("" if text == uid else text, overflow="ellipsis", no_wrap=True)
+        table.add_row(f"{score:.2f}", Text(uid), text_cell)
     return table
 
 
@@ -151,11 +162,17 @@ def _with_interval(run: StoredMetrics, metric: str) -> str:
 
 def _group_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """What a group of labels holds and contributes."""
-    counts = f"{row['labels']:,}", f"{row['positives']:,}"
-    return *counts, percent(row["P@5"]), percent(row["recall@5"])
+    return (
+        f"{row['labels']:,}",
+        f"{row['positives']:,}",
+        percent(row["P@5"]),
+        percent(row["recall@5"]),
+    )
 
 
 def _caption(run: StoredMetrics) -> str:
-    left_out = f", {run['left_out']:,} left out" if run.get("left_out") else ""
+    left_out = ""
+    if run.get("left_out"):
+        left_out = f", {run['left_out']:,} left out"
     # Short lines: a caption wraps at the width of its table, which one run alone leaves narrow.
     return f"{run['queries']:,} queries{left_out}\n[95 % bootstrap interval]"
