@@ -35,26 +35,31 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     Raises:
         ConfigError: an unknown key (names the nearest), a missing one, or a value of another type.
     """
+    # Annotations are texts in modules that postpone them; this resolves them to types.
     hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
-    new_names = {old: where + new for old, new in getattr(kind, "RENAMED", {}).items()}
+    fields = dataclasses.fields(cast(Any, kind))
+    names = [field.name for field in fields]
+    # A renamed field stays in its section, a moved one has a full dotted name.
+    new_names = {}
+    for old_name, new_name in getattr(kind, "RENAMED", {}).items():
+        new_names[old_name] = where + new_name
     new_names.update(getattr(kind, "MOVED", {}))
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{where}{key}"
         if key in new_names:
             raise ConfigError(f"setting {name!r} is now called {new_names[key]!r}; rename it")
-        if key not in fields:
-            raise ConfigError(unknown("setting", name, [where + field for field in fields]))
+        if key not in names:
+            choices = [where + field_name for field_name in names]
+            raise ConfigError(unknown("setting", name, choices))
         arguments[key] = _convert(hints[key], value, name)
-    for field in fields.values():
-        if field.name not in arguments and _required(field):
+    for field in fields:
+        if field.name in arguments:
+            continue
+        # A default can also come from a factory, as for a section.
+        if field.default is field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"setting {where + field.name!r} is required and was not given")
     return kind(**arguments)
-
-
-def _required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def merge(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -72,6 +77,7 @@ def merge(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
+        # Walks down the sections of the name and makes those that are missing.
         section = merged
         *path, last = name.split(".")
         for part in path:
@@ -87,6 +93,8 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     merged = _copy(base)
     for key, value in top.items():
         section = merged.get(key)
+        # Only two sections are merged. A value replaces whatever the base has, and so does a
+        # section that the base has no section for.
         if isinstance(section, dict) and isinstance(value, Mapping):
             merged[key] = overlay(section, value)
         else:
@@ -145,21 +153,30 @@ def presets() -> list[str]:
 
 def _preset_files() -> dict[str, Traversable]:
     """Presets by name: the files `presets/METHOD/DATASET.yaml` of all packages with methods."""
-    # The top-level package of a method is found without importing the method.
-    entry_points = metadata.entry_points(group=METHODS_GROUP)
-    others = [point.module.partition(".")[0] for point in entry_points]
+    packages = ["xmcray"]
+    for point in metadata.entry_points(group=METHODS_GROUP):
+        # The top-level package of a method is found without importing the method.
+        top_level, _, _ = point.module.partition(".")
+        packages.append(top_level)
     files = {}
-    for package in ["xmcray", *others]:
+    for package in packages:
         try:
             root = resources.files(package).joinpath("presets")
         except ImportError:
             continue  # the registry reports a broken entry point when the method is used
-        for method in root.iterdir() if root.is_dir() else ():
-            for file in method.iterdir() if method.is_dir() else ():
+        for method in _entries(root):
+            for file in _entries(method):
                 name, _, suffix = file.name.rpartition(".")
                 if suffix == "yaml":
                     files[f"{method.name}/{name}"] = file
     return files
+
+
+def _entries(folder: Traversable) -> list[Traversable]:
+    """What a folder holds; nothing if it is a file or does not exist."""
+    if not folder.is_dir():
+        return []
+    return list(folder.iterdir())
 
 
 def dump(config: Any) -> dict[str, Any]:
@@ -189,14 +206,15 @@ def check_range(
 ) -> None:
     """Raises ConfigError unless low <= value <= high; NaN is in no range."""
     bounds = []
-    inside = True
+    is_inside = True
+    # Comparisons with NaN are false, so it is outside whichever bound is checked.
     if low is not None:
         bounds.append(f"at least {low:g}")
-        inside = low <= value
+        is_inside = low <= value
     if high is not None:
         bounds.append(f"at most {high:g}")
-        inside = inside and value <= high
-    if not inside:
+        is_inside = is_inside and value <= high
+    if not is_inside:
         raise ConfigError(f"{name} is {value}, expected {' and '.join(bounds)}")
 
 
@@ -224,6 +242,7 @@ def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], where: str = ""
 ) -> Iterator[str]:
     """What distinguishes two configurations, such as "optim.epochs = 3, now 5"."""
+    # Keys of either side, so that a setting that only one of them has is a difference too.
     for key in sorted({*before, *now}):
         old = before.get(key)
         new = now.get(key)
@@ -241,6 +260,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     Raises:
         ConfigError: `value` does not fit the type; the message names the setting `name`.
     """
+    # tuple[int, ...] has the origin `tuple` and the arguments (int, ...).
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if hint in (Any, object):
@@ -257,10 +277,13 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if origin is tuple:
         items = value if isinstance(value, list | tuple) else [value]  # one item needs no brackets
         return tuple(_convert(inner[0], item, name) for item in items)
-    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+    is_mapping = isinstance(origin, type) and issubclass(origin, Mapping)
+    if is_mapping and isinstance(value, Mapping):
+        key_hint, item_hint = inner
         converted = {}
         for key, item in value.items():
-            converted[_convert(inner[0], key, name)] = _convert(inner[1], item, f"{name}.{key}")
+            converted_key = _convert(key_hint, key, name)
+            converted[converted_key] = _convert(item_hint, item, f"{name}.{key}")
         return converted
     # bool is a subclass of int in Python, but `true` is no number for a user.
     if hint is float and not isinstance(value, bool):
@@ -271,14 +294,17 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     is_bool_for_int = hint is int and isinstance(value, bool)
     if origin is None and isinstance(value, hint) and not is_bool_for_int:
         return value
-    raise ConfigError(f"{name} is {value!r}, expected {getattr(hint, '__name__', hint)}")
+    expected = getattr(hint, "__name__", hint)
+    raise ConfigError(f"{name} is {value!r}, expected {expected}")
 
 
 def _convert_union(hint: Any, value: Any, name: str) -> Any:
     """`value` as the first type of the union that it fits."""
-    options = [option for option in typing.get_args(hint) if option is not type(None)]
-    if value is None and type(None) in typing.get_args(hint):
-        return None
+    options = list(typing.get_args(hint))
+    if type(None) in options:
+        if value is None:
+            return None
+        options.remove(type(None))
     if len(options) == 1:
         return _convert(options[0], value, name)  # its message says more than that of the union
     for option in options:

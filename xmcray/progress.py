@@ -38,7 +38,9 @@ def watch_training(run: Run) -> Iterator[None]:
         display = _bar(run, console)
     else:
         display = _lines(run)
-    with display as show, logs.about(run.id), following(run.path / "metrics.jsonl", show):
+    records = run.path / "metrics.jsonl"
+    # The display is opened first and closed last: records that arrive at the end are still shown.
+    with display as show, logs.about(run.id), following(records, show):
         yield
 
 
@@ -75,8 +77,10 @@ def _bar(run: Run, console: Console) -> Iterator[Show]:
 
         def show(record: Record) -> None:
             if newest.is_rewound_by(record):
+                # Through the bar's console, which prints above the bar instead of into it.
                 progress.console.print(_rewound(run, record), highlight=False)
             newest.add(record)
+            # Unknown until the first record that has it; until then the bar pulses.
             total = newest.values.get("last_step")
             progress.update(task, completed=record["step"], total=total, figures=newest.text())
 
@@ -94,9 +98,11 @@ def _lines(run: Run) -> Iterator[Show]:
             print(f"{_name(run)}: epoch {epoch}, {newest.text()}", file=sys.stderr, flush=True)
 
     def show(record: Record) -> None:
+        epoch = record["epoch"]
         if newest.is_rewound_by(record):
+            # The epoch that is repeated gets its line when it ends the second time.
             print(_rewound(run, record), file=sys.stderr, flush=True)
-        elif record["epoch"] != newest.values.get("epoch", record["epoch"]):
+        elif epoch != newest.values.get("epoch", epoch):
             print_epoch()
         newest.add(record)
 
@@ -113,18 +119,24 @@ def _json(run: Run) -> Iterator[Show]:
         if newest.is_rewound_by(record):
             logger.warning(_rewound(run, record))
         newest.add(record)
-        logs.log_values("step" if "loss" in record else "validation", record)
+        # Only the records of training steps have a loss.
+        kind = "step" if "loss" in record else "validation"
+        logs.log_values(kind, record)
 
     yield show
 
 
 class _NewestValues:
-    """The newest value of each field of the records so far."""
+    """The newest value of each field of the records so far.
+
+    Steps and validations are records of their own and have different fields.
+    """
 
     def __init__(self) -> None:
         self.values: Record = {}
 
     def add(self, record: Record) -> None:
+        # Values of steps that are trained again would be shown as if they were new.
         if self.is_rewound_by(record):
             self.values.clear()
         self.values.update(record)
@@ -139,24 +151,29 @@ class _NewestValues:
         if "loss" in values:
             parts.append(f"loss {values['loss']:.4g}")
             parts.append(f"{values['queries_per_s']:,.0f} queries/s")
-        if values.get("negatives_age") is not None:
-            parts.append(f"negatives {values['negatives_age']:,} steps old")
-        if values.get("schedule_broken_at_step") is not None:
-            parts.append(
-                f"late since step {values['schedule_broken_at_step']:,}: the run cannot be repeated exactly"
-            )
+        # None as long as no mined negatives are in use.
+        age = values.get("negatives_age")
+        if age is not None:
+            parts.append(f"negatives {age:,} steps old")
+        late_step = values.get("schedule_broken_at_step")
+        if late_step is not None:
+            parts.append(f"late since step {late_step:,}: the run cannot be repeated exactly")
         if "P@1" in values:
             parts.append(f"validation P@1 {100 * values['P@1']:.1f}")
         return ", ".join(parts)
 
 
 def _rewound(run: Run, record: Record) -> str:
-    return f"{_name(run)}: a worker was lost and replaced; continued from its checkpoint, now at step {record['step']:,}"
+    return (
+        f"{_name(run)}: a worker was lost and replaced;"
+        f" continued from its checkpoint, now at step {record['step']:,}"
+    )
 
 
 def _name(run: Run) -> str:
     """The method, and which of the two trainings of a refit this is."""
     method = run.config.method_name
+    # A refit first trains in a folder of that name within the run, which holds the lock.
     if run.path.name == SELECTION and (run.path.parent / "lock").exists():
         return f"{method} (choosing epochs)"
     if (run.path / SELECTION).is_dir():
