@@ -457,9 +457,10 @@ def _noisy_rows(rows: Float32Array, seed: int) -> Float32Array:
 
 
 def _nprobe_steps(num_lists: int) -> list[int]:
-    """4, 5, 6, 7, 8, 10, 12, 14, 16 ... up to half of the lists."""
+    """4, 5, 6, 7, 8, 10, 12, 14, 16 ... up to half of the lists; all lists if there are few."""
     steps = [(4 + i % 4) << i // 4 for i in range(80)]
-    return [step for step in steps if step <= max(4, num_lists // 2)]
+    most = min(max(4, num_lists // 2), num_lists)
+    return [step for step in steps if step <= most] or [num_lists]
 
 
 def _recall(found_ids: Int64Array, exact_ids: Int64Array) -> float:

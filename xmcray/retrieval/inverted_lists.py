@@ -126,7 +126,7 @@ class _ChunkSearch:
         ends = [end for end in _LIST_ROUNDS if end < num_lists]
         start = 0
         for end in [*ends, num_lists]:
-            self._visit_lists(nearest_BV[:, start:end])
+            self._visit_lists(nearest_BV[:, start:end], is_first=start == 0)
             self._merge_hits()
             start = end
             self._visit_long_rows(long_rounds.pop(0))
@@ -144,11 +144,17 @@ class _ChunkSearch:
             nearest.append(score_QC.topk(num_lists, dim=1).indices)
         return torch.cat(nearest)
 
-    def _visit_lists(self, list_BV: Tensor) -> None:
-        """Scores the rows of each list for all queries that visit it."""
+    def _visit_lists(self, list_BV: Tensor, is_first: bool) -> None:
+        """Scores the rows of each list for all queries that visit it.
+
+        Args:
+            list_BV: int64 [B, V], the lists that each query visits in this round.
+            is_first: nothing was scored before this round.
+        """
         width = list_BV.shape[1]
-        first_visit = width == 1 and self.hidden_pairs is None
-        # Sorted by list, the visits of one list are neighbours; visit // width is the query.
+        # A query that visits one list, and has no keys yet, takes the best rows of that list.
+        take_at_once = is_first and width == 1 and self.hidden_pairs is None
+        # Sorted by list, the visits of one list lie next to each other. visit // width is the query.
         visited_list = list_BV.reshape(-1)
         visits = torch.argsort(visited_list, stable=True)
         visits_per_list = torch.bincount(visited_list, minlength=len(self.lists.centroid_CD))
@@ -162,7 +168,7 @@ class _ChunkSearch:
             ]
             if not num_visits or not len(row_ids):
                 continue
-            if first_visit:
+            if take_at_once:
                 self._take_best(queries, row_ids)
             else:
                 self._score(queries, row_ids, bar_B)

@@ -102,11 +102,15 @@ def test_more_answers_than_the_visited_lists_hold_are_found_exhaustively(cluster
     assert (index.search(queries, 60).ids >= 0).all()
 
 
-def test_both_ways_visit_the_same_rows(clustered, monkeypatch):
+@pytest.mark.parametrize("with_hidden_rows", [False, True])
+@pytest.mark.parametrize("nprobe", [1, 2, 5, 9, 16])
+def test_both_ways_visit_the_same_rows(clustered, monkeypatch, nprobe, with_hidden_rows):
     rows, queries = clustered
-    index = build_index(rows, "IVF64,Flat", seed=0, spec=IndexSpec(nprobe=5))
+    index = build_index(rows, "IVF64,Flat", seed=0, spec=IndexSpec(nprobe=nprobe))
     names = np.random.default_rng(0).permutation(len(rows))
-    hidden = Ragged.from_rows([np.arange(row, row + 300) for row in range(len(queries))])
+    hidden = None
+    if with_hidden_rows:
+        hidden = Ragged.from_rows([np.arange(row, row + 300) for row in range(len(queries))])
     few = index.search(queries, 20, names, hidden)
     monkeypatch.setattr(index_module, "BATCH_QUERIES", 1)
     monkeypatch.setattr(inverted_lists, "CHUNK", 70)
@@ -114,6 +118,12 @@ def test_both_ways_visit_the_same_rows(clustered, monkeypatch):
     many = index.search(queries, 20, names, hidden)
     np.testing.assert_array_equal(few.ids, many.ids)
     np.testing.assert_allclose(few.scores, many.scores, rtol=1e-6)
+
+
+def test_an_index_of_two_lists_is_tuned():
+    rows = np.random.default_rng(0).standard_normal((200, 8), dtype=np.float32)
+    index = build_index(rows, "IVF2,Flat")
+    assert recall(index.search(rows, 5).ids, exact_search(rows, rows, 5).ids) >= 0.95
 
 
 def test_only_clearly_longer_rows_are_in_no_list(clustered):
