@@ -22,7 +22,7 @@ _CHUNK = 256  # queries compared with all training queries at once
 class NearestQueries:
     """Scores a label by the summed cosine of the nearest training queries that carry it.
 
-    Only the 10 nearest training queries count.
+    Only the 10 nearest training queries count, and all that tie with the tenth.
 
     Args:
         texts: N training queries.

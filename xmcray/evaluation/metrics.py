@@ -66,7 +66,7 @@ def inverse_propensity(
 class Metrics:
     """All metrics over chunks of queries.
 
-    Memory: 12 bytes per label and 17 float32 per query (kept for the bootstrap), never queries x
+    Memory: 28 bytes per label and 17 float32 per query (kept for the bootstrap), never queries x
     labels.
 
     Args:

@@ -210,6 +210,7 @@ def npz(path: Path, **changes: np.ndarray) -> None:
         {"data": np.array(["a", "b", "c"])},
         {"data": np.array([{}, {}, {}], dtype=object)},
         {"shape": np.array([-3, 3])},
+        {"shape": np.array([-1, 3]), "indptr": np.empty(0, np.int64)},
         {"shape": np.array([3, 3, 3])},
         {"format": np.array(b"coo")},
     ],

@@ -197,6 +197,8 @@ def _checked(kind: str, indptr: Any, indices: Any, data: Any, shape: Any) -> Any
         raise ValueError(f"{data.size} values of type {data.dtype} for {indices.size} indices")
     # The major axis is the one that the pointers cut: rows of a CSR, columns of a CSC matrix.
     size = (int(shape[0]), int(shape[1]))
+    if min(size) < 0:
+        raise ValueError(f"a shape of {size[0]} x {size[1]}, expected no negative number")
     major, minor = size if kind == "csr" else size[::-1]
     pointers: Int64Array = indptr.astype(np.int64)
     if (
@@ -205,7 +207,8 @@ def _checked(kind: str, indptr: Any, indices: Any, data: Any, shape: Any) -> Any
         or pointers[-1] != len(indices)
         or (np.diff(pointers) < 0).any()
     ):
-        raise ValueError(f"row pointers do not fit {major} rows and {len(indices)} entries")
+        axis = "rows" if kind == "csr" else "columns"
+        raise ValueError(f"pointers do not fit {major} {axis} and {len(indices)} entries")
     if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < minor):
         raise ValueError(f"an index is out of range, expected 0 to {minor - 1}")
     if kind == "csr":
