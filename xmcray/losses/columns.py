@@ -79,10 +79,13 @@ class _LogSumExp(torch.autograd.Function):
         skip_columns: Tensor,
         scale: float,
     ) -> Tensor:
+        # log(0) = -inf starts the sum: a rank may have no column.
         own_G = query_GD.new_full((len(query_GD),), -torch.inf)
         for _, _, score_GC in _column_blocks(query_GD, column_UD, skip_rows, skip_columns, scale):
             own_G = torch.logaddexp(own_G, score_GC.logsumexp(dim=1))
-        all_G = collectives.gather_equal(own_G).logsumexp(dim=0)
+        # Logarithms cannot be summed by an all-reduce, so every rank gets all of them.
+        own_RG = collectives.gather_equal(own_G)
+        all_G = own_RG.logsumexp(dim=0)
         ctx.save_for_backward(query_GD, column_UD, skip_rows, skip_columns, all_G)
         ctx.scale = scale
         return all_G
@@ -91,7 +94,8 @@ class _LogSumExp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query_GD, column_UD, skip_rows, skip_columns, all_G = ctx.saved_tensors
         # Every rank used the result for pairs of its own; together they give the gradient.
-        grad_G = collectives.sum_over_ranks(grads[0].contiguous().clone())
+        grad_G = grads[0].contiguous().clone()
+        collectives.sum_over_ranks(grad_G)
         # A query without a column has -inf, and must not turn its zero gradient into NaN.
         counts_G = all_G.isfinite()
         shift_G1 = torch.where(counts_G, all_G, 0.0)[:, None]
@@ -134,16 +138,22 @@ class _Threshold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query_GD, column_UD, skip_rows, skip_columns, threshold_G = ctx.saved_tensors
-        grad_G = collectives.sum_over_ranks(grads[0].contiguous().clone())
+        # As for the sum above: each rank knows the gradient of its own pairs only.
+        grad_G = grads[0].contiguous().clone()
+        collectives.sum_over_ranks(grad_G)
         grad_query_GD = torch.empty_like(query_GD)
         grad_column_UD = torch.zeros_like(column_UD)
         for start, score_RU in _row_blocks(query_GD, column_UD, skip_rows, skip_columns, ctx.scale):
-            rows = slice(start, start + len(score_RU))
-            z_RU = torch.sigmoid(ctx.alpha * (score_RU + threshold_G[rows, None]))
+            stop = start + len(score_RU)
+            rows = slice(start, stop)
+            shifted_RU = score_RU + threshold_G[rows, None]
+            z_RU = torch.sigmoid(ctx.alpha * shifted_RU)
             slope_RU = z_RU * (1 - z_RU)
             sum_R = collectives.sum_over_ranks(slope_RU.sum(dim=1))
+            # If all sigmoids are saturated, every slope is 0, and so is the gradient.
             sum_R = sum_R.clamp_min(torch.finfo(z_RU.dtype).tiny)
-            grad_RU = slope_RU.mul_((-ctx.scale * grad_G[rows] / sum_R)[:, None])
+            factor_R = -ctx.scale * grad_G[rows] / sum_R
+            grad_RU = slope_RU.mul_(factor_R[:, None])
             torch.mm(grad_RU, column_UD, out=grad_query_GD[rows])
             grad_column_UD.addmm_(grad_RU.T, query_GD[rows])
         return grad_query_GD, grad_column_UD, None, None, None, None, None
@@ -158,20 +168,26 @@ def _solve(score_RU: Tensor, k: float, alpha: float) -> Tensor:
         alpha: Steepness.
     """
     if score_RU.shape[1]:
-        least_R = torch.where(score_RU.isfinite(), score_RU, torch.inf).amin(dim=1)
+        # A skipped score of -inf must not become the minimum.
+        counted_RU = torch.where(score_RU.isfinite(), score_RU, torch.inf)
+        least_R = counted_RU.amin(dim=1)
         most_R = score_RU.amax(dim=1)
     else:
+        # A rank without columns must not change what the others find.
         least_R = score_RU.new_full((len(score_RU),), torch.inf)
         most_R = -least_R
     # One exchange for both: the minimum of -most over ranks is -1 times their maximum.
-    extremes_R2 = collectives.gather_equal(torch.stack([-most_R, least_R], dim=1)).amin(dim=0)
+    own_extremes_R2 = torch.stack([-most_R, least_R], dim=1)
+    extremes_R2 = collectives.gather_equal(own_extremes_R2).amin(dim=0)
     # At -max - 30 / alpha every sigmoid is below 1e-13; at -min + 30 / alpha all are 1.
     low_R = extremes_R2[:, 0] - 30 / alpha
     high_R = -extremes_R2[:, 1] + 30 / alpha
     for _ in range(_BISECTIONS):
         middle_R = (low_R + high_R) / 2
         z_RU = torch.sigmoid(alpha * (score_RU + middle_R[:, None]))
-        too_low_R = collectives.sum_over_ranks(z_RU.sum(dim=1)) < k
+        sum_R = collectives.sum_over_ranks(z_RU.sum(dim=1))
+        # The sum rises with the threshold.
+        too_low_R = sum_R < k
         low_R = torch.where(too_low_R, middle_R, low_R)
         high_R = torch.where(too_low_R, high_R, middle_R)
     return (low_R + high_R) / 2
@@ -185,8 +201,11 @@ def _column_blocks(
     for start in range(0, len(column_UD), width):
         column_CD = column_UD[start : start + width]
         score_GC = (query_GD @ column_CD.T).mul_(scale)
-        is_inside = (skip_columns >= start) & (skip_columns < start + len(column_CD))
-        score_GC[skip_rows[is_inside], skip_columns[is_inside] - start] = -torch.inf
+        stop = start + len(column_CD)
+        # exp(-inf) = 0: a skipped pair adds nothing.
+        is_inside = (skip_columns >= start) & (skip_columns < stop)
+        block_columns = skip_columns[is_inside] - start
+        score_GC[skip_rows[is_inside], block_columns] = -torch.inf
         yield start, column_CD, score_GC
 
 
@@ -202,6 +221,8 @@ def _row_blocks(
     for start in range(0, len(query_GD), height):
         query_RD = query_GD[start : start + height]
         score_RU = (query_RD @ column_UD.T).mul_(scale)
-        is_inside = (skip_rows >= start) & (skip_rows < start + len(query_RD))
-        score_RU[skip_rows[is_inside] - start, skip_columns[is_inside]] = -torch.inf
+        stop = start + len(query_RD)
+        is_inside = (skip_rows >= start) & (skip_rows < stop)
+        block_rows = skip_rows[is_inside] - start
+        score_RU[block_rows, skip_columns[is_inside]] = -torch.inf
         yield start, score_RU

@@ -30,30 +30,47 @@ def label_centroids(context: MethodContext, head: Head = _identity) -> Tensor:
     """
     partition = context.partition
     data = context.data
-    text_SD = torch.zeros(partition.size, context.dim, device=context.device, dtype=context.dtype)
-    label_query_ids = data.label_query_ids(partition.start, partition.stop)
-    for first in range(0, partition.size, BLOCK):
-        tokens = data.tokens(label_query_ids[first : first + BLOCK])
-        text_SD[first : first + BLOCK] = head(context.encode_plain(tokens))
+    device = context.device
+    text_SD = _text_vectors(context, head)
 
     centroid_SD = torch.zeros_like(text_SD)
-    count_S = torch.zeros(partition.size, dtype=torch.int64, device=context.device)
+    count_S = torch.zeros(partition.size, dtype=torch.int64, device=device)
     # Ids from num_train on are label texts that were added as queries.
     training_queries = data.query_ids[data.query_ids < data.num_train]
     for query_ids, query_BD in encoded_blocks(context, training_queries, head):
+        # Every rank sees all queries, and adds up those of its own labels.
         positives = data.positives(query_ids)
         is_own = partition.owns(positives.values)
         rows = positives.row_ids[is_own]
         labels = partition.to_local(positives.values[is_own])
-        row_P = torch.from_numpy(rows).to(context.device)
-        label_P = torch.from_numpy(labels).to(context.device)
+        row_P = torch.from_numpy(rows).to(device)
+        label_P = torch.from_numpy(labels).to(device)
+        # index_add_ is deterministic only if no label repeats, so a label's queries are summed
+        # beforehand.
         label_U, sum_UD = sum_by_row(label_P, row_P, query_BD)
         centroid_SD.index_add_(0, label_U, sum_UD)
         count_S += torch.bincount(label_P, minlength=partition.size)
-    centroid_SD /= count_S.clamp_min(1)[:, None]
+    # A count of 0 becomes 1: such a row is replaced by its text below, and must not be NaN.
+    divisor_S = count_S.clamp_min(1)
+    centroid_SD /= divisor_S[:, None]
     without_query_S = count_S == 0
     centroid_SD[without_query_S] = text_SD[without_query_S]
     return centroid_SD
+
+
+def _text_vectors(context: MethodContext, head: Head) -> Tensor:
+    """Returns [S, D], the vectors of the texts of this rank's labels."""
+    data = context.data
+    partition = context.partition
+    size = partition.size
+    text_SD = torch.zeros(size, context.dim, device=context.device, dtype=context.dtype)
+    label_query_ids = data.label_query_ids(partition.start, partition.stop)
+    for first in range(0, size, BLOCK):
+        block = slice(first, first + BLOCK)
+        tokens = data.tokens(label_query_ids[block])
+        vectors = context.encode_plain(tokens)
+        text_SD[block] = head(vectors)
+    return text_SD
 
 
 def encoded_blocks(
@@ -63,10 +80,15 @@ def encoded_blocks(
 
     Ranks encode a block each and exchange the vectors. Without a graph.
     """
-    for round_start in range(0, len(query_ids), BLOCK * collectives.num_ranks()):
+    queries_per_round = BLOCK * collectives.num_ranks()
+    for round_start in range(0, len(query_ids), queries_per_round):
         first = round_start + BLOCK * collectives.rank()
+        # In the last round a rank may have no query left; it still takes part in the exchange.
         tokens = context.data.tokens(query_ids[first : first + BLOCK])
-        own_BD = head(context.encode_plain(tokens)).to(context.device, context.dtype)
-        for rank, block_BD in enumerate(collectives.gather_ragged(own_BD)):
-            start = round_start + BLOCK * rank
-            yield query_ids[start : start + BLOCK], block_BD
+        vectors = context.encode_plain(tokens)
+        own_BD = head(vectors).to(context.device, context.dtype)
+        start = round_start
+        for block_BD in collectives.gather_ragged(own_BD):
+            stop = start + len(block_BD)
+            yield query_ids[start:stop], block_BD
+            start = stop

@@ -29,8 +29,10 @@ class LabelPool:
     @classmethod
     def of(cls, partition: LabelPartition, *lists: Ragged) -> LabelPool:
         """The labels that are in any of the lists."""
-        ids = np.unique(np.concatenate([labels.values for labels in lists]))
-        return cls(partition, ids, ids[partition.owns(ids)])
+        values = [labels.values for labels in lists]
+        ids = np.unique(np.concatenate(values))  # np.unique sorts
+        is_own = partition.owns(ids)
+        return cls(partition, ids, ids[is_own])
 
     @classmethod
     def everything(cls, partition: LabelPartition) -> LabelPool:
@@ -54,22 +56,31 @@ class LabelPool:
             device: Of the result.
         """
         # A pair is one number, row * U + column, so that sets of pairs are sets of numbers.
-        keys = np.unique(np.concatenate([self._keys(labels) for labels in lists]))
+        # The numbers ascend by query and then by column.
+        keys_of_lists = [self._keys(labels) for labels in lists]
+        keys = np.unique(np.concatenate(keys_of_lists))
         if without is not None:
-            keys = np.setdiff1d(keys, self._keys(without), assume_unique=True)
+            left_out = self._keys(without)
+            keys = np.setdiff1d(keys, left_out, assume_unique=True)
         rows, columns = np.divmod(keys, max(len(self.own), 1))
-        return Pairs(torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device))
+        row_P = torch.from_numpy(rows).to(device)
+        column_P = torch.from_numpy(columns).to(device)
+        return Pairs(row_P, column_P)
 
     def _keys(self, lists: Ragged) -> Int64Array:
         """row * U + column of each entry that is a column of this rank."""
-        columns, is_column = _find(self.own, lists.values)
-        keys: Int64Array = lists.row_ids[is_column] * len(self.own) + columns[is_column]
+        positions, is_column = _find(self.own, lists.values)
+        rows = lists.row_ids[is_column]
+        columns = positions[is_column]
+        keys: Int64Array = rows * len(self.own) + columns
         return keys
 
     def count(self, lists: Ragged) -> Int64Array:
         """int64 [G], how many labels of each query's list are in the pool, on any rank."""
         _, is_in_pool = _find(self.ids, lists.values)
-        return np.bincount(lists.row_ids[is_in_pool], minlength=len(lists))
+        rows = lists.row_ids[is_in_pool]
+        # A query without a label in the pool counts 0, also at the end of the batch.
+        return np.bincount(rows, minlength=len(lists))
 
 
 def _find(
@@ -79,5 +90,7 @@ def _find(
     if not len(sorted_ids):
         return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)
     # An id above the largest one would be at the end; the last position serves to compare it.
-    positions = np.minimum(np.searchsorted(sorted_ids, ids), len(sorted_ids) - 1)
-    return positions, sorted_ids[positions] == ids
+    last = len(sorted_ids) - 1
+    positions = np.minimum(np.searchsorted(sorted_ids, ids), last)
+    is_there = sorted_ids[positions] == ids
+    return positions, is_there

@@ -37,6 +37,7 @@ def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> In
         ConfigError: num_clusters is no power of two or above N.
     """
     num_rows = len(vectors)
+    # A power of two has a single bit, and none is left when its lowest bit is cleared.
     is_power_of_two = num_clusters >= 1 and num_clusters & (num_clusters - 1) == 0
     if not is_power_of_two or num_clusters > max(1, num_rows):
         raise ConfigError(
@@ -50,16 +51,24 @@ def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> In
     num_levels = num_clusters.bit_length() - 1
     for level in range(num_levels):
         size_C = np.diff(starts)
-        centre_C2 = _two_rows(size_C, draws.generator(seed, "clusters", level))
-        elements_per_cluster = int(size_C.max()) * max(1, row_ND.shape[1])
+        start_C = starts[:-1]
+        # One draw for the whole level, so the chunks below do not change the result.
+        generator = draws.generator(seed, "clusters", level)
+        centre_C2 = _two_rows(size_C, generator)
+        width = row_ND.shape[1]
+        elements_per_cluster = int(size_C.max()) * max(1, width)
         clusters_at_once = max(1, _ELEMENTS_AT_ONCE // elements_per_cluster)
         for low in range(0, len(size_C), clusters_at_once):
             chunk = slice(low, low + clusters_at_once)
-            _split(row_ND, order, starts[:-1][chunk], size_C[chunk], centre_C2[chunk])
-        second_halves = starts[:-1] + _first_half(size_C)
+            _split(row_ND, order, start_C[chunk], size_C[chunk], centre_C2[chunk])
+        # Sorting puts the start of each second half behind that of its first half, so clusters
+        # 2c and 2c + 1 come from cluster c.
+        second_halves = start_C + _first_half(size_C)
         starts = np.sort(np.concatenate([starts, second_halves]))
+    # Back from rows by cluster to clusters by row.
     clusters = np.empty(num_rows, np.int64)
-    clusters[order] = np.repeat(np.arange(num_clusters), np.diff(starts))
+    size_C = np.diff(starts)
+    clusters[order] = np.repeat(np.arange(num_clusters), size_C)
     return clusters
 
 
@@ -70,8 +79,7 @@ def _split(
     size_C: Int64Array,
     centre_C2: Int64Array,
 ) -> None:
-    """Splits some clusters of a level, by reordering `order` in place so that each first half comes
-    first.
+    """Reorders `order` in place so that the first half of each given cluster comes first.
 
     Args:
         row_ND: unit vectors.
@@ -82,9 +90,11 @@ def _split(
         centre_C2: places in the cluster of the two rows that are the first centres.
     """
     slot_M = np.arange(size_C.max())
-    filled_CM = slot_M < size_C[:, None]
+    size_C1 = size_C[:, None]
+    filled_CM = slot_M < size_C1
     # An empty slot repeats the last row; its vector is 0, so it adds nothing to a sum.
-    place_CM = start_C[:, None] + np.minimum(slot_M, size_C[:, None] - 1)
+    filled_slot_CM = np.minimum(slot_M, size_C1 - 1)
+    place_CM = start_C[:, None] + filled_slot_CM
     member_CM = order[place_CM]
     vector_CMD = row_ND[member_CM]
     vector_CMD[~filled_CM] = 0
@@ -93,29 +103,32 @@ def _split(
     similarity_C = np.full(len(size_C), -np.inf)
     ranked_CM = np.empty_like(member_CM)
 
-    # Below, the axis C of vector_CMD, pull_CD and all that follows from them has the active
-    # clusters only.
+    # Below, vector_CMD, pull_CD and all that follows from them have the active clusters only.
     active = np.arange(len(size_C))
-    pull_CD = vector_CMD[active, centre_C2[:, 0]] - vector_CMD[active, centre_C2[:, 1]]
+    # A row's product with the difference of both centres says which of them it prefers.
+    centre_C2D = vector_CMD[active[:, None], centre_C2]
+    pull_CD = centre_C2D[:, 0] - centre_C2D[:, 1]
     while len(active):
         preference_CM = np.matmul(vector_CMD, pull_CD[:, :, None])[:, :, 0]
         preference_CM[~filled_CM[active]] = -np.inf  # empty slots come last
+        # The sort is stable, so equal rows keep their order on every machine.
         ranking_CM = np.argsort(-preference_CM, axis=1, kind="stable")
         ranked_CM[active] = ranking_CM
-        is_first_CM = (slot_M < half_C[active, None]).astype(np.float32)  # by rank
-        in_first_CM = np.zeros(ranking_CM.shape, np.float32)  # by slot
+        # The best half by rank becomes a 0/1 vector by slot, whose product sums the rows.
+        is_first_CM = (slot_M < half_C[active, None]).astype(np.float32)
+        in_first_CM = np.zeros(ranking_CM.shape, np.float32)
         np.put_along_axis(in_first_CM, ranking_CM, is_first_CM, axis=1)
         first_CD = np.matmul(in_first_CM[:, None, :], vector_CMD)[:, 0]
         second_CD = total_CD[active] - first_CD
         # The similarities of unit vectors to their normalised sum add up to the norm of that sum.
-        norm_C = np.linalg.norm(first_CD, axis=1) + np.linalg.norm(second_CD, axis=1)
-        new_similarity_C = norm_C / size_C[active]
+        first_norm_C = np.linalg.norm(first_CD, axis=1)
+        second_norm_C = np.linalg.norm(second_CD, axis=1)
+        new_similarity_C = (first_norm_C + second_norm_C) / size_C[active]
         improves = new_similarity_C - similarity_C[active] >= _MIN_GAIN
         similarity_C[active] = new_similarity_C
         pull_CD = _normalised(first_CD) - _normalised(second_CD)
-        if (
-            not improves.all()
-        ):  # selecting copies all vectors, so it happens only when a cluster is done
+        # Selecting copies all vectors, so it happens only when a cluster is done.
+        if not improves.all():
             vector_CMD = vector_CMD[improves]
             pull_CD = pull_CD[improves]
             active = active[improves]
@@ -131,6 +144,7 @@ def _first_half(size_C: Int64Array) -> Int64Array:
 def _two_rows(size_C: Int64Array, generator: np.random.Generator) -> Int64Array:
     """Draws two different places in each cluster of at least two rows, int64 [C, 2]."""
     uniform_C2 = generator.random((len(size_C), 2))
+    # Rounding down u * size for u in [0, 1) gives each place 0 .. size - 1 the same chance.
     first_C = (uniform_C2[:, 0] * size_C).astype(np.int64)
     # A distance of 1 .. size - 1 from the first place, counted around the end, is never the first
     # place again.
@@ -141,5 +155,6 @@ def _two_rows(size_C: Int64Array, generator: np.random.Generator) -> Int64Array:
 
 def _normalised(vectors: Float32Array) -> Float32Array:
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    # A vector of zeros stays zero.
     unit: Float32Array = vectors / np.maximum(norms, 1e-12)
     return unit

@@ -73,14 +73,17 @@ def gather_ragged(tensor: Tensor) -> list[Tensor]:
     if num_ranks() == 1:
         return [tensor]
     num_rows = _row_counts(tensor)
-    return _without_padding(_gather_padded(tensor, max(num_rows)), num_rows)
+    buffer = _gather_padded(tensor, max(num_rows))
+    return _without_padding(buffer, num_rows)
 
 
 def gather_equal(tensor: Tensor) -> Tensor:
     """Returns every rank's tensor as [ranks, ...]; all have the same shape."""
     if num_ranks() == 1:
         return tensor.unsqueeze(0)
-    return _all_gather(tensor.contiguous()).view(num_ranks(), *tensor.shape)
+    # Row r * len(tensor) + i of the result is row i of rank r.
+    gathered = _all_gather(tensor.contiguous())
+    return gathered.view(num_ranks(), *tensor.shape)
 
 
 def gather_placed(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -93,8 +96,10 @@ def gather_placed(*tensors: Tensor) -> tuple[Tensor, ...]:
     num_rows = _row_counts(tensors[0])
     width = max(num_rows)
     buffers = [_gather_padded(tensor, width) for tensor in tensors]
+    # Cutting the padding out of the places, and not out of the buffers, copies no row.
     all_places = torch.arange(len(buffers[0]), device=tensors[0].device)
-    return torch.cat(_without_padding(all_places, num_rows)), *buffers
+    places = torch.cat(_without_padding(all_places, num_rows))
+    return places, *buffers
 
 
 def gather_objects(value: T) -> list[T]:
@@ -104,8 +109,9 @@ def gather_objects(value: T) -> list[T]:
     if num_ranks() == 1:
         return [value]
     text = json.dumps(value).encode()
+    # frombuffer wants writable memory, and the bytes of `encode` are read-only.
     tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_device())
-    return [json.loads(part.cpu().numpy().tobytes()) for part in gather_ragged(tensor)]
+    return [json.loads(received.cpu().numpy().tobytes()) for received in gather_ragged(tensor)]
 
 
 def broadcast_int(value: int) -> int:
@@ -132,34 +138,42 @@ class _GatherRows(torch.autograd.Function):
         (grad_GD,) = grads
         num_rows = _shares(ctx.total)
         width = max(num_rows)
-        padded = torch.cat([_padded(part_BD, width) for part_BD in grad_GD.split(num_rows)])
+        # Reduce-scatter cuts into equal pieces, so each rank's gradient is padded to one height.
+        pieces = [_padded(piece_BD, width) for piece_BD in grad_GD.split(num_rows)]
         own = grad_GD.new_empty((width, grad_GD.shape[1]))
-        _reduce_scatter(own, padded)
-        return own[: num_rows[rank()]], None
+        _reduce_scatter(own, torch.cat(pieces))
+        own_rows = num_rows[rank()]
+        return own[:own_rows], None
 
 
 class _GatherParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_UD: Tensor) -> Tensor:
         parts = gather_ragged(rows_UD)
-        start = sum(len(part) for part in parts[: rank()])
+        # The rows of lower ranks stand before this rank's rows.
+        start = sum(map(len, parts[: rank()]))
         ctx.own = slice(start, start + len(rows_UD))
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        # The sum is in place, and autograd may hand this gradient to other functions too.
         grad_PD = grads[0].clone(memory_format=torch.contiguous_format)
-        return sum_over_ranks(grad_PD)[ctx.own]
+        sum_over_ranks(grad_PD)
+        return grad_PD[ctx.own]
 
 
 def _shares(total: int) -> list[int]:
     """Returns the number of positions of each rank."""
-    spans = [share(total, r, num_ranks()) for r in range(num_ranks())]
-    return [stop - start for start, stop in spans]
+    sizes = []
+    for other_rank in range(num_ranks()):
+        start, stop = share(total, other_rank, num_ranks())
+        sizes.append(stop - start)
+    return sizes
 
 
 def _row_counts(tensor: Tensor) -> list[int]:
-    """Returns the number of rows of each rank's tensor."""
+    """Returns the number of rows of each rank's tensor; needs one exchange of its own."""
     if num_ranks() == 1:
         return [len(tensor)]
     count = torch.tensor([len(tensor)], device=tensor.device)
@@ -175,15 +189,20 @@ def _gather_padded(tensor: Tensor, width: int) -> Tensor:
 
 def _without_padding(buffer: Tensor, num_rows: list[int]) -> list[Tensor]:
     """Returns each rank's rows in a buffer that has equally many for each."""
-    parts = buffer.split(max(num_rows)) if len(buffer) else [buffer] * len(num_rows)
-    return [part[:rows] for part, rows in zip(parts, num_rows, strict=True)]
+    width = max(num_rows)
+    parts = []
+    for source_rank, count in enumerate(num_rows):
+        first = source_rank * width
+        parts.append(buffer[first : first + count])
+    return parts
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:
     missing = width - len(rows)
     if not missing:
         return rows.contiguous()
-    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+    zeros = rows.new_zeros((missing, *rows.shape[1:]))
+    return torch.cat([rows, zeros])
 
 
 def _device() -> torch.device:
@@ -193,7 +212,8 @@ def _device() -> torch.device:
 # torch renames these collectives; older versions know the longer names only.
 def _all_gather(own: Tensor) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    full = own.new_empty((num_ranks() * len(own), *own.shape[1:]))
+    num_rows = num_ranks() * len(own)
+    full = own.new_empty((num_rows, *own.shape[1:]))
     gather(full, own)
     return full
 

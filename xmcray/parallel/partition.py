@@ -15,6 +15,7 @@ def share(total: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
     The shares differ by at most one position; some may be empty.
     """
+    # Rounding down both ends with the same rule lets each share begin where the last one ends.
     start = rank * total // num_ranks
     stop = (rank + 1) * total // num_ranks
     return start, stop
@@ -62,8 +63,8 @@ class LabelPartition:
     def to_local(self, label_ids: Int64Array) -> Int64Array:
         """Turns global ids, all of which belong to this rank, into local ones."""
         local_ids = label_ids - self.start
-        is_own = (local_ids >= 0) & (local_ids < self.size)
-        assert is_own.all(), "label of another rank"
+        # A label of another rank would silently read a row from the wrong end of the shard.
+        assert self.owns(label_ids).all(), "label of another rank"
         return local_ids
 
     def to_global(self, local_label_ids: Int64Array) -> Int64Array:

@@ -29,12 +29,17 @@ def validate(
     label_SD = method.answer_rows()
     rows = data.validation_rows
     start, stop = share(len(rows), partition.rank, partition.num_ranks)
-    query_BD = answer_queries(encoder, method, data.tokens(rows[start:stop]))
-    query_GD = torch.cat(collectives.gather_ragged(query_BD)).float().cpu().numpy()
+    # Every rank encodes a share of the queries, and searches its labels for all of them.
+    tokens = data.tokens(rows[start:stop])
+    query_BD = answer_queries(encoder, method, tokens)
+    parts = collectives.gather_ragged(query_BD)
+    query_GD = torch.cat(parts).float().cpu().numpy()
     source_ids_S = data.corpus.label_order[partition.start : partition.stop]
     excluded = _own_labels(data.excluded(rows), partition)
     own = exact_search(label_SD, query_GD, _K, source_ids_S, excluded)
+    best = _best_of_all_ranks(own)
 
+    # From here on every rank has all answers and computes the same numbers.
     card = data.corpus.card
     metrics = Metrics(
         data.corpus.train_counts,
@@ -43,7 +48,8 @@ def validate(
         card.propensity_b,
         data.num_labels,
     )
-    metrics.update(_best_of_all_ranks(own), data.corpus.split("train").positives(rows))
+    positives = data.corpus.split("train").positives(rows)
+    metrics.update(best, positives)
     result = metrics.result()
     return {name: float(result[name]) for name in _METRICS if name in result}
 
@@ -53,21 +59,25 @@ def _own_labels(lists: Ragged, partition: LabelPartition) -> Ragged:
     is_own = partition.owns(lists.values)
     # How many own labels stand before each entry: the offsets of the shorter lists.
     num_before = np.concatenate([[0], np.cumsum(is_own)])
-    return Ragged(partition.to_local(lists.values[is_own]), num_before[lists.offsets])
+    own_values = lists.values[is_own]
+    return Ragged(partition.to_local(own_values), num_before[lists.offsets])
 
 
 def _best_of_all_ranks(own: TopLabels) -> TopLabels:
     """The K best answers of all ranks; of equal scores the lower source id comes first."""
     ids = _gather_columns(own.ids)
     scores = _gather_columns(own.scores)
+    # lexsort orders by its last key first: by falling score, then by rising id.
     order = np.lexsort((ids, -scores))[:, :_K]
-    return TopLabels(
-        np.take_along_axis(ids, order, axis=1), np.take_along_axis(scores, order, axis=1)
-    )
+    best_ids = np.take_along_axis(ids, order, axis=1)
+    best_scores = np.take_along_axis(scores, order, axis=1)
+    return TopLabels(best_ids, best_scores)
 
 
 def _gather_columns(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The columns of all ranks, side by side; collective."""
     device = "cuda" if collectives.on_gpu() else "cpu"
-    gathered = collectives.gather_ragged(torch.from_numpy(array).to(device))
-    return np.concatenate([columns.cpu().numpy() for columns in gathered], axis=1)
+    own = torch.from_numpy(array).to(device)
+    gathered = collectives.gather_ragged(own)
+    columns = [part.cpu().numpy() for part in gathered]
+    return np.concatenate(columns, axis=1)
