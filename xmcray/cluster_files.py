@@ -113,7 +113,9 @@ def _check_fields(path: str | Path, values: Mapping[str, Any]) -> None:
 
     from xmcray.ray_adapter.private import cluster_file_schema
 
-    errors = jsonschema.Draft7Validator(cluster_file_schema()).iter_errors(values)
+    validator = jsonschema.Draft7Validator(cluster_file_schema())
+    errors = validator.iter_errors(values)
+    # The order of errors is not fixed; the first by field makes the message reproducible.
     first = min(errors, key=lambda error: [str(part) for part in error.path], default=None)
     if first is not None:
         field = ".".join(str(part) for part in first.absolute_path) or "the file"
@@ -170,10 +172,12 @@ def _check_machine_types(path: str | Path, values: Mapping[str, Any]) -> None:
     if kind is None:
         return
     for name, node_type in values["available_node_types"].items():
+        # Each step down may meet something else than a section.
         machine: Any = node_type["node_config"]
         for key in kind.keys:
             machine = machine.get(key) if isinstance(machine, Mapping) else None
-        field = f"{path}: available_node_types.{name}.node_config.{'.'.join(kind.keys)}"
+        dotted_keys = ".".join(kind.keys)
+        field = f"{path}: available_node_types.{name}.node_config.{dotted_keys}"
         if machine is None:
             raise ConfigError(f"{field} is missing, expected a machine type such as {kind.example}")
         if not re.fullmatch(kind.pattern, str(machine)):
@@ -197,13 +201,16 @@ def _check_start_commands(path: str | Path, values: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"{path}: {name} does not export RAY_AUTH_MODE=token; put it before `ray start`"
                 )
+    # Only the head starts a dashboard.
     for command in values["head_start_ray_commands"]:
         host = re.search(r"--dashboard-host[= ]+(\S+)", command)
         if host and host[1] not in LOOPBACK:
             raise ConfigError(
                 f"{path}: --dashboard-host is {host[1]}, expected 127.0.0.1; `ray dashboard` forwards it"
             )
-    if not any(str(remote).endswith(".ray/auth_token") for remote in values.get("file_mounts", {})):
+    # The keys of file_mounts are paths on the nodes.
+    mounts = values.get("file_mounts", {})
+    if not any(str(remote).endswith(".ray/auth_token") for remote in mounts):
         raise ConfigError(
             f"{path}: file_mounts has no ~/.ray/auth_token, expected the token's file; nodes would start without"
         )
@@ -213,6 +220,7 @@ def _check_version(path: str | Path, values: Mapping[str, Any]) -> None:
     from xmcray.ray_adapter.cluster import ray_version
 
     for command in values.get("setup_commands", ()):
+        # With or without extras, as in ray[default]==2.40.0.
         pinned = re.search(r"\bray(?:\[[^\]]*\])?==([0-9.]+[0-9])", command)
         if pinned and pinned[1] != ray_version():
             raise ConfigError(

@@ -150,8 +150,10 @@ class Dexml(DualEncoder):
         query_GD = gather_rows(query_BD, len(batch.query_ids))
 
         # A first loss over all labels, by their cached vectors, only says which labels matter.
+        # The leaf shares the cache's memory, so that collecting the gradient copies nothing.
         cached_SD = cache.vector_SD.detach().requires_grad_()
         all_labels = LabelPool.everything(context.partition)
+        # Queries are detached: no gradient of this loss may reach the encoder.
         cached_total = self._total(query_GD.detach(), cached_SD, batch, positives, all_labels)
         (gradient_SD,) = torch.autograd.grad(cached_total, cached_SD)
         positive_ids = np.unique(positives.values)
@@ -200,8 +202,11 @@ class Dexml(DualEncoder):
 
     def _top_k(self, batch: Batch, pool: LabelPool) -> float:
         """k, or less in a small pool: at least one column must be able to stay outside the top k."""
-        most_skipped = (batch.positives.lengths + batch.excluded.lengths).max(initial=0)
-        return float(max(min(self.config.top_k, len(pool.ids) - most_skipped - 1), 0.5))
+        num_skipped_G = batch.positives.lengths + batch.excluded.lengths
+        most_outside = len(pool.ids) - num_skipped_G.max(initial=0) - 1
+        k = min(self.config.top_k, most_outside)
+        # The threshold exists for any k above 0, so a tiny pool gets half a label.
+        return float(max(k, 0.5))
 
 
 class EmbeddingCache:
@@ -234,20 +239,26 @@ class EmbeddingCache:
         # In float32, labels with equal texts stay equal when more ranks add up their gradients in
         # another order.
         norm_S = gradient_SD.norm(dim=1).float().cpu().numpy()
-        norm_S[self.partition.to_local(exclude[self.partition.owns(exclude)])] = -1
-        own_ids = np.arange(self.partition.start, self.partition.stop)
+        partition = self.partition
+        own_excluded = exclude[partition.owns(exclude)]
+        norm_S[partition.to_local(own_excluded)] = -1  # `_largest` passes over negative values
+        own_ids = np.arange(partition.start, partition.stop)
         best_own = _largest(norm_S, own_ids, count)
 
-        # Every rank sends its best labels with their norms, in one float64 array.
-        best_norms = norm_S[best_own - self.partition.start]
+        # Every rank sends its best labels with their norms, in one float64 array. A float64 holds
+        # integers up to 2^53, so ids survive.
+        best_norms = norm_S[partition.to_local(best_own)]
         candidates = np.stack([best_norms, best_own], axis=1, dtype=np.float64)
-        gathered = collectives.gather_ragged(torch.from_numpy(candidates).to(gradient_SD.device))
+        own_candidates = torch.from_numpy(candidates).to(gradient_SD.device)
+        gathered = collectives.gather_ragged(own_candidates)
         norm_K, id_K = torch.cat(gathered).cpu().numpy().T
-        return np.sort(_largest(norm_K, id_K.astype(np.int64), count))
+        largest = _largest(norm_K, id_K.astype(np.int64), count)
+        return np.sort(largest)
 
     def refresh(self, label_ids: Int64Array, vector_UD: Tensor) -> None:
         """Replaces the vectors of some of this rank's labels."""
-        local_U = torch.from_numpy(self.partition.to_local(label_ids)).to(vector_UD.device)
+        local_ids = self.partition.to_local(label_ids)
+        local_U = torch.from_numpy(local_ids).to(vector_UD.device)
         self.vector_SD.index_copy_(0, local_U, vector_UD)
 
 
@@ -255,12 +266,15 @@ def _largest(values: npt.NDArray[np.floating[Any]], ids: Int64Array, count: int)
     """Ids of the `count` largest values that are not negative; of equal values the lower ids."""
     if count < len(values):
         # A partial sort finds the count-th largest value; only what reaches it needs sorting.
-        threshold = np.partition(values, len(values) - count)[len(values) - count]
+        place = len(values) - count
+        threshold = np.partition(values, place)[place]
         reaches = values >= threshold
         values = values[reaches]
         ids = ids[reaches]
-    ids = ids[values >= 0]
-    values = values[values >= 0]
+    is_candidate = values >= 0
+    ids = ids[is_candidate]
+    values = values[is_candidate]
+    # lexsort orders by its last key first: by falling value, then by rising id.
     order = np.lexsort((ids, -values))
     return ids[order[:count]]
 

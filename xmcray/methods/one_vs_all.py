@@ -127,7 +127,10 @@ class OneVsAll(Method):
             num_negatives: Labels that a query is compared with; clipped to 1 .. L.
         """
         data = self.context.data
-        order = draws.generator(self.context.seed, "prior").permutation(len(data.query_ids))
+        # The seed is that of the run, so all ranks draw the same sample and exchange nothing.
+        generator = draws.generator(self.context.seed, "prior")
+        order = generator.permutation(len(data.query_ids))
         sample = data.query_ids[order[:_PRIOR_QUERIES]]
         num_positives = float(data.positives(sample).lengths.mean())
-        return math.log(num_positives / max(min(num_negatives, data.num_labels), 1.0))
+        clipped = max(min(num_negatives, data.num_labels), 1.0)
+        return math.log(num_positives / clipped)

@@ -104,10 +104,15 @@ class PrimeConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, "method")
-        for name in ("num_positives", "feed_forward", "hard_per_query", "free_vectors"):
-            check_range(f"method.{name}", getattr(self, name), low=1)
-        for name in ("num_negatives", "query_to_text", "text_to_query", "regulariser", "gamma_min"):
-            check_range(f"method.{name}", getattr(self, name), low=0)
+        check_range("method.num_positives", self.num_positives, low=1)
+        check_range("method.feed_forward", self.feed_forward, low=1)
+        check_range("method.hard_per_query", self.hard_per_query, low=1)
+        check_range("method.free_vectors", self.free_vectors, low=1)
+        check_range("method.num_negatives", self.num_negatives, low=0)
+        check_range("method.query_to_text", self.query_to_text, low=0)
+        check_range("method.text_to_query", self.text_to_query, low=0)
+        check_range("method.regulariser", self.regulariser, low=0)
+        check_range("method.gamma_min", self.gamma_min, low=0)
         check_range("method.centroid_momentum", self.centroid_momentum, 0, 1)
         check_range("method.dropout", self.dropout, 0, 0.99)
         check_range("method.gamma_max", self.gamma_max, low=self.gamma_min)
@@ -154,6 +159,7 @@ class Prime(Method):
         self.config = config
         self.context = context
         num_labels = context.data.num_labels
+        # More vectors than labels would stay unused, and clusters come in powers of two.
         largest_power = 1 << num_labels.bit_length() - 1
         self.num_vectors = min(config.free_vectors, largest_power)
         network = PrototypeNetwork(
@@ -195,7 +201,8 @@ class Prime(Method):
         query_BD, text_UD = self.context.encode_with_labels(batch, pool.own)
         query_BD = self.head(query_BD)
         text_UD = self.head(text_UD)
-        prototype_UD = self._prototypes(text_UD, pool.own, self._keep_factors(batch, pool))
+        keep_U = self._keep_factors(batch, pool)
+        prototype_UD = self._prototypes(text_UD, pool.own, keep_U)
         query_GD = gather_rows(query_BD, len(batch.query_ids))
         # Texts and prototypes travel side by side, in one exchange.
         label_P2D = gather_parts(torch.cat([text_UD, prototype_UD], dim=1))
@@ -206,7 +213,8 @@ class Prime(Method):
         to_texts_BP = query_BD @ text_PD.T
         query_pairs = self._query_pairs(batch, drawn, pool)
         query_loss = self._triplet(to_prototypes_BP, query_pairs)
-        query_loss = query_loss + config.query_to_text * self._triplet(to_texts_BP, query_pairs)
+        text_loss = self._triplet(to_texts_BP, query_pairs)
+        query_loss = query_loss + config.query_to_text * text_loss
 
         # Labels of this rank as anchors, against the queries of all ranks.
         label_pairs = self._label_pairs(batch, drawn, pool)
@@ -235,8 +243,10 @@ class Prime(Method):
         assert isinstance(output, PrimeOutput)
         partition = self.context.partition
         positives = batch.positives
+        # All positives of the batch, and not only the drawn ones of the loss.
         is_own = partition.owns(positives.values)
-        labels = torch.from_numpy(partition.to_local(positives.values[is_own]))
+        local_ids = partition.to_local(positives.values[is_own])
+        labels = torch.from_numpy(local_ids)
         queries = torch.from_numpy(positives.row_ids[is_own])
         move_centroids(
             self.centroid_SD,
@@ -255,6 +265,7 @@ class Prime(Method):
         ids = np.arange(self.context.partition.start, self.context.partition.stop)
         label_SD: Tensor = self.head(self.context.label_vectors()).to(self.centroid_SD)
         with torch.no_grad():
+            # Each block of prototypes replaces its texts, so no second [S, D] is in memory.
             for first in range(0, len(ids), BLOCK):
                 block = slice(first, first + BLOCK)
                 label_SD[block] = self._prototypes(label_SD[block], ids[block], None)
@@ -282,6 +293,7 @@ class Prime(Method):
     def _query_pairs(self, batch: Batch, drawn: Ragged, pool: LabelPool) -> _AnchorPairs:
         """Queries of this rank with the labels of all ranks."""
         device = self.context.device
+        # Texts and prototypes were gathered, so here every label of the pool is a column.
         all_columns = LabelPool(pool.partition, pool.ids, own=pool.ids)
         drawn_own = drawn.slice(batch.start, batch.stop)
         positives_own = batch.positives.slice(batch.start, batch.stop)
@@ -327,7 +339,9 @@ class Prime(Method):
         context = self.context
         num_labels = context.data.num_labels
         is_first = collectives.rank() == 0
-        text_LD = np.empty((num_labels if is_first else 0, context.dim), np.float32)
+        # Only rank 0 keeps the vectors; the others take part in encoding them.
+        num_kept = num_labels if is_first else 0
+        text_LD = np.empty((num_kept, context.dim), np.float32)
         row = 0
         label_query_ids = context.data.label_query_ids(0, num_labels)
         for _, vectors in encoded_blocks(context, label_query_ids, self.head):
@@ -338,7 +352,8 @@ class Prime(Method):
         if is_first:
             clusters = balanced_clusters(text_LD, self.num_vectors, context.seed)
         # Only rank 0 has rows to give, so what is gathered are its clusters of all labels.
-        gathered = collectives.gather_ragged(torch.from_numpy(clusters).to(context.device))
+        own_clusters = torch.from_numpy(clusters).to(context.device)
+        gathered = collectives.gather_ragged(own_clusters)
         return torch.cat(gathered)[context.partition.start : context.partition.stop]
 
 
@@ -348,6 +363,7 @@ def _draw_weights(config: PrimeConfig, context: MethodContext) -> npt.NDArray[np
     if config.positives == "uniform":
         return np.ones(context.data.num_labels)
     card = corpus.card
+    # The counts are by source id, and the weights by internal id.
     counts = corpus.train_counts[corpus.label_order]
     return inverse_propensity(counts, card.num_train, card.propensity_a, card.propensity_b)
 

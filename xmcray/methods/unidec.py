@@ -184,7 +184,8 @@ class Unidec(Method):
             query_BD, self._keep_factors("classifier", batch, *own_queries)
         )
         # Both vectors of a query travel side by side, in one exchange.
-        query_G2E = gather_rows(torch.cat([text_BE, row_BE], dim=1), len(batch.query_ids))
+        query_B2E = torch.cat([text_BE, row_BE], dim=1)
+        query_G2E = gather_rows(query_B2E, len(batch.query_ids))
         text_GE, row_GE = query_G2E.split(self.heads.head_dim, dim=1)
 
         total = query_BD.new_zeros(())
@@ -249,11 +250,13 @@ class Unidec(Method):
         self, query_GE: Tensor, column_UE: Tensor, batch: Batch, pool: LabelPool, balance: float
     ) -> Tensor:
         device = query_GE.device
+        # Labels of the pool that no query of the batch has are negatives only, and no anchors.
+        is_positive = np.isin(pool.ids, batch.positives.values)
         picked = Picked(
             positives=pool.pairs(batch.positives, device=device),
             skipped=pool.pairs(batch.excluded, device=device),
             count_G=torch.from_numpy(pool.count(batch.positives)).to(device),
-            num_labels=int(np.isin(pool.ids, batch.positives.values).sum()),
+            num_labels=int(is_positive.sum()),
         )
         return pick_some_labels(
             query_GE,

@@ -122,7 +122,11 @@ class VersionFolder:
     def published(self) -> bool:
         """Whether every rank has published."""
         marks = sorted(self.path.glob(_PUBLISHED))
-        return bool(marks) and len(marks) == int(_read_json(marks[0])["num_ranks"])
+        if not marks:
+            return False
+        # Every mark says how many there have to be.
+        num_ranks = int(_read_json(marks[0])["num_ranks"])
+        return len(marks) == num_ranks
 
     @property
     def complete(self) -> bool:
@@ -137,11 +141,14 @@ class VersionFolder:
     @property
     def query_blocks(self) -> list[str]:
         """Names of the query blocks, in order."""
-        return sorted(path.stem for path in (self.path / "queries").glob("*.safetensors"))
+        # The names begin with the step, so the order is that of time.
+        paths = (self.path / "queries").glob("*.safetensors")
+        return sorted(path.stem for path in paths)
 
     def read_queries(self, block: str) -> QueryBlock:
         """Reads one query block."""
-        return QueryBlock(**load_file(self.path / "queries" / f"{block}.safetensors"))
+        path = self.path / "queries" / f"{block}.safetensors"
+        return QueryBlock(**load_file(path))
 
     def read_rows(self, start: int, stop: int) -> Float32Array:
         """Reads the vectors of labels start .. stop - 1, float32 [stop - start, D]."""
@@ -150,6 +157,7 @@ class VersionFolder:
             first = int(path.stem)
             with safe_open(path, framework="numpy") as file:
                 rows = file.get_slice("rows")
+                # The part of the file that lies within start .. stop - 1, counted from its start.
                 low = max(start - first, 0)
                 high = min(stop - first, rows.get_shape()[0])
                 if low < high:
@@ -173,7 +181,8 @@ class VersionFolder:
 
     def read_hits(self, part: LabelPartition, block: str) -> TopLabels:
         """Reads what `write_hits` has written."""
-        return TopLabels(**load_file(self._hits_path(part, block)))
+        path = self._hits_path(part, block)
+        return TopLabels(**load_file(path))
 
     def write_recall(self, part: LabelPartition, num_found: int, num_exact: int) -> None:
         """Keeps how many of the exact neighbours of a sample the index of a shard has found."""
@@ -215,6 +224,7 @@ class VersionFolder:
         labels.flush()
         temporary = Path(str(labels.filename))
         entry = storage.hash_file(temporary)
+        # On disk before it has its name, so that a power failure leaves no file with holes.
         storage.fsync(temporary)
         temporary.replace(self.path / _SHORTLIST)
         first_mark = min(self.path.glob(_PUBLISHED))
@@ -226,6 +236,7 @@ class VersionFolder:
         }
         if self.has_clusters:
             body["clusters_sha256"] = storage.hash_file(self.path / _CLUSTERS).sha256
+        # The last file to be written: its presence means that all others are whole.
         storage.write_json(self.path / _COMPLETE, body)
         shutil.rmtree(self.path / _FOUND, ignore_errors=True)
 
@@ -276,7 +287,8 @@ class VersionFolder:
         return values
 
     def _hits_path(self, part: LabelPartition, block: str) -> Path:
-        return self.path / _FOUND / f"{part.start:010d}-{part.stop:010d}" / f"{block}.safetensors"
+        labels = f"{part.start:010d}-{part.stop:010d}"
+        return self.path / _FOUND / labels / f"{block}.safetensors"
 
 
 class Ledger:
@@ -325,6 +337,7 @@ class Ledger:
                 self._start_again(folder, names, inputs)
             elif not folder.complete:
                 self._check(names, inputs)
+        # Older attempts go last, because new ones link to their query blocks.
         newest = {folder.path for folder in self.versions()}
         for folder in self._folders():
             if folder.path not in newest:
@@ -353,9 +366,11 @@ class Ledger:
         for name in names:
             if "/queries/" in name:
                 block = Path(name).name
+                source = self._find_block(folder.version, block, inputs[name])
                 target = attempt.path / "queries" / block
                 target.parent.mkdir(exist_ok=True)
-                os.link(self._find_block(folder.version, block, inputs[name]), target)
+                # A hard link costs no space, and stays when the older attempt is removed.
+                os.link(source, target)
 
     def _find_block(self, version: int, block: str, sha256: str) -> Path:
         """Finds a query block in any attempt, because an earlier restore may have moved it on."""
@@ -382,7 +397,8 @@ class Ledger:
 
 def version_of(name: str) -> int:
     """Returns the version of a file from its path relative to the ledger."""
-    return VersionFolder(Path(Path(name).parts[0])).version
+    folder = Path(name).parts[0]
+    return VersionFolder(Path(folder)).version
 
 
 def _save(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -42,7 +42,8 @@ class Publisher:
     @property
     def full(self) -> bool:
         """Whether so many vectors are collected that `flush` should write them."""
-        return sum(block.vectors.nbytes for block in self._collected) > _BLOCK_BYTES
+        num_bytes = sum(block.vectors.nbytes for block in self._collected)
+        return num_bytes > _BLOCK_BYTES
 
     @property
     def pending(self) -> QueryBlock | None:
@@ -69,8 +70,10 @@ class Publisher:
         rank = collectives.rank()
         num_ranks = collectives.num_ranks()
         if self.index_rows is not None:
+            # Copied here and not in the background thread, because the next step changes the rows.
             rows = to_numpy(self.index_rows())
             self.writer.put(lambda: folder.write_rows(self.first_label, rows))
+        # Jobs run in their order, so the mark is written after all that it announces.
         self.writer.put(lambda: [folder.publish(rank, num_ranks, step + 1)])
         return folder.path
 

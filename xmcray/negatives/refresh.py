@@ -65,8 +65,8 @@ class RefreshSpec:
 
     def parts(self, num_labels: int) -> list[LabelPartition]:
         """Returns the labels of each index shard."""
-        shards = range(self.num_shards)
-        return [LabelPartition(num_labels, self.num_shards, shard) for shard in shards]
+        num_shards = self.num_shards
+        return [LabelPartition(num_labels, num_shards, shard) for shard in range(num_shards)]
 
 
 def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: RefreshSpec) -> None:
@@ -74,25 +74,31 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
     if not spec.negatives.hard:
         return
     part = spec.parts(num_labels)[shard]
+    # An actor that was killed and restarted goes on where the files of the first one end.
     missing = [block for block in folder.query_blocks if not folder.has_hits(part, block)]
     if not missing:
         return
     rows = folder.read_rows(part.start, part.stop)
+    tuning_queries = _sample(folder, _TUNING_QUERIES, spec.seed)
     index = build_index(
         rows,
         spec.negatives.index,
         spec.seed,
         threads=spec.threads,
         gpu=spec.gpu,
-        queries=_sample(folder, _TUNING_QUERIES, spec.seed),
+        queries=tuning_queries,
     )
     for name in missing:
         block = folder.read_queries(name)
         # Forbidden labels may be among the best, so each query gets as many more as it has of them.
-        width_B = np.minimum(spec.negatives.hard + _rounded_up(block.extra), part.size)
+        width_B = spec.negatives.hard + _rounded_up(block.extra)
+        width_B = np.minimum(width_B, part.size)
         top = _search(index, block.vectors, width_B)
+        # The index counts rows of the shard; -1 for no answer stays -1.
         label_ids = np.where(top.ids >= 0, part.to_global(top.ids), -1)
-        folder.write_hits(part, name, TopLabels(label_ids, top.scores))
+        hits = TopLabels(label_ids, top.scores)
+        folder.write_hits(part, name, hits)
+    # A version that was withdrawn meanwhile has no query blocks any more.
     if spec.negatives.recall_queries and folder.query_blocks:
         _measure_recall(folder, part, rows, index, spec)
 
@@ -102,7 +108,8 @@ def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> TopLabe
 
     Queries of equal width are searched together, because a few need far more rows than the rest.
     """
-    padded = TopLabels.empty(len(vectors), int(width_B.max(initial=1)))
+    widest = int(width_B.max(initial=1))
+    padded = TopLabels.empty(len(vectors), widest)
     for width in np.unique(width_B):
         queries = np.flatnonzero(width_B == width)
         top = index.search(vectors[queries], int(width))
@@ -113,7 +120,8 @@ def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> TopLabe
 
 def _rounded_up(extra: Int64Array) -> Int64Array:
     """Rounds up to 4, 8, 16, 32 ..., so that many queries are searched with one width."""
-    exponents = np.ceil(np.log2(np.maximum(extra, 4))).astype(np.int64)
+    at_least_4 = np.maximum(extra, 4)
+    exponents = np.ceil(np.log2(at_least_4)).astype(np.int64)
     return 1 << exponents
 
 
@@ -128,11 +136,14 @@ def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -
     if spec.negatives.hard:
         for block in blocks:
             _merge_block(labels, folder, block, data, spec)
+    # A newer attempt may have withdrawn this one meanwhile; half a shortlist must not be finished.
     if not blocks or folder.query_blocks != blocks:
         raise FileNotFoundError(f"query blocks of {folder.path} vanished while they were merged")
     if spec.negatives.cluster_size and not folder.has_clusters:
-        folder.write_clusters(_cluster_queries(folder, blocks, data.num_query_ids, spec))
-    recall = folder.read_recall(spec.parts(data.num_labels))
+        cluster = _cluster_queries(folder, blocks, data.num_query_ids, spec)
+        folder.write_clusters(cluster)
+    parts = spec.parts(data.num_labels)
+    recall = folder.read_recall(parts)
     folder.finish(labels, {"recall": recall, "blocks": len(blocks)})
 
 
@@ -141,9 +152,15 @@ def _merge_block(
 ) -> None:
     """Fills the rows of one query block with the best labels that are allowed."""
     ids = folder.read_queries(block).ids
-    hits = [folder.read_hits(part, block) for part in spec.parts(data.num_labels)]
-    candidate_BC = np.concatenate([top.ids for top in hits], axis=1)
-    score_BC = np.concatenate([top.scores for top in hits], axis=1)
+    shard_ids = []
+    shard_scores = []
+    for part in spec.parts(data.num_labels):
+        hits = folder.read_hits(part, block)
+        shard_ids.append(hits.ids)
+        shard_scores.append(hits.scores)
+    # A query's row has the hits of one shard after another, not yet by score.
+    candidate_BC = np.concatenate(shard_ids, axis=1)
+    score_BC = np.concatenate(shard_scores, axis=1)
     forbidden = [data.positives(ids), data.excluded(ids)]
     labels[ids] = best_allowed(
         candidate_BC, score_BC, forbidden, data.num_labels, spec.negatives.hard
@@ -157,13 +174,16 @@ def _cluster_queries(
 
     The clusters are as small as the first epoch of the version wants them.
     """
-    ids = np.sort(np.concatenate([folder.read_queries(block).ids for block in blocks]))
+    ids_of_blocks = [folder.read_queries(block).ids for block in blocks]
+    ids = np.sort(np.concatenate(ids_of_blocks))
     dim = folder.read_queries(blocks[0]).vectors.shape[1]
+    # Blocks are read a second time, one at a time, so that all vectors are in memory only once.
     vectors = np.empty((len(ids), dim), np.float32)
     for name in blocks:
-        # In the order of ids, because which query is in which block depends on the number of ranks.
         block = folder.read_queries(name)
-        vectors[np.searchsorted(ids, block.ids)] = block.vectors
+        # In the order of ids, because which query is in which block depends on the number of ranks.
+        rows = np.searchsorted(ids, block.ids)
+        vectors[rows] = block.vectors
     epoch = spec.negatives.schedule_of.use_epoch(folder.version)
     num_clusters = spec.negatives.num_clusters_at(epoch, len(ids))
     cluster = np.full(num_query_ids, -1, np.int32)
@@ -195,12 +215,19 @@ def best_allowed(
     forbidden_keys = [labels.row_ids * num_labels + labels.values for labels in forbidden]
     banned = np.unique(np.concatenate(forbidden_keys))
     if len(banned):
-        key_BC = np.arange(len(candidate_BC))[:, None] * num_labels + candidate_BC
-        place_BC = np.minimum(np.searchsorted(banned, key_BC), len(banned) - 1)
-        score_BC = np.where(banned[place_BC] == key_BC, -np.inf, score_BC)
-    order = np.lexsort((candidate_BC, -score_BC))[:, :width]  # best score, then lower label
-    is_allowed = np.isfinite(np.take_along_axis(score_BC, order, 1))
-    best = np.where(is_allowed, np.take_along_axis(candidate_BC, order, 1), -1)
+        row_B = np.arange(len(candidate_BC))
+        key_BC = row_B[:, None] * num_labels + candidate_BC
+        # A key above all of the list gets its last position; the comparison rules it out.
+        place_BC = np.searchsorted(banned, key_BC)
+        place_BC = np.minimum(place_BC, len(banned) - 1)
+        is_banned = banned[place_BC] == key_BC
+        score_BC = np.where(is_banned, -np.inf, score_BC)
+    # lexsort orders by its last key first: by falling score, then by rising label.
+    order = np.lexsort((candidate_BC, -score_BC))[:, :width]
+    best_scores = np.take_along_axis(score_BC, order, 1)
+    best_ids = np.take_along_axis(candidate_BC, order, 1)
+    best = np.where(np.isfinite(best_scores), best_ids, -1)
+    # There may be fewer candidates than `width`.
     padded = np.full((len(best), width), -1, np.int32)
     padded[:, : best.shape[1]] = best
     return padded
@@ -219,7 +246,9 @@ class ThreadRefresher:
         """Starts a thread for a version unless there is one."""
         self.check()
         if folder not in self._threads:
-            thread = threading.Thread(target=self._run, args=(VersionFolder(folder),), daemon=True)
+            version = VersionFolder(folder)
+            # A daemon thread does not keep an interrupted process alive.
+            thread = threading.Thread(target=self._run, args=(version,), daemon=True)
             self._threads[folder] = thread
             thread.start()
 
@@ -238,6 +267,7 @@ class ThreadRefresher:
             wait_published(folder)
             run_version(folder, self.data, self.spec)
         except BaseException as error:
+            # Files of a withdrawn or finished version vanish under its thread, which is no error.
             if not (folder.withdrawn or folder.complete):
                 self._errors.append(error)
 
@@ -278,6 +308,7 @@ def _measure_recall(
         return
     exact = exact_search(rows, sample, width).ids
     found = index.search(sample, width).ids
+    # The order within a list does not matter, because all of it is used as negatives.
     num_found = 0
     for exact_ids, found_ids in zip(exact, found, strict=True):
         num_found += len(np.intersect1d(exact_ids, found_ids))

@@ -84,9 +84,11 @@ def gather_candidates(
     # Pairs of this rank by query; a stable sort keeps a query's positives before its hard
     # negatives.
     own = np.flatnonzero(part.owns(label))
-    own = own[np.argsort(query[own], kind="stable")]
+    by_query = np.argsort(query[own], kind="stable")
+    own = own[by_query]
     own_pool = pool[part.owns(pool)]
-    local_ids = np.concatenate([part.to_local(label[own]), part.to_local(own_pool)])
+    # A label may be in many pairs and in the pool; its row is read once.
+    local_ids = part.to_local(np.concatenate([label[own], own_pool]))
     row_ids, row_of = np.unique(local_ids, return_inverse=True)
     skip_query, skip_column = _skipped(own_pool, [batch.positives, hard, batch.excluded])
     pair_weight = None
@@ -146,9 +148,12 @@ def draw_from_rows(
     if weight_T is not None:
         arrival_T = arrival_T / weight_T
     order = np.lexsort((arrival_T, rows.row_ids))  # by row, then by arrival
-    rank_in_row = np.arange(len(order)) - np.repeat(rows.offsets[:-1], rows.lengths)
+    # A value's rank is its distance from the first of its row.
+    first_of_row = np.repeat(rows.offsets[:-1], rows.lengths)
+    rank_in_row = np.arange(len(order)) - first_of_row
     drawn = np.sort(order[rank_in_row < count])
-    return Ragged(rows.values[drawn], offsets_of(np.minimum(rows.lengths, count)))
+    num_drawn = np.minimum(rows.lengths, count)
+    return Ragged(rows.values[drawn], offsets_of(num_drawn))
 
 
 def _skipped(pool: Int64Array, lists: list[Ragged]) -> tuple[Int64Array, Int64Array]:

@@ -91,8 +91,10 @@ class ShortlistFeed:
         starts_epoch = step % self.steps_per_epoch == 0
         with self._blocking():
             if self.config.schedule == "eager":
+                # Ranks must switch at the same step, so rank 0 decides.
                 if self.current is None or step % _EAGER_EVERY == 0:
-                    self._use_version(collectives.broadcast_int(self._newest_on_rank_0()))
+                    newest = collectives.broadcast_int(self._newest_on_rank_0())
+                    self._use_version(newest)
             elif starts_epoch:
                 self._follow_schedule(step)
             # The order of an epoch never changes within it.
@@ -131,12 +133,14 @@ class ShortlistFeed:
         hashes: dict[str, str] = {}
         for hashes_of_rank in collectives.gather_objects(self._publisher.writer.hashes):
             hashes.update(hashes_of_rank)
+        # A complete version needs its inputs no more, so a checkpoint does not list them.
+        inputs = {}
+        for name, sha256 in hashes.items():
+            folder_name, _, _ = name.partition("/")
+            if folder_name in incomplete:
+                inputs[name] = sha256
         return {
-            "inputs": {
-                name: sha256
-                for name, sha256 in hashes.items()
-                if name.split("/", 1)[0] in incomplete
-            },
+            "inputs": inputs,
             "published": [folder.version for folder in versions if folder.published],
             "version": self.current.version if self.current else None,
             "clusters_version": self.clusters.version if self.clusters else None,
@@ -215,6 +219,7 @@ class ShortlistFeed:
         due = self.config.schedule_of.using(step // self.steps_per_epoch)
         if due is None or (self.current is not None and self.current.version >= due):
             return
+        # Only rank 0 watches the files; the others learn from it what they may open.
         version = collectives.broadcast_int(self._wait_on_rank_0(due))
         if version < due and self.broken_at_step is None:
             self.broken_at_step = step
@@ -255,13 +260,16 @@ class ShortlistFeed:
             return
         smallest = self.ledger.version(version).clusters()
         num_queries = int((smallest >= 0).sum())
-        num_clusters = self.config.num_clusters_at(step // self.steps_per_epoch, num_queries)
+        epoch = step // self.steps_per_epoch
+        num_clusters = self.config.num_clusters_at(epoch, num_queries)
         # There are 2^a of the smallest clusters and 2^b are wanted: dropping the last a - b bits of
         # a number merges each cluster with its siblings (see `balanced_clusters`), and -1 stays -1.
         smallest_levels = int(smallest.max()).bit_length()
         wanted_levels = num_clusters.bit_length() - 1
-        cluster = smallest >> max(0, smallest_levels - wanted_levels)
-        self.clusters = QueryClusters(version, int(cluster.max()) + 1, cluster)
+        dropped_bits = max(0, smallest_levels - wanted_levels)
+        cluster = smallest >> dropped_bits
+        num_merged = int(cluster.max()) + 1
+        self.clusters = QueryClusters(version, num_merged, cluster)
 
     def _check_age(self, step: int) -> None:
         age = self.age(step)
@@ -279,6 +287,7 @@ class ShortlistFeed:
         # names.
         for name, sha256 in inputs.items():
             folder = self.ledger.version(version_of(name))
-            path = folder.path / name.split("/", 1)[1]
+            _, _, name_in_folder = name.partition("/")
+            path = folder.path / name_in_folder
             if path.is_file():
                 self._publisher.writer.hashes[self.ledger.name_of(path)] = sha256

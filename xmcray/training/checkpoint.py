@@ -102,6 +102,7 @@ def save(
             _write_shared(unfinished, step, stepper, state)
         return entries
 
+    # This exchange is also the barrier: the manifest is written when all files are there.
     results = collectives.gather_objects(_entries_or_error(write, unfinished))
     errors = [result for result in results if isinstance(result, str)]
     if is_first and not errors:
@@ -185,7 +186,8 @@ def read_state(checkpoint: Checkpoint, name: str, num_labels: int) -> Tensor:
     blocks = []
     for _, tensors in row_blocks(checkpoint.path, _STATE, 0, num_labels, only=name):
         blocks.append(tensors[name])
-    _check_rows(checkpoint.path, sum(map(len, blocks)), num_labels)
+    num_rows = sum(map(len, blocks))
+    _check_rows(checkpoint.path, num_rows, num_labels)
     return torch.cat(blocks)
 
 
@@ -195,7 +197,8 @@ def collected(checkpoint: Checkpoint) -> list[dict[str, np.ndarray[Any, Any]]]:
     The files are dealt out over the ranks of today, whatever number of ranks wrote them.
     """
     files = sorted(checkpoint.path.glob("collected-*.safetensors"))
-    return [load_arrays(file) for file in files[collectives.rank() :: collectives.num_ranks()]]
+    own_files = files[collectives.rank() :: collectives.num_ranks()]
+    return [load_arrays(file) for file in own_files]
 
 
 def row_blocks(
@@ -237,11 +240,10 @@ def _load_modules(path: Path, stepper: Stepper) -> None:
     tensors = load_file(path / "modules.safetensors")
     for name, module in others.items():
         prefix = f"{name}/"
-        own = {
-            key.removeprefix(prefix): tensor
-            for key, tensor in tensors.items()
-            if key.startswith(prefix)
-        }
+        own = {}
+        for key, tensor in tensors.items():
+            if key.startswith(prefix):
+                own[key.removeprefix(prefix)] = tensor
         module.load_state_dict(own)
 
 
@@ -288,6 +290,7 @@ def _write_blocks(
     """Writes tensors [S, ...] in files of a bounded size, and adds them to `entries`."""
     if not tensors:
         return
+    # All tensors share a file, so one row of each counts. A rank without labels has no first row.
     row_bytes = sum(tensor[:1].nbytes for tensor in tensors.values())
     height = max(1, ROW_BLOCK_BYTES // max(1, row_bytes))
     for low in range(0, partition.size, height):
@@ -312,10 +315,10 @@ def _write_shared(folder: Path, step: int, stepper: Stepper, state: Mapping[str,
             module_tensors[f"{module_name}/{name}"] = tensor.detach().cpu()
     if module_tensors:
         save_file(module_tensors, folder / "modules.safetensors")
-    optimizer_tensors = {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in stepper.optimizer.tensors().items()
-    }
+    # safetensors refuses tensors whose memory is not in the order of their elements.
+    optimizer_tensors = {}
+    for name, tensor in stepper.optimizer.tensors().items():
+        optimizer_tensors[name] = tensor.detach().cpu().contiguous()
     save_file(optimizer_tensors, folder / "optimizer.safetensors")
     body = {"step": step, "num_ranks": collectives.num_ranks(), **state}
     storage.write_json(folder / "state.json", body)
@@ -328,6 +331,7 @@ def _publish(unfinished: Path, destination: Path, step: int, results: list[_Entr
         for name, entry in result.items():
             entries[name] = FileEntry(*entry)
     storage.finish_manifest(unfinished, KIND, {"step": step}, entries)
+    # A checkpoint of the same step whose files were altered may be in the way.
     shutil.rmtree(destination, ignore_errors=True)
     storage.publish(unfinished, destination)
 

@@ -60,7 +60,8 @@ def export_run(
     check_corpus(run, corpus)
     data = TrainingData(corpus, run.config.data)
     num_labels = corpus.card.num_labels
-    setup = _trained(run, last, data, LabelPartition(num_labels, _num_blocks(num_labels), 0))
+    first_block = LabelPartition(num_labels, _num_blocks(num_labels), 0)
+    setup = _trained(run, last, data, first_block)
     bundle_spec = setup.method.bundle_spec
     if bundle_spec.cluster_state:
         # The method holds a block of the labels; a bundle needs the clusters of all of them.
@@ -86,13 +87,7 @@ def export_run(
         corpus.label_order,
         _label_vectors(run, last, data),
         spec,
-        about={
-            "run": run.id,
-            "step": last.step,
-            "corpus": corpus.card.name,
-            "corpus_sha256": run.corpus_sha256,
-            "config": run.config.to_dict(),
-        },
+        about=_origin(run, last, corpus),
         method=run.config.method_name,
         label_side=bundle_spec.label_side,
         queries=encode(data.tokens(sample)),
@@ -100,10 +95,22 @@ def export_run(
     )
 
 
+def _origin(run: Run, last: Checkpoint, corpus: Corpus) -> dict[str, Any]:
+    """What the bundle says about where it comes from."""
+    return {
+        "run": run.id,
+        "step": last.step,
+        "corpus": corpus.card.name,
+        "corpus_sha256": run.corpus_sha256,
+        "config": run.config.to_dict(),
+    }
+
+
 def _of_all_labels(read: Callable[[Int64Array], Iterable[str]], num_labels: int) -> Iterator[str]:
     """Strings of all labels, read in blocks."""
     for start in range(0, num_labels, _BLOCK):
-        yield from read(np.arange(start, min(start + _BLOCK, num_labels), dtype=np.int64))
+        stop = min(start + _BLOCK, num_labels)
+        yield from read(np.arange(start, stop, dtype=np.int64))
 
 
 def index_spec(seed: int, settings: Mapping[str, Any]) -> IndexSpec:

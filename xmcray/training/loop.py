@@ -68,15 +68,17 @@ def build(
         vectors: Folder for the vectors of a frozen encoder, which are then computed once.
     """
     optim = config.optim
-    partition = partition or LabelPartition(
-        data.num_labels, collectives.num_ranks(), collectives.rank()
-    )
+    if partition is None:
+        num_ranks = collectives.num_ranks()
+        partition = LabelPartition(data.num_labels, num_ranks, collectives.rank())
     tokenizer = data.corpus.tokenizer()
-    encoder = build_encoder(
-        config.encoder, tokenizer, data.token_counts(tokenizer.vocab_size), optim.seed
-    ).to(device, optim.dtype)
+    token_counts = data.token_counts(tokenizer.vocab_size)
+    encoder = build_encoder(config.encoder, tokenizer, token_counts, optim.seed)
+    encoder = encoder.to(device, optim.dtype)
     if vectors is not None:
-        encoder.remember(vectors, data.num_train + data.num_labels, data.tokens)
+        # Label texts are queries too, with ids after those of the training queries.
+        num_texts = data.num_train + data.num_labels
+        encoder.remember(vectors, num_texts, data.tokens)
     return assemble(config, data, encoder, device, partition)
 
 
@@ -114,7 +116,9 @@ def assemble(
     )
     method = method_entry(config.method_name).factory(config.method, context)
     sampler = BatchSampler(data, optim.batch_size, optim.seed)
-    stepper = Stepper(encoder, embedder, method, optim, optim.epochs * sampler.steps_per_epoch)
+    # Of the whole schedule, even if the run stops at an earlier epoch.
+    total_steps = optim.epochs * sampler.steps_per_epoch
+    stepper = Stepper(encoder, embedder, method, optim, total_steps)
     return Setup(data, sampler, partition, method, stepper)
 
 

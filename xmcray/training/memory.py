@@ -70,15 +70,11 @@ def memory_bundle(
                 progress(num_encoded)
         return np.concatenate(vectors)
 
+    blocks = _label_blocks(corpus.card.num_labels)
     label_order = corpus.label_order
-    blocks: list[Int64Array] = []
-    for start in range(0, corpus.card.num_labels, _BLOCK):
-        stop = min(start + _BLOCK, corpus.card.num_labels)
-        blocks.append(np.arange(start, stop, dtype=np.int64))
     train = corpus.split("train")
-    num_samples = min(_TUNE_QUERIES, len(train))
-    sample = np.random.default_rng(0).choice(len(train), num_samples, replace=False)
     spec = IndexSpec()
+    # The generators below read texts only while the bundle is written, so memory stays bounded.
     bundles.write_bundle(
         out,
         query_encoder.encoder,
@@ -91,10 +87,23 @@ def memory_bundle(
         spec,
         about={"encoder": encoder, "corpus": corpus.card.name, "corpus_sha256": corpus.sha256},
         method="memory",
-        queries=encode(train.tokens(np.sort(sample))),
+        queries=encode(train.tokens(_sample_rows(len(train)))),
         predictor=remember(train, encode, config or MemoryConfig(), spec, threads),
         threads=threads,
     )
+
+
+def _label_blocks(num_labels: int) -> list[Int64Array]:
+    """Returns the ids of all labels in blocks of bounded size."""
+    label_ids = np.arange(num_labels, dtype=np.int64)
+    return [label_ids[start : start + _BLOCK] for start in range(0, num_labels, _BLOCK)]
+
+
+def _sample_rows(num_rows: int) -> Int64Array:
+    """Returns some training queries, always the same ones, ascending."""
+    count = min(_TUNE_QUERIES, num_rows)
+    sample: Int64Array = np.random.default_rng(0).choice(num_rows, count, replace=False)
+    return np.sort(sample)
 
 
 def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
@@ -146,5 +155,6 @@ def _fits(folder: Path, encoder: Encoder, tokenizer: TextTokenizer) -> bool:
 
 def _vocabulary(tokenizer: TextTokenizer) -> dict[str, int]:
     """Token -> id."""
-    tokens: dict[str, int] = Tokenizer.from_str(tokenizer.to_files()["tokenizer.json"]).get_vocab()
+    text = tokenizer.to_files()["tokenizer.json"]
+    tokens: dict[str, int] = Tokenizer.from_str(text).get_vocab()
     return tokens

@@ -87,9 +87,12 @@ def lr_factor(config: OptimConfig, step: int, total_steps: int) -> float:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return 1.0
-    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    # A run shorter than its warm-up must not divide by 0.
+    steps_after_warmup = max(1, total_steps - config.warmup_steps)
+    progress = (step - config.warmup_steps) / steps_after_warmup
     if config.schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        angle = math.pi * min(progress, 1.0)
+        return 0.5 * (1 + math.cos(angle))
     return max(0.0, 1.0 - progress)
 
 
@@ -215,8 +218,10 @@ class EncoderOptimizer:
             moved["step"] = state["step"].clone()
             self._adam.state[parameter] = moved
         for name, table in self.tables.items():
-            table_tensors = {"weight": table.weight_SD, **_with_prefix(tensors, f"{name}/")}
-            table.load([(0, table_tensors)], num_steps)
+            # The weights came with the module; the table only gets its state, as one block of rows.
+            state = _with_prefix(tensors, f"{name}/")
+            state["weight"] = table.weight_SD
+            table.load([(0, state)], num_steps)
 
     def _sum_dense(self) -> None:
         """Sums dense gradients over ranks, many parameters in one exchange."""
@@ -226,33 +231,41 @@ class EncoderOptimizer:
                 parameter.grad = torch.zeros_like(parameter)
         if collectives.num_ranks() == 1:
             return
+        # Few large exchanges are faster than one for each parameter. Every rank fills the buckets
+        # in the same order, so what is summed belongs together.
         bucket: list[Tensor] = []
-        for i, parameter in enumerate(parameters):
+        num_elements = 0
+        for parameter in parameters:
             assert parameter.grad is not None
             bucket.append(parameter.grad)
-            num_elements = sum(gradient.numel() for gradient in bucket)
-            if i + 1 == len(parameters) or num_elements > _BUCKET:
+            num_elements += parameter.numel()
+            if num_elements > _BUCKET:
                 _sum_bucket(bucket)
                 bucket = []
+                num_elements = 0
+        if bucket:
+            _sum_bucket(bucket)
 
 
 def _sum_bucket(gradients: list[Tensor]) -> None:
+    """Sums some gradients over ranks in place, as one flat tensor; collective."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     collectives.sum_over_ranks(flat)
     start = 0
     for gradient in gradients:
         stop = start + gradient.numel()
-        gradient.copy_(flat[start:stop].view_as(gradient))
+        summed = flat[start:stop]
+        gradient.copy_(summed.view_as(gradient))
         start = stop
 
 
 def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Tensors whose names start with a prefix, by the rest of their names."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
+    matches = {}
+    for name, tensor in tensors.items():
+        if name.startswith(prefix):
+            matches[name.removeprefix(prefix)] = tensor
+    return matches
 
 
 def _sum_rows(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
@@ -261,9 +274,11 @@ def _sum_rows(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
     Gradients are summed in the order of the ranks.
     """
     if parameter.grad is None:
+        # A rank whose texts touched no row still takes part in the exchange below.
         rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         values = parameter.new_empty(0, *parameter.shape[1:])
     else:
+        # Coalescing sums repeated rows and sorts them.
         gradient = parameter.grad.coalesce()
         rows = gradient.indices()[0]
         values = gradient.values()

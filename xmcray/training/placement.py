@@ -217,17 +217,24 @@ def _cpu_node_options(nodes: Nodes) -> dict[str, Any]:
     """Returns options that prefer nodes with CPUs and no GPU, then nodes with CPUs, then any
     node.
     """
-    without_cpu = [node for node, has in nodes.alive.items() if not has.get("CPU")]
-    with_gpu = [node for node, has in nodes.alive.items() if has.get("CPU") and has.get("GPU")]
+    without_cpu = []
+    with_gpu = []
+    for node_id, resources in nodes.alive.items():
+        if not resources.get("CPU"):
+            without_cpu.append(node_id)
+        elif resources.get("GPU"):
+            with_gpu.append(node_id)
     # The strictest exclusion first. One that excludes no node, or every node, would be of no use.
     exclusions = [without_cpu + with_gpu, without_cpu]
     useful = [excluded for excluded in exclusions if 0 < len(excluded) < len(nodes.alive)]
     selectors = [{_NODE_ID: f"!in({','.join(excluded)})"} for excluded in useful]
     if not selectors:
         return {}
+    # The last fallback allows every node, because no node has the id "none".
     selectors.append({_NODE_ID: "!none"})
-    fallbacks = [{"label_selector": selector} for selector in selectors[1:]]
-    return {"label_selector": selectors[0], "fallback_strategy": fallbacks}
+    first, *others = selectors
+    fallbacks = [{"label_selector": selector} for selector in others]
+    return {"label_selector": first, "fallback_strategy": fallbacks}
 
 
 def _room(node_counts: Iterable[tuple[Resources, int]], each: Resources) -> int:
@@ -236,6 +243,7 @@ def _room(node_counts: Iterable[tuple[Resources, int]], each: Resources) -> int:
         return _UNLIMITED
     room = 0
     for has, count in node_counts:
+        # The scarcest resource of a node limits it.
         # The small term makes room for three times 0.1 in 0.3, whose quotient is
         # 2.9999999999999996.
         fits = [int(has.get(resource, 0) / amount + 1e-9) for resource, amount in needs.items()]

@@ -68,6 +68,7 @@ class Embedder:
         """Propagates the gradients of chunked vectors through the encoder."""
         for deferred in self._deferred:
             assert deferred.leaf.grad is not None
+            # The same cuts as in the first pass, so that chunk i meets its own gradient and seed.
             gradients = deferred.leaf.grad.split(self.micro_batch)
             for i, chunk in enumerate(_chunks(deferred.tokens, self.micro_batch)):
                 vectors = self._encode_chunk(chunk, deferred.seed + i)
@@ -144,6 +145,7 @@ class Stepper:
         for name, module in self.modules.items():
             sparse += [f"{name}.{parameter}" for parameter in sparse_parameters(module)]
         self.optimizer = EncoderOptimizer(self.modules, config, sparse, method.lr_factors)
+        # A learning rate of 0 freezes rows.
         rows_learn = any(table.config.lr for table in method.tables.values())
         if not (self.optimizer.dense or sparse or rows_learn):
             raise ConfigError(
@@ -159,10 +161,12 @@ class Stepper:
         self.encoder.train()
         self.optimizer.zero_grad()
         output = self.method.loss(batch, shortlist)
-        (output.total / output.divisor).backward()
+        mean_loss = output.total / output.divisor
+        mean_loss.backward()
         self.embedder.finish_backward()
         factor = lr_factor(self.config, batch.step, self.total_steps)
         self.optimizer.step(factor)
+        # Each rank owns the rows of its labels, so these gradients are not exchanged.
         for table in self.method.tables.values():
             table.update(table.config.lr * factor)
         self.method.after_step(batch, output)

@@ -89,9 +89,10 @@ def settings_of(run: Run) -> dict[str, Any]:
     values["corpus"] = run.corpus
     values["corpus_sha256"] = run.corpus_sha256
     values["xmcray"] = __version__
-    return {
-        name: mask(value) if isinstance(value, str) else value for name, value in values.items()
-    }
+    for name, value in values.items():
+        if isinstance(value, str):
+            values[name] = mask(value)
+    return values
 
 
 class _TensorBoard:
@@ -100,7 +101,9 @@ class _TensorBoard:
     def __init__(self, run: Run, after: int) -> None:
         module: Any = importlib.import_module("torch.utils.tensorboard")
         folder = folder_of(run) / "tensorboard"
-        self._writer = module.SummaryWriter(folder, purge_step=after + 1 if after else None)
+        # A resumed run repeats steps, whose events of the first time TensorBoard must not show.
+        purge_step = after + 1 if after else None
+        self._writer = module.SummaryWriter(folder, purge_step=purge_step)
         if not after:
             settings = yaml.safe_dump(settings_of(run), sort_keys=False)
             as_code = "".join(f"    {line}\n" for line in settings.splitlines())  # in Markdown
@@ -131,6 +134,7 @@ class _MLflow:
             experiment_id = self._client.create_experiment(name)
         else:
             experiment_id = experiment.experiment_id
+        # MLflow chooses the ids of its runs itself, so a tag finds the run again.
         earlier = self._client.search_runs([experiment_id], f"tags.`xmcray.run` = '{run.id}'")
         if earlier:
             self._id = earlier[0].info.run_id
@@ -145,7 +149,8 @@ class _MLflow:
         settings = settings_of(run).items()
         parameters = [self._entities.Param(name, str(value)) for name, value in settings]
         for start in range(0, len(parameters), _MLFLOW_BATCH):
-            self._client.log_batch(run_id, params=parameters[start : start + _MLFLOW_BATCH])
+            request = parameters[start : start + _MLFLOW_BATCH]
+            self._client.log_batch(run_id, params=request)
         return run_id
 
     def log(self, metrics: Mapping[str, float], step: int, order: int, time: float) -> None:
@@ -153,8 +158,9 @@ class _MLflow:
         batch = []
         for name, value in metrics.items():
             # MLflow accepts neither "P@1" nor "macroF1@5(0,10]".
-            plain = re.sub(r"[^\w\-. :/]+", "_", name.replace("@", "_at_")).strip("_")
-            batch += [self._entities.Metric(plain, value, milliseconds, step)]
+            readable = name.replace("@", "_at_")
+            plain = re.sub(r"[^\w\-. :/]+", "_", readable).strip("_")
+            batch.append(self._entities.Metric(plain, value, milliseconds, step))
         self._client.log_batch(self._id, metrics=batch)
 
     def close(self, finished: bool) -> None:
@@ -170,7 +176,8 @@ class _WandB:
 
     def __init__(self, run: Run) -> None:
         module: Any = importlib.import_module("wandb")
-        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        default_mode = "online" if _has_wandb_key() else "offline"
+        mode = os.environ.get("WANDB_MODE") or default_mode
         settings = module.Settings(
             silent=True,
             console="off",
@@ -233,7 +240,8 @@ def _has_wandb_key() -> bool:
     """Looks for an API key as W&B itself does, but without asking the user."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    host = urlsplit(url).hostname or ""
     try:
         return netrc.netrc().authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

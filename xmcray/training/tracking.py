@@ -80,6 +80,7 @@ def _start_senders(run: Run) -> list[_Sender]:
 
 
 def _finish(senders: list[_Sender], wait_s: float) -> None:
+    # All are asked to end before the first is waited for, so that they finish at the same time.
     for sender in senders:
         sender.end()
     for sender in senders:
@@ -129,9 +130,8 @@ class _Sender:
                 ended = self._ended  # read first: what comes with the end is sent below
                 try:
                     self._update(ended)
-                except (
-                    Exception
-                ) as error:  # any kind: a tracker's failure must not end the training
+                # Any kind: a tracker's failure must not end the training.
+                except Exception as error:
                     self._tracker = None
                     self._retry_at = time.monotonic() + _RETRY_S
                     self._warn(f"{type(error).__name__}: {error}")
@@ -151,10 +151,13 @@ class _Sender:
                 if self._tracker is None:
                     self._tracker = trackers.connect(self.name, self.run, self._sent.step)
                 metrics = _metrics(record, position.kind)
+                # Grows with every record: by step, and within a step by kind.
                 order = len(Kind) * position.step + position.kind
-                self._tracker.log(metrics, position.step, order, record.get("time", time.time()))
+                recorded_at = record.get("time", time.time())
+                self._tracker.log(metrics, position.step, order, recorded_at)
                 self._sent = position
         finally:
+            # Also after a failure, so that the next attempt repeats nothing.
             if self._sent != before:
                 _write_position(self.run, self.name, self._sent)
 
@@ -202,12 +205,16 @@ def _read_positions(run: Run) -> dict[str, Position]:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         return {name: Position(int(step), Kind(kind)) for name, (step, kind) in body.items()}
+    # Without the file a tracker gets all records once more, which is better than no training.
     except (FileNotFoundError, ValueError):
         return {}
 
 
 def _write_position(run: Run, name: str, position: Position) -> None:
     folder = trackers.folder_of(run)
+    # Read and write under one lock, or a sender could overwrite the position of another one.
     with _FILE:
         folder.mkdir(exist_ok=True)
-        storage.write_json(folder / "told.json", {**_read_positions(run), name: position})
+        positions = _read_positions(run)
+        positions[name] = position
+        storage.write_json(folder / "told.json", positions)

@@ -19,7 +19,7 @@ from xmcray.training.step import answer_queries
 from xmcray.types import Ragged, TopLabels
 
 _METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10")
-_K = 10
+_K = 10  # the largest k of these metrics
 
 
 def validate(
