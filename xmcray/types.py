@@ -74,6 +74,12 @@ class Ragged:
         """int64 [T]: the row each value belongs to."""
         return np.repeat(np.arange(len(self), dtype=np.int64), self.lengths)
 
+    @property
+    def places(self) -> Int64Array:
+        """int64 [T]: the place of each value in its row, from 0."""
+        starts = np.repeat(self.offsets[:-1], self.lengths)
+        return np.arange(len(self.values), dtype=np.int64) - starts
+
     def take(self, rows: Int64Array) -> Ragged:
         """The chosen rows in the chosen order; of memory-mapped values only these are read."""
         starts = np.asarray(self.offsets[rows], dtype=np.int64)

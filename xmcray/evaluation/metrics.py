@@ -229,10 +229,10 @@ class Metrics:
     def _ideal_gain(self, truth: Ragged) -> Float64Array:
         """float64 [B, max(CUTOFFS)]: the largest 1/p_l of each query's positives, then zeros."""
         weights = self.weights[truth.values]
-        # By query, then the largest weight first. Queries stay where they are, so an entry's place
-        # in its row is its position less the start of the row.
+        # By query, then the largest weight first. Queries stay where they are, so the places in
+        # the rows are the same after sorting.
         order = np.lexsort((-weights, truth.row_ids))
-        place = np.arange(len(order)) - np.repeat(truth.offsets[:-1], truth.lengths)
+        place = truth.places
         width = max(CUTOFFS)
         ideal = np.zeros((len(truth), width))
         first = place < width

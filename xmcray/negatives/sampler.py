@@ -148,10 +148,8 @@ def draw_from_rows(
     if weight_T is not None:
         arrival_T = arrival_T / weight_T
     order = np.lexsort((arrival_T, rows.row_ids))  # by row, then by arrival
-    # A value's rank is its distance from the first of its row.
-    first_of_row = np.repeat(rows.offsets[:-1], rows.lengths)
-    rank_in_row = np.arange(len(order)) - first_of_row
-    drawn = np.sort(order[rank_in_row < count])
+    # Rows stay where they are in this order, so the place in the row is the rank of the arrival.
+    drawn = np.sort(order[rows.places < count])
     num_drawn = np.minimum(rows.lengths, count)
     return Ragged(rows.values[drawn], offsets_of(num_drawn))
 

@@ -48,17 +48,22 @@ class EncodedTexts:
         with storage.disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for first in range(0, num_texts, FILE_ROWS):
-                tokens = tokens_of(np.arange(first, min(first + FILE_ROWS, num_texts)))
+                stop = min(first + FILE_ROWS, num_texts)
+                tokens = tokens_of(np.arange(first, stop))
+                # Every rank needs the keys of all texts, also of those that others encode.
                 keys.append(text_keys(tokens))
                 path = folder / f"{len(paths):08d}.npy"
                 paths.append(path)
                 # Ranks take turns, file by file.
                 is_own = len(paths) % collectives.num_ranks() == collectives.rank()
+                # A file that exists is complete: an interrupted run wrote it before.
                 if is_own and not path.exists():
                     _write(path, tokens, encode)
         collectives.gather_objects(None)  # no rank reads before all have written
+        # Mapped, because the vectors of all texts may be more than fit in memory.
         self._vectors = [np.load(path, mmap_mode="r") for path in paths]
         key_N = np.concatenate(keys)
+        # Sorted keys are found by bisection; the order leads back to the number of the text.
         self._order = np.argsort(key_N)
         self._sorted_key_N = key_N[self._order]
 
@@ -68,14 +73,17 @@ class EncodedTexts:
         place_B = np.searchsorted(self._sorted_key_N, key_B)
         # A key above all others would be looked up behind the end.
         place_B = np.minimum(place_B, len(self._sorted_key_N) - 1)
-        assert (self._sorted_key_N[place_B] == key_B).all(), (
-            "a text that is in no split of the training data"
-        )
-        file_B, row_B = np.divmod(self._order[place_B], FILE_ROWS)
-        pooled_BH = np.empty((len(key_B), self._vectors[0].shape[1]), np.float32)
+        is_known_B = self._sorted_key_N[place_B] == key_B
+        assert is_known_B.all(), "a text that is in no split of the training data"
+        text_B = self._order[place_B]
+        file_B, row_B = np.divmod(text_B, FILE_ROWS)
+        hidden = self._vectors[0].shape[1]
+        pooled_BH = np.empty((len(key_B), hidden), np.float32)
+        # Each file is read once, for all of its texts.
         for file in np.unique(file_B):
             in_file = file_B == file
-            pooled_BH[in_file] = self._vectors[file][row_B[in_file]]
+            file_rows = row_B[in_file]
+            pooled_BH[in_file] = self._vectors[file][file_rows]
         return torch.from_numpy(pooled_BH)
 
 
@@ -85,21 +93,24 @@ def text_keys(tokens: Ragged) -> npt.NDArray[np.uint64]:
     Among n texts two share a hash with probability n^2 / 2^65.
     """
     # Token and place in one number, mixed by splitmix64 (a text has less than 2^20 tokens).
-    place = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
-    mixed = (tokens.values << 20 | place).astype(np.uint64) + np.uint64(1)
+    numbers = tokens.values << 20 | tokens.places
+    # 0 would be mixed into 0, as if the token were not there.
+    mixed = numbers.astype(np.uint64) + np.uint64(1)
     mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     mixed = mixed ^ mixed >> np.uint64(31)
     # The hash of a text is the sum of its tokens' numbers: a difference of running sums, mod 2^64.
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed)])
-    keys: npt.NDArray[np.uint64] = sums[tokens.offsets[1:]] - sums[tokens.offsets[:-1]]
+    sums_at_offsets = sums[tokens.offsets]
+    keys: npt.NDArray[np.uint64] = np.diff(sums_at_offsets)
     return keys
 
 
 def _write(path: Path, tokens: Ragged, encode: Callable[[Ragged], Tensor]) -> None:
     vectors = []
     for first in range(0, len(tokens), TEXTS_AT_ONCE):
-        chunk = tokens.slice(first, min(first + TEXTS_AT_ONCE, len(tokens)))
+        stop = min(first + TEXTS_AT_ONCE, len(tokens))
+        chunk = tokens.slice(first, stop)
         vectors.append(encode(chunk).float().cpu())
     with storage.whole_file(path) as temporary, temporary.open("wb") as file:
         np.save(file, torch.cat(vectors).numpy())

@@ -53,8 +53,11 @@ def run(model: Any, token_TH: Tensor, lengths: Int64Array) -> Tensor:
     starts = np.cumsum(lengths) - lengths
     position = np.arange(len(token_TH)) - np.repeat(starts, lengths)
     position_T = torch.from_numpy(position).to(token_TH.device)
+    # To the model, all texts are one row; attention cuts it by `packed_spans`.
     output = model(
-        inputs_embeds=token_TH[None], position_ids=position_T[None], packed_spans=_spans(lengths)
+        inputs_embeds=token_TH[None],
+        position_ids=position_T[None],
+        packed_spans=_spans(lengths),
     )
     state_TH: Tensor = output.last_hidden_state[0]
     return state_TH
@@ -65,7 +68,9 @@ def means(state_TH: Tensor, lengths: Int64Array) -> Tensor:
     spans = _spans(lengths)
     means = []
     for states, width in zip(state_TH.split(spans.sizes), spans.widths, strict=True):
-        means.append(states.unflatten(0, (-1, width)).mean(dim=1))
+        # Texts of one length are a rectangle: [texts, width, H].
+        text_states = states.unflatten(0, (-1, width))
+        means.append(text_states.mean(dim=1))
     return torch.cat(means)
 
 
@@ -79,10 +84,11 @@ def try_on(model: Any) -> bool:
         return False
     implementation = model.config._attn_implementation
     was_training = model.training
-    # Three texts of two lengths, packed and padded.
+    # Three texts of two lengths, packed and padded; their 8 tokens are the first of the table.
     lengths = np.array([2, 3, 3])
     table = model.get_input_embeddings().weight
-    token_TH = table[torch.arange(8, device=table.device) % len(table)].detach()
+    token_T = torch.arange(8, device=table.device) % len(table)
+    token_TH = table[token_T].detach()
     mask_BT = torch.from_numpy(np.arange(3) < lengths[:, None]).to(table.device)
     padded_BTH = token_TH.new_zeros(3, 3, token_TH.shape[1])
     padded_BTH[mask_BT] = token_TH
@@ -93,7 +99,8 @@ def try_on(model: Any) -> bool:
             expected = output.last_hidden_state[mask_BT]
             model.set_attn_implementation(NAME)
             difference = (run(model, token_TH, lengths) - expected).abs().max()
-            is_same = bool(difference <= _TOLERANCE * expected.abs().max())
+            largest = expected.abs().max()
+            is_same = bool(difference <= _TOLERANCE * largest)
     except _UNSUPPORTED:  # some part of the model cannot handle such rows
         is_same = False
     finally:

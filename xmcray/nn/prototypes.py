@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +36,13 @@ class PrototypeNetwork(nn.Module):
         self.up = nn.Linear(dim, feed_forward)
         self.down = nn.Linear(feed_forward, dim)
         self.bank = nn.Embedding(num_vectors, dim, sparse=True)
-        # Of the 3 x 3 attention weights, and of three tokens after attention, between the two
-        # layers of the network, and after it.
-        self._mask_sizes = [9, 3 * dim, 3 * feed_forward, 3 * dim]
+        # A label has three tokens. Each of these sizes is what one label needs.
+        self._mask_sizes = [
+            3 * 3,  # attention weights
+            3 * dim,  # after attention
+            3 * feed_forward,  # between the two layers of the network
+            3 * dim,  # after the network
+        ]
         self.mask_width = sum(self._mask_sizes)
         if seed is None:
             return
@@ -64,14 +69,21 @@ class PrototypeNetwork(nn.Module):
                 drops nothing.
         """
         dim = text_UD.shape[1]
+        masks: Sequence[Tensor | None] = [None] * len(self._mask_sizes)
+        if keep is not None:
+            masks = keep.split(self._mask_sizes, dim=1)
+        weight_mask, attention_mask, hidden_mask, output_mask = masks
         token_UTD = torch.stack([text_UD, centroid_UD, self.bank(cluster_U)], dim=1)
-        masks = [None] * 4 if keep is None else keep.split(self._mask_sizes, dim=1)
+        # Attention of the three tokens of a label to each other.
         query_UTD, key_UTD, value_UTD = self.into(token_UTD).chunk(3, dim=2)
-        weight_UTT = (query_UTD @ key_UTD.transpose(1, 2) / math.sqrt(dim)).softmax(dim=2)
-        attended_UTD = self.out(_drop(weight_UTT, masks[0]) @ value_UTD)
-        token_UTD = self.norm1(token_UTD + _drop(attended_UTD, masks[1]))
-        hidden_UTF = _drop(F.gelu(self.up(token_UTD)), masks[2])
-        token_UTD = self.norm2(token_UTD + _drop(self.down(hidden_UTF), masks[3]))
+        score_UTT = query_UTD @ key_UTD.transpose(1, 2) / math.sqrt(dim)
+        weight_UTT = _drop(score_UTT.softmax(dim=2), weight_mask)
+        attended_UTD = self.out(weight_UTT @ value_UTD)
+        # Post-norm: each residual sum is normalised.
+        token_UTD = self.norm1(token_UTD + _drop(attended_UTD, attention_mask))
+        hidden_UTF = _drop(F.gelu(self.up(token_UTD)), hidden_mask)
+        output_UTD = _drop(self.down(hidden_UTF), output_mask)
+        token_UTD = self.norm2(token_UTD + output_UTD)
         return F.normalize(token_UTD.mean(dim=1), dim=-1)
 
 
@@ -89,16 +101,24 @@ def move_centroids(
     """
     # n moves in a row are one weighted sum: an entry with k later entries of its label has the
     # weight (1 - momentum) * momentum^k, and the old centroid has momentum^n.
+    # Sorted by label, entries of a label are neighbours; a stable sort keeps their order.
     order_T = torch.argsort(label_T, stable=True)
     _, count_U = label_T[order_T].unique_consecutive(return_counts=True)
+    # Position of the last entry of each entry's label, and how many entries lie between.
     last_of_label_T = count_U.cumsum(0).repeat_interleave(count_U) - 1
-    later_T = last_of_label_T - torch.arange(len(order_T), device=order_T.device)
-    weight_T = torch.empty_like(order_T, dtype=query_GD.dtype)
-    weight_T[order_T] = (1 - momentum) * momentum ** later_T.to(query_GD)
+    position_T = torch.arange(len(order_T), device=order_T.device)
+    later_T = last_of_label_T - position_T
+    sorted_weight_T = (1 - momentum) * momentum ** later_T.to(query_GD)
+    # Back to the order of the entries.
+    weight_T = torch.empty_like(sorted_weight_T)
+    weight_T[order_T] = sorted_weight_T
     ids_U, sum_UD = sum_by_row(label_T, query_T, query_GD, weight_T)
+    # The labels ascend in both `ids_U` and `count_U`.
     old_share_U1 = momentum ** count_U.to(query_GD)[:, None]
     centroid_SD[ids_U] = centroid_SD[ids_U] * old_share_U1 + sum_UD
 
 
 def _drop(value: Tensor, keep: Tensor | None) -> Tensor:
-    return value if keep is None else value * keep.view_as(value)
+    if keep is None:
+        return value
+    return value * keep.view_as(value)

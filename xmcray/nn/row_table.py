@@ -151,9 +151,9 @@ class RowTable:
         """Brings every row up to date with the weight decay of the steps that did not touch it."""
         if self.config.weight_decay and self.num_steps:
             stale = (self.last_step_S < self.num_steps).nonzero().squeeze(1)
+            # In blocks, so that the copies stay small.
             for ids in stale.split(1 << 16):
-                rows = self._wide(self.weight_SD[ids]) * self._pending_decay(self.last_step_S[ids])
-                self.weight_SD[ids] = self._stored(ids, rows)
+                self.weight_SD[ids] = self._stored(ids, self._read(ids))
         self._mark_up_to_date(self.num_steps)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -173,7 +173,8 @@ class RowTable:
         own = self.tensors()
         for first, tensors in blocks:
             for name, tensor in own.items():
-                tensor[first : first + len(tensors[name])] = tensors[name]
+                block = tensors[name]
+                tensor[first : first + len(block)] = block
         self._mark_up_to_date(num_steps)
 
     def _mark_up_to_date(self, num_steps: int) -> None:
@@ -235,15 +236,19 @@ class RowTable:
         ids = ids.to(rows_BD.device)
         dim = rows_BD.shape[1]
         columns = torch.arange(dim, device=rows_BD.device)
+        # Number of each value in the table of all ranks.
+        row_B1 = (ids + self.first_row)[:, None]
+        cell_BD = row_B1 * dim + columns
         # The product is cut to 62 bits, because a Python integer does not wrap as a tensor does.
         step_key = self.num_steps * _MIX[1] & (1 << 62) - 1
-        key = ((ids + self.first_row)[:, None] * dim + columns) * _MIX[0] + step_key
-        key = (key ^ (key >> 30)) * _MIX[2]
+        key_BD = cell_BD * _MIX[0] + step_key
+        key_BD = (key_BD ^ (key_BD >> 30)) * _MIX[2]
         # bfloat16 is the upper half of float32. A random number of 16 bits is added to the lower
         # half, which is then cut off: the value is rounded up with probability lower half / 2^16.
-        noise = ((key >> 40) & 0xFFFF).to(torch.int32)
-        bits = (rows_BD.contiguous().view(torch.int32) + noise) & ~0xFFFF
-        return bits.view(torch.float32).bfloat16()
+        noise_BD = ((key_BD >> 40) & 0xFFFF).to(torch.int32)
+        bits_BD = rows_BD.contiguous().view(torch.int32) + noise_BD
+        bits_BD = bits_BD & ~0xFFFF
+        return bits_BD.view(torch.float32).bfloat16()
 
     def _step(
         self, where: Where, rows_BD: Tensor, grad_BD: Tensor, lr: float, decay: float = 1.0
@@ -287,19 +292,26 @@ class RowTable:
         touches = _taken(self.touches_S, where)
         touches += 1
         _put(self.touches_S, where, touches)
+        dtype = rows_BD.dtype
         age_B1 = touches.double().unsqueeze(1)  # 1 - beta^age loses all its digits in float32
-        step_size_B1 = (-lr / (1 - config.beta1**age_B1)).to(rows_BD.dtype)
-        correction_B1 = (1 - config.beta2**age_B1).rsqrt().to(rows_BD.dtype)
-        mean = state["mean"].lerp_(grad_BD, 1 - config.beta1)
-        square = state["square"].mul_(config.beta2)
-        square.addcmul_(grad_BD, grad_BD, value=1 - config.beta2)
-        denominator = square.sqrt().mul_(correction_B1).add_(config.eps)
-        rows_BD.addcdiv_(step_size_B1 * mean, denominator)
+        mean_share_B1 = 1 - config.beta1**age_B1
+        square_share_B1 = 1 - config.beta2**age_B1
+        step_size_B1 = (-lr / mean_share_B1).to(dtype)
+        correction_B1 = square_share_B1.rsqrt().to(dtype)
+        # In place: the state is a view of the table, or is written back by the caller.
+        mean_BD = state["mean"].lerp_(grad_BD, 1 - config.beta1)
+        square_BD = state["square"].mul_(config.beta2)
+        square_BD.addcmul_(grad_BD, grad_BD, value=1 - config.beta2)
+        # sqrt makes a new tensor, so what follows leaves the state as it is.
+        denominator_BD = square_BD.sqrt().mul_(correction_B1).add_(config.eps)
+        rows_BD.addcdiv_(step_size_B1 * mean_BD, denominator_BD)
 
 
 def _taken(tensor: Tensor, where: Where) -> Tensor:
     """Rows of a table: a view if `where` is a slice, else a copy."""
-    return tensor[where] if isinstance(where, slice) else tensor.index_select(0, where)
+    if isinstance(where, slice):
+        return tensor[where]
+    return tensor.index_select(0, where)
 
 
 def _put(tensor: Tensor, where: Where, rows: Tensor) -> None:
@@ -328,13 +340,17 @@ def sum_by_row(
     # A stable sort keeps the entries of a row in their order.
     sorted_T, order_T = torch.sort(ids_T, stable=True)
     ids_U, count_U = torch.unique_consecutive(sorted_T, return_counts=True)
+    # Where each row's entries begin, and the end of the last.
     offsets = F.pad(count_U.cumsum(0), (1, 0))
+    if weight_T is not None:
+        weight_T = weight_T[order_T]
+    # A bag of embeddings adds up in the order of its entries, which index_add_ does not promise.
     sum_UD = F.embedding_bag(
         source_T[order_T],
         dense_BD,
         offsets,
         mode="sum",
-        per_sample_weights=None if weight_T is None else weight_T[order_T],
+        per_sample_weights=weight_T,
         include_last_offset=True,
     )
     return ids_U, sum_UD

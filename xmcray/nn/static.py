@@ -62,8 +62,10 @@ class StaticEncoder(Encoder):
         nn.init.normal_(self.embedding.weight, std=self.dim**-0.5, generator=generator)
         if self.hidden is not None and self.out is not None:
             nn.init.xavier_uniform_(self.hidden.weight, generator=generator)
-            for parameter in (self.hidden.bias, self.out.weight, self.out.bias):
-                nn.init.zeros_(parameter)
+            nn.init.zeros_(self.hidden.bias)
+            # The residual adds nothing at first, so training starts from the bag itself.
+            nn.init.zeros_(self.out.weight)
+            nn.init.zeros_(self.out.bias)
 
     @property
     def num_tokens(self) -> int:
@@ -85,23 +87,28 @@ class StaticEncoder(Encoder):
         sum_BD = cast(Tensor, _WeightedBag.apply(table_VD, row_T, start_B, text_T, weight_T))
         # The length of the weight vector of each text, squared.
         square_B1 = _bag_sums(weight_T.square(), start_B)
-        query_BD = sum_BD * square_B1.clamp_min(1e-12).rsqrt()
+        # A text without tokens has length 0; the bound keeps its zero vector finite.
+        scale_B1 = square_B1.clamp_min(1e-12).rsqrt()
+        query_BD = sum_BD * scale_B1
         if self.hidden is None or self.out is None:
             return query_BD
-        return query_BD + cast(Tensor, self.out(F.gelu(self.hidden(query_BD))))
+        hidden_BD = F.gelu(self.hidden(query_BD))
+        return query_BD + cast(Tensor, self.out(hidden_BD))
 
     def _weighted_rows(self, tokens: Ragged) -> tuple[Ragged, Tensor]:
         """Table rows of each text, and the weight of each."""
         # Weights are looked up per token, so a pair needs no weight of its own.
-        weight_T = self.weight[to_torch(tokens.values).to(self.weight.device)]
+        device = self.weight.device
+        weight_T = self.weight[to_torch(tokens.values).to(device)]
         if self.position_decay:
-            decay_T = torch.exp(_positions(tokens).to(weight_T) / -_DECAY_TOKENS)
+            place_T = to_torch(tokens.places).to(weight_T)
+            decay_T = torch.exp(place_T / -_DECAY_TOKENS)
             weight_T = weight_T * (1 + self.position_decay * decay_T)
         if not self.bigram_buckets:
             return tokens, weight_T
         rows, first, second = self._with_pairs(tokens)
-        first_R = to_torch(first).to(weight_T.device)
-        second_R = to_torch(second).to(weight_T.device)
+        first_R = to_torch(first).to(device)
+        second_R = to_torch(second).to(device)
         # A token's own row has twice the same place, so its mean is its weight.
         return rows, (weight_T[first_R] + weight_T[second_R]) / 2
 
@@ -112,16 +119,24 @@ class StaticEncoder(Encoder):
         """
         places = np.arange(len(tokens.values))
         has_next = np.ones(len(places), dtype=bool)
-        has_next[tokens.offsets[1:][tokens.lengths > 0] - 1] = False  # the last token of each text
+        # The last token of each text has none; an empty text has no last token.
+        ends = tokens.offsets[1:][tokens.lengths > 0]
+        has_next[ends - 1] = False
         # Each place once for the token and, if it has a right neighbour, once for the pair.
-        first = np.repeat(places, 1 + has_next)
-        is_pair = np.flatnonzero(np.diff(first, prepend=-1) == 0)
+        rows_of_place = 1 + has_next
+        first = np.repeat(places, rows_of_place)
+        # The second of two equal places is the pair.
+        pairs = np.flatnonzero(np.diff(first, prepend=-1) == 0)
         second = first.copy()
-        second[is_pair] += 1
+        second[pairs] += 1
         row_ids = tokens.values[first]
-        bucket = _hash(row_ids[is_pair], tokens.values[second[is_pair]]) % self.bigram_buckets
-        row_ids[is_pair] = len(self.weight) + bucket
-        offsets = offsets_of(1 + has_next)[tokens.offsets]
+        left = row_ids[pairs]
+        right = tokens.values[second[pairs]]
+        bucket = _hash(left, right) % self.bigram_buckets
+        # Rows of pairs follow those of all tokens.
+        row_ids[pairs] = len(self.weight) + bucket
+        # The first row of each place, read where the texts begin.
+        offsets = offsets_of(rows_of_place)[tokens.offsets]
         return Ragged(row_ids, offsets), first, second
 
     def save(self, folder: Path) -> None:
@@ -186,12 +201,10 @@ class _WeightedBag(torch.autograd.Function):
 
 def _hash(left: Int64Array, right: Int64Array) -> Int64Array:
     """int64, non-negative; multiplicative hashing, of which only the high bits are well mixed."""
-    return (left * 2_654_435_761 + right * 2_246_822_519 & 0xFFFFFFFFFFFF) >> 12
-
-
-def _positions(tokens: Ragged) -> Tensor:
-    """int64 [T], place of each token in its text, from 0."""
-    return to_torch(np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths))
+    # Two odd 32-bit multipliers (Knuth's and one of xxHash): the order of a pair matters.
+    mixed = left * 2_654_435_761 + right * 2_246_822_519
+    # The lower 48 bits, so that an overflow of int64 leaves no sign behind.
+    return (mixed & 0xFFFFFFFFFFFF) >> 12
 
 
 def _bag_sums(value_T: Tensor, start_B: Tensor) -> Tensor:

@@ -98,9 +98,12 @@ class TransformerEncoder(Encoder):
 
     def forward(self, tokens: Ragged) -> Tensor:
         """query_BD; a text without tokens is the zero vector."""
-        pooled_BH = self.pooled(tokens)
-        query_BD = pooled_BH if self.projection is None else self.projection(pooled_BH)
-        return F.normalize(query_BD, dim=-1) if self.normalize else query_BD
+        query_BD = self.pooled(tokens)
+        if self.projection is not None:
+            query_BD = self.projection(query_BD)
+        if self.normalize:
+            query_BD = F.normalize(query_BD, dim=-1)
+        return query_BD
 
     def freeze(self) -> None:
         """Only the projection learns from now on."""
@@ -136,14 +139,17 @@ class TransformerEncoder(Encoder):
         if not batches:
             # A rank without texts still takes part in the step: its gradient is zero, not absent.
             nothing_BH = lookup.weight.new_zeros(len(tokens), hidden)
-            return cast(Tensor, (lookup.weight[:0].sum() + nothing_BH).float())
+            zero = lookup.weight[:0].sum()
+            return cast(Tensor, (zero + nothing_BH).float())
         # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so
         # once is enough.
         order = np.concatenate(batches)
-        token_TH = lookup(to_torch(tokens.take(order).values).to(device))
+        token_T = to_torch(tokens.take(order).values).to(device)
+        token_TH = lookup(token_T)
         pooled: list[Tensor] = []
         first = 0
         for rows in batches:
+            # The tokens of a micro-batch lie one after another, as `order` put them.
             lengths = tokens.lengths[rows]
             stop = first + int(lengths.sum())
             pooled.append(self._pooled(token_TH[first:stop], lengths))
@@ -151,7 +157,8 @@ class TransformerEncoder(Encoder):
         pooled_BH = torch.cat(pooled)
         # Back to the caller's order; texts without tokens are in no batch and stay zero.
         row_B = to_torch(order).to(device)
-        return pooled_BH.new_zeros(len(tokens), hidden).index_copy(0, row_B, pooled_BH)
+        zeros_BH = pooled_BH.new_zeros(len(tokens), hidden)
+        return zeros_BH.index_copy(0, row_B, pooled_BH)
 
     def _pooled(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
         """[B, H], pooled states of one micro-batch of texts, each with a token."""
@@ -170,6 +177,7 @@ class TransformerEncoder(Encoder):
 
     def _pooled_padded(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
         device = token_TH.device
+        # True where a text has a token: its first `length` cells.
         mask = np.arange(lengths.max()) < lengths[:, None]
         mask_BT = to_torch(mask).to(device)
         attention_BT: Tensor | None = None
@@ -189,7 +197,8 @@ class TransformerEncoder(Encoder):
             return state_BTH[:, 0]
         if attention_BT is None:
             return state_BTH.mean(dim=1)
-        return (state_BTH * mask_BT[..., None]).sum(dim=1) / mask_BT.sum(dim=1, keepdim=True)
+        sum_BH = (state_BTH * mask_BT[..., None]).sum(dim=1)
+        return sum_BH / mask_BT.sum(dim=1, keepdim=True)
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         enabled = self.autocast == "bf16"
@@ -273,7 +282,9 @@ def token_batches(lengths: Int64Array, max_tokens: int) -> list[Int64Array]:
         return []
     # A text belongs to the batch in which its last token falls.
     batch = (np.cumsum(lengths[order]) - 1) // max_tokens
-    return np.split(order, np.flatnonzero(np.diff(batch)) + 1)
+    # A cut lies where the number of the batch changes.
+    cuts = np.flatnonzero(np.diff(batch)) + 1
+    return np.split(order, cuts)
 
 
 def _by_length(lengths: Int64Array) -> Int64Array:
@@ -306,18 +317,22 @@ def micro_batches(lengths: Int64Array, call_tokens: int, max_tokens: int) -> lis
     cheapest = np.zeros(num_widths + 1)
     first_width = np.zeros(num_widths + 1, np.int64)
     for j in range(1, num_widths + 1):
-        costs = cheapest[:j] + widths[j - 1] * (ends[j] - ends[:j]) + call_tokens
+        # For each possible first width i of the last group: the texts of widths i .. j - 1.
+        group_sizes = ends[j] - ends[:j]
+        costs = cheapest[:j] + widths[j - 1] * group_sizes + call_tokens
         first_width[j] = np.argmin(costs)
         cheapest[j] = costs[first_width[j]]
     # Read the best split from its end, so the groups are found in the opposite order.
     groups: list[Int64Array] = []
     j = num_widths
     while j:
-        rows = order[ends[first_width[j]] : ends[j]]
+        i = int(first_width[j])
+        rows = order[ends[i] : ends[j]]
+        # A group that is too large for one call is cut.
         size = max(1, int(max_tokens // widths[j - 1]))
         parts = [rows[first : first + size] for first in range(0, len(rows), size)]
         groups += reversed(parts)
-        j = int(first_width[j])
+        j = i
     return groups[::-1]
 
 
@@ -441,9 +456,8 @@ def _load_model(folder: Path, dropout: float | None) -> Any:
                 setattr(config, rate, dropout)
     options: dict[str, Any] = {}
     model_class: Any = transformers.MODEL_MAPPING.get(type(config), None)
-    parameters = inspect.signature(model_class).parameters if model_class else ()
-    if "add_pooling_layer" in parameters:
-        # An unused pooler would have parameters without a gradient.
+    # An unused pooler would have parameters without a gradient.
+    if model_class and "add_pooling_layer" in inspect.signature(model_class).parameters:
         options["add_pooling_layer"] = False
     with _quiet():
         return transformers.AutoModel.from_pretrained(
@@ -465,9 +479,11 @@ def _read_parts(
     Releases before 6 had another form of the pooling's settings, which is translated.
     """
     parts: dict[str, dict[str, Any]] = {"Pooling": {"pooling_mode": "mean"}}
-    if not (folder / "modules.json").is_file():
+    modules_file = folder / "modules.json"
+    if not modules_file.is_file():
         return parts
-    for module in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
+    for module in json.loads(modules_file.read_text(encoding="utf-8")):
+        # The class alone: its module has moved between releases.
         kind = module["type"].rsplit(".", 1)[-1]
         settings: dict[str, Any] = {}
         path = folder / module["path"] / "config.json"
