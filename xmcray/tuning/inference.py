@@ -272,6 +272,7 @@ def _unchanged_metrics(held_out: _HeldOut) -> Mapping[str, float]:
     if retriever.memory is not None:
         settings = configs.dump(retriever.memory.config)
         values: Values = {f"memory.{name}": value for name, value in settings.items()}
+        # As a sweep of one setting, because only that leaves the held-out queries out.
         return _sweep_memory(held_out, [values])[0].metrics
     top = retriever.top_labels(held_out.query_BD, held_out.k, exclude=held_out.excluded)
     return held_out.measure(top)
@@ -289,7 +290,8 @@ def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
     widest = dataclasses.replace(configurations[0], weight=0.5, keys=most_keys)
     labels_only = dataclasses.replace(widest, weight=0.0)
     names = _names_without(held_out, memory)
-    width = min(most_keys, int((names >= 0).sum()))
+    num_entries = int((names >= 0).sum())
+    width = min(most_keys, num_entries)
     answers: dict[MemoryConfig, list[TopLabels]] = {config: [] for config in configurations}
     num_queries = len(held_out.query_BD)
     for start in range(0, num_queries, VOTE_QUERIES):
@@ -385,6 +387,7 @@ def _sweep_index(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSetting
     measured = []
     for values in grid:
         index = built(_build("index", values, default))
+        # Only the search is timed: an index is built once and searched often.
         started = time.perf_counter()
         top = index.search(held_out.query_BD, held_out.k, labels.row_labels, excluded_rows)
         seconds = time.perf_counter() - started

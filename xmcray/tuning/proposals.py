@@ -75,6 +75,7 @@ class OptunaProposals:
         self.check = check
         self._optuna = _import_optuna()
         past = list(past)
+        # Another seed for each restart, or the first samples would be proposed again.
         sampler_seed = draws.torch_seed(seed, "tune", len(past)) % 2**32
         with warnings.catch_warnings():
             # constant_liar is "experimental": it counts running trials as bad ones.
@@ -128,6 +129,7 @@ class OptunaProposals:
             return kinds.CategoricalDistribution(range(len(distribution.values)))
         low, high = distribution.samples()
         if distribution.step:
+            # The last value of the grid; Optuna warns of an end that is not on it.
             high = distribution.on_grid(distribution.num_steps)
         if distribution.whole:
             step = round(distribution.step) or 1
@@ -149,7 +151,8 @@ class OptunaProposals:
         if not distribution.step:
             return value
         # Optuna adds up steps, which leaves rounding errors.
-        return distribution.on_grid(round((value - distribution.low) / distribution.step))
+        num_steps = round((value - distribution.low) / distribution.step)
+        return distribution.on_grid(num_steps)
 
 
 def _infeasible(problem: ConfigError | None) -> ConfigError:

@@ -124,6 +124,7 @@ def importance(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
     for name, distribution in space.items():
         values = [trial.values[name] for trial in compared]
         shares[name] = _explained_variance(distribution, values, score_N)
+    # The largest first; of equal shares in the order of the space, because sorting is stable.
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
@@ -150,16 +151,22 @@ def _explained_variance(
         return 0.0
     parameter_P = np.linalg.lstsq(design_NP, score_N, rcond=None)[0]
     residual_N = score_N - design_NP @ parameter_P
-    unexplained = float((residual_N**2).sum() / ((score_N - score_N.mean()) ** 2).sum())
+    deviation_N = score_N - score_N.mean()
+    unexplained = float((residual_N**2).sum() / (deviation_N**2).sum())
+    # Every parameter explains a part of pure noise; the factor takes that part away again.
     adjusted = unexplained * (num_trials - 1) / (num_trials - num_parameters)
     return float(max(0.0, 1.0 - adjusted))
 
 
 def _summary(trials: Sequence[Trial]) -> str:
-    counts = Counter(trial.state for trial in trials)
+    counts: Counter[State] = Counter()
+    num_steps = 0
+    for trial in trials:
+        counts[trial.state] += 1
+        num_steps += trial.steps
     ended = [f"{counts[state]} {state}" for state in ENDED if counts[state]]
-    steps = sum(trial.steps for trial in trials)
-    trained = f", {steps:,} training steps" if steps else ""
+    # The sweep of a bundle trains nothing.
+    trained = f", {num_steps:,} training steps" if num_steps else ""
     return f"{len(trials)} trials ({', '.join(ended) or 'none ended'}){trained}"
 
 
@@ -170,6 +177,7 @@ def _axes(metric: str, space: Space, scores: Sequence[float]) -> list[_Axis]:
         section, _, name = dotted_name.rpartition(".")
         samples = distribution.samples()
         ends = (str(samples[0]), str(samples[-1]))
+        # Numbers are shortened, as long as a float holds them exactly.
         if isinstance(distribution, NumberRange) and distribution.high < 1e15:
             ends = (short_number(samples[0]), short_number(samples[-1]))
         axes.append(_Axis(name, section, *ends))
@@ -183,11 +191,14 @@ def _lines(
 ) -> list[_Line]:
     """One line for each trial that has a score."""
     lines: list[_Line] = []
+    if not scores:
+        return lines
+    score_range = NumberRange(low=min(scores), high=max(scores))
     for trial in trials:
         if trial.score is None:
             continue
         places = [space[name].place(trial.values[name]) for name in space]
-        share = NumberRange(low=min(scores), high=max(scores)).place(trial.score)
+        share = score_range.place(trial.score)
         classes = []
         if not lines:  # trials come the best first
             classes.append("best")

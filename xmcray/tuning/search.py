@@ -76,8 +76,11 @@ def run_sweep(
     Raises:
         XmcrayError: a mistake that concerns more than one trial, or all trials failed.
     """
-    ended = {trial.number for trial in sweep.trials() if trial.state != "unfinished"}
-    remaining = [number for number in range(num_trials) if number not in ended]
+    remaining = list(range(num_trials))
+    for trial in sweep.trials():
+        # A sweep that was continued with fewer trials may hold numbers beyond the range.
+        if trial.state != "unfinished" and trial.number in remaining:
+            remaining.remove(trial.number)
     if remaining:
         _run_remaining(sweep, Guide(sweep, remaining, keep, on_end), cluster)
     sweep.prune(keep)
@@ -215,8 +218,12 @@ def _possible_epochs(sweep: Sweep) -> list[int]:
     for name in ("optim.epochs", "optim.stop_epoch"):
         if name in sweep.space:
             candidates += [{name: value} for value in sweep.space[name].samples()]
-    settings = [sweep.config.resolve(values).optim for values in candidates]
-    return [optim.stop_epoch or optim.epochs for optim in settings]
+    possible_epochs = []
+    for values in candidates:
+        optim = sweep.config.resolve(values).optim
+        # 0 means that training does not stop before the last epoch.
+        possible_epochs.append(optim.stop_epoch or optim.epochs)
+    return possible_epochs
 
 
 class Guide(Searcher):

@@ -60,12 +60,14 @@ class NumberRange:
         log_low = math.log(self.low - margin)
         log_high = math.log(self.high + margin)
         value = math.exp(generator.uniform(log_low, log_high))
+        # The margin, or the rounding of exp, may lead just outside the bounds.
         value = min(max(value, self.low), self.high)
         return round(value) if self.whole else value
 
     @property
     def num_steps(self) -> int:
         """Steps of the grid from the lowest to the highest value."""
+        # 0.3 / 0.1 is a little less than 3 and would be cut to 2.
         return int((self.high - self.low) / self.step + 1e-9)
 
     def on_grid(self, number: int) -> float | int:
@@ -84,7 +86,9 @@ class NumberRange:
         scale = math.log if self.log else float
         low = scale(self.low)
         high = scale(self.high)
-        return (scale(value) - low) / (high - low) if high > low else 0.5
+        if high <= low:
+            return 0.5  # the middle of an axis that has one value
+        return (scale(value) - low) / (high - low)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,17 +158,22 @@ def check_space(space: Space, check: Check, where: str) -> None:
     Raises:
         ConfigError: the first value that does not fit.
     """
-    lower_ends = {name: distribution.samples()[0] for name, distribution in space.items()}
-    upper_ends = {name: distribution.samples()[-1] for name, distribution in space.items()}
+    lower_ends: Values = {}
+    upper_ends: Values = {}
+    for name, distribution in space.items():
+        samples = distribution.samples()
+        lower_ends[name] = samples[0]
+        upper_ends[name] = samples[-1]
     for name, distribution in space.items():
         for value in distribution.samples():
-            first_problem = problem_with({name: value}, check)
+            problem = problem_with({name: value}, check)
+            # One company of other values in which the value is accepted suffices.
             if (
-                first_problem
+                problem
                 and problem_with({**lower_ends, name: value}, check)
                 and problem_with({**upper_ends, name: value}, check)
             ):
-                raise ConfigError(f"{where}: {first_problem}")
+                raise ConfigError(f"{where}: {problem}")
 
 
 def problem_with(values: Values, check: Check) -> ConfigError | None:
@@ -190,7 +199,9 @@ def nested(values: Values) -> dict[str, Any]:
 
 def _parse(body: Any, where: str) -> Distribution:
     """A distribution from its entry in a file."""
-    kinds = [key for key in body if key != "step"] if isinstance(body, Mapping) else []
+    kinds: list[Any] = []
+    if isinstance(body, Mapping):
+        kinds = [key for key in body if key != "step"]
     if len(kinds) != 1:
         raise ConfigError(
             f"{where} is {body!r}, expected one of {', '.join(KINDS)}, as in {{uniform: [0, 1]}}"
