@@ -101,7 +101,7 @@ def _split(
     total_CD = vector_CMD.sum(axis=1)
     half_C = _first_half(size_C)
     similarity_C = np.full(len(size_C), -np.inf)
-    ranked_CM = np.empty_like(member_CM)
+    ranked_CM = np.empty_like(member_CM)  # slots of each cluster, by their place in its order
 
     # Below, vector_CMD, pull_CD and all that follows from them have the active clusters only.
     active = np.arange(len(size_C))

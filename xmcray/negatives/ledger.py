@@ -107,8 +107,10 @@ class VersionFolder:
         rows_per_file = max(1, ROW_BLOCK_BYTES // row_bytes)
         paths = []
         for low in range(0, len(rows), rows_per_file):
+            # Named by the first label, so readers find rows whatever the number of ranks.
             path = self.path / "rows" / f"{start + low:010d}.safetensors"
-            _save(path, {"rows": rows[low : low + rows_per_file]})
+            block = rows[low : low + rows_per_file]
+            _save(path, {"rows": block})
             paths.append(path)
         return paths
 
@@ -162,7 +164,10 @@ class VersionFolder:
                 high = min(stop - first, rows.get_shape()[0])
                 if low < high:
                     parts.append(rows[low:high])
-        return np.concatenate(parts) if parts else np.empty((0, 1), np.float32)
+        # A rank without labels publishes no rows, and their width is not known here.
+        if not parts:
+            return np.empty((0, 1), np.float32)
+        return np.concatenate(parts)
 
     def write_hits(self, part: LabelPartition, block: str, hits: TopLabels) -> None:
         """Keeps the best labels of one index shard for one query block.
@@ -199,7 +204,9 @@ class VersionFolder:
                 counts = load_file(path)["counts"]
                 num_found += int(counts[0])
                 num_exact += int(counts[1])
-        return num_found / num_exact if num_exact else None
+        if not num_exact:
+            return None
+        return num_found / num_exact
 
     def new_shortlist(self, num_query_ids: int, width: int) -> ShortlistFile:
         """Creates an int32 [num_query_ids, width] file of -1, to be filled for `finish`."""
@@ -222,6 +229,7 @@ class VersionFolder:
             about: figures to keep with it.
         """
         labels.flush()
+        # The map knows the name that `new_shortlist` gave to the unfinished file.
         temporary = Path(str(labels.filename))
         entry = storage.hash_file(temporary)
         # On disk before it has its name, so that a power failure leaves no file with holes.
@@ -253,7 +261,8 @@ class VersionFolder:
         """
         about = _read_json(self.path / _COMPLETE)
         labels = self._open_checked(_SHORTLIST, str(about["sha256"]))
-        return Shortlist(self.version, int(about["snapshot_step"]), labels, about.get("recall"))
+        snapshot_step = int(about["snapshot_step"])
+        return Shortlist(self.version, snapshot_step, labels, about.get("recall"))
 
     def write_clusters(self, cluster: npt.NDArray[np.int32]) -> None:
         """Keeps the cluster of each query id, int32 [num_query_ids], -1 for none."""

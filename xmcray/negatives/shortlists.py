@@ -190,8 +190,13 @@ class ShortlistFeed:
                     self.refresher.start(folder.path)
 
     def age(self, step: int) -> int | None:
-        """Returns the steps since the vectors behind the hard negatives in use were copied."""
-        return None if self.current is None else step - self.current.snapshot_step
+        """Returns the steps since the vectors behind the hard negatives in use were copied.
+
+        None while there are no hard negatives.
+        """
+        if self.current is None:
+            return None
+        return step - self.current.snapshot_step
 
     def close(self) -> None:
         """Ends the background thread."""
@@ -216,19 +221,24 @@ class ShortlistFeed:
 
     def _follow_schedule(self, step: int) -> None:
         """Switches to the version of an epoch, or to the newest one if that version is too late."""
-        due = self.config.schedule_of.using(step // self.steps_per_epoch)
-        if due is None or (self.current is not None and self.current.version >= due):
+        epoch = step // self.steps_per_epoch
+        due = self.config.schedule_of.using(epoch)
+        if due is None:
+            return
+        # A resumed run may have opened the version already.
+        if self.current is not None and self.current.version >= due:
             return
         # Only rank 0 watches the files; the others learn from it what they may open.
         version = collectives.broadcast_int(self._wait_on_rank_0(due))
         if version < due and self.broken_at_step is None:
             self.broken_at_step = step
+            used_instead = "none" if version == _NO_VERSION else version
             logger.warning(
                 "hard negatives of version %d were not ready at step %d after %.0f s; training goes on with version %s",
                 due,
                 step,
                 self.config.wait_s,
-                "none" if version == _NO_VERSION else version,
+                used_instead,
             )
         self._use_version(version)
 
@@ -242,11 +252,18 @@ class ShortlistFeed:
         while not folder.complete and time.monotonic() < deadline:
             self.refresher.check()
             time.sleep(_POLL_S)
-        return due if folder.complete else self._newest_on_rank_0()
+        if folder.complete:
+            return due
+        return self._newest_on_rank_0()
 
     def _newest_on_rank_0(self) -> int:
-        folder = self.ledger.newest_complete() if collectives.rank() == 0 else None
-        return _NO_VERSION if folder is None else folder.version
+        """Returns the newest finished version; what other ranks return is not used."""
+        if collectives.rank() > 0:
+            return _NO_VERSION
+        folder = self.ledger.newest_complete()
+        if folder is None:
+            return _NO_VERSION
+        return folder.version
 
     def _use_version(self, version: int) -> None:
         """Opens the hard negatives of a version unless those in use are as new."""

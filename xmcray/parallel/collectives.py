@@ -69,7 +69,11 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def gather_ragged(tensor: Tensor) -> list[Tensor]:
-    """Returns every rank's tensor in rank order; they differ in the number of rows only."""
+    """Returns every rank's tensor in rank order; collective.
+
+    Args:
+        tensor: [rows, ...]; ranks may have different numbers of rows, and none.
+    """
     if num_ranks() == 1:
         return [tensor]
     num_rows = _row_counts(tensor)
@@ -78,7 +82,11 @@ def gather_ragged(tensor: Tensor) -> list[Tensor]:
 
 
 def gather_equal(tensor: Tensor) -> Tensor:
-    """Returns every rank's tensor as [ranks, ...]; all have the same shape."""
+    """Returns every rank's tensor as [ranks, ...]; collective.
+
+    Args:
+        tensor: of the same shape on every rank, so that nothing is padded.
+    """
     if num_ranks() == 1:
         return tensor.unsqueeze(0)
     # Row r * len(tensor) + i of the result is row i of rank r.
@@ -87,8 +95,10 @@ def gather_equal(tensor: Tensor) -> Tensor:
 
 
 def gather_placed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Gathers the rows of some tensors of equal length without copying them once more.
+    """Gathers the rows of some tensors of equal length without copying them once more; collective.
 
+    Args:
+        tensors: [rows, ...]; all of a rank's tensors have the same number of rows.
     Returns:
         int64, the places of all ranks' rows in rank order, and for each tensor a buffer that has
         its rows there.
@@ -103,8 +113,11 @@ def gather_placed(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Returns every rank's small Python value (plain numbers, strings, dicts) in rank order, sent
-    as JSON text.
+    """Returns every rank's small Python value in rank order; collective.
+
+    Args:
+        value: plain numbers, strings, lists and dicts, because it is sent as JSON text. (Pickle,
+            which torch's own function uses, could run code of another process.)
     """
     if num_ranks() == 1:
         return [value]
@@ -115,7 +128,11 @@ def gather_objects(value: T) -> list[T]:
 
 
 def broadcast_int(value: int) -> int:
-    """Returns the `value` of rank 0 on every rank."""
+    """Returns the `value` of rank 0 on every rank; collective.
+
+    Args:
+        value: a 64-bit number; those of other ranks do not matter.
+    """
     if num_ranks() == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64, device=_device())
@@ -124,6 +141,8 @@ def broadcast_int(value: int) -> int:
 
 
 class _GatherRows(torch.autograd.Function):
+    """See `gather_rows`. The shares follow from the total, so no counts are exchanged."""
+
     @staticmethod
     def forward(ctx: Any, rows_BD: Tensor, total: int) -> Tensor:
         ctx.total = total
@@ -147,6 +166,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _GatherParts(torch.autograd.Function):
+    """See `gather_parts`. The counts of rows are exchanged first, because no rank knows them."""
+
     @staticmethod
     def forward(ctx: Any, rows_UD: Tensor) -> Tensor:
         parts = gather_ragged(rows_UD)
@@ -188,7 +209,7 @@ def _gather_padded(tensor: Tensor, width: int) -> Tensor:
 
 
 def _without_padding(buffer: Tensor, num_rows: list[int]) -> list[Tensor]:
-    """Returns each rank's rows in a buffer that has equally many for each."""
+    """Returns each rank's rows in a buffer of `_gather_padded`, as views without a copy."""
     width = max(num_rows)
     parts = []
     for source_rank, count in enumerate(num_rows):
@@ -198,6 +219,7 @@ def _without_padding(buffer: Tensor, num_rows: list[int]) -> list[Tensor]:
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:
+    """Appends rows of zeros up to `width` rows; contiguous, as collectives demand."""
     missing = width - len(rows)
     if not missing:
         return rows.contiguous()
@@ -206,11 +228,13 @@ def _padded(rows: Tensor, width: int) -> Tensor:
 
 
 def _device() -> torch.device:
+    """Returns where tensors must be to be exchanged: NCCL moves GPU memory only."""
     return torch.device("cuda" if on_gpu() else "cpu")
 
 
 # torch renames these collectives; older versions know the longer names only.
 def _all_gather(own: Tensor) -> Tensor:
+    """Returns the rows of all ranks, which have equally many each, in rank order."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     num_rows = num_ranks() * len(own)
     full = own.new_empty((num_rows, *own.shape[1:]))
@@ -219,5 +243,6 @@ def _all_gather(own: Tensor) -> Tensor:
 
 
 def _reduce_scatter(own: Tensor, full: Tensor) -> None:
+    """Sums `full` over ranks, and writes this rank's piece of it into `own`."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(own, full)
