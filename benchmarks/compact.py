@@ -33,7 +33,14 @@ from xmcray.errors import ConfigError
 from xmcray.nn.compact import PRECISIONS, Int8Encoder, compacted
 from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import TUNE_K, TUNE_QUERIES, Index, build_index, resolve_factory
+from xmcray.retrieval.index import (
+    TUNE_K,
+    TUNE_QUERIES,
+    Index,
+    IndexSpec,
+    build_index,
+    resolve_factory,
+)
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import Float32Array, Int64Array, Ragged
 
@@ -177,7 +184,9 @@ def vectors(options: argparse.Namespace) -> tuple[list[list[object]], list[str]]
     ways = {}
     for factory in options.factory:
         started = time.perf_counter()
-        index = build_index(label_LD, factory, threads=options.threads, queries=sample)
+        index = build_index(
+            label_LD, IndexSpec(factory=factory), threads=options.threads, queries=sample
+        )
         made_s = time.perf_counter() - started
         name = resolve_factory(factory, len(label_LD))
         ways[name] = made_s, index_bytes(index), lambda q, h, i=index: i.search(q, K, hidden=h).ids

@@ -26,7 +26,7 @@ import torch
 from common import refuse_if_busy, write_table
 from safetensors.numpy import load_file, save_file
 
-from xmcray.retrieval.index import TUNE_QUERIES, build_index, resolve_factory
+from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, build_index, resolve_factory
 
 K = 50
 FLAT_QUERIES = 2000
@@ -99,7 +99,8 @@ def measure(rows: np.ndarray, queries: np.ndarray, arguments: argparse.Namespace
     wanted, flat_s = timed(lambda: full_search(rows, few))
     flat_s *= len(queries) / len(few)
     chosen_by = None if arguments.stand_ins else sample
-    index, build_s = timed(lambda: build_index(rows, arguments.factory, seed=0, queries=chosen_by))
+    spec = IndexSpec(factory=arguments.factory)
+    index, build_s = timed(lambda: build_index(rows, spec, queries=chosen_by))
     top, search_s = timed(lambda: index.search(queries, K))
     recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(top.ids, wanted, strict=False)])
     name = resolve_factory(arguments.factory, len(rows))

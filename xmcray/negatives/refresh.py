@@ -23,7 +23,7 @@ from xmcray.negatives.ledger import ShortlistFile, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import Index, build_index
+from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 _TUNING_QUERIES = 256  # an approximate index chooses its settings on these
@@ -82,8 +82,7 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
     tuning_queries = _sample(folder, _TUNING_QUERIES, spec.seed)
     index = build_index(
         rows,
-        spec.negatives.index,
-        spec.seed,
+        IndexSpec(factory=spec.negatives.index, seed=spec.seed),
         threads=spec.threads,
         gpu=spec.gpu,
         queries=tuning_queries,

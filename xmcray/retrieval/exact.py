@@ -7,10 +7,13 @@ sizes or on the order of the rows.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 # Queries and rows of one block: 4 MiB of scores on a CPU, which stay near its caches, and 512 MiB
@@ -41,29 +44,29 @@ def exact_search(
     Returns:
         Ids int64 [Q, k] and scores float32 [Q, k]; -1 and -inf where there is no further row.
     """
-    return from_keys(exact_keys(vectors, queries, empty_keys(len(queries), k), ids, hidden))
+    rows = AnswerableRows.of(len(vectors), len(queries), ids, hidden)
+    return from_keys(exact_keys(vectors, queries, empty_keys(len(queries), k), rows))
 
 
 def exact_keys(
     vectors: Float32Array | Tensor,
     queries: Float32Array,
     best_QK: Tensor,
-    ids: Int64Array | None = None,
-    hidden: Ragged | None = None,
+    rows: AnswerableRows,
 ) -> Tensor:
     """As `exact_search`, but with keys int64 [Q, K], and merged with the best keys so far.
 
     Args:
+        vectors: as in `exact_search`.
+        queries: float32 [Q, D].
         best_QK: int64 [Q, K], keys that compete with these rows; `empty_keys` at first.
+        rows: ids and hidden positions of the rows in `vectors`.
     """
     # Memory-mapped vectors stay on disk: a block is read when it is multiplied.
     vector_ND = vectors if isinstance(vectors, Tensor) else as_tensor(vectors)
     num_vectors = len(vector_ND)
     device = vector_ND.device
-    if ids is None:
-        id_N = torch.arange(num_vectors, device=device)
-    else:
-        id_N = as_tensor(ids, np.int64).to(device)
+    id_N = as_tensor(rows.ids, np.int64).to(device)
     # Rows without an id are scored like all others and masked afterwards: leaving them out would
     # change the shape of the product, and with it the last bits of other scores.
     no_answer_N = id_N < 0
@@ -71,28 +74,29 @@ def exact_keys(
     query_QD = as_tensor(queries)
     block_queries, block_rows = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
     # Few rows need no full block, but whole groups.
-    block_rows = min(block_rows, -(-num_vectors // GROUP) * GROUP)
+    num_groups = math.ceil(num_vectors / GROUP)
+    block_rows = min(block_rows, num_groups * GROUP)
     keys = [best_QK[:0]]
     for start in range(0, len(query_QD), block_queries):
         query_BD = query_QD[start : start + block_queries].to(device)
         best_BK = best_QK[start : start + block_queries].to(device)
-        block_hidden = None
-        if hidden is not None:
-            block_hidden = hidden.slice(start, start + len(query_BD))
+        hidden = rows.hidden.slice(start, start + len(query_BD))
         # One buffer for all blocks: fresh memory costs more than the product that fills it.
         score_BR = query_BD.new_full((len(query_BD), block_rows), -torch.inf)
         for first in range(0, num_vectors, max(1, block_rows)):
             vector_RD = vector_ND[first : first + block_rows].to(query_BD.dtype)
             filled = len(vector_RD)  # the last block may be shorter
+            last = first + filled
             if filled == block_rows:
                 torch.mm(query_BD, vector_RD.T, out=score_BR)
             else:
-                score_BR.fill_(-torch.inf)[:, :filled] = query_BD @ vector_RD.T
+                score_BR.fill_(-torch.inf)
+                score_BR[:, :filled] = query_BD @ vector_RD.T
             if some_no_answer:
-                score_BR[:, :filled].masked_fill_(no_answer_N[first : first + filled], -torch.inf)
-            if block_hidden is not None:
-                _hide(score_BR, block_hidden, first)
-            best_BK = _improve(best_BK, score_BR, id_N[first : first + filled])
+                score_BR[:, :filled].masked_fill_(no_answer_N[first:last], -torch.inf)
+            if len(hidden.values):
+                _hide(score_BR, hidden, first)
+            best_BK = _improve(best_BK, score_BR, id_N[first:last])
         # Queries are independent, so their keys leave the device as soon as they are final.
         keys.append(best_BK.cpu())
     return torch.cat(keys)
@@ -135,26 +139,40 @@ def scores_of(keys: Tensor) -> Tensor:
     return (ordered ^ ((ordered >> 31) & LOW_BITS)).view(torch.float32)
 
 
-def empty_keys(num_queries: int, k: int, device: torch.device | str = "cpu") -> Tensor:
+def empty_keys(num_queries: int, k: int) -> Tensor:
     """int64 [num_queries, k], the keys of "no answer"."""
-    worst = to_keys(torch.tensor([-torch.inf]), torch.tensor([LOW_BITS]))
-    return worst.to(device).expand(num_queries, k)
+    worst_score = torch.tensor([-torch.inf])
+    worst_id = torch.tensor([LOW_BITS])
+    # Expanding shares the memory of one key.
+    return to_keys(worst_score, worst_id).expand(num_queries, k)
 
 
-def row_slots(row_P: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Numbers the entries of each row, for entries in ascending order of rows.
+def with_new_keys(best_BK: Tensor, key_P: Tensor, query_P: Tensor, slot_P: Tensor) -> Tensor:
+    """The best K keys of each query among those so far and new ones.
+
+    Args:
+        best_BK: int64 [B, K], the best keys so far.
+        key_P: int64 [P], new keys.
+        query_P: int64 [P], the query of each new key.
+        slot_P: int64 [P], the place of each key among the new keys of its query.
+    """
+    width = int(slot_P.max()) + 1 if len(slot_P) else 0
+    new_BW = empty_keys(len(best_BK), width).to(best_BK.device, copy=True)
+    new_BW[query_P, slot_P] = key_P
+    competing = torch.cat([best_BK, new_BW], dim=1)
+    return competing.topk(best_BK.shape[1], dim=1).values
+
+
+def row_slots(row_P: Tensor, num_rows: int) -> Tensor:
+    """int64 [P], the place of each entry in its row, for entries in ascending order of rows.
 
     Args:
         row_P: int64 [P], ascending row numbers.
         num_rows: B.
-    Returns:
-        int64 [B], the number of entries of each row, and int64 [P], the place of each entry in its
-        row.
     """
     count_B = torch.bincount(row_P, minlength=num_rows)
     first_B = count_B.cumsum(0) - count_B
-    place_P = torch.arange(len(row_P), device=row_P.device) - first_B[row_P]
-    return count_B, place_P
+    return torch.arange(len(row_P), device=row_P.device) - first_B[row_P]
 
 
 def _improve(best_BK: Tensor, score_BR: Tensor, id_R: Tensor) -> Tensor:
@@ -181,11 +199,10 @@ def _improve(best_BK: Tensor, score_BR: Tensor, id_R: Tensor) -> Tensor:
     hit_P, place_P = reached_HR.nonzero(as_tuple=True)
     query_P = query_H[hit_P]
     row_P = group_H[hit_P] * GROUP + place_P
-    # `nonzero` lists the hits query by query, so each query's hits fill its row from the left.
-    count_B, slot_P = row_slots(query_P, num_queries)
-    new_BW = empty_keys(num_queries, int(count_B.max()), best_BK.device).clone()
-    new_BW[query_P, slot_P] = to_keys(score_HR[hit_P, place_P], id_R[row_P])
-    return torch.cat([best_BK, new_BW], dim=1).topk(k, dim=1).values
+    key_P = to_keys(score_HR[hit_P, place_P], id_R[row_P])
+    # `nonzero` lists the hits query by query, as `row_slots` needs them.
+    slot_P = row_slots(query_P, num_queries)
+    return with_new_keys(best_BK, key_P, query_P, slot_P)
 
 
 def _promising_groups(score_BR: Tensor, bar_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,6 +216,6 @@ def _promising_groups(score_BR: Tensor, bar_B: Tensor) -> tuple[Tensor, Tensor]:
 def _hide(score_BR: Tensor, hidden: Ragged, first: int) -> None:
     """Masks the hidden positions that lie in a block of rows starting at `first`."""
     inside = (hidden.values >= first) & (hidden.values < first + score_BR.shape[1])
-    query_P = torch.from_numpy(hidden.row_ids[inside])
-    row_P = torch.from_numpy(hidden.values[inside] - first)
-    score_BR[query_P.to(score_BR.device), row_P.to(score_BR.device)] = -torch.inf
+    query_P = torch.from_numpy(hidden.row_ids[inside]).to(score_BR.device)
+    row_P = torch.from_numpy(hidden.values[inside] - first).to(score_BR.device)
+    score_BR[query_P, row_P] = -torch.inf

@@ -21,6 +21,7 @@ from torch import Tensor
 from xmcray.config import check_range
 from xmcray.errors import BundleError, ResourceError
 from xmcray.retrieval import ann
+from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import (
     as_tensor,
     empty_keys,
@@ -92,11 +93,10 @@ def resolve_factory(factory: str, rows: int) -> str:
 
 def build_index(
     vectors: Float32Array,
-    factory: str = "auto",
-    seed: int = 0,
+    spec: IndexSpec,
+    *,
     threads: int = 1,
     gpu: int | None = None,
-    spec: IndexSpec | None = None,
     queries: Float32Array | None = None,
 ) -> Index:
     """Builds an index over `vectors`.
@@ -105,24 +105,22 @@ def build_index(
 
     Args:
         vectors: float32 [n, D]; n = 0 is legal. The index refers to them, it does not copy them.
-        factory: as in IndexSpec.
-        seed: as in IndexSpec.
+        spec: how to index them.
         threads: of building and of every later search.
         gpu: CUDA device number. "auto" and "Flat" then search all rows there; others need a FAISS
             build for GPUs.
-        spec: the remaining settings; the arguments take the place of its `factory` and `seed`.
         queries: float32 [Q, D], a sample of real queries by which `nprobe` and `candidates` are
             chosen; noisy rows if not given.
     Raises:
         ConfigError: FAISS does not accept the factory string for these vectors.
         ResourceError: no FAISS, or no such GPU.
     """
-    spec = spec or IndexSpec()
     num_rows = len(vectors)
     device = _device(gpu)
-    if factory == "auto" and device.type == "cuda":
+    if spec.factory == "auto" and gpu is not None:
         factory = "Flat"
-    factory = resolve_factory(factory, num_rows)
+    else:
+        factory = resolve_factory(spec.factory, num_rows)
     if factory == "Flat" or num_rows == 0:
         return Index(as_tensor(vectors).to(device), None, threads=threads)
     # FAISS wants contiguous float32, and the index keeps referring to these rows.
@@ -132,13 +130,13 @@ def build_index(
         long_ids = long_rows(rows, LONG_SHARE, LONG_RATIO)
     if len(long_ids):
         listed_ids = np.setdiff1d(np.arange(num_rows), long_ids, assume_unique=True)
-        faiss_index = ann.create(rows[listed_ids], listed_ids, factory, seed, threads)
+        faiss_index = ann.create(rows[listed_ids], listed_ids, factory, spec.seed, threads)
     else:
-        faiss_index = ann.create(rows, None, factory, seed, threads)
+        faiss_index = ann.create(rows, None, factory, spec.seed, threads)
     ann.set_search(faiss_index, spec.nprobe, spec.ef_search)
     index = Index(as_tensor(rows), faiss_index, long_ids=long_ids, threads=threads)
     if queries is None or not len(queries):
-        queries = _noisy_rows(rows, seed)
+        queries = _noisy_rows(rows, spec.seed)
     index.tune(queries, spec)
     if gpu is None:
         return index
@@ -205,36 +203,31 @@ class Index:
         Returns:
             Ids int64 [Q, k] and inner products float32 [Q, k]; -1 and -inf where no row is left.
         """
-        return from_keys(self.search_keys(queries, k, ids, hidden, exact))
+        rows = AnswerableRows.of(len(self), len(queries), ids, hidden)
+        return from_keys(self.search_keys(queries, k, rows, exact))
 
     def search_keys(
-        self,
-        queries: Float32Array,
-        k: int,
-        ids: Int64Array | None = None,
-        hidden: Ragged | None = None,
-        exact: bool = False,
+        self, queries: Float32Array, k: int, rows: AnswerableRows, exact: bool = False
     ) -> Tensor:
         """As `search`, but sort keys int64 [Q, k] (see exact.py), which merge with other shards."""
         queries = np.ascontiguousarray(queries, np.float32)
         # Hidden rows take places among the candidates, so that many more are proposed.
-        most_hidden = int(hidden.lengths.max(initial=0)) if hidden is not None else 0
+        most_hidden = int(rows.hidden.lengths.max(initial=0))
         width = (max(k, TUNE_K) + most_hidden) * self.candidates
         # Candidates that are half of the rows cost more than comparing all rows.
         if exact or self.is_exact or width >= len(self) // 2 or not len(queries):
-            return exact_keys(self.vectors, queries, empty_keys(len(queries), k), ids, hidden)
+            return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
         if len(queries) >= BATCH_QUERIES and self._lists is not None:
-            keys = self._search_lists(queries, k, ids, hidden)
+            keys = self._search_lists(queries, k, rows)
         else:
-            keys = self._search_candidates(queries, width, k, ids, hidden)
+            keys = self._search_candidates(queries, width, k, rows)
         # Too few rows in the visited lists: rather than return less than k answers, search these
         # queries exhaustively.
         short = torch.nonzero(scores_of(keys[:, -1]) == -torch.inf)[:, 0]
         if len(short):
-            rows = short.numpy()
-            short_hidden = None if hidden is None else hidden.take(rows)
-            best = empty_keys(len(rows), k)
-            keys[short] = exact_keys(self.vectors, queries[rows], best, ids, short_hidden)
+            short_rows = AnswerableRows(rows.ids, rows.hidden.take(short.numpy()))
+            best = empty_keys(len(short), k)
+            keys[short] = exact_keys(self.vectors, queries[short.numpy()], best, short_rows)
         return keys
 
     def only(self, rows: Int64Array) -> Index:
@@ -274,9 +267,11 @@ class Index:
         num_lists = int(lists.nlist)
         steps = [min(spec.nprobe, num_lists)] if spec.nprobe else _nprobe_steps(num_lists)
 
+        all_rows = AnswerableRows.of(len(self), len(queries), None, None)
+
         def recall_at(nprobe: int) -> float:
             lists.nprobe = nprobe
-            keys = self._search_lists(queries, k, None, None)
+            keys = self._search_lists(queries, k, all_rows)
             return _recall(from_keys(keys).ids, exact_ids)
 
         # Recall grows with the visited lists, so the first step that reaches it is found by
@@ -293,10 +288,11 @@ class Index:
         wanted_recall: float,
     ) -> float:
         """Sets the number of candidates, which makes up for short codes; returns the recall."""
+        all_rows = AnswerableRows.of(len(self), len(queries), None, None)
         recall = 0.0
         for candidates in [spec.candidates] if spec.candidates else CANDIDATE_STEPS:
             self.candidates = candidates
-            keys = self._search_candidates(queries, k * candidates, k, None, None)
+            keys = self._search_candidates(queries, k * candidates, k, all_rows)
             recall = _recall(from_keys(keys).ids, exact_ids)
             if recall >= wanted_recall:
                 break
@@ -351,71 +347,61 @@ class Index:
     def _long_vectors(self) -> Tensor:
         return self.vectors[torch.from_numpy(self.long_ids)]
 
-    def _search_lists(
-        self, queries: Float32Array, k: int, ids: Int64Array | None, hidden: Ragged | None
-    ) -> Tensor:
+    def _search_lists(self, queries: Float32Array, k: int, rows: AnswerableRows) -> Tensor:
         """Keys [Q, k] of the best rows of the visited lists and of the long rows."""
         assert self._lists is not None
-        id_N = torch.arange(len(self)) if ids is None else as_tensor(ids, np.int64)
-        return self._lists.search(as_tensor(queries), k, self.nprobe, id_N, hidden)
+        return self._lists.search(as_tensor(queries), k, self.nprobe, rows)
 
     def _search_candidates(
-        self,
-        queries: Float32Array,
-        width: int,
-        k: int,
-        ids: Int64Array | None,
-        hidden: Ragged | None,
+        self, queries: Float32Array, width: int, k: int, rows: AnswerableRows
     ) -> Tensor:
         """Keys [Q, k] of the best among `width` candidates of FAISS and the long rows."""
         # FAISS keeps the number of threads per calling thread, so it is set before each search.
         ann.use_threads(self.threads)
         assert self._faiss is not None
         _, candidate_QC = self._faiss.search(queries, min(width, len(self)))
-        best_QK = self._rescore(queries, np.asarray(candidate_QC, np.int64), k, ids, hidden)
+        best_QK = self._rescore(queries, np.asarray(candidate_QC, np.int64), k, rows)
         if not len(self.long_ids):
             return best_QK
         # FAISS does not know the long rows: they compete with its candidates here.
-        long_names = self.long_ids if ids is None else ids[self.long_ids]
-        long_hidden = None if hidden is None else _renumbered(hidden, self.long_ids)
-        return exact_keys(self._long_vectors, queries, best_QK, long_names, long_hidden)
+        competing_rows = rows.selected(self.long_ids)
+        return exact_keys(self._long_vectors, queries, best_QK, competing_rows)
 
     def _rescore(
-        self,
-        queries: Float32Array,
-        row_QC: Int64Array,
-        k: int,
-        ids: Int64Array | None,
-        hidden: Ragged | None,
+        self, queries: Float32Array, row_QC: Int64Array, k: int, rows: AnswerableRows
     ) -> Tensor:
         """Keys [Q, k] of the best candidates by exact inner product.
 
         Args:
+            queries: float32 [Q, D].
             row_QC: int64 [Q, width], positions of the candidates; -1 for none.
+            k: answers per query.
+            rows: ids and hidden positions of all rows.
         """
         num_queries, width = row_QC.shape
-        if hidden is not None:
+        hidden = rows.hidden
+        if len(hidden.values):
             # One number per pair of query and row, so that one look-up masks all queries.
             pair_QC = row_QC + np.arange(num_queries)[:, None] * len(self)
             hidden_pairs = hidden.values + hidden.row_ids * len(self)
             row_QC = np.where(np.isin(pair_QC, hidden_pairs), -1, row_QC)
         device = self.vectors.device
         # Candidates are computed where the vectors are, in chunks of bounded memory.
-        rows = torch.from_numpy(row_QC).to(device)
+        all_row_QC = torch.from_numpy(row_QC).to(device)
         query_QD = as_tensor(queries).to(device)
-        id_N = None if ids is None else as_tensor(ids, np.int64).to(device)
+        id_N = as_tensor(rows.ids, np.int64).to(device)
         keys = [torch.empty((0, k), dtype=torch.int64)]
         chunk = max(1, CANDIDATE_FLOATS // (width * self.vectors.shape[1]))
         for start in range(0, num_queries, chunk):
-            row_BC = rows[start : start + chunk]
+            row_BC = all_row_QC[start : start + chunk]
             query_BD = query_QD[start : start + chunk]
             # A missing candidate (-1) borrows row 0 and gets the score -inf.
             valid_row_BC = row_BC.clamp_min(0)
             vector_BCD = self.vectors[valid_row_BC]
             score_BC = (vector_BCD @ query_BD[:, :, None])[:, :, 0]
             score_BC[row_BC < 0] = -torch.inf
-            id_BC = valid_row_BC if id_N is None else id_N[valid_row_BC]
-            keys.append(to_keys(score_BC, id_BC).topk(k, dim=1).values.cpu())
+            key_BC = to_keys(score_BC, id_N[valid_row_BC])
+            keys.append(key_BC.topk(k, dim=1).values.cpu())
         return torch.cat(keys)
 
 
@@ -431,18 +417,10 @@ class _RowSelection(Index):
         return self._num_rows
 
     def search_keys(
-        self,
-        queries: Float32Array,
-        k: int,
-        ids: Int64Array | None = None,
-        hidden: Ragged | None = None,
-        exact: bool = False,
+        self, queries: Float32Array, k: int, rows: AnswerableRows, exact: bool = False
     ) -> Tensor:
-        row_ids = self._rows if ids is None else ids[self._rows]
-        row_hidden = None
-        if hidden is not None and len(self._rows):
-            row_hidden = _renumbered(hidden, self._rows)
-        return exact_keys(self.vectors, queries, empty_keys(len(queries), k), row_ids, row_hidden)
+        best = empty_keys(len(queries), k)
+        return exact_keys(self.vectors, queries, best, rows.selected(self._rows))
 
 
 def _noisy_rows(rows: Float32Array, seed: int) -> Float32Array:
@@ -473,15 +451,6 @@ def _recall(found_ids: Int64Array, exact_ids: Int64Array) -> float:
 
 def _long_ids_path(path: Path) -> Path:
     return path.with_suffix(".long.npy")
-
-
-def _renumbered(hidden: Ragged, rows: Int64Array) -> Ragged:
-    """The hidden positions that are in `rows` (ascending), as places in it."""
-    # A position beyond the last of `rows` would be out of range; it fails the comparison instead.
-    place = np.minimum(np.searchsorted(rows, hidden.values), len(rows) - 1)
-    inside = rows[place] == hidden.values
-    kept_before = np.concatenate([[0], np.cumsum(inside)])
-    return Ragged(place[inside], kept_before[hidden.offsets])
 
 
 def _device(gpu: int | None) -> torch.device:

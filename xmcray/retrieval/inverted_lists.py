@@ -18,8 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xmcray.retrieval.exact import empty_keys, row_slots, scores_of, to_keys
-from xmcray.types import Float32Array, Int64Array, Ragged
+from xmcray.retrieval.answerable import AnswerableRows
+from xmcray.retrieval.exact import (
+    as_tensor,
+    empty_keys,
+    row_slots,
+    scores_of,
+    to_keys,
+    with_new_keys,
+)
+from xmcray.types import Float32Array, Int64Array
 
 # Queries at once: the more, the larger the products. Their numbers have 16 bits, because those sort
 # fastest.
@@ -50,25 +58,24 @@ class InvertedLists:
     offsets: list[int]
     long_ids: Tensor
 
-    def search(
-        self, query_QD: Tensor, k: int, num_lists: int, id_N: Tensor, hidden: Ragged | None
-    ) -> Tensor:
+    def rows_of(self, number: int) -> Tensor:
+        """int64, positions of the rows in one list."""
+        return self.row_ids[self.offsets[number] : self.offsets[number + 1]]
+
+    def search(self, query_QD: Tensor, k: int, num_lists: int, rows: AnswerableRows) -> Tensor:
         """Sort keys int64 [Q, k] (see exact.py) of the best rows in each query's nearest lists.
 
         Args:
             query_QD: float32.
             k: answers per query.
             num_lists: lists that each query visits.
-            id_N: int64, ids of the rows in the keys, negative for rows that are no answers.
-            hidden: Q lists of positions that must not be answered.
+            rows: ids and hidden positions of all rows.
         """
         keys = [torch.empty((0, k), dtype=torch.int64)]
         for start in range(0, len(query_QD), CHUNK):
             query_BD = query_QD[start : start + CHUNK]
-            chunk_hidden = None
-            if hidden is not None:
-                chunk_hidden = hidden.slice(start, start + len(query_BD))
-            keys.append(_ChunkSearch(self, query_BD, k, id_N, chunk_hidden).run(num_lists))
+            chunk_rows = rows.for_queries(start, start + len(query_BD))
+            keys.append(_ChunkSearch(self, query_BD, k, chunk_rows).run(num_lists))
         return torch.cat(keys)
 
 
@@ -102,20 +109,19 @@ class _ChunkSearch:
     """One chunk of queries: the best keys so far, and the hits of the present round."""
 
     def __init__(
-        self, lists: InvertedLists, query_BD: Tensor, k: int, id_N: Tensor, hidden: Ragged | None
+        self, lists: InvertedLists, query_BD: Tensor, k: int, rows: AnswerableRows
     ) -> None:
         self.lists = lists
         self.query_BD = query_BD
-        self.id_N = id_N
-        self.some_no_answer = bool((id_N < 0).any())
+        self.id_N = as_tensor(rows.ids, np.int64)
+        self.some_no_answer = bool((self.id_N < 0).any())
         self.best_BK = empty_keys(len(query_BD), k).clone()
         self.hits: list[_Hits] = []
         self.buffer = query_BD.new_empty(0)
         # One number per hidden pair of query and row, ascending.
-        self.hidden_pairs: Int64Array | None = None
-        if hidden is not None and len(hidden.values):
-            pairs = hidden.row_ids * len(lists.vector_ND) + hidden.values
-            self.hidden_pairs = np.unique(pairs)
+        hidden = rows.hidden
+        pairs = hidden.row_ids * len(lists.vector_ND) + hidden.values
+        self.hidden_pairs: Int64Array = np.unique(pairs)
 
     def run(self, num_lists: int) -> Tensor:
         """Keys int64 [B, k] after rounds of more and more lists and long rows."""
@@ -153,7 +159,7 @@ class _ChunkSearch:
         """
         width = list_BV.shape[1]
         # A query that visits one list, and has no keys yet, takes the best rows of that list.
-        take_at_once = is_first and width == 1 and self.hidden_pairs is None
+        take_at_once = is_first and width == 1 and not len(self.hidden_pairs)
         # Sorted by list, the visits of one list lie next to each other. visit // width is the query.
         visited_list = list_BV.reshape(-1)
         visits = torch.argsort(visited_list, stable=True)
@@ -163,9 +169,7 @@ class _ChunkSearch:
         for number, num_visits in enumerate(visits_per_list.tolist()):
             queries = visits[start : start + num_visits] // width
             start += num_visits
-            row_ids = self.lists.row_ids[
-                self.lists.offsets[number] : self.lists.offsets[number + 1]
-            ]
+            row_ids = self.lists.rows_of(number)
             if not num_visits or not len(row_ids):
                 continue
             if take_at_once:
@@ -216,10 +220,14 @@ class _ChunkSearch:
         query_H, group_H = (score_QGR.amax(dim=2) >= bar_Q[:, None]).nonzero(as_tuple=True)
         if not len(query_H):
             return
+        # H promising groups of _GROUP scores each; P of those scores are hits.
         score_HR = score_QGR[query_H, group_H]
-        hit_P, place_P = (score_HR >= bar_Q[query_H, None]).nonzero(as_tuple=True)
+        reached_HR = score_HR >= bar_Q[query_H, None]
+        hit_P, place_P = reached_HR.nonzero(as_tuple=True)
+        query_P = queries[query_H[hit_P]]
         row_P = padded[group_H[hit_P] * _GROUP + place_P]
-        self.hits.append(_Hits(queries[query_H[hit_P]], row_P, score_HR[hit_P, place_P]))
+        score_P = score_HR[hit_P, place_P]
+        self.hits.append(_Hits(query_P, row_P, score_P))
 
     def _merge_hits(self) -> None:
         """Merges the hits of a round into the best keys, a block of queries at a time."""
@@ -231,24 +239,24 @@ class _ChunkSearch:
         query_numbers = hits.query_P.numpy().astype(np.uint16)
         hits = hits.take(torch.from_numpy(np.argsort(query_numbers, kind="stable")))
         key_P = to_keys(hits.score_P, self.id_N[hits.row_P])
-        num_queries, k = self.best_BK.shape
-        count_B, slot_P = row_slots(hits.query_P, num_queries)
-        end_B = count_B.cumsum(0)
+        num_queries = len(self.best_BK)
+        slot_P = row_slots(hits.query_P, num_queries)
         low = 0
         for start in range(0, num_queries, _BLOCK):
             stop = min(start + _BLOCK, num_queries)
-            high = int(end_B[stop - 1])
             # low .. high are the hits of queries start .. stop, because hits are sorted by query.
-            # A query's hits fill its row of the matrix from the left.
-            new_BW = empty_keys(stop - start, int(count_B[start:stop].max())).clone()
-            new_BW[hits.query_P[low:high] - start, slot_P[low:high]] = key_P[low:high]
-            candidates = torch.cat([self.best_BK[start:stop], new_BW], dim=1)
-            self.best_BK[start:stop] = candidates.topk(k, dim=1).values
+            high = int(torch.searchsorted(hits.query_P, stop))
+            self.best_BK[start:stop] = with_new_keys(
+                self.best_BK[start:stop],
+                key_P[low:high],
+                hits.query_P[low:high] - start,
+                slot_P[low:high],
+            )
             low = high
 
     def _visible(self, hits: _Hits) -> _Hits:
         """The hits without the pairs that must not be answered."""
-        if self.hidden_pairs is None:
+        if not len(self.hidden_pairs):
             return hits
         pairs = hits.query_P * len(self.lists.vector_ND) + hits.row_P
         is_hidden = np.isin(pairs.numpy(), self.hidden_pairs)

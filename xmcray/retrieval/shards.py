@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from xmcray.errors import BundleError
+from xmcray.retrieval.answerable import AnswerableRows, hidden_between
 from xmcray.retrieval.exact import as_tensor, empty_keys, from_keys, to_keys
 from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.storage import Manifest
@@ -161,9 +162,9 @@ class ShardedIndex:
                 shard_names = np.arange(shard.start, shard.stop)
             else:
                 shard_names = names[shard.start : shard.stop]
-            shard_hidden = None if hidden is None else _inside(hidden, shard)
-            width = min(k, len(index))
-            keys.append(index.search_keys(query_BD, width, shard_names, shard_hidden, exact))
+            shard_hidden = hidden_between(hidden, num_queries, shard.start, shard.stop)
+            rows = AnswerableRows(shard_names, shard_hidden)
+            keys.append(index.search_keys(query_BD, min(k, len(index)), rows, exact))
         return _best(keys, k)
 
     def vectors(self, number: int) -> Float32Array:
@@ -242,9 +243,7 @@ def write_shards(
         dim = rows.shape[1]
         stop = start + len(rows)
         save_vectors(folder, number, rows, start)
-        index = build_index(
-            rows, spec.factory, spec.seed, threads=threads, spec=spec, queries=queries
-        )
+        index = build_index(rows, spec, threads=threads, queries=queries)
         if not index.is_exact:
             (folder / "index").mkdir(exist_ok=True)
             index.save(folder / _index_name(number))
@@ -282,14 +281,6 @@ def _index_name(number: int) -> str:
 
 def _best(keys: Sequence[Tensor], k: int) -> TopLabels:
     return from_keys(torch.cat(list(keys), dim=1).topk(k, dim=1).values)
-
-
-def _inside(rows: Ragged, shard: VectorShard) -> Ragged:
-    """Those of the listed rows that lie in a shard, counted from its start."""
-    inside = (rows.values >= shard.start) & (rows.values < shard.stop)
-    # Number of kept values before each position, read at the old row boundaries: the new ones.
-    kept_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(inside)])
-    return Ragged(rows.values[inside] - shard.start, kept_before[rows.offsets])
 
 
 def _regrouped(blocks: Iterable[Float32Array], shard_rows: int) -> Iterator[Float32Array]:

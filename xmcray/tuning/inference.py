@@ -382,7 +382,7 @@ def _sweep_index(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSetting
 
     @functools.cache
     def built(spec: IndexSpec) -> Index:
-        return build_index(vectors, spec.factory, spec.seed, spec=spec, queries=sample)
+        return build_index(vectors, spec, queries=sample)
 
     measured = []
     for values in grid:

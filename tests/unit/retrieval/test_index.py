@@ -49,7 +49,7 @@ def both_ways(request, monkeypatch):
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_recall_scores_and_order(clustered, factory):
     rows, queries = clustered
-    found = build_index(rows, factory, seed=1).search(queries, 50)
+    found = build_index(rows, IndexSpec(factory=factory, seed=1)).search(queries, 50)
     wanted = exact_search(rows, queries, 50)
     assert recall(found.ids, wanted.ids) >= (1 if factory == "Flat" else 0.9)
     products = np.take_along_axis(queries @ rows.T, found.ids, 1)
@@ -61,7 +61,9 @@ def test_recall_scores_and_order(clustered, factory):
 @pytest.mark.parametrize("factory", ["IVF16,PQ8x4fs", "HNSW16"])
 def test_same_arguments_same_index(clustered, factory, tmp_path):
     rows, queries = clustered
-    one, two = (build_index(rows, factory, seed=3, threads=threads) for threads in (1, 2))
+    one, two = (
+        build_index(rows, IndexSpec(factory=factory, seed=3), threads=threads) for threads in (1, 2)
+    )
     assert_same(one.search(queries, 9), two.search(queries, 9))
     assert (one.nprobe, one.candidates) == (two.nprobe, two.candidates)
     one.save(tmp_path / "one")
@@ -72,7 +74,7 @@ def test_same_arguments_same_index(clustered, factory, tmp_path):
 @pytest.mark.parametrize("factory", FACTORIES[1:])
 def test_saved_index_answers_alike(clustered, factory, tmp_path):
     rows, queries = clustered
-    index = build_index(rows, factory, seed=1)
+    index = build_index(rows, IndexSpec(factory=factory, seed=1))
     index.save(tmp_path / "i.faiss")
     size = (tmp_path / "i.faiss").stat().st_size
     loaded = Index.load(
@@ -85,7 +87,7 @@ def test_saved_index_answers_alike(clustered, factory, tmp_path):
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_hidden_rows_are_masked_before_the_top_k(clustered, factory):
     rows, queries = clustered
-    index = build_index(rows, factory, seed=1)
+    index = build_index(rows, IndexSpec(factory=factory, seed=1))
     first = index.search(queries, 20).ids
     hidden = Ragged.from_rows(list(first[:, :5]))
     second = index.search(queries, 15, hidden=hidden).ids
@@ -98,7 +100,7 @@ def test_hidden_rows_are_masked_before_the_top_k(clustered, factory):
 
 def test_more_answers_than_the_visited_lists_hold_are_found_exhaustively(clustered):
     rows, queries = clustered
-    index = build_index(rows, "IVF256,Flat", seed=0, spec=IndexSpec(nprobe=1, candidates=1))
+    index = build_index(rows, IndexSpec(factory="IVF256,Flat", nprobe=1, candidates=1))
     assert (index.search(queries, 60).ids >= 0).all()
 
 
@@ -106,7 +108,7 @@ def test_more_answers_than_the_visited_lists_hold_are_found_exhaustively(cluster
 @pytest.mark.parametrize("nprobe", [1, 2, 5, 9, 16])
 def test_both_ways_visit_the_same_rows(clustered, monkeypatch, nprobe, with_hidden_rows):
     rows, queries = clustered
-    index = build_index(rows, "IVF64,Flat", seed=0, spec=IndexSpec(nprobe=nprobe))
+    index = build_index(rows, IndexSpec(factory="IVF64,Flat", nprobe=nprobe))
     names = np.random.default_rng(0).permutation(len(rows))
     hidden = None
     if with_hidden_rows:
@@ -122,7 +124,7 @@ def test_both_ways_visit_the_same_rows(clustered, monkeypatch, nprobe, with_hidd
 
 def test_an_index_of_two_lists_is_tuned():
     rows = np.random.default_rng(0).standard_normal((200, 8), dtype=np.float32)
-    index = build_index(rows, "IVF2,Flat")
+    index = build_index(rows, IndexSpec(factory="IVF2,Flat"))
     assert recall(index.search(rows, 5).ids, exact_search(rows, rows, 5).ids) >= 0.95
 
 
@@ -131,27 +133,29 @@ def test_only_clearly_longer_rows_are_in_no_list(clustered):
     rows, queries = clustered
     level = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     level *= np.random.default_rng(0).uniform(0.8, 1.2, (len(rows), 1)).astype(np.float32)
-    assert not len(build_index(level, "IVF16,Flat").long_ids)
+    assert not len(build_index(level, IndexSpec(factory="IVF16,Flat")).long_ids)
     level[[7, 40, 2999]] *= 4
-    index = build_index(level, "IVF16,Flat")
+    index = build_index(level, IndexSpec(factory="IVF16,Flat"))
     assert index.long_ids.tolist() == [7, 40, 2999]
     wanted = exact_search(level, queries, 10).ids
     assert recall(index.search(queries, 10).ids, wanted) >= 0.95
     level[:1000] *= 4
     longest = np.argsort(-np.linalg.norm(level, axis=1), kind="stable")[:150]
-    assert build_index(level, "IVF16,Flat").long_ids.tolist() == sorted(longest), "5 % at most"
+    assert build_index(level, IndexSpec(factory="IVF16,Flat")).long_ids.tolist() == sorted(
+        longest
+    ), "5 % at most"
 
 
 def test_names_decide_ties():
     rows = np.ones((4000, 4), np.float32)
     names = np.random.default_rng(0).permutation(4000)
-    top = build_index(rows, "Flat").search(rows[:2], 3, names)
+    top = build_index(rows, IndexSpec(factory="Flat")).search(rows[:2], 3, names)
     assert top.ids.tolist() == [[0, 1, 2]] * 2
 
 
 def test_exact_ignores_the_index(clustered):
     rows, queries = clustered
-    index = build_index(rows, "IVF64,Flat", seed=0, spec=IndexSpec(nprobe=1, candidates=1))
+    index = build_index(rows, IndexSpec(factory="IVF64,Flat", nprobe=1, candidates=1))
     wanted = exact_search(rows, queries, 10).ids
     assert recall(index.search(queries, 10).ids, wanted) < 1
     np.testing.assert_array_equal(index.search(queries, 10, exact=True).ids, wanted)
@@ -166,7 +170,7 @@ def test_auto_by_size():
 
 
 def test_empty_shard():
-    index = build_index(np.empty((0, 8), np.float32), "IVF16,Flat")
+    index = build_index(np.empty((0, 8), np.float32), IndexSpec(factory="IVF16,Flat"))
     top = index.search(np.ones((2, 8), np.float32), 3)
     assert (top.ids == -1).all()
     assert np.isneginf(top.scores).all()
@@ -175,26 +179,26 @@ def test_empty_shard():
 @pytest.mark.parametrize("factory", ["IVF16,", "nonsense", "PQ7"])
 def test_a_bad_factory_is_one_line(clustered, factory):
     with pytest.raises(ConfigError, match="index factory") as error:
-        build_index(clustered[0], factory)
+        build_index(clustered[0], IndexSpec(factory=factory))
     assert "\n" not in str(error.value)
 
 
 def test_missing_faiss_names_both_extras(clustered, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ResourceError, match=r"xmcray\[cpu\].*xmcray\[gpu\]"):
-        build_index(clustered[0], "IVF16,Flat")
-    assert build_index(clustered[0], "Flat").is_exact
+        build_index(clustered[0], IndexSpec(factory="IVF16,Flat"))
+    assert build_index(clustered[0], IndexSpec(factory="Flat")).is_exact
 
 
 def test_missing_gpu(clustered, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ResourceError, match="GPU 3"):
-        build_index(clustered[0], "auto", gpu=3)
+        build_index(clustered[0], IndexSpec(factory="auto"), gpu=3)
 
 
 def test_a_file_larger_than_its_manifest_says_or_of_other_vectors(clustered, tmp_path):
     rows = clustered[0]
-    build_index(rows, "IVF16,Flat").save(tmp_path / "i")
+    build_index(rows, IndexSpec(factory="IVF16,Flat")).save(tmp_path / "i")
     size = (tmp_path / "i").stat().st_size
     with pytest.raises(BundleError, match="expected at most"):
         Index.load(tmp_path / "i", size - 1, torch.from_numpy(rows))
@@ -206,7 +210,7 @@ def test_altered_files_never_crash_the_process(clustered, tmp_path):
     """In a process of its own, whose exit status says whether it crashed."""
     rows = clustered[0][:600]
     for name, factory in (("ivf", "IVF16,PQ8x4fs"), ("flat", "IVF16,Flat"), ("graph", "HNSW8")):
-        build_index(rows, factory, spec=IndexSpec(nprobe=2, candidates=2)).save(
+        build_index(rows, IndexSpec(factory=factory, nprobe=2, candidates=2)).save(
             tmp_path / f"{name}.faiss"
         )
     np.save(tmp_path / "rows.npy", rows)

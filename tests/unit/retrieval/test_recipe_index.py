@@ -10,7 +10,7 @@ import pytest
 from corpora import planted_corpus
 
 from xmcray import cli
-from xmcray.retrieval.index import build_index
+from xmcray.retrieval.index import IndexSpec, build_index
 from xmcray.retrieval.retriever import Retriever
 
 FACTORY = "IVF4,SQ6"
@@ -53,7 +53,7 @@ def test_its_scores_are_inner_products() -> None:
     generator = np.random.default_rng(0)
     rows = generator.standard_normal((500, 16), dtype=np.float32)
     queries = generator.standard_normal((8, 16), dtype=np.float32)
-    top = build_index(rows, FACTORY).search(queries, 5)
+    top = build_index(rows, IndexSpec(factory=FACTORY)).search(queries, 5)
     scores, ids = (top.scores, top.ids) if hasattr(top, "scores") else top
     expected = np.take_along_axis(queries @ rows.T, ids, axis=1)
     np.testing.assert_allclose(scores, expected, rtol=1e-5)

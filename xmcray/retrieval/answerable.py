@@ -1,0 +1,63 @@
+"""Which rows a search may answer and under which ids, cut to shards, queries and selected rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from xmcray.types import Int64Array, Ragged, offsets_of
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerableRows:
+    """The rows of a search.
+
+    Attributes:
+        ids: int64 [n], id of each row in the answer; a row with a negative id is no answer.
+        hidden: Q rows of positions that must not be answered to that query.
+    """
+
+    ids: Int64Array
+    hidden: Ragged
+
+    @classmethod
+    def of(
+        cls, num_rows: int, num_queries: int, ids: Int64Array | None, hidden: Ragged | None
+    ) -> AnswerableRows:
+        """Fills in what is not given: ids are positions, and no row is hidden."""
+        if ids is None:
+            ids = np.arange(num_rows)
+        if hidden is None:
+            hidden = Ragged.empty(num_queries)
+        return cls(ids, hidden)
+
+    def for_queries(self, start: int, stop: int) -> AnswerableRows:
+        """The same rows for the queries start .. stop - 1."""
+        return AnswerableRows(self.ids, self.hidden.slice(start, stop))
+
+    def selected(self, rows: Int64Array) -> AnswerableRows:
+        """Only some rows, counted by their places in `rows` (ascending positions)."""
+        if not len(rows):
+            return AnswerableRows(rows, Ragged.empty(len(self.hidden)))
+        # A position beyond the last of `rows` would be out of range; it fails the comparison.
+        place = np.minimum(np.searchsorted(rows, self.hidden.values), len(rows) - 1)
+        inside = rows[place] == self.hidden.values
+        return AnswerableRows(self.ids[rows], _kept(self.hidden, place, inside))
+
+
+def hidden_between(hidden: Ragged | None, num_queries: int, start: int, stop: int) -> Ragged:
+    """The hidden positions in start .. stop - 1, counted from `start`; none if not given."""
+    if hidden is None:
+        return Ragged.empty(num_queries)
+    inside = (hidden.values >= start) & (hidden.values < stop)
+    return _kept(hidden, hidden.values - start, inside)
+
+
+def _kept(rows: Ragged, values: Int64Array, kept: npt.NDArray[np.bool_]) -> Ragged:
+    """The kept ones among `values`, which take the places of the values of `rows`."""
+    # The number of kept values before each position, read at the old row boundaries, is the
+    # position of the new boundaries.
+    kept_before = offsets_of(kept)
+    return Ragged(values[kept], kept_before[rows.offsets])
