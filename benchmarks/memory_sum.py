@@ -27,7 +27,7 @@ from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
-from xmcray.retrieval.shards import ShardedIndex, VectorShard
+from xmcray.retrieval.shards import SearchScope, ShardedIndex, VectorShard
 from xmcray.retrieval.votes import Float64Array, MemoryConfig, Votes, count_votes, rank_votes
 from xmcray.training.memory import open_encoder
 from xmcray.training.outcome import bundle_of
@@ -76,7 +76,7 @@ class Neighbourhood:
         query_BD = self.encode(tokens)
         width = min(SEARCH_K, self.num_labels)
         labels = exact_search(self.label_LD, query_BD, width, hidden=hidden)
-        queries = self.memory.search(query_BD, config, exact=True)
+        queries = self.memory.search(query_BD, config, SearchScope(exact=True))
         return Neighbours(queries, labels)
 
     def shares(self, tokens: Ragged, hidden: Ragged) -> list[Pairs]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from xmcray.retrieval.bundle import Settings, read_labels
 from xmcray.retrieval.index import FLAT_ROWS, Index
-from xmcray.retrieval.shards import ALL_SHARDS, ShardedIndex, ShardSubset
+from xmcray.retrieval.shards import EVERYTHING, SearchScope, ShardedIndex, ShardSubset
 from xmcray.storage import Manifest
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
@@ -143,10 +143,7 @@ class LabelIndex:
         self,
         query_BD: Float32Array,
         k: int,
-        *,
-        exclude: Ragged | None = None,
-        exact: bool = False,
-        subset: ShardSubset = ALL_SHARDS,
+        scope: SearchScope = EVERYTHING,
         joined_only: bool = False,
     ) -> TopLabels:
         """The k best labels among those that may be answered, best first.
@@ -154,37 +151,31 @@ class LabelIndex:
         Args:
             query_BD: float32 [B, D].
             k: answers per query.
-            exclude: B lists of source ids that are masked before the k best are taken.
-            exact: compare all labels, whatever the index.
-            subset: the shards to search.
+            scope: what to search.
             joined_only: search only labels that joined after the export.
         """
+        # Shards of joined labels follow those of the export.
+        first_shard = self._num_exported if joined_only else 0
         return self._answer_rows.search(
             query_BD,
             k,
-            numbers=subset.of(self._shard_numbers[self._num_exported if joined_only else 0 :]),
+            numbers=scope.subset.of(range(first_shard, len(self.settings.shards))),
             names=self._answer_labels,
-            hidden=self._hidden_rows(exclude),
-            exact=exact,
+            hidden=self._hidden_rows(scope.exclude),
+            exact=scope.exact,
         )
 
     def search_exported(
-        self,
-        query_BD: Float32Array,
-        k: int,
-        *,
-        exclude: Ragged | None = None,
-        exact: bool = False,
-        subset: ShardSubset = ALL_SHARDS,
+        self, query_BD: Float32Array, k: int, scope: SearchScope = EVERYTHING
     ) -> TopLabels:
         """As `search`, but among all labels of the export, also those removed or filtered out."""
         return self.rows.search(
             query_BD,
             k,
-            numbers=subset.of(self._shard_numbers[: self._num_exported]),
+            numbers=scope.subset.of(range(self._num_exported)),
             names=self.row_labels,
-            hidden=self._hidden_rows(exclude),
-            exact=exact,
+            hidden=self._hidden_rows(scope.exclude),
+            exact=scope.exact,
         )
 
     def _hidden_rows(self, exclude: Ragged | None) -> Ragged | None:
@@ -231,10 +222,6 @@ class LabelIndex:
         )
 
     # --- Derived arrays, made at the first use ---
-
-    @property
-    def _shard_numbers(self) -> range:
-        return range(len(self.settings.shards))
 
     @functools.cached_property
     def _num_exported(self) -> int:

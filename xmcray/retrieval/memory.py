@@ -28,6 +28,7 @@ from xmcray.retrieval.bundle import Settings
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.shards import (
     ALL_SHARDS,
+    SearchScope,
     ShardedIndex,
     ShardSubset,
     read_shards,
@@ -96,17 +97,11 @@ class Memory:
         rows = ShardedIndex.load(bundle, manifest, shards, settings.dim, threads, "memory/", subset)
         return cls(config, rows, Ragged(labels, offsets), bundle / "memory" / "queries.parquet")
 
-    def search(
-        self,
-        query_BD: Float32Array,
-        config: MemoryConfig,
-        exact: bool = False,
-        subset: ShardSubset = ALL_SHARDS,
-    ) -> TopLabels:
+    def search(self, query_BD: Float32Array, config: MemoryConfig, scope: SearchScope) -> TopLabels:
         """The training queries that may vote; the ids of the result are rows of the memory."""
         width = min(config.keys, len(self.positives)) if config.weight > 0 else 0
-        numbers = subset.of(range(len(self.rows.shards)))
-        return self.rows.search(query_BD, width, numbers=numbers, exact=exact)
+        numbers = scope.subset.of(range(len(self.rows.shards)))
+        return self.rows.search(query_BD, width, numbers=numbers, exact=scope.exact)
 
     def uids_and_texts(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """Uid and text of some rows; reads only the blocks of the file that hold them.

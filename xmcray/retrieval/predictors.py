@@ -13,11 +13,11 @@ from typing import Protocol
 import numpy as np
 
 from xmcray.errors import ConfigError
-from xmcray.retrieval.answers import VotingQuery
+from xmcray.retrieval.answers import Voters, VotingQuery
 from xmcray.retrieval.label_index import LabelIndex
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
-from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
+from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import (
     VOTE_QUERIES,
     MemoryConfig,
@@ -31,28 +31,19 @@ from xmcray.types import Float32Array, Ragged, TopLabels
 class Predictor(Protocol):
     """Scores labels for query vectors. A weighted sum of predictors would itself be a predictor."""
 
-    def find(
-        self,
-        query_BD: Float32Array,
-        k: int,
-        exclude: Ragged | None = None,
-        exact: bool = False,
-        subset: ShardSubset = ALL_SHARDS,
-    ) -> Neighbours:
+    def find(self, query_BD: Float32Array, k: int, scope: SearchScope) -> Neighbours:
         """Searches what `rank` needs for k answers.
 
         Args:
             query_BD: float32 [B, D].
             k: answers per query.
-            exclude: B lists of source ids that must not be answered.
-            exact: compare all rows, whatever the index.
-            subset: the shards to search.
+            scope: what to search.
         """
 
     def rank(self, neighbours: Neighbours, k: int, exclude: Ragged | None = None) -> TopLabels:
         """The k best labels [B, k] by source id, with scores; equal scores by lower id."""
 
-    def voters(self, neighbours: Neighbours, top: TopLabels) -> list[list[tuple[VotingQuery, ...]]]:
+    def voters(self, neighbours: Neighbours, top: TopLabels) -> Voters:
         """The training queries behind each answer in `top`, the largest weight first.
 
         Raises:
@@ -66,23 +57,16 @@ class LabelPredictor:
 
     labels: LabelIndex
 
-    def find(
-        self,
-        query_BD: Float32Array,
-        k: int,
-        exclude: Ragged | None = None,
-        exact: bool = False,
-        subset: ShardSubset = ALL_SHARDS,
-    ) -> Neighbours:
+    def find(self, query_BD: Float32Array, k: int, scope: SearchScope) -> Neighbours:
         """See `Predictor.find`."""
-        top = self.labels.search(query_BD, k, exclude=exclude, exact=exact, subset=subset)
+        top = self.labels.search(query_BD, k, scope)
         return Neighbours(queries=TopLabels.empty(len(query_BD)), labels=top)
 
     def rank(self, neighbours: Neighbours, k: int, exclude: Ragged | None = None) -> TopLabels:
         """See `Predictor.rank`."""
         return neighbours.labels
 
-    def voters(self, neighbours: Neighbours, top: TopLabels) -> list[list[tuple[VotingQuery, ...]]]:
+    def voters(self, neighbours: Neighbours, top: TopLabels) -> Voters:
         """See `Predictor.voters`."""
         raise no_memory()
 
@@ -101,35 +85,22 @@ class MemoryPredictor:
     labels: LabelIndex
     config: MemoryConfig
 
-    def find(
-        self,
-        query_BD: Float32Array,
-        k: int,
-        exclude: Ragged | None = None,
-        exact: bool = False,
-        subset: ShardSubset = ALL_SHARDS,
-    ) -> Neighbours:
+    def find(self, query_BD: Float32Array, k: int, scope: SearchScope) -> Neighbours:
         """See `Predictor.find`."""
         # The keys are always those of the export, whatever labels joined or were removed since, so
         # that no other label's probability changes.
-        queries = self.memory.search(query_BD, self.config, exact, subset)
+        queries = self.memory.search(query_BD, self.config, scope)
         num_labels = self.labels.settings.num_labels
         voting_labels = self.config.keys if self.config.weight < 1 else 0
         width = min(max(k, voting_labels), num_labels)
-        keys = self.labels.search_exported(
-            query_BD, width, exclude=exclude, exact=exact, subset=subset
-        )
+        keys = self.labels.search_exported(query_BD, width, scope)
         if not self.labels.changed and self.labels.allowed is None:
             return Neighbours(queries, keys)
-        joined = self.labels.search(
-            query_BD,
-            min(self.config.keys, num_labels),
-            exclude=exclude,
-            exact=exact,
-            subset=subset,
-            joined_only=True,
-        )
-        completing = self.labels.search(query_BD, k, exclude=exclude, exact=exact, subset=subset)
+        # Labels that joined vote in addition to the keys of the export.
+        num_joined = min(self.config.keys, num_labels)
+        joined = self.labels.search(query_BD, num_joined, scope, joined_only=True)
+        # Lists with fewer than k voted labels are completed by the nearest ones.
+        completing = self.labels.search(query_BD, k, scope)
         return Neighbours(queries, keys, joined, completing)
 
     def rank(self, neighbours: Neighbours, k: int, exclude: Ragged | None = None) -> TopLabels:
@@ -153,17 +124,20 @@ class MemoryPredictor:
             tops.append(rank_votes(votes, self.config.weight, k, completing, num_labels))
         return TopLabels.concatenate(tops, k)
 
-    def voters(self, neighbours: Neighbours, top: TopLabels) -> list[list[tuple[VotingQuery, ...]]]:
+    def voters(self, neighbours: Neighbours, top: TopLabels) -> Voters:
         """See `Predictor.voters`."""
         query_weight_BK, _ = key_weights(neighbours, self.config)
         weight_BK = self.config.weight * query_weight_BK
         votes = []
+        rows: set[int] = set()
         for query, label_ids in enumerate(top.ids.tolist()):
             by_label = self._votes_by_label(neighbours.queries.ids[query], weight_BK[query])
-            votes.append([by_label.get(label_id, []) for label_id in label_ids])
-        names = self.memory.uids_and_texts(
-            row for answers in votes for answer in answers for row, _ in answer
-        )
+            query_votes = [by_label.get(label_id, []) for label_id in label_ids]
+            for label_votes in query_votes:
+                rows.update(row for row, _ in label_votes)
+            votes.append(query_votes)
+        # One look-up of names for all queries: reading a block of the file is what costs.
+        names = self.memory.uids_and_texts(rows)
         return [[_named(answer, names) for answer in answers] for answers in votes]
 
     def _votes_by_label(

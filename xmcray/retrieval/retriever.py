@@ -21,7 +21,7 @@ from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.predictors import LabelPredictor, MemoryPredictor, Predictor, no_memory
 from xmcray.retrieval.query_encoder import QueryEncoder
-from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
+from xmcray.retrieval.shards import ALL_SHARDS, EVERYTHING, SearchScope, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage import open_artifact
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
@@ -163,9 +163,8 @@ class Retriever:
             ConfigError: k is not in 1 .. L, or there is no memory.
         """
         if not isinstance(queries, Ragged):
-            neighbours = self.find_neighbours(
-                queries, k, exclude=exclude, exact=exact, memory=memory
-            )
+            scope = SearchScope(exclude, exact)
+            neighbours = self.find_neighbours(queries, k, scope=scope, memory=memory)
             return self._predictor(memory).rank(neighbours, k, exclude)
         self._check_k(k)
         tops = []
@@ -183,14 +182,12 @@ class Retriever:
         query_BD: Float32Array,
         k: int,
         *,
-        exclude: Ragged | None = None,
-        exact: bool = False,
+        scope: SearchScope = EVERYTHING,
         memory: MemoryConfig | None = None,
-        subset: ShardSubset = ALL_SHARDS,
     ) -> Neighbours:
         """The search alone, in all shards or in a subset; `Neighbours.merged` combines subsets."""
         self._check_k(k)
-        return self._predictor(memory).find(query_BD, k, exclude, exact, subset)
+        return self._predictor(memory).find(query_BD, k, scope)
 
     def name_answers(
         self,

@@ -69,6 +69,24 @@ ALL_SHARDS = ShardSubset(index=0, count=1)
 NO_SHARDS = ShardSubset(index=-1, count=1)  # no number has the remainder -1
 
 
+@dataclass(frozen=True, slots=True)
+class SearchScope:
+    """What a search looks at.
+
+    Attributes:
+        exclude: B lists of source label ids that are masked before the k best are taken.
+        exact: compare all rows, whatever the index.
+        subset: the shards to search.
+    """
+
+    exclude: Ragged | None = None
+    exact: bool = False
+    subset: ShardSubset = ALL_SHARDS
+
+
+EVERYTHING = SearchScope()
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedIndex:
     """All shards of one set of vectors, each with its index.

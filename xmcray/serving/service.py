@@ -19,7 +19,7 @@ import numpy as np
 
 from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.neighbours import Neighbours
-from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
+from xmcray.retrieval.shards import ALL_SHARDS, SearchScope, ShardSubset
 from xmcray.serving import schema
 from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.problems import ProblemError
@@ -381,7 +381,7 @@ def find_hits(
         encoded.query_BD,
         searches[0].k,
         memory=snapshot.memory_config(request.memory),
-        subset=subset,
+        scope=SearchScope(subset=subset),
     )
     results = []
     start = 0

@@ -34,6 +34,7 @@ from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import VOTE_QUERIES, MemoryConfig, sweep
 from xmcray.training.export import index_spec, sample_rows
 from xmcray.training.outcome import check_fits
@@ -299,7 +300,7 @@ def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
         query_BD = held_out.query_BD[start:stop]
         excluded = held_out.excluded.slice(start, stop)
         labels = held_out.retriever.find_neighbours(
-            query_BD, held_out.k, memory=labels_only, exclude=excluded
+            query_BD, held_out.k, scope=SearchScope(exclude=excluded), memory=labels_only
         ).labels
         neighbours = Neighbours(memory.rows.search(query_BD, width, names=names), labels)
         results = sweep(

@@ -26,7 +26,7 @@ from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
-from xmcray.retrieval.shards import ShardSubset
+from xmcray.retrieval.shards import SearchScope, ShardSubset
 from xmcray.types import TopLabels
 
 NEW = [
@@ -307,7 +307,7 @@ def test_parts_of_the_shards_find_together_what_one_search_finds(
         parts = []
         for i in range(count):
             subset = ShardSubset(i, count)
-            parts.append(retriever.find_neighbours(query_BD, K, subset=subset))
+            parts.append(retriever.find_neighbours(query_BD, K, scope=SearchScope(subset=subset)))
         assert retriever.name_answers(Neighbours.merged(parts), K) == wanted
 
 
