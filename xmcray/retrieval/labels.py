@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +68,9 @@ def read_new_labels(paths: Iterable[str | Path]) -> list[NewLabel]:
                 f"label {row.uid[:80]!r} has no text, expected some: its vector is made of it"
             )
         attributes = record.get("attributes")
-        return NewLabel(row.uid, row.text, {} if attributes is None else attribute_set(attributes))
+        if attributes is None:
+            return NewLabel(row.uid, row.text)
+        return NewLabel(row.uid, row.text, attribute_set(attributes))
 
     return _read(paths, "uid and text", make)
 
@@ -137,7 +140,8 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
     """
     with _opened(bundle, out) as source:
         retriever = source.retriever
-        taken = {label.uid for label in new} & retriever.labels.ids_by_uid().keys()
+        new_uids = {label.uid for label in new}
+        taken = new_uids & retriever.labels.ids_by_uid().keys()
         if taken:
             raise DataError(
                 f"label {min(taken)!r} is in {bundle} already; remove it first, or choose another uid"
@@ -216,7 +220,8 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
     """
     labels = retriever.labels
     settings = labels.settings
-    vectors = new_vectors(retriever, side, [label.text for label in new])
+    texts = [label.text for label in new]
+    vectors = new_vectors(retriever, side, texts)
     rows, shards = _rows_for(len(new), labels.row_labels, settings.shards)
     num_rows = shards[-1].stop
     # Rows of a further shard are unused until a label gets them.
@@ -234,7 +239,8 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
             shard_vectors[:] = labels.rows.vectors(number)
         shard_vectors[rows[inside] - shard.start] = vectors[inside]
         changed[number] = shard_vectors
-    columns = {"uid": [label.uid for label in new], "text": [label.text for label in new]}
+    uids = [label.uid for label in new]
+    names = pa.table({"uid": uids, "text": texts}, schema=LABEL_SCHEMA)
     first_added = settings.first_added
     grown = dataclasses.replace(
         settings,
@@ -242,10 +248,8 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
         shards=shards,
         first_added=settings.num_labels if first_added is None else first_added,
     )
-    names = pa.table(columns, schema=LABEL_SCHEMA)
-    return dataclasses.replace(
-        retriever, labels=labels.with_rows(grown, names, row_labels, changed)
-    )
+    more_labels = labels.with_rows(grown, names, row_labels, changed)
+    return dataclasses.replace(retriever, labels=more_labels)
 
 
 def _rows_for(
@@ -257,9 +261,11 @@ def _rows_for(
     if not missing:
         return free, tuple(shards)
     start = len(row_labels)
-    room = -(-missing // ROOM) * ROOM
+    # Whole multiples of ROOM, so that later labels find rows that exist already.
+    room = math.ceil(missing / ROOM) * ROOM
     more = VectorShard(start, start + room, indexed=False, candidates=1)
-    return np.concatenate([free, start + np.arange(missing)]), (*shards, more)
+    rows = np.concatenate([free, start + np.arange(missing)])
+    return rows, (*shards, more)
 
 
 def write_changes(before: Retriever, after: Retriever, target: Path) -> set[str]:
@@ -312,7 +318,9 @@ class _OpenBundle:
         The manifest lists what was changed since the export.
         """
         about = dict(self.manifest.about)
-        about["changes"] = [*about.get("changes", []), {**change, "of": self.manifest.sha256}]
+        # The hash of the bundle that was changed makes the list a chain.
+        entry = {**change, "of": self.manifest.sha256}
+        about["changes"] = [*about.get("changes", []), entry]
         # Files with a second name keep their hashes: only new files are hashed.
         linked: dict[str, storage.FileEntry] = {}
         with storage.new_artifact(

@@ -39,8 +39,9 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
     if side.prototypes is not None:
         return _prototypes(retriever, side, vectors)
     if side.row_columns:
-        row_part = vectors[:, -side.row_columns :]
-        vectors[:, -side.row_columns :] = _classifier_rows(retriever, side.row_columns, row_part)
+        # The last columns of a label's vector are its row of the classifier.
+        columns = slice(-side.row_columns, None)
+        vectors[:, columns] = _classifier_rows(retriever, side.row_columns, vectors[:, columns])
     return vectors
 
 
@@ -53,7 +54,9 @@ def _prototypes(retriever: Retriever, side: LabelSide, text_UD: Float32Array) ->
     assert side.prototypes is not None
     assert side.cluster_L is not None
     nearest = retriever.labels.search_exported(text_UD, 1).ids[:, 0]
-    cluster_U = side.cluster_L[torch.from_numpy(retriever.labels.label_rows[nearest])]
+    # Clusters are listed by row, not by source id.
+    nearest_rows = retriever.labels.label_rows[nearest]
+    cluster_U = side.cluster_L[torch.from_numpy(nearest_rows)]
     texts = torch.from_numpy(text_UD).to(side.prototypes.bank.weight)
     with torch.inference_mode():
         prototypes: Float32Array = side.prototypes(texts, texts, cluster_U).float().numpy()
@@ -80,18 +83,23 @@ def _classifier_rows(retriever: Retriever, columns: int, text_UC: Float32Array) 
     mean_text_C = known_text_MC.mean(axis=0)
     mean_row_C = known_row_MC.mean(axis=0)
     row_lengths = np.linalg.norm(known_row_MC, axis=1)
+    # X and Y of the regression: deviations from the mean text and from the mean row.
     text_MC = known_text_MC - mean_text_C
     row_MC = known_row_MC - mean_row_C
     # Medians, because few labels with many queries have much longer rows.
     step_length = np.median(np.linalg.norm(row_MC, axis=1))
-    scale = step_length / max(np.median(np.linalg.norm(text_MC, axis=1)), _TINY)
+    text_length = np.median(np.linalg.norm(text_MC, axis=1))
+    scale = step_length / max(text_length, _TINY)
     # Ridge regression towards scale * I: (X'X + R) map = X'Y + scale * R.
     gram_CC = text_MC.T @ text_MC
-    ridge_CC = (RIDGE * np.trace(gram_CC) / columns + _TINY) * np.eye(columns)
-    map_CC = np.linalg.solve(gram_CC + ridge_CC, text_MC.T @ row_MC + scale * ridge_CC)
+    penalty = RIDGE * np.trace(gram_CC) / columns + _TINY
+    ridge_CC = penalty * np.eye(columns)
+    target_CC = text_MC.T @ row_MC + scale * ridge_CC
+    map_CC = np.linalg.solve(gram_CC + ridge_CC, target_CC)
     # Only the direction of the mapped text counts; its length says little about a row's.
     step_UC = (text_UC - mean_text_C) @ map_CC
-    row_UC = mean_row_C + step_UC * (step_length / _lengths(step_UC))
+    step_UC *= step_length / _lengths(step_UC)
+    row_UC = mean_row_C + step_UC
     if np.ptp(row_lengths) < 1e-3 * row_lengths.max():
         # Rows of one length, such as UniDEC's.
         row_UC *= row_lengths.mean() / _lengths(row_UC)
@@ -104,7 +112,9 @@ def _known_labels(
     """What the encoder makes of the texts of a sample of labels, and their rows, float64 [M, C]."""
     settings = retriever.settings
     exported = settings.first_added or settings.num_labels
-    sample = np.random.default_rng(0).choice(exported, min(SAMPLE, exported), replace=False)
+    # A fixed seed, so that the same label gets the same vector every time.
+    generator = np.random.default_rng(0)
+    sample = generator.choice(exported, min(SAMPLE, exported), replace=False)
     texts = retriever.labels.texts(sample)
     tokens = retriever.tokenizer.encode(texts, retriever.tokenizer.label_max_len)
     with_text = np.flatnonzero(tokens.lengths)
@@ -113,9 +123,11 @@ def _known_labels(
             "no label of the bundle has a text, expected some, by which the row of a new label is"
             " placed; export a bundle whose labels have texts"
         )
-    text_MC = retriever.encode(tokens.take(with_text))[:, -columns:]
-    row_MC = retriever.labels.vectors_of(sample[with_text])[:, -columns:]
-    return text_MC.astype(np.float64), row_MC.astype(np.float64)
+    text_MD = retriever.encode(tokens.take(with_text))
+    label_MD = retriever.labels.vectors_of(sample[with_text])
+    text_MC = text_MD[:, -columns:].astype(np.float64)
+    row_MC = label_MD[:, -columns:].astype(np.float64)
+    return text_MC, row_MC
 
 
 def _lengths(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -106,9 +106,13 @@ def key_weights(neighbours: Neighbours, config: MemoryConfig) -> tuple[Float64Ar
     label_BK = neighbours.labels.scores
     if config.weight in (0, 1) or not config.joint:
         # Two separate softmaxes, of which weight 0 or 1 switches one off.
-        queries_on = 1.0 if config.weight else 0.0
-        labels_on = 1.0 if config.weight < 1 else 0.0
-        return queries_on * _softmax(query_BK, config), labels_on * _softmax(label_BK, config)
+        query_weight_BK = _softmax(query_BK, config)
+        label_weight_BK = _softmax(label_BK, config)
+        if config.weight == 0:
+            query_weight_BK = np.zeros_like(query_weight_BK)
+        if config.weight == 1:
+            label_weight_BK = np.zeros_like(label_weight_BK)
+        return query_weight_BK, label_weight_BK
     # One softmax over both kinds of keys, which is then cut in two again.
     weight_BK = _softmax(np.concatenate([query_BK, label_BK], axis=1), config)
     num_queries = query_BK.shape[1]
@@ -134,14 +138,19 @@ def joined_weights(neighbours: Neighbours, joined: TopLabels, config: MemoryConf
     if config.weight == 1 or not score_BK.shape[1]:
         return np.zeros(joined.scores.shape)
     # The best key gives the proportion of score to weight, the b-th best is the bar.
-    best_BK = -np.sort(-score_BK.astype(np.float64), axis=1)[:, : config.keys]
+    # Sorting the negated scores puts the largest first.
+    descending_BK = -np.sort(-score_BK.astype(np.float64), axis=1)
+    best_BK = descending_BK[:, : config.keys]
     best_B1 = best_BK[:, :1]
     last_B1 = best_BK[:, -1:]
     if best_BK.shape[1] < config.keys:
         last_B1 = np.full_like(best_B1, -np.inf)  # all keys vote
-    votes_BJ = (joined.scores >= last_B1) & (joined.scores > -np.inf) & (best_B1 > -np.inf)
+    reaches_BJ = joined.scores >= last_B1
+    votes_BJ = reaches_BJ & (joined.scores > -np.inf) & (best_B1 > -np.inf)
     # Zeros stand in for scores that do not vote, because -inf - -inf is no number.
-    distance_BJ = np.where(votes_BJ, joined.scores, 0) - np.where(votes_BJ, best_B1, 0)
+    joined_BJ = np.where(votes_BJ, joined.scores, 0)
+    best_BJ = np.where(votes_BJ, best_B1, 0)
+    distance_BJ = joined_BJ - best_BJ
     # The best key has the largest weight, so exp(distance / tau) of it is what the softmax gives.
     power_BJ = np.minimum(distance_BJ / config.temperature, _MAX_POWER)
     weight_BJ = weight_BK.max(axis=1, keepdims=True) * np.exp(power_BJ)
@@ -174,16 +183,20 @@ def count_votes(
         label_BK = np.concatenate([label_BK, neighbours.joined.ids], axis=1)
     # Training queries: one entry per key and positive of the key.
     key_query, key_place = np.nonzero(query_weight_BK)
-    voted_labels = positives.take(neighbours.queries.ids[key_query, key_place])
+    key_rows = neighbours.queries.ids[key_query, key_place]
+    voted_labels = positives.take(key_rows)
+    # `voter` is the place of each vote's key among the keys.
     voter = voted_labels.row_ids
     query_pairs = key_query[voter] * num_labels + voted_labels.values
-    query_weights = query_weight_BK[key_query, key_place][voter]
+    key_weight = query_weight_BK[key_query, key_place]
+    query_weights = key_weight[voter]
     # Labels: one entry per key.
     own_query, own_place = np.nonzero(label_weight_BK)
     label_pairs = own_query * num_labels + label_BK[own_query, own_place]
     label_weights = label_weight_BK[own_query, own_place]
     # The same pair may have many votes; `entry` is the place of each vote's pair among all pairs.
-    pairs, entry = np.unique(np.concatenate([query_pairs, label_pairs]), return_inverse=True)
+    all_pairs = np.concatenate([query_pairs, label_pairs])
+    pairs, entry = np.unique(all_pairs, return_inverse=True)
     query_entry = entry[: len(voter)]
     label_entry = entry[len(voter) :]
     of_queries = np.bincount(query_entry, query_weights, len(pairs)).astype(np.float64)
@@ -231,11 +244,14 @@ def _complete(
     num_labels: int,
 ) -> None:
     """Fills the free places after the `count_B` voted labels of each query, in place."""
-    pair_BW = np.arange(len(completing.ids))[:, None] * num_labels + completing.ids
+    query_B1 = np.arange(len(completing.ids))[:, None]
+    pair_BW = query_B1 * num_labels + completing.ids
     fresh_BW = (completing.ids >= 0) & ~np.isin(pair_BW, voted_pairs)
     # The n-th fresh label of a query goes to the n-th place after the voted ones.
-    place_BW = count_B[:, None] + np.cumsum(fresh_BW, axis=1, dtype=np.int64) - 1
-    query, column = np.nonzero(fresh_BW & (place_BW < top.width))
+    fresh_so_far_BW = np.cumsum(fresh_BW, axis=1, dtype=np.int64)
+    place_BW = count_B[:, None] + fresh_so_far_BW - 1
+    fits_BW = place_BW < top.width
+    query, column = np.nonzero(fresh_BW & fits_BW)
     place = place_BW[query, column]
     top.ids[query, place] = completing.ids[query, column]
     top.scores[query, place] = completing.scores[query, column] - 2
@@ -267,7 +283,8 @@ def sweep(
 def _softmax(score_BK: npt.NDArray[np.floating], config: MemoryConfig) -> Float64Array:
     """softmax(score / tau) over the b largest of each row, zero elsewhere."""
     # Stable, so that of equal scores the first keys are taken.
-    best_Bb = np.argsort(-score_BK, axis=1, kind="stable")[:, : config.keys]
+    order_BK = np.argsort(-score_BK, axis=1, kind="stable")
+    best_Bb = order_BK[:, : config.keys]
     top_Bb = np.take_along_axis(score_BK, best_Bb, 1).astype(np.float64)
     is_key_Bb = top_Bb > -np.inf
     # The largest score is the first one. Zeros stand in for missing keys, because -inf - -inf is
@@ -275,7 +292,8 @@ def _softmax(score_BK: npt.NDArray[np.floating], config: MemoryConfig) -> Float6
     finite_Bb = np.where(is_key_Bb, top_Bb, 0)
     shifted_Bb = finite_Bb - finite_Bb[:, :1]
     power_Bb = np.where(is_key_Bb, np.exp(shifted_Bb / config.temperature), 0.0)
-    power_Bb /= np.maximum(power_Bb.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    sum_B1 = power_Bb.sum(axis=1, keepdims=True)
+    power_Bb /= np.maximum(sum_B1, np.finfo(np.float64).tiny)
     weight_BK = np.zeros(score_BK.shape)
     np.put_along_axis(weight_BK, best_Bb, power_Bb, 1)
     return weight_BK

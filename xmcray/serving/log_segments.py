@@ -14,7 +14,6 @@ files agree.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -159,14 +158,8 @@ class SegmentStore:
                 self._files.pipe_file(path, data)
                 return
             # Unlike other file systems, a local one shows a file while it is being written.
-            target = Path(path)
-            temporary = storage.aside(target)
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-            storage.fsync(target.parent)
+            with storage.whole_file(Path(path)) as temporary:
+                temporary.write_bytes(data)
 
     def _path(self, segment: Segment, within: str = "") -> str:
         return "/".join(filter(None, (self._root, within, segment.name)))
