@@ -47,10 +47,10 @@ from xmcray.parallel import collectives
 from xmcray.planning import data_size
 from xmcray.planning.devices import device_rates
 from xmcray.planning.plan import Plan, Planner, plan
-from xmcray.planning.probe import ENVIRONMENT, probe
+from xmcray.planning.probe import probe
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.storage import write_json
-from xmcray.training.launch import train
+from xmcray.training.launch import train, worker_environment
 from xmcray.training.loop import build
 from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
@@ -224,7 +224,7 @@ def _available() -> int:
 
 def classifier_part(corpus: Corpus, dim: int, workers: int) -> float:
     """Seconds of the classifier's part of a step, in processes without Ray."""
-    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **worker_environment(threads=1)}
     with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:
         command = [sys.executable, __file__, "--dim", str(dim), "--rank"]
         ranks = [

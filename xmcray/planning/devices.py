@@ -1,4 +1,4 @@
-"""Published specifications of GPUs, for planning a device that is not at hand; nothing is measured.
+"""Published specifications of GPUs, for planning a device that is not available; nothing is measured.
 
 A device does not reach its specification. The shares that are assumed are named once, here, and
 printed with a plan.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from xmcray import config as configs
 from xmcray.errors import ConfigError
-from xmcray.planning.rates import Rates
+from xmcray.planning.rates import NARROW_ROW, WIDE_ROW, Rates
 
 PRODUCT_SHARE = 0.6
 BANDWIDTH_SHARE = 0.8
@@ -30,7 +30,7 @@ class Spec:
     Attributes:
         memory_bytes: as sold.
         bandwidth: bytes per second of the device's memory.
-        half: flop/s in bfloat16 (float16 where there is none) on tensor cores.
+        half: flop/s in bfloat16 (float16 if there is none) on tensor cores.
         single: flop/s in float32 without tensor cores.
         link: bytes per second to other devices of the machine, in one direction.
     """
@@ -59,14 +59,15 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
     Args:
         name: such as "a100-80gb".
         matmul: as `optim.matmul`: "bf16" lets products of float32 matrices use the tensor cores.
+
     Raises:
         ConfigError: an unknown device (names the nearest).
     """
     if name not in SPECS:
         raise ConfigError(configs.unknown("device", name, ["cpu", *SPECS]))
     spec = SPECS[name]
-    moved = BANDWIDTH_SHARE * spec.bandwidth
-    random = RANDOM_SHARE * spec.bandwidth
+    ordered_bytes_s = BANDWIDTH_SHARE * spec.bandwidth
+    random_bytes_s = RANDOM_SHARE * spec.bandwidth
     flop_s = spec.half if matmul == "bf16" else spec.single
     return Rates(
         device=name,
@@ -77,14 +78,12 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
         process_bytes=PROCESS_BYTES,
         products=((1.0, PRODUCT_SHARE * flop_s),),
         half_flop_s=PRODUCT_SHARE * spec.half,
-        passes=((1.0, moved),),
-        # A row is read and written; a write also reads what it replaces.
-        row_reads={str(width): ((1.0, width / random),) for width in (256, 1024)},
-        row_writes={str(width): ((1.0, 2 * width / random),) for width in (256, 1024)},
-        exp_s=0.0,  # bound by memory
-        softplus_s=0.0,
-        top_s=32 / moved,
-        sort_s=64 / moved,
+        passes=((1.0, ordered_bytes_s),),
+        narrow_row_s=((1.0, NARROW_ROW / random_bytes_s),),
+        wide_row_s=((1.0, WIDE_ROW / random_bytes_s),),
+        row_write_factor=2.0,  # a write also reads what it replaces
+        slow_s=0.0,  # bound by memory
+        sort_s=64 / ordered_bytes_s,
         call_s=8e-6,
         copy_s=15e-6,
         host_entry_s=HOST_ENTRY_S,

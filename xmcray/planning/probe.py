@@ -26,19 +26,16 @@ import torch.distributed as dist
 from torch import nn
 
 from xmcray.errors import ResourceError
-from xmcray.planning.rates import SORTED, Points, Rates, load_rates
+from xmcray.planning.rates import NARROW_ROW, SORTED, WIDE_ROW, Points, Rates, load_rates
+from xmcray.training.launch import worker_environment
 
-ENVIRONMENT = {  # as training/launch.py starts its workers
-    "TOKENIZERS_PARALLELISM": "false",
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
+_ARRAYS = (1 << 14, 1 << 18, 1 << 22, 1 << 25, 1 << 28)  # bytes
 _TABLES = (1 << 19, 1 << 23, 1 << 27, 1 << 30)  # bytes
-_ROW_WIDTHS = (64, 256)  # floats
 _INNER = 1 << 22  # bytes: more than the inner caches hold
 _OUTER = 1 << 26  # bytes: more than is left of the outer cache
-_ROWS = 8192
+_QUERIES = 512  # of a batch
+_LABELS = 2048  # of a shortlist
+_ROWS = 8192  # read or written by one call
 _REPEATS = 9
 _FIRST_STEP = """
 import faiss, numpy, ray.train.torch, torch, xmcray.training.worker, xmcray.training.loop
@@ -54,34 +51,42 @@ optimiser.step(1.0)
 
 
 def probe(threads: int = 1) -> Rates:
-    """Measures this machine, in processes of their own.
+    """Measures this machine in separate processes.
 
     Args:
         threads: of each process.
+
     Raises:
         ResourceError: the measuring process failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rates.json"
-        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
-        command = [sys.executable, "-m", "xmcray.planning.probe", str(out)]
         result = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "xmcray.planning.probe", str(out)],
+            env={**os.environ, **worker_environment(threads)},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if result.returncode:
-            last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+            lines = result.stderr.strip().splitlines() or ["no message"]
             raise ResourceError(
-                f"the probe of this machine failed ({last[:200]}); free some memory and try again"
+                f"the probe of this machine failed ({lines[-1][:200]}); free some memory and try again"
             )
         return load_rates(out)
 
 
 def _measure_machine() -> Rates:
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    row_reads, row_writes = _rows()
+    scores = torch.randn(_QUERIES, _LABELS)
+    exponential_s = _seconds(lambda: torch.sigmoid(scores), _OUTER)
+    softplus_s = _seconds(lambda: nn.functional.softplus(scores), _OUTER)
+    numbers = np.random.default_rng(0).integers(1 << 20, size=SORTED)
+    narrow_rows = [_row_times(size, NARROW_ROW) for size in _TABLES]
+    wide_rows = [_row_times(size, WIDE_ROW) for size in _TABLES]
+    write_factors = [write_s / read_s for read_s, write_s in narrow_rows + wide_rows]
     exchange_s, meet_s, exchange_bytes_s = _collectives()
     build_flop_s, search_flop_s = _index()
-    scores = torch.randn(512, 2048)
     return Rates(
         device=f"{_processor()}, {os.cpu_count()} cores",
         source="measured",
@@ -90,15 +95,14 @@ def _measure_machine() -> Rates:
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
         process_bytes=(_process_bytes(""), _process_bytes("import xmcray.nn.transformer")),
-        products=tuple((float(k), _product(k, torch.float32)) for k in (16, 64, 256, 1024)),
+        products=tuple((float(dim), _product(dim, torch.float32)) for dim in (16, 64, 256, 1024)),
         half_flop_s=_product(256, torch.bfloat16),
-        passes=_passes(),
-        row_reads=row_reads,
-        row_writes=row_writes,
-        exp_s=_seconds(lambda: torch.sigmoid(scores), _OUTER) / scores.numel(),
-        softplus_s=_seconds(lambda: nn.functional.softplus(scores), _OUTER) / scores.numel(),
-        top_s=_seconds(lambda: scores.topk(100, dim=1)) / scores.numel(),
-        sort_s=_sort(),
+        passes=tuple((float(size), _pass(size)) for size in _ARRAYS),
+        narrow_row_s=_points(narrow_rows),
+        wide_row_s=_points(wide_rows),
+        row_write_factor=float(np.median(write_factors)),
+        slow_s=(exponential_s + softplus_s) / 2 / scores.numel(),
+        sort_s=_seconds(lambda: np.argsort(numbers, kind="stable")) / SORTED,
         call_s=_call(),
         exchange_s=exchange_s,
         meet_s=meet_s,
@@ -110,7 +114,7 @@ def _measure_machine() -> Rates:
 
 
 def _seconds(function: Callable[[], object], touched_bytes: int = _INNER) -> float:
-    """Median seconds of a call when other bytes were touched since the one before, as in a step."""
+    """Median seconds of a call; as in a step, other bytes are touched between two calls."""
     function()
     others = torch.zeros(touched_bytes // 4)
     measured = []
@@ -122,55 +126,45 @@ def _seconds(function: Callable[[], object], touched_bytes: int = _INNER) -> flo
     return float(np.median(measured))
 
 
-def _product(width: int, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of query vectors with rows."""
-    queries = torch.randn(512, width, dtype=dtype)
-    rows = torch.randn(2048, width, dtype=dtype)
-    product = partial(torch.mm, queries, rows.T, out=torch.empty(512, 2048, dtype=dtype))
-    return 2.0 * 512 * 2048 * width / _seconds(product, _OUTER)
+def _product(dim: int, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of query vectors times label rows."""
+    query_BD = torch.randn(_QUERIES, dim, dtype=dtype)
+    label_CD = torch.randn(_LABELS, dim, dtype=dtype)
+    score_BC = torch.empty(_QUERIES, _LABELS, dtype=dtype)
+    product_s = _seconds(lambda: torch.mm(query_BD, label_CD.T, out=score_BC), _OUTER)
+    return 2.0 * _QUERIES * _LABELS * dim / product_s
 
 
-def _passes() -> Points:
-    points = []
-    for size in (1 << 14, 1 << 18, 1 << 22, 1 << 25, 1 << 28):
-        add = partial(torch.zeros(size // 4).add_, torch.ones(size // 4))
-        seconds = _seconds(add, _OUTER if size > _INNER else 0)
-        points.append((float(size), 3 * size / seconds))
-    return tuple(points)
+def _pass(size: int) -> float:
+    """Bytes per second of adding an array of `size` bytes to another: two reads and a write."""
+    add = partial(torch.zeros(size // 4).add_, torch.ones(size // 4))
+    # Arrays that fit into the inner caches are still there when a step uses them again.
+    return 3 * size / _seconds(add, _OUTER if size > _INNER else 0)
 
 
-def _rows() -> tuple[dict[str, Points], dict[str, Points]]:
-    """Seconds of reading and of writing a row, by width and by bytes of the table."""
-    reads: dict[str, Points] = {}
-    writes: dict[str, Points] = {}
-    for width in _ROW_WIDTHS:
-        for size in _TABLES:
-            read_s, write_s = _rows_of(size, width)
-            key = str(4 * width)
-            reads[key] = (*reads.get(key, ()), (float(size), read_s))
-            writes[key] = (*writes.get(key, ()), (float(size), write_s))
-    return reads, writes
+def _points(row_times: list[tuple[float, float]]) -> Points:
+    """(bytes of the table, seconds of a read)."""
+    return tuple(
+        (float(size), read_s) for size, (read_s, _) in zip(_TABLES, row_times, strict=True)
+    )
 
 
-def _rows_of(table_bytes: int, width: int) -> tuple[float, float]:
+def _row_times(table_bytes: int, row_bytes: int) -> tuple[float, float]:
     """Seconds of reading and of writing a row, at ascending, otherwise random places."""
-    table = torch.zeros(table_bytes // 4 // width, width).fill_(1.0)
+    dim = row_bytes // 4
+    # fill_ writes every page: pages of zeros would all be the same one.
+    table = torch.zeros(table_bytes // row_bytes, dim).fill_(1.0)
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(table), (32, _ROWS), generator=generator)
-    places = itertools.cycle(drawn.sort(dim=1).values)
-    rows = table.index_select(0, next(places))
-    read_s = _seconds(lambda: table.index_select(0, next(places)), _OUTER)
-    write_s = _seconds(lambda: table.index_copy_(0, next(places), rows), _OUTER)
+    places = torch.randint(len(table), (32, _ROWS), generator=generator).sort(dim=1).values
+    next_places = itertools.cycle(places)
+    rows = table.index_select(0, next(next_places))
+    read_s = _seconds(lambda: table.index_select(0, next(next_places)), _OUTER)
+    write_s = _seconds(lambda: table.index_copy_(0, next(next_places), rows), _OUTER)
     return read_s / _ROWS, write_s / _ROWS
 
 
-def _sort() -> float:
-    values = np.random.default_rng(0).integers(1 << 20, size=SORTED)
-    return _seconds(lambda: np.argsort(values, kind="stable")) / len(values)
-
-
 def _call() -> float:
-    """A chain of different operations on a few numbers, by their number."""
+    """Seconds of one operation in a chain of different operations on few numbers."""
     values = torch.ones(8, 8)
     table = torch.ones(64, 8)
     ids = torch.arange(8)
@@ -187,6 +181,7 @@ def _call() -> float:
 
 
 def _disk() -> float:
+    """Bytes per second of writing a file, syncing and hashing it."""
     content = os.urandom(1 << 20) * 32
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         start = time.perf_counter()
@@ -199,7 +194,7 @@ def _disk() -> float:
 
 
 def _index() -> tuple[float, float]:
-    """Of assigning rows to lists, and of scanning rows for the best of many queries."""
+    """Flop/s of assigning rows to lists, and of scanning rows for the best of many queries."""
     from xmcray.retrieval import ann
     from xmcray.retrieval.exact import exact_search
 
@@ -213,51 +208,47 @@ def _index() -> tuple[float, float]:
     return 2.0 * 4096 * 8192 * 64 / build_s, 2.0 * 512 * len(rows) * 64 / search_s
 
 
-def _process_bytes(also: str) -> int:
+def _process_bytes(more_imports: str) -> int:
     """Largest resident memory of a worker that has imported its libraries and made a small step.
 
-    Not by getrusage: what that reports begins with the memory of the process that started this one.
+    Not by getrusage: its value starts with the memory of the process that started this one.
     """
-    code = "\n".join([_FIRST_STEP, also, "print(open('/proc/self/status').read())"])
-    status = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    code = "\n".join([_FIRST_STEP, more_imports, "print(open('/proc/self/status').read())"])
+    command = [sys.executable, "-c", code]
+    status = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def _collectives() -> tuple[float, float, float]:
-    """Seconds of a small all-gather, what it takes longer after work, and bytes per second."""
+    """Seconds of a small all-gather, how much longer it takes after work, and bytes per second."""
     code = "import sys; from xmcray.planning import probe; probe.rank_times(*sys.argv[1:])"
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, rank, folder], stdout=subprocess.PIPE, text=True
-            )
-            for rank in ("0", "1")
-        ]
-        outputs = [process.communicate()[0] for process in ranks]
-    small, large, work, small_after_work = map(float, outputs[0].split())
-    meet_s = max(0.0, small_after_work - work - small)
-    return small, meet_s, (1 << 23) / max(large - small, 1e-9)
+        processes = []
+        for rank in ("0", "1"):
+            command = [sys.executable, "-c", code, rank, folder]
+            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        outputs = [process.communicate()[0] for process in processes]
+    small_s, large_s, work_s, small_after_work_s = map(float, outputs[0].split())
+    meet_s = max(0.0, small_after_work_s - work_s - small_s)
+    return small_s, meet_s, (1 << 23) / max(large_s - small_s, 1e-9)
 
 
 def rank_times(rank: str, folder: str) -> None:
-    """One of two ranks: prints the seconds of a small and a large all-gather, of work, and of both.
+    """Prints the seconds of a small and a large all-gather, of work, and of both, on one of 2 ranks.
 
     Args:
         rank: 0 or 1.
         folder: where the ranks meet.
     """
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2
-    )
-    queries = torch.randn(512, 256)
-    work = partial(torch.mm, queries, torch.randn(256, 2048), out=torch.empty(512, 2048))
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=int(rank), world_size=2)
+    queries = torch.randn(_QUERIES, 256)
+    work = partial(torch.mm, queries, torch.randn(256, _LABELS), out=torch.empty(_QUERIES, _LABELS))
     small = partial(dist.all_gather_into_tensor, torch.zeros(2 << 4), torch.zeros(1 << 4))
     large = partial(dist.all_gather_into_tensor, torch.zeros(2 << 21), torch.zeros(1 << 21))
     for calls, count in (([small], 20), ([large], 10), ([work], 60), ([work, small], 60)):
-        for call in [*calls, small]:
+        for call in [*calls, small]:  # the last one makes both ranks start together
             call()
         start = time.perf_counter()
         for call in calls * count:

@@ -248,15 +248,18 @@ def _worker_settings(run: Run, placement: Placement) -> WorkerSettings:
     )
 
 
+def worker_environment(threads: int) -> dict[str, str]:
+    """Environment variables that decide how fast a worker process computes."""
+    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_ALLOCATOR}
+
+
 def _worker_group(run: Run, placement: Placement) -> WorkerGroup:
     cluster = run.config.cluster
     storage = run.path / "ray"
     storage.mkdir(exist_ok=True)
     environment = {
-        "OMP_NUM_THREADS": str(placement.threads),
-        "TOKENIZERS_PARALLELISM": "false",
         logs.VARIABLE: os.environ.get(logs.VARIABLE, ""),
-        **_ALLOCATOR,
+        **worker_environment(placement.threads),
     }
     return WorkerGroup(
         name=run.id,
