@@ -33,7 +33,8 @@ from minilm import tokenised
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
 from xmcray.planning import data_size
-from xmcray.planning.plan import Plan, plan
+from xmcray.planning.estimate import Plan
+from xmcray.planning.plan import plan
 from xmcray.planning.probe import probe
 from xmcray.training.launch import train
 from xmcray.training.records import read_records

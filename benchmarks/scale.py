@@ -46,7 +46,8 @@ from xmcray.data.corpus import Corpus
 from xmcray.parallel import collectives
 from xmcray.planning import data_size
 from xmcray.planning.devices import device_rates
-from xmcray.planning.plan import Plan, Planner, plan
+from xmcray.planning.estimate import Plan, estimate
+from xmcray.planning.plan import plan
 from xmcray.planning.probe import probe
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.storage import write_json
@@ -151,7 +152,7 @@ def measure(labels: int, dim: int, workers: int, load: str) -> dict[str, Any]:
     corpus = synthetic.corpus(labels, QUERIES, TOKENS, POSITIVES)
     config = settings(dim, workers)
     size = data_size.from_corpus(corpus)
-    state = Planner(config, size, device_rates("a100-80gb"), workers).plan(None).checkpoint
+    state = estimate(config, size, device_rates("a100-80gb"), workers).checkpoint
     if shutil.disk_usage(data_sets.CACHE).free < 4 * state:
         raise SystemExit(
             f"error: {4 * state / 1e9:.0f} GB of disk are needed for {labels:,} labels; free some space"

@@ -14,7 +14,8 @@ from xmcray import config as configs
 from xmcray.errors import ResourceError
 from xmcray.planning.data_size import from_numbers
 from xmcray.planning.devices import device_rates
-from xmcray.planning.plan import Plan, plan
+from xmcray.planning.estimate import Plan
+from xmcray.planning.plan import plan
 from xmcray.planning.tables import sections
 from xmcray.training.run import RunConfig
 

@@ -14,7 +14,7 @@ from xmcray.methods.registry import check_method_name, method_names
 
 if TYPE_CHECKING:
     from xmcray.planning.data_size import DataSize
-    from xmcray.planning.plan import Plan
+    from xmcray.planning.estimate import Plan
     from xmcray.planning.rates import Rates
     from xmcray.training.run import RunConfig
 

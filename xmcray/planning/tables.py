@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from xmcray.planning.plan import Plan
+from xmcray.planning.estimate import Plan
 
 Rows = list[tuple[str, str]]
 

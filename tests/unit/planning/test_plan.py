@@ -31,7 +31,8 @@ from xmcray.planning.counter import Counter, Operation
 from xmcray.planning.data_size import DataSize, from_corpus, from_numbers
 from xmcray.planning.devices import SPECS, device_rates
 from xmcray.planning.encoders import KNOWN, planned_encoder
-from xmcray.planning.plan import Plan, Planner, plan
+from xmcray.planning.estimate import Plan, estimate
+from xmcray.planning.plan import plan
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.planning.stand_in import StandInData
 from xmcray.planning.trace import trace
@@ -308,12 +309,12 @@ def test_a_smaller_limit_is_obeyed() -> None:
 def test_worker_parts_are_on_the_device_or_in_the_process() -> None:
     config = RunConfig.resolve("astra", {})
     data = from_numbers(10**6, 10**6, 8)
-    device, host = Planner(config, data, A100, 1).worker_parts()
-    assert "label rows" in device
-    assert "negatives" in host
-    device, host = Planner(config, data, ON_CPU, 1).worker_parts()
-    assert not device
-    assert {"label rows", "negatives"} <= host.keys()
+    on_gpu = estimate(config, data, A100, 1)
+    assert "label rows" in on_gpu.device_bytes
+    assert "negatives" in on_gpu.host_bytes
+    on_cpu = estimate(config, data, ON_CPU, 1)
+    assert not on_cpu.device_bytes
+    assert {"label rows", "negatives"} <= on_cpu.host_bytes.keys()
 
 
 def test_the_first_refresh_visits_more_lists() -> None:
