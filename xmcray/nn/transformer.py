@@ -46,7 +46,7 @@ HUB_FILES = [
     "*_Dense/model.safetensors",
 ]
 # Names of dropout rates in the settings of BERT and of DistilBERT.
-_DROPOUT_RATES = (
+DROPOUT_RATES = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
     "dropout",
@@ -130,7 +130,7 @@ class TransformerEncoder(Encoder):
         if self.encoded_texts is not None:
             return self.encoded_texts(tokens).to(lookup.weight)
         device: torch.device = lookup.weight.device
-        call_tokens, max_tokens = _costs(device, self.training)
+        call_tokens, max_tokens = self.call_costs(device)
         if self.packed:
             batches = token_batches(tokens.lengths, max_tokens)
         else:
@@ -159,6 +159,16 @@ class TransformerEncoder(Encoder):
         row_B = to_torch(order).to(device)
         zeros_BH = pooled_BH.new_zeros(len(tokens), hidden)
         return zeros_BH.index_copy(0, row_B, pooled_BH)
+
+    def call_costs(self, device: torch.device) -> tuple[int, int]:
+        """Cost of one more call, in tokens, and most tokens of a call (benchmarks/encoder_speed.py).
+
+        It must not depend on whether there is a graph: gradient caching encodes a text twice and
+        replays its dropout.
+        """
+        if device.type != "cpu":
+            return 4096, 131072
+        return (64, 8192) if self.training else (32, 2048)
 
     def _pooled(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
         """[B, H], pooled states of one micro-batch of texts, each with a token."""
@@ -256,17 +266,6 @@ class TransformerEncoder(Encoder):
 
 def _at_least_float32(states: Tensor) -> Tensor:
     return states.float() if states.dtype == torch.bfloat16 else states
-
-
-def _costs(device: torch.device, training: bool) -> tuple[int, int]:
-    """Cost of one more call, in tokens, and most tokens of a call (benchmarks/encoder_speed.py).
-
-    It must not depend on whether there is a graph: gradient caching encodes a text twice and
-    replays its dropout.
-    """
-    if device.type != "cpu":
-        return 4096, 131072
-    return (64, 8192) if training else (32, 2048)
 
 
 def token_batches(lengths: Int64Array, max_tokens: int) -> list[Int64Array]:
@@ -451,7 +450,7 @@ def _open(
 def _load_model(folder: Path, dropout: float | None) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if dropout is not None:
-        for rate in _DROPOUT_RATES:
+        for rate in DROPOUT_RATES:
             if hasattr(config, rate):
                 setattr(config, rate, dropout)
     options: dict[str, Any] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -47,77 +46,78 @@ def planned_encoder(config: EncoderConfig, vocab_size: int, on_gpu: bool) -> Enc
     if (folder / SETTINGS).is_file():
         return StaticEncoder.load(folder).to("meta").train()
     with torch.device("meta"):
-        if config.name == "static":
-            buckets = config.bigram_buckets
-            weight_V = torch.ones(vocab_size)
-            return StaticEncoder(
-                weight_V, config.dim, config.residual, config.position_decay, buckets
-            )
-        return _transformer(config, folder, on_gpu)
+        if config.name != "static":
+            return _transformer(config, folder, on_gpu)
+        return StaticEncoder(
+            torch.ones(vocab_size),
+            config.dim,
+            config.residual,
+            config.position_decay,
+            config.bigram_buckets,
+        )
 
 
 def _transformer(config: EncoderConfig, folder: Path, on_gpu: bool) -> Encoder:
     import transformers  # takes seconds, which plans with the static encoder spare
 
-    from xmcray.nn import packed, transformer
+    from xmcray.nn import packed
+    from xmcray.nn.transformer import DROPOUT_RATES, TransformerEncoder
 
-    costs = transformer._costs
+    planned_device = torch.device("cuda" if on_gpu else "cpu")
+    is_half = config.autocast == "bf16" or (config.autocast == "auto" and on_gpu)
 
-    class PlannedTransformer(transformer.TransformerEncoder):
+    class PlannedTransformer(TransformerEncoder):
         """Takes micro-batches of the planned device, and casts where autocast would."""
 
-        half = config.autocast == "bf16" or (config.autocast == "auto" and on_gpu)
-
-        def pooled(self, tokens: Ragged) -> Tensor:
-            device = torch.device("cuda" if on_gpu else "cpu")
-            with mock.patch.object(
-                transformer, "_costs", lambda _, training: costs(device, training)
-            ):
-                return super().pooled(tokens)
+        def call_costs(self, device: torch.device) -> tuple[int, int]:
+            return super().call_costs(planned_device)
 
         def _pooled(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
-            model = self.model
-            if self.half:
-                token_TH = token_TH.bfloat16()
-                cast = {name: p.bfloat16() for name, p in model.named_parameters()}
+            if not is_half:
+                return packed.means(packed.run(self.model, token_TH, lengths), lengths)
+            # Autocast does not know the device "meta": the weights are cast here.
+            cast = {name: weight.bfloat16() for name, weight in self.model.named_parameters()}
 
-                def model(**inputs: Any) -> Any:
-                    return torch.func.functional_call(self.model, cast, (), inputs)
+            def half_model(**inputs: Any) -> Any:
+                return torch.func.functional_call(self.model, cast, (), inputs)
 
-            state_TH = packed.run(model, token_TH, lengths).float()
-            return packed.means(state_TH, lengths)
+            state_TH = packed.run(half_model, token_TH.bfloat16(), lengths)
+            return packed.means(state_TH.float(), lengths)
 
     settings = dict(_settings(config.name, folder))
-    family = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    for rate in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"):
-        if config.dropout is not None and hasattr(family, rate):
-            setattr(family, rate, config.dropout)
-    family._attn_implementation = "sdpa"
-    model = transformers.AutoModel.from_config(family)
+    model_config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
+    for rate in DROPOUT_RATES:
+        if config.dropout is not None and hasattr(model_config, rate):
+            setattr(model_config, rate, config.dropout)
+    model_config._attn_implementation = "sdpa"
+    model = transformers.AutoModel.from_config(model_config)
     if hasattr(model, "pooler"):
         model.pooler = None
-    hidden = int(family.hidden_size)
+    hidden = int(model_config.hidden_size)
     dim = config.dim or hidden
-    has_projection = dim != hidden or (config.frozen and config.dim)
-    projection = nn.Linear(hidden, dim, bias=False) if has_projection else None
+    projection = None
+    if dim != hidden or (config.frozen and config.dim):
+        projection = nn.Linear(hidden, dim, bias=False)
     encoder = PlannedTransformer(model, None, projection=projection)
     encoder.packed = True
     model.set_attn_implementation(packed.NAME)
     if config.frozen:
         encoder.freeze()
-        encoder.known = lambda tokens: _stored(tokens, hidden)  # type: ignore[assignment]
+
+        def encoded_texts(tokens: Ragged) -> Tensor:
+            """What the encoder has computed of each text before training."""
+            return torch.zeros(len(tokens), hidden, device="cpu")
+
+        encoder.encoded_texts = encoded_texts  # type: ignore[assignment]
     return encoder.train()
 
 
-def _stored(tokens: Ragged, hidden: int) -> Tensor:
-    """What a frozen encoder has computed of each text before training."""
-    return torch.zeros(len(tokens), hidden, device="cpu")
-
-
 def _settings(name: str, folder: Path) -> dict[str, Any]:
-    """config.json of a transformer: its folder's, the hub's cache's, or one that is listed here."""
-    path: Path | None = folder / "config.json" if folder.is_dir() else None
-    if path is None and name not in KNOWN:
+    """config.json of a transformer: of its folder, of the hub's cache, or one that is listed here."""
+    path: Path | None = None
+    if folder.is_dir():
+        path = folder / "config.json"
+    elif name not in KNOWN:
         import huggingface_hub
 
         try:

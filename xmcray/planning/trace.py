@@ -33,7 +33,9 @@ META = torch.device("meta")
 _FORWARD_TEXTS = 1024
 _COUNTED_STEPS = (2, 3, 4)
 _OVERHEAD_CALLS = 300
+# Whole blocks for each rank: the pretended ranks send as much as this one.
 _START_LABELS = 4096
+_START_RANKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,32 +74,28 @@ def trace(config: RunConfig, size: DataSize, rates: Rates, workers: int) -> Need
         rates: of the device.
         workers: ranks.
     """
-    copies = [_start_bytes(config, size, workers)]
+    copy_bytes = _start_bytes(config, size, workers)
     with _rank(config, size, workers, rates.on_gpu) as rank:
+        method = rank.setup.method
         rank.step(1)  # Adam's state is made here
-        overhead_s = rank.overhead_s()
-        # The host's time is measured for this machine only; the smallest has the least noise.
-        steps = _COUNTED_STEPS if rates.host_entry_s is None else _COUNTED_STEPS[:1]
-        host_s = min(rank.timed_step(step, overhead_s) for step in steps)
-        if rates.host_entry_s is not None:
-            host_s = rank.data.entries * rates.host_entry_s
+        host_s = rank.host_s(rates.host_entry_s)
         step_s = rates.step_seconds(rank.counter.operations, workers)
         tensors = rank.tensor_bytes()
         step_bytes = max(0, rank.counter.peak_bytes - sum(tensors.values()))
-        index_dim, index_bytes = rank.peak_of(rank.setup.method.index_rows)
-        rank.encoded_texts = 0
-        _, answer_bytes = rank.peak_of(rank.setup.method.answer_rows)
+        index_dim, index_bytes = rank.peak_of(method.index_rows)
         if config.negatives.hard:
             # The copy that is written while training goes on is float32.
-            copies.append(index_bytes + 4 * index_dim * rank.setup.partition.size)
+            copy_bytes = max(copy_bytes, index_bytes + 4 * index_dim * rank.setup.partition.size)
+        rank.encoded_texts = 0
+        _, answer_bytes = rank.peak_of(method.answer_rows)
         if config.data.validation:
-            copies.append(answer_bytes)
+            copy_bytes = max(copy_bytes, answer_bytes)
         return Needs(
             step_s={**step_s, "batch, draws and Python": host_s},
             forward_s=sum(rates.step_seconds(rank.forward()).values()) / _FORWARD_TEXTS,
             tensors=tensors,
             step_bytes=step_bytes,
-            copy_bytes=max(copies),
+            copy_bytes=copy_bytes,
             index_dim=index_dim,
             encodes_labels=rank.encoded_texts > 0,
             label_state=rank.label_state_bytes(),
@@ -114,25 +112,23 @@ class _Rank:
         self.counter = Counter()
         self.data = StandInData(size, config.data.augment_with_labels)
         self.encoded_texts = 0
-        dtype = config.optim.dtype
+        data: Any = self.data
+        partition = LabelPartition(size.num_labels, workers, 0)
         with self.counter:
-            self.encoder = planned_encoder(config.encoder, size.vocab_size, on_gpu).to(dtype)
-            partition = LabelPartition(size.num_labels, workers, 0)
-            data: Any = self.data
+            encoder = planned_encoder(config.encoder, size.vocab_size, on_gpu)
+            self.encoder = encoder.to(config.optim.dtype)
             self.setup: Setup = assemble(
                 config, data, self.encoder, META, partition, self._encode_without_graph
             )
         self.optimizer = self.setup.stepper.optimizer
         if on_gpu:
-            for group in self.optimizer._adam.param_groups:
-                group["foreach"] = True
+            self.optimizer.update_together()
 
     def _encode_without_graph(self, tokens: Ragged) -> Tensor:
         """Vectors of texts that no step trains on, without the encoder's work."""
         self.encoded_texts += len(tokens)
-        return torch.empty(
-            len(tokens), self.encoder.dim, dtype=self.config.optim.dtype, device=META
-        )
+        dtype = self.config.optim.dtype
+        return torch.empty(len(tokens), self.encoder.dim, dtype=dtype, device=META)
 
     def step(self, number: int) -> float:
         """Runs one step and counts it; returns its seconds outside the counter and the stand-ins."""
@@ -147,11 +143,19 @@ class _Rank:
             elapsed_s = time.thread_time() - start
         return elapsed_s - self.data.seconds - self.counter.inside_s
 
-    def timed_step(self, number: int, overhead_s: float) -> float:
-        """The host's seconds of a step, without those that the counter adds to an operation."""
-        return max(0.0, self.step(number) - self.counter.calls * overhead_s)
+    def host_s(self, entry_s: float | None) -> float:
+        """The host's seconds of a step, at so many seconds an entry of the batch, or measured."""
+        if entry_s is not None:
+            self.step(2)
+            return self.data.entries * entry_s
+        overhead_s = self._overhead_s()
+        measured = []
+        for number in _COUNTED_STEPS:
+            step_s = self.step(number)
+            measured.append(step_s - self.counter.calls * overhead_s)
+        return max(0.0, min(measured))  # the smallest has the least noise
 
-    def overhead_s(self) -> float:
+    def _overhead_s(self) -> float:
         """Seconds that entering the counter adds to an operation."""
         tensor = torch.empty(4, device=META)
         self.counter.restart()
@@ -178,29 +182,27 @@ class _Rank:
             rows_SD = make_rows()
         return rows_SD.shape[1], self.counter.peak_bytes - before
 
-    def started(self) -> Tensor:
-        """Label vectors after the initial values were computed."""
+    def start(self) -> Tensor:
+        """Computes the initial values; returns no rows, as `peak_of` expects some."""
         self.setup.method.start()
         return torch.empty(0, 0, device=META)
 
     def tensor_bytes(self) -> dict[str, int]:
         """Bytes by part of everything that lives as long as the run."""
-        modules = {
-            name: _bytes(module.state_dict()) for name, module in self.setup.stepper.modules.items()
-        }
-        encoder_bytes = modules.pop("encoder")
+        encoder_bytes = _bytes(self.encoder.state_dict())
         # Gradients of dense parameters live from one step to the next.
         optimizer_bytes = _bytes(self.optimizer.tensors()) + _bytes(self.optimizer.dense)
-        for table in self.optimizer.tables.values():
-            optimizer_bytes += table.last_step_S.nbytes
-        tables = self.setup.method.tables.values()
-        last_steps = sum(table.last_step_S.nbytes for table in tables)
         return {
             "encoder": encoder_bytes,
-            "modules of the method": sum(modules.values()),
-            "encoder's optimiser": optimizer_bytes,
-            "label rows": self.label_state_bytes() + last_steps,
+            "modules of the method": self._weight_bytes() - encoder_bytes,
+            "encoder's optimiser": optimizer_bytes + _last_step_bytes(self.optimizer.tables),
+            "label rows": self.label_state_bytes() + _last_step_bytes(self.setup.method.tables),
         }
+
+    def _weight_bytes(self) -> int:
+        """Weights of the encoder and of the method's modules."""
+        modules = self.setup.stepper.modules.values()
+        return sum(_bytes(module.state_dict()) for module in modules)
 
     def label_state_bytes(self) -> int:
         """Everything that a checkpoint keeps for the labels of this rank."""
@@ -210,42 +212,51 @@ class _Rank:
 
     def shared_state_bytes(self) -> int:
         """Everything that a checkpoint keeps once for all ranks."""
-        modules = self.setup.stepper.modules.values()
-        weights = sum(_bytes(module.state_dict()) for module in modules)
-        return weights + _bytes(self.optimizer.tensors())
-
-
-def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
-    """What initial values take for a moment, from those of few labels: linear in the labels."""
-    if getattr(method_entry(config.method_name).factory, "start", None) is Method.start:
-        return 0
-    ranks = min(workers, 4)
-    labels = (
-        _START_LABELS  # whole blocks for each rank: the pretended ones send as much as this one
-    )
-    few = dataclasses.replace(size, num_labels=labels, num_train=labels, label_share_L=None)
-    data = dataclasses.replace(config.data, augment_with_labels=False)
-    with _rank(dataclasses.replace(config, data=data), few, ranks, on_gpu=False) as rank:
-        logging.disable(logging.WARNING)  # about few labels, which the user does not have
-        tracemalloc.start()
-        _, tensor_bytes = rank.peak_of(rank.started)
-        _, array_bytes = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        logging.disable(logging.NOTSET)
-    return int((tensor_bytes + array_bytes) * (size.num_labels / workers) / (labels / ranks))
+        return self._weight_bytes() + _bytes(self.optimizer.tensors())
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+def _last_step_bytes(tables: Mapping[str, row_table.RowTable]) -> int:
+    """The number of the last update of each row, which no checkpoint has."""
+    return sum(table.last_step_S.nbytes for table in tables.values())
+
+
+def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
+    """What initial values take for a moment, from those of few labels: linear in the labels."""
+    if getattr(method_entry(config.method_name).factory, "start", None) is Method.start:
+        return 0
+    ranks = min(workers, _START_RANKS)
+    few = dataclasses.replace(
+        size, num_labels=_START_LABELS, num_train=_START_LABELS, label_share_L=None
+    )
+    data = dataclasses.replace(config.data, augment_with_labels=False)
+    with _rank(dataclasses.replace(config, data=data), few, ranks, on_gpu=False) as rank:
+        logging.disable(logging.WARNING)  # about few labels, which the user does not have
+        tracemalloc.start()
+        _, tensor_bytes = rank.peak_of(rank.start)
+        _, array_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        logging.disable(logging.NOTSET)
+    rows = size.num_labels / workers
+    traced_rows = _START_LABELS / ranks
+    return int((tensor_bytes + array_bytes) * rows / traced_rows)
+
+
 @contextlib.contextmanager
 def _rank(config: RunConfig, size: DataSize, workers: int, on_gpu: bool) -> Iterator[_Rank]:
     """A rank among others that exist only for its collectives."""
-    counted: list[Counter] = []
-    with _as_device(on_gpu), pretended_ranks(workers, lambda *sizes: counted[0].add(*sizes)):
+    counters: list[Counter] = []
+
+    def count(kind: str, own_bytes: float) -> None:
+        # Building the rank needs no collective, so its counter is there at the first one.
+        counters[0].add(kind, own_bytes)
+
+    with _as_device(on_gpu), pretended_ranks(workers, count):
         rank = _Rank(config, size, workers, on_gpu)
-        counted.append(rank.counter)
+        counters.append(rank.counter)
         yield rank
 
 

@@ -170,6 +170,11 @@ class EncoderOptimizer:
             for (factor, weight_decay), parameters in groups.items()
         ]
 
+    def update_together(self) -> None:
+        """Updates many dense parameters in one launch, as AdamW does by default on a GPU."""
+        for group in self._adam.param_groups:
+            group["foreach"] = True
+
     def zero_grad(self) -> None:
         """Removes all gradients."""
         for parameter in [*self.dense.values(), *self._sparse.values()]:

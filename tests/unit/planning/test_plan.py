@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import corpora
+import numpy as np
 import pytest
 import torch
 from models import write_bert
@@ -39,7 +40,7 @@ from xmcray.planning.trace import trace
 from xmcray.training import checkpoint
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import RunConfig
-from xmcray.types import Batch, Shortlist, StepOutput
+from xmcray.types import Batch, Ragged, Shortlist, StepOutput
 
 A100 = device_rates("a100-80gb")
 ON_CPU = dataclasses.replace(A100, on_gpu=False)
@@ -175,6 +176,18 @@ def test_a_planned_transformer_has_the_parameters_of_the_real_one(tmp_path: Path
     real = sum(p.numel() for p in load_encoder(folder).parameters()) + projection
     assert sum(p.numel() for p in encoder.parameters()) == real
     assert encoder.dim == (dim or 16)
+
+
+def test_a_step_does_not_run_a_frozen_transformer(tmp_path: Path) -> None:
+    config = EncoderConfig(name=str(write_bert(tmp_path / "bert", ["a", "b"])), dim=5, frozen=True)
+    counter = Counter()
+    with counter:
+        encoder = planned_encoder(config, 7, on_gpu=False)
+        counter.restart()
+        vector_BD = encoder(Ragged(np.array([1, 2, 1]), np.array([0, 1, 3])))
+    assert vector_BD.shape == (2, 5)
+    products = [o for o in counter.operations if o.kind == "product"]
+    assert [o.flop for o in products] == [2 * 2 * 16 * 5]  # the projection alone
 
 
 def test_known_encoders_have_their_published_number_of_parameters() -> None:
