@@ -27,7 +27,6 @@ from torch import nn
 
 from xmcray.errors import ResourceError
 from xmcray.planning.rates import NARROW_ROW, SORTED, WIDE_ROW, Points, Rates, load_rates
-from xmcray.training.launch import worker_environment
 
 _ARRAYS = (1 << 14, 1 << 18, 1 << 22, 1 << 25, 1 << 28)  # bytes
 _TABLES = (1 << 19, 1 << 23, 1 << 27, 1 << 30)  # bytes
@@ -59,6 +58,8 @@ def probe(threads: int = 1) -> Rates:
     Raises:
         ResourceError: the measuring process failed.
     """
+    from xmcray.training.launch import worker_environment  # imports Ray, which plans work without
+
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rates.json"
         result = subprocess.run(
