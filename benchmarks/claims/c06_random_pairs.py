@@ -14,7 +14,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.evaluation.charts import Series, line_chart
 from xmcray.nn.encoder import load_encoder
 from xmcray.training.run import Run
-from xmcray.training.step import encode_plain
+from xmcray.training.step import encode_without_graph
 
 VOCABULARY = 30_000
 LENGTH = 16
@@ -75,8 +75,10 @@ def over_epochs(run: Run, corpus: Corpus) -> Result:
     shares = []
     for step in sorted(run.checkpoints.glob("step-*")):
         encoder = load_encoder(step / "encoder")
-        query_BD = encode_plain(encoder, corpus.split("test").tokens(rows))
-        label_LD = encode_plain(encoder, corpus.label_tokens(np.arange(corpus.card.num_labels)))
+        query_BD = encode_without_graph(encoder, corpus.split("test").tokens(rows))
+        label_LD = encode_without_graph(
+            encoder, corpus.label_tokens(np.arange(corpus.card.num_labels))
+        )
         found_B = (query_BD @ torch.nn.functional.normalize(label_LD).T).argmax(dim=1)
         shares.append(float((found_B == right_B).double().mean()))
     return {**answers(run, corpus), "P@1 curve": shares}

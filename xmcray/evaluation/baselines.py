@@ -88,7 +88,7 @@ class NearestQueries:
         return np.asarray(score_BL.toarray(), np.float32)
 
     def _tfidf(self, counts: Sequence[Counter[str]]) -> sp.csr_matrix:
-        """float64 [rows, V], rows of length 1; terms of no training query are left out.
+        """float64 [rows, V], rows with L2 norm 1, without the terms that no training query has.
 
         A value is (1 + log(count)) * (log(N / documents) + 1).
         """

@@ -145,8 +145,8 @@ class Metrics:
             values[name] = total / divisor
         # F1 = 2 TP / (2 TP + FP + FN), and 2 TP + FP + FN = answers + positives.
         # A label with neither is in no segment's mean; 1 keeps its division defined.
-        wrong_or_right = np.maximum(self.answered + self.positives, 1)
-        f1 = 2.0 * self.hits / wrong_or_right
+        answers_and_positives = np.maximum(self.answered + self.positives, 1)
+        f1 = 2.0 * self.hits / answers_and_positives
         has_positive = self.positives > 0
         for _, low, high in SEGMENTS:
             members = self.segment(low, high) & has_positive

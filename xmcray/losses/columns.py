@@ -97,9 +97,9 @@ class _LogSumExp(torch.autograd.Function):
         grad_G = grads[0].contiguous().clone()
         collectives.sum_over_ranks(grad_G)
         # A query without a column has -inf, and must not turn its zero gradient into NaN.
-        counts_G = all_G.isfinite()
-        shift_G1 = torch.where(counts_G, all_G, 0.0)[:, None]
-        grad_G1 = torch.where(counts_G, grad_G, 0.0)[:, None]
+        has_columns_G = all_G.isfinite()
+        shift_G1 = torch.where(has_columns_G, all_G, 0.0)[:, None]
+        grad_G1 = torch.where(has_columns_G, grad_G, 0.0)[:, None]
 
         grad_query_GD = torch.zeros_like(query_GD)
         grad_column_UD = torch.empty_like(column_UD)

@@ -28,7 +28,7 @@ class MethodContext:
 
     Attributes:
         encode: Maps tokens to vectors [rows, D] with a graph; the step decides on micro-batches.
-        encode_plain: The same without a graph and without dropout, in bounded memory.
+        encode_without_graph: The same without a graph and without dropout, in bounded memory.
         dim: D, the width of the encoder's vectors.
         data: Training split.
         partition: Which labels this rank owns.
@@ -40,7 +40,7 @@ class MethodContext:
     """
 
     encode: Callable[[Ragged], Tensor]
-    encode_plain: Callable[[Ragged], Tensor]
+    encode_without_graph: Callable[[Ragged], Tensor]
     dim: int
     data: TrainingData
     partition: LabelPartition
@@ -69,7 +69,7 @@ class MethodContext:
     def label_vectors(self) -> Tensor:
         """[S, D], the encoder's vectors of the texts of this rank's labels, without a graph."""
         query_ids = self.data.label_query_ids(self.partition.start, self.partition.stop)
-        return self.encode_plain(self.data.tokens(query_ids))
+        return self.encode_without_graph(self.data.tokens(query_ids))
 
     def encode_with_labels(self, batch: Batch, label_ids: Int64Array) -> tuple[Tensor, Tensor]:
         """Encodes this rank's queries and some label texts in one call.

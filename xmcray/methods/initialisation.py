@@ -68,7 +68,7 @@ def _text_vectors(context: MethodContext, head: Head) -> Tensor:
     for first in range(0, size, BLOCK):
         block = slice(first, first + BLOCK)
         tokens = data.tokens(label_query_ids[block])
-        vectors = context.encode_plain(tokens)
+        vectors = context.encode_without_graph(tokens)
         text_SD[block] = head(vectors)
     return text_SD
 
@@ -85,7 +85,7 @@ def encoded_blocks(
         first = round_start + BLOCK * collectives.rank()
         # In the last round a rank may have no query left; it still takes part in the exchange.
         tokens = context.data.tokens(query_ids[first : first + BLOCK])
-        vectors = context.encode_plain(tokens)
+        vectors = context.encode_without_graph(tokens)
         own_BD = head(vectors).to(context.device, context.dtype)
         start = round_start
         for block_BD in collectives.gather_ragged(own_BD):

@@ -8,7 +8,7 @@
 
 At inference a query meets labels and training queries in one softmax, so in training it competes
 with both: the other queries of the global batch are columns as well, except those that share a
-positive with it. All positives decide about that, not only the drawn ones. Validation during
+positive with it. All positives decide that, not only the drawn ones. Validation during
 training uses the labels alone (lambda = 0), because the memory would have to be encoded each time.
 """
 
@@ -46,6 +46,7 @@ class RaeConfig:
         temperature: tau of the loss; scores are divided by it.
     """
 
+    # Former place of a setting: `method.memory` is the section `memory` of the run.
     MOVED: ClassVar = {"memory": "memory"}
 
     hard_per_query: int = 2
@@ -108,12 +109,12 @@ def rae_loss(
     not_negatives = pool.pairs(batch.positives, batch.excluded, device=device)
     if not query_negatives:
         return decoupled_softmax(query_GD, label_UD, positives, not_negatives, scale)
-    # Each rank adds its own queries as columns behind its labels. As such they are this rank's
-    # rows, so their gradient needs no exchange.
+    # Each rank adds its own queries as columns behind its labels. As columns they belong to this
+    # rank, so the gradient of the columns needs no exchange.
     column_UD = torch.cat([label_UD, query_BD])
-    sharing = sharing_queries(batch.positives, batch.start, batch.stop)
-    sharing = Pairs(sharing.rows.to(device), sharing.columns.to(device) + len(label_UD))
-    not_negatives = Pairs.union(not_negatives, sharing)
+    shared = sharing_queries(batch.positives, batch.start, batch.stop)
+    sharing_pairs = Pairs(shared.rows.to(device), shared.columns.to(device) + len(label_UD))
+    not_negatives = Pairs.union(not_negatives, sharing_pairs)
     return decoupled_softmax(query_GD, column_UD, positives, not_negatives, scale)
 
 

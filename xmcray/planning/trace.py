@@ -86,6 +86,7 @@ def trace(config: RunConfig, size: DataSize, rates: Rates, workers: int) -> Need
         if config.negatives.hard:
             # The copy that is written while training goes on is float32.
             copy_bytes = max(copy_bytes, index_bytes + 4 * index_dim * rank.setup.partition.size)
+        # Counted while `answer_rows` runs: does the method encode label texts to answer?
         rank.encoded_texts = 0
         _, answer_bytes = rank.peak_of(method.answer_rows)
         if config.data.validation:
@@ -136,6 +137,7 @@ class _Rank:
         batch = self.data.batch(self.config, number, self.workers)
         self.counter.restart()
         self.data.seconds = 0.0
+        # The stand-in also answers as a shortlist.
         shortlist: Any = self.data
         with self.counter:
             start = time.thread_time()

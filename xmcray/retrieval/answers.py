@@ -35,7 +35,7 @@ class FoundLabel:
         uid: of the label.
         text: of the label.
         score: inner product of query and label vector. With a memory the probability; above 1 for a
-            label that joined later and is nearer than all keys; the inner product less 2 for a
+            label that joined later and is nearer than all keys; the inner product minus 2 for a
             label without votes that only completes the list.
         voters: with `explain`, the training queries that voted for the label, the largest weight
             first. The vote of the label's own text is the rest of the probability.

@@ -214,7 +214,7 @@ def rank_votes(
     """The k most probable labels, equal ones by lower source id, with float32 probabilities.
 
     Lists of fewer than k labels are completed by `completing` in its order. Those labels got no
-    vote: their scores are inner products less 2, thus negative. A weight above 1, of a label that
+    vote: their scores are inner products minus 2, thus negative. A weight above 1, of a label that
     joined later, becomes 1 plus its logarithm.
 
     Args:

@@ -2,9 +2,8 @@
 
     Coordinator    one replica: what is served, and the log of label operations
     Gateway        the ingress. "single": encodes and searches itself. "composed": calls
-    Encoder          texts -> vectors of a transformer; a static encoder takes less time than a
-    call,
-                     so that the searchers encode themselves
+    Encoder          texts -> vectors of a transformer; a static encoder takes less time than
+                     a call, so the searchers encode themselves
     Searcher0 ...    one for each subset of the index shards; the gateway merges what they find
 
 The classes here only connect; what they do is in coordinator.py, follower.py, service.py and
@@ -113,7 +112,7 @@ class CoordinatorDeployment(SnapshotCoordinator):
         self.close()
 
 
-class _Following:
+class _FollowingReplica:
     """A replica that holds what the coordinator decided; ready when all of it is loaded."""
 
     async def _start(self, config: ServeConfig, coordinator: Handle, subset: ShardSubset) -> None:
@@ -139,7 +138,7 @@ class _Following:
         return numbered
 
 
-class GatewayDeployment(_Following):
+class GatewayDeployment(_FollowingReplica):
     """The ingress: HTTP in front of a Service."""
 
     async def __init__(  # type: ignore[misc]
@@ -206,7 +205,7 @@ class GatewayDeployment(_Following):
             )
 
 
-class EncoderDeployment(_Following):
+class EncoderDeployment(_FollowingReplica):
     """Encodes texts; the requests that came while others were encoded are one batch."""
 
     async def __init__(self, config: ServeConfig, coordinator: Handle) -> None:  # type: ignore[misc]
@@ -216,10 +215,11 @@ class EncoderDeployment(_Following):
         await self._start(config, coordinator, NO_SHARDS)
 
     async def encode(self, reference: SnapshotReference, texts: list[str]) -> EncodedTexts:
-        """As `Snapshot.encode`."""
+        """Vectors of the texts, by the encoder of the referenced version."""
         wait_s = self._config.deadline_ms / 1000
-        snapshot = await self._follower.any_of(reference.model, reference.version, wait_s)
-        # Any snapshot of a version will do, so that requests across operations are one batch.
+        snapshot = await self._follower.any_snapshot(reference.model, reference.version, wait_s)
+        # Label operations do not change the encoder, so any snapshot of this version will do.
+        # Requests from before and after an operation share a batch.
         key = (reference.model, reference.version)
         return await self._batcher.run(key, len(texts), (snapshot, texts))
 
@@ -236,7 +236,7 @@ class EncoderDeployment(_Following):
         return results
 
 
-class SearcherDeployment(_Following):
+class SearcherDeployment(_FollowingReplica):
     """Searches a subset of the index shards."""
 
     async def __init__(  # type: ignore[misc]

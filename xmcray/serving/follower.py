@@ -175,7 +175,7 @@ class Follower:
             "not-ready", f"version {version[:12]} with operation {number} is not here; ask again"
         )
 
-    async def any_of(self, name: str, version: str, wait_s: float) -> Snapshot:
+    async def any_snapshot(self, name: str, version: str, wait_s: float) -> Snapshot:
         """Any snapshot of a version: all have the same encoder.
 
         Args:

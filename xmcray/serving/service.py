@@ -100,7 +100,7 @@ class SearchBackend(Protocol):
     """Encoder and searchers in other processes (composed mode)."""
 
     async def encode(self, reference: SnapshotReference, texts: list[str]) -> EncodedTexts:
-        """As `Snapshot.encode`."""
+        """Vectors of the texts, by the encoder of the snapshot."""
 
     async def find(
         self,
@@ -409,7 +409,8 @@ def _answers(
         if all_attributes:
             values["attributes"] = all_attributes[place]
         if has_memory:
-            # Votes are probabilities; a completing label has its inner product less 2.
+            # Votes are probabilities. A label without votes that only fills the list has its inner
+            # product minus 2 as its score, which is negative.
             values["completed"] = label.score < 0
         if label.voters is not None:
             values["voters"] = [

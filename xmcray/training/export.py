@@ -23,7 +23,7 @@ from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import Run
-from xmcray.training.step import answer_queries
+from xmcray.training.step import encode_queries
 from xmcray.types import Float32Array, Int64Array, Ragged
 
 _BLOCK = 65_536  # labels whose texts are read at once
@@ -69,7 +69,7 @@ def export_run(
         bundle_spec.label_side.cluster_L = clusters
 
     def encode(tokens: Ragged) -> Float32Array:
-        query_BD = answer_queries(setup.stepper.encoder, setup.method, tokens)
+        query_BD = encode_queries(setup.stepper.encoder, setup.method, tokens)
         vectors: Float32Array = query_BD.float().cpu().numpy()
         return vectors
 

@@ -34,7 +34,7 @@ from xmcray.training.optim import lr_factor
 from xmcray.training.preemption import StopFlag
 from xmcray.training.records import Record, Records
 from xmcray.training.run import Run, RunConfig
-from xmcray.training.step import Embedder, Stepper, encode_plain
+from xmcray.training.step import Embedder, Stepper, encode_without_graph
 from xmcray.training.validation import validate
 from xmcray.training.watch import Watch
 from xmcray.types import Ragged
@@ -88,7 +88,7 @@ def assemble(
     encoder: Encoder,
     device: torch.device,
     partition: LabelPartition,
-    encode_without_graph: Callable[[Ragged], Tensor] | None = None,
+    gradient_free_encode: Callable[[Ragged], Tensor] | None = None,
 ) -> Setup:
     """Method and optimisers around an encoder.
 
@@ -98,13 +98,14 @@ def assemble(
         encoder: On `device`.
         device: Where label rows live.
         partition: The labels that the rank holds.
-        encode_without_graph: Replaces the encoder where the method needs no gradient.
+        gradient_free_encode: Used in place of the encoder where the method needs no gradient.
     """
     optim = config.optim
     embedder = Embedder(encoder, optim.micro_batch)
     context = MethodContext(
         encode=embedder,
-        encode_plain=encode_without_graph or (lambda tokens: encode_plain(encoder, tokens)),
+        encode_without_graph=gradient_free_encode
+        or (lambda tokens: encode_without_graph(encoder, tokens)),
         dim=encoder.dim,
         data=data,
         partition=partition,

@@ -81,7 +81,7 @@ class Embedder:
         return self.encoder(chunk)  # type: ignore[no-any-return]
 
 
-def encode_plain(encoder: Encoder, tokens: Ragged) -> Tensor:
+def encode_without_graph(encoder: Encoder, tokens: Ragged) -> Tensor:
     """Vectors [rows, D] without a graph and without dropout, in bounded memory."""
     if not len(tokens):
         return next(encoder.parameters()).new_zeros(0, encoder.dim)
@@ -102,12 +102,12 @@ def encode_plain(encoder: Encoder, tokens: Ragged) -> Tensor:
     return result
 
 
-def answer_queries(encoder: Encoder, method: Method, tokens: Ragged) -> Tensor:
+def encode_queries(encoder: Encoder, method: Method, tokens: Ragged) -> Tensor:
     """Vectors that `method.answer_rows` are searched with, without a graph and without dropout."""
     training = method.head.training
     method.head.eval()
     with torch.no_grad():
-        query_BD: Tensor = method.head(encode_plain(encoder, tokens))
+        query_BD: Tensor = method.head(encode_without_graph(encoder, tokens))
     method.head.train(training)
     return query_BD
 

@@ -15,7 +15,7 @@ from xmcray.nn.encoder import Encoder
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition, share
 from xmcray.retrieval.exact import exact_search
-from xmcray.training.step import answer_queries
+from xmcray.training.step import encode_queries
 from xmcray.types import Ragged, TopLabels
 
 _METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10")
@@ -31,7 +31,7 @@ def validate(
     start, stop = share(len(rows), partition.rank, partition.num_ranks)
     # Every rank encodes a share of the queries, and searches its labels for all of them.
     tokens = data.tokens(rows[start:stop])
-    query_BD = answer_queries(encoder, method, tokens)
+    query_BD = encode_queries(encoder, method, tokens)
     parts = collectives.gather_ragged(query_BD)
     query_GD = torch.cat(parts).float().cpu().numpy()
     source_ids_S = data.corpus.label_order[partition.start : partition.stop]

@@ -127,7 +127,7 @@ class OptunaProposals:
         if isinstance(distribution, Choice):
             # Positions in the list, because Optuna does not accept a list as a choice.
             return kinds.CategoricalDistribution(range(len(distribution.values)))
-        low, high = distribution.samples()
+        low, high = distribution.values_to_check()
         if distribution.step:
             # The last value of the grid; Optuna warns of an end that is not on it.
             high = distribution.on_grid(distribution.num_steps)

@@ -24,9 +24,7 @@ Float64Array = npt.NDArray[np.float64]
 # Colours of the lowest, a middle and the highest score. From dark to bright, so that readers who
 # confuse colours can tell the lines apart.
 SCALE = (0.0, 0.5, 1.0)
-RED = (68, 38, 244)
-GREEN = (1, 140, 160)
-BLUE = (84, 141, 24)
+COLOURS = ((68, 1, 84), (38, 140, 141), (244, 160, 24))
 ENDED: tuple[State, ...] = ("finished", "stopped", "failed")
 MIN_TRIALS = 5  # with fewer trials, the importance of a setting means nothing
 
@@ -175,7 +173,7 @@ def _axes(metric: str, space: Space, scores: Sequence[float]) -> list[_Axis]:
     axes = []
     for dotted_name, distribution in space.items():
         section, _, name = dotted_name.rpartition(".")
-        samples = distribution.samples()
+        samples = distribution.values_to_check()
         ends = (str(samples[0]), str(samples[-1]))
         # Numbers are shortened, as long as a float holds them exactly.
         if isinstance(distribution, NumberRange) and distribution.high < 1e15:
@@ -216,5 +214,5 @@ def _percent(score: float) -> str:
 
 def _colour(share: float) -> str:
     """A colour of the scale, 0 to 1, as #rrggbb."""
-    channels = [round(np.interp(share, SCALE, channel)) for channel in (RED, GREEN, BLUE)]
+    channels = [round(np.interp(share, SCALE, channel)) for channel in zip(*COLOURS, strict=True)]
     return "#" + bytes(channels).hex()

@@ -217,7 +217,7 @@ def _possible_epochs(sweep: Sweep) -> list[int]:
     candidates: list[Values] = [{}]
     for name in ("optim.epochs", "optim.stop_epoch"):
         if name in sweep.space:
-            candidates += [{name: value} for value in sweep.space[name].samples()]
+            candidates += [{name: value} for value in sweep.space[name].values_to_check()]
     possible_epochs = []
     for values in candidates:
         optim = sweep.config.resolve(values).optim

@@ -75,7 +75,7 @@ class NumberRange:
         value = self.low + self.step * number
         return round(value) if self.whole else round(value, 12)  # 0.7, not 0.7000000000000001
 
-    def samples(self) -> Sequence[Value]:
+    def values_to_check(self) -> Sequence[Value]:
         """Values that decide whether a setting accepts this range: its ends."""
         if self.whole:
             return [round(self.low), round(self.high)]
@@ -101,7 +101,7 @@ class Choice:
         """Samples a value."""
         return self.values[int(generator.integers(len(self.values)))]
 
-    def samples(self) -> Sequence[Value]:
+    def values_to_check(self) -> Sequence[Value]:
         """Values that decide whether a setting accepts this choice: all of them."""
         return self.values
 
@@ -161,11 +161,11 @@ def check_space(space: Space, check: Check, where: str) -> None:
     lower_ends: Values = {}
     upper_ends: Values = {}
     for name, distribution in space.items():
-        samples = distribution.samples()
+        samples = distribution.values_to_check()
         lower_ends[name] = samples[0]
         upper_ends[name] = samples[-1]
     for name, distribution in space.items():
-        for value in distribution.samples():
+        for value in distribution.values_to_check():
             problem = problem_with({name: value}, check)
             # One company of other values in which the value is accepted suffices.
             if (

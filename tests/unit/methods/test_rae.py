@@ -56,7 +56,7 @@ def loss_by_loops(
     """Eq. 10 as it is written, over vectors of length 1."""
     method, data = setup.method, setup.data
     with torch.no_grad():
-        query_BD = method.head(method.context.encode_plain(batch.tokens)).double().numpy()
+        query_BD = method.head(method.context.encode_without_graph(batch.tokens)).double().numpy()
         label_LD = method.answer_rows().double().numpy()
     total = 0.0
     for i in range(len(query_BD)):
