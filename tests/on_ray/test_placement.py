@@ -148,7 +148,12 @@ def test_nodes_lost_and_joined(tmp_path: Path) -> None:
         variables["XMCRAY_CACHE"] = str(tmp_path / "caches" / "driver")
         done = subprocess.run(
             # 85 s on an idle machine; the limit only ends a run that hangs.
-            command, env=variables, capture_output=True, text=True, timeout=400, check=False
+            command,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
         )
     assert done.returncode == 0, done.stderr[-3000:]
     where = json.loads(done.stdout.splitlines()[-1])
