@@ -7,22 +7,21 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-OF_ONE_CLUSTER, WITH_OWN_HEAD = "tests/on_ray/", "test_jobs.py"
+OF_ONE_CLUSTER = "tests/on_ray/"
+WITH_OWN_CLUSTERS = ("test_jobs.py", "test_seventh_method.py")
 
 
 class _Shares(LoadScopeScheduling):
-    """The tests of the one Ray cluster stay in one process; others with those of their file, whose fixtures they share.
+    """The tests of the one Ray cluster stay in one process, all others with those of their file.
 
     Marks for xdist's own groups do not reach it from pytest 9.2 on.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        return (
-            OF_ONE_CLUSTER
-            if file.startswith(OF_ONE_CLUSTER) and not file.endswith(WITH_OWN_HEAD)
-            else file
-        )
+        if file.startswith(OF_ONE_CLUSTER) and not file.endswith(WITH_OWN_CLUSTERS):
+            return OF_ONE_CLUSTER
+        return file
 
 
 @pytest.hookimpl(optionalhook=True)
