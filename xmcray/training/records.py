@@ -45,7 +45,7 @@ class Records:
         """Removes the records after `step`."""
         if not self.path.is_file():
             return
-        # A file beside it takes its place, so that no reader sees half a file.
+        # A temporary file replaces it, so that no reader sees half a file.
         shorter = self.path.with_name(f".metrics.{os.getpid()}")
         with shorter.open("w", encoding="utf-8") as file:
             for record in read_records(self.path):
