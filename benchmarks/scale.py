@@ -51,8 +51,9 @@ from xmcray.planning.plan import plan
 from xmcray.planning.probe import probe
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.storage import write_json
-from xmcray.training.launch import train, worker_environment
+from xmcray.training.launch import train
 from xmcray.training.loop import build
+from xmcray.training.process import worker_environment
 from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 from xmcray.types import Shortlist

@@ -58,7 +58,7 @@ def probe(threads: int = 1) -> Rates:
     Raises:
         ResourceError: the measuring process failed.
     """
-    from xmcray.training.launch import worker_environment  # imports Ray, which plans work without
+    from xmcray.training.process import worker_environment  # imports torch
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rates.json"

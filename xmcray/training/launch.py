@@ -30,6 +30,7 @@ from xmcray.training import trackers
 from xmcray.training.loop import Loop, build
 from xmcray.training.placement import Nodes, Placement, place
 from xmcray.training.preemption import StopFlag, terminated
+from xmcray.training.process import configure_this_process, worker_environment
 from xmcray.training.records import read_records
 from xmcray.training.run import (
     SELECTION,
@@ -52,14 +53,6 @@ _SELECT_BY = "nDCG@5"  # the validation metric that chooses the number of epochs
 # Time for a collective in addition to negatives.wait_s: rank 0 may wait that long for a version of
 # negatives.
 _COLLECTIVE_S = 300
-_ALLOCATOR = {
-    # By default glibc returns large blocks to the system after each step and faults them in again
-    # in the next one.
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
-    # Huge pages for torch's large tensors, because rows are read at random addresses.
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
 
 FitContext = Callable[[Run], contextlib.AbstractContextManager[None]]
 
@@ -201,7 +194,7 @@ def train_here(
     """Trains in this process, without Ray; the index is built in a thread."""
     cluster = run.config.cluster
     threads = cluster.threads_per_process or max(1, (os.cpu_count() or 2) // 2)
-    torch.set_num_threads(threads)
+    configure_this_process(threads)
     has_gpu = torch.cuda.is_available()
     if cluster.device == "gpu" and not has_gpu:
         raise ResourceError(
@@ -246,11 +239,6 @@ def _worker_settings(run: Run, placement: Placement) -> WorkerSettings:
         config=run.config.to_dict(),
         threads=placement.threads,
     )
-
-
-def worker_environment(threads: int) -> dict[str, str]:
-    """Environment variables that decide how fast a worker process computes."""
-    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **_ALLOCATOR}
 
 
 def _worker_group(run: Run, placement: Placement) -> WorkerGroup:
