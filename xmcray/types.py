@@ -150,11 +150,6 @@ class StepOutput:
     divisor: int
     query_vectors: Tensor | None
 
-    @property
-    def value(self) -> float:
-        """This rank's part of the loss, divided."""
-        return float(self.total.detach()) / self.divisor
-
 
 @dataclass(frozen=True, slots=True)
 class Shortlist:

@@ -32,12 +32,13 @@ from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.optim import lr_factor
 from xmcray.training.preemption import StopFlag
+from xmcray.training.prefetch import BatchPrefetcher
 from xmcray.training.records import Record, Records
 from xmcray.training.run import Run, RunConfig
 from xmcray.training.step import Embedder, Stepper, encode_without_graph
 from xmcray.training.validation import validate
 from xmcray.training.watch import Watch
-from xmcray.types import Ragged
+from xmcray.types import Ragged, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,9 @@ class Loop:
             setup.method.index_rows,
             setup.partition.start,
         )
+        self.batches = BatchPrefetcher(
+            setup.sampler, collectives.rank(), collectives.num_ranks(), self.last_step
+        )
         self.records = Records(run.path / "metrics.jsonl", on_record)
 
     def train(self) -> dict[str, Any]:
@@ -180,7 +184,7 @@ class Loop:
                 self._save(step)
                 window.pause()
             if order == "stop":
-                self.feed.close()
+                self._close()
                 return {}
             self._step(step, window)
             done = step + 1
@@ -196,17 +200,20 @@ class Loop:
                 window.pause()
             if self.on_step:
                 self.on_step(done)
-        self.feed.close()
+        self._close()
         return self._finish(time.perf_counter() - started, self.last_step - first_step)
+
+    def _close(self) -> None:
+        """Ends the background threads."""
+        self.batches.close()
+        self.feed.close()
 
     def _step(self, step: int, window: _Window) -> None:
         shortlist = self.feed.before_step(step)
-        batch = self.setup.sampler.batch(
-            step, collectives.rank(), collectives.num_ranks(), self.feed.clusters
-        )
+        batch = self.batches.batch(step, self.feed.clusters)
         output = self.setup.stepper.step(batch, shortlist)
         self.feed.after_step(batch, output.query_vectors)
-        window.add(len(batch.query_ids), output.value)
+        window.add(len(batch.query_ids), output)
 
     def _restore(self) -> int:
         """Restores the newest checkpoint, or starts the method; returns the steps done."""
@@ -265,9 +272,7 @@ class Loop:
                 version.drop_inputs()
 
     def _record(self, step: int, window: _Window) -> None:
-        device = "cuda" if collectives.on_gpu() else "cpu"
-        loss = torch.tensor([window.loss], dtype=torch.float64, device=device)
-        mean_loss = float(collectives.sum_over_ranks(loss)) / window.steps
+        mean_loss = float(collectives.sum_over_ranks(window.loss)) / window.steps
         if collectives.rank() != 0:
             return
         shortlist = self.feed.current
@@ -333,16 +338,18 @@ class _Window:
         self._last_time = time.perf_counter()
         self.steps = 0
         self.queries = 0
-        self.loss = 0.0
+        self.loss = torch.zeros((), dtype=torch.float64)
         self.seconds = 0.0
 
-    def add(self, num_queries: int, loss: float) -> None:
+    def add(self, num_queries: int, output: StepOutput) -> None:
         now = time.perf_counter()
         self.seconds += now - self._last_time
         self._last_time = now
         self.steps += 1
         self.queries += num_queries
-        self.loss += loss
+        # The sum stays on the device: to read it would wait for the whole step.
+        loss = output.total.detach().double() / output.divisor
+        self.loss = self.loss.to(loss.device) + loss
 
     def pause(self) -> None:
         """Leaves out the time since the last step."""
