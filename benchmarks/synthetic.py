@@ -116,7 +116,9 @@ def _write(
                 shard.label_ids = labels.values
             yield shard
 
-    writer = CorpusWriter(folder)
+    source = RawFiles("synthetic", Path("synthetic"), ("train", "test"))
+    config = PrepareConfig(shard_rows=SHARD_ROWS)
+    writer = CorpusWriter(folder, source, config, name, "none")
     for split, rows, number in (
         ("labels", num_labels, 0),
         ("train", num_queries, positives),
@@ -124,13 +126,7 @@ def _write(
     ):
         for shard in shards(split, rows, number):
             writer.add(shard)
-    writer.finish(
-        RawFiles("synthetic", Path("synthetic"), ("train", "test")),
-        PrepareConfig(shard_rows=SHARD_ROWS),
-        name,
-        "none",
-        tokenizer,
-    )
+    writer.finish(tokenizer)
 
 
 def _distinct(sorted_ids: Int64Array) -> Ragged:

@@ -31,12 +31,12 @@ def corpus_of(raw: Path, out: Path, **settings: Any) -> Corpus:
         # The last result of the survey is the sample of texts.
         *_, (_, texts) = survey(source, cap=100_000, seed=0, skip=False, block_rows=1000)
         tokenizer = train_wordpiece(texts, config.vocab_size, config.max_len)
-        writer = CorpusWriter(folder)
+        writer = CorpusWriter(folder, source, config, "planted", "none")
         for split in ("labels", *source.splits):
             pairs = NO_PAIRS if split == "labels" else sorted_pairs(source.filters(split))
             num_labels = writer.num_rows["labels"]
             for chunk in read_chunks(source, split, num_labels, config.shard_rows, skip=False):
                 shard = pack_chunk(chunk, tokenizer, pairs, num_labels, config.shard_rows)
                 writer.add(shard)
-        writer.finish(source, config, "planted", "none", tokenizer)
+        writer.finish(tokenizer)
     return Corpus.open(out)

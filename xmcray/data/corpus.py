@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -232,10 +231,6 @@ class Split:
         """Names of rows in the raw files."""
         return self._column("uid", rows)
 
-    def relevance(self, rows: Int64Array) -> list[list[float] | None]:
-        """Graded relevance of each positive, in the order of `positives`; None if there is none."""
-        return self._column("relevance", rows)
-
     @functools.cached_property
     def _filters(self) -> Ragged:
         path = self._corpus / "filters" / f"{self.name}.npy"
@@ -244,19 +239,17 @@ class Split:
         offsets = np.searchsorted(pairs[:, 0], np.arange(self._num_rows + 1))
         return Ragged(pairs[:, 1], offsets)
 
-    def _column(self, name: str, rows: Int64Array) -> list[Any]:
-        """Values of a text column, in the order of `rows`; None if a shard lacks the column."""
+    def _column(self, name: str, rows: Int64Array) -> list[str]:
+        """Values of a text column, in the order of `rows`."""
         ids = np.asarray(rows, np.int64)
         order = np.argsort(ids, kind="stable")
         # Rows are read in ascending order, shard by shard, and put back into the caller's order.
-        values: list[Any] = [None] * len(ids)
+        values = np.empty(len(ids), object)
         for piece in by_shard(ids[order], self._num_rows, self._shard_rows):
-            table = self._table(piece.shard)
-            if name in table.column_names:
-                column = table[name].take(piece.local_rows).to_pylist()
-                for position, value in zip(order[piece.span].tolist(), column, strict=True):
-                    values[position] = value
-        return values
+            column = self._table(piece.shard)[name].take(piece.local_rows)
+            values[order[piece.span]] = column.to_pylist()
+        texts: list[str] = values.tolist()
+        return texts
 
     def _read_table(self, shard: int) -> pa.Table:
         path = self._corpus / self.name / f"{shard_stem(shard)}.parquet"

@@ -85,7 +85,7 @@ def prepare(
     about["tokenizer"] = short_name(config.tokenizer)
     with ray_session(), new_artifact(out, KIND, about) as folder, progress_bar(progress) as bar:
         pipeline = _Pipeline(source, config, share(parallelism), stall_s, bar)
-        writer = CorpusWriter(folder)
+        writer = CorpusWriter(folder, source, config, name, licence)
         tokenizer = pipeline.tokenizer()
         for shard in pipeline.shards(["labels"], tokenizer, {}, 0):
             writer.add(shard)
@@ -94,7 +94,7 @@ def prepare(
         filters = {split: sorted_pairs(source.filters(split)) for split in source.splits}
         for shard in pipeline.shards(source.splits, tokenizer, filters, num_labels):
             writer.add(shard)
-        writer.finish(source, config, name, licence, tokenizer)
+        writer.finish(tokenizer)
     return Corpus.open(out, verify=False)
 
 

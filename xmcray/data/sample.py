@@ -11,6 +11,7 @@ the name. Nothing is downloaded, and the same installed versions give the same f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -35,7 +36,7 @@ _MARKUP = re.compile(
 # Ufuncs and compiled functions have their signature in the docstring.
 _SIGNATURE = re.compile(r"^(?:[\w.]+\(.*\)(?: ->.*)?\n+)+")
 _SENTENCE = re.compile(r"(?<=[a-z)\]][.!?])\s")
-_ABBREVIATIONS = {"np.": "numpy.", "sp.": "scipy.", "pd.": "pandas."}
+_ABBREVIATIONS = {"np": "numpy", "sp": "scipy", "pd": "pandas"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +78,14 @@ def write_sample(folder: Path) -> None:
     objects, aliases = collect()
     related = {name: _resolve(item, objects, aliases) for name, item in objects.items()}
     names: dict[str, list[str]] = {"train": [], "test": []}
-    labels: set[str] = set()
     for name in sorted(objects):
-        if _is_test(name):
-            names["test"].append(name)
-        else:
-            names["train"].append(name)
-            labels.update(related[name])  # labels that only the test split has are left out
-    label_ids = {label: row for row, label in enumerate(sorted(labels))}
+        names["test" if _is_test(name) else "train"].append(name)
+    # Labels that only the test split has are left out.
+    labels = sorted({label for name in names["train"] for label in related[name]})
+    label_ids = {label: row for row, label in enumerate(labels)}
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, object]] = []
-    for label in label_ids:
+    for label in labels:
         text = f"{label} {objects[label].sentence}"
         rows.append({"uid": label, "text": text})
     _write_json_lines(folder / "labels.jsonl", rows)
@@ -185,24 +183,23 @@ def _public_modules() -> Iterator[ModuleType]:
         warnings.simplefilter("ignore")
         for package in PACKAGES:
             for name in _module_names(package):
-                if not _HIDDEN.search(name):
-                    try:
-                        module = importlib.import_module(name)
-                    except ImportError:  # an optional dependency of one submodule
-                        continue
-                    yield module
+                if _HIDDEN.search(name):
+                    continue
+                with contextlib.suppress(ImportError):  # an optional dependency of one submodule
+                    yield importlib.import_module(name)
 
 
 def _module_names(package: str) -> Iterator[str]:
     """A package, its modules, and the packages inside its packages."""
     yield package
     root = importlib.import_module(package)
-    for module in pkgutil.iter_modules(root.__path__, f"{package}."):
-        yield module.name
-        if module.ispkg and not _HIDDEN.search(module.name):
-            folder_name = module.name.rsplit(".", 1)[1]
-            folders = [f"{folder}/{folder_name}" for folder in root.__path__]
-            for inner in pkgutil.iter_modules(folders, f"{module.name}."):
+    for module in pkgutil.iter_modules(root.__path__):
+        name = f"{package}.{module.name}"
+        yield name
+        if module.ispkg and not _HIDDEN.search(name):
+            # The inner packages are listed from the files: importing every package is slow.
+            folders = [f"{folder}/{module.name}" for folder in root.__path__]
+            for inner in pkgutil.iter_modules(folders, f"{name}."):
                 if inner.ispkg:
                     yield inner.name
 
@@ -219,16 +216,13 @@ def _see_also(docstring: str) -> tuple[str, ...]:
     """The names in the See Also section, each once, in their order."""
     # `split` returns the text before the first section, then title and body of each section.
     _, *parts = _SECTION.split(docstring)
-    names: dict[str, None] = {}
-    for title, body in zip(parts[::2], parts[1::2], strict=True):
-        if title != "See Also":
-            continue
-        for line in body.splitlines():
-            if entry := _ENTRY.match(line):
-                for name in entry["names"].split(","):
-                    names[_plain(name).strip(" :")] = None
-    names.pop("", None)
-    return tuple(names)
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    names: list[str] = []
+    for line in sections.get("See Also", "").splitlines():
+        if entry := _ENTRY.match(line):
+            names += entry["names"].split(",")
+    plain_names = [_plain(name).strip(" :") for name in names]
+    return tuple(dict.fromkeys(filter(None, plain_names)))
 
 
 def _plain(text: str) -> str:
@@ -247,12 +241,10 @@ def _resolve(
     scopes = [".".join(parts[:depth]) + "." for depth in range(len(parts) - 1, 0, -1)]
     related = set()
     for written_name in item.see_also:
-        name = written_name
-        for abbreviation, package in _ABBREVIATIONS.items():
-            if written_name.startswith(abbreviation):
-                name = package + written_name.removeprefix(abbreviation)
+        package, dot, rest = written_name.partition(".")
+        package = _ABBREVIATIONS.get(package, package)
         for scope in ("", *scopes):
-            target = aliases.get(scope + name)
+            target = aliases.get(f"{scope}{package}{dot}{rest}")
             if target in objects and target != item.name:
                 related.add(target)
                 break

@@ -55,6 +55,10 @@ class CorpusWriter:
 
     Attributes:
         folder: of the corpus.
+        source: raw files.
+        config: settings of the corpus.
+        name: of the corpus.
+        licence: of the raw files.
         num_rows: by split.
         num_tokens: by split.
         odd: legal but unusual rows by reason.
@@ -64,6 +68,10 @@ class CorpusWriter:
     """
 
     folder: Path
+    source: RawFiles
+    config: PrepareConfig
+    name: str
+    licence: str
     num_rows: Counter[str] = field(default_factory=Counter)
     num_tokens: Counter[str] = field(default_factory=Counter)
     odd: Counter[str] = field(default_factory=Counter)
@@ -90,25 +98,20 @@ class CorpusWriter:
             np.add.at(self.counts[split], shard.label_ids, 1)
             self.filters.setdefault(split, []).append(shard.filters)
 
-    def finish(
-        self,
-        source: RawFiles,
-        config: PrepareConfig,
-        name: str,
-        licence: str,
-        tokenizer: TextTokenizer,
-    ) -> None:
+    def finish(self, tokenizer: TextTokenizer) -> None:
         """Writes everything that needs the counts: label order, filters, rejected rows, card.
 
         Raises:
             DataError: a split has no row.
         """
-        for split in ("labels", *source.splits):
+        for split in ("labels", *self.source.splits):
             if not self.num_rows[split]:
-                raise DataError(f"{source.path}: split {split!r} has no row; expected at least one")
+                raise DataError(
+                    f"{self.source.path}: split {split!r} has no row; expected at least one"
+                )
         tokenizer.save(self.folder / "tokenizer")
         # The survey draws from [seed, 1]: the two streams have nothing in common.
-        rng = np.random.default_rng([config.seed, 0])
+        rng = np.random.default_rng([self.config.seed, 0])
         np.save(self.folder / "label_order.npy", rng.permutation(self.num_rows["labels"]))
         np.save(self.folder / "train_counts.npy", self.counts["train"])
         for split, pairs in self.filters.items():
@@ -116,7 +119,7 @@ class CorpusWriter:
             np.save(self.folder / "filters" / f"{split}.npy", sorted_pairs(np.concatenate(pairs)))
         self._write_rejected()
         self._count_unseen_labels()
-        self._card(source, config, name, licence, tokenizer).save(self.folder / "card.yaml")
+        self._card(tokenizer).save(self.folder / "card.yaml")
 
     def _write_rejected(self) -> None:
         if not self.rejected:
@@ -137,23 +140,17 @@ class CorpusWriter:
             unseen &= ~only_in_test
         self.odd["labels: never seen"] = int(unseen.sum())
 
-    def _card(
-        self,
-        source: RawFiles,
-        config: PrepareConfig,
-        name: str,
-        licence: str,
-        tokenizer: TextTokenizer,
-    ) -> Card:
+    def _card(self, tokenizer: TextTokenizer) -> Card:
+        config = self.config
         num_train = self.num_rows["train"]
         num_labels = self.num_rows["labels"]
         num_positives = int(self.counts["train"].sum())
         rejected_by_split = Counter(split for split, _ in self.rejected)
         return Card(
-            name=name,
-            source=source.path.name,
-            format=source.format,
-            licence=licence,
+            name=self.name,
+            source=self.source.path.name,
+            format=self.source.format,
+            licence=self.licence,
             num_train=num_train,
             num_test=self.num_rows["test"],
             num_labels=num_labels,

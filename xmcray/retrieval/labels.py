@@ -28,8 +28,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from xmcray import storage
-from xmcray.data.formats.base import BadRow, BadValue, Row
-from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records, rows_of
+from xmcray.data.formats.base import BadRow, BadValue, Row, rows_of
+from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records
 from xmcray.errors import ConfigError, DataError
 from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import LabelAttributes, Scalar, attribute_set

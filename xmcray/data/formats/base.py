@@ -7,12 +7,13 @@ file is a `DataError`. Nothing here keeps more than one block of a file in memor
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -23,8 +24,10 @@ MAX_TEXT = 1_000_000  # characters of one text
 MAX_LINE = 64 << 20  # bytes of one line, unpacked
 FREE_BYTES = 256 << 20  # a file may unpack to this much whatever its packed size
 MAX_RATIO = 1000  # beyond that, unpacked bytes per packed byte
-BLOCK = 1 << 18
+_UTF8_MARK = b"\xef\xbb\xbf"  # the byte order mark that some editors write
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_Raw = TypeVar("_Raw")
+_Parsed = TypeVar("_Parsed")
 
 # Spellings of public releases: NGAME, DEXML, Renée, ECLARE, and the typo of NGAME's README.
 FILTER_NAMES = {
@@ -72,9 +75,49 @@ class BadRow:
 
 OnBad = Callable[[BadRow], None]
 
+Labels = tuple[tuple[int, ...], tuple[float, ...] | None]  # label ids and relevance, as in Row
+
 
 class BadValue(Exception):  # noqa: N818 - a signal between a parser and its loop, never seen outside
     """Why a row cannot be used."""
+
+
+def parsed(
+    raw: Iterable[_Raw | BadValue], parse: Callable[[_Raw], _Parsed]
+) -> Iterator[_Parsed | BadValue]:
+    """Each item parsed. An item that cannot be parsed becomes the reason, and a reason stays one."""
+    for item in raw:
+        try:
+            yield item if isinstance(item, BadValue) else parse(item)
+        except BadValue as error:
+            yield error
+
+
+def rows_of(
+    records: Iterable[_Raw | BadValue],
+    path: Path,
+    parse: Callable[[_Raw, int], Row],
+    on_bad: OnBad,
+    *,
+    first_row: int = 0,
+    first_line: int = 1,
+) -> Iterator[Row]:
+    """The valid rows of a file; `on_bad` gets each other one.
+
+    Args:
+        parse: makes a row of a record and its row number; raises BadValue.
+        first_row: row number of the file's first record.
+        first_line: line of the file's first record.
+    """
+    for number, record in enumerate(records):
+        try:
+            if isinstance(record, BadValue):
+                raise record
+            row = parse(record, first_row + number)
+        except BadValue as error:
+            on_bad(BadRow(str(path), first_line + number, str(error)))
+        else:
+            yield row
 
 
 class Format(Protocol):
@@ -135,13 +178,24 @@ def read_lines(path: Path) -> Iterator[bytes]:
         DataError: missing, unreadable, truncated, a line above 64 MB, or a decompression bomb.
     """
     try:
-        if path.suffix == ".gz":
-            limit = max(FREE_BYTES, MAX_RATIO * path.stat().st_size)
-            with gzip.open(path, "rb") as file:
-                yield from _split(_limited_blocks(file.read, path, limit), path)
-        else:
-            with path.open("rb") as file:
-                yield from _split(iter(lambda: file.read(BLOCK), b""), path)
+        is_packed = path.suffix == ".gz"
+        with gzip.open(path, "rb") if is_packed else path.open("rb") as file:
+            limit = max(FREE_BYTES, MAX_RATIO * path.stat().st_size) if is_packed else math.inf
+            num_bytes = 0
+            if file.peek(len(_UTF8_MARK)).startswith(_UTF8_MARK):
+                file.read(len(_UTF8_MARK))
+            while line := file.readline(MAX_LINE + 1):
+                num_bytes += len(line)
+                if num_bytes > limit:
+                    raise DataError(
+                        f"{path} unpacks to more than {MAX_RATIO} times its size: a decompression bomb; "
+                        "unpack it yourself if you trust it"
+                    )
+                if len(line) > MAX_LINE:
+                    raise DataError(
+                        f"{path} has a line of more than {MAX_LINE >> 20} MB; expected one row per line"
+                    )
+                yield line.removesuffix(b"\n")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
             f"{path} is not a complete gzip file ({error}); copy or download it again"
@@ -154,47 +208,6 @@ def cannot_read(path: Path, error: OSError) -> DataError:
     """The error for a file that the system does not let us read."""
     reason = error.strerror or error
     return DataError(f"{path} cannot be read ({reason}); check the path and its rights")
-
-
-def _limited_blocks(read: Callable[[int], bytes], path: Path, limit: int) -> Iterator[bytes]:
-    """Blocks of an unpacked file, unless it unpacks to more than `limit` bytes."""
-    total = 0
-    while block := read(BLOCK):
-        total += len(block)
-        if total > limit:
-            raise DataError(
-                f"{path} unpacks to more than {MAX_RATIO} times its size: a decompression bomb; "
-                "unpack it yourself if you trust it"
-            )
-        yield block
-
-
-def _split(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """Lines of a file that is read in blocks."""
-    # The line that the last block left unfinished, in pieces: joining them once, when the line
-    # ends, keeps a long line from being copied with every block.
-    pieces: list[bytes] = []
-    num_bytes = 0
-    is_first = True
-    for block in blocks:
-        if is_first:
-            block = block.removeprefix(b"\xef\xbb\xbf")  # the byte order mark of UTF-8
-            is_first = False
-        first, *others = block.split(b"\n")
-        pieces.append(first)
-        num_bytes += len(first)
-        if others:
-            yield b"".join(pieces)
-            unfinished = others.pop()
-            yield from others
-            pieces = [unfinished]
-            num_bytes = len(unfinished)
-        if num_bytes > MAX_LINE:
-            raise DataError(
-                f"{path} has a line of more than {MAX_LINE >> 20} MB; expected one row per line"
-            )
-    if last := b"".join(pieces):
-        yield last
 
 
 def decode(line: bytes) -> str:
@@ -228,9 +241,7 @@ def check_text(text: str, what: str = "text") -> str:
     return text
 
 
-def check_labels(
-    ids: list[int], relevance: Sequence[float] | None, num_labels: int
-) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+def check_labels(ids: list[int], relevance: Sequence[float] | None, num_labels: int) -> Labels:
     """Label ids ascending and each once, with their relevance; None if all are 1.
 
     A label that is listed twice has the larger of its relevance values.

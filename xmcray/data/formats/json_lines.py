@@ -13,25 +13,29 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xmcray.data.formats.base import (
     MAX_TEXT,
-    BadRow,
     BadValue,
+    Labels,
     OnBad,
     Row,
     check_labels,
     check_text,
     decode,
     find_one,
+    parsed,
     read_lines,
+    rows_of,
 )
 
 Record = Mapping[str, Any]
+_DECODE_JSON = json.JSONDecoder().raw_decode  # a third faster than json.loads
+_JSON_KINDS = {list: "an array", str: "a string", type(None): "null", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +108,9 @@ class RowParser:
 
     def _uid(self, record: Record, row: int) -> str:
         uid = record.get(self._fields.uid)
-        if type(uid) is str:
-            return uid
         if uid is None:
             return str(row)
-        if type(uid) is not int:
+        if type(uid) not in (str, int):
             kind = type(uid).__name__
             raise BadValue(f"{self._fields.uid} is {kind}, expected a string or an integer")
         return str(uid)
@@ -125,9 +127,7 @@ class RowParser:
             names = [name for name in (fields.text, *fields.parts) if name]
             raise BadValue(f"{' or '.join(names)} is not a string") from None
 
-    def _labels(
-        self, record: Record, num_labels: int
-    ) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+    def _labels(self, record: Record, num_labels: int) -> Labels:
         fields = self._fields
         labels = record.get(fields.labels)
         if not labels:
@@ -156,53 +156,28 @@ class RowParser:
 
 def read_records(path: Path) -> Iterator[Record | BadValue]:
     """JSON objects of a file, one per line; a line that is none is yielded as the reason."""
-    parse = json.JSONDecoder().raw_decode  # a third faster than json.loads
-    # The parser accepts NaN and infinity; `check_labels` refuses them.
-    for line in read_lines(path):
-        try:
-            text = decode(line).strip()
-            record, end = parse(text)
-            if end != len(text):
-                raise ValueError(f"more text after the object at character {end}")
-        except BadValue as error:
-            yield error
-        except (ValueError, RecursionError) as error:
-            reason = f" ({error})" if line.strip() else ": the line is blank"
-            yield BadValue(f"broken JSON{reason}")
-        else:
-            if type(record) is dict:
-                yield record
-            else:
-                yield BadValue(f"found {_json_kind(record)}, expected a JSON object")
+    return parsed(read_lines(path), _parse_json)
 
 
-def _json_kind(value: object) -> str:
-    kinds = {list: "an array", str: "a string", type(None): "null", bool: "true or false"}
-    return kinds.get(type(value), "a number")
+def _parse_json(line: bytes) -> Record:
+    """The JSON object of a line. NaN and infinity are accepted; `check_labels` refuses them.
 
-
-def rows_of(
-    records: Iterable[Record | BadValue],
-    path: Path,
-    parse: Callable[[Record, int], Row],
-    on_bad: OnBad,
-    first_row: int = 0,
-) -> Iterator[Row]:
-    """The valid rows of a file.
-
-    Args:
-        parse: makes a row of a record and its row number; raises BadValue.
-        first_row: row number of the file's first record.
+    Raises:
+        BadValue: the line is something else.
     """
-    for number, record in enumerate(records):
-        try:
-            if isinstance(record, BadValue):
-                raise record
-            row = parse(record, first_row + number)
-        except BadValue as error:
-            on_bad(BadRow(str(path), number + 1, str(error)))
-        else:
-            yield row
+    text = decode(line).strip()
+    if not text:
+        raise BadValue("broken JSON: the line is blank")
+    try:
+        record, end = _DECODE_JSON(text)
+    except (ValueError, RecursionError) as error:
+        raise BadValue(f"broken JSON ({error})") from None
+    if end != len(text):
+        raise BadValue(f"broken JSON (more text after the object at character {end})")
+    if type(record) is dict:
+        return record
+    kind = _JSON_KINDS.get(type(record), "a number")
+    raise BadValue(f"found {kind}, expected a JSON object")
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,20 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from xmcray.data.formats.base import FREE_BYTES, MAX_RATIO, BadValue, cannot_read, read_lines
+from xmcray.data.formats.base import (
+    FREE_BYTES,
+    MAX_RATIO,
+    BadValue,
+    cannot_read,
+    parsed,
+    read_lines,
+)
 from xmcray.errors import DataError, one_line
-from xmcray.types import Int64Array
 
 Entries = tuple[list[int], list[float]]  # column ids and values of a row, as the file orders them
 _ROWS_AT_ONCE = 4096
+# numpy's letters for the types that an array of an npz file may have: integers, or any numbers.
+_KINDS = {"indptr.npy": "iu", "indices.npy": "iu", "shape.npy": "iu", "data.npy": "iufb"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ def open_matrix(path: Path) -> Matrix:
     # The iterator goes on after the header: the rows are what is left of the file.
     lines = read_lines(path)
     rows, cols = read_header(path, lines, ("rows", "columns"))
-    return Matrix(path, (rows, cols), _text_rows(lines), 2)
+    return Matrix(path, (rows, cols), parsed(lines, parse_entries), 2)
 
 
 def read_header(path: Path, lines: Iterator[bytes], names: tuple[str, ...]) -> tuple[int, ...]:
@@ -98,16 +106,6 @@ def parse_entries(line: bytes, default: float | None = None) -> Entries:
     return ids, values
 
 
-def _text_rows(lines: Iterator[bytes]) -> Iterator[Entries | BadValue]:
-    for line in lines:
-        try:
-            entries = parse_entries(line)
-        except BadValue as error:
-            yield error
-        else:
-            yield entries
-
-
 def _npz_rows(matrix: Any) -> Iterator[Entries | BadValue]:
     # Lists of Python numbers, for some rows at once: slicing them is faster than slicing arrays.
     for start in range(0, matrix.shape[0], _ROWS_AT_ONCE):
@@ -126,15 +124,16 @@ def load_npz(path: Path) -> Any:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            kind = _read_member(archive, "format.npy").item()
-            # Member by member: np.load would unpack whatever else the archive holds.
-            indptr = _read_member(archive, "indptr.npy")
-            indices = _read_member(archive, "indices.npy")
-            data = _read_member(archive, "data.npy")
-            shape = _read_member(archive, "shape.npy")
-        # Older scipy wrote the kind as bytes.
-        name = kind.decode("ascii", "replace") if isinstance(kind, bytes) else str(kind)
-        return _checked(name.lower(), indptr, indices, data, shape)
+            for name in archive.namelist():
+                _check_member(archive, name)
+        with np.load(path, allow_pickle=False) as arrays:
+            kind = str(arrays["format"].astype(str))
+        if kind not in ("csr", "csc"):
+            raise ValueError(f"format {kind[:20]!r}, expected csr or csc")
+        # scipy compares the lengths of the arrays, and the full check looks at every index.
+        matrix: Any = scipy.sparse.load_npz(path)
+        matrix.check_format(full_check=True)
+        return matrix.tocsr()
     except OSError as error:
         raise cannot_read(path, error) from None
     except (
@@ -154,63 +153,24 @@ def load_npz(path: Path) -> Any:
         ) from None
 
 
-def _read_member(archive: zipfile.ZipFile, name: str) -> Any:
-    """An array of the archive.
+def _check_member(archive: zipfile.ZipFile, name: str) -> None:
+    """Compares an array's header with what the archive holds, before memory is allocated for it.
 
     Raises:
-        ValueError: it would unpack to far more than it takes in the file, or holds Python objects.
+        ValueError: it would unpack to far more than it takes in the file, or holds something else.
     """
     info = archive.getinfo(name)
     if info.file_size > max(FREE_BYTES, MAX_RATIO * info.compress_size):
         raise ValueError(
             f"{name} unpacks to more than {MAX_RATIO} times its size: a decompression bomb"
         )
-    # The header is read first: numpy would allocate memory for any shape that it declares.
     with archive.open(info) as file:
         if np.lib.format.read_magic(file) == (1, 0):
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         else:
             shape, _, dtype = np.lib.format.read_array_header_2_0(file)
     size = math.prod(shape) * dtype.itemsize
-    if dtype.hasobject or size > info.file_size:
+    if dtype.kind not in _KINDS.get(name, "SUiufb") or size > info.file_size:
         raise ValueError(
             f"{name} holds {dtype} {shape}, expected numbers that fit its {info.file_size} bytes"
         )
-    with archive.open(info) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
-
-
-def _checked(kind: str, indptr: Any, indices: Any, data: Any, shape: Any) -> Any:
-    """The arrays of a CSR or CSC matrix as a CSR matrix.
-
-    Raises:
-        ValueError: the arrays do not fit each other.
-    """
-    if kind not in ("csr", "csc"):
-        raise ValueError(f"format {kind[:20]!r}, expected csr or csc")
-    for array in (indptr, indices, shape):
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ValueError("indptr, indices or shape are not lists of integers")
-    if len(shape) != 2:
-        raise ValueError(f"a shape of {len(shape)} numbers, expected 2")
-    if data.shape != indices.shape or data.dtype.kind not in "iufb":
-        raise ValueError(f"{data.size} values of type {data.dtype} for {indices.size} indices")
-    # The major axis is the one that the pointers cut: rows of a CSR, columns of a CSC matrix.
-    size = (int(shape[0]), int(shape[1]))
-    if min(size) < 0:
-        raise ValueError(f"a shape of {size[0]} x {size[1]}, expected no negative number")
-    major, minor = size if kind == "csr" else size[::-1]
-    pointers: Int64Array = indptr.astype(np.int64)
-    if (
-        len(pointers) != major + 1
-        or pointers[0] != 0
-        or pointers[-1] != len(indices)
-        or (np.diff(pointers) < 0).any()
-    ):
-        axis = "rows" if kind == "csr" else "columns"
-        raise ValueError(f"pointers do not fit {major} {axis} and {len(indices)} entries")
-    if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < minor):
-        raise ValueError(f"an index is out of range, expected 0 to {minor - 1}")
-    if kind == "csr":
-        return scipy.sparse.csr_matrix((data, indices, pointers), shape=size)
-    return scipy.sparse.csc_matrix((data, indices, pointers), shape=size).tocsr()

@@ -13,6 +13,7 @@ bytes of the schema are searched before Arrow reads them.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,13 +23,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from xmcray.data.formats.base import BadValue, OnBad, Row, find, find_one
-from xmcray.data.formats.json_lines import Fields, RecordFormat, RowParser, rows_of
+from xmcray.data.formats.base import BadValue, OnBad, Row, find, find_one, rows_of
+from xmcray.data.formats.json_lines import Fields, RecordFormat, RowParser
 from xmcray.errors import DataError, one_line
 
 _ROWS_AT_ONCE = 1024
-_ARROW_ERRORS = (OSError, ValueError, EOFError, pa.ArrowException)
 _EXTENSION_KEY = b"ARROW:extension:"
+_LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+_PLAIN_TYPES = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_integer,
+    pa.types.is_floating,
+    pa.types.is_null,
+)
+_BYTES_OF = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 _FIELDS = Fields()
 _TEXT_COLUMNS = (_FIELDS.text, *_FIELDS.parts)
 _COLUMNS = (_FIELDS.uid, *_TEXT_COLUMNS, _FIELDS.labels, _FIELDS.relevance)
@@ -70,20 +79,9 @@ def _check_schema(path: Path, schema: Any) -> None:
 
 
 def _is_allowed(column_type: Any) -> bool:
-    is_type = pa.types
-    if (
-        is_type.is_list(column_type)
-        or is_type.is_large_list(column_type)
-        or is_type.is_fixed_size_list(column_type)
-    ):
+    if any(is_list(column_type) for is_list in _LIST_TYPES):
         column_type = column_type.value_type
-    return bool(
-        is_type.is_string(column_type)
-        or is_type.is_large_string(column_type)
-        or is_type.is_integer(column_type)
-        or is_type.is_floating(column_type)
-        or is_type.is_null(column_type)
-    )
+    return any(is_plain(column_type) for is_plain in _PLAIN_TYPES)
 
 
 def _parquet_footer(path: Path) -> bytes:
@@ -100,30 +98,33 @@ def _parquet_footer(path: Path) -> bytes:
         return file.read(length)
 
 
-def _open_parquet(path: Path) -> Any:
-    """A ParquetFile whose schema is allowed; the caller closes it."""
+@contextlib.contextmanager
+def _arrow_errors(path: Path) -> Iterator[None]:
+    """Turns errors of Arrow into a DataError that names the file."""
     try:
+        yield
+    except (OSError, ValueError, EOFError, pa.ArrowException) as error:
+        raise DataError(
+            f"{path} cannot be read ({one_line(error)}); copy or write it again"
+        ) from None
+
+
+@contextlib.contextmanager
+def _open_parquet(path: Path) -> Iterator[Any]:
+    """A ParquetFile whose schema is allowed."""
+    with _arrow_errors(path):
         # First the raw bytes: opening the file lets Arrow read the schema.
         _refuse_extensions(path, _parquet_footer(path))
-        file = pq.ParquetFile(path)
-    except _ARROW_ERRORS as error:
-        raise _unreadable(path, error) from None
-    try:
-        _check_schema(path, file.schema_arrow)
-    except DataError:
-        file.close()
-        raise
-    return file
+        with pq.ParquetFile(path) as file:
+            _check_schema(path, file.schema_arrow)
+            yield file
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
     with _open_parquet(path) as file:
         names = _known_columns(file.schema_arrow)
-        try:
-            # One thread: the tasks of the pipeline are the parallelism.
-            yield from file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names, use_threads=False)
-        except _ARROW_ERRORS as error:
-            raise _unreadable(path, error) from None
+        # One thread: the tasks of the pipeline are the parallelism.
+        yield from file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names, use_threads=False)
 
 
 def _known_columns(schema: Any) -> list[str]:
@@ -132,22 +133,19 @@ def _known_columns(schema: Any) -> list[str]:
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
-    try:
-        with pa.memory_map(str(path)) as file:
-            message = pa.ipc.read_message(file)  # the schema's bytes, not parsed yet
-            _refuse_extensions(path, message.metadata.to_pybytes())
-            # The schema is read again, now by Arrow.
-            file.seek(0)
-            with pa.ipc.open_stream(file) as stream:
-                _check_schema(path, stream.schema)
-                names = _known_columns(stream.schema)
-                for batch in stream:
-                    _check_offsets(batch)
-                    # A saved dataset may hold a million rows in one batch.
-                    for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                        yield batch.slice(start, _ROWS_AT_ONCE).select(names)
-    except _ARROW_ERRORS as error:
-        raise _unreadable(path, error) from None
+    with _arrow_errors(path), pa.memory_map(str(path)) as file:
+        message = pa.ipc.read_message(file)  # the schema's bytes, not parsed yet
+        _refuse_extensions(path, message.metadata.to_pybytes())
+        # The schema is read again, now by Arrow.
+        file.seek(0)
+        with pa.ipc.open_stream(file) as stream:
+            _check_schema(path, stream.schema)
+            names = _known_columns(stream.schema)
+            for batch in stream:
+                _check_offsets(batch)
+                # A saved dataset may hold a million rows in one batch.
+                for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                    yield batch.slice(start, _ROWS_AT_ONCE).select(names)
 
 
 def _check_offsets(batch: Any) -> None:
@@ -156,15 +154,9 @@ def _check_offsets(batch: Any) -> None:
     Strings are checked as bytes, because text that is not UTF-8 is a mistake of its row alone.
     """
     for column in batch.columns:
-        if pa.types.is_string(column.type):
-            column = column.view(pa.binary())
-        elif pa.types.is_large_string(column.type):
-            column = column.view(pa.large_binary())
+        if column.type in _BYTES_OF:
+            column = column.view(_BYTES_OF[column.type])
         column.validate(full=True)
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read ({one_line(error)}); copy or write it again")
 
 
 def _records(batches: Iterator[Any]) -> Iterator[Mapping[str, Any] | BadValue]:
@@ -215,7 +207,8 @@ class Tables(RecordFormat):
         first_row = 0
         for path in self._paths(folder, name):
             batches = _arrow_batches(path) if self.arrow else _parquet_batches(path)
-            yield from rows_of(_records(batches), path, parser.parse, on_bad, first_row)
+            records = _records(batches)
+            yield from rows_of(records, path, parser.parse, on_bad, first_row=first_row)
             first_row += self._rows_of_file(path)
 
     def num_rows(self, folder: Path, name: str) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from xmcray.data.formats.base import (
     BadRow,
     BadValue,
+    Labels,
     OnBad,
     Row,
     check_labels,
@@ -28,7 +29,9 @@ from xmcray.data.formats.base import (
     decode,
     find,
     find_one,
+    parsed,
     read_lines,
+    rows_of,
 )
 from xmcray.data.formats.matrices import Entries, Matrix, open_matrix, parse_entries, read_header
 from xmcray.errors import DataError
@@ -37,14 +40,12 @@ Texts = Iterator[str | BadValue]
 _FEATURE_LABELS = "Y.txt|lbl_X_Xf.txt|Yf.txt"  # label files of layouts with features
 
 
+def _text_of(line: bytes) -> str:
+    return check_text(decode(line).strip())
+
+
 def _read_texts(path: Path) -> Texts:
-    for line in read_lines(path):
-        try:
-            text = check_text(decode(line).strip())
-        except BadValue as error:
-            yield error
-        else:
-            yield text
+    return parsed(read_lines(path), _text_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +68,12 @@ class FeatureNames:
             names = [line.decode(errors="replace").strip() for line in read_lines(path)]
         return cls(num_features, names)
 
-    def text(self, entries: Entries | BadValue) -> str:
+    def text(self, entries: Entries) -> str:
         """Feature names by descending weight, ties by index.
 
         Raises:
             BadValue: the entries are malformed or name a feature that does not exist.
         """
-        if isinstance(entries, BadValue):
-            raise entries
         ids, weights = entries
         try:
             check_labels(ids, weights, self.num_features)
@@ -89,13 +88,7 @@ class FeatureNames:
 
     def texts(self, matrix: Matrix) -> Texts:
         """The text of each row of a feature matrix."""
-        for entries in matrix.rows:
-            try:
-                text = self.text(entries)
-            except BadValue as error:
-                yield error
-            else:
-                yield text
+        return parsed(matrix.rows, self.text)
 
 
 def _join(
@@ -111,24 +104,24 @@ def _join(
         raise DataError(
             f"{matrix.path} has {num_columns} columns, but there are {num_labels} labels; one is wrong"
         )
+
+    def checked(entries: Entries) -> Labels:
+        return check_labels(*entries, num_labels)
+
     number = -1
-    for number, (text, entries) in enumerate(zip_longest(texts, matrix.rows)):
+    for number, (text, labels) in enumerate(zip_longest(texts, parsed(matrix.rows, checked))):
         # zip_longest fills up the shorter file with None.
         if text is None:
             raise _mismatch(path, matrix, f"less than {number}")
-        if entries is None or number >= num_rows:
+        if labels is None or number >= num_rows:
             raise _mismatch(path, matrix, f"more than {number}")
         if isinstance(text, BadValue):
             on_bad(BadRow(str(path), first_line + number, str(text)))
-            continue
-        try:
-            if isinstance(entries, BadValue):
-                raise entries
-            ids, relevance = check_labels(entries[0], entries[1], num_labels)
-        except BadValue as error:
-            on_bad(BadRow(str(matrix.path), matrix.first_line + number, str(error)))
+        elif isinstance(labels, BadValue):
+            on_bad(BadRow(str(matrix.path), matrix.first_line + number, str(labels)))
         else:
-            yield Row(str(number), text, ids, relevance, number)
+            label_ids, relevance = labels
+            yield Row(str(number), text, label_ids, relevance, number)
     if number + 1 != num_rows:
         raise _mismatch(path, matrix, str(number + 1))
 
@@ -140,11 +133,10 @@ def _mismatch(path: Path, matrix: Matrix, num_rows: str) -> DataError:
 
 
 def _label_rows(texts: Texts, path: Path, first_line: int, on_bad: OnBad) -> Iterator[Row]:
-    for number, text in enumerate(texts):
-        if isinstance(text, BadValue):
-            on_bad(BadRow(str(path), first_line + number, str(text)))
-        else:
-            yield Row(str(number), text, row=number)
+    def label(text: str, row: int) -> Row:
+        return Row(str(row), text, row=row)
+
+    return rows_of(texts, path, label, on_bad, first_line=first_line)
 
 
 def _feature_labels(path: Path, folder: Path, on_bad: OnBad) -> Iterator[Row]:
@@ -225,29 +217,16 @@ class Lines:
 
 
 def _tab_rows(path: Path, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
-    for number, line in enumerate(read_lines(path)):
-        labels, tab, rest = line.partition(b"\t")
-        try:
-            if not tab:
-                raise BadValue("no tab, expected labels<TAB>text; or add Y.trn.npz and Y.tst.npz")
-            # PECOS writes "label::value" in some releases and separates labels by commas.
-            labels = labels.replace(b"::", b":").replace(b",", b" ")
-            positives, values = parse_entries(labels, default=1.0)
-            ids, relevance = check_labels(positives, values, num_labels)
-            text = check_text(decode(rest).strip())
-        except BadValue as error:
-            on_bad(BadRow(str(path), number + 1, str(error)))
-        else:
-            yield Row(str(number), text, ids, relevance, number)
+    def query(line: bytes, row: int) -> Row:
+        labels, tab, text = line.partition(b"\t")
+        if not tab:
+            raise BadValue("no tab, expected labels<TAB>text; or add Y.trn.npz and Y.tst.npz")
+        # PECOS writes "label::value" in some releases and separates labels by commas.
+        labels = labels.replace(b"::", b":").replace(b",", b" ")
+        positives = check_labels(*parse_entries(labels, default=1.0), num_labels)
+        return Row(str(row), _text_of(text), *positives, row)
 
-
-@dataclass(frozen=True, slots=True)
-class BagHeader:
-    """First line of a bag-of-words file."""
-
-    points: int
-    features: int
-    labels: int
+    return rows_of(read_lines(path), path, query, on_bad)
 
 
 class BagOfWords:
@@ -260,47 +239,52 @@ class BagOfWords:
         """All labels; without a label file they have no text."""
         if files := find(folder, _FEATURE_LABELS):
             return _feature_labels(files[0], folder, on_bad)
-        path, _, header = self._open(folder, "train")
-        return _label_rows(repeat("", header.labels), path, 1, on_bad)
+        path, _, (_, _, num_labels) = self._open(folder, "train")
+        return _label_rows(repeat("", num_labels), path, 1, on_bad)
 
     def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All queries of a split in file order."""
-        path, lines, header = self._open(folder, split)
+        path, lines, (num_rows, num_features, num_columns) = self._open(folder, split)
         # Fewer is fine: the label file may hold labels that no query carries.
-        if header.labels > num_labels:
+        if num_columns > num_labels:
             raise DataError(
-                f"{path}:1: the header says {header.labels} labels, but there are {num_labels}"
+                f"{path}:1: the header says {num_columns} labels, but there are {num_labels}"
             )
-        names = FeatureNames.of_folder(folder, header.features)
-        number = -1
-        for number, line in enumerate(lines):
-            try:
-                labels, _, features = line.partition(b" ")
-                if b":" in labels:  # no label, and the blank that stands for it is missing too
-                    labels = b""
-                    features = line
-                listed, _ = parse_entries(labels.replace(b",", b" "), default=1.0)
-                ids, _ = check_labels(listed, None, num_labels)
-                text = names.text(parse_entries(features))
-            except BadValue as error:
-                on_bad(BadRow(str(path), number + 2, str(error)))
-            else:
-                yield Row(str(number), text, ids, None, number)
-        if number + 1 != header.points:
-            raise DataError(
-                f"{path} has {number + 1} rows, but its header says {header.points}; the file is not complete"
-            )
+        names = FeatureNames.of_folder(folder, num_features)
+
+        def query(line: bytes, row: int) -> Row:
+            labels, _, features = line.partition(b" ")
+            if b":" in labels:  # no label, and the blank that stands for it is missing too
+                labels = b""
+                features = line
+            listed, _ = parse_entries(labels.replace(b",", b" "), default=1.0)
+            label_ids, _ = check_labels(listed, None, num_labels)
+            return Row(str(row), names.text(parse_entries(features)), label_ids, row=row)
+
+        return rows_of(_counted(lines, path, num_rows), path, query, on_bad, first_line=2)
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
         """Rows and labels as the headers say."""
-        _, _, header = self._open(folder, split)
-        return header.points, sum(1 for _ in self.labels(folder, lambda bad: None))
+        _, _, (num_rows, _, _) = self._open(folder, split)
+        return num_rows, sum(1 for _ in self.labels(folder, lambda bad: None))
 
-    def _open(self, folder: Path, split: str) -> tuple[Path, Iterator[bytes], BagHeader]:
-        path = find_one(folder, getattr(self, split)[0])
+    def _open(self, folder: Path, split: str) -> tuple[Path, Iterator[bytes], tuple[int, ...]]:
+        """Path, rows, and the numbers of rows, features and labels that the header says."""
+        path = find_one(folder, f"{split}.txt")
         lines = read_lines(path)
-        points, features, labels = read_header(path, lines, ("points", "features", "labels"))
-        return path, lines, BagHeader(points, features, labels)
+        return path, lines, read_header(path, lines, ("points", "features", "labels"))
+
+
+def _counted(lines: Iterator[bytes], path: Path, num_rows: int) -> Iterator[bytes]:
+    """The lines; raises DataError at the end if there are not `num_rows`."""
+    num_read = 0
+    for line in lines:
+        num_read += 1
+        yield line
+    if num_read != num_rows:
+        raise DataError(
+            f"{path} has {num_read} rows, but its header says {num_rows}; the file is not complete"
+        )
 
 
 _NPZ_MATRICES = {"train": "Y.trn.npz", "test": "Y.tst.npz"}
