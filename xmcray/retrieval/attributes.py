@@ -3,15 +3,14 @@
     attributes.parquet    rows by source id; columns of string, bool, int64 or float64, null where a
                           label lacks the attribute; the file is absent if no label has any
 
-In memory a column is an array of values and one that says which labels have the attribute. Strings
-are numbers of the distinct ones, so that a condition compares 10^6 labels in milliseconds.
+In memory a column is an Arrow array. Columns of strings are dictionaries: a condition compares each
+distinct string once, so that it takes milliseconds for 10^6 labels.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,19 +25,20 @@ from xmcray.errors import ConfigError
 from xmcray.types import Int64Array
 
 FILE = "attributes.parquet"
-MAX_NAMES = 128  # of a bundle: each costs every label some bytes
+MAX_NAMES = 128  # names in a bundle, because each costs every label some bytes
 MAX_NAME = 100  # characters
 
 Scalar = str | bool | int | float
 BoolArray = npt.NDArray[np.bool_]
 
-_TYPES: Mapping[str, tuple[pa.DataType, npt.DTypeLike]] = {
-    "string": (pa.large_string(), np.int32),  # in memory numbers of distinct strings
-    "bool": (pa.bool_(), np.bool_),
-    "int64": (pa.int64(), np.int64),
-    "float64": (pa.float64(), np.float64),
+# What a type is called in messages, and the columns that hold it in memory.
+_TYPES = {
+    "string": pa.dictionary(pa.int32(), pa.large_string()),
+    "bool": pa.bool_(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
 }
-_NO_STRINGS = pa.array([], pa.large_string())
+_KINDS = {arrow_type: kind for kind, arrow_type in _TYPES.items()}
 _NUMBERS = ("int64", "float64")
 _EXACT = 1 << 53  # integers up to here are float64 values
 _INT64 = 1 << 63
@@ -65,41 +65,24 @@ class Bounds(Protocol):
 Condition = Scalar | Sequence[Scalar] | Bounds
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """One attribute of all labels.
-
-    Attributes:
-        kind: a key of _TYPES.
-        values: of each label; places in `strings` if kind is "string".
-        present: bool [L], which labels have the attribute.
-        strings: the strings that labels have; a string may occur twice.
-    """
-
-    kind: str
-    values: npt.NDArray[Any]
-    present: BoolArray
-    strings: pa.Array
-
-    @property
-    def is_number(self) -> bool:
-        return self.kind in _NUMBERS
-
-
 class LabelAttributes:
     """The attributes of all labels of a bundle; never changes.
 
-    `load` and `with_rows` make others than that of labels without attributes.
+    Without columns no label has an attribute. `load` and `with_rows` make other objects.
+
+    Args:
+        num_labels: L, also of labels removed since.
+        columns: by name one value per label, null where the label lacks the attribute.
 
     Attributes:
-        num_labels: L, also of labels removed since.
-        names: of the attributes that a label has or had, sorted.
+        num_labels: L.
+        names: names of the attributes that a label has or had, sorted.
     """
 
-    def __init__(self, num_labels: int, columns: Mapping[str, _Column] | None = None) -> None:
+    def __init__(self, num_labels: int, columns: Mapping[str, pa.Array] | None = None) -> None:
         self.num_labels = num_labels
-        self._columns = dict(columns or {})
-        self.names = tuple(sorted(self._columns))
+        self._columns = dict(sorted((columns or {}).items()))
+        self.names = tuple(self._columns)
 
     @classmethod
     def load(cls, path: Path) -> LabelAttributes:
@@ -108,11 +91,11 @@ class LabelAttributes:
         Raises:
             OSError, ValueError, pa.ArrowException: it is malformed.
         """
-        table = pq.read_table(path).combine_chunks()
+        table = pq.read_table(path)
         names = table.column_names
         if len(set(names)) < len(names) or len(names) > MAX_NAMES:
             raise ValueError("a name occurs twice, or there are too many")
-        return cls(table.num_rows, {name: _from_arrow(table[name]) for name in names})
+        return cls(table.num_rows, {name: _checked(table[name]) for name in names})
 
     def save(self, folder: Path) -> set[str]:
         """Writes the file into a bundle's folder, if any label has an attribute.
@@ -122,21 +105,21 @@ class LabelAttributes:
         """
         if not self.names:
             return set()
-        table = pa.table({name: _to_arrow(self._columns[name]) for name in self.names})
-        pq.write_table(table, folder / FILE, compression="zstd")
+        plain_columns = {}
+        for name, column in self._columns.items():
+            is_string = isinstance(column, pa.DictionaryArray)
+            plain_columns[name] = column.dictionary_decode() if is_string else column
+        pq.write_table(pa.table(plain_columns), folder / FILE, compression="zstd")
         return {FILE}
 
     def of(self, label_ids: Int64Array | Sequence[int]) -> list[dict[str, Scalar]]:
         """The attributes of each of some labels, by source id."""
-        ids = np.asarray(label_ids, np.int64)
+        ids = pa.array(np.asarray(label_ids, np.int64))
         sets: list[dict[str, Scalar]] = [{} for _ in ids]
-        for name in self.names:
-            column = self._columns[name]
-            for place in np.flatnonzero(column.present[ids]):
-                value = column.values[ids[place]].item()
-                if column.kind == "string":
-                    value = column.strings[value].as_py()
-                sets[place][name] = value
+        for name, column in self._columns.items():
+            for attributes, value in zip(sets, column.take(ids).to_pylist(), strict=True):
+                if value is not None:
+                    attributes[name] = value
         return sets
 
     def mask(self, conditions: Mapping[str, Condition]) -> BoolArray:
@@ -158,6 +141,7 @@ class LabelAttributes:
             if name not in self._columns:
                 raise ConfigError(unknown("attribute", name, self.names))
             column = self._columns[name]
+            mask &= column.is_valid().to_numpy(zero_copy_only=False)
             if isinstance(condition, Bounds):
                 mask &= _within(name, column, condition)
             else:
@@ -186,12 +170,22 @@ class LabelAttributes:
             raise ConfigError(
                 f"labels would have {len(names)} different attributes, expected at most {MAX_NAMES}"
             )
-        ids = np.fromiter(rows, np.int64, len(rows))
-        assert not len(ids) or 0 <= ids.min() <= ids.max() < num_labels
+        # Each label keeps its old value, gets one of the new ones, which are appended to the old
+        # ones, or has none (-1).
+        source = np.full(num_labels, -1)
+        source[: self.num_labels] = np.arange(self.num_labels)
+        source[list(rows)] = self.num_labels + np.arange(len(rows))
+        places = pa.array(source, mask=source < 0)
         columns = {}
-        for name in sorted(names):
-            given = {label_id: row[name] for label_id, row in rows.items() if name in row}
-            columns[name] = _changed(name, self._columns.get(name), num_labels, ids, given)
+        for name in names:
+            old = self._columns.get(name)
+            new = [row.get(name) for row in rows.values()]
+            kind = _TYPES[_common_kind(name, old, new)]
+            if old is None:
+                old = pa.nulls(self.num_labels, kind)
+            # Large integers are no floats, but they are refused already.
+            old = old.cast(kind, safe=False)
+            columns[name] = pa.concat_arrays([old, pa.array(new, kind)]).take(places)
         return LabelAttributes(num_labels, columns)
 
 
@@ -233,43 +227,16 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _changed(
-    name: str, column: _Column | None, num_labels: int, ids: Int64Array, given: Mapping[int, Scalar]
-) -> _Column:
-    """A column of `num_labels` labels, in which the labels `ids` have the given values only."""
-    kind = _common_kind(name, column, list(given.values()))
-    values = np.zeros(num_labels, _TYPES[kind][1])
-    present = np.zeros(num_labels, bool)
-    strings = _NO_STRINGS
-    if column is not None:
-        values[: len(column.values)] = column.values
-        present[: len(column.present)] = column.present
-        strings = column.strings
-    # A label that gets new attributes loses those that are not among them.
-    present[ids] = False
-    if given:
-        given_ids = list(given)
-        given_values: Any = list(given.values())
-        if kind == "string":
-            # A string that other labels have already gets a second number, because looking for it
-            # would cost more.
-            encoded = pa.array(given_values, pa.large_string()).dictionary_encode()
-            given_values = encoded.indices.to_numpy() + np.int32(len(strings))
-            strings = pa.concat_arrays([strings, encoded.dictionary])
-        values[given_ids] = given_values
-        present[given_ids] = True
-    return _Column(kind, values, present, strings)
-
-
-def _common_kind(name: str, column: _Column | None, given: Sequence[Scalar]) -> str:
-    """The type that can hold the present and the given values.
+def _common_kind(name: str, column: pa.Array | None, new: Sequence[Scalar | None]) -> str:
+    """The type that can hold the present values of an attribute and new ones.
 
     Integers become floats if both occur.
 
     Raises:
         ConfigError: there is none.
     """
-    kind = None if column is None else column.kind
+    kind = None if column is None else _KINDS[column.type]
+    given = [value for value in new if value is not None]
     for value in given:
         given_kind = _kind(value)
         if kind is None:
@@ -283,9 +250,8 @@ def _common_kind(name: str, column: _Column | None, given: Sequence[Scalar]) -> 
     assert kind is not None
     if kind == "float64":
         integers = [value for value in given if isinstance(value, int)]
-        if column is not None and column.kind == "int64":
-            held = column.values[column.present]
-            integers += held[np.abs(held) > _EXACT][:1].tolist()
+        if column is not None and column.type == pa.int64():
+            integers += column.drop_null().to_pylist()
         for value in integers:
             if abs(value) > _EXACT:
                 raise ConfigError(
@@ -303,40 +269,42 @@ def _kind(value: Scalar) -> str:
     return "int64" if isinstance(value, int) else "float64"
 
 
-def _is_one_of(name: str, column: _Column, condition: Scalar | Sequence[Scalar]) -> BoolArray:
+def _is_one_of(name: str, column: pa.Array, condition: Any) -> BoolArray:
     """bool [L], the labels whose value is the wanted one, or one of several."""
     several = isinstance(condition, list | tuple | set | frozenset)
-    wanted: list[Any] = list(condition) if several else [condition]  # type: ignore[arg-type]
-    kinds = _NUMBERS if column.is_number else (column.kind,)
+    wanted = list(condition) if several else [condition]
+    kind = _KINDS[column.type]
+    kinds = _NUMBERS if kind in _NUMBERS else (kind,)
     for value in wanted:
         if not isinstance(value, str | bool | int | float) or _kind(value) not in kinds:
             raise ConfigError(
-                f"attribute {name!r} is of type {column.kind}, found {value!r}: compare it with that type"
+                f"attribute {name!r} is of type {kind}, found {value!r}: compare it with that type"
             )
-    if column.kind == "string":
+    if kind in _NUMBERS:
+        # A value that the type cannot hold, such as 1999.5 for integers, matches no label.
+        numbers = [_as_kind(kind, value) for value in wanted]
+        held_numbers = [number for number in numbers if number is not None]
+        values = _values(column)
+        return np.isin(values, np.array(held_numbers, values.dtype))
+    if kind == "bool":
+        is_wanted = pc.is_in(column, value_set=pa.array(wanted, column.type))
+    else:
         # Compare each distinct string once, then look the labels' numbers up.
-        chosen = pc.is_in(column.strings, value_set=pa.array(wanted, pa.large_string()))
-        chosen = chosen.to_numpy(zero_copy_only=False)
-        if not len(chosen):
-            return np.zeros(len(column.values), bool)
-        return np.asarray(chosen[column.values] & column.present, bool)
-    # A value that the type cannot hold, such as 1999.5 for integers, matches no label.
-    numbers = []
-    for value in wanted:
-        number = _as_kind(column.kind, value)
-        if number is not None:
-            numbers.append(number)
-    return np.isin(column.values, np.array(numbers, column.values.dtype)) & column.present
+        strings = pa.array(wanted, pa.large_string())
+        is_wanted = pc.is_in(column.dictionary, value_set=strings).take(column.indices)
+    return np.asarray(is_wanted.fill_null(False).to_numpy(zero_copy_only=False), bool)
 
 
-def _within(name: str, column: _Column, bounds: Bounds) -> BoolArray:
+def _within(name: str, column: pa.Array, bounds: Bounds) -> BoolArray:
     """bool [L], the labels whose number is within all bounds."""
-    if not column.is_number:
+    kind = _KINDS[column.type]
+    if kind not in _NUMBERS:
         raise ConfigError(
-            f"attribute {name!r} is of type {column.kind}, expected a number for a range;"
+            f"attribute {name!r} is of type {kind}, expected a number for a range;"
             " compare it with a value"
         )
-    mask = column.present.copy()
+    values = _values(column)
+    mask = np.ones(len(values), bool)
     for bound, compare, to_integer in _BOUNDS:
         limit = getattr(bounds, bound)
         if limit is None:
@@ -345,15 +313,20 @@ def _within(name: str, column: _Column, bounds: Bounds) -> BoolArray:
             raise ConfigError(
                 f"bound {bound!r} of attribute {name!r} is {limit!r}, expected a number"
             )
-        if column.kind == "float64":
-            number = _as_kind("float64", limit)
+        if kind == "float64":
+            number = _as_kind(kind, limit)
             if number is None:  # beyond all floats
                 number = math.inf if limit > 0 else -math.inf
             limit = number
         elif isinstance(limit, float) and not math.isinf(limit):
             limit = to_integer(limit)
-        mask &= compare(column.values, limit)
+        mask &= compare(values, limit)
     return mask
+
+
+def _values(column: pa.Array) -> npt.NDArray[Any]:
+    """The numbers of all labels, 0 where a label lacks the attribute."""
+    return np.asarray(column.fill_null(0).to_numpy())
 
 
 def _as_kind(kind: str, value: Any) -> float | None:
@@ -370,35 +343,17 @@ def _as_kind(kind: str, value: Any) -> float | None:
     return value if -_INT64 <= value < _INT64 else None
 
 
-def _from_arrow(column: pa.ChunkedArray) -> _Column:
-    """A column of the file.
+def _checked(column: pa.ChunkedArray) -> pa.Array:
+    """A column of the file as it is held in memory.
 
     Raises:
         ValueError: it has another type, or a value that is no number.
     """
     array = column.combine_chunks()
-    array = array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
-    if pa.types.is_string(array.type):
-        array = array.cast(pa.large_string())
-    kinds = [kind for kind, (arrow_type, _) in _TYPES.items() if array.type == arrow_type]
-    if not kinds:
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        array = array.cast(pa.large_string()).dictionary_encode()
+    if array.type not in _KINDS:
         raise ValueError(f"a column of type {array.type}")
-    kind = kinds[0]
-    present = array.is_valid().to_numpy(zero_copy_only=False)
-    strings = _NO_STRINGS
-    if kind == "string":
-        encoded = array.dictionary_encode()
-        strings = encoded.dictionary
-        array = encoded.indices
-    blank = pa.scalar(False if kind == "bool" else 0, array.type)
-    values = array.fill_null(blank).to_numpy(zero_copy_only=False).astype(_TYPES[kind][1])
-    if kind == "float64" and not np.isfinite(values).all():
+    if array.type == pa.float64() and not np.isfinite(_values(array)).all():
         raise ValueError("not a number")
-    return _Column(kind, values, present, strings)
-
-
-def _to_arrow(column: _Column) -> pa.Array:
-    missing = ~column.present
-    if column.kind == "string":
-        return column.strings.take(pa.array(column.values, mask=missing))
-    return pa.array(column.values, _TYPES[column.kind][0], mask=missing)
+    return array
