@@ -29,12 +29,12 @@ from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import Settings, read_labels, read_settings
 from xmcray.retrieval.shards import vectors_name
-from xmcray.retrieval.vector_systems import SYSTEMS, ExportTarget, LabelBlock
+from xmcray.retrieval.vector_systems import SYSTEMS, ExportTarget, label_block
 from xmcray.storage import new_artifact, open_artifact
-from xmcray.types import Float32Array
+from xmcray.types import Float32Array, Int64Array
 
 KIND = "vectors"
-# Of the vectors in memory at a time; as JSON they take about five times as much.
+# Vectors in memory at a time; as JSON they take about five times as much.
 BLOCK_BYTES = 8 << 20
 
 
@@ -63,16 +63,17 @@ def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
         "dim": settings.dim,
         "distance": "inner product",
     }
+    labels, row_labels, removed = read_labels(folder, settings)
+    answers = np.where(np.isin(row_labels, removed), -1, row_labels)
+    num_labels = settings.num_labels - len(removed)
     attributes = None
-    attribute_type = None
     if (folder / ATTRIBUTES).is_file():
         attributes = pq.read_table(folder / ATTRIBUTES)
-        attribute_type = pa.struct(attributes.schema)
     with new_artifact(out, KIND, about) as made:
-        target = ExportTarget(made, settings.dim, attribute_type, [])
+        target = ExportTarget(made, settings.dim, attributes and attributes.schema, [])
         if settings.has_memory:
             target.notes.append(vector_readme.MEMORY)
-        num_labels = SYSTEMS[system](target, _blocks(folder, settings, attributes))
+        SYSTEMS[system](target, _blocks(folder, settings, labels, answers, attributes))
         text = vector_readme.readme(system, num_labels, settings.dim, target.notes)
         (made / "README.md").write_text(text, encoding="utf-8")
         about["labels"] = num_labels
@@ -80,27 +81,37 @@ def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
     return num_labels
 
 
-def _blocks(folder: Path, settings: Settings, attributes: pa.Table | None) -> Iterator[LabelBlock]:
-    """The labels that can be answered, in rows of at most BLOCK_BYTES of vectors."""
-    labels, row_labels, removed = read_labels(folder, settings)
+def _blocks(
+    folder: Path,
+    settings: Settings,
+    labels: pa.Table,
+    row_labels: Int64Array,
+    attributes: pa.Table | None,
+) -> Iterator[pa.Table]:
+    """The labels that can be answered, in rows of at most BLOCK_BYTES of vectors.
+
+    Args:
+        folder: the bundle.
+        settings: its settings.
+        labels: uid and text of each label by source id.
+        row_labels: int64 [rows], source id of each row; -1 for rows that are no answers.
+        attributes: attributes of each label by source id, if any label has some.
+    """
     block_rows = max(1, BLOCK_BYTES // (4 * settings.dim))
     for number, shard in enumerate(settings.shards):
         path = folder / vectors_name(number)
         for start in range(shard.start, shard.stop, block_rows):
             label_ids = row_labels[start : min(start + block_rows, shard.stop)]
-            answered = (label_ids >= 0) & ~np.isin(label_ids, removed)
-            if not answered.any():
+            is_answer = label_ids >= 0
+            if not is_answer.any():
                 continue
-            vectors = _read_rows(path, start - shard.start, len(label_ids))[answered]
+            vectors = _read_rows(path, start - shard.start, len(label_ids))[is_answer]
             if not np.isfinite(vectors).all():
                 raise BundleError(f"{path} holds a number that is not finite; train again")
-            label_ids = label_ids[answered]
-            names = labels.take(pa.array(label_ids)).combine_chunks()
-            structs = None
-            if attributes is not None:
-                structs = attributes.take(pa.array(label_ids)).to_struct_array().combine_chunks()
-            uids = names["uid"].combine_chunks()
-            yield LabelBlock(label_ids, uids, names["text"].combine_chunks(), vectors, structs)
+            answered_ids = label_ids[is_answer]
+            names = labels.take(answered_ids)
+            block_attributes = attributes and attributes.take(answered_ids)
+            yield label_block(answered_ids, names, vectors, block_attributes)
 
 
 def _read_rows(path: Path, start: int, rows: int) -> Float32Array:
