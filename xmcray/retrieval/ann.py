@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xmcray.errors import BundleError, ConfigError, ResourceError
+from xmcray.errors import BundleError, ConfigError, ResourceError, one_line
 from xmcray.types import Float32Array, Int64Array
 
 TRAIN_ROWS_PER_LIST = 64
@@ -66,7 +66,7 @@ def create(
             faiss_index.add_with_ids(rows, ids)
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ConfigError(
-            f"index factory {factory!r} does not fit {num_rows} vectors of width {dim} ({_one_line(error)}); use auto"
+            f"index factory {factory!r} does not fit {num_rows} vectors of width {dim} ({_reason(error)}); use auto"
         ) from None
     return faiss_index
 
@@ -126,7 +126,7 @@ def to_gpu(faiss_index: Any, gpu: int) -> Any:
         return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), gpu, faiss_index)
     except RuntimeError as error:
         raise ConfigError(
-            f"this index cannot run on a GPU ({_one_line(error)}); use index.factory=auto"
+            f"this index cannot run on a GPU ({_reason(error)}); use index.factory=auto"
         ) from None
 
 
@@ -137,38 +137,36 @@ def write(faiss_index: Any, path: Path) -> None:
     faiss.write_index(faiss.index_gpu_to_cpu(faiss_index) if on_gpu else faiss_index, str(path))
 
 
-def read(path: Path, max_bytes: int, rows: int, dim: int) -> Any:
+def read(path: Path, rows: int, dim: int) -> Any:
     """Reads a FAISS index.
 
-    FAISS trusts the sizes in a file. Here none may exceed what the known size of the file can
-    account for, and the index must fit the vectors. A change that keeps all sizes is only seen by
-    its hash: verify that before.
+    FAISS trusts the sizes in a file. Here none may exceed what the size of the file can account
+    for, and the index must fit the vectors. A change that keeps all sizes is only seen by its hash:
+    verify that before.
 
     Args:
         path: the file.
-        max_bytes: its size by the manifest.
         rows: number of vectors.
         dim: D.
     Raises:
         BundleError: not a FAISS index, malformed, or of other vectors.
     """
     faiss = import_faiss()
-    if path.stat().st_size > max_bytes:
-        raise BundleError(
-            f"{path} has {path.stat().st_size} bytes, expected at most {max_bytes}; export it again"
-        )
+    if not path.is_file():
+        raise BundleError(f"{path} is missing, expected by settings.json; export it again")
+    num_bytes = path.stat().st_size
     with _limits:  # the limits are global to the process
         before = (
             faiss.get_deserialization_vector_byte_limit(),
             faiss.get_deserialization_loop_limit(),
         )
-        faiss.set_deserialization_vector_byte_limit(max_bytes + TABLE_BYTES)
-        faiss.set_deserialization_loop_limit(min(max_bytes, MAX_LISTS))
+        faiss.set_deserialization_vector_byte_limit(num_bytes + TABLE_BYTES)
+        faiss.set_deserialization_loop_limit(min(num_bytes, MAX_LISTS))
         try:
             faiss_index = faiss.read_index(str(path))
         except (RuntimeError, MemoryError, ValueError, AssertionError) as error:
             raise BundleError(
-                f"{path} is not a readable FAISS index ({_one_line(error)}); export it again"
+                f"{path} is not a readable FAISS index ({_reason(error)}); export it again"
             ) from None
         finally:
             faiss.set_deserialization_vector_byte_limit(before[0])
@@ -203,8 +201,7 @@ def _training_rows(faiss_index: Any, rows: Float32Array, seed: int) -> Float32Ar
     return rows[np.sort(sample)]
 
 
-def _one_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     # FAISS: "Error in FUNCTION at FILE:LINE: Error: 'CONDITION' failed: MESSAGE"
-    text = " ".join(str(error).split())
-    message = re.split(r"failed:|\.(?:cpp|h):\d+:", text)[-1].strip(" :'")
+    message = re.split(r"failed:|\.(?:cpp|h):\d+:", one_line(error, 10_000))[-1].strip(" :'")
     return message[:160] or type(error).__name__

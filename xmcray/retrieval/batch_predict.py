@@ -30,7 +30,7 @@ from xmcray import storage
 from xmcray.data.formats.base import BadRow, BadValue, check_text
 from xmcray.data.formats.json_lines import Fields, Record, read_records
 from xmcray.data.formats.tables import count_rows, read_rows
-from xmcray.errors import DataError, RunError, StorageError
+from xmcray.errors import DataError, RunError, StorageError, one_line
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.types import TopLabels
@@ -238,9 +238,8 @@ def _read_chunk(path: Path) -> pa.Table:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             return file.read()
     except (OSError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())[:120]
         raise StorageError(
-            f"{path} cannot be read ({reason}); remove it and run the same command again"
+            f"{path} cannot be read ({one_line(error, 120)}); remove it and run the same command again"
         ) from None
 
 

@@ -46,6 +46,7 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.readable import readable
 from xmcray.retrieval.shards import SHARD_ROWS, VectorShard, read_shards, write_shards
 from xmcray.storage import new_artifact
 from xmcray.types import Float32Array, Int64Array
@@ -79,6 +80,11 @@ class Settings:
     predictor: Mapping[str, Any] = field(default_factory=lambda: LABELS)
     shards: tuple[VectorShard, ...] = ()
     first_added: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of vectors, also those without a label; 0 if the shards do not fit each other."""
+        return self.shards[-1].stop if self.shards else 0
 
     @property
     def has_memory(self) -> bool:
@@ -137,10 +143,16 @@ def write_bundle(
         _write_labels(folder / "labels.parquet", label_uids, label_texts, num_labels)
         np.save(folder / "label_order.npy", label_order)
         shards, dim = write_shards(folder, vectors, spec, queries, shard_rows, threads)
-        _check_rows(shards, num_labels)
-        kind = LABELS if predictor is None else predictor(folder)
-        settings = Settings(num_labels=num_labels, dim=dim, method=method, shards=shards)
-        settings = dataclasses.replace(settings, factory=spec.factory, predictor=kind)
+        settings = Settings(
+            num_labels=num_labels,
+            dim=dim,
+            method=method,
+            factory=spec.factory,
+            predictor=LABELS if predictor is None else predictor(folder),
+            shards=shards,
+        )
+        if settings.num_rows != num_labels:
+            raise DataError(f"{settings.num_rows} label vectors were given, expected {num_labels}")
         write_settings(folder, settings)
 
 
@@ -161,12 +173,6 @@ def _write_model(
     tokenizer.save(folder / "tokenizer")
 
 
-def _check_rows(shards: tuple[VectorShard, ...], num_labels: int) -> None:
-    num_rows = shards[-1].stop if shards else 0
-    if num_rows != num_labels:
-        raise DataError(f"{num_rows} label vectors were given, expected {num_labels}")
-
-
 def write_settings(folder: Path, settings: Settings) -> None:
     """Writes settings.json."""
     text = json.dumps(dataclasses.asdict(settings), indent=1, sort_keys=True)
@@ -179,17 +185,13 @@ def read_settings(folder: Path) -> Settings:
     Raises:
         BundleError: they are malformed, or ask for a predictor that this release does not know.
     """
-    try:
+    with readable(f"{folder}/settings.json is malformed"):
         values = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         plain_shards = values.pop("shards")
         shards = read_shards(plain_shards, plain_shards[-1]["stop"])
-        settings = Settings(**values, shards=shards or ())
+        settings = Settings(**values, shards=shards)
         kind = settings.predictor["kind"]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise BundleError(
-            f"{folder}/settings.json is malformed ({type(error).__name__}); export it again"
-        ) from None
-    if shards is None or shards[-1].stop < settings.num_labels:
+    if settings.num_rows < settings.num_labels:
         raise BundleError(
             f"{folder}/settings.json: its shards do not cover {settings.num_labels} labels; export again"
         )
@@ -212,23 +214,19 @@ def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array,
     """
     num_labels = settings.num_labels
     removed = np.empty(0, np.int64)
-    try:
+    with readable(f"{folder}: labels cannot be read"):
         labels = pq.read_table(folder / "labels.parquet", schema=LABEL_SCHEMA, memory_map=True)
         row_labels = np.load(folder / "label_order.npy")
         if (folder / "removed.npy").is_file():
             removed = np.load(folder / "removed.npy")
         used = np.sort(row_labels[row_labels >= 0])
-        valid_removed = np.unique(removed[(removed >= 0) & (removed < num_labels)])
+        ascending = np.unique(removed.clip(0, num_labels - 1))
         fits = (
             labels.num_rows == num_labels
-            and row_labels.shape == (settings.shards[-1].stop,)
+            and row_labels.shape == (settings.num_rows,)
             and np.array_equal(used, np.arange(num_labels))
-            and np.array_equal(removed, valid_removed)
+            and np.array_equal(removed, ascending)
         )
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise BundleError(
-            f"{folder}: labels cannot be read ({type(error).__name__}); export it again"
-        ) from None
     if not fits:
         raise BundleError(
             f"{folder}: labels.parquet, label_order.npy or removed.npy does not hold {num_labels} labels; export again"
@@ -237,7 +235,7 @@ def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array,
 
 
 def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
-    """The attributes of all labels of a verified bundle; none where it has no file of them.
+    """The attributes of all labels of a verified bundle; none if it has no file of them.
 
     Raises:
         BundleError: they are malformed or of another number of labels.
@@ -245,12 +243,8 @@ def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
     path = folder / ATTRIBUTES
     if not path.is_file():
         return LabelAttributes(settings.num_labels)
-    try:
+    with readable(f"{path} cannot be read", "annotate the labels again"):
         attributes = LabelAttributes.load(path)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise BundleError(
-            f"{path} cannot be read ({type(error).__name__}); annotate the labels again"
-        ) from None
     if attributes.num_labels != settings.num_labels:
         raise BundleError(
             f"{path} has {attributes.num_labels} rows, expected {settings.num_labels}; annotate again"

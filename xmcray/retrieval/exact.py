@@ -8,6 +8,7 @@ sizes or on the order of the rows.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -69,8 +70,7 @@ def exact_keys(
     id_N = as_tensor(rows.ids, np.int64).to(device)
     # Rows without an id are scored like all others and masked afterwards: leaving them out would
     # change the shape of the product, and with it the last bits of other scores.
-    no_answer_N = id_N < 0
-    some_no_answer = bool(no_answer_N.any())
+    some_no_answer = bool((id_N < 0).any())
     query_QD = as_tensor(queries)
     block_queries, block_rows = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
     # Few rows need no full block, but whole groups.
@@ -82,21 +82,19 @@ def exact_keys(
         best_BK = best_QK[start : start + block_queries].to(device)
         hidden = rows.hidden.slice(start, start + len(query_BD))
         # One buffer for all blocks: fresh memory costs more than the product that fills it.
-        score_BR = query_BD.new_full((len(query_BD), block_rows), -torch.inf)
+        buffer_BR = query_BD.new_empty((len(query_BD), block_rows))
         for first in range(0, num_vectors, max(1, block_rows)):
             vector_RD = vector_ND[first : first + block_rows].to(query_BD.dtype)
-            filled = len(vector_RD)  # the last block may be shorter
-            last = first + filled
-            if filled == block_rows:
-                torch.mm(query_BD, vector_RD.T, out=score_BR)
-            else:
-                score_BR.fill_(-torch.inf)
-                score_BR[:, :filled] = query_BD @ vector_RD.T
+            id_R = id_N[first : first + block_rows]
+            # The last block may be shorter than the buffer.
+            score_BR = buffer_BR[:, : len(vector_RD)]
+            buffer_BR[:, len(vector_RD) :] = -torch.inf
+            torch.mm(query_BD, vector_RD.T, out=score_BR)
             if some_no_answer:
-                score_BR[:, :filled].masked_fill_(no_answer_N[first:last], -torch.inf)
+                score_BR.masked_fill_(id_R < 0, -torch.inf)
             if len(hidden.values):
                 _hide(score_BR, hidden, first)
-            best_BK = _improve(best_BK, score_BR, id_N[first:last])
+            best_BK = _improve(best_BK, buffer_BR, id_R)
         # Queries are independent, so their keys leave the device as soon as they are final.
         keys.append(best_BK.cpu())
     return torch.cat(keys)
@@ -185,32 +183,66 @@ def _improve(best_BK: Tensor, score_BR: Tensor, id_R: Tensor) -> Tensor:
     num_queries, num_rows = score_BR.shape
     # A score has to reach the K-th best so far. At first that is -inf.
     bar_B = scores_of(best_BK[:, -1])
-    query_H, group_H = _promising_groups(score_BR, bar_B)
-    if len(query_H) > num_queries * num_rows // GROUP // 2 and k <= num_rows:
+    groups = promising_groups(score_BR, bar_B)
+    if len(groups) > num_queries * num_rows // GROUP // 2 and k <= num_rows:
         # Most groups are promising, as in the first block: a top-k of the block raises the bar.
         torch.nan_to_num_(score_BR, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         bar_B = torch.maximum(bar_B, score_BR.topk(k, dim=1).values[:, -1])
-        query_H, group_H = _promising_groups(score_BR, bar_B)
-    if len(query_H) == 0:
+        groups = promising_groups(score_BR, bar_B)
+    if len(groups) == 0:
         return best_BK
-    # H promising groups of GROUP scores each; P of those scores are hits.
-    score_HR = score_BR.view(num_queries, num_rows // GROUP, GROUP)[query_H, group_H]
-    reached_HR = (score_HR >= bar_B[query_H, None]) & (score_HR > -torch.inf)
-    hit_P, place_P = reached_HR.nonzero(as_tuple=True)
-    query_P = query_H[hit_P]
-    row_P = group_H[hit_P] * GROUP + place_P
-    key_P = to_keys(score_HR[hit_P, place_P], id_R[row_P])
-    # `nonzero` lists the hits query by query, as `row_slots` needs them.
-    slot_P = row_slots(query_P, num_queries)
-    return with_new_keys(best_BK, key_P, query_P, slot_P)
+    hits = scores_in(groups, score_BR, bar_B)
+    key_P = to_keys(hits.score_P, id_R[hits.row_P])
+    # Hits are listed query by query, as `row_slots` needs them.
+    slot_P = row_slots(hits.query_P, num_queries)
+    return with_new_keys(best_BK, key_P, hits.query_P, slot_P)
 
 
-def _promising_groups(score_BR: Tensor, bar_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs (query, group of columns) in which some score may reach the query's bar."""
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Pairs of query and row whose scores reach the query's bar.
+
+    Attributes:
+        query_P: int64, the query of each pair.
+        row_P: int64, the row of each pair.
+        score_P: float32.
+    """
+
+    query_P: Tensor
+    row_P: Tensor
+    score_P: Tensor
+
+    def take(self, places: Tensor) -> Hits:
+        """Some of the pairs."""
+        return Hits(self.query_P[places], self.row_P[places], self.score_P[places])
+
+
+def promising_groups(score_BR: Tensor, bar_B: Tensor) -> Tensor:
+    """Groups of columns in which some score may reach the query's bar.
+
+    Few scores reach the bar. Maxima of groups find them in one pass, twice as fast as comparing
+    every score.
+
+    Args:
+        score_BR: float32 [B, R]; R is a multiple of GROUP.
+        bar_B: float32 [B].
+    Returns:
+        int64 [H, 2], query and number of each group, ascending.
+    """
     max_BG = score_BR.view(len(score_BR), -1, GROUP).amax(dim=2)
     # Written as a negation because the maximum of a group with a NaN is NaN.
     hopeless_BG = (max_BG < bar_B[:, None]) | (max_BG == -torch.inf)
-    return (~hopeless_BG).nonzero(as_tuple=True)  # type: ignore[return-value]
+    return (~hopeless_BG).nonzero()
+
+
+def scores_in(groups: Tensor, score_BR: Tensor, bar_B: Tensor) -> Hits:
+    """The scores that reach the bar, in the order of the groups; rows are columns of `score_BR`."""
+    query_H, group_H = groups.unbind(dim=1)
+    score_HG = score_BR.view(len(score_BR), -1, GROUP)[query_H, group_H]
+    is_hit_HG = (score_HG >= bar_B[query_H, None]) & (score_HG > -torch.inf)
+    hit_P, place_P = is_hit_HG.nonzero(as_tuple=True)
+    row_P = group_H[hit_P] * GROUP + place_P
+    return Hits(query_H[hit_P], row_P, score_HG[hit_P, place_P])
 
 
 def _hide(score_BR: Tensor, hidden: Ragged, first: int) -> None:

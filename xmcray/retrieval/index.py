@@ -305,9 +305,7 @@ class Index:
         np.save(_long_ids_path(path), self.long_ids)
 
     @classmethod
-    def load(
-        cls, path: Path, max_bytes: int, vectors: Tensor, candidates: int = 1, threads: int = 1
-    ) -> Index:
+    def load(cls, path: Path, vectors: Tensor, candidates: int = 1, threads: int = 1) -> Index:
         """Reads what `save` wrote, over the same vectors.
 
         Raises:
@@ -323,7 +321,7 @@ class Index:
             fits = False
         if not fits:
             raise BundleError(f"{_long_ids_path(path)} is missing or malformed; export it again")
-        faiss_index = ann.read(path, max_bytes, rows - len(long_ids), dim)
+        faiss_index = ann.read(path, rows - len(long_ids), dim)
         return cls(vectors, faiss_index, long_ids=long_ids, candidates=candidates, threads=threads)
 
     @functools.cached_property

@@ -20,9 +20,13 @@ from torch import Tensor
 
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import (
+    GROUP,
+    Hits,
     as_tensor,
     empty_keys,
+    promising_groups,
     row_slots,
+    scores_in,
     scores_of,
     to_keys,
     with_new_keys,
@@ -36,7 +40,6 @@ CHUNK = 1 << 16
 # after a round is the bar that scores of the next round have to reach.
 _LIST_ROUNDS = (1, 8)
 _LONG_ROUNDS = (512, 4096)
-_GROUP = 32  # rows of which only the maximal score is compared at first
 _BLOCK = 1024  # rows of long rows, and queries, at once
 
 
@@ -79,32 +82,6 @@ class InvertedLists:
         return torch.cat(keys)
 
 
-@dataclass(frozen=True, slots=True)
-class _Hits:
-    """Pairs of query and row whose scores reach the query's bar.
-
-    Attributes:
-        query_P: int64, query of each hit.
-        row_P: int64, position of its row.
-        score_P: float32.
-    """
-
-    query_P: Tensor
-    row_P: Tensor
-    score_P: Tensor
-
-    @classmethod
-    def concatenate(cls, parts: list[_Hits]) -> _Hits:
-        return cls(
-            torch.cat([part.query_P for part in parts]),
-            torch.cat([part.row_P for part in parts]),
-            torch.cat([part.score_P for part in parts]),
-        )
-
-    def take(self, places: Tensor) -> _Hits:
-        return _Hits(self.query_P[places], self.row_P[places], self.score_P[places])
-
-
 class _ChunkSearch:
     """One chunk of queries: the best keys so far, and the hits of the present round."""
 
@@ -116,7 +93,7 @@ class _ChunkSearch:
         self.id_N = as_tensor(rows.ids, np.int64)
         self.some_no_answer = bool((self.id_N < 0).any())
         self.best_BK = empty_keys(len(query_BD), k).clone()
-        self.hits: list[_Hits] = []
+        self.hits: list[Hits] = []
         self.buffer = query_BD.new_empty(0)
         # One number per hidden pair of query and row, ascending.
         hidden = rows.hidden
@@ -203,7 +180,7 @@ class _ChunkSearch:
     def _score(self, queries: Tensor, row_ids: Tensor, bar_B: Tensor) -> None:
         """Keeps the hits among some rows for some queries."""
         # Whole groups: the last row is repeated, and its copies get the score -inf.
-        padding = row_ids[-1:].expand(-len(row_ids) % _GROUP)
+        padding = row_ids[-1:].expand(-len(row_ids) % GROUP)
         padded = torch.cat([row_ids, padding])
         # One buffer for all products: fresh memory costs as much as the product that fills it.
         size = len(queries) * len(padded)
@@ -214,27 +191,22 @@ class _ChunkSearch:
         torch.mm(query_QD, self.lists.vector_ND.index_select(0, padded).T, out=score_QR)
         score_QR[:, len(row_ids) :] = -torch.inf
         bar_Q = bar_B.index_select(0, queries)
-        # Few scores reach the bar. Maxima of groups find them in one pass, twice as fast as
-        # comparing every score.
-        score_QGR = score_QR.view(len(queries), -1, _GROUP)
-        query_H, group_H = (score_QGR.amax(dim=2) >= bar_Q[:, None]).nonzero(as_tuple=True)
-        if not len(query_H):
-            return
-        # H promising groups of _GROUP scores each; P of those scores are hits.
-        score_HR = score_QGR[query_H, group_H]
-        reached_HR = score_HR >= bar_Q[query_H, None]
-        hit_P, place_P = reached_HR.nonzero(as_tuple=True)
-        query_P = queries[query_H[hit_P]]
-        row_P = padded[group_H[hit_P] * _GROUP + place_P]
-        score_P = score_HR[hit_P, place_P]
-        self.hits.append(_Hits(query_P, row_P, score_P))
+        groups = promising_groups(score_QR, bar_Q)
+        if len(groups):
+            hits = scores_in(groups, score_QR, bar_Q)
+            self.hits.append(Hits(queries[hits.query_P], padded[hits.row_P], hits.score_P))
 
     def _merge_hits(self) -> None:
         """Merges the hits of a round into the best keys, a block of queries at a time."""
         if not self.hits:
             return
-        hits = self._visible(_Hits.concatenate(self.hits))
+        all_hits = Hits(
+            torch.cat([hits.query_P for hits in self.hits]),
+            torch.cat([hits.row_P for hits in self.hits]),
+            torch.cat([hits.score_P for hits in self.hits]),
+        )
         self.hits.clear()
+        hits = self._visible(all_hits)
         # By query. Numbers of 16 bits are sorted by a radix sort.
         query_numbers = hits.query_P.numpy().astype(np.uint16)
         hits = hits.take(torch.from_numpy(np.argsort(query_numbers, kind="stable")))
@@ -254,7 +226,7 @@ class _ChunkSearch:
             )
             low = high
 
-    def _visible(self, hits: _Hits) -> _Hits:
+    def _visible(self, hits: Hits) -> Hits:
         """The hits without the pairs that must not be answered."""
         if not len(self.hidden_pairs):
             return hits

@@ -19,7 +19,6 @@ import pyarrow as pa
 from xmcray.retrieval.bundle import Settings, read_labels
 from xmcray.retrieval.index import FLAT_ROWS, Index
 from xmcray.retrieval.shards import EVERYTHING, SearchScope, ShardedIndex, ShardSubset
-from xmcray.storage import Manifest
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 BoolArray = npt.NDArray[np.bool_]
@@ -47,13 +46,12 @@ class LabelIndex:
 
     @classmethod
     def load(
-        cls, bundle: Path, manifest: Manifest, settings: Settings, threads: int, subset: ShardSubset
+        cls, bundle: Path, settings: Settings, threads: int, subset: ShardSubset
     ) -> LabelIndex:
         """Reads the labels of a verified bundle; vectors stay on disk.
 
         Args:
             bundle: local folder of the bundle.
-            manifest: its manifest.
             settings: its settings.
             threads: of a search.
             subset: the shards that are going to be searched; the indexes of others are not read.
@@ -61,9 +59,7 @@ class LabelIndex:
             BundleError: a file is malformed, or does not fit the settings.
         """
         table, row_labels, removed = read_labels(bundle, settings)
-        rows = ShardedIndex.load(
-            bundle, manifest, settings.shards, settings.dim, threads, subset=subset
-        )
+        rows = ShardedIndex.load(bundle, settings.shards, settings.dim, threads, subset)
         return cls(settings, rows, row_labels, table, removed)
 
     # --- What labels there are ---

@@ -23,9 +23,10 @@ import pyarrow.parquet as pq
 
 from xmcray import config as configs
 from xmcray.data.corpus import Split
-from xmcray.errors import BundleError, ConfigError, DataError
+from xmcray.errors import BundleError, DataError
 from xmcray.retrieval.bundle import Settings
 from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.readable import readable
 from xmcray.retrieval.shards import (
     ALL_SHARDS,
     SearchScope,
@@ -35,7 +36,6 @@ from xmcray.retrieval.shards import (
     write_shards,
 )
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.storage import Manifest
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 ROWS = 8192  # training queries that are encoded, written and read at once
@@ -62,7 +62,6 @@ class Memory:
     def load(
         cls,
         bundle: Path,
-        manifest: Manifest,
         settings: Settings,
         threads: int,
         subset: ShardSubset = ALL_SHARDS,
@@ -71,7 +70,6 @@ class Memory:
 
         Args:
             bundle: local folder of the bundle.
-            manifest: its manifest.
             settings: its settings.
             threads: of a search.
             subset: the shards that are going to be searched; the indexes of others are not read.
@@ -79,23 +77,20 @@ class Memory:
             BundleError: a file is malformed, or does not fit the settings.
         """
         predictor = settings.predictor
-        try:
+        folder = bundle / "memory"
+        with readable(f"{bundle}: its memory cannot be read", "make it again"):
             config = configs.build(MemoryConfig, predictor["config"], "memory.")
             num_queries = int(predictor["num_queries"])
             shards = read_shards(predictor["shards"], num_queries)
-            labels = np.load(bundle / "memory" / "labels.npy", mmap_mode="r")
-            offsets = np.load(bundle / "memory" / "label_offsets.npy", mmap_mode="r")
+            labels = np.load(folder / "labels.npy", mmap_mode="r")
+            offsets = np.load(folder / "label_offsets.npy", mmap_mode="r")
             fits = _positives_fit(labels, offsets, num_queries, settings.num_labels)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-            raise BundleError(
-                f"{bundle}: its memory cannot be read ({type(error).__name__}); make it again"
-            ) from None
-        if not fits or shards is None:
+        if not fits or not shards:
             raise BundleError(
                 f"{bundle}: the files of its memory do not fit settings.json; make it again"
             )
-        rows = ShardedIndex.load(bundle, manifest, shards, settings.dim, threads, "memory/", subset)
-        return cls(config, rows, Ragged(labels, offsets), bundle / "memory" / "queries.parquet")
+        rows = ShardedIndex.load(folder, shards, settings.dim, threads, subset)
+        return cls(config, rows, Ragged(labels, offsets), folder / "queries.parquet")
 
     def search(self, query_BD: Float32Array, config: MemoryConfig, scope: SearchScope) -> TopLabels:
         """The training queries that may vote; the ids of the result are rows of the memory."""
@@ -112,17 +107,15 @@ class Memory:
         assert self.queries_file is not None, "only the memory of a bundle has texts"
         wanted = np.unique(np.fromiter(rows, np.int64))
         queries: dict[int, tuple[str, str]] = {}
-        try:
-            with pq.ParquetFile(self.queries_file) as file:
-                for block in np.unique(wanted // ROWS).tolist():
-                    inside = wanted[wanted // ROWS == block]
-                    table = file.read_row_group(block).take(pa.array(inside - block * ROWS))
-                    names = zip(table["uid"].to_pylist(), table["text"].to_pylist(), strict=True)
-                    queries.update(zip(inside.tolist(), names, strict=True))
-        except (OSError, KeyError, IndexError, pa.ArrowException) as error:
-            raise BundleError(
-                f"{self.queries_file} cannot be read ({type(error).__name__}); make it again"
-            ) from None
+        with (
+            readable(f"{self.queries_file} cannot be read", "make it again"),
+            pq.ParquetFile(self.queries_file) as file,
+        ):
+            for block in np.unique(wanted // ROWS).tolist():
+                inside = wanted[wanted // ROWS == block]
+                table = file.read_row_group(block).take(inside - block * ROWS)
+                names = zip(table["uid"].to_pylist(), table["text"].to_pylist(), strict=True)
+                queries.update(zip(inside.tolist(), names, strict=True))
         return queries
 
 

@@ -20,13 +20,13 @@ class Neighbours:
         labels: labels by source id. With a memory these are keys: labels of the export.
         joined: labels that joined after the export, by source id. They are no keys, see
             `votes.joined_weights`. None if no label joined, left or is filtered out.
-        completing: labels that complete answers for which too few keys voted; None means `labels`.
+        fallback: labels that follow if fewer than k labels got votes; None means `labels`.
     """
 
     queries: TopLabels
     labels: TopLabels
     joined: TopLabels | None = None
-    completing: TopLabels | None = None
+    fallback: TopLabels | None = None
 
     @staticmethod
     def merged(parts: Sequence[Neighbours]) -> Neighbours:
@@ -35,7 +35,7 @@ class Neighbours:
             merge([part.queries for part in parts]),
             merge([part.labels for part in parts]),
             _merge_optional([part.joined for part in parts]),
-            _merge_optional([part.completing for part in parts]),
+            _merge_optional([part.fallback for part in parts]),
         )
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class Neighbours:
             self.queries.slice(start, stop),
             self.labels.slice(start, stop),
             self.joined and self.joined.slice(start, stop),
-            self.completing and self.completing.slice(start, stop),
+            self.fallback and self.fallback.slice(start, stop),
         )
 
 

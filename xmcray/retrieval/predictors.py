@@ -99,9 +99,9 @@ class MemoryPredictor:
         # Labels that joined vote in addition to the keys of the export.
         num_joined = min(self.config.keys, num_labels)
         joined = self.labels.search(query_BD, num_joined, scope, joined_only=True)
-        # Lists with fewer than k voted labels are completed by the nearest ones.
-        completing = self.labels.search(query_BD, k, scope)
-        return Neighbours(queries, keys, joined, completing)
+        # If fewer than k labels get votes, the nearest ones follow.
+        fallback = self.labels.search(query_BD, k, scope)
+        return Neighbours(queries, keys, joined, fallback)
 
     def rank(self, neighbours: Neighbours, k: int, exclude: Ragged | None = None) -> TopLabels:
         """See `Predictor.rank`."""
@@ -120,8 +120,8 @@ class MemoryPredictor:
                 chunk_exclude,
                 self.labels.hidden_labels,
             )
-            completing = chunk.completing or chunk.labels
-            tops.append(rank_votes(votes, self.config.weight, k, completing, num_labels))
+            fallback = chunk.fallback or chunk.labels
+            tops.append(rank_votes(votes, self.config.weight, k, fallback, num_labels))
         return TopLabels.concatenate(tops, k)
 
     def voters(self, neighbours: Neighbours, top: TopLabels) -> Voters:

@@ -52,7 +52,7 @@ class Retriever:
         threads: int | None = None,
         device: str | None = None,
         subset: ShardSubset = ALL_SHARDS,
-        encoder: str = "float32",
+        precision: str = "float32",
     ) -> Retriever:
         """Opens a bundle. Every file is compared with its hash before use; vectors stay on disk.
 
@@ -61,12 +61,12 @@ class Retriever:
             threads: of torch and FAISS in this process; torch's own setting if not given.
             device: of the encoder and of exhaustive searches, such as "cuda:0"; by default the CPU.
             subset: the shards that are going to be searched; the indexes of others are not read.
-            encoder: how a transformer computes: "float32", "bfloat16" or "int8", see
-                nn/compact.py. A static encoder always computes in float32.
+            precision: numbers that a transformer computes with: "float32", "bfloat16" or "int8",
+                see nn/compact.py. A static encoder always computes in float32.
         Raises:
             StorageError: a file is missing or altered (named), or this is no bundle.
             BundleError: a file is malformed or does not fit the others.
-            ConfigError: no such device, or it cannot compute that way.
+            ConfigError: no such device, or it cannot compute with this precision.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -74,11 +74,11 @@ class Retriever:
         torch_device = _device(device)
         folder, manifest = open_artifact(path, KIND)
         settings = read_settings(folder)
-        labels = LabelIndex.load(folder, manifest, settings, num_threads, subset)
-        query_encoder = QueryEncoder.load(folder, settings, torch_device, encoder)
+        labels = LabelIndex.load(folder, settings, num_threads, subset)
+        query_encoder = QueryEncoder.load(folder, settings, torch_device, precision)
         memory = None
         if settings.has_memory:
-            memory = Memory.load(folder, manifest, settings, num_threads, subset)
+            memory = Memory.load(folder, settings, num_threads, subset)
         if torch_device.type != "cpu":
             labels.rows.move_to(torch_device)
             if memory is not None:

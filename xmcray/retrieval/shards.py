@@ -6,6 +6,7 @@ index/00000.faiss           the FAISS index over the same rows; absent if all ro
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from xmcray.errors import BundleError
+from xmcray.errors import BundleError, one_line
 from xmcray.retrieval.answerable import AnswerableRows, hidden_between
 from xmcray.retrieval.exact import as_tensor, empty_keys, from_keys, to_keys
 from xmcray.retrieval.index import Index, IndexSpec, build_index
-from xmcray.storage import Manifest
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 SHARD_ROWS = 1_000_000
@@ -102,23 +102,19 @@ class ShardedIndex:
     @classmethod
     def load(
         cls,
-        bundle: Path,
-        manifest: Manifest,
+        folder: Path,
         shards: Sequence[VectorShard],
         dim: int,
         threads: int,
-        folder: str = "",
         subset: ShardSubset = ALL_SHARDS,
     ) -> ShardedIndex:
         """Opens the shards of a verified bundle over memory-mapped vectors.
 
         Args:
-            bundle: local folder of the bundle.
-            manifest: its manifest.
+            folder: holds vectors/ and index/.
             shards: the shards by settings.json.
             dim: D.
-            threads: of a search.
-            folder: inside the bundle, such as "memory/".
+            threads: threads of a search.
             subset: the shards that are going to be searched; the indexes of others are not read.
         Raises:
             BundleError: a file is malformed, or does not fit the settings.
@@ -126,17 +122,12 @@ class ShardedIndex:
         searched = set(subset.of(range(len(shards))))
         indexes = []
         for number, shard in enumerate(shards):
-            vectors = _read_vectors(bundle / folder / vectors_name(number), len(shard), dim)
-            if not shard.indexed or number not in searched:
+            vectors = _read_vectors(folder / vectors_name(number), len(shard), dim)
+            if shard.indexed and number in searched:
+                path = folder / _index_name(number)
+                indexes.append(Index.load(path, vectors, shard.candidates, threads))
+            else:
                 indexes.append(Index(vectors, None, threads=threads))
-                continue
-            name = folder + _index_name(number)
-            if name not in manifest.files:
-                raise BundleError(
-                    f"{bundle}/{name} is missing, expected by settings.json; export it again"
-                )
-            max_bytes = manifest.files[name].size
-            indexes.append(Index.load(bundle / name, max_bytes, vectors, shard.candidates, threads))
         return cls(tuple(shards), tuple(indexes))
 
     @property
@@ -277,15 +268,13 @@ def save_vectors(folder: Path, number: int, rows: Float32Array, start: int) -> N
     save_file({"vectors": rows}, folder / vectors_name(number), metadata=metadata)
 
 
-def read_shards(values: Sequence[Mapping[str, Any]], rows: int) -> tuple[VectorShard, ...] | None:
-    """Shards from plain values; None if they do not cover `rows` rows (at least 1) without gaps."""
+def read_shards(values: Sequence[Mapping[str, Any]], rows: int) -> tuple[VectorShard, ...]:
+    """Shards from plain values; none if they do not cover `rows` rows (at least 1) without gaps."""
     shards = tuple(VectorShard(**value) for value in values)
-    covered = 0
-    for shard in shards:
-        if shard.start != covered:
-            return None
-        covered = shard.stop
-    return shards if covered == rows > 0 else None
+    starts = [shard.start for shard in shards]
+    stops = [shard.stop for shard in shards]
+    is_complete = [*starts, rows] == [0, *stops] and rows > 0
+    return shards if is_complete else ()
 
 
 def vectors_name(number: int) -> str:
@@ -320,14 +309,25 @@ def _regrouped(blocks: Iterable[Float32Array], shard_rows: int) -> Iterator[Floa
         yield np.concatenate(pending)
 
 
+@contextlib.contextmanager
+def open_vectors(path: Path, framework: str) -> Iterator[Any]:
+    """A file of vectors; its tensors are those of a framework by safetensors' name, "pt" or "np".
+
+    Raises:
+        BundleError: it cannot be read.
+    """
+    try:
+        with safe_open(path, framework=framework) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        reason = one_line(error, 120)
+        raise BundleError(f"{path} cannot be read ({reason}); export it again") from None
+
+
 def _read_vectors(path: Path, rows: int, dim: int) -> Tensor:
     """Maps a file of vectors: tensors of safetensors' torch reader are read from disk on use."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            vectors: Tensor = file.get_tensor("vectors")
-    except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise BundleError(f"{path} cannot be read ({reason}); export it again") from None
+    with open_vectors(path, "pt") as file:
+        vectors: Tensor = file.get_tensor("vectors")
     if tuple(vectors.shape) != (rows, dim) or str(vectors.dtype) != "torch.float32":
         raise BundleError(
             f"{path} holds {vectors.dtype} {tuple(vectors.shape)}, expected float32 {(rows, dim)}"

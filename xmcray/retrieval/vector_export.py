@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors import SafetensorError, safe_open
 
 from xmcray.config import check_choice
 from xmcray.errors import BundleError
@@ -28,7 +27,7 @@ from xmcray.retrieval import vector_readme
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import Settings, read_labels, read_settings
-from xmcray.retrieval.shards import vectors_name
+from xmcray.retrieval.shards import open_vectors, vectors_name
 from xmcray.retrieval.vector_systems import SYSTEMS, ExportTarget, label_block
 from xmcray.storage import new_artifact, open_artifact
 from xmcray.types import Float32Array, Int64Array
@@ -119,10 +118,6 @@ def _read_rows(path: Path, start: int, rows: int) -> Float32Array:
 
     The file is opened anew each time, because pages of a file that stays mapped stay in memory.
     """
-    try:
-        with safe_open(path, framework="np") as file:
-            vectors: Float32Array = file.get_slice("vectors")[start : start + rows]
-    except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise BundleError(f"{path} cannot be read ({reason}); export it again") from None
+    with open_vectors(path, "np") as file:
+        vectors: Float32Array = file.get_slice("vectors")[start : start + rows]
     return vectors

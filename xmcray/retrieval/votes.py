@@ -209,52 +209,40 @@ def count_votes(
 
 
 def rank_votes(
-    votes: Votes, weight: float, k: int, completing: TopLabels, num_labels: int
+    votes: Votes, weight: float, k: int, fallback: TopLabels, num_labels: int
 ) -> TopLabels:
     """The k most probable labels, equal ones by lower source id, with float32 probabilities.
 
-    Lists of fewer than k labels are completed by `completing` in its order. Those labels got no
-    vote: their scores are inner products minus 2, thus negative. A weight above 1, of a label that
-    joined later, becomes 1 plus its logarithm.
+    If fewer than k labels got votes, labels of `fallback` follow. Their scores are inner products
+    of vectors of length 1, minus 2: they are negative, so they rank below all votes. A weight above
+    1, which only a label that joined later can have, becomes 1 plus its logarithm.
 
     Args:
-        votes: of B queries.
+        votes: the votes of B queries.
         weight: lambda.
         k: answers per query.
-        completing: labels [B, K] by inner product.
+        fallback: labels [B, K] by inner product.
         num_labels: L.
     """
-    num_queries = len(completing.ids)
     share = votes.share(weight)
     share = np.where(share > 1, 1 + np.log(np.maximum(share, 1)), share)
     voted = np.flatnonzero(share)
+    voted_pairs = votes.pairs[voted]
     # A pair is query * L + label.
-    query_P, label_P = np.divmod(votes.pairs[voted], num_labels)
-    top = TopLabels.from_pairs(query_P, label_P, share[voted], num_queries, k)
-    count_B = np.bincount(query_P, minlength=num_queries)
-    _complete(top, completing, votes.pairs[voted], count_B, num_labels)
-    return top
-
-
-def _complete(
-    top: TopLabels,
-    completing: TopLabels,
-    voted_pairs: Int64Array,
-    count_B: Int64Array,
-    num_labels: int,
-) -> None:
-    """Fills the free places after the `count_B` voted labels of each query, in place."""
-    query_B1 = np.arange(len(completing.ids))[:, None]
-    pair_BW = query_B1 * num_labels + completing.ids
-    fresh_BW = (completing.ids >= 0) & ~np.isin(pair_BW, voted_pairs)
-    # The n-th fresh label of a query goes to the n-th place after the voted ones.
-    fresh_so_far_BW = np.cumsum(fresh_BW, axis=1, dtype=np.int64)
-    place_BW = count_B[:, None] + fresh_so_far_BW - 1
-    fits_BW = place_BW < top.width
-    query, column = np.nonzero(fresh_BW & fits_BW)
-    place = place_BW[query, column]
-    top.ids[query, place] = completing.ids[query, column]
-    top.scores[query, place] = completing.scores[query, column] - 2
+    query_P, label_P = np.divmod(voted_pairs, num_labels)
+    num_queries = len(fallback.ids)
+    query_B1 = np.arange(num_queries)[:, None]
+    has_vote_BK = np.isin(query_B1 * num_labels + fallback.ids, voted_pairs)
+    query_F, place_F = np.nonzero((fallback.ids >= 0) & ~has_vote_BK)
+    # In float64 the subtraction loses no digits, so equal scores stay equal and others apart.
+    score_F = fallback.scores[query_F, place_F].astype(np.float64) - 2
+    return TopLabels.from_pairs(
+        np.concatenate([query_P, query_F]),
+        np.concatenate([label_P, fallback.ids[query_F, place_F]]),
+        np.concatenate([share[voted], score_F]),
+        num_queries,
+        k,
+    )
 
 
 def sweep(

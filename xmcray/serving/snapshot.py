@@ -96,7 +96,7 @@ class Snapshot:
         Raises:
             StorageError, BundleError: missing, altered, malformed, or not a bundle.
         """
-        retriever = Retriever.load(bundle, threads=threads, subset=subset, encoder=encoder)
+        retriever = Retriever.load(bundle, threads=threads, subset=subset, precision=encoder)
         folder, manifest = storage.open_artifact(bundle, KIND, contents=False)
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)

@@ -90,7 +90,7 @@ def test_vectors_are_near_those_of_float32_but_not_the_same(bundle: Path, precis
     need(precision)
     exact, compact = (
         Retriever.load(bundle).encode(TEXTS),
-        Retriever.load(bundle, encoder=precision).encode(TEXTS),
+        Retriever.load(bundle, precision=precision).encode(TEXTS),
     )
     assert compact.dtype == np.float32
     assert cosines(compact, exact).min() >= LEAST_COSINE[precision]
@@ -131,7 +131,7 @@ def test_a_batch_of_nothing_but_empty_texts_is_zero_in_any_precision(bert: Path)
 def test_a_static_encoder_stays_as_it_is(tmp_path: Path) -> None:
     path = write_bundle_of(tmp_path / "b", "texts")
     texts = ["matrix norm", "random sample"]
-    same = Retriever.load(path, encoder="int8").encode(texts)
+    same = Retriever.load(path, precision="int8").encode(texts)
     np.testing.assert_array_equal(same, Retriever.load(path).encode(texts))
 
 
@@ -141,20 +141,22 @@ def test_what_cannot_be_is_refused_in_one_line(
     with pytest.raises(
         ConfigError, match="encoder is 'int4', expected one of float32, bfloat16, int8"
     ):
-        Retriever.load(bundle, encoder="int4")
+        Retriever.load(bundle, precision="int4")
     with pytest.raises(ConfigError, match="encoder is 'int4'"):
         ServeConfig(bundles={"a": "b"}, encoder="int4")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(ConfigError, match=r"pip install 'xmcray\[onnx\]'") as caught:
-        Retriever.load(bundle, encoder="int8")
+        Retriever.load(bundle, precision="int8")
     assert "\n" not in str(caught.value)
 
 
 def test_a_served_model_takes_the_precision_it_is_told(bundle: Path) -> None:
     snapshot = Snapshot.load(str(bundle), "default", 1, encoder="bfloat16")
     served = snapshot.encode(TEXTS, 32).query_BD
-    np.testing.assert_array_equal(served, Retriever.load(bundle, encoder="bfloat16").encode(TEXTS))
+    np.testing.assert_array_equal(
+        served, Retriever.load(bundle, precision="bfloat16").encode(TEXTS)
+    )
     assert np.abs(served - Retriever.load(bundle).encode(TEXTS)).max() > 0
 
 
