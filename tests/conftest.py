@@ -8,7 +8,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 OF_ONE_CLUSTER = "tests/on_ray/"
-WITH_OWN_CLUSTERS = ("test_jobs.py", "test_seventh_method.py")
+WITH_OWN_CLUSTERS = ("test_jobs.py", "test_placement.py", "test_seventh_method.py")
 
 
 class _Shares(LoadScopeScheduling):

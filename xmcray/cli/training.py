@@ -116,6 +116,11 @@ def train_options(verb: argparse.ArgumentParser) -> None:
         "--resume", choices=("auto", "never"), default="auto", help="never: RUN must be empty"
     )
     verb.add_argument(
+        "--restart",
+        action="store_true",
+        help="train from the start if all checkpoints of RUN are damaged",
+    )
+    verb.add_argument(
         "--refit",
         action="store_true",
         help="then train on all of train for the best number of epochs",
@@ -143,6 +148,7 @@ def train(options: argparse.Namespace) -> None:
         settings,
         resume=options.resume,
         refit=options.refit,
+        restart=options.restart,
         watch=watch_training,
     )
     corpus = Corpus.open(options.data, verify=False)  # `train` has compared every byte

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,7 +44,10 @@ from xmcray.training.step import Stepper
 
 KIND = "checkpoint"
 ROW_BLOCK_BYTES = 64 << 20
+_DAMAGED = "damaged"
 _STATE = "state"  # files of the method's state tensors
+logger = logging.getLogger(__name__)
+
 _Entries = dict[str, list[Any]]  # file name -> [size, SHA-256], plain values for JSON
 
 
@@ -119,7 +123,8 @@ def save(
     if is_first:
         shutil.rmtree(unfinished, ignore_errors=True)
         if not errors:
-            for old in _folders(folder)[keep:]:
+            superseded = [*_folders(folder)[keep:], *folder.glob(f"{_DAMAGED}-*")]
+            for old in superseded:
                 shutil.rmtree(old, ignore_errors=True)
     if errors:
         raise StorageError(errors[0])
@@ -131,13 +136,39 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint whose files all have the hashes of its manifest."""
-    for path in _folders(folder):
+    """The newest checkpoint whose files all have the hashes of its manifest.
+
+    Damaged checkpoints that are passed over are named in the log.
+
+    Returns:
+        None if there is no checkpoint at all.
+
+    Raises:
+        StorageError: there are checkpoints, and all of them are damaged.
+    """
+    paths = _folders(folder)
+    for path in paths:
         try:
             return open_checkpoint(path)
-        except StorageError:
-            continue
+        except StorageError as error:
+            logger.warning("passed over a damaged checkpoint: %s", error)
+    if paths:
+        raise StorageError(
+            f"all {len(paths)} checkpoints of {folder} are damaged; put copies of them back, or"
+            " train from the start with --restart"
+        )
     return None
+
+
+def set_aside_newer(folder: Path, step: int) -> None:
+    """Renames the checkpoints after a step, which are damaged.
+
+    Under their own names they would count as the newest, and whole ones would be removed first.
+    The next checkpoint that is saved removes them.
+    """
+    for path in _folders(folder):
+        if path > step_folder(folder, step):
+            storage.publish(path, path.with_name(f"{_DAMAGED}-{path.name}"))
 
 
 def open_checkpoint(path: Path, contents: bool = True) -> Checkpoint:

@@ -19,7 +19,7 @@ from xmcray import credentials, logs
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.node_copy import CorpusSource
-from xmcray.errors import ConfigError, ResourceError, XmcrayError
+from xmcray.errors import ConfigError, ResourceError, StorageError, XmcrayError
 from xmcray.methods.registry import method_entry
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
@@ -27,6 +27,7 @@ from xmcray.ray_adapter.session import ray_session
 from xmcray.ray_adapter.workers import WorkerGroup, run_workers
 from xmcray.storage import is_url
 from xmcray.training import trackers
+from xmcray.training.checkpoint import newest as newest_checkpoint
 from xmcray.training.loop import Loop, build
 from xmcray.training.placement import Nodes, Placement, place
 from xmcray.training.preemption import StopFlag, terminated
@@ -36,6 +37,7 @@ from xmcray.training.run import (
     SELECTION,
     Run,
     RunConfig,
+    clear_progress,
     discard,
     forget_mistake,
     locked,
@@ -64,6 +66,7 @@ def train(
     *,
     resume: str = "auto",
     refit: bool = False,
+    restart: bool = False,
     watch: FitContext = contextlib.nullcontext,  # type: ignore[assignment]
 ) -> Run:
     """Trains a run to its end, continuing an interrupted one.
@@ -75,6 +78,7 @@ def train(
         resume: "auto", or "never" to demand an empty folder.
         refit: train with validation first (in out/selection), then once more on all training
             queries for the number of epochs that was best.
+        restart: start over if all checkpoints of an interrupted run are damaged.
         watch: context around each training, for a progress bar.
     Raises:
         XmcrayError: the user's mistakes.
@@ -102,9 +106,13 @@ def train(
             refuse_contents(path)
         if refit:
             selection = open_or_create(path / SELECTION, config, opened, "auto")
+            if restart:
+                _restart_if_damaged(selection)
             _train_one(selection, opened, watch)
             config = refit_config(selection)
         run = open_or_create(path, config, opened, "auto")
+        if restart:
+            _restart_if_damaged(run)
         _train_one(run, opened, watch)
         shutil.rmtree(run.vectors, ignore_errors=True)
     return run
@@ -162,6 +170,17 @@ def refit_config(selection: Run) -> RunConfig:
         data=dataclasses.replace(config.data, validation=0.0),
         optim=dataclasses.replace(config.optim, stop_epoch=best_epoch + 1),
     )
+
+
+def _restart_if_damaged(run: Run) -> None:
+    """Removes the progress of an interrupted run of which no checkpoint is whole."""
+    if run.result() is not None:
+        return
+    try:
+        newest_checkpoint(run.checkpoints)
+    except StorageError:
+        logger.warning("no checkpoint of %s is whole; it is trained from the start", run.path)
+        clear_progress(run)
 
 
 def _train_one(run: Run, corpus: Corpus, watch: FitContext) -> None:

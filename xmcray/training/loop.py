@@ -220,6 +220,8 @@ class Loop:
         newest = None
         if collectives.rank() == 0:
             newest = checkpoints.newest(self.run.checkpoints)
+            if newest is not None:
+                checkpoints.set_aside_newer(self.run.checkpoints, newest.step)
         step = collectives.broadcast_int(-1 if newest is None else newest.step)
         negatives_state: Mapping[str, Any] = {}
         collected: list[dict[str, np.ndarray[Any, Any]]] = []
@@ -257,7 +259,10 @@ class Loop:
         """Removes versions of hard negatives, and their inputs, that no kept checkpoint needs."""
         states = []
         for path in self.run.checkpoints.glob("step-*/state.json"):
-            negatives = json.loads(path.read_text(encoding="utf-8"))["negatives"]
+            try:
+                negatives = json.loads(path.read_text(encoding="utf-8"))["negatives"]
+            except (OSError, ValueError, KeyError):
+                continue  # a damaged checkpoint needs nothing, because no run resumes from it
             if negatives:
                 states.append(negatives)
         if not states:

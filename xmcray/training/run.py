@@ -316,12 +316,19 @@ def discard(run: Run) -> None:
     """Removes the files of a run that never reached a checkpoint, so that its folder is free again."""
     if run.checkpoints.exists():
         return
-    for name in ("negatives", "ray", "trackers", VECTORS):
-        shutil.rmtree(run.path / name, ignore_errors=True)
-    for name in ("run.json", "config.yaml", "metrics.jsonl"):
+    clear_progress(run)
+    shutil.rmtree(run.vectors, ignore_errors=True)
+    for name in ("run.json", "config.yaml"):
         (run.path / name).unlink(missing_ok=True)
     if not any(run.path.iterdir()):
         run.path.rmdir()
+
+
+def clear_progress(run: Run) -> None:
+    """Removes all that training has written, so that the run starts at its first step."""
+    for name in ("checkpoints", "negatives", "ray", "trackers"):
+        shutil.rmtree(run.path / name, ignore_errors=True)
+    (run.path / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def note_mistake(run: Run, error: XmcrayError) -> None:

@@ -14,9 +14,11 @@ from refreshers import HeldRefresher
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ShortlistError, XmcrayError
+from xmcray.errors import ShortlistError, StorageError, XmcrayError
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, merge_shards
+from xmcray.training import checkpoint as checkpoints
+from xmcray.training.launch import train
 from xmcray.training.loop import Loop, Setup, build
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
@@ -185,3 +187,51 @@ def test_a_shortlist_holds_no_positive_and_no_filter_pair(corpus: Corpus, tmp_pa
     assert (hard.lengths == 4).all()
     for forbidden in (setup.data.positives(ids), setup.data.excluded(ids)):
         assert not any(set(hard[i]) & set(forbidden[i]) for i in range(len(ids)))
+
+
+def damage(checkpoint: Path) -> None:
+    """Flips one bit of a file that every checkpoint has."""
+    file = checkpoint / "optimizer.safetensors"
+    contents = bytearray(file.read_bytes())
+    contents[-1] ^= 1
+    file.write_bytes(contents)
+
+
+def test_damaged_checkpoints_are_named_and_never_kept_in_place_of_whole_ones(
+    corpus: Corpus, tmp_path: Path, undisturbed: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(CutError):
+        loop_in(tmp_path, corpus, cut=17)[0].train()
+    older, damaged = sorted((tmp_path / "checkpoints").iterdir())
+    damage(damaged)
+    # Killed again before the damaged step: the new checkpoint has a lower number, and has to stay.
+    with pytest.raises(CutError):
+        loop_in(tmp_path, corpus, "log.keep=1", "log.checkpoint_every=1", cut=14)[0].train()
+    assert str(damaged) in caplog.text
+    assert older.name == "step-00000012"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000014"]
+    loop, setup, _ = loop_in(tmp_path, corpus)
+    loop.train()
+    assert torch.equal(setup.method.answer_rows(), undisturbed)
+
+
+def test_a_run_without_a_whole_checkpoint_starts_over_only_if_that_is_wanted(
+    corpus: Corpus, tmp_path: Path, undisturbed: torch.Tensor
+) -> None:
+    config = RunConfig.resolve("astra", {}, [*SETTINGS, "cluster.workers=0"])
+    run = train(corpus.origin, tmp_path / "run", config)
+    (run.path / "result.json").unlink()
+    for checkpoint in run.checkpoints.iterdir():
+        damage(checkpoint)
+    with pytest.raises(StorageError, match=r"all 2 checkpoints .* --restart"):
+        train(corpus.origin, run.path, config)
+    assert len(list(run.checkpoints.iterdir())) == 2
+    train(corpus.origin, run.path, config, restart=True)
+    rows = torch.zeros_like(undisturbed)
+    newest = checkpoints.newest(run.checkpoints)
+    assert newest is not None
+    for first, tensors in checkpoints.row_blocks(
+        newest.path, "classifier", 0, len(rows), only="weight"
+    ):
+        rows[first : first + len(tensors["weight"])] = tensors["weight"]
+    assert torch.equal(rows, undisturbed)
