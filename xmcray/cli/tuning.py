@@ -18,7 +18,7 @@ from xmcray.methods.registry import check_method_name, method_names
 if TYPE_CHECKING:
     from xmcray.training.run import RunConfig
     from xmcray.tuning.inference import MeasuredSetting
-    from xmcray.tuning.space import Space
+    from xmcray.tuning.space import Space, Values
     from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
 
 DEFAULT_TRIALS = 16  # trainings
@@ -26,7 +26,16 @@ DEFAULT_DRAWS = 200  # settings of a bundle
 DEFAULT_KEEP = 3
 MAX_ROWS = 20  # of the table of settings
 
-_ONLY_FOR_TRAINING = ("search", "scheduler", "config", "set", "workers", "keep")
+_ONLY_FOR_TRAINING = (
+    "search",
+    "scheduler",
+    "config",
+    "set",
+    "workers",
+    "keep",
+    "first",
+    "trial_cpu_s",
+)
 # Why settings are not searched, by the beginning of their names.
 _NOT_SEARCHED = {
     "cluster.": "it belongs to the machine and changes no result",
@@ -84,7 +93,19 @@ def _add_search_options(verb: argparse.ArgumentParser) -> None:
         "--metric",
         default="nDCG@5",
         metavar="M",
-        help="on the validation split (default: %(default)s)",
+        help="on the validation split, or the mean of several joined by + (default: %(default)s)",
+    )
+    verb.add_argument(
+        "--first",
+        action="append",
+        metavar="FILE",
+        help="a configuration whose values one of the first trials has, as near as the space allows",
+    )
+    verb.add_argument(
+        "--trial-cpu-s",
+        type=float,
+        metavar="S",
+        help="stop trials that need more seconds of CPU time (default: no limit)",
     )
     verb.add_argument(
         "--workers",
@@ -167,6 +188,7 @@ def _definition(
     from xmcray.tuning.space import check_space, parse_space
     from xmcray.tuning.sweep import SweepConfig
 
+    space = parse_space(space_file, options.space)
     definition = SweepConfig(
         method=options.method,
         corpus="",
@@ -177,8 +199,13 @@ def _definition(
         scheduler=options.scheduler or "asha",
         metric=options.metric,
         seed=options.seed,
+        trial_cpu_s=options.trial_cpu_s or 0.0,
     )
-    check_space(parse_space(space_file, options.space), definition.resolve, options.space)
+    check_space(space, definition.resolve, options.space)
+    first = _first_values(options, space, settings)
+    for values in first:
+        definition.resolve(values)
+    definition = dataclasses.replace(definition, first=first)
     if not settings.data.validation:
         raise ConfigError(
             "data.validation is 0, so no query is left to compare trials by;"
@@ -192,6 +219,23 @@ def _definition(
     corpus = Corpus.open(options.data)
     path = options.data if is_url(options.data) else str(Path(options.data).absolute())
     return dataclasses.replace(definition, corpus=path, corpus_sha256=corpus.sha256)
+
+
+def _first_values(
+    options: argparse.Namespace, space: Space, settings: RunConfig
+) -> tuple[Values, ...]:
+    """The values of the first trials, from the files of --first; equal ones once."""
+    from xmcray.training.run import RunConfig
+    from xmcray.tuning.space import nearest_values
+
+    first: list[Values] = []
+    for source in options.first or ():
+        merged = config.overlay(settings.to_dict(), config.load_yaml(source))
+        whole = RunConfig.resolve(options.method, merged)
+        values = nearest_values(space, whole.to_dict(), source)
+        if values not in first:
+            first.append(values)
+    return tuple(first)
 
 
 def _run(
@@ -228,8 +272,9 @@ def _tune_bundle(options: argparse.Namespace) -> None:
     """A sweep of how a bundle answers."""
     for name in _ONLY_FOR_TRAINING:
         if getattr(options, name) is not None:
+            option = name.replace("_", "-")
             raise ConfigError(
-                f"--{name} is for trainings, but --bundle only searches; leave one of them out"
+                f"--{option} is for trainings, but --bundle only searches; leave one of them out"
             )
     from xmcray.tuning.inference import family_of
     from xmcray.tuning.space import parse_space

@@ -28,7 +28,14 @@ from xmcray.training.run import ClusterConfig
 from xmcray.tuning.proposals import OptunaProposals, Proposals, RandomProposals
 from xmcray.tuning.space import Values
 from xmcray.tuning.sweep import Sweep, Trial
-from xmcray.tuning.trial import MISTAKE, SCORE, TIME, run_trial, wait_until_free
+from xmcray.tuning.trial import (
+    EXPECTED_CPU_S,
+    MISTAKE,
+    SCORE,
+    TIME,
+    run_trial,
+    wait_until_free,
+)
 
 # ASHA compares trials after a ninth and after a third of the epochs; a third of them continues.
 REDUCTION = 3
@@ -121,7 +128,7 @@ def _tuner(sweep: Sweep, guide: Guide, trial_share: Share) -> tune.Tuner:
     run_config = tune.RunConfig(
         name="tune",
         storage_path=str(sweep.path / "ray"),
-        stop=_StopOnProblem(guide),
+        stop=TrialStopper(guide, sweep.config.trial_cpu_s),
         failure_config=tune.FailureConfig(max_failures=max_failures),
         verbose=0,
     )
@@ -264,7 +271,7 @@ class Guide(Searcher):
             return Searcher.FINISHED
         try:
             if number not in self.values_by_trial:
-                values = self.proposals.propose(number)
+                values = self._values_of(number)
                 self.sweep.draw(number, values)
                 self.values_by_trial[number] = values
         except XmcrayError as error:
@@ -272,6 +279,15 @@ class Guide(Searcher):
             return Searcher.FINISHED
         self._running[trial_id] = number
         return {"number": number}
+
+    def _values_of(self, number: int) -> Values:
+        """The values of a new trial: those that the sweep's definition gives to the first trials,
+        or sampled ones.
+        """
+        first = self.sweep.config.first
+        if number < len(first):
+            return dict(first[number])
+        return self.proposals.propose(number)
 
     def hear(self, trial_id: str, kind: str, message: str) -> None:
         """Takes note of a mistake that ended a trial; some of them end the sweep.
@@ -341,17 +357,26 @@ def proposals(sweep: Sweep) -> Proposals:
     return OptunaProposals(sweep.space, config.seed, config.resolve, past)
 
 
-class _StopOnProblem(Stopper):
-    """Ends all trials as soon as the sweep has a problem."""
+class TrialStopper(Stopper):
+    """Ends a trial that is too expensive, and all trials as soon as the sweep has a problem.
 
-    def __init__(self, guide: Guide) -> None:
+    Args:
+        guide: hears of mistakes.
+        limit_cpu_s: CPU time of a trial; 0 is no limit.
+    """
+
+    def __init__(self, guide: Guide, limit_cpu_s: float) -> None:
         self.guide = guide
+        self.limit_cpu_s = limit_cpu_s
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
+        """Whether a trial ends with this result."""
         if MISTAKE in result:
             kind, message = result[MISTAKE]
             self.guide.hear(trial_id, kind, message)
-        return False
+        expected_cpu_s = result.get(EXPECTED_CPU_S, 0.0)
+        return 0 < self.limit_cpu_s < expected_cpu_s
 
     def stop_all(self) -> bool:
+        """Whether all trials end now."""
         return self.guide.problem is not None

@@ -75,6 +75,14 @@ class NumberRange:
         value = self.low + self.step * number
         return round(value) if self.whole else round(value, 12)  # 0.7, not 0.7000000000000001
 
+    def nearest(self, value: Value) -> Value:
+        """The value of the range that is nearest to a number."""
+        bounded = min(max(float(value), self.low), self.high)
+        if self.step:
+            number = round((bounded - self.low) / self.step)
+            return self.on_grid(min(number, self.num_steps))
+        return round(bounded) if self.whole else bounded
+
     def values_to_check(self) -> Sequence[Value]:
         """Values that decide whether a setting accepts this range: its ends."""
         if self.whole:
@@ -100,6 +108,21 @@ class Choice:
     def draw(self, generator: np.random.Generator) -> Value:
         """Samples a value."""
         return self.values[int(generator.integers(len(self.values)))]
+
+    def nearest(self, value: Value) -> Value:
+        """The choice that equals a value or, if all are numbers, is nearest to it.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if value in self.values:
+            # 0 and false are equal; the list's own spelling counts.
+            return self.values[self.values.index(value)]
+        are_numbers = all(_is_number(choice) for choice in self.values)
+        if not are_numbers or not _is_number(value):
+            expected = ", ".join(map(repr, self.values))
+            raise ConfigError(f"{value!r}, expected one of {expected}")
+        return min(self.values, key=lambda choice: abs(choice - value))
 
     def values_to_check(self) -> Sequence[Value]:
         """Values that decide whether a setting accepts this choice: all of them."""
@@ -185,6 +208,29 @@ def problem_with(values: Values, check: Check) -> ConfigError | None:
     return None
 
 
+def nearest_values(space: Space, settings: Mapping[str, Any], where: str) -> Values:
+    """The values of a space that are nearest to a configuration.
+
+    Args:
+        space: the searched settings.
+        settings: a whole configuration as plain values, in sections.
+        where: name of the configuration, for error messages.
+
+    Raises:
+        ConfigError: a choice that the space does not have.
+    """
+    values: Values = {}
+    for name, distribution in space.items():
+        value: Any = settings
+        for part in name.split("."):
+            value = value[part]
+        try:
+            values[name] = distribution.nearest(value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {name} is {error}; add it to the space") from None
+    return values
+
+
 def nested(values: Values) -> dict[str, Any]:
     """{"optim.lr": 0.1} as {"optim": {"lr": 0.1}}."""
     sections: dict[str, Any] = {}
@@ -195,6 +241,10 @@ def nested(values: Values) -> dict[str, Any]:
             section = section.setdefault(part, {})
         section[last] = value
     return sections
+
+
+def _is_number(value: Value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _parse(body: Any, where: str) -> Distribution:

@@ -56,8 +56,12 @@ class SweepConfig:
         search: "random", or "optuna" (a Parzen estimator).
         scheduler: "asha" ends trials that are behind others at the same epoch; "none" trains all of
             them to the end.
-        metric: on the validation split, by which trials are compared.
+        metric: on the validation split, by which trials are compared; of several, joined by "+",
+            the mean.
         seed: of the sampled values.
+        first: values of the first trials, which are given instead of sampled.
+        trial_cpu_s: seconds of CPU time after which a trial is stopped, and a trial that would need
+            more is stopped at its first validation; 0 is no limit. A restart counts anew.
     """
 
     method: str
@@ -69,12 +73,16 @@ class SweepConfig:
     scheduler: Literal["asha", "none"] = "asha"
     metric: str = METRICS[0]
     seed: int = 0
+    first: tuple[Mapping[str, Any], ...] = ()
+    trial_cpu_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_range("--seed", self.seed, low=0)
-        if self.metric not in METRICS:
-            raise ConfigError(configs.unknown("metric", self.metric, METRICS))
+        check_range("--trial-cpu-s", self.trial_cpu_s, low=0)
+        for name in self.metric.split("+"):
+            if name not in METRICS:
+                raise ConfigError(configs.unknown("metric", name, METRICS))
 
     def resolve(self, values: Values, cluster: Mapping[str, Any] | None = None) -> RunConfig:
         """The configuration of a trial.
@@ -249,9 +257,10 @@ class Sweep:
         steps = 0
         for record in read_records(self.run_path(number) / "metrics.jsonl"):
             steps = max(steps, int(record["step"]))
-            if metric in record:
+            score = score_of(record, metric)
+            if score is not None:
                 # A resumed run repeats epochs; the newest value counts.
-                score_by_epoch[record["epoch"] + 1] = float(record[metric])
+                score_by_epoch[record["epoch"] + 1] = score
         return Trial(
             number,
             entry["values"],
@@ -323,6 +332,14 @@ class Sweep:
         """A trial's file of the ledger."""
         entry: dict[str, Any] = json.loads(self._entry_path(number).read_text(encoding="utf-8"))
         return entry
+
+
+def score_of(record: Mapping[str, Any], metric: str) -> float | None:
+    """The metric of a record, or the mean of metrics joined by "+"; None if it is no validation."""
+    names = metric.split("+")
+    if names[0] not in record:
+        return None
+    return sum(float(record[name]) for name in names) / len(names)
 
 
 def _identity(config: SweepConfig) -> dict[str, Any]:

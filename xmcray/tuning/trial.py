@@ -21,11 +21,12 @@ from xmcray.errors import XmcrayError
 from xmcray.training.launch import train
 from xmcray.training.records import Record, following, read_records
 from xmcray.training.run import Run
-from xmcray.tuning.sweep import Sweep
+from xmcray.tuning.sweep import Sweep, score_of
 
 # Keys of what is reported to Tune.
 TIME = "epoch"
 SCORE = "score"
+EXPECTED_CPU_S = "expected_cpu_s"
 MISTAKE = "mistake"
 # How long the process of a killed driver or actor may take to release its run.
 _LOCK_TIMEOUT_S = 120.0
@@ -43,12 +44,13 @@ def run_trial(task: Mapping[str, Any]) -> None:
     sweep = Sweep.open(task["sweep"])
     number = int(task["number"])
     path = sweep.run_path(number)
-    reporter = _Reporter(sweep.config.metric)
+    config = sweep.config.resolve(sweep.trial(number).values, task["cluster"])
+    reporter = _Reporter(sweep.config.metric, config.optim.stop_epoch or config.optim.epochs)
     try:
         wait_until_free(path)
         for record in read_records(path / "metrics.jsonl"):
             reporter.hear(record)
-        config = sweep.config.resolve(sweep.trial(number).values, task["cluster"])
+        reporter.start_clock()
         train(sweep.config.corpus, path, config, watch=reporter.watch)
     except XmcrayError as error:
         tune.report({TIME: 0, SCORE: float("nan"), MISTAKE: [type(error).__name__, str(error)]})
@@ -67,12 +69,20 @@ class _Reporter:
 
     Args:
         metric: key of the records.
+        epochs: of the trial.
     """
 
-    def __init__(self, metric: str) -> None:
+    def __init__(self, metric: str, epochs: int) -> None:
         self.metric = metric
+        self.epochs = epochs
+        self.first_epoch = 0
+        self.start_cpu_s: float | None = None
         self.last_step = -1
         self.last_validation: dict[str, float] | None = None
+
+    def start_clock(self) -> None:
+        """Begins to count CPU time; epochs that were heard before are not part of it."""
+        self.start_cpu_s = time.process_time()
 
     def hear(self, record: Record) -> None:
         """Reports a validation.
@@ -80,13 +90,26 @@ class _Reporter:
         Blocks until Tune has taken it, which delays only the thread that follows the records.
         """
         self.last_step = int(record.get("last_step", self.last_step))
-        if self.metric not in record:
+        score = score_of(record, self.metric)
+        if score is None:
             return
-        validation = {TIME: int(record["epoch"]) + 1, SCORE: float(record[self.metric])}
+        epoch = int(record["epoch"]) + 1
+        validation = {TIME: epoch, SCORE: score, EXPECTED_CPU_S: self._expected_cpu_s(epoch)}
         if record["step"] == self.last_step:
             self.last_validation = validation
         else:
             tune.report(validation)
+
+    def _expected_cpu_s(self, epoch: int) -> float:
+        """CPU time that the trial will have taken at its end, if later epochs are like those here."""
+        if self.start_cpu_s is None:
+            self.first_epoch = max(self.first_epoch, epoch)
+            return 0.0
+        epochs_here = epoch - self.first_epoch
+        if epochs_here <= 0:
+            return 0.0
+        seconds_per_epoch = (time.process_time() - self.start_cpu_s) / epochs_here
+        return seconds_per_epoch * self.epochs
 
     @contextlib.contextmanager
     def watch(self, run: Run) -> Iterator[None]:

@@ -12,7 +12,14 @@ from xmcray.errors import ConfigError
 from xmcray.methods.registry import method_names
 from xmcray.training.run import RunConfig
 from xmcray.tuning.proposals import OptunaProposals, RandomProposals
-from xmcray.tuning.space import Choice, NumberRange, check_space, nested, parse_space
+from xmcray.tuning.space import (
+    Choice,
+    NumberRange,
+    check_space,
+    nearest_values,
+    nested,
+    parse_space,
+)
 from xmcray.tuning.sweep import SweepConfig
 
 SPACES = Path(__file__).parents[3] / "tune" / "spaces"
@@ -153,6 +160,29 @@ def test_the_spaces_that_ship_fit_their_methods() -> None:
                 space={},
             )
             check_space(parse_space(config.load_yaml(path), path), sweep.resolve, path)
+
+
+def test_a_configuration_moves_to_the_nearest_values_of_a_space() -> None:
+    space = parse_space(
+        {
+            "optim.lr": {"log_uniform": [1e-4, 1e-2]},
+            "optim.epochs": {"int": [4, 12], "step": 4},
+            "method.dropout": {"uniform": [0.3, 0.8], "step": 0.05},
+            "encoder.dim": {"choice": [128, 256]},
+            "encoder.residual": {"choice": [True, False]},
+        },
+        "f",
+    )
+    settings = {
+        "optim": {"lr": 0.5, "epochs": 7},
+        "method": {"dropout": 0.52},
+        "encoder": {"dim": 200, "residual": False},
+    }
+    values = nearest_values(space, settings, "f")
+    assert list(values.values()) == [1e-2, 8, 0.5, 256, False]
+    space = parse_space({"method.loss": {"choice": ["softmax"]}}, "f")
+    with pytest.raises(ConfigError, match="loss is 'bce', expected one of 'softmax'; add it"):
+        nearest_values(space, {"method": {"loss": "bce"}}, "f")
 
 
 def test_dotted_names_become_sections() -> None:

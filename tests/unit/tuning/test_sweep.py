@@ -14,7 +14,7 @@ from xmcray import cli
 from xmcray.errors import ConfigError, ResourceError, RunError
 from xmcray.training.run import ClusterConfig, RunConfig
 from xmcray.tuning.report import importance, write_report
-from xmcray.tuning.search import Guide, asha, share
+from xmcray.tuning.search import Guide, TrialStopper, asha, share
 from xmcray.tuning.space import NumberRange, parse_space
 from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
 
@@ -155,6 +155,34 @@ def test_what_was_drawn_stays_drawn_and_ended_trials_do_not_come_back(tmp_path: 
     )
     assert "disk" in str(guide.problem)
     assert guide.suggest("e") == Guide.FINISHED
+
+
+def test_the_first_trials_have_the_values_that_the_sweep_gives(tmp_path: Path) -> None:
+    given = {"optim.lr": 2e-3, "method.init": "zeros"}
+    sweep = Sweep.open_or_create(tmp_path, config(first=(given,)))
+    guide = Guide(Sweep.open(tmp_path), [0, 1], 1, lambda trial: None)
+    guide.suggest("a")
+    guide.suggest("b")
+    assert sweep.trial(0).values == given
+    assert sweep.trial(1).values == guide.proposals.propose(1)
+
+
+def test_a_trial_that_would_need_too_much_time_is_stopped(tmp_path: Path) -> None:
+    guide = Guide(make(tmp_path, {}), [0], 1, lambda trial: None)
+    limited = TrialStopper(guide, 100.0)
+    assert limited("a", {"expected_cpu_s": 101.0})
+    assert not limited("a", {"expected_cpu_s": 99.0})
+    assert not TrialStopper(guide, 0.0)("a", {"expected_cpu_s": 1e9}), "0 is no limit"
+
+
+def test_trials_are_compared_by_the_mean_of_several_metrics(tmp_path: Path) -> None:
+    sweep = make(tmp_path, {0: [0.2]}, metric="P@1+PSP@5")
+    record = {"step": 20, "epoch": 1, "P@1": 0.2, "PSP@5": 0.6}
+    with (sweep.run_path(0) / "metrics.jsonl").open("w") as file:
+        file.write(json.dumps(record) + "\n")
+    assert sweep.trial(0).curve == ((2, pytest.approx(0.4)),)
+    with pytest.raises(ConfigError, match="unknown metric 'P@2'"):
+        config(metric="P@1+P@2")
 
 
 def test_the_scheduler_knows_the_past(tmp_path: Path) -> None:
