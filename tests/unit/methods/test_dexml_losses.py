@@ -1,0 +1,101 @@
+"""DEXML's losses with a drawn positive per query, against plain loops: the other positives are no negatives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from corpora import planted_corpus
+from scipy.optimize import brentq
+from scipy.special import expit, logsumexp
+
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.methods.dexml import Dexml
+from xmcray.training.loop import Setup, build
+from xmcray.training.run import RunConfig
+
+SETTINGS = [
+    "encoder.dim=6",
+    "optim.batch_size=40",
+    "optim.precision=float64",
+    "method.num_positives=1",
+    "method.temperature=0.25",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return planted_corpus(tmp_path_factory.mktemp("dexml"))
+
+
+def made(corpus: Corpus, *extra: str) -> tuple[Setup, Dexml]:
+    config = RunConfig.resolve("dexml", {}, [*SETTINGS, *extra])
+    setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
+    assert isinstance(setup.method, Dexml)
+    return setup, setup.method
+
+
+def loss_of_query(loss: str, scores: np.ndarray, place: int, top_k: float) -> float:
+    """The loss of one query.
+
+    Args:
+        loss: as the setting.
+        scores: of the columns that count.
+        place: of the drawn positive among them.
+        top_k: k of SoftTop-k.
+    """
+    if loss in ("decoupled", "softmax"):
+        return float(logsumexp(scores) - scores[place])
+    if loss == "bce":
+        signs = np.ones(len(scores))
+        signs[place] = -1
+        return float(np.logaddexp(0, signs * scores).sum())
+    threshold = brentq(lambda t: expit(2 * (scores + t)).sum() - top_k, -500, 500, xtol=1e-13)
+    return float(-np.log(expit(2 * (scores[place] + threshold))))
+
+
+@pytest.mark.parametrize("columns", ["all", "in_batch"])
+@pytest.mark.parametrize("loss", ["decoupled", "softmax", "soft_top_k", "bce"])
+def test_undrawn_positives_are_no_negatives(corpus: Corpus, loss: str, columns: str) -> None:
+    setup, method = made(corpus, f"method.loss={loss}", f"method.columns={columns}")
+    batch = setup.sampler.batch(0, 0, 1)
+    drawn = method.context.draw_positives(batch, 1)
+    pool = np.arange(setup.data.num_labels) if columns == "all" else np.unique(drawn.values)
+    with torch.no_grad():
+        query_GD, label_CD = method.encode(batch, pool)
+    score_GC = (query_GD @ label_CD.T).numpy() / 0.25
+    undrawn_in_pool = 0
+    expected = 0.0
+    for i in range(len(batch.query_ids)):
+        left_out = np.setdiff1d(np.concatenate([batch.positives[i], batch.excluded[i]]), drawn[i])
+        undrawn_in_pool += int(np.isin(left_out, pool).sum())
+        counted = np.flatnonzero(~np.isin(pool, left_out))
+        place = int(np.flatnonzero(pool[counted] == drawn[i][0])[0])
+        expected += loss_of_query(loss, score_GC[i, counted], place, top_k=5)
+    assert undrawn_in_pool > 10, "too few to show a difference"
+    with torch.no_grad():
+        found = method.loss(batch, None).value
+    assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-8)
+
+
+def test_k_leaves_a_column_outside(corpus: Corpus) -> None:
+    settings = ["method.loss=soft_top_k", "method.columns=in_batch", "method.top_k=50"]
+    setup, method = made(corpus, *settings)
+    batch = setup.sampler.batch(0, 0, 1)
+    drawn = method.context.draw_positives(batch, 1)
+    pool = np.unique(drawn.values)
+    num_skipped = (batch.positives.lengths + batch.excluded.lengths).max()
+    top_k = len(pool) - num_skipped - 1
+    assert top_k > 1
+    with torch.no_grad():
+        query_GD, label_CD = method.encode(batch, pool)
+        found = method.loss(batch, None).value
+    score_GC = (query_GD @ label_CD.T).numpy() / 0.25
+    expected = 0.0
+    for i in range(len(batch.query_ids)):
+        left_out = np.setdiff1d(np.concatenate([batch.positives[i], batch.excluded[i]]), drawn[i])
+        counted = np.flatnonzero(~np.isin(pool, left_out))
+        place = int(np.flatnonzero(pool[counted] == drawn[i][0])[0])
+        expected += loss_of_query("soft_top_k", score_GC[i, counted], place, top_k)
+    assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-8)
