@@ -1,0 +1,438 @@
+"""Mutation testing of losses, sampling and negatives (tier N).
+
+    python benchmarks/mutations.py                       # all mutations, half an hour on 2 cores
+    python benchmarks/mutations.py --only row_table      # those whose file or meaning holds this text; prints only
+    python benchmarks/mutations.py --list                # makes all mutations and runs nothing
+
+A mutation is one changed line. `mutations.yaml` lists mistakes that somebody could make with these methods, found by
+their text: if a line changes so that a text is gone, the script ends with an error and the list has to follow. Further
+mutations are drawn by operators (`mutation_operators.py`). Each is applied to a copy of the package in a temporary
+folder, and the quick tests of its file run until the first one fails. Mutations that change no result are argued in
+`mutations.yaml`, too.
+
+Why neither mutmut (3.8) nor cosmic-ray (8.7): neither says which test catches a mutation, neither takes mutations from a
+list, cosmic-ray starts a process that imports torch for each mutation, and mutmut chooses tests by a run of all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import py_compile
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from common import refuse_if_busy, write_table
+from mutation_operators import Mutation, chosen_mutation, count_statements, drawn_mutations
+
+ROOT = Path(__file__).parents[1]
+LIST = Path(__file__).with_name("mutations.yaml")
+CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks"))
+COPIED = ("xmcray", "tests", "benchmarks", "pyproject.toml")
+# Imported once, before the processes of the tests are forked; the package itself never is.
+PRELOADED = ("torch", "ray", "pyarrow.parquet", "safetensors.torch", "scipy.sparse", "tokenizers")
+MUST_CATCH = 0.95
+POLL_S = 0.02
+LONGEST_S = 1200.0
+TIMEOUT_FACTOR = 5
+TIMEOUT_EXTRA_S = 90
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said.
+
+    Attributes:
+        test: the test that failed first; None if all passed.
+        reason: how it ended: "failed", "timeout", "crashed" or "passed".
+        seconds: until then.
+    """
+
+    test: str | None
+    reason: str
+    seconds: float
+
+
+class Outcomes:
+    """Outcomes in a file, so that a list of hours can be interrupted.
+
+    Args:
+        path: where they are kept.
+        resume: whether those of an earlier run count.
+    """
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self.path = path
+        self.by_key: dict[str, Outcome] = {}
+        if resume and path.is_file():
+            for key, fields in json.loads(path.read_text()).items():
+                self.by_key[key] = Outcome(**fields)
+
+    def key(self, mutation: Mutation, tests: Sequence[str]) -> str:
+        """Names a mutation together with the text of its file and of its tests."""
+        source = (ROOT / "xmcray" / mutation.file).read_text(encoding="utf-8")
+        parts = [mutation.apply(source)]
+        for test in tests:
+            parts += [test, (ROOT / "tests" / test.split("::")[0]).read_text(encoding="utf-8")]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def add(self, key: str, outcome: Outcome) -> None:
+        """Keeps an outcome."""
+        self.by_key[key] = outcome
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        texts = {key: dataclasses.asdict(outcome) for key, outcome in self.by_key.items()}
+        self.path.write_text(json.dumps(texts, indent=1) + "\n")
+
+
+class Recorder:
+    """A plugin of pytest that keeps in a file which test runs and which one failed first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failed = False
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._keep("running", nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self._keep("failed", report.nodeid)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self._keep("failed", f"import of {report.nodeid}")
+
+    def _keep(self, state: str, nodeid: str) -> None:
+        if not self.failed:
+            self.failed = state == "failed"
+            self.path.write_text(json.dumps([state, nodeid]))
+
+
+class Slot:
+    """A copy of the repository, in which one process at a time runs tests.
+
+    Args:
+        folder: where the copy is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ignored = shutil.ignore_patterns("__pycache__", "runs", "*.png")
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, folder / name, ignore=ignored)
+            else:
+                shutil.copy(source, folder / name)
+        # Files change within a second and keep their size, so bytecode must go by their contents.
+        compileall.compile_dir(
+            folder / "xmcray",
+            quiet=1,
+            invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH,
+        )
+        self.mutation: Mutation | None = None
+        self._source = ""
+        self._pid = 0
+        self._started = 0.0
+        self._timeout_s = 0.0
+
+    @property
+    def free(self) -> bool:
+        """Whether no process runs."""
+        return not self._pid
+
+    def start(self, mutation: Mutation | None, tests: Sequence[str], timeout_s: float) -> None:
+        """Starts the tests with a mutation, or with the package as it is."""
+        self.mutation = mutation
+        if mutation is not None:
+            path = self._mutated_file(mutation)
+            self._source = path.read_text(encoding="utf-8")
+            path.write_text(mutation.apply(self._source), encoding="utf-8")
+        self._state.unlink(missing_ok=True)
+        self._started = time.monotonic()
+        self._timeout_s = timeout_s
+        sys.stdout.flush()
+        self._pid = os.fork()
+        if not self._pid:
+            _run_tests(self.folder, tests, self._state)
+
+    def poll(self) -> Outcome | None:
+        """The outcome once the tests have ended; the copy is then as it was."""
+        seconds = time.monotonic() - self._started
+        ended, status = os.waitpid(self._pid, os.WNOHANG)
+        if not ended and seconds < self._timeout_s:
+            return None
+        # Ranks and other processes of a test are in the session of the one that was forked here.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        if not ended:
+            os.waitpid(self._pid, 0)
+        self._pid = 0
+        state, test = "passed", None
+        if self._state.is_file():
+            state, test = json.loads(self._state.read_text())
+        if self.mutation is not None:
+            self._mutated_file(self.mutation).write_text(self._source, encoding="utf-8")
+        if not ended:
+            return Outcome(test, "timeout", seconds)
+        if os.waitstatus_to_exitcode(status) == pytest.ExitCode.OK:
+            return Outcome(None, "passed", seconds)
+        return Outcome(test, "failed" if state == "failed" else "crashed", seconds)
+
+    def _mutated_file(self, mutation: Mutation) -> Path:
+        return self.folder / "xmcray" / mutation.file
+
+    @property
+    def _state(self) -> Path:
+        return self.folder / "state.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--drawn", type=int, default=40, help="mutations drawn by operators")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawn mutations")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", metavar="TEXT", help="part of a file, meaning or line")
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep outcomes of unchanged files with unchanged tests",
+    )
+    arguments = parser.parse_args()
+    listed = yaml.safe_load(LIST.read_text(encoding="utf-8"))
+    try:
+        mutations = all_mutations(listed, arguments.drawn, arguments.seed)
+        equivalent = reasons(listed)
+    except ValueError as error:
+        print(f"error: {LIST.name}: {error}; bring the list up to date", file=sys.stderr)
+        raise SystemExit(2) from None
+    if arguments.only:
+        mutations = [m for m in mutations if arguments.only in f"{m.file} {m.meaning} {m.before}"]
+    if arguments.list:
+        for mutation in mutations:
+            print(f"{mutation.file}:{mutation.line}  {mutation.meaning}")
+            print(f"    - {mutation.before.strip()}\n    + {mutation.after.strip()}")
+        print(f"{len(mutations)} mutations")
+        return
+    load = refuse_if_busy(anyway=True)
+    start = time.monotonic()
+    kept = Outcomes(CACHE / "mutations.json", arguments.resume)
+    outcomes = run_all(mutations, listed["tests"], arguments.processes, kept)
+    minutes = (time.monotonic() - start) / 60
+    caught = sum(outcome.test is not None for outcome in outcomes)
+    argued = sum(
+        outcome.test is None and mutation.key in equivalent
+        for mutation, outcome in zip(mutations, outcomes, strict=True)
+    )
+    share = caught / max(1, len(mutations) - argued)
+    summary = (
+        f"{caught} of {len(mutations)} mutations are caught; {argued} of the others change no result that is promised;"
+        f" {caught} of {len(mutations) - argued} = {100 * share:.1f} % (must be 95 %)"
+    )
+    if not arguments.only:
+        notes = [summary, *notes_of(mutations, listed, minutes, load)]
+        header = ("file", "mistake", "line", "caught by", "s")
+        table = rows(mutations, outcomes, equivalent)
+        write_table(
+            "mutations.md", "Mutations of losses, sampling and negatives", header, table, notes
+        )
+    print(summary)
+    if share < MUST_CATCH:
+        raise SystemExit(1)
+
+
+def all_mutations(listed: dict[str, Any], count: int, seed: int) -> list[Mutation]:
+    """The chosen mutations and `count` drawn ones, by file and line.
+
+    Raises:
+        ValueError: a chosen one does not fit the package.
+    """
+    sources = {}
+    for file in listed["tests"]:
+        sources[file] = (ROOT / "xmcray" / file).read_text(encoding="utf-8")
+    mutations = []
+    for file, entries in listed["mutations"].items():
+        for entry in entries:
+            mutation = chosen_mutation(sources[file], file, **entry)
+            mutations.append(mutation)
+    keys = {mutation.key for mutation in mutations}
+    # Larger files get more of the drawn mutations.
+    sizes = {file: count_statements(source) for file, source in sources.items()}
+    total = sum(sizes.values())
+    for file, source in sources.items():
+        share = max(1, round(count * sizes[file] / total)) if count else 0
+        drawn = drawn_mutations(source, file, share, seed)
+        mutations += [mutation for mutation in drawn if mutation.key not in keys]
+    return sorted(mutations, key=lambda mutation: (mutation.file, mutation.line))
+
+
+def reasons(listed: dict[str, Any]) -> dict[tuple[str, str, str], str]:
+    """Why a mutation changes no result that is promised, by the mutation's key."""
+    found = {}
+    for entry in listed["equivalent"]:
+        source = (ROOT / "xmcray" / entry["file"]).read_text(encoding="utf-8")
+        if entry["before"] not in [line.strip() for line in source.splitlines()]:
+            raise ValueError(f"{entry['file']} lacks the line {entry['before']!r}")
+        found[entry["file"], entry["before"], entry["after"]] = entry["because"]
+    return found
+
+
+def run_all(
+    mutations: Sequence[Mutation], tests: dict[str, list[str]], processes: int, kept: Outcomes
+) -> list[Outcome]:
+    """Outcomes in the order of the mutations.
+
+    Raises:
+        SystemExit: (code 2) the tests of a file fail without a mutation.
+    """
+    for name in PRELOADED:
+        importlib.import_module(name)
+    for plugin in importlib.metadata.entry_points(group="pytest11"):
+        plugin.load()
+    assert "xmcray" not in sys.modules, "the processes of the tests would share the package"
+    keys = [kept.key(mutation, tests[mutation.file]) for mutation in mutations]
+    missing = [number for number, key in enumerate(keys) if key not in kept.by_key]
+    files = sorted({mutations[number].file for number in missing})
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        slots = [Slot(Path(folder) / str(number)) for number in range(processes)]
+        seconds = _seconds_unchanged(slots, files, tests)
+        jobs: list[tuple[Mutation | None, list[str], float]] = []
+        for number in missing:
+            mutation = mutations[number]
+            timeout_s = TIMEOUT_FACTOR * seconds[mutation.file] + TIMEOUT_EXTRA_S
+            jobs.append((mutation, tests[mutation.file], timeout_s))
+        for ended, (place, job, outcome) in enumerate(_outcomes(slots, jobs), start=1):
+            kept.add(keys[missing[place]], outcome)
+            assert job is not None
+            name = outcome.test or "SURVIVED"
+            print(f"{ended}/{len(jobs)} {job.file}: {name}, {outcome.seconds:.0f} s")
+            if outcome.test is None:
+                print(f"    line {job.line}: {job.meaning}")
+                print(f"    - {job.before.strip()}\n    + {job.after.strip()}", flush=True)
+    return [kept.by_key[key] for key in keys]
+
+
+def _seconds_unchanged(
+    slots: Sequence[Slot], files: Sequence[str], tests: dict[str, list[str]]
+) -> dict[str, float]:
+    """How long the tests of each file take without a mutation; they have to pass."""
+    jobs: list[tuple[Mutation | None, list[str], float]]
+    jobs = [(None, tests[file], LONGEST_S) for file in files]
+    seconds = {}
+    for place, _, outcome in _outcomes(slots, jobs):
+        if outcome.reason != "passed":
+            print(f"error: {outcome.test} {outcome.reason} without a mutation", file=sys.stderr)
+            raise SystemExit(2)
+        seconds[files[place]] = outcome.seconds
+        print(f"{files[place]}: {outcome.seconds:.0f} s without a mutation", flush=True)
+    return seconds
+
+
+def rows(
+    mutations: Sequence[Mutation],
+    outcomes: Sequence[Outcome],
+    equivalent: dict[tuple[str, str, str], str],
+) -> list[tuple[str, ...]]:
+    """One row of the table for each mutation."""
+    table = []
+    for mutation, outcome in zip(mutations, outcomes, strict=True):
+        if outcome.test is None:
+            reason = equivalent.get(mutation.key)
+            caught_by = f"equivalent: {reason}" if reason else "**none**"
+        else:
+            name = outcome.test.removeprefix("tests/").replace("::", " ", 1)
+            caught_by = f"`{name}`" + ("" if outcome.reason == "failed" else f" ({outcome.reason})")
+        change = f"{_code(mutation.before)} → {_code(mutation.after)}"
+        kind = "" if mutation.chosen else "drawn: "
+        cells = [
+            mutation.file,
+            kind + mutation.meaning,
+            change,
+            caught_by,
+            f"{outcome.seconds:.0f}",
+        ]
+        table.append(tuple(cell.replace("|", "\\|") for cell in cells))
+    return table
+
+
+def notes_of(
+    mutations: Sequence[Mutation], listed: dict[str, Any], minutes: float, load: str
+) -> list[str]:
+    """Settings, time and what was not run."""
+    chosen = sum(mutation.chosen for mutation in mutations)
+    drawn = len(mutations) - chosen
+    return [
+        f"{chosen} mutations are from `mutations.yaml`, {drawn} were drawn by operators; {minutes:.0f} minutes; {load}",
+        "each runs the tests of its file until the first fails, the quickest and most particular ones first: the table"
+        " names one test, and others may fail, too",
+        f"not run: tests on Ray, of a transformer and of the commands; files other than these {len(listed['tests'])}",
+    ]
+
+
+def _code(line: str) -> str:
+    return f"`{line.strip()}`"
+
+
+def _outcomes(
+    slots: Sequence[Slot], jobs: Sequence[tuple[Mutation | None, list[str], float]]
+) -> Iterator[tuple[int, Mutation | None, Outcome]]:
+    """Runs jobs in the slots; gives number, mutation and outcome of each that ends."""
+    waiting = list(enumerate(jobs))
+    number_of: dict[int, int] = {}
+    while waiting or number_of:
+        for index, slot in enumerate(slots):
+            if not slot.free:
+                outcome = slot.poll()
+                if outcome is not None:
+                    yield number_of.pop(index), slot.mutation, outcome
+            if slot.free and waiting:
+                number, (mutation, tests, timeout_s) = waiting.pop(0)
+                number_of[index] = number
+                slot.start(mutation, tests, timeout_s)
+        time.sleep(POLL_S)
+
+
+def _run_tests(folder: Path, tests: Sequence[str], state: Path) -> None:
+    """Runs in the forked process, which ends here."""
+    os.setsid()
+    os.chdir(folder)
+    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ["PYTHONPATH"] = str(folder)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    kept = [path for path in sys.path if path and not (Path(path) / "xmcray").is_dir()]
+    sys.path[:] = [str(folder), *kept]
+    options = ["-x", "-p", "no:cacheprovider", "--rootdir", str(folder), "--basetemp", "basetemp"]
+    code: int = pytest.ExitCode.INTERNAL_ERROR
+    try:
+        import xmcray
+
+        assert Path(xmcray.__file__).parent == folder / "xmcray"
+        paths = [f"tests/{test}" for test in tests]
+        code = pytest.main([*options, *paths], plugins=[Recorder(state)])
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
