@@ -513,12 +513,17 @@ def _upload(folder: Path, url: str) -> None:
             filesystem.put_file(str(folder / name), target)
 
 
+def cache_folder() -> Path:
+    """This user's folder for what can be made again: XMCRAY_CACHE or ~/.cache/xmcray."""
+    return Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray"))
+
+
 def local_copy(source: str, kind: str) -> Path:
     """An artifact of a URL or a folder, copied to this machine's cache if it is not there yet.
 
     All processes of a machine share one copy. The first one makes it while the others wait. The
     copy is renamed to its final name only when every file has the hash of the manifest. What a
-    killed process left behind is removed. CACHE is XMCRAY_CACHE or ~/.cache/xmcray:
+    killed process left behind is removed. CACHE is `cache_folder()`:
 
         CACHE/0123abcd...          a complete copy, named by the hash of its manifest
         CACHE/.0123abcd....part    a copy in progress; CACHE/.0123abcd....lock is held meanwhile
@@ -534,7 +539,7 @@ def local_copy(source: str, kind: str) -> Path:
             raise StorageError(f"{source} has no {MANIFEST}: it is not a complete {kind}") from None
     files = _parse_manifest(content, source, kind).files
     key = hashlib.sha256(content).hexdigest()[:32]
-    cache = Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray"))
+    cache = cache_folder()
     copy = cache / key
     with disk_errors(copy):
         cache.mkdir(parents=True, exist_ok=True)

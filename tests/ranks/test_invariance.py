@@ -50,7 +50,12 @@ OTHERS = {  # name: method, steps, settings
     "dexml, hard": (
         "dexml",
         16,
-        ["method.columns=hard", "method.hard_per_query=2", "method.num_positives=1"],
+        [
+            "method.columns=hard",
+            "method.hard_per_query=2",
+            "method.num_positives=1",
+            "encoder.separate_labels=true",
+        ],
     ),
     "dexml, softmax": (
         "dexml",
@@ -81,9 +86,15 @@ OTHERS = {  # name: method, steps, settings
     "prime, hard": (
         "prime",
         16,
-        ["method.reduction=mean", "method.num_negatives=0", "method.num_positives=1", *PRIME],
+        [
+            "method.reduction=mean",
+            "method.num_negatives=0",
+            "method.num_positives=1",
+            "encoder.separate_labels=true",
+            *PRIME,
+        ],
     ),
-    "rae": ("rae", 16, ["method.hard_per_query=2"]),
+    "rae": ("rae", 16, ["method.hard_per_query=2", "encoder.separate_labels=true"]),
     "unidec": (
         "unidec",
         16,
@@ -97,6 +108,7 @@ OTHERS = {  # name: method, steps, settings
             "method.hard_per_query=2",
             "method.classifier_positives=1",
             "method.balance=0.3",
+            "encoder.separate_labels=true",
         ],
     ),
     "supcon": (

@@ -93,6 +93,22 @@ class TextTokenizer:
         """The tokens of one text as strings, for people."""
         return list(self._backend(self.max_len).encode(text).tokens)
 
+    def vocabulary(self) -> list[str]:
+        """All tokens as strings, by id."""
+        ids = self._backend(self.max_len).get_vocab(with_added_tokens=True)
+        return sorted(ids, key=lambda token: ids[token])
+
+    def words(self) -> list[str]:
+        """Each token as a text, by id; the inside of a word ("##ing") as if it were a word."""
+        if self.kind == "wordpiece":
+            return [token.removeprefix("##") for token in self.vocabulary()]
+        backend = self._backend(self.max_len)
+        words = []
+        for token_id in range(self.vocab_size):
+            word = backend.decode([token_id], skip_special_tokens=False)
+            words.append(word.strip().removeprefix("##"))
+        return words
+
     def to_files(self) -> dict[str, str]:
         """Everything as file name -> text: what `save` writes and other processes receive."""
         settings = {

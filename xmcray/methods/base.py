@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +38,7 @@ class MethodContext:
         dtype: Of label rows.
         device: Of label rows.
         fusion: Settings of section `fusion`.
+        as_labels: Marks tokens as those of label texts, for encoders with a label side of its own.
     """
 
     encode: Callable[[Ragged], Tensor]
@@ -49,6 +51,7 @@ class MethodContext:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     fusion: FusionConfig = field(default_factory=FusionConfig)
+    as_labels: Callable[[Ragged], Ragged] = lambda tokens: tokens
 
     def check_label_texts(self, method: str) -> None:
         """Raises DataError if no label has a text, for methods that encode label texts."""
@@ -59,17 +62,17 @@ class MethodContext:
             )
 
     def label_tokens(self, label_ids: Int64Array) -> Ragged:
-        """Token ids of label texts.
+        """Token ids of label texts, as the encoder expects those of labels.
 
         Args:
             label_ids: int64 [U], global label ids.
         """
-        return self.data.tokens(self.data.num_train + label_ids)
+        return self.as_labels(self.data.tokens(self.data.num_train + label_ids))
 
     def label_vectors(self) -> Tensor:
         """[S, D], the encoder's vectors of the texts of this rank's labels, without a graph."""
-        query_ids = self.data.label_query_ids(self.partition.start, self.partition.stop)
-        return self.encode_without_graph(self.data.tokens(query_ids))
+        label_ids = np.arange(self.partition.start, self.partition.stop)
+        return self.encode_without_graph(self.label_tokens(label_ids))
 
     def encode_with_labels(self, batch: Batch, label_ids: Int64Array) -> tuple[Tensor, Tensor]:
         """Encodes this rank's queries and some label texts in one call.

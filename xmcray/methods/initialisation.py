@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from xmcray.methods.base import MethodContext
 from xmcray.nn.row_table import sum_by_row
 from xmcray.parallel import collectives
-from xmcray.types import Int64Array
+from xmcray.types import Int64Array, Ragged
 
 BLOCK = 1024  # texts encoded together; the same blocks on any number of ranks
 Head = Callable[[Tensor], Tensor]  # what follows the encoder
@@ -37,7 +38,7 @@ def label_centroids(context: MethodContext, head: Head = _identity) -> Tensor:
     count_S = torch.zeros(partition.size, dtype=torch.int64, device=device)
     # Ids from num_train on are label texts that were added as queries.
     training_queries = data.query_ids[data.query_ids < data.num_train]
-    for query_ids, query_BD in encoded_blocks(context, training_queries, head):
+    for query_ids, query_BD in encoded_blocks(context, training_queries, data.tokens, head):
         # Every rank sees all queries, and adds up those of its own labels.
         positives = data.positives(query_ids)
         is_own = partition.owns(positives.values)
@@ -60,35 +61,40 @@ def label_centroids(context: MethodContext, head: Head = _identity) -> Tensor:
 
 def _text_vectors(context: MethodContext, head: Head) -> Tensor:
     """Returns [S, D], the vectors of the texts of this rank's labels."""
-    data = context.data
     partition = context.partition
     size = partition.size
     text_SD = torch.zeros(size, context.dim, device=context.device, dtype=context.dtype)
-    label_query_ids = data.label_query_ids(partition.start, partition.stop)
+    label_ids = np.arange(partition.start, partition.stop)
     for first in range(0, size, BLOCK):
         block = slice(first, first + BLOCK)
-        tokens = data.tokens(label_query_ids[block])
+        tokens = context.label_tokens(label_ids[block])
         vectors = context.encode_without_graph(tokens)
         text_SD[block] = head(vectors)
     return text_SD
 
 
 def encoded_blocks(
-    context: MethodContext, query_ids: Int64Array, head: Head
+    context: MethodContext, ids: Int64Array, tokens_of: Callable[[Int64Array], Ragged], head: Head
 ) -> Iterator[tuple[Int64Array, Tensor]]:
-    """Blocks of ids with their vectors, on every rank; collective.
+    """Blocks of ids with the vectors of their texts, on every rank; collective.
 
     Ranks encode a block each and exchange the vectors. Without a graph.
+
+    Args:
+        context: Of the method.
+        ids: int64, of queries or labels.
+        tokens_of: Tokens of the texts of some ids.
+        head: What follows the encoder.
     """
-    queries_per_round = BLOCK * collectives.num_ranks()
-    for round_start in range(0, len(query_ids), queries_per_round):
+    texts_per_round = BLOCK * collectives.num_ranks()
+    for round_start in range(0, len(ids), texts_per_round):
         first = round_start + BLOCK * collectives.rank()
-        # In the last round a rank may have no query left; it still takes part in the exchange.
-        tokens = context.data.tokens(query_ids[first : first + BLOCK])
+        # In the last round a rank may have no text left; it still takes part in the exchange.
+        tokens = tokens_of(ids[first : first + BLOCK])
         vectors = context.encode_without_graph(tokens)
         own_BD = head(vectors).to(context.device, context.dtype)
         start = round_start
         for block_BD in collectives.gather_ragged(own_BD):
             stop = start + len(block_BD)
-            yield query_ids[start:stop], block_BD
+            yield ids[start:stop], block_BD
             start = stop

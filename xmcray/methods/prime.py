@@ -343,8 +343,8 @@ class Prime(Method):
         num_kept = num_labels if is_first else 0
         text_LD = np.empty((num_kept, context.dim), np.float32)
         row = 0
-        label_query_ids = context.data.label_query_ids(0, num_labels)
-        for _, vectors in encoded_blocks(context, label_query_ids, self.head):
+        label_ids = np.arange(num_labels)
+        for _, vectors in encoded_blocks(context, label_ids, context.label_tokens, self.head):
             if is_first:
                 text_LD[row : row + len(vectors)] = vectors.float().cpu().numpy()
                 row += len(vectors)

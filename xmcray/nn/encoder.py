@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmcray.config import check_range
+from xmcray.config import check_choices, check_range
 from xmcray.errors import BundleError, ConfigError
+from xmcray.parallel import collectives
 from xmcray.types import Int64Array, Ragged
 
 if TYPE_CHECKING:
@@ -49,8 +50,13 @@ class EncoderConfig:
             much, falling off over some ten tokens, because a text begins with its title.
         bigram_buckets: static only; rows for pairs of neighbouring tokens, which share them by a
             hash; 0 is a bag of tokens.
-        init_from: static only; a transformer whose input embeddings are the start ("" is from
-            scratch).
+        separate_labels: static only; label texts have rows of their own. They start as those of
+            queries. For methods that encode label texts.
+        init_from: static only; a transformer that the rows of tokens start from ("" is from
+            scratch). It runs once over the vocabulary, and not in training.
+        init_vectors: static only; with `init_from`, tokens start as the vectors that the
+            transformer gives each of them as a text ("distilled"), or as its input "embeddings",
+            which need a corpus with its tokenizer.
         autocast: transformer only; "auto" is bfloat16 on CUDA devices that have it.
         dropout: transformer only; replaces the model's own rates. None keeps them.
         frozen: transformer only; the projection to `dim` is all that learns. Each text is encoded
@@ -66,7 +72,9 @@ class EncoderConfig:
     residual: bool = True
     position_decay: float = 0.0
     bigram_buckets: int = 0
+    separate_labels: bool = False
     init_from: str = ""
+    init_vectors: Literal["distilled", "embeddings"] = "distilled"
     autocast: Literal["auto", "bf16", "none"] = "auto"
     dropout: float | None = None
     frozen: bool = False
@@ -77,15 +85,23 @@ class EncoderConfig:
         check_range("encoder.bigram_buckets", self.bigram_buckets, low=0)
         if self.dropout is not None:
             check_range("encoder.dropout", self.dropout, low=0, high=1)
+        check_choices(self, "encoder")
         if self.name == "static":
-            for setting, is_set in (("dropout", self.dropout is not None), ("frozen", self.frozen)):
-                if is_set:
-                    raise ConfigError(
-                        f"encoder.{setting} is set but encoder.name is static; drop it or name a transformer"
-                    )
-        elif self.init_from:
+            self._refuse("dropout", self.dropout is not None, "encoder.name to be a transformer")
+            self._refuse("frozen", self.frozen, "encoder.name to be a transformer")
+        else:
+            self._refuse("init_from", bool(self.init_from), "encoder.name=static")
+            self._refuse("separate_labels", self.separate_labels, "encoder.name=static")
+        if not self.init_from:
+            is_set = self.init_vectors != "distilled"
+            self._refuse("init_vectors", is_set, "encoder.init_from to name a transformer")
+
+    def _refuse(self, setting: str, is_set: bool, needs: str) -> None:
+        """Raises ConfigError for a setting that would have no effect."""
+        if is_set:
             raise ConfigError(
-                f"encoder.init_from needs encoder.name=static, found {self.name!r}; set only one of them"
+                f"encoder.{setting} is set, which needs {needs} (found encoder.name={self.name!r});"
+                f" leave out encoder.{setting} or set that too"
             )
 
 
@@ -110,6 +126,10 @@ class Encoder(nn.Module, abc.ABC):
     def num_tokens(self) -> int | None:
         """Size of the only vocabulary that fits; None if the encoder says nothing about it."""
         return None
+
+    def as_labels(self, tokens: Ragged) -> Ragged:
+        """Token ids by which `forward` knows label texts from queries; the same by default."""
+        return tokens
 
     def sparse_parameters(self) -> list[str]:
         """Names of parameters with a sparse gradient, because a step touches few of their rows."""
@@ -239,15 +259,30 @@ def _build_static(
         config.residual,
         config.position_decay,
         config.bigram_buckets,
+        config.separate_labels,
     )
     encoder.reset(seed)
     if config.init_from:
-        from xmcray.nn import transformer
-
-        table_VH = transformer.input_embeddings(config.init_from, tokenizer)
-        with torch.no_grad():
-            encoder.embedding.weight[: tokenizer.vocab_size].copy_(fit_width(table_VH, config.dim))
+        encoder.start_from(_start_table(config, tokenizer))
     return encoder
+
+
+def _start_table(config: EncoderConfig, tokenizer: TextTokenizer) -> Tensor:
+    """[V, D], rows of tokens from a transformer; collective.
+
+    Rank 0 alone makes them: another kind of processor may round otherwise, and all ranks must start
+    with the same bits.
+    """
+    table_VD = torch.empty(tokenizer.vocab_size, config.dim)
+    if collectives.rank() == 0:
+        from xmcray.nn import distilled, transformer  # their library takes seconds to import
+
+        if config.init_vectors == "distilled":
+            table_VH = distilled.distilled_tokens(config.init_from, tokenizer)
+        else:
+            table_VH = transformer.input_embeddings(config.init_from, tokenizer)
+        table_VD.copy_(fit_width(table_VH, config.dim))
+    return collectives.broadcast(table_VD)
 
 
 def _load_static(folder: Path) -> Encoder:

@@ -35,6 +35,8 @@ class StaticEncoder(Encoder):
         position_decay: extra weight of the first tokens of a text.
         bigram_buckets: rows for pairs of neighbouring tokens, after the rows of the tokens. A pair
             has the mean weight of its tokens.
+        separate_labels: label texts have rows of their own, after those of queries. Both start
+            equal, and the network is shared.
     """
 
     weight: Tensor
@@ -46,12 +48,17 @@ class StaticEncoder(Encoder):
         residual: bool = True,
         position_decay: float = 0.0,
         bigram_buckets: int = 0,
+        separate_labels: bool = False,
     ) -> None:
         super().__init__()
         self.dim = dim
         self.position_decay = position_decay
         self.bigram_buckets = bigram_buckets
-        self.embedding = nn.Embedding(len(weight_V) + bigram_buckets, dim)
+        self.separate_labels = separate_labels
+        # Rows of one side: its tokens and, after them, its pairs.
+        self.side_rows = len(weight_V) + bigram_buckets
+        num_sides = 2 if separate_labels else 1
+        self.embedding = nn.Embedding(num_sides * self.side_rows, dim)
         self.register_buffer("weight", weight_V.to(torch.get_default_dtype()))
         self.hidden = nn.Linear(dim, dim) if residual else None
         self.out = nn.Linear(dim, dim) if residual else None
@@ -59,7 +66,9 @@ class StaticEncoder(Encoder):
     def reset(self, seed: int) -> None:
         """Draws the initial parameters from `seed` alone."""
         generator = torch.Generator().manual_seed(seed)
-        nn.init.normal_(self.embedding.weight, std=self.dim**-0.5, generator=generator)
+        query_rows = self.embedding.weight.data[: self.side_rows]
+        nn.init.normal_(query_rows, std=self.dim**-0.5, generator=generator)
+        self._copy_to_labels()
         if self.hidden is not None and self.out is not None:
             nn.init.xavier_uniform_(self.hidden.weight, generator=generator)
             nn.init.zeros_(self.hidden.bias)
@@ -67,10 +76,30 @@ class StaticEncoder(Encoder):
             nn.init.zeros_(self.out.weight)
             nn.init.zeros_(self.out.bias)
 
+    def start_from(self, table_VD: Tensor) -> None:
+        """Sets the rows of tokens, and those of pairs to zero; both sides start equal.
+
+        A pair of random direction would only disturb rows that already mean something.
+        """
+        query_rows = self.embedding.weight.data[: self.side_rows]
+        query_rows.zero_()
+        query_rows[: len(table_VD)] = table_VD
+        self._copy_to_labels()
+
+    def _copy_to_labels(self) -> None:
+        table = self.embedding.weight.data
+        table[self.side_rows :] = table[: len(table) - self.side_rows]
+
     @property
     def num_tokens(self) -> int:
         """V, without the rows of pairs."""
         return len(self.weight)
+
+    def as_labels(self, tokens: Ragged) -> Ragged:
+        """Ids of the label side follow those of the query side, if labels have rows of their own."""
+        if not self.separate_labels:
+            return tokens
+        return Ragged(tokens.values + self.side_rows, tokens.offsets)
 
     def sparse_parameters(self) -> list[str]:
         """The embedding table: its gradient is a sparse tensor of the rows that the batch read."""
@@ -97,9 +126,10 @@ class StaticEncoder(Encoder):
 
     def _weighted_rows(self, tokens: Ragged) -> tuple[Ragged, Tensor]:
         """Table rows of each text, and the weight of each."""
-        # Weights are looked up per token, so a pair needs no weight of its own.
+        # Weights are looked up per token, so a pair needs no weight of its own. A token has one
+        # weight on both sides.
         device = self.weight.device
-        weight_T = self.weight[to_torch(tokens.values).to(device)]
+        weight_T = self.weight[to_torch(tokens.values % self.side_rows).to(device)]
         if self.position_decay:
             place_T = to_torch(tokens.places).to(weight_T)
             decay_T = torch.exp(place_T / -_DECAY_TOKENS)
@@ -130,11 +160,12 @@ class StaticEncoder(Encoder):
         second = first.copy()
         second[pairs] += 1
         row_ids = tokens.values[first]
-        left = row_ids[pairs]
-        right = tokens.values[second[pairs]]
+        # A pair has the same bucket on both sides, and a row on the side of its tokens.
+        side, left = np.divmod(row_ids[pairs], self.side_rows)
+        right = tokens.values[second[pairs]] % self.side_rows
         bucket = _hash(left, right) % self.bigram_buckets
-        # Rows of pairs follow those of all tokens.
-        row_ids[pairs] = len(self.weight) + bucket
+        # Rows of pairs follow those of a side's tokens.
+        row_ids[pairs] = side * self.side_rows + len(self.weight) + bucket
         # The first row of each place, read where the texts begin.
         offsets = offsets_of(rows_of_place)[tokens.offsets]
         return Ragged(row_ids, offsets), first, second
@@ -149,6 +180,7 @@ class StaticEncoder(Encoder):
             "residual": self.out is not None,
             "position_decay": self.position_decay,
             "bigram_buckets": self.bigram_buckets,
+            "separate_labels": self.separate_labels,
         }
         save_settings(folder / SETTINGS, settings)
 
@@ -169,6 +201,7 @@ class StaticEncoder(Encoder):
                 # Bundles made before the settings were renamed have their former names.
                 position_decay=float(settings.get("position_decay", settings.get("lead", 0))),
                 bigram_buckets=int(settings.get("bigram_buckets", settings.get("pairs", 0))),
+                separate_labels=bool(settings.get("separate_labels", False)),
             )
             encoder.to(state["weight"].dtype).load_state_dict(state)
             return encoder.eval()

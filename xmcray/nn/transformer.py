@@ -341,7 +341,7 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
     Raises:
         ConfigError: no such model, or the corpus has another tokenizer.
     """
-    encoder = _open(find(config.name), ConfigError, config.dropout)
+    encoder = open_model(find(config.name), ConfigError, config.dropout)
     _check_vocabulary(encoder.model, config.name, tokenizer)
     hidden = int(encoder.model.config.hidden_size)
     # All that a frozen encoder can learn is a projection.
@@ -371,12 +371,12 @@ def load(folder: Path) -> TransformerEncoder:
     Raises:
         BundleError: the folder is damaged, or uses parts that this encoder does not have.
     """
-    return _open(folder, BundleError).eval()
+    return open_model(folder, BundleError).eval()
 
 
 def input_embeddings(name: str, tokenizer: TextTokenizer) -> Tensor:
     """Input embeddings of a transformer, float32 [V, H], for a corpus with its tokenizer."""
-    model = _open(find(name), ConfigError).model
+    model = open_model(find(name), ConfigError).model
     _check_vocabulary(model, name, tokenizer)
     table_VH: Tensor = model.get_input_embeddings().weight.detach()
     return table_VH[: tokenizer.vocab_size]
@@ -419,12 +419,13 @@ def find(name: str) -> Path:
         ) from None
 
 
-def _open(
+def open_model(
     folder: Path, error_type: type[ConfigError | BundleError], dropout: float | None = None
 ) -> TransformerEncoder:
     """Reads the model and the sentence-transformers parts of a folder.
 
     Args:
+        folder: as `find` returns it.
         error_type: raised if the folder is damaged.
         dropout: replaces the model's own rates; None keeps them.
     """

@@ -140,6 +140,15 @@ def broadcast_int(value: int) -> int:
     return int(tensor)
 
 
+def broadcast(tensor: Tensor) -> Tensor:
+    """Overwrites a tensor with that of rank 0 and returns it; collective."""
+    if num_ranks() > 1:
+        exchanged = tensor.to(_device())
+        dist.broadcast(exchanged, src=0)
+        tensor.copy_(exchanged)
+    return tensor
+
+
 class _GatherRows(torch.autograd.Function):
     """See `gather_rows`. The shares follow from the total, so no counts are exchanged."""
 

@@ -54,6 +54,7 @@ def planned_encoder(config: EncoderConfig, vocab_size: int, on_gpu: bool) -> Enc
             config.residual,
             config.position_decay,
             config.bigram_buckets,
+            config.separate_labels,
         )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -307,9 +306,8 @@ class PredictionWork:
 def _folder(out: str | Path) -> Path:
     """Where unfinished work is kept: next to the destination; for a URL, in this user's cache."""
     if storage.is_url(out):
-        cache = Path(os.environ.get("XMCRAY_CACHE", Path.home() / ".cache" / "xmcray"))
         digest = hashlib.sha256(str(out).encode()).hexdigest()
-        return cache / f"predicting-{digest[:32]}"
+        return storage.cache_folder() / f"predicting-{digest[:32]}"
     path = Path(out).absolute()
     return path.with_name(f".{path.name}.predicting")
 

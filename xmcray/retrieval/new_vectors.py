@@ -35,7 +35,7 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
     if not tokens.lengths.all():
         empty_text = texts[int(tokens.lengths.argmin())]
         raise DataError(f"text {empty_text[:80]!r} of a label has no token; reword it")
-    vectors = retriever.encode(tokens)
+    vectors = retriever.query_encoder.encode_labels(tokens)
     if side.prototypes is not None:
         return _prototypes(retriever, side, vectors)
     if side.row_columns:
@@ -123,7 +123,7 @@ def _known_labels(
             "no label of the bundle has a text, expected some, by which the row of a new label is"
             " placed; export a bundle whose labels have texts"
         )
-    text_MD = retriever.encode(tokens.take(with_text))
+    text_MD = retriever.query_encoder.encode_labels(tokens.take(with_text))
     label_MD = retriever.labels.vectors_of(sample[with_text])
     text_MC = text_MD[:, -columns:].astype(np.float64)
     row_MC = label_MD[:, -columns:].astype(np.float64)

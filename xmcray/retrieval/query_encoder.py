@@ -86,6 +86,10 @@ class QueryEncoder:
         """
         return np.concatenate([np.empty((0, self.dim), np.float32), *self.encode_chunks(queries)])
 
+    def encode_labels(self, tokens: Ragged) -> Float32Array:
+        """As `encode`, for the texts of labels."""
+        return self.encode(self.encoder.as_labels(tokens))
+
     def encode_chunks(self, queries: Sequence[str] | Ragged) -> Iterator[Float32Array]:
         """As `encode`, but yields float32 [at most CHUNK, D] after each chunk."""
         for start in range(0, len(queries), CHUNK):

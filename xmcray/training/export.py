@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -186,8 +187,12 @@ def _num_blocks(num_labels: int) -> int:
 
 def _trained(run: Run, last: Checkpoint, data: TrainingData, partition: LabelPartition) -> Setup:
     """The trained method with a block of the labels, as one of many ranks would hold it."""
-    use_gpu = torch.cuda.is_available() and run.config.cluster.device != "cpu"
-    setup = build(run.config, data, torch.device("cuda" if use_gpu else "cpu"), partition)
+    # The checkpoint's weights replace those that training started from: the transformer that gave
+    # them is no longer needed.
+    encoder = dataclasses.replace(run.config.encoder, init_from="", init_vectors="distilled")
+    config = dataclasses.replace(run.config, encoder=encoder)
+    use_gpu = torch.cuda.is_available() and config.cluster.device != "cpu"
+    setup = build(config, data, torch.device("cuda" if use_gpu else "cpu"), partition)
     checkpoints.load_weights(last, setup.stepper, partition)
     return setup
 

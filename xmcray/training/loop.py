@@ -115,6 +115,7 @@ def assemble(
         dtype=optim.dtype,
         device=device,
         fusion=config.fusion or FusionConfig(),
+        as_labels=encoder.as_labels,
     )
     method = method_entry(config.method_name).factory(config.method, context)
     sampler = BatchSampler(data, optim.batch_size, optim.seed)

@@ -83,7 +83,7 @@ def memory_bundle(
         (uid for block in blocks for uid in corpus.label_uids(block)),
         (text for block in blocks for text in corpus.label_texts(block)),
         label_order,
-        (encode(corpus.label_tokens(label_order[block])) for block in blocks),
+        (encode(model.as_labels(corpus.label_tokens(label_order[block]))) for block in blocks),
         spec,
         about={"encoder": encoder, "corpus": corpus.card.name, "corpus_sha256": corpus.sha256},
         method="memory",

@@ -174,7 +174,13 @@ class RunConfig:
                 merged.setdefault(section, {})
             elif section in merged:
                 raise ConfigError(f"{method_name} has no settings {section}.*; leave them out")
-        return configs.build(cls, merged)
+        config = configs.build(cls, merged)
+        if config.encoder.separate_labels and not entry.uses_label_texts:
+            raise ConfigError(
+                f"encoder.separate_labels is for methods that encode label texts, and {method_name}"
+                " has a classifier row for each label; leave it out"
+            )
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `resolve(method_name, values)` gives an equal configuration."""

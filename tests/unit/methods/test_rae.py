@@ -159,6 +159,7 @@ def test_sections_of_answers_have_one_name_everywhere() -> None:
         ("unidec", "fusion.text=0.3", "is now called 'fusion.text_weight'; rename it"),
         ("astra", "memory.weight=0.3", r"astra has no settings memory\.\*; leave them out"),
         ("rae", "fusion.text_weight=0.3", r"rae has no settings fusion\.\*; leave them out"),
+        ("astra", "encoder.separate_labels=true", "astra has a classifier row for each label"),
         ("rae", "memory.weigth=0.3", "did you mean 'memory.weight'"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -90,6 +90,26 @@ def test_pairs_of_neighbours_have_rows_and_weigh_the_mean_of_their_tokens(tmp_pa
     assert torch.equal(load_encoder(tmp_path)(texts), encoder(texts))
 
 
+def test_label_texts_have_rows_of_their_own_that_start_as_those_of_queries(tmp_path: Path) -> None:
+    encoder = StaticEncoder(torch.ones(3), 4, bigram_buckets=5, separate_labels=True)
+    encoder.reset(seed=0)
+    queries = Ragged.from_rows([[0, 2, 2], [], [1]])
+    labels = encoder.as_labels(queries)
+    torch.testing.assert_close(encoder(labels), encoder(queries))
+    query_rows = gradient_rows(encoder, queries)
+    # 3 tokens and 2 of the 5 buckets for pairs; the other side has 8 rows before.
+    assert len(query_rows) == 5
+    assert gradient_rows(encoder, labels) == [row + 8 for row in query_rows]
+
+    with torch.no_grad():
+        encoder.embedding.weight[8:] += 1
+    encoder.save(tmp_path)
+    loaded = load_encoder(tmp_path)
+    assert torch.equal(loaded(loaded.as_labels(queries)), encoder(labels))
+    assert not torch.equal(encoder(labels), encoder(queries))
+    assert loaded.num_tokens == 3
+
+
 def test_untrained_vectors_have_length_about_one_whatever_the_number_of_tokens(
     tokenizer: TextTokenizer,
 ) -> None:
@@ -233,9 +253,13 @@ def test_fit_width_keeps_the_principal_axes() -> None:
         {"dropout": 0.1},
         {"name": "x", "dropout": 2.0},
         {"name": "x", "init_from": "y"},
+        {"name": "x", "separate_labels": True},
+        {"init_vectors": "embeddings"},
+        {"init_from": "y", "init_vectors": "inputs"},
         {"pooling": "max"},
     ],
 )
 def test_settings_that_mean_nothing_are_refused(values: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"encoder\.|pooling"):
+    with pytest.raises(ConfigError, match=r"encoder\.|pooling|init_vectors") as caught:
         build(EncoderConfig, values)
+    assert "\n" not in str(caught.value)

@@ -202,7 +202,7 @@ def test_parts_we_do_not_have_are_named(
 def test_static_encoder_starts_from_a_transformers_embeddings(
     model_folder: Path, tokenizer: TextTokenizer
 ) -> None:
-    config = EncoderConfig(dim=16, init_from=str(model_folder))
+    config = EncoderConfig(dim=16, init_from=str(model_folder), init_vectors="embeddings")
     table = (
         build_encoder(config, tokenizer, None, seed=0).get_parameter("embedding.weight").detach()
     )
@@ -217,7 +217,7 @@ def test_a_corpus_with_another_tokenizer_is_refused(model_folder: Path) -> None:
     other = train_wordpiece(iter(TEXTS), vocab_size=40, max_len=8)
     for config in (
         EncoderConfig(name=str(model_folder)),
-        EncoderConfig(init_from=str(model_folder)),
+        EncoderConfig(init_from=str(model_folder), init_vectors="embeddings"),
     ):
         with pytest.raises(ConfigError, match="prepare the corpus again with --tokenizer"):
             build_encoder(config, other, None, seed=0)

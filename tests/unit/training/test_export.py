@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, StorageError
 from xmcray.nn.encoder import load_encoder
+from xmcray.nn.label_side import LabelSide
+from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage import finish_manifest, read_manifest
 from xmcray.training.export import export_run, last_checkpoint
@@ -66,6 +68,19 @@ def test_scores_are_those_of_the_checkpoint(run: Run, corpus: Corpus, tmp_path: 
         corpus.label_uids(np.array([answer.label_id]))[0],
         corpus.label_texts(np.array([answer.label_id]))[0],
     )
+
+
+def test_labels_with_rows_of_their_own_are_encoded_by_them(corpus: Corpus, tmp_path: Path) -> None:
+    config = RunConfig.resolve("dexml", {}, [*SETTINGS, "encoder.separate_labels=true"])
+    run = train(corpus.path, tmp_path / "r", config)
+    export_run(run, tmp_path / "b")
+    retriever = Retriever.load(tmp_path / "b")
+    labels = np.arange(corpus.card.num_labels)
+    tokens = corpus.label_tokens(labels)
+    # A label that joins later is encoded in the same way.
+    joining = new_vectors(retriever, LabelSide(), retriever.labels.texts(labels))
+    np.testing.assert_allclose(retriever.labels.vectors_of(labels), joining, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(retriever.encode(tokens), joining, atol=1e-4)
 
 
 def test_the_manifest_says_what_made_it(run: Run, tmp_path: Path) -> None:
