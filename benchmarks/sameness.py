@@ -1,6 +1,7 @@
 """Proof that a refactoring changes nothing: trains every method on the embedded sample and hashes what comes of it.
 
     python benchmarks/sameness.py --record benchmarks/results/sameness.json
+    python benchmarks/sameness.py --record benchmarks/results/sameness.json --methods prime
     python benchmarks/sameness.py --compare benchmarks/results/sameness.json
     python benchmarks/sameness.py --compare benchmarks/results/sameness.json --methods astra --workers 0
 
@@ -99,7 +100,7 @@ def main() -> None:
                 )
                 print(key, json.dumps(fingerprints[key]), flush=True)
     if options.record:
-        options.record.write_text(json.dumps(fingerprints, indent=1) + "\n", encoding="utf-8")
+        record(fingerprints, options.record)
     if options.compare:
         different = [
             key for key in fingerprints if fingerprints[key] != expected.get(key, kernels())
@@ -108,6 +109,16 @@ def main() -> None:
             print(f"{key} differs from {expected.get(key)}")
         print(f"{len(fingerprints) - 1 - len(different)} fingerprints are equal")
         raise SystemExit(1 if different else 0)
+
+
+def record(fingerprints: dict[str, object], path: Path) -> None:
+    """Writes the fingerprints; those of other methods stay if this machine recorded them."""
+    recorded: dict[str, object] = {}
+    if path.exists():
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    if recorded.get(MACHINE) != fingerprints[MACHINE]:
+        recorded = {}
+    path.write_text(json.dumps(recorded | fingerprints, indent=1) + "\n", encoding="utf-8")
 
 
 def kernels() -> str:

@@ -159,6 +159,34 @@ def test_nothing_is_nan_where_nothing_is_left() -> None:
     assert not grad.any()
 
 
+@pytest.mark.parametrize("temperature", [0.1, None])
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_pair_that_costs_nothing_moves_nothing(temperature: float | None, detached: bool) -> None:
+    """Gaps at, between and above the bounds 1/8 and 1/4 cost 0; binary fractions make them exact."""
+    score_AC = torch.tensor([[0.75, 0.625, 0.5625, 0.5, 0.25]], dtype=torch.float64)
+    score_AC.requires_grad_()
+    true = Pairs(torch.tensor([0]), torch.tensor([0]))
+    settings = {"gamma_min": 0.125, "gamma_max": 0.25, "temperature": temperature}
+    loss = triplet(score_AC, true, true, **settings, detached=detached)
+    (grad,) = torch.autograd.grad(loss, score_AC)
+    assert loss == 0
+    assert not grad.any()
+
+
+@pytest.mark.parametrize("temperature", [0.1, None])
+def test_a_tie_costs_the_smallest_margin(temperature: float | None) -> None:
+    """s_p = s_n = 1/2 costs gamma_min; the pairs of the same anchor that cost nothing stay still."""
+    score_AC = torch.tensor([[0.5, 0.5, 0.25]], dtype=torch.float64, requires_grad=True)
+    true = Pairs(torch.tensor([0]), torch.tensor([0]))
+    settings = {"gamma_min": 0.125, "gamma_max": 0.5, "temperature": temperature}
+    loss = triplet(score_AC, true, true, **settings, detached=True)
+    (grad,) = torch.autograd.grad(loss, score_AC)
+    # The weights share one unit among the violating terms; the mean divides by both negatives.
+    share_of_tie = 0.5 if temperature is None else 1.0
+    assert loss == 0.125 * share_of_tie
+    assert grad.tolist() == [[-share_of_tie, share_of_tie, 0.0]]
+
+
 def own_part() -> tuple[Any, Any]:
     rank = collectives.rank()
     own = torch.full(

@@ -1,7 +1,7 @@
 """Triplet loss with a clipped dynamic margin, and the regulariser of prototypes (PRIME).
 
 An anchor is a row of a score matrix; the other side of a pair is a column. An anchor should be
-closer to its positives than to its negatives, by a margin. Source: PRIME, Eq. 4-7, 13.
+closer to its positives than to its negatives, by a margin. Source: PRIME, Eq. 3-7, 13, 14.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def triplet(
 ) -> Tensor:
     """Sum over this rank's anchors of max(s_n - s_p + m, 0).
 
-    m = clip(|s_p - s_n|, gamma_min, gamma_max), without a gradient. The positives of an anchor are
-    averaged. An anchor without a positive or without a negative costs nothing.
+    m = clip(|s_p - s_n|, gamma_min, gamma_max), without a gradient. A pair whose gap s_p - s_n is at
+    least gamma_min costs nothing and moves nothing. The positives of an anchor are averaged. An
+    anchor without a positive or without a negative costs nothing.
 
     Args:
         score_AC: Cosines of this rank's anchors.
@@ -52,8 +53,9 @@ def triplet(
     margin_PK = gap_PK.detach().abs().clamp(gamma_min, gamma_max)
     if inverted:
         gap_PK = torch.where((gap_PK > 0) & (gap_PK < gamma_min), -gap_PK, gap_PK)
-    # Not relu: between gamma_min and gamma_max the term is 0, and its gradient is 1 by definition.
-    term_PK = (margin_PK - gap_PK).clamp_min(0)
+    # Between gamma_min and gamma_max the margin is the gap, so the term is 0 and must not move the
+    # scores (Eq. 3, 14). The derivative of relu at 0 is 0; that of clamp_min would be 1.
+    term_PK = F.relu(margin_PK - gap_PK)
     if temperature is None:
         # An anchor with fewer than K negatives has scores of -inf, which do not count.
         loss_P = term_PK.sum(dim=1) / negative_PK.isfinite().sum(dim=1).clamp_min(1)
@@ -122,11 +124,10 @@ def hardest(score_AC: Tensor, not_negatives: Pairs, count: int) -> tuple[Tensor,
 
 
 def _weights(term_PK: Tensor, hardness_PK: Tensor, temperature: float) -> Tensor:
-    """Softmax of hardness / temperature over the terms that are not 0.
-
-    A row without such a term gets equal weights; its terms are 0, so they do not matter.
-    """
+    """Softmax of hardness / temperature over the terms that are not 0; the others weigh nothing."""
     violates_PK = term_PK > 0
     logit_PK = torch.where(violates_PK, hardness_PK / temperature, -torch.inf)
+    # A softmax over no term at all is NaN, so a row without one gets equal logits first.
     has_violation_P1 = violates_PK.any(dim=1, keepdim=True)
-    return torch.where(has_violation_P1, logit_PK, 0.0).softmax(dim=1)
+    weight_PK = torch.where(has_violation_P1, logit_PK, 0.0).softmax(dim=1)
+    return torch.where(violates_PK, weight_PK, 0.0)
