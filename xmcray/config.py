@@ -218,6 +218,18 @@ def check_range(
         raise ConfigError(f"{name} is {value}, expected {' and '.join(bounds)}")
 
 
+def check_decay(rate_name: str, lr: float, decay_name: str, weight_decay: float) -> None:
+    """Raises ConfigError unless decoupled weight decay leaves a positive share of a parameter.
+
+    A step multiplies parameters by 1 - lr * weight_decay, which must stay above 0.
+    """
+    if lr * weight_decay >= 1:
+        raise ConfigError(
+            f"{rate_name} * {decay_name} is {lr:g} * {weight_decay:g}, expected less than 1, because"
+            " a step multiplies parameters by 1 minus that; lower one of them"
+        )
+
+
 def check_choices(settings: Any, section: str = "") -> None:
     """Raises ConfigError unless every field annotated as a `Literal` has one of its values.
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xmcray.config import check_choices, check_range
+from xmcray.config import check_choices, check_decay, check_range
 
 # Multipliers of splitmix64 as signed 64-bit integers; products wrap around.
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
@@ -62,6 +62,7 @@ class RowOptimConfig:
         check_range("beta1", self.beta1, 0, 0.999_999)
         check_range("beta2", self.beta2, 0, 0.999_999)
         check_range("eps", self.eps, low=1e-30)
+        check_decay("lr", self.lr, "weight_decay", self.weight_decay)
 
 
 class RowTable:
@@ -194,7 +195,13 @@ class RowTable:
         return factor_U.to(dtype).unsqueeze(1)
 
     def _count_step(self, lr: float) -> float:
-        """Counts a step; returns what its weight decay leaves of a row."""
+        """Counts a step; returns what its weight decay leaves of a row.
+
+        Raises:
+            ConfigError: Nothing would be left. The settings are checked for their own rate, but the
+                rate of a step comes from a schedule.
+        """
+        check_decay("lr", lr, "weight_decay", self.config.weight_decay)
         decay = 1.0 - lr * self.config.weight_decay
         log_decay = float(torch.log(torch.tensor(decay, dtype=torch.float64)))
         self.log_decay.append(self.log_decay[-1] + log_decay)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from xmcray.config import check_choices, check_range
+from xmcray.config import check_choices, check_decay, check_range
 from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
 from xmcray.parallel import collectives
 
@@ -73,6 +73,7 @@ class OptimConfig:
         check_range("optim.eps", self.eps, low=_ABOVE_ZERO)
         check_range("optim.micro_batch", self.micro_batch, low=0)
         check_range("optim.seed", self.seed, low=0)
+        check_decay("optim.lr", self.lr, "optim.weight_decay", self.weight_decay)
         check_choices(self, "optim")
 
     @property

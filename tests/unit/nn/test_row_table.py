@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from xmcray.errors import ConfigError
 from xmcray.nn import row_table
 from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
+from xmcray.training.run import RunConfig
 
 KINDS = ["sgd", "adagrad", "adam"]
 
@@ -165,3 +167,28 @@ def test_bfloat16_rows_are_rounded_without_bias_and_alike_on_any_rank() -> None:
     assert torch.equal(whole.weight_SD[40:], right.weight_SD)
     moved = (start - whole.weight_SD.float()).mean()
     assert moved == pytest.approx(0.04, rel=0.15)
+
+
+@pytest.mark.parametrize(("lr", "weight_decay"), [(300.0, 0.01), (2.0, 0.5)])
+def test_a_weight_decay_that_leaves_nothing_of_a_row_is_refused(
+    lr: float, weight_decay: float
+) -> None:
+    # The logarithm of what is left would be NaN or minus infinity, and so would be the rows.
+    with pytest.raises(ConfigError, match=r"lr \* weight_decay is .* expected less than 1"):
+        RowOptimConfig(lr=lr, weight_decay=weight_decay)
+    # A schedule decides on the rate of a step after the settings were checked.
+    table = RowTable(torch.ones(3, 2), RowOptimConfig(lr=0.1, weight_decay=weight_decay))
+    with pytest.raises(ConfigError, match="expected less than 1"):
+        table.update(lr)
+    table.update(0.5 * lr / (lr * weight_decay))
+    table.flush()
+    torch.testing.assert_close(table.weight_SD, torch.full((3, 2), 0.5))
+
+
+def test_a_run_with_such_a_weight_decay_is_refused_before_it_starts() -> None:
+    rows = ["method.classifier.lr=300", "method.classifier.weight_decay=0.01"]
+    with pytest.raises(ConfigError, match=r"300 \* 0.01") as error:
+        RunConfig.resolve("astra", {}, rows)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"optim.lr \* optim.weight_decay is 10 \* 0.1"):
+        RunConfig.resolve("dexml", {}, ["optim.lr=10", "optim.weight_decay=0.1"])
