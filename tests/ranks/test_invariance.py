@@ -71,7 +71,13 @@ OTHERS = {  # name: method, steps, settings
     "dexml, cache": (
         "dexml",
         10,
-        ["negatives.hard=0", "method.columns=cache", "method.cache_hard=4"],
+        [
+            "negatives.hard=0",
+            "method.columns=cache",
+            "method.cache_hard=4",
+            "method.num_positives=1",
+            "method.dropout=0.3",
+        ],
     ),
     "dexml, clusters": (
         "dexml",

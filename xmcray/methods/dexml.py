@@ -4,6 +4,7 @@
     Eq. 5, decoupled       losses.softmax            each positive against all negatives
     Eq. 3, softmax         losses.softmax            the compared loss
     Eq. 6, SoftTop-k       losses.softmax            for the metrics at k
+    App. B.2               Dexml._dropped            dropout on the embeddings
     App. B.5               training.step.Embedder    all labels, with a graph for one micro-batch
     App. C.3               EmbeddingCache            hard negatives without encoding all labels
 
@@ -53,6 +54,8 @@ class DexmlConfig:
         cache_hard: K, labels that the cache adds to a batch; for columns "cache".
         num_positives: of a query, drawn uniformly in every step; 0 for all.
         temperature: tau; scores are divided by it.
+        dropout: on the embeddings of queries and label texts, after pooling (App. B.2). The rates
+            inside a transformer are its own, or `encoder.dropout`.
         normalised: vectors have length 1. The released configurations of the two largest sets have
             neither that nor a temperature.
         top_k: k of SoftTop-k.
@@ -65,6 +68,7 @@ class DexmlConfig:
     cache_hard: int = 512
     num_positives: int = 0
     temperature: float = 0.05
+    dropout: float = 0.0
     normalised: bool = True
     top_k: int = 5
     alpha: float = 2.0
@@ -75,6 +79,7 @@ class DexmlConfig:
         check_range("method.cache_hard", self.cache_hard, low=1)
         check_range("method.num_positives", self.num_positives, low=0)
         check_range("method.temperature", self.temperature, low=1e-4)
+        check_range("method.dropout", self.dropout, 0, 0.99)
         check_range("method.top_k", self.top_k, low=1)
         check_range("method.alpha", self.alpha, low=1e-3)
 
@@ -121,10 +126,9 @@ class Dexml(DualEncoder):
         if self.cache is not None:
             return self._loss_with_cache(batch, positives, self.cache)
         pool = self._pool(batch, positives, shortlist)
-        query_BD, column_UD = self.encode(batch, pool.own)
-        query_GD = gather_rows(query_BD, len(batch.query_ids))
-        total = self._total(query_GD, column_UD, batch, positives, pool)
-        return StepOutput(total, len(query_GD), query_BD.detach())
+        query_BD, label_UD = self.context.encode_with_labels(batch, pool.own)
+        total = self._dropped_total(query_BD, label_UD, batch, positives, pool)
+        return StepOutput(total, len(batch.query_ids), self.head(query_BD.detach()))
 
     def after_step(self, batch: Batch, output: StepOutput) -> None:
         """Puts the vectors that the step encoded into the cache."""
@@ -143,26 +147,88 @@ class Dexml(DualEncoder):
     ) -> CacheOutput:
         """Loss over the positives and the labels whose cached vectors have the largest gradients.
 
-        (DEXML, App. C.3)
+        The vectors of the batch's labels are refreshed first, then the others are mined (DEXML,
+        App. C.3).
         """
         context = self.context
-        query_BD = self.head(context.encode(batch.tokens))
-        query_GD = gather_rows(query_BD, len(batch.query_ids))
-
-        # A first loss over all labels, by their cached vectors, only says which labels matter.
-        # The leaf shares the cache's memory, so that collecting the gradient copies nothing.
-        cached_SD = cache.vector_SD.detach().requires_grad_()
-        all_labels = LabelPool.everything(context.partition)
-        # Queries are detached: no gradient of this loss may reach the encoder.
-        cached_total = self._total(query_GD.detach(), cached_SD, batch, positives, all_labels)
-        (gradient_SD,) = torch.autograd.grad(cached_total, cached_SD)
-        positive_ids = np.unique(positives.values)
-        hardest = cache.hardest(gradient_SD, positive_ids, self.config.cache_hard)
+        batch_pool = LabelPool.of(context.partition, positives)
+        query_BD, positive_UD = context.encode_with_labels(batch, batch_pool.own)
+        hardest = self._mine(query_BD, positive_UD, batch, positives, batch_pool, cache)
 
         pool = LabelPool.of(context.partition, positives, Ragged.from_rows([hardest]))
-        column_UD = self.head(context.encode(context.label_tokens(pool.own)))
-        total = self._total(query_GD, column_UD, batch, positives, pool)
-        return CacheOutput(total, len(query_GD), query_BD.detach(), pool.own, column_UD.detach())
+        own_hardest = hardest[context.partition.owns(hardest)]
+        hard_UD = context.encode(context.label_tokens(own_hardest))
+        # Columns ascend by label, so the vectors of positives and mined labels are interleaved.
+        encoded_ids = np.concatenate([batch_pool.own, own_hardest])
+        order_U = torch.from_numpy(np.argsort(encoded_ids)).to(context.device)
+        label_UD = torch.cat([positive_UD, hard_UD]).index_select(0, order_U)
+
+        total = self._dropped_total(query_BD, label_UD, batch, positives, pool)
+        return CacheOutput(
+            total,
+            len(batch.query_ids),
+            self.head(query_BD.detach()),
+            pool.own,
+            self.head(label_UD.detach()),
+        )
+
+    def _mine(
+        self,
+        query_BD: Tensor,
+        positive_UD: Tensor,
+        batch: Batch,
+        positives: Ragged,
+        batch_pool: LabelPool,
+        cache: EmbeddingCache,
+    ) -> Int64Array:
+        """The labels that the loss over all labels would move most, by their cached vectors.
+
+        Without dropout and without a graph to the encoder, because this loss only ranks labels.
+
+        Args:
+            query_BD: The encoder's vectors of this rank's queries.
+            positive_UD: The encoder's vectors of this rank's labels of `batch_pool`.
+            batch: Global batch.
+            positives: Drawn positives of all queries.
+            batch_pool: The labels of `positives`.
+            cache: Vectors of all labels.
+        """
+        query_GD = gather_rows(self.head(query_BD.detach()), len(batch.query_ids))
+        # A copy, because a loss changes nothing: the cache itself is refreshed after the step.
+        label_SD = cache.refreshed(batch_pool.own, self.head(positive_UD.detach()))
+        label_SD.requires_grad_()
+        all_labels = LabelPool.everything(self.context.partition)
+        total = self._total(query_GD, label_SD, batch, positives, all_labels)
+        (gradient_SD,) = torch.autograd.grad(total, label_SD)
+        return cache.hardest(gradient_SD, batch_pool.ids, self.config.cache_hard)
+
+    def _dropped_total(
+        self, query_BD: Tensor, label_UD: Tensor, batch: Batch, positives: Ragged, pool: LabelPool
+    ) -> Tensor:
+        """This rank's sum of the configured loss, with dropout on the embeddings.
+
+        Args:
+            query_BD: The encoder's vectors of this rank's queries.
+            label_UD: The encoder's vectors of this rank's labels of the pool.
+            batch: Global batch.
+            positives: Drawn positives of all queries.
+            pool: Labels that are scored.
+        """
+        query_BD = self.head(self._dropped(query_BD, "queries", batch.step, batch.start))
+        column_UD = self.head(self._dropped(label_UD, "labels", batch.step, pool.first))
+        query_GD = gather_rows(query_BD, len(batch.query_ids))
+        return self._total(query_GD, column_UD, batch, positives, pool)
+
+    def _dropped(self, vector_BD: Tensor, purpose: str, step: int, first: int) -> Tensor:
+        """Vectors with dropout by their position in the global batch or in the pool.
+
+        (App. B.2)
+        """
+        num_rows, width = vector_BD.shape
+        keep_BD = self.context.keep_factors(
+            f"dropout {purpose}", step, first, first + num_rows, width, self.config.dropout
+        )
+        return vector_BD if keep_BD is None else vector_BD * keep_BD
 
     def _pool(self, batch: Batch, positives: Ragged, shortlist: Shortlist | None) -> LabelPool:
         partition = self.context.partition
@@ -254,6 +320,12 @@ class EmbeddingCache:
         norm_K, id_K = torch.cat(gathered).cpu().numpy().T
         largest = _largest(norm_K, id_K.astype(np.int64), count)
         return np.sort(largest)
+
+    def refreshed(self, label_ids: Int64Array, vector_UD: Tensor) -> Tensor:
+        """[S, D], a copy in which some of this rank's labels have other vectors."""
+        local_ids = self.partition.to_local(label_ids)
+        local_U = torch.from_numpy(local_ids).to(vector_UD.device)
+        return self.vector_SD.index_copy(0, local_U, vector_UD)
 
     def refresh(self, label_ids: Int64Array, vector_UD: Tensor) -> None:
         """Replaces the vectors of some of this rank's labels."""
