@@ -33,7 +33,7 @@ BATCHES = [
     [delete("a")],
     [update("b", "x" * 50, tag="é"), add("a"), add("c")],
 ]
-ALL = list(enumerate([operation for batch in BATCHES for operation in batch], 1))
+ALL = [operation for batch in BATCHES for operation in batch]
 COMMITS = (ALL[:0], ALL[:2], ALL[:3], ALL)  # what there is after each batch
 Files = dict[str, bytes]
 
@@ -60,7 +60,7 @@ def database_files(state: Path) -> Files:
     return {name: (state / name).read_bytes() for name in names if (state / name).exists()}
 
 
-def opened(state: Path, files: Files) -> list[tuple[int, Operation]] | str:
+def opened(state: Path, files: Files) -> list[Operation] | str:
     """The operations of a log with these files, or why it is refused; then the files are as they were."""
     shutil.rmtree(state, ignore_errors=True)
     state.mkdir()
@@ -86,13 +86,15 @@ def flipped(files: Files, name: str, bit: int) -> Files:
 
 WRITER = """
 import json, random, sys
+from xmcray.serving import log_upload
 from xmcray.serving.label_log import LabelLog
 from xmcray.serving.schema import Operation
 
 state, url, seed = sys.argv[1:]
 draw = random.Random(int(seed))
-log = LabelLog(state, "m", upload_url=url, upload_every_s=0.001, segment_bytes=2000)
-last = {operation.uid: operation.op for _, operation in log.since(0)}
+log_upload.SEGMENT_BYTES = 2000
+log = LabelLog(state, "m", upload_url=url, upload_every_s=0.001)
+last = {operation.uid: operation.op for operation in log.since(0)}
 there = {uid for uid, op in last.items() if op != "delete"}
 while True:
     batch = []
@@ -146,8 +148,8 @@ def kill_writers(folder: Path, kills: int, seed: int = 0) -> int:
     with LabelLog(state, "m", upload_url=url) as log:
         assert log.last >= acknowledged
         operations = log.since(0)
-    expected = [(number, sent[number]) for number in range(1, len(operations) + 1)]
-    assert [(n, op.model_dump(exclude_none=True)) for n, op in operations] == expected
+    expected = [sent[number] for number in range(1, len(operations) + 1)]
+    assert [operation.model_dump(exclude_none=True) for operation in operations] == expected
     shutil.rmtree(state)
     with LabelLog(state, "m", upload_url=url) as log:
         assert log.since(0) == operations, "the copy"

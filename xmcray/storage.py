@@ -152,7 +152,7 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         message = str(error)
         full = any(f"(os error {code})" in message for code in _FULL)
         if full or "No space left" in message:
-            raise _disk_full(path) from error
+            raise disk_full(path) from error
         raise
     except OSError as error:
         storage_error = _storage_error(error, path)
@@ -164,7 +164,7 @@ def disk_errors(path: str | Path) -> Iterator[None]:
 def _storage_error(error: OSError, path: str | Path) -> StorageError | None:
     """The error to raise instead of the system's; None if it does not concern `path`."""
     if error.errno in _FULL:
-        return _disk_full(path)
+        return disk_full(path)
     message = f"{path} cannot be written ({error.strerror}); choose another folder"
     if error.errno in _FORBIDDEN:
         return StorageError(message)
@@ -177,7 +177,8 @@ def _storage_error(error: OSError, path: str | Path) -> StorageError | None:
     return None
 
 
-def _disk_full(path: str | Path) -> StorageError:
+def disk_full(path: str | Path) -> StorageError:
+    """The error of a write for which the disk has no room."""
     return StorageError(
         f"no space left while writing {path}: the disk is full; free some space or choose another folder"
     )

@@ -37,7 +37,6 @@ from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.serving import http, metrics, rpc, schema
 from xmcray.serving.coordinator import (
     CoordinatorStatus,
-    Numbered,
     ReplicaState,
     SnapshotCoordinator,
     SnapshotUpdate,
@@ -131,11 +130,11 @@ class _FollowingReplica:
         )
         return updates
 
-    async def _operations(self, model: str, since: int) -> Sequence[Numbered]:
-        numbered: Sequence[Numbered] = await _result(
+    async def _operations(self, model: str, since: int) -> Sequence[schema.Operation]:
+        operations: Sequence[schema.Operation] = await _result(
             self._coordinator.operations.remote(model, since)
         )
-        return numbered
+        return operations
 
 
 class GatewayDeployment(_FollowingReplica):

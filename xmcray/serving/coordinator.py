@@ -38,10 +38,8 @@ from xmcray.serving.snapshot import Snapshot
 
 log = logging.getLogger("xmcray.serving")
 T = TypeVar("T")
-MAX_OPERATIONS = 5000  # sent to a replica at once
 ALIVE_S = 10.0  # a replica that was silent for so long is gone
 CHECK_S = 1.0  # between two looks for replicas that are gone
-Numbered = tuple[int, schema.Operation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +78,17 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotUpdate:
-    """What a replica is to carry out: the decision, and operations after those that it has."""
+    """What a replica is to carry out: the decision, and operations after those that it has.
+
+    Attributes:
+        head: the decision.
+        since: number of the operation before the first one.
+        operations: some of the operations after it; none if there are none.
+    """
 
     head: SnapshotHead
-    operations: Sequence[Numbered]
+    since: int
+    operations: Sequence[schema.Operation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,7 @@ class SnapshotCoordinator:
             except TimeoutError:
                 return {}
 
-    async def operations(self, model: str, since: int) -> Sequence[Numbered]:
+    async def operations(self, model: str, since: int) -> Sequence[schema.Operation]:
         """Operations after a number, for a bundle that was just loaded.
 
         Args:
@@ -173,7 +178,7 @@ class SnapshotCoordinator:
         Returns:
             Some of the operations after it; none if there are none.
         """
-        return self._models[model].log.since(since, MAX_OPERATIONS)
+        return self._models[model].log.since(since)
 
     async def operate(self, name: str, operations: Sequence[schema.Operation]) -> int:
         """Makes operations durable, all of them or none.
@@ -235,11 +240,6 @@ class SnapshotCoordinator:
             await self._wait_for_replicas(
                 lambda states: states[model.name].answering == version, ALIVE_S
             )
-            try:
-                await self._run(model.log.trim, model.snapshot.exported)
-            except StorageError as error:
-                # Operations that the bundle holds only take room.
-                log.warning("model %s: the log is not trimmed (%s)", model.name, error)
         seconds = round(time.monotonic() - begin, 3)
         log.info(
             "model %s: %.12s replaced %.12s in %.1f s", model.name, version, old.version, seconds
@@ -297,7 +297,7 @@ class SnapshotCoordinator:
 
     async def status(self) -> CoordinatorStatus:
         """Numbers for the metrics."""
-        copy_seconds = {name: model.log.lag().seconds for name, model in self._models.items()}
+        copy_seconds = {name: model.log.copy_lag_s() for name, model in self._models.items()}
         return CoordinatorStatus(len(self._alive()), copy_seconds)
 
     @property
@@ -448,8 +448,8 @@ def _update(model: _ServedModel, state: ReplicaState) -> SnapshotUpdate | None:
         return None
     # A replica that has loaded nothing yet gets the operations when it has (`operations`).
     if is_behind and state.number >= 0:
-        return SnapshotUpdate(model.head, model.log.since(state.number, MAX_OPERATIONS))
-    return SnapshotUpdate(model.head, [])
+        return SnapshotUpdate(model.head, state.number, model.log.since(state.number))
+    return SnapshotUpdate(model.head, 0, [])
 
 
 def _apply(model: _ServedModel, operations: Sequence[schema.Operation]) -> Snapshot:
@@ -476,7 +476,9 @@ def _apply(model: _ServedModel, operations: Sequence[schema.Operation]) -> Snaps
 
 def _caught_up(snapshot: Snapshot, label_log: LabelLog) -> Snapshot:
     """The snapshot with all operations of the log."""
-    return snapshot.after([operation for _, operation in label_log.since(snapshot.number)])
+    while operations := label_log.since(snapshot.number):
+        snapshot = snapshot.after(operations)
+    return snapshot
 
 
 def _compare(old: Snapshot, new: Snapshot, version: str | None, floor: float) -> float:

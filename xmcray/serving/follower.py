@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from xmcray.errors import XmcrayError
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
-from xmcray.serving.coordinator import Numbered, ReplicaState, SnapshotUpdate
+from xmcray.serving.coordinator import ReplicaState, SnapshotUpdate
 from xmcray.serving.problems import ProblemError, unknown_model
 from xmcray.serving.schema import Operation
 from xmcray.serving.service import SnapshotReference
@@ -33,7 +33,7 @@ RETRY_S = 0.5
 MAX_OLD_SNAPSHOTS = 64
 
 Follow = Callable[[str, Mapping[str, ReplicaState], float], Awaitable[dict[str, SnapshotUpdate]]]
-Operations = Callable[[str, int], Awaitable[Sequence[Numbered]]]
+Operations = Callable[[str, int], Awaitable[Sequence[Operation]]]
 
 
 class _FollowedModel:
@@ -216,7 +216,7 @@ class Follower:
         head = update.head
         for snapshot in list(model.newest.values()):
             # Versions may be at different operations.
-            later = [op for number, op in update.operations if number > snapshot.number]
+            later = update.operations[max(0, snapshot.number - update.since) :]
             if later:
                 model.replace(snapshot, await self._run(snapshot.after, later))
         needed = {head.version: head.bundle}
@@ -272,8 +272,7 @@ class Follower:
             message = f"{bundle} has SHA-256 {snapshot.version}, expected {version}"
             raise ProblemError("refused", message)
         # In chunks, until the log has no more.
-        while numbered := await self._operations(name, snapshot.number):
-            operations: list[Operation] = [operation for _, operation in numbered]
+        while operations := await self._operations(name, snapshot.number):
             snapshot = await self._run(snapshot.after, operations)
         if self._subset == ALL_SHARDS:
             # Reads pages of the files before the first request.

@@ -1,46 +1,41 @@
 """The lines of a label log in an SQLite database.
 
-    head     one row: the model, numbers of operations, and a hash of these values
-    commits  one row for each commit: the number of its last operation, and its line (log_lines.py)
+    commits       one row for each commit: the number of its last operation, and its line
+                  (log_lines.py)
+    user_version  SQLite's own field for the application: the number of the last operation
 
 Why nothing acknowledged is lost in silence:
 - A commit has returned when the write-ahead log (WAL) is on the disk: `synchronous=FULL`.
 - Damage in the WAL is found by wal_check.py before SQLite reads it.
 - Damage in the database is found by `integrity_check`, by the hash of each line, and by the
-  numbers, which must be without a gap and end with the number in `head`. A database that lost its
-  last rows disagrees with its head.
+  numbers, which must be without a gap and end with `user_version`. A database that lost its last
+  rows disagrees with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 from xmcray import storage
-from xmcray.errors import StorageError
+from xmcray.errors import StorageError, one_line
 from xmcray.serving.log_lines import Line, parse_line
 from xmcray.serving.wal_check import check_wal
 
 CHECKPOINT_BYTES = 4 << 20  # a longer WAL is copied into the database
-_SCHEMA = (
-    "CREATE TABLE head (model, oldest, begin, last, digest)",
-    "CREATE TABLE commits (last INTEGER PRIMARY KEY, line BLOB NOT NULL)",
-)
 _HEADER_BYTES = 100
 _NO_LIMIT = 1 << 62
+_LARGEST_VERSION = (1 << 31) - 1  # `user_version` keeps the lower 31 bits of the last number
 
 
-def create_database(path: Path, model: str, begin: int, lines: Iterable[Line]) -> None:
+def create_database(path: Path, lines: Iterable[Line]) -> None:
     """Writes a new database, whole or not at all.
 
     Args:
         path: the file.
-        model: name of the model.
-        begin: number of the operation before the first line.
         lines: commits, in order.
     """
     unfinished = storage.aside(path)
@@ -48,14 +43,11 @@ def create_database(path: Path, model: str, begin: int, lines: Iterable[Line]) -
         try:
             connection.execute("PRAGMA synchronous=FULL")
             connection.execute("BEGIN")
-            for statement in _SCHEMA:
-                connection.execute(statement)
-            last = begin
+            connection.execute(
+                "CREATE TABLE commits (last INTEGER PRIMARY KEY, line BLOB NOT NULL)"
+            )
             for line in lines:
-                connection.execute("INSERT INTO commits VALUES (?, ?)", (line.last, line.data))
-                last = line.last
-            head = (model, begin, begin, last)
-            connection.execute("INSERT INTO head VALUES (?, ?, ?, ?, ?)", (*head, _digest(head)))
+                _insert(connection, line)
             connection.execute("COMMIT")
             # Only now: a WAL would have to be copied into the file before it is renamed.
             connection.execute("PRAGMA journal_mode=WAL")
@@ -67,12 +59,11 @@ def create_database(path: Path, model: str, begin: int, lines: Iterable[Line]) -
 
 
 class LogDatabase:
-    """An open database of one writer. All methods may be called by any thread.
+    """An open database of one writer. Only one thread at a time may write, but all may read.
 
     Attributes:
         path: the file; SQLite's own files have its name and `-wal` or `-shm`.
-        oldest: number of the operation before the first one that is held.
-        begin: operations up to this number are archived.
+        begin: number of the operation before the first one that is held.
         last: number of the last operation, `begin` if there is none.
     Args:
         path: the file.
@@ -87,13 +78,12 @@ class LogDatabase:
                 are.
         """
         self.path = path
-        self.oldest = 0
         self.begin = 0
         self.last = 0
         self._model = model
         self._wal = Path(f"{path}-wal")
         self._refusal = ""
-        self._failed_frames = False
+        self._has_failed_frames = False
         self._reading = threading.Lock()
         # SQLite takes a file without a header for a new one, and removes its WAL.
         num_bytes = path.stat().st_size
@@ -132,72 +122,93 @@ class LogDatabase:
             raise StorageError(self._refusal)
 
     def append(self, line: Line) -> None:
-        """Makes a commit durable. Only one thread at a time may write.
+        """Makes a commit durable.
 
         Raises:
             StorageError: the disk is full, and nothing was written; or it fails, and all later
                 writes are refused.
         """
-        with self._transaction(self.begin, line.last):
-            self._writer.execute("INSERT INTO commits VALUES (?, ?)", (line.last, line.data))
+        self.check_writable()
+        try:
+            # The frames of a failed write would stand behind those of a shorter one, and look like
+            # damage.
+            if self._has_failed_frames:
+                self._truncate_wal()
+            if self._has_failed_frames:
+                raise StorageError(
+                    f"another process reads {self.path}; try again when it has ended"
+                )
+            self._writer.execute("BEGIN IMMEDIATE")
+            _insert(self._writer, line)
+            self._writer.execute("COMMIT")
+        except StorageError:
+            raise
+        except sqlite3.Error as error:
+            self._has_failed_frames = True
+            with contextlib.suppress(sqlite3.Error):
+                self._writer.execute("ROLLBACK")
+            failure = _write_error(self.path, error)
+            # After a failed sync it is unknown which pages are on the disk, so that no write is
+            # tried again. A full disk is no such case: it fails before the sync.
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                self.refuse(str(failure))
+            raise failure from error
+        except BaseException:
+            self.refuse(f"a write to {self.path} was interrupted; restart the writer")
+            raise
+        self.last = line.last
         if self._wal.stat().st_size > CHECKPOINT_BYTES:
             with contextlib.suppress(sqlite3.Error):  # the commit itself is safe in the WAL
                 self._truncate_wal()
 
-    def archive(self, number: int) -> None:
-        """Marks the commits that end with operation `number` or before as archived."""
-        with self._reading:
-            query = "SELECT coalesce(max(last), 0) FROM commits WHERE last <= ?"
-            (begin,) = self._reader.execute(query, (number,)).fetchone()
-        if begin > self.begin:
-            with self._transaction(begin, self.last):
-                pass
-
-    def lines_after(
-        self, number: int, up_to: int = _NO_LIMIT, max_bytes: int = _NO_LIMIT
-    ) -> list[Line]:
+    def lines_after(self, number: int, max_bytes: int = _NO_LIMIT) -> list[Line]:
         """Commits with an operation after `number`; all of them are durable.
 
         Args:
             number: number of an operation.
-            up_to: no later operations, except those of the first commit.
             max_bytes: no more than so much, except for the first commit.
         """
         lines: list[Line] = []
         num_bytes = 0
-        with self._reading, self._translating_errors():
-            query = "SELECT last, line FROM commits WHERE last > ? ORDER BY last"
-            with contextlib.closing(self._reader.execute(query, (number,))) as rows:
-                for last, data in rows:
-                    num_bytes += len(data)
-                    if lines and (last > up_to or num_bytes > max_bytes):
-                        break
-                    lines.append(parse_line(data, f"{self.path}, operation {last}", self._model))
+        with (
+            self._reading,
+            self._translating_errors(),
+            # An open cursor would keep the WAL from being emptied.
+            contextlib.closing(self._stored_lines(number)) as stored_lines,
+        ):
+            for line in stored_lines:
+                num_bytes += len(line.data)
+                if lines and num_bytes > max_bytes:
+                    break
+                lines.append(line)
         return lines
 
     def _verify(self) -> None:
         (verdict,) = self._reader.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
-            raise self._damaged(" ".join(str(verdict).split()))
-        head = self._reader.execute("SELECT * FROM head").fetchone()
-        if head is None or head[-1] != _digest(head[:-1]):
-            raise self._damaged("its head is wrong")
-        model, self.oldest, self.begin, self.last, _ = head
-        if model != self._model:
-            raise StorageError(
-                f"{self.path} is the label log of model {model!r}, expected {self._model!r};"
-                " give each model its own folder"
-            )
-        number = self.oldest
-        for last, data in self._reader.execute("SELECT last, line FROM commits ORDER BY last"):
-            if not isinstance(data, bytes):
-                raise self._damaged(f"operation {number + 1} has another type")
-            line = parse_line(data, f"{self.path}, operation {number + 1}", model)
-            if line.first != number + 1 or line.last != last:
-                raise self._damaged(f"found operation {line.first}, expected {number + 1}")
-            number = last
-        if number != self.last:
-            raise self._damaged(f"it ends with operation {number}, expected {self.last}")
+            raise self._damaged(one_line(verdict))
+        with contextlib.closing(self._stored_lines(-1)) as lines:
+            start = next(lines, None)
+            if start is None or start.operations:
+                raise self._damaged("its first line is missing")
+            self.begin = start.last
+            self.last = start.last
+            for line in lines:
+                if line.first != self.last + 1:
+                    raise self._damaged(f"found operation {line.first}, expected {self.last + 1}")
+                self.last = line.last
+        (version,) = self._reader.execute("PRAGMA user_version").fetchone()
+        if version != self.last & _LARGEST_VERSION:
+            raise self._damaged(f"it ends with operation {self.last}, expected {version}")
+
+    def _stored_lines(self, number: int) -> Generator[Line, None, None]:
+        """The lines of the commits that end after `number`, in order."""
+        query = "SELECT last, CAST(line AS BLOB) FROM commits WHERE last > ? ORDER BY last"
+        for last, data in self._reader.execute(query, (number,)):
+            line = parse_line(data, f"{self.path}, operation {last}", self._model)
+            if line.last != last:
+                raise self._damaged(f"found operation {line.last}, expected {last}")
+            yield line
 
     def _damaged(self, reason: str) -> StorageError:
         return StorageError(f"{self.path} is damaged ({reason}); restore the file")
@@ -210,63 +221,26 @@ class LogDatabase:
             self.check_writable()
             raise
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter is of SQLite's message
-            raise self._damaged(" ".join(str(error).split())) from None
+            raise self._damaged(one_line(error)) from None
 
-    @contextlib.contextmanager
-    def _transaction(self, begin: int, last: int) -> Iterator[None]:
-        """Commits what happens in its body and the new numbers: all of it, or nothing and an
-        error.
-        """
-        self.check_writable()
-        try:
-            # The frames of a failed write would stand behind those of a shorter one, and look like
-            # damage.
-            if self._failed_frames and not self._truncate_wal():
-                raise StorageError(
-                    f"another process reads {self.path}; try again when it has ended"
-                )
-            self._writer.execute("BEGIN IMMEDIATE")
-            yield
-            head = (self._model, self.oldest, begin, last)
-            query = "UPDATE head SET begin = ?, last = ?, digest = ?"
-            self._writer.execute(query, (begin, last, _digest(head)))
-            self._writer.execute("COMMIT")
-            self.begin = begin
-            self.last = last
-        except sqlite3.Error as error:
-            self._failed_frames = True
-            with contextlib.suppress(sqlite3.Error):
-                self._writer.execute("ROLLBACK")
-            failure = _write_error(self.path, error)
-            # After a failed sync it is unknown which pages are on the disk, so that no write is
-            # tried again. A full disk is no such case: it fails before the sync.
-            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
-                self.refuse(str(failure))
-            raise failure from error
-        except StorageError:
-            raise
-        except BaseException:
-            self.refuse(f"a write to {self.path} was interrupted; restart the writer")
-            raise
-
-    def _truncate_wal(self) -> bool:
-        """Copies the WAL into the database and empties it; False if another process is reading."""
+    def _truncate_wal(self) -> None:
+        """Copies the WAL into the database, and empties it unless another process is reading."""
         with self._reading:
             (is_busy, _, _) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if not is_busy:
-            self._failed_frames = False
-        return not is_busy
+            self._has_failed_frames = False
 
 
-def _digest(head: Sequence[object]) -> str:
-    return hashlib.sha256(repr(tuple(head)).encode()).hexdigest()
+def _insert(connection: sqlite3.Connection, line: Line) -> None:
+    """Adds a commit to the transaction."""
+    connection.execute("INSERT INTO commits VALUES (?, ?)", (line.last, line.data))
+    # In the same transaction. A pragma takes no parameters.
+    connection.execute(f"PRAGMA user_version = {line.last & _LARGEST_VERSION}")
 
 
 def _write_error(path: Path, error: sqlite3.Error) -> StorageError:
     if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-        return StorageError(
-            f"no space left while writing {path}: the disk is full; free some space or choose another folder"
-        )
+        return storage.disk_full(path)
     return StorageError(
         f"{path} could not be written ({error}); see to the disk and restart the writer"
     )

@@ -2,6 +2,8 @@ r"""The lines of a label log: one for each commit, in the database and in the se
 
 SHA LENGTH JSON\n    32 hex digits of the JSON's SHA-256, the JSON's length in bytes, and
                      {"at", "first", "model", "operations"}
+
+The first line of a log has no operations. It says of which model the log is and where it begins.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class Line:
     Attributes:
         data: the line's bytes, with the newline.
         first: number of its first operation.
-        last: number of its last operation.
+        last: number of its last operation; `first` - 1 if it has none.
         at: Unix time of the commit, seconds.
         operations: the operations as JSON objects.
     """
@@ -38,27 +40,38 @@ class Line:
     at: float
     operations: Sequence[dict[str, Any]]
 
-    def numbered(self) -> list[tuple[int, Operation]]:
-        """The operations with their numbers."""
-        operations = [Operation.model_validate(values) for values in self.operations]
-        return list(enumerate(operations, self.first))
+    def after(self, number: int) -> list[Operation]:
+        """The operations after `number`."""
+        num_before = max(0, number + 1 - self.first)
+        return [Operation.model_validate(values) for values in self.operations[num_before:]]
 
 
 def encode_line(model: str, first: int, at: float, operations: Sequence[Operation]) -> Line:
-    """The line of a commit of at least one operation.
+    """The line of a commit.
 
     Args:
         model: name of the model.
         first: number of the first operation.
         at: Unix time of the commit, seconds.
-        operations: at least one.
+        operations: the operations; none in the first line of a log.
     """
     values = [operation.model_dump(exclude_none=True) for operation in operations]
     body = {"at": at, "first": first, "model": model, "operations": values}
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     # JSON escapes newlines in strings: a line has exactly one, at its end.
     data = f"{_digest(text)} {len(text)} ".encode() + text + b"\n"
-    return Line(data, first, first + len(operations) - 1, at, values)
+    return Line(data, first, first + len(values) - 1, at, values)
+
+
+def first_line(model: str, begin: int) -> Line:
+    """The first line of a log.
+
+    Args:
+        model: name of the model.
+        begin: number of the operation after which the log begins.
+    """
+    # Without a time: all first lines of the same log are the same bytes.
+    return encode_line(model, begin + 1, 0.0, [])
 
 
 def parse_line(data: bytes, source: str, model: str) -> Line:

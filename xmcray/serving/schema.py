@@ -20,7 +20,7 @@ Attributes = dict[Name, Scalar]
 
 
 class Schema(BaseModel):
-    """A part of a request: a field that nobody reads is a mistake of the sender."""
+    """A part of a request; unknown fields are refused."""
 
     # JSON has no NaN, and a misspelt field must not be ignored.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)

@@ -61,7 +61,6 @@ class Snapshot:
         label_side: computes vectors of new labels.
         folder: the bundle's local folder.
         number: number of the last operation that is applied.
-        exported: number of the last operation that is in the bundle's files.
         changed_ids: ids of the labels that were changed since the export, by uid; None if deleted.
         exported_ids: ids of the exported labels by uid; read when needed.
     """
@@ -71,7 +70,6 @@ class Snapshot:
     label_side: LabelSide
     folder: Path
     number: int
-    exported: int
     changed_ids: Mapping[str, int | None] = field(default_factory=dict)
     exported_ids: Mapping[str, int] | None = None
     _views: dict[str, Retriever] = field(default_factory=dict, init=False)
@@ -101,7 +99,7 @@ class Snapshot:
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)
         label_side = load_label_side(folder / "label_side")
-        return cls(retriever, attributes, label_side, folder, number, number)
+        return cls(retriever, attributes, label_side, folder, number)
 
     @property
     def version(self) -> str:

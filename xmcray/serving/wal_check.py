@@ -17,8 +17,7 @@ from xmcray.errors import StorageError
 
 _HEADER_BYTES = 32
 _FRAME_HEADER_BYTES = 24
-_BIG_ENDIAN_MAGIC = 0x377F0683
-_LITTLE_ENDIAN_MAGIC = 0x377F0682
+_BYTE_ORDERS = {0x377F0683: ">", 0x377F0682: "<"}  # by magic number
 
 
 def check_wal(path: Path) -> None:
@@ -36,50 +35,49 @@ def check_wal(path: Path) -> None:
         data = path.read_bytes()
     except FileNotFoundError:
         return
-    if len(data) < _HEADER_BYTES or not any(data):
+    # Everything from here on is zeros.
+    num_used = len(data.rstrip(b"\0"))
+    if len(data) < _HEADER_BYTES or not num_used:
         return
-    magic, _, page_bytes, _, salt_1, salt_2, *expected = struct.unpack_from(">8I", data)
-    order = {_BIG_ENDIAN_MAGIC: ">", _LITTLE_ENDIAN_MAGIC: "<"}.get(magic)
-    if order is None or _checksum(data[:24], (0, 0), order) != tuple(expected):
-        raise _damaged(path, 0, is_last=not any(data[_HEADER_BYTES:]))
+    magic, _, page_bytes, _, *salts, checksum_1, checksum_2 = struct.unpack_from(">8I", data)
+    order = _BYTE_ORDERS.get(magic)
+    checksum = (checksum_1, checksum_2)
+    if order is None or _checksum(data[:24], (0, 0), order) != checksum:
+        raise _damaged(path, 0, is_last=num_used <= _HEADER_BYTES)
     frame_bytes = _FRAME_HEADER_BYTES + page_bytes
-    checksum = (expected[0], expected[1])
-    offset = _HEADER_BYTES
-    stale = False
-    while offset + frame_bytes <= len(data) and any(data[offset:]):
+    is_stale = False
+    # Frames follow each other without a gap.
+    for offset in range(_HEADER_BYTES, num_used, frame_bytes):
         frame = data[offset : offset + frame_bytes]
-        _, _, frame_salt_1, frame_salt_2, *expected = struct.unpack_from(">6I", frame)
+        if len(frame) < frame_bytes:
+            return
+        _, _, *frame_salts, checksum_1, checksum_2 = struct.unpack_from(">6I", frame)
         # Frames of an earlier turn of the file differ in both salts. No single flipped bit does
         # that.
-        if frame_salt_1 != salt_1 and frame_salt_2 != salt_2:
-            stale = True
-        else:
-            # Each checksum continues the one before, over the page's number and size and its
-            # content.
-            checksum = _checksum(frame[:8] + frame[_FRAME_HEADER_BYTES:], checksum, order)
-            if stale or (frame_salt_1, frame_salt_2, *checksum) != (salt_1, salt_2, *expected):
-                raise _damaged(path, offset, is_last=not any(data[offset + frame_bytes :]))
-        # Frames follow each other without a gap.
-        offset += frame_bytes
+        if frame_salts[0] != salts[0] and frame_salts[1] != salts[1]:
+            is_stale = True
+            continue
+        # Each checksum continues the one before, over the page's number and size and its content.
+        checksum = _checksum(frame[:8] + frame[_FRAME_HEADER_BYTES:], checksum, order)
+        is_right = frame_salts == salts and checksum == (checksum_1, checksum_2)
+        if is_stale or not is_right:
+            raise _damaged(path, offset, is_last=num_used <= offset + frame_bytes)
 
 
 def _checksum(data: bytes, start: tuple[int, int], order: str) -> tuple[int, int]:
     # Two sums modulo 2^32, as the format defines them; the byte order is the writer's.
-    words = struct.unpack(f"{order}{len(data) // 4}I", data)
     even, odd = start
-    for i in range(0, len(words), 2):
-        even = (even + words[i] + odd) & 0xFFFFFFFF
-        odd = (odd + words[i + 1] + even) & 0xFFFFFFFF
+    for even_word, odd_word in struct.iter_unpack(f"{order}2I", data):
+        even = (even + even_word + odd) & 0xFFFFFFFF
+        odd = (odd + odd_word + even) & 0xFFFFFFFF
     return even, odd
 
 
 def _damaged(path: Path, offset: int, is_last: bool) -> StorageError:
-    advice = "restore the file"
+    message = f"{path}, byte {offset}: the file is damaged (its checksum differs); restore the file"
     if is_last:
-        advice += (
-            "; if the machine lost power during this write, `truncate -s"
-            f" {offset} {path}` drops it, and it was never acknowledged"
+        message += (
+            f"; if the machine lost power during this write, `truncate -s {offset} {path}` drops it,"
+            " and it was never acknowledged"
         )
-    return StorageError(
-        f"{path}, byte {offset}: the file is damaged (its checksum differs); {advice}"
-    )
+    return StorageError(message)

@@ -1,6 +1,6 @@
 """Sends what a run records to its trackers. The driver does it; loop and workers are not involved.
 
-RUN/trackers/told.json holds step and kind of the last record that each tracker got, so that a later
+RUN/trackers/positions.json holds step and kind of the last record that each tracker got, so that a later
 process sends what is missing, and nothing twice.
 
 A tracker that fails causes a warning. It is tried again from time to time, and when the run is
@@ -194,14 +194,14 @@ def _metrics(record: Record, kind: Kind) -> dict[str, float]:
     return metrics
 
 
-_FILE = threading.Lock()  # several senders write told.json
+_FILE = threading.Lock()  # several senders write positions.json
 # By run and tracker. A sender that was too slow for its training may still run when the next one
 # starts.
 _BUSY: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
 
 def _read_positions(run: Run) -> dict[str, Position]:
-    path = trackers.folder_of(run) / "told.json"
+    path = trackers.folder_of(run) / "positions.json"
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         return {name: Position(int(step), Kind(kind)) for name, (step, kind) in body.items()}
@@ -217,4 +217,4 @@ def _write_position(run: Run, name: str, position: Position) -> None:
         folder.mkdir(exist_ok=True)
         positions = _read_positions(run)
         positions[name] = position
-        storage.write_json(folder / "told.json", positions)
+        storage.write_json(folder / "positions.json", positions)

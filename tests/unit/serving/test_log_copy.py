@@ -13,7 +13,7 @@ import pytest
 from operations import ALL, BATCHES, add, delete
 
 from xmcray.errors import StorageError
-from xmcray.serving.label_log import LabelLog, Lag
+from xmcray.serving.label_log import LabelLog
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -23,44 +23,47 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
 
 
-def objects(url: str, within: str = "label_log") -> dict[str, str]:
+def objects(url: str) -> dict[str, str]:
     """Paths of the segments by name."""
     filesystem, root = fsspec.core.url_to_fs(url)
-    found = (
-        filesystem.ls(f"{root}/{within}", detail=False)
-        if filesystem.exists(f"{root}/{within}")
-        else []
-    )
+    found = filesystem.ls(f"{root}/label_log", detail=False)
     return {path.rsplit("/", 1)[-1]: path for path in found if path.endswith(".log")}
 
 
-def copied(url: str, state: Path, **options: Any) -> LabelLog:
-    """A log that uploads only on demand, with three segments at the URL."""
-    log = LabelLog(state, "m", upload_url=url, upload_every_s=1000, **options)
+def upload(log: LabelLog) -> None:
+    """Uploads now what the copy of a log lacks."""
+    assert log.uploader
+    log.uploader.upload()
+
+
+def copied(url: str, state: Path) -> LabelLog:
+    """A log that uploads only on demand, with its first line and three segments at the URL."""
+    log = LabelLog(state, "m", upload_url=url, upload_every_s=1000)
     for batch in BATCHES:
         log.append(batch)
-        log.upload()
+        upload(log)
     return log
 
 
 def test_an_empty_folder_takes_the_copy(url: str, tmp_path: Path) -> None:
     log = copied(url, tmp_path / "one")
     assert [name[:25] for name in sorted(objects(url))] == [
-        f"{a:012}-{b:012}" for a, b in ((1, 2), (3, 3), (4, 6))
+        f"{a:012}-{b:012}" for a, b in ((1, 0), (1, 2), (3, 3), (4, 6))
     ]  # fmt: skip
-    assert log.lag() == Lag()
+    assert log.copy_lag_s() == 0.0
     assert log.append([add("late")]) == 7
-    assert log.lag().operations == 1
+    assert log.copy_lag_s() > 0.0
     log.close()  # uploads the rest
     shutil.rmtree(tmp_path / "one")
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / ".label_log.sqlite.unfinished").touch()
     with LabelLog(tmp_path / "one", "m", upload_url=url) as log:
-        assert log.since(0) == [*ALL, (7, add("late"))]
+        assert log.since(0) == [*ALL, add("late")]
         assert log.append([delete("late")]) == 8
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["label_log.sqlite"]
     with LabelLog(tmp_path / "one", "m", upload_url=url) as log:
-        assert log.upload() == 8
+        upload(log)
+        assert log.copy_lag_s() == 0.0
 
 
 def without(url: str) -> None:
@@ -79,11 +82,16 @@ def first_gone(url: str) -> None:
     filesystem.rm(min(objects(url).values()))
 
 
+def second_gone(url: str) -> None:
+    filesystem, _ = fsspec.core.url_to_fs(url)
+    filesystem.rm(sorted(objects(url).values())[1])
+
+
 def another_writer(url: str) -> None:
     filesystem, root = fsspec.core.url_to_fs(url)
     with LabelLog(f"{root}-other", "m", upload_url=f"{url}-other") as log:
         log.append([add("q"), add("r")])
-        log.upload()
+        upload(log)
     for name, path in objects(f"{url}-other").items():
         filesystem.pipe_file(f"{root}/label_log/{name}", filesystem.cat_file(path))
 
@@ -92,7 +100,8 @@ def another_writer(url: str) -> None:
     ("harm", "message"),
     [
         (without, "found operation 4, expected 3: a segment is missing"),
-        (first_gone, "found operation 3, expected 1: a segment is missing"),
+        (first_gone, "begins with operation 1, expected the beginning of the log: a segment is"),
+        (second_gone, "found operation 3, expected 1: a segment is missing"),
         (flip, "is damaged (its SHA-256 differs from its name)"),
         (another_writer, "two writers used this URL"),
     ],
@@ -112,20 +121,14 @@ def test_a_copy_that_is_not_whole_is_not_taken(
 
 
 def test_an_upload_that_arrived_although_it_failed_does_no_harm(url: str, tmp_path: Path) -> None:
-    filesystem, root = fsspec.core.url_to_fs(url)
     with copied(url, tmp_path / "one") as log:
-        log._uploader.uploaded = 0
-        log.upload()  # one segment of what three segments hold too
-        assert len(objects(url)) == 4
-    with LabelLog(tmp_path / "two", "m", upload_url=url) as log:
-        assert log.since(0) == ALL
-    name, path = min(
-        objects(url).items()
-    )  # archiving it was interrupted, before the other one was removed
-    filesystem.makedirs(f"{root}/label_log/archive", exist_ok=True)
-    filesystem.pipe_file(f"{root}/label_log/archive/{name}", filesystem.cat_file(path))
-    with LabelLog(tmp_path / "three", "m", upload_url=url) as log:
-        assert (log.begin, log.since(2)) == (2, ALL[2:])
+        assert log.uploader
+        log.uploader._uploaded = 0
+        upload(log)  # one segment of what three segments hold too
+        assert len(objects(url)) == 5
+    for state in ("one", "two"):
+        with LabelLog(tmp_path / state, "m", upload_url=url) as log:
+            assert log.since(0) == ALL
 
 
 def test_local_state_wins_but_not_over_a_newer_copy(url: str, tmp_path: Path) -> None:
@@ -149,31 +152,18 @@ def test_local_state_wins_but_not_over_a_newer_copy(url: str, tmp_path: Path) ->
         LabelLog(tmp_path / "copied", "m", upload_url=url)
 
 
-def test_archiving_reaches_the_copy(url: str, tmp_path: Path) -> None:
-    with LabelLog(tmp_path / "none", "m", upload_url=f"{url}-other", upload_every_s=1000) as log:
-        log.append(BATCHES[0])
-        assert log.trim(2) == 0, "not uploaded"
-    with copied(url, tmp_path / "one") as log:
-        assert log.trim(3) == 3
-        log.upload()
-        assert (len(objects(url)), len(objects(url, "label_log/archive"))) == (1, 2)
-    with LabelLog(tmp_path / "two", "m", upload_url=url, upload_every_s=1000) as log:
-        assert (log.begin, log.since(3)) == (3, ALL[3:])
-        log.trim(6)
-        log.upload()
-        assert len(objects(url)) == 0
-    with LabelLog(tmp_path / "old", "m") as log:
-        log.append(BATCHES[0])
-    with pytest.raises(StorageError, match="is no copy of the local log"):
-        LabelLog(tmp_path / "old", "m", upload_url=url)
-    with LabelLog(tmp_path / "three", "m", upload_url=url, start_after=6) as log:
-        assert (log.begin, log.append([add("z")])) == (6, 7)
-    with LabelLog(
-        tmp_path / "three", "m", upload_url=f"{url}-new"
-    ) as log:  # a log that begins late, and a new URL
-        assert log.upload() == 7
-    with LabelLog(tmp_path / "four", "m", upload_url=f"{url}-new") as log:
-        assert (log.begin, log.since(6)) == (6, [(7, add("z"))])
+def test_a_log_that_begins_late_has_a_copy_too(url: str, tmp_path: Path) -> None:
+    with LabelLog(tmp_path / "one", "m", upload_url=url, start_after=6) as log:
+        assert log.append([add("z")]) == 7
+    with LabelLog(tmp_path / "two", "m", upload_url=url) as log:
+        assert log.since(6) == [add("z")]
+        with pytest.raises(StorageError, match="operations 1 to 6 of model 'm' are not in"):
+            log.since(0)
+    LabelLog(tmp_path / "short", "m", upload_url=f"{url}-short").close()
+    with LabelLog(tmp_path / "one", "m", upload_url=f"{url}-short") as log:
+        with pytest.raises(StorageError, match="ends with operation 0, the local log begins after"):
+            upload(log)
+        assert log.append([add("y")]) == 8, "the log itself goes on"
 
 
 class Server:
@@ -200,7 +190,7 @@ class Server:
 
 
 def test_a_server_that_is_down_or_slow_stops_no_append(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = "memory://down"
     server = Server(monkeypatch)
@@ -217,30 +207,15 @@ def test_a_server_that_is_down_or_slow_stops_no_append(
         for _ in range(3):
             server.asked.clear()
             assert server.asked.wait(10), "it tries again by itself"
-        lag = log.lag()
-        assert lag.operations == 2
-        assert lag.seconds >= 0
-        assert "no server" in lag.problem
+        assert log.copy_lag_s() > 0.0
+        assert "the copy of a label log is behind" in caplog.text
+        assert "no server" in caplog.text
         server.stuck.clear()
         server.down = False
         server.asked.clear()
         assert server.asked.wait(10)
         assert log.append(BATCHES[1]) == 3, "while an upload hangs"
         server.stuck.set()
-    assert log.lag() == Lag()
     with LabelLog(tmp_path / "two", "m", upload_url=url) as log:
         assert log.since(0) == ALL[:3]
-    fsspec.filesystem("memory").store.clear()
-
-
-def test_a_full_segment_is_uploaded_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = Server(monkeypatch)
-    with LabelLog(
-        tmp_path, "m", upload_url="memory://closed", upload_every_s=1000, segment_bytes=1
-    ) as log:
-        server.asked.clear()
-        log.append(BATCHES[0])
-        assert server.asked.wait(10)
     fsspec.filesystem("memory").store.clear()
