@@ -145,9 +145,8 @@ def train_on_rank(
 
     def recording(*args: Any) -> Any:
         terms = step(*args)
-        losses.append(
-            float(collectives.sum_over_ranks(torch.tensor([terms.value], dtype=torch.float64)))
-        )
+        loss = (terms.total.detach() / terms.divisor).double()
+        losses.append(float(collectives.sum_over_ranks(loss)))
         return terms
 
     setup.stepper.step = recording  # type: ignore[method-assign]
