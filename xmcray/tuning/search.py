@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -205,13 +204,19 @@ def asha(sweep: Sweep) -> ASHAScheduler:
     no_controller: Any = None  # the scheduler does not use it
     for trial in sweep.trials():
         if trial.state in ("finished", "stopped"):
-            # The scheduler wants no more of a trial than its name.
-            past_trial: Any = SimpleNamespace(trial_id=trial.name)
+            past_trial: Any = _PastTrial(trial.name)
             scheduler.on_trial_add(no_controller, past_trial)
             for epoch, score in trial.curve:
                 result = {TIME: epoch, SCORE: score}
                 scheduler.on_trial_result(no_controller, past_trial, result)
     return scheduler
+
+
+@dataclass(frozen=True)
+class _PastTrial:
+    """What the scheduler needs to know of a trial."""
+
+    trial_id: str
 
 
 def _possible_epochs(sweep: Sweep) -> list[int]:
@@ -252,9 +257,9 @@ class Guide(Searcher):
         self.problem: XmcrayError | None = None
         self.values_by_trial = {trial.number: trial.values for trial in sweep.trials()}
         # Trials with values go first. If they waited, Optuna would not learn their scores.
-        # False sorts before True, and trials of the same kind keep their order.
-        numbers = sorted(remaining, key=lambda number: number not in self.values_by_trial)
-        self._next_numbers = iter(numbers)
+        started = [number for number in remaining if number in self.values_by_trial]
+        new = [number for number in remaining if number not in self.values_by_trial]
+        self._next_numbers = iter([*started, *new])
         self._running: dict[str, int] = {}
         self._mistakes: dict[str, XmcrayError] = {}
         self.proposals = proposals(sweep)
@@ -369,7 +374,7 @@ class TrialStopper(Stopper):
         if MISTAKE in result:
             kind, message = result[MISTAKE]
             self.guide.hear(trial_id, kind, message)
-        expected_cpu_s = result.get(EXPECTED_CPU_S, 0.0)
+        expected_cpu_s = float(result.get(EXPECTED_CPU_S, 0.0))
         return 0 < self.limit_cpu_s < expected_cpu_s
 
     def stop_all(self) -> bool:

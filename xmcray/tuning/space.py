@@ -235,7 +235,11 @@ def nested(values: Values) -> dict[str, Any]:
     """{"optim.lr": 0.1} as {"optim": {"lr": 0.1}}."""
     sections: dict[str, Any] = {}
     for name, value in values.items():
-        configs.put(sections, name, value)
+        *path, last = name.split(".")
+        section = sections
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
     return sections
 
 

@@ -60,8 +60,8 @@ class SweepConfig:
             the mean.
         seed: of the sampled values.
         first: values of the first trials, which are given instead of sampled.
-        trial_cpu_s: seconds of CPU time after which a trial is stopped, and a trial that would need
-            more is stopped at its first validation; 0 is no limit. A restart counts anew.
+        trial_cpu_s: seconds of CPU time; a trial that would need more for its training is stopped
+            as soon as its steps show it. 0 is no limit.
     """
 
     method: str

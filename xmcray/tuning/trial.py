@@ -44,13 +44,13 @@ def run_trial(task: Mapping[str, Any]) -> None:
     sweep = Sweep.open(task["sweep"])
     number = int(task["number"])
     path = sweep.run_path(number)
-    config = sweep.config.resolve(sweep.trial(number).values, task["cluster"])
-    reporter = _Reporter(sweep.config.metric, config.optim.stop_epoch or config.optim.epochs)
+    reporter = Reporter(sweep.config.metric, sweep.config.trial_cpu_s)
     try:
         wait_until_free(path)
         for record in read_records(path / "metrics.jsonl"):
             reporter.hear(record)
-        reporter.start_clock()
+        reporter.start_training()
+        config = sweep.config.resolve(sweep.trial(number).values, task["cluster"])
         train(sweep.config.corpus, path, config, watch=reporter.watch)
     except XmcrayError as error:
         tune.report({TIME: 0, SCORE: float("nan"), MISTAKE: [type(error).__name__, str(error)]})
@@ -62,54 +62,73 @@ def run_trial(task: Mapping[str, Any]) -> None:
     reporter.finish()
 
 
-class _Reporter:
+class Reporter:
     """Reports validations to Tune.
 
     The last one is reported only when the run is finished: Tune might end the trial at once.
 
     Args:
         metric: key of the records.
-        epochs: of the trial.
+        limit_cpu_s: CPU time of a trial, above which it is reported before its first validation;
+            0 is no limit.
     """
 
-    def __init__(self, metric: str, epochs: int) -> None:
+    def __init__(self, metric: str, limit_cpu_s: float) -> None:
         self.metric = metric
-        self.epochs = epochs
-        self.first_epoch = 0
-        self.start_cpu_s: float | None = None
+        self.limit_cpu_s = limit_cpu_s
+        self.num_validations = 0
         self.last_step = -1
         self.last_validation: dict[str, float] | None = None
+        # Step and CPU time of the first record that this process wrote.
+        self._start: tuple[int, float] | None = None
+        self._is_training = False
 
-    def start_clock(self) -> None:
-        """Begins to count CPU time; epochs that were heard before are not part of it."""
-        self.start_cpu_s = time.process_time()
+    def start_training(self) -> None:
+        """Begins to count CPU time; what was heard before is the past of a resumed trial."""
+        self._is_training = True
 
     def hear(self, record: Record) -> None:
-        """Reports a validation.
+        """Reports a validation, or that the trial will take too long.
 
         Blocks until Tune has taken it, which delays only the thread that follows the records.
         """
         self.last_step = int(record.get("last_step", self.last_step))
+        step = int(record["step"])
+        expected_cpu_s = self._expected_cpu_s(step)
         score = score_of(record, self.metric)
         if score is None:
+            # An epoch of a very expensive trial may take longer than all of its time.
+            is_first_epoch = self.num_validations == 0
+            if is_first_epoch and 0 < self.limit_cpu_s < expected_cpu_s:
+                tune.report(
+                    {TIME: 0, SCORE: float("nan"), EXPECTED_CPU_S: expected_cpu_s},
+                )
             return
-        epoch = int(record["epoch"]) + 1
-        validation = {TIME: epoch, SCORE: score, EXPECTED_CPU_S: self._expected_cpu_s(epoch)}
-        if record["step"] == self.last_step:
+        self.num_validations += 1
+        validation = {
+            TIME: int(record["epoch"]) + 1,
+            SCORE: score,
+            EXPECTED_CPU_S: expected_cpu_s,
+        }
+        if step == self.last_step:
             self.last_validation = validation
         else:
             tune.report(validation)
 
-    def _expected_cpu_s(self, epoch: int) -> float:
-        """CPU time that the trial will have taken at its end, if later epochs are like those here."""
-        if self.start_cpu_s is None:
-            self.first_epoch = max(self.first_epoch, epoch)
+    def _expected_cpu_s(self, step: int) -> float:
+        """CPU time of the whole training if all steps are like those of this process."""
+        if not self._is_training:
             return 0.0
-        epochs_here = epoch - self.first_epoch
-        if epochs_here <= 0:
+        if self._start is None:
+            # Reading the corpus is over when the first record is written.
+            self._start = (step, time.process_time())
             return 0.0
-        seconds_per_epoch = (time.process_time() - self.start_cpu_s) / epochs_here
-        return seconds_per_epoch * self.epochs
+        start_step, start_cpu_s = self._start
+        steps_here = step - start_step
+        if steps_here <= 0:
+            return 0.0
+        cpu_s_per_step = (time.process_time() - start_cpu_s) / steps_here
+        return cpu_s_per_step * self.last_step
 
     @contextlib.contextmanager
     def watch(self, run: Run) -> Iterator[None]:

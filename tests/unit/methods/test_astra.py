@@ -105,8 +105,7 @@ def test_the_sampled_loss_is_that_of_a_loop(
         for label in pool:
             if label not in [*positives, *hard, *batch.excluded[i]]:
                 expected += pool_weight * softplus(score_GL[i, label])
-    output = method.loss(batch, shortlist)
-    found = float(output.total.detach() / output.divisor)
+    found = method.loss(batch, shortlist).value
     assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-10)
 
 
@@ -123,8 +122,7 @@ def test_the_exact_loss_leaves_out_only_the_query_itself(corpus: Corpus) -> None
                 expected += softplus(-score_GL[i, label])
             elif label not in batch.excluded[i]:
                 expected += softplus(score_GL[i, label])
-    output = method.loss(batch, None)
-    found = float(output.total.detach() / output.divisor)
+    found = method.loss(batch, None).value
     assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-10)
 
 
@@ -159,10 +157,3 @@ def test_rows_that_start_from_texts_have_the_wanted_deviation(corpus: Corpus) ->
     method.start()
     expected = method.context.label_vectors() * 0.5 * math.sqrt(6)
     torch.testing.assert_close(method.answer_rows(), expected)
-
-
-def test_the_index_is_built_on_rows_or_on_label_texts(corpus: Corpus) -> None:
-    _, method = made(corpus)
-    assert torch.equal(method.index_rows(), method.answer_rows())
-    _, method = made(corpus, "method.index_on=labels")
-    assert torch.equal(method.index_rows(), method.context.label_vectors())

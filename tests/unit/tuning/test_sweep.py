@@ -17,6 +17,7 @@ from xmcray.tuning.report import importance, write_report
 from xmcray.tuning.search import Guide, TrialStopper, asha, share
 from xmcray.tuning.space import NumberRange, parse_space
 from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
+from xmcray.tuning.trial import Reporter
 
 EVIL = '<script>alert("1")</script>'
 BODY = {"optim.lr": {"log_uniform": [1e-4, 1e-2]}, "method.init": {"choice": ["random", "zeros"]}}
@@ -173,6 +174,24 @@ def test_a_trial_that_would_need_too_much_time_is_stopped(tmp_path: Path) -> Non
     assert limited("a", {"expected_cpu_s": 101.0})
     assert not limited("a", {"expected_cpu_s": 99.0})
     assert not TrialStopper(guide, 0.0)("a", {"expected_cpu_s": 1e9}), "0 is no limit"
+
+
+def test_the_time_of_a_trial_follows_from_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[dict[str, float]] = []
+    cpu_s = iter([10.0, 12.0, 15.0, 16.0])
+    monkeypatch.setattr("xmcray.tuning.trial.tune.report", reports.append)
+    monkeypatch.setattr("xmcray.tuning.trial.time.process_time", lambda: next(cpu_s))
+    reporter = Reporter("P@1", limit_cpu_s=100.0)
+    reporter.hear({"step": 100, "last_step": 900, "epoch": 0, "P@1": 0.5})
+    assert reports[0]["expected_cpu_s"] == 0, "the past of a resumed trial took no time here"
+    reporter = Reporter("P@1", limit_cpu_s=100.0)
+    reporter.start_training()
+    # 2 seconds for 20 steps are 90 for 900; 5 seconds for 40 steps are 112.5.
+    for step in (20, 40, 60):
+        reporter.hear({"step": step, "last_step": 900, "epoch": 0, "loss": 1.0})
+    assert [report["expected_cpu_s"] for report in reports[1:]] == [112.5]
+    reporter.hear({"step": 80, "last_step": 900, "epoch": 0, "P@1": 0.5})
+    assert (reports[-1]["score"], reports[-1]["expected_cpu_s"]) == (0.5, 90.0)
 
 
 def test_trials_are_compared_by_the_mean_of_several_metrics(tmp_path: Path) -> None:
