@@ -24,13 +24,16 @@ Answer = TypeVar("Answer")
 
 def client_of(url: str, state: Path) -> Client:
     return Client(
-        url, token_file=state / "token", admin_token=(state / "admin-token").read_text().strip()
+        url,
+        token_file=state / "token",
+        admin_token=(state / "admin-token").read_text().strip(),
+        timeout_s=60,  # a machine that is busy with other work answers late
     )
 
 
 def insist(request: Callable[[], Answer]) -> Answer:
     """Repeats a write, as an operator does, if the process that took it died."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         try:
             return request()
