@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from claim import Claim, Comparison, Result, Training, answers, main, present
 
@@ -64,15 +65,17 @@ def make(full: bool) -> Claim:
 
 def by_part(run: Run, corpus: Corpus) -> Result:
     """Metrics of both heads together, and as "text P@1" and "classifier P@1" those of either."""
-    found: dict[str, float] = {}
+    result: dict[str, Any] = {"hits": {}}
     for part in ("both", "text", "classifier"):
         method = dataclasses.replace(run.config.method, answer_by=part)
         view = dataclasses.replace(run, config=dataclasses.replace(run.config, method=method))
         prefix = "" if part == "both" else f"{part} "
-        found |= {
-            prefix + name: value for name, value in answers(view, corpus, bundle=part).items()
-        }
-    return found
+        metrics = answers(view, corpus, bundle=part)
+        for name, digits in metrics.pop("hits").items():
+            result["hits"][prefix + name] = digits
+        for name, value in metrics.items():
+            result[prefix + name] = value
+    return result
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@ A script of this folder defines `claim(full)` and calls `main(claim)`:
     python benchmarks/claims/c05_marked_token.py --only softmax --seeds 5
     python benchmarks/claims/c05_marked_token.py --full              # sizes for a GPU
 
-Every finished measurement is a JSON file in the cache (`data_sets.CACHE`), so a script can be stopped and started
-again. `all.py` runs all scripts and writes docs/claims.md.
+Every finished measurement is a JSON file in the cache (`data_sets.CACHE`), so a script can be
+stopped and started again. benchmarks/results/claims.json keeps them with the code; with `--fresh`
+only measurements of this machine count. `all.py` runs all scripts and writes docs/claims.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import math
@@ -26,12 +28,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
+import scipy.stats
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the other benchmarks' parts
 
 import data_sets
-from common import mean_and_half_width
+from common import RESULTS, mean_and_half_width
 from pictures import rows_of_intervals
 
 from xmcray import config as configs
@@ -43,14 +47,25 @@ from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.outcome import measure_bundle
 from xmcray.training.run import Run, RunConfig
+from xmcray.types import Float32Array
 
+Float64Array = npt.NDArray[np.float64]
 Result = Mapping[str, Any]
-"""Measures by name: numbers (those with an @ are shares and shown in percent), or lists of numbers for a curve."""
+"""Measures by name: numbers, or lists of numbers for a curve.
+
+Numbers with an @ are shares and shown in percent. The key "hits" holds, by the name of a precision,
+the number of hits of each test query as a string of digits.
+"""
+
+STORE = RESULTS / "claims.json"
+HIT_CUTOFFS = (1, 5)  # one digit per query is enough
+_RESAMPLES = 4000
 
 HOLDS = "holds"
 FAILS = "fails"
 INCONCLUSIVE = "inconclusive"
 MISSING = "not measured"
+FRESH = "XMCRAY_FRESH_CLAIMS"  # an environment variable, because claims are measured by several processes
 
 
 class Variant(Protocol):
@@ -70,13 +85,28 @@ def present(*names: str) -> list[str]:
 
 def answers(
     run: Run, corpus: Corpus, split: str = "test", bundle: str = "bundle"
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The metrics of a finished run by exact search; `bundle` is its folder in the run's."""
     folder = run.path / bundle
     if not folder.exists():
         export_run(run, folder, corpus)
-    found = measure_bundle(Retriever.load(folder), corpus, split, exact=True)
-    return {name: value for name, value in found.metrics.items() if value is not None}
+    evaluation = measure_bundle(Retriever.load(folder), corpus, split, exact=True)
+    metrics = {name: value for name, value in evaluation.metrics.items() if value is not None}
+    return {**metrics, "hits": hits_by_query(evaluation.columns)}
+
+
+def hits_by_query(columns: Mapping[str, Float32Array], suffix: str = "") -> dict[str, str]:
+    """The hits of each query among its first answers, one digit per query.
+
+    Args:
+        columns: [queries] per metric, as `Metrics.columns` gives them.
+        suffix: Added to the names.
+    """
+    digits = {}
+    for k in HIT_CUTOFFS:
+        hits = np.rint(columns[f"P@{k}"] * k).astype(int)
+        digits[f"P@{k}{suffix}"] = "".join(map(str, hits))
+    return digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,28 +201,63 @@ class Comparison:
 
     def values(self, results: Mapping[str, Mapping[int, Result]]) -> list[float]:
         """Our number of each seed that has all it needs."""
-        ours = results.get(self.of, {})
         scale = 100.0 if "@" in self.metric and not self.ratio else 1.0
-        other = self.against_metric or self.metric
-        if not self.against and not self.against_metric:
-            return [scale * ours[seed][self.metric] for seed in sorted(ours)]
-        theirs = results.get(self.against or self.of, {})
-        pairs = [
-            (ours[seed][self.metric], theirs[seed][other])
-            for seed in sorted(ours)
-            if seed in theirs
-        ]
-        return [a / b if self.ratio else scale * (a - b) for a, b in pairs]
+        values = []
+        for ours, theirs in self._pairs(results):
+            number = ours[self.metric]
+            if theirs is not None:
+                other = theirs[self.against_metric or self.metric]
+                number = number / other if self.ratio else number - other
+            values.append(scale * number)
+        return values
+
+    def interval(self, results: Mapping[str, Mapping[int, Result]]) -> tuple[float, float]:
+        """The 95 % interval of the mean, over seeds and, for a precision, over test queries too."""
+        difference_SQ = self._by_query(results)
+        if difference_SQ is not None:
+            return two_level_interval(difference_SQ)
+        mean, half = mean_and_half_width(self.values(results))
+        return mean - half, mean + half
 
     def verdict(self, results: Mapping[str, Mapping[int, Result]]) -> str:
-        """`holds` if the whole interval is in the range, `fails` if none of it is; fewer than two seeds have none."""
-        values = self.values(results)
-        if len(values) < 2:
+        """`holds` if the whole interval is in the range, `fails` if none of it is.
+
+        Fewer than two seeds have no verdict.
+        """
+        if len(self.values(results)) < 2:
             return MISSING
-        mean, half = mean_and_half_width(values)
-        if self.low <= mean - half and mean + half <= self.high:
+        low, high = self.interval(results)
+        if self.low <= low and high <= self.high:
             return HOLDS
-        return FAILS if mean + half < self.low or mean - half > self.high else INCONCLUSIVE
+        return FAILS if high < self.low or low > self.high else INCONCLUSIVE
+
+    def _pairs(
+        self, results: Mapping[str, Mapping[int, Result]]
+    ) -> list[tuple[Result, Result | None]]:
+        """Of each seed, the variant's result and the one that it is compared with, if any."""
+        ours = results.get(self.of, {})
+        if not self.against and not self.against_metric:
+            return [(ours[seed], None) for seed in sorted(ours)]
+        theirs = results.get(self.against or self.of, {})
+        return [(ours[seed], theirs[seed]) for seed in sorted(ours) if seed in theirs]
+
+    def _by_query(self, results: Mapping[str, Mapping[int, Result]]) -> Float64Array | None:
+        """[seeds, queries], our number in percent points; None if the queries are not known."""
+        if self.ratio:
+            return None
+        rows = []
+        for ours, theirs in self._pairs(results):
+            row = _shares(ours, self.metric)
+            if theirs is not None:
+                other = _shares(theirs, self.against_metric or self.metric)
+                row = None if row is None or other is None else row - other
+            if row is None:
+                return None
+            rows.append(row)
+        # A seed that changes the test queries cannot be paired by query.
+        if len(rows) < 2 or len({len(row) for row in rows}) > 1:
+            return None
+        return 100.0 * np.stack(rows)
 
     @property
     def name(self) -> str:
@@ -217,7 +282,7 @@ class Claim:
         variants: what is measured, by name. comparisons: what must hold of them.
         setup: data and settings of our experiment, in a sentence or two.
         metrics: columns of the table.
-        seeds: at least so many are measured; more than 3 where seeds differ much.
+        seeds: at least so many are measured; more where a training is short or seeds differ much.
         reason: why it likely fails, if it does. Written by hand; verdicts never are.
         plot: results -> titles and charts of xmcray.evaluation.charts; bars of `metrics` if not given.
     """
@@ -230,7 +295,7 @@ class Claim:
     comparisons: Sequence[Comparison]
     setup: str
     metrics: Sequence[str] = ("P@1",)
-    seeds: int = 3
+    seeds: int = 5
     reason: str = ""
     plot: Callable[[Mapping[str, Mapping[int, Result]]], str] | None = None
 
@@ -251,6 +316,41 @@ class Claim:
                 name: mean_and_half_width(values) for name, values in found.items() if values
             }
         return rows_of_intervals(self.title, blocks)
+
+
+def two_level_interval(number_SQ: Float64Array) -> tuple[float, float]:
+    """The 95 % bootstrap interval of a mean over seeds and queries.
+
+    Seeds and queries are resampled independently, and their deviations are added. A bootstrap of
+    few seeds is too narrow, so the deviations of seeds are widened to the width that Student's t
+    gives the same seeds.
+
+    Args:
+        number_SQ: [seeds, queries].
+    """
+    num_seeds, num_queries = number_SQ.shape
+    generator = np.random.default_rng(0)
+    mean = number_SQ.mean()
+    drawn_seeds = generator.integers(num_seeds, size=(_RESAMPLES, num_seeds))
+    seed_deviation = number_SQ.mean(axis=1)[drawn_seeds].mean(axis=1) - mean
+    student = scipy.stats.t.ppf(0.975, num_seeds - 1) / scipy.stats.norm.ppf(0.975)
+    seed_deviation *= student * math.sqrt(num_seeds / (num_seeds - 1))
+    mean_of_query = number_SQ.mean(axis=0)
+    query_deviation = np.empty(_RESAMPLES)
+    for resample in range(_RESAMPLES):
+        drawn_queries = generator.integers(num_queries, size=num_queries)
+        query_deviation[resample] = mean_of_query[drawn_queries].mean() - mean
+    low, high = np.quantile(mean + seed_deviation + query_deviation, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _shares(result: Result, metric: str) -> Float64Array | None:
+    """[queries], a precision of each query; None if the result does not keep it."""
+    digits = result.get("hits", {}).get(metric)
+    if digits is None:
+        return None
+    cutoff = int(metric.split("@")[1].split()[0])
+    return np.array([int(digit) for digit in digits]) / cutoff
 
 
 def shown(by_seed: Mapping[int, Result], metric: str) -> list[float]:
@@ -275,31 +375,50 @@ def _folder() -> Path:
 
 
 def result_file(variant: Variant, seed: int) -> Path:
+    """Where this machine keeps a measurement."""
     return _folder() / f"{variant.key(seed)}.json"
 
 
-def measured(variant: Variant, seed: int) -> Result:
-    """The cached measurement, made now if there is none."""
+@functools.cache
+def stored_results() -> dict[str, Result]:
+    """The measurements that are kept with the code, by key; none if XMCRAY_FRESH_CLAIMS is set."""
+    if os.environ.get(FRESH) or not STORE.exists():
+        return {}
+    return json.loads(STORE.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def known_result(variant: Variant, seed: int) -> Result | None:
+    """A measurement that was made before; None if there is none."""
     path = result_file(variant, seed)
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-    started = sum(os.times()[:4])  # its children's time too
-    found = {**variant.measure(seed), "cpu_s": sum(os.times()[:4]) - started}
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(found), encoding="utf-8")
-    aside.replace(path)
-    return found
+    return stored_results().get(path.stem)
+
+
+def measured(variant: Variant, seed: int) -> Result:
+    """A measurement that was made before, or that is made now."""
+    known = known_result(variant, seed)
+    if known is not None:
+        return known
+    cpu_s_before = sum(os.times()[:4])  # with the time of child processes
+    result = {**variant.measure(seed), "cpu_s": sum(os.times()[:4]) - cpu_s_before}
+    path = result_file(variant, seed)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(result), encoding="utf-8")
+    unfinished.replace(path)
+    return result
 
 
 def collect(claim: Claim, seeds: int) -> dict[str, dict[int, Result]]:
     """What is measured by now, of `seeds` seeds or the claim's number, if that is larger."""
-    every = range(max(seeds, claim.seeds))
-    return {
-        name: {
-            seed: measured(variant, seed) for seed in every if result_file(variant, seed).exists()
-        }
-        for name, variant in claim.variants.items()
-    }
+    results: dict[str, dict[int, Result]] = {}
+    for name, variant in claim.variants.items():
+        results[name] = {}
+        for seed in range(max(seeds, claim.seeds)):
+            result = known_result(variant, seed)
+            if result is not None:
+                results[name][seed] = result
+    return results
 
 
 def section(claim: Claim, results: Mapping[str, Mapping[int, Result]]) -> list[str]:
@@ -317,7 +436,7 @@ def section(claim: Claim, results: Mapping[str, Mapping[int, Result]]) -> list[s
         "|---|---|---|---|---|",
     ]
     for comparison in claim.comparisons:
-        ours = interval(comparison.values(results))
+        ours = number_and_interval(comparison, results)
         cells = [
             comparison.name,
             comparison.paper or "-",
@@ -341,6 +460,17 @@ def section(claim: Claim, results: Mapping[str, Mapping[int, Result]]) -> list[s
     return lines
 
 
+def number_and_interval(comparison: Comparison, results: Mapping[str, Mapping[int, Result]]) -> str:
+    """Mean and interval of a comparison, as 2.8 [1.4, 4.1]."""
+    values = comparison.values(results)
+    if len(values) < 2:
+        return interval(values)
+    low, high = comparison.interval(results)
+    mean = float(np.mean(values))
+    digits = 1 if max(abs(low), abs(high)) >= 10 else 2
+    return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
 def interval(values: Sequence[float]) -> str:
     """Mean and half width of the 95 % interval, with about three digits."""
     if not values:
@@ -361,16 +491,14 @@ def due(claim: Claim, seeds: int, only: Sequence[str] = ()) -> list[tuple[str, i
     every = range(max(seeds, claim.seeds))
     wanted = [(name, seed) for seed in every for name in claim.variants if not only or name in only]
     return [
-        (name, seed)
-        for name, seed in wanted
-        if not result_file(claim.variants[name], seed).exists()
+        (name, seed) for name, seed in wanted if known_result(claim.variants[name], seed) is None
     ]
 
 
 def main(make: Callable[[bool], Claim]) -> None:
     """The command of one claim."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="more, if the claim has more")
+    parser.add_argument("--seeds", type=int, default=5, help="more, if the claim has more")
     parser.add_argument("--full", action="store_true", help="sizes for a GPU")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="VARIANT", help="variants to measure"

@@ -8,10 +8,11 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from claim import Measured, Result, Training, mean, present
+from claim import Measured, Result, Training, hits_by_query, mean, present
 from data_sets import CACHE, prepared
 from data_sets import corpus as open_corpus
 
@@ -131,7 +132,7 @@ def vote(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Result:
     hidden = split.filters(rows)
     truth = split.positives(rows)
     head_L = corpus.train_counts > HEAD
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {"hits": {}}
     for name, config in grid.items():
         metrics = Metrics(
             corpus.train_counts,
@@ -150,6 +151,7 @@ def vote(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Result:
             )
         kept = ("P@1", "P@5", "PSP@1", "PSP@5", "R@100", "head R@5", "tail R@5")
         found |= {metric + name: values[metric] for metric in kept if metric in values}
+        found["hits"] |= hits_by_query(metrics.columns(), name)
     return found
 
 
