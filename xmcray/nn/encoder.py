@@ -61,6 +61,8 @@ class EncoderConfig:
         dropout: transformer only; replaces the model's own rates. None keeps them.
         frozen: transformer only; the projection to `dim` is all that learns. Each text is encoded
             once, into the run's folder.
+        vectors_folder: with `frozen`, an absolute path that all workers reach, where the texts'
+            vectors stay for other runs on the same corpus; "" removes them with the end of the run.
     """
 
     RENAMED: ClassVar = {"lead": "position_decay", "pairs": "bigram_buckets"}
@@ -78,6 +80,7 @@ class EncoderConfig:
     autocast: Literal["auto", "bf16", "none"] = "auto"
     dropout: float | None = None
     frozen: bool = False
+    vectors_folder: str = ""
 
     def __post_init__(self) -> None:
         check_range("encoder.dim", self.dim, low=1 if self.name == "static" else 0)
@@ -90,13 +93,19 @@ class EncoderConfig:
             self._refuse("dropout", self.dropout is not None, "encoder.name to be a transformer")
             self._refuse("frozen", self.frozen, "encoder.name to be a transformer")
         else:
-            self._refuse("init_from", bool(self.init_from), "encoder.name=static")
+            self._refuse("init_from", self.init_from, "encoder.name=static")
             self._refuse("separate_labels", self.separate_labels, "encoder.name=static")
+        self._refuse("vectors_folder", self.vectors_folder and not self.frozen, "encoder.frozen")
+        if self.vectors_folder and not Path(self.vectors_folder).is_absolute():
+            raise ConfigError(
+                f"encoder.vectors_folder is {self.vectors_folder!r}, expected an absolute path, which"
+                " means the same folder to every worker"
+            )
         if not self.init_from:
             is_set = self.init_vectors != "distilled"
             self._refuse("init_vectors", is_set, "encoder.init_from to name a transformer")
 
-    def _refuse(self, setting: str, is_set: bool, needs: str) -> None:
+    def _refuse(self, setting: str, is_set: object, needs: str) -> None:
         """Raises ConfigError for a setting that would have no effect."""
         if is_set:
             raise ConfigError(
@@ -143,7 +152,8 @@ class Encoder(nn.Module, abc.ABC):
         A frozen encoder computes their vectors once; others ignore this.
 
         Args:
-            folder: for such vectors, shared by all ranks and kept over restarts.
+            folder: for such vectors, shared by all ranks and kept over restarts; for one set of
+                texts alone.
             num_texts: number of texts.
             tokens_of: tokens of texts by number, 0 .. num_texts - 1.
         """

@@ -4,8 +4,9 @@ Each vector is computed once, before training, and looked up by the tokens of it
 
     FOLDER/00000012.npy    float32 [8192, H], pooled states of texts 12 * 8192 and following, complete or absent
 
-Ranks share the work and read each other's files, and a resumed run reuses them. Which texts are
-encoded together does not depend on the ranks, so neither does a bit of the vectors.
+FOLDER belongs to one model and one corpus. Ranks share the work and read each other's files, and a
+resumed run, or another run with the same folder, reuses them. Which texts are encoded together does
+not depend on the ranks, so neither does a bit of the vectors.
 """
 
 from __future__ import annotations

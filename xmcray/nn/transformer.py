@@ -6,6 +6,7 @@ Only safetensors weights are read, and no code of a model's repository is run.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -122,7 +123,18 @@ class TransformerEncoder(Encoder):
     ) -> None:
         """A frozen transformer encodes each text of the training once."""
         if self.frozen:
-            self.encoded_texts = EncodedTexts(folder, num_texts, tokens_of, self.pooled)
+            # Another model, or another way to pool its states, has other vectors.
+            own_folder = folder / self._fingerprint()
+            self.encoded_texts = EncodedTexts(own_folder, num_texts, tokens_of, self.pooled)
+
+    def _fingerprint(self) -> str:
+        """A hash of all that the pooled states of a text depend on, in a folder's name."""
+        digest = hashlib.sha256(f"{self.pooling} {self.autocast}".encode())
+        digest.update(self.model.config.to_json_string().encode())
+        for name, weights in self.model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(weights.cpu().flatten().numpy())
+        return digest.hexdigest()[:32]
 
     def pooled(self, tokens: Ragged) -> Tensor:
         """[B, H], pooled states of texts, before projection and normalisation."""

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,7 @@ def train(
         if restart:
             _restart_if_damaged(run)
         _train_one(run, opened, watch)
-        shutil.rmtree(run.vectors, ignore_errors=True)
+        run.remove_vectors()
     return run
 
 

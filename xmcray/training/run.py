@@ -261,9 +261,20 @@ class Run:
 
     @property
     def vectors(self) -> Path:
-        """Folder of a frozen encoder's vectors; a refit and its selection share one."""
+        """Folder of a frozen encoder's vectors; a refit and its selection share one.
+
+        So do all runs with the same `encoder.vectors_folder` and corpus.
+        """
+        shared = self.config.encoder.vectors_folder
+        if shared:
+            return Path(shared) / self.corpus_sha256[:32]
         owner = self.path.parent if self.path.name == SELECTION else self.path
         return owner / VECTORS
+
+    def remove_vectors(self) -> None:
+        """Removes a frozen encoder's vectors, unless other runs may use them."""
+        if not self.config.encoder.vectors_folder:
+            shutil.rmtree(self.vectors, ignore_errors=True)
 
     def result(self) -> dict[str, Any] | None:
         """result.json, or None while the run is not finished."""
@@ -323,7 +334,7 @@ def discard(run: Run) -> None:
     if run.checkpoints.exists():
         return
     clear_progress(run)
-    shutil.rmtree(run.vectors, ignore_errors=True)
+    run.remove_vectors()
     for name in ("run.json", "config.yaml"):
         (run.path / name).unlink(missing_ok=True)
     if not any(run.path.iterdir()):

@@ -42,6 +42,11 @@ def make(folder: Path, tokenizer: TextTokenizer) -> TransformerEncoder:
     return encoder
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The files of vectors, which lie in a folder named after the model."""
+    return sorted(folder.glob("*/*.npy"))
+
+
 def never(*_: object, **__: object) -> None:
     raise AssertionError("a text was encoded again")
 
@@ -56,7 +61,7 @@ def test_vectors_come_from_the_files_and_only_the_projection_learns(
     expected = plain.eval()(tokens)
     encoder = make(folder, tokenizer)
     encoder.remember(tmp_path, len(TEXTS), tokens.take)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000.npy", "00000001.npy"]
+    assert [path.name for path in files_of(tmp_path)] == ["00000000.npy", "00000001.npy"]
     restarted = make(folder, tokenizer)
     monkeypatch.setattr(TransformerEncoder, "_pooled", never)
     restarted.remember(tmp_path, len(TEXTS), tokens.take)
@@ -82,10 +87,28 @@ def test_a_file_that_a_kill_left_out_is_made_again_with_the_same_bytes(
     monkeypatch.setattr(frozen, "FILE_ROWS", 2)
     tokens = tokenizer.encode(TEXTS)
     make(folder, tokenizer).remember(tmp_path, len(TEXTS), tokens.take)
-    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    (tmp_path / "00000001.npy").unlink()
+    kept = {path.name: path.read_bytes() for path in files_of(tmp_path)}
+    files_of(tmp_path)[1].unlink()
     make(folder, tokenizer).remember(tmp_path, len(TEXTS), tokens.take)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == kept
+    assert {path.name: path.read_bytes() for path in files_of(tmp_path)} == kept
+
+
+def test_another_model_or_pooling_does_not_read_the_vectors_of_one(
+    folder: Path, tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    tokens = tokenizer.encode(TEXTS)
+    encoder = make(folder, tokenizer)
+    encoder.remember(tmp_path, len(TEXTS), tokens.take)
+    pooled = encoder.pooled(tokens)
+    for change in ("pooling", "weights"):
+        other = make(folder, tokenizer)
+        if change == "pooling":
+            other.pooling = "cls"
+        else:
+            other.model.get_input_embeddings().weight.data += 0.1
+        other.remember(tmp_path, len(TEXTS), tokens.take)
+        assert not torch.allclose(other.pooled(tokens), pooled), change
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_keys_tell_texts_apart() -> None:

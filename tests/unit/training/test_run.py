@@ -72,3 +72,17 @@ def test_the_configuration_of_the_start_stays_when_only_the_machine_changes(tmp_
     assert {path.name: path.read_bytes() for path in first.path.iterdir()} == before
     with pytest.raises(RunError, match=r"was started with optim\.epochs = 15, now 3"):
         start(tmp_path / "r", "optim.epochs=3")
+
+
+def test_runs_may_share_the_vectors_of_a_frozen_encoder(tmp_path: Path) -> None:
+    frozen = ["encoder.name=model", "encoder.frozen=true"]
+    shared = [*frozen, f"encoder.vectors_folder={tmp_path / 'v'}"]
+    alone = start(tmp_path / "a", *frozen)
+    first = start(tmp_path / "b", *shared)
+    second = start(tmp_path / "c", *shared)
+    assert first.vectors == second.vectors != alone.vectors
+    for run in (alone, first):
+        run.vectors.mkdir(parents=True)
+        run.remove_vectors()
+    assert second.vectors.is_dir()
+    assert not alone.vectors.exists()
