@@ -1,0 +1,127 @@
+"""Which version a step gets, when it is collected, and what happens when it is late; step by step, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from xmcray.errors import ShortlistError
+from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.negatives.plan import NegativesConfig
+from xmcray.negatives.refresh import wait_published
+from xmcray.negatives.shortlists import ShortlistFeed
+from xmcray.types import Batch, Ragged
+
+STEPS_PER_EPOCH = 2
+NUM_EPOCHS = 6
+QUERIES = 3
+
+
+class FakeRefresher:
+    """Completes the first versions that are started; their hard negatives are their numbers.
+
+    Args:
+        num_completed: how many versions are completed at all.
+    """
+
+    def __init__(self, num_completed: int = 99) -> None:
+        self.num_completed = num_completed
+        self.started: list[int] = []
+        self.num_checks = 0
+
+    def start(self, path: Path) -> None:
+        folder = VersionFolder(path)
+        self.started.append(folder.version)
+        if folder.version < self.num_completed:
+            wait_published(folder)
+            labels = folder.new_shortlist(QUERIES, 1)
+            labels[:] = folder.version
+            folder.finish(labels, {})
+
+    def check(self) -> None:
+        self.num_checks += 1
+
+    def close(self) -> None: ...
+
+
+def batch_of(step: int) -> Batch:
+    ids = np.arange(QUERIES)
+    positives = Ragged.from_rows([[1, 2], [], [3]])
+    excluded = Ragged.from_rows([[4], [], []])
+    epoch = step // STEPS_PER_EPOCH
+    return Batch(epoch, step, ids, 0, QUERIES, Ragged.empty(QUERIES), positives, excluded)
+
+
+def feed_in(folder: Path, refresher: FakeRefresher, **settings: object) -> ShortlistFeed:
+    fixed = {"hard": 1, "start_epoch": 2, "refresh_every": 1, "wait_s": 0.03}
+    config = NegativesConfig(**{**fixed, **settings})  # type: ignore[arg-type]
+    rows_SD = torch.zeros(4, 2)
+    return ShortlistFeed(
+        Ledger(folder), config, refresher, STEPS_PER_EPOCH, NUM_EPOCHS, lambda: rows_SD, 0
+    )
+
+
+def versions_of(feed: ShortlistFeed, num_steps: int = STEPS_PER_EPOCH * NUM_EPOCHS) -> list[object]:
+    """The version that each step gets; vectors are collected after it."""
+    versions: list[object] = []
+    for step in range(num_steps):
+        shortlist = feed.before_step(step)
+        versions.append(None if shortlist is None else shortlist.version)
+        feed.after_step(batch_of(step), torch.full((QUERIES, 2), float(step)))
+    return versions
+
+
+def test_each_epoch_gets_its_version(tmp_path: Path) -> None:
+    refresher = FakeRefresher()
+    feed = feed_in(tmp_path, refresher)
+    assert versions_of(feed) == [None, None, None, None, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert refresher.started == [0, 1, 2, 3], "version 4 would never be used"
+    # Version 3 was collected in epoch 3, whose last step is the eighth.
+    assert feed.age(11) == 11 - 8
+    feed.close()
+
+
+def test_a_block_says_how_many_labels_each_query_may_not_have(tmp_path: Path) -> None:
+    feed = feed_in(tmp_path, FakeRefresher())
+    versions_of(feed, STEPS_PER_EPOCH)
+    feed.close()
+    folder = feed.ledger.version(0)
+    (name,) = folder.query_blocks
+    block = folder.read_queries(name)
+    assert block.ids.tolist() == [0, 1, 2, 0, 1, 2]
+    assert block.extra.tolist() == [3, 0, 1, 3, 0, 1]
+    assert block.vectors[:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_after_a_late_version_no_other_is_waited_for(tmp_path: Path) -> None:
+    refresher = FakeRefresher(num_completed=1)
+    feed = feed_in(tmp_path, refresher)
+    assert versions_of(feed, 7) == [None, None, None, None, 0, 0, 0]
+    assert feed.broken_at_step == 6
+    assert refresher.num_checks > 0
+    refresher.num_checks = 0
+    for step in range(7, 12):
+        feed.before_step(step)
+    assert refresher.num_checks == 0
+    assert feed.broken_at_step == 6
+    feed.close()
+
+
+def test_negatives_may_be_as_old_as_a_refresh_and_the_limit(tmp_path: Path) -> None:
+    feed = feed_in(tmp_path, FakeRefresher(num_completed=1), wait_s=0.0, max_age=1)
+    # Copied after 2 steps; allowed are (1 + 1) epochs of 2 steps.
+    assert versions_of(feed, 7)[-1] == 0
+    with pytest.raises(ShortlistError, match="5 steps old at step 7, allowed are 4"):
+        feed.before_step(7)
+    feed.close()
+
+
+def test_eager_looks_for_a_newer_version_every_eighth_step(tmp_path: Path) -> None:
+    feed = feed_in(tmp_path, FakeRefresher(), schedule="eager")
+    versions = versions_of(feed)
+    # The first one as soon as it is there; versions 1 to 3, complete by then, at step 8.
+    assert versions == [None, None, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3]
+    feed.close()
