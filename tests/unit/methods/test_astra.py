@@ -105,7 +105,8 @@ def test_the_sampled_loss_is_that_of_a_loop(
         for label in pool:
             if label not in [*positives, *hard, *batch.excluded[i]]:
                 expected += pool_weight * softplus(score_GL[i, label])
-    found = method.loss(batch, shortlist).value
+    output = method.loss(batch, shortlist)
+    found = float(output.total.detach()) / output.divisor
     assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-10)
 
 
@@ -122,7 +123,8 @@ def test_the_exact_loss_leaves_out_only_the_query_itself(corpus: Corpus) -> None
                 expected += softplus(-score_GL[i, label])
             elif label not in batch.excluded[i]:
                 expected += softplus(score_GL[i, label])
-    found = method.loss(batch, None).value
+    output = method.loss(batch, None)
+    found = float(output.total.detach()) / output.divisor
     assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-10)
 
 

@@ -75,7 +75,8 @@ def test_undrawn_positives_are_no_negatives(corpus: Corpus, loss: str, columns: 
         expected += loss_of_query(loss, score_GC[i, counted], place, top_k=5)
     assert undrawn_in_pool > 10, "too few to show a difference"
     with torch.no_grad():
-        found = method.loss(batch, None).value
+        output = method.loss(batch, None)
+    found = float(output.total.detach()) / output.divisor
     assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-8)
 
 
@@ -90,7 +91,8 @@ def test_k_leaves_a_column_outside(corpus: Corpus) -> None:
     assert top_k > 1
     with torch.no_grad():
         query_GD, label_CD = method.encode(batch, pool)
-        found = method.loss(batch, None).value
+        output = method.loss(batch, None)
+    found = float(output.total.detach()) / output.divisor
     score_GC = (query_GD @ label_CD.T).numpy() / 0.25
     expected = 0.0
     for i in range(len(batch.query_ids)):
