@@ -121,7 +121,9 @@ def test_the_loss_is_the_papers(corpus: Corpus) -> None:
         row_GE = method.heads.classifier_layer(query_GD)
     expected = 0.3 * both_ways((text_GE @ text_UE.T / 0.05).numpy(), batch, pool.ids, 0.4)
     expected += 0.7 * both_ways((row_GE @ row_UE.T / 0.05).numpy(), batch, wider.ids, 0.8)
-    assert method.loss(batch, shortlist).value == pytest.approx(expected, rel=1e-10)
+    output = method.loss(batch, shortlist)
+    found = float(output.total.detach()) / output.divisor
+    assert found == pytest.approx(expected, rel=1e-10)
 
 
 def test_dropout_is_drawn_for_positions_of_the_batch(corpus: Corpus) -> None:
