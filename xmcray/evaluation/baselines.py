@@ -1,6 +1,8 @@
 """How far word matching gets: labels of the nearest training queries by TF-IDF. A number to beat.
 
 For small data only: the whole training split is a sparse matrix in memory.
+
+Letters of axes: B queries, N training queries, V terms, L labels, P pairs of query and label.
 """
 
 from __future__ import annotations

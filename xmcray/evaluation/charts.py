@@ -225,7 +225,7 @@ class _Bar:
     """One bar.
 
     Attributes:
-        number: of its series, which decides its colour.
+        number: number of its series, which decides its colour.
         left: its left edge; a group is 1 wide.
         value: its height.
         hint: text that is shown when the pointer rests on it.
@@ -242,7 +242,7 @@ class _Line:
     """A line as it is drawn.
 
     Attributes:
-        points: of the line, from left to right.
+        points: corners of the line, from left to right.
         band: corners of the area between the smallest and largest values; empty for a short line.
     """
 

@@ -131,8 +131,8 @@ def evaluate(
         exact: an exhaustive search with the same signature. If given, the index's own error is
             measured on a sample.
         exact_sample: queries of that sample (seeded).
-        resamples: of the bootstrap; 0 leaves the intervals out.
-        seed: of the bootstrap and of the sample.
+        resamples: number of resamples of the bootstrap; 0 leaves the intervals out.
+        seed: seed of the bootstrap and of the sample.
     Raises:
         DataError: no query has a positive, or the answers do not fit the corpus.
     """

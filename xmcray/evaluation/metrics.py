@@ -182,9 +182,10 @@ class Metrics:
         # For macro-F1: how often each label was answered, rightly or not.
         first_ids = ids_BK[:, :F1_CUTOFF]
         is_first_hit = is_hit_BK[:, :F1_CUTOFF]
-        _count(self.hits, first_ids[is_first_hit])
-        _count(self.answered, first_ids[first_ids >= 0])
-        _count(self.positives, truth.values)
+        # `hits[ids] += 1` would count a repeated label once.
+        np.add.at(self.hits, first_ids[is_first_hit], 1)
+        np.add.at(self.answered, first_ids[first_ids >= 0], 1)
+        np.add.at(self.positives, truth.values, 1)
         # The id -1 of a missing answer reads the last label's weight, but is never a hit.
         gain_BK = is_hit_BK * self.weights[ids_BK]
         ideal_BK = self._ideal_gain(truth)
@@ -255,10 +256,3 @@ class Metrics:
 def segment_range(low: int, high: int | None) -> str:
     """(10,100] or (1000,inf)."""
     return f"({low},inf)" if high is None else f"({low},{high}]"
-
-
-def _count(counts: npt.NDArray[np.int32], label_ids: Int64Array) -> None:
-    """Adds how often each label occurs, in place."""
-    # counts[label_ids] += 1 would count a repeated label once.
-    labels, times = np.unique(label_ids, return_counts=True)
-    counts[labels] += times.astype(np.int32)

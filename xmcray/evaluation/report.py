@@ -32,7 +32,7 @@ class Figure:
     """A metric as it is printed.
 
     Attributes:
-        name: of the metric.
+        name: name of the metric.
         value: percent.
         interval: the ends of its bootstrap interval, or empty.
     """

@@ -27,7 +27,7 @@ def metrics_table(runs: Mapping[str, StoredMetrics], title: str = "Metrics, in p
     Args:
         runs: metrics.json by the run's name; the first is the one measured, others are baselines.
             Intervals are printed for runs that have them.
-        title: of the table.
+        title: printed above the table.
     """
     table = _table(title, "metric", *runs)
     for metric in _metric_names(runs):

@@ -48,8 +48,8 @@ def create(
         rows: float32 [n, D].
         ids: int64 [n], ids of the rows in an index with lists; positions if not given.
         factory: FAISS factory string.
-        seed: of the training sample and of k-means.
-        threads: of building.
+        seed: seed of the training sample and of k-means.
+        threads: threads that build the index.
     Raises:
         ConfigError: FAISS does not accept the factory string for these rows.
     """

@@ -37,6 +37,12 @@ class AnswerableRows:
         """The same rows for the queries start .. stop - 1."""
         return AnswerableRows(self.ids, self.hidden.slice(start, stop))
 
+    def between(self, start: int, stop: int) -> AnswerableRows:
+        """The rows start .. stop - 1, counted from `start`."""
+        values = self.hidden.values
+        inside = (values >= start) & (values < stop)
+        return AnswerableRows(self.ids[start:stop], _kept(self.hidden, values - start, inside))
+
     def selected(self, rows: Int64Array) -> AnswerableRows:
         """Only some rows, counted by their places in `rows` (ascending positions)."""
         if not len(rows):
@@ -45,14 +51,6 @@ class AnswerableRows:
         place = np.minimum(np.searchsorted(rows, self.hidden.values), len(rows) - 1)
         inside = rows[place] == self.hidden.values
         return AnswerableRows(self.ids[rows], _kept(self.hidden, place, inside))
-
-
-def hidden_between(hidden: Ragged | None, num_queries: int, start: int, stop: int) -> Ragged:
-    """The hidden positions in start .. stop - 1, counted from `start`; none if not given."""
-    if hidden is None:
-        return Ragged.empty(num_queries)
-    inside = (hidden.values >= start) & (hidden.values < stop)
-    return _kept(hidden, hidden.values - start, inside)
 
 
 def _kept(rows: Ragged, values: Int64Array, kept: npt.NDArray[np.bool_]) -> Ragged:

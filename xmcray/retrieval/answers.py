@@ -16,8 +16,8 @@ class VotingQuery:
     """A training query that voted for an answer.
 
     Attributes:
-        uid: of the query.
-        text: of the query.
+        uid: names the query in the user's files.
+        text: its text.
         weight: its part of the answer's probability.
     """
 
@@ -32,11 +32,11 @@ class FoundLabel:
 
     Attributes:
         label_id: source id, the label's line in the user's files.
-        uid: of the label.
-        text: of the label.
+        uid: names the label in the user's files.
+        text: its text.
         score: inner product of query and label vector. With a memory the probability; above 1 for a
             label that joined later and is nearer than all keys; the inner product minus 2 for a
-            label without votes that only completes the list.
+            label without votes, which follows those with votes.
         voters: with `explain`, the training queries that voted for the label, the largest weight
             first. The vote of the label's own text is the rest of the probability.
     """
@@ -59,27 +59,20 @@ def named_answers(
     Args:
         top: source ids and scores of B queries.
         labels: knows uids and texts.
-        voters: of each answer; None if they are not wanted.
+        voters: voters of each answer; None if they are not wanted.
     """
     # All queries in one look-up. The id -1 of a missing answer borrows the name of label 0 and is
     # skipped below.
     uids, texts = labels.uids_and_texts(np.maximum(top.ids, 0).ravel())
+    names = zip(uids, texts, strict=True)
     scores = top.scores.tolist()
-    answers = []
+    answers: list[list[FoundLabel]] = []
     for query, label_ids in enumerate(top.ids.tolist()):
-        found = []
+        answers.append([])
         for place, label_id in enumerate(label_ids):
-            if label_id < 0:
-                continue
-            position = query * top.width + place
-            found.append(
-                FoundLabel(
-                    label_id,
-                    uids[position],
-                    texts[position],
-                    scores[query][place],
-                    voters[query][place] if voters else None,
-                )
-            )
-        answers.append(found)
+            uid, text = next(names)
+            label_voters = voters[query][place] if voters else None
+            label = FoundLabel(label_id, uid, text, scores[query][place], label_voters)
+            if label_id >= 0:
+                answers[-1].append(label)
     return answers

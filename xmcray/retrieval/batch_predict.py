@@ -49,8 +49,8 @@ class QueryChunk:
 
     Attributes:
         number: chunks are counted from 0 in the order of the input.
-        uids: of the queries.
-        texts: of the queries.
+        uids: uids of the queries.
+        texts: texts of the queries.
     """
 
     number: int
@@ -63,8 +63,8 @@ class QueriesEnd:
     """What comes after the last chunk.
 
     Attributes:
-        chunks: of the whole input.
-        rows: of the whole input.
+        chunks: number of chunks in the whole input.
+        rows: number of queries in the whole input.
     """
 
     chunks: int
@@ -92,8 +92,8 @@ def find_queries(path: str | Path) -> list[Path]:
     tables = [file for file in files if file.name.endswith(".parquet")]
     lines = [file for file in files if file.name.endswith((".jsonl", ".jsonl.gz"))]
     if bool(tables) == bool(lines):
-        found = "both .parquet and .jsonl files" if tables else "no .parquet or .jsonl file"
-        raise DataError(f"{path} holds {found}, expected queries in files of one kind")
+        content = "both .parquet and .jsonl files" if tables else "no .parquet or .jsonl file"
+        raise DataError(f"{path} holds {content}, expected queries in files of one kind")
     for table in tables:
         count_rows(table)  # it can be read and has a text
     return tables or lines

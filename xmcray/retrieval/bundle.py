@@ -117,7 +117,7 @@ def write_bundle(
         destination: folder or URL that does not exist yet.
         encoder: an encoder, or the folder it was saved in.
         head: maps the encoder's vectors to those that are searched.
-        tokenizer: of queries and label texts.
+        tokenizer: makes token ids of queries and of label texts.
         label_uids: L values by source id.
         label_texts: L values by source id.
         label_order: int64 [L], a permutation: internal -> source id.
@@ -129,7 +129,7 @@ def write_bundle(
         queries: float32 [Q, D], query vectors by which the index is tuned; noisy rows if not given.
         predictor: writes the files of a memory and returns `Settings.predictor`.
         shard_rows: rows per file.
-        threads: of building.
+        threads: threads that build the indexes.
     Raises:
         StorageError: the destination is not empty, or the disk is full.
         DataError: the numbers of uids, texts and vectors differ from L.

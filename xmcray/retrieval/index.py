@@ -59,7 +59,7 @@ class IndexSpec:
         candidates: candidates per answer whose exact score is computed; 0 chooses it when the
             index is built.
         ef_search: breadth of a search in an HNSW index.
-        seed: of the training sample and of k-means.
+        seed: seed of the training sample and of k-means.
     """
 
     factory: str = "auto"
@@ -106,7 +106,7 @@ def build_index(
     Args:
         vectors: float32 [n, D]; n = 0 is legal. The index refers to them, it does not copy them.
         spec: how to index them.
-        threads: of building and of every later search.
+        threads: threads that build the index and that search it later.
         gpu: CUDA device number. "auto" and "Flat" then search all rows there; others need a FAISS
             build for GPUs.
         queries: float32 [Q, D], a sample of real queries by which `nprobe` and `candidates` are
@@ -152,7 +152,7 @@ class Index:
         faiss_index: a FAISS index over the same rows, or None to search all of them.
         long_ids: int64 [H], positions of rows that `faiss_index` lacks and every query meets.
         candidates: candidates per answer that FAISS proposes.
-        threads: of a search.
+        threads: threads of a search.
     """
 
     def __init__(
@@ -442,8 +442,8 @@ def _nprobe_steps(num_lists: int) -> list[int]:
 def _recall(found_ids: Int64Array, exact_ids: Int64Array) -> float:
     """Share of the exact answers that were found."""
     hits = 0
-    for found, exact in zip(found_ids, exact_ids, strict=True):
-        hits += len(np.intersect1d(found, exact))
+    for query, query_ids in enumerate(exact_ids):
+        hits += len(np.intersect1d(found_ids[query], query_ids))
     return hits / max(1, exact_ids.size)
 
 

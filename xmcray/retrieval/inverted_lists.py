@@ -8,6 +8,12 @@ epoch are such a search.
 Rows clearly longer than others have large inner products with queries anywhere (labels of the head
 of the distribution). They are in no list and are compared with every query. If all lengths are
 about equal there are none.
+
+Letters of axes here, in addition to those in types.py:
+
+    Q  queries in one product          R  rows in one product
+    C  lists                           V  lists that a query visits in a round
+    P  hits: pairs of query and row whose score reaches the query's bar
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ CHUNK = 1 << 16
 # after a round is the bar that scores of the next round have to reach.
 _LIST_ROUNDS = (1, 8)
 _LONG_ROUNDS = (512, 4096)
-_BLOCK = 1024  # rows of long rows, and queries, at once
+_BLOCK = 1024  # long rows in one product, and queries whose nearest lists are found at once
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,11 @@ class InvertedLists:
     """Rows by list.
 
     Attributes:
-        vector_ND: float32, all rows by position.
-        centroid_CD: float32, one per list.
-        row_ids: int64 [n], positions list after list.
+        vector_ND: float32, all N rows by position.
+        centroid_CD: float32, one centroid per list.
+        row_ids: int64, positions of the rows that are in lists, list after list.
         offsets: where each list begins in `row_ids`, and the end; C + 1 numbers.
-        long_ids: int64 [H], positions of the rows that are in no list, longest first.
+        long_ids: int64, positions of the rows that are in no list, longest first.
     """
 
     vector_ND: Tensor

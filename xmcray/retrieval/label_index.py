@@ -53,7 +53,7 @@ class LabelIndex:
         Args:
             bundle: local folder of the bundle.
             settings: its settings.
-            threads: of a search.
+            threads: threads of a search.
             subset: the shards that are going to be searched; the indexes of others are not read.
         Raises:
             BundleError: a file is malformed, or does not fit the settings.
@@ -230,12 +230,11 @@ class LabelIndex:
     @functools.cached_property
     def _answer_labels(self) -> Int64Array:
         """int64 [rows], source id of each row, -1 for rows that are no answers."""
-        labels = self.row_labels.copy()
-        labels[self.label_rows[self.removed]] = -1
-        if self.allowed is not None:
-            # Row -1 reads the mask's last label and stays -1 by the first condition.
-            labels = np.where((labels >= 0) & self.allowed[labels], labels, -1)
-        return labels
+        if self.hidden_labels is None:
+            return self.row_labels
+        # An unused row (-1) reads the mask's last label and stays -1 by the first condition.
+        is_answer = (self.row_labels >= 0) & ~self.hidden_labels[self.row_labels]
+        return np.where(is_answer, self.row_labels, -1)
 
     @functools.cached_property
     def _answer_rows(self) -> ShardedIndex:

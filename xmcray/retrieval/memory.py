@@ -71,7 +71,7 @@ class Memory:
         Args:
             bundle: local folder of the bundle.
             settings: its settings.
-            threads: of a search.
+            threads: threads of a search.
             subset: the shards that are going to be searched; the indexes of others are not read.
         Raises:
             BundleError: a file is malformed, or does not fit the settings.
@@ -148,8 +148,8 @@ def remember(
         split: the training queries.
         encode: token ids -> float32 [n, D] of length 1, by the encoder that will encode queries.
         config: how they vote if a request does not say otherwise.
-        spec: of the index.
-        threads: of building the index.
+        spec: how the vectors are indexed.
+        threads: threads that build the index.
     Returns:
         A function that writes the memory into a bundle's folder and returns `Settings.predictor`.
     Raises:

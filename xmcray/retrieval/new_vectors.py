@@ -13,8 +13,8 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import Float32Array
 
-SAMPLE = 4096  # labels of the export by which the row of a new one is placed
-RIDGE = 0.3  # of that map, in mean squares of the texts' coordinates
+SAMPLE = 4096  # labels of the export to which the map from texts to rows is fitted
+RIDGE = 0.3  # penalty of that map, in mean squares of the texts' coordinates
 _TINY = 1e-12
 
 
@@ -24,7 +24,7 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
     Args:
         retriever: the bundle.
         side: how its method makes a label's vector.
-        texts: of n labels.
+        texts: texts of n labels.
     Returns:
         float32 [n, D].
     Raises:

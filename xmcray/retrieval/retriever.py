@@ -58,8 +58,9 @@ class Retriever:
 
         Args:
             path: folder or fsspec URL.
-            threads: of torch and FAISS in this process; torch's own setting if not given.
-            device: of the encoder and of exhaustive searches, such as "cuda:0"; by default the CPU.
+            threads: threads of torch and FAISS in this process; torch's own setting if not given.
+            device: where the encoder and exhaustive searches run, such as "cuda:0"; by default the
+                CPU.
             subset: the shards that are going to be searched; the indexes of others are not read.
             precision: numbers that a transformer computes with: "float32", "bfloat16" or "int8",
                 see nn/compact.py. A static encoder always computes in float32.

@@ -7,6 +7,7 @@ index/00000.faiss           the FAISS index over the same rows; absent if all ro
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from xmcray.errors import BundleError, one_line
-from xmcray.retrieval.answerable import AnswerableRows, hidden_between
+from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import as_tensor, empty_keys, from_keys, to_keys
 from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
@@ -53,7 +54,7 @@ class ShardSubset:
     """Every `count`-th shard: one of `count` disjoint parts that together are all shards.
 
     Attributes:
-        index: of this subset, 0 .. count - 1.
+        index: number of this subset, 0 .. count - 1.
         count: number of subsets.
     """
 
@@ -150,7 +151,7 @@ class ShardedIndex:
         Args:
             query_BD: float32 [B, D].
             k: answers per query; 0 is legal.
-            numbers: of the shards to search; all if not given.
+            numbers: numbers of the shards to search; all if not given.
             names: int64 [rows], ids of the rows in the answer, -1 for those that are no answers;
                 row numbers if not given.
             hidden: B lists of row numbers that are masked before the k best are taken.
@@ -161,20 +162,21 @@ class ShardedIndex:
         num_queries = len(query_BD)
         if not k:
             return TopLabels.empty(num_queries)
+        ids = self._row_numbers if names is None else names
+        rows = AnswerableRows.of(len(ids), num_queries, ids, hidden)
         # Shards have no ids in common, so the k best keys of all of them are the answer. Empty keys
         # fill lists for which there are fewer than k rows.
         keys = [empty_keys(num_queries, k)]
         for number in range(len(self.shards)) if numbers is None else numbers:
             shard = self.shards[number]
             index = self.indexes[number]
-            if names is None:
-                shard_names = np.arange(shard.start, shard.stop)
-            else:
-                shard_names = names[shard.start : shard.stop]
-            shard_hidden = hidden_between(hidden, num_queries, shard.start, shard.stop)
-            rows = AnswerableRows(shard_names, shard_hidden)
-            keys.append(index.search_keys(query_BD, min(k, len(index)), rows, exact))
+            shard_rows = rows.between(shard.start, shard.stop)
+            keys.append(index.search_keys(query_BD, min(k, len(index)), shard_rows, exact))
         return _best(keys, k)
+
+    @functools.cached_property
+    def _row_numbers(self) -> Int64Array:
+        return np.arange(self.shards[-1].stop)
 
     def vectors(self, number: int) -> Float32Array:
         """float32 [rows, D] of one shard."""
@@ -190,12 +192,12 @@ class ShardedIndex:
             shards: all shards of the view.
             vectors: float32 [rows of the shard, D] of the new or changed shards, by number.
         """
-        known = self.indexes[0]
+        first = self.indexes[0]
         indexes = []
         for number in range(len(shards)):
             if number in vectors:
-                rows = torch.from_numpy(vectors[number]).to(known.vectors.device)
-                indexes.append(Index(rows, None, threads=known.threads))
+                rows = torch.from_numpy(vectors[number]).to(first.vectors.device)
+                indexes.append(Index(rows, None, threads=first.threads))
             else:
                 indexes.append(self.indexes[number])
         return ShardedIndex(tuple(shards), tuple(indexes))
@@ -203,8 +205,8 @@ class ShardedIndex:
     def new_shards(self, before: ShardedIndex) -> list[int]:
         """Numbers of the shards that an earlier view lacks, or has with other vectors."""
         # Views share index objects, so an index is another one exactly if its vectors are.
-        known = {id(index) for index in before.indexes}
-        return [number for number, index in enumerate(self.indexes) if id(index) not in known]
+        shared = {id(index) for index in before.indexes}
+        return [number for number, index in enumerate(self.indexes) if id(index) not in shared]
 
     def move_to(self, device: torch.device) -> None:
         """Moves the vectors to the device on which exhaustive searches run."""
@@ -240,7 +242,7 @@ def write_shards(
         spec: how each shard is indexed.
         queries: float32 [Q, D], a sample of query vectors by which the index is tuned.
         shard_rows: rows per file.
-        threads: of building.
+        threads: threads that build the indexes.
     Returns:
         The shards, and D.
     """

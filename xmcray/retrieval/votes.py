@@ -8,6 +8,11 @@
     Eq. 11, OvA + kNN       joint=False    two searches, two softmaxes, a convex sum
 
 With weight 0 only labels are searched, with weight 1 only training queries.
+
+Letters of axes here, in addition to those in types.py:
+
+    K  keys of a query                 b  the nearest of its keys, which vote
+    J  labels that joined later        P  pairs of query and label with a vote
 """
 
 from __future__ import annotations
