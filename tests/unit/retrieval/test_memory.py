@@ -73,10 +73,10 @@ def test_probabilities_are_golden(name: str) -> None:
     config = MemoryConfig(weight=float(g["lambda_"]), keys=int(g["b"]), temperature=float(g["tau"]))
     near = Neighbours(
         nearest(g["queries"] @ g["memory_queries"].T, config.keys),
-        nearest(g["queries"] @ g["memory_labels"].T, 10),
+        nearest(g["queries"] @ g["memory_labels"].T, config.keys),
     )
     positives = Ragged.from_rows([np.flatnonzero(row) for row in g["memory_positives"]])
-    votes = count_votes(near, positives, config, 12)
+    votes = count_votes(near, positives, config, num_labels=len(g["memory_labels"]))
     found = np.zeros(g["probabilities"].shape)
     found.ravel()[votes.pairs] = votes.share(config.weight)
     np.testing.assert_allclose(found, g["probabilities"], rtol=1e-9, atol=1e-15)
