@@ -46,7 +46,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.parallel import collectives
 from xmcray.planning import data_size
 from xmcray.planning.devices import device_rates
-from xmcray.planning.estimate import Plan, estimate
+from xmcray.planning.estimate import FIRST_REFRESH, Plan, estimate
 from xmcray.planning.plan import plan
 from xmcray.planning.probe import probe
 from xmcray.planning.rates import Rates, load_rates
@@ -310,7 +310,7 @@ def planned(one: dict[str, Any], rates: Rates) -> dict[str, float]:
     return {
         "classifier_s": float("nan"),  # a plan does not tell the parts of a model apart
         "step_s": made.step_seconds,
-        "refresh_s": made.first_refresh_s,
+        "refresh_s": made.run_s[FIRST_REFRESH],
         "worker_bytes": made.worker_bytes,
         "index_bytes": made.index_bytes,
     }

@@ -14,7 +14,6 @@ from xmcray.methods.registry import check_method_name, method_names
 
 if TYPE_CHECKING:
     from xmcray.planning.data_size import DataSize
-    from xmcray.planning.estimate import Plan
     from xmcray.planning.rates import Rates
     from xmcray.training.run import RunConfig
 
@@ -85,14 +84,11 @@ def plan(options: argparse.Namespace) -> None:
     memory = None if options.memory_gb is None else int(options.memory_gb * 1e9)
     made = plan(config, data, rates, options.workers, memory, options.price_per_hour)
     if options.json:
-        show_json(
-            {
-                **dataclasses.asdict(made),
-                "worker_bytes": made.worker_bytes,
-                "step_seconds": made.step_seconds,
-            }
-        )
+        sums = {name: getattr(made, name) for name in ("worker_bytes", "step_seconds", "total_s")}
+        show_json({**dataclasses.asdict(made), **sums})
         return
+    from xmcray.planning.tables import tables
+
     for part in tables(made):
         show(part)
 
@@ -132,13 +128,6 @@ def _rates(options: argparse.Namespace, config: RunConfig) -> Rates:
     if path is not None:
         measured.save(path)
     return measured
-
-
-def tables(made: Plan) -> list[Any]:
-    """Tables and notes for the terminal."""
-    from xmcray.planning.tables import tables
-
-    return tables(made)
 
 
 def _number(text: str) -> int:

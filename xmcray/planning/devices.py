@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from xmcray import config as configs
 from xmcray.errors import ConfigError
-from xmcray.planning.rates import NARROW_ROW, WIDE_ROW, Rates
+from xmcray.planning.rates import Rates
 
 PRODUCT_SHARE = 0.6
 BANDWIDTH_SHARE = 0.8
@@ -67,7 +67,6 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
         raise ConfigError(configs.unknown("device", name, ["cpu", *SPECS]))
     spec = SPECS[name]
     ordered_bytes_s = BANDWIDTH_SHARE * spec.bandwidth
-    random_bytes_s = RANDOM_SHARE * spec.bandwidth
     flop_s = spec.half if matmul == "bf16" else spec.single
     return Rates(
         device=name,
@@ -76,16 +75,13 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
         host_bytes=HOST_BYTES,
         threads=1,
         process_bytes=PROCESS_BYTES,
-        products=((1.0, PRODUCT_SHARE * flop_s),),
+        product_flop_s=PRODUCT_SHARE * flop_s,
         half_flop_s=PRODUCT_SHARE * spec.half,
-        passes=((1.0, ordered_bytes_s),),
-        narrow_row_s=((1.0, NARROW_ROW / random_bytes_s),),
-        wide_row_s=((1.0, WIDE_ROW / random_bytes_s),),
-        row_write_factor=2.0,  # a write also reads what it replaces
+        pass_bytes_s=ordered_bytes_s,
+        row_bytes_s=RANDOM_SHARE * spec.bandwidth,
         slow_s=0.0,  # bound by memory
         sort_s=64 / ordered_bytes_s,
         call_s=8e-6,
-        copy_s=15e-6,
         host_entry_s=HOST_ENTRY_S,
         exchange_s=30e-6,
         exchange_bytes_s=BANDWIDTH_SHARE * spec.link,

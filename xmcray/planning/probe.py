@@ -1,4 +1,4 @@
-"""Measures this machine in about half a minute: the rates that a step's time is computed from.
+"""Measures this machine in some 20 seconds: the rates that a step's time is computed from.
 
     python -m xmcray.planning.probe OUT.json
 
@@ -8,10 +8,11 @@ collectives.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
+import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,18 +24,24 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import multiprocessing, nn
 
+from xmcray import storage
 from xmcray.errors import ResourceError
-from xmcray.planning.rates import NARROW_ROW, SORTED, WIDE_ROW, Points, Rates, load_rates
+from xmcray.parallel import collectives
+from xmcray.planning.rates import Rates, load_rates
 
-_ARRAYS = (1 << 14, 1 << 18, 1 << 22, 1 << 25, 1 << 28)  # bytes
-_TABLES = (1 << 19, 1 << 23, 1 << 27, 1 << 30)  # bytes
 _INNER = 1 << 22  # bytes: more than the inner caches hold
 _OUTER = 1 << 26  # bytes: more than is left of the outer cache
 _QUERIES = 512  # of a batch
 _LABELS = 2048  # of a shortlist
-_ROWS = 8192  # read or written by one call
+_DIM = 128
+_ARRAY = 1 << 22  # elements
+_TABLE = 1 << 18  # rows
+_ROWS = 8192  # read by one call
+_SORTED = 30_000  # elements
+_SENT = 1 << 23  # bytes of a large collective
+_EXCHANGES = 40
 _REPEATS = 9
 _FIRST_STEP = """
 import faiss, numpy, ray.train.torch, torch, xmcray.training.worker, xmcray.training.loop
@@ -53,7 +60,7 @@ def probe(threads: int = 1) -> Rates:
     """Measures this machine in separate processes.
 
     Args:
-        threads: of each process.
+        threads: Threads of each process.
 
     Raises:
         ResourceError: the measuring process failed.
@@ -79,15 +86,8 @@ def probe(threads: int = 1) -> Rates:
 
 def _measure_machine() -> Rates:
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    scores = torch.randn(_QUERIES, _LABELS)
-    exponential_s = _seconds(lambda: torch.sigmoid(scores), _OUTER)
-    softplus_s = _seconds(lambda: nn.functional.softplus(scores), _OUTER)
-    numbers = np.random.default_rng(0).integers(1 << 20, size=SORTED)
-    narrow_rows = [_row_times(size, NARROW_ROW) for size in _TABLES]
-    wide_rows = [_row_times(size, WIDE_ROW) for size in _TABLES]
-    write_factors = [write_s / read_s for read_s, write_s in narrow_rows + wide_rows]
-    exchange_s, meet_s, exchange_bytes_s = _collectives()
-    build_flop_s, search_flop_s = _index()
+    exchange_s, exchange_bytes_s = _collectives()
+    product_flop_s = _product(torch.float32)
     return Rates(
         device=f"{_processor()}, {os.cpu_count()} cores",
         source="measured",
@@ -96,25 +96,22 @@ def _measure_machine() -> Rates:
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
         process_bytes=(_process_bytes(""), _process_bytes("import xmcray.nn.transformer")),
-        products=tuple((float(dim), _product(dim, torch.float32)) for dim in (16, 64, 256, 1024)),
-        half_flop_s=_product(256, torch.bfloat16),
-        passes=tuple((float(size), _pass(size)) for size in _ARRAYS),
-        narrow_row_s=_points(narrow_rows),
-        wide_row_s=_points(wide_rows),
-        row_write_factor=float(np.median(write_factors)),
-        slow_s=(exponential_s + softplus_s) / 2 / scores.numel(),
-        sort_s=_seconds(lambda: np.argsort(numbers, kind="stable")) / SORTED,
+        product_flop_s=product_flop_s,
+        half_flop_s=_product(torch.bfloat16),
+        pass_bytes_s=_pass(),
+        row_bytes_s=_row_read(),
+        slow_s=_slow_pass(),
+        sort_s=_sort(),
         call_s=_call(),
         exchange_s=exchange_s,
-        meet_s=meet_s,
         exchange_bytes_s=exchange_bytes_s,
         disk_bytes_s=_disk(),
-        build_flop_s=build_flop_s,
-        search_flop_s=search_flop_s,
+        build_flop_s=product_flop_s,  # assigning rows to lists is a product
+        search_flop_s=_search(),
     )
 
 
-def _seconds(function: Callable[[], object], touched_bytes: int = _INNER) -> float:
+def _seconds(function: Callable[[], object], touched_bytes: int = _OUTER) -> float:
     """Median seconds of a call; as in a step, other bytes are touched between two calls."""
     function()
     others = torch.zeros(touched_bytes // 4)
@@ -127,86 +124,75 @@ def _seconds(function: Callable[[], object], touched_bytes: int = _INNER) -> flo
     return float(np.median(measured))
 
 
-def _product(dim: int, dtype: torch.dtype) -> float:
+def _product(dtype: torch.dtype) -> float:
     """Floating-point operations per second of query vectors times label rows."""
-    query_BD = torch.randn(_QUERIES, dim, dtype=dtype)
-    label_CD = torch.randn(_LABELS, dim, dtype=dtype)
-    score_BC = torch.empty(_QUERIES, _LABELS, dtype=dtype)
-    product_s = _seconds(lambda: torch.mm(query_BD, label_CD.T, out=score_BC), _OUTER)
-    return 2.0 * _QUERIES * _LABELS * dim / product_s
+    query_BD = torch.randn(_QUERIES, _DIM, dtype=dtype)
+    label_CD = torch.randn(_LABELS, _DIM, dtype=dtype)
+    return 2.0 * _QUERIES * _LABELS * _DIM / _seconds(lambda: query_BD @ label_CD.T)
 
 
-def _pass(size: int) -> float:
-    """Bytes per second of adding an array of `size` bytes to another: two reads and a write."""
-    add = partial(torch.zeros(size // 4).add_, torch.ones(size // 4))
-    # Arrays that fit into the inner caches are still there when a step uses them again.
-    return 3 * size / _seconds(add, _OUTER if size > _INNER else 0)
+def _pass() -> float:
+    """Bytes per second of adding an array to another: two reads and a write."""
+    array = torch.zeros(_ARRAY)
+    others = torch.ones(_ARRAY)
+    return 3 * array.nbytes / _seconds(lambda: array.add_(others))
 
 
-def _points(row_times: list[tuple[float, float]]) -> Points:
-    """(bytes of the table, seconds of a read)."""
-    return tuple(
-        (float(size), read_s) for size, (read_s, _) in zip(_TABLES, row_times, strict=True)
-    )
-
-
-def _row_times(table_bytes: int, row_bytes: int) -> tuple[float, float]:
-    """Seconds of reading and of writing a row, at ascending, otherwise random places."""
-    dim = row_bytes // 4
-    # fill_ writes every page: pages of zeros would all be the same one.
-    table = torch.zeros(table_bytes // row_bytes, dim).fill_(1.0)
-    generator = torch.Generator().manual_seed(0)
-    places = torch.randint(len(table), (32, _ROWS), generator=generator).sort(dim=1).values
+def _row_read() -> float:
+    """Bytes per second of reading rows at ascending, otherwise random places."""
+    table = torch.randn(_TABLE, _DIM)
+    places = torch.randint(_TABLE, (32, _ROWS)).sort(dim=1).values
+    # No row is read again before the caches have lost it.
     next_places = itertools.cycle(places)
-    rows = table.index_select(0, next(next_places))
-    read_s = _seconds(lambda: table.index_select(0, next(next_places)), _OUTER)
-    write_s = _seconds(lambda: table.index_copy_(0, next(next_places), rows), _OUTER)
-    return read_s / _ROWS, write_s / _ROWS
+    read_s = _seconds(lambda: table.index_select(0, next(next_places)))
+    return _ROWS * table[0].nbytes / read_s
+
+
+def _slow_pass() -> float:
+    """Seconds for an element of a softplus."""
+    scores = torch.randn(_QUERIES, _LABELS)
+    return _seconds(lambda: nn.functional.softplus(scores)) / scores.numel()
+
+
+def _sort() -> float:
+    """Seconds for an element of a stable sort."""
+    numbers = np.random.default_rng(0).integers(1 << 20, size=_SORTED)
+    return _seconds(lambda: np.argsort(numbers, kind="stable")) / _SORTED
 
 
 def _call() -> float:
     """Seconds of one operation in a chain of different operations on few numbers."""
     values = torch.ones(8, 8)
-    table = torch.ones(64, 8)
     ids = torch.arange(8)
 
     def chain() -> None:
-        rows = table.index_select(0, ids) * values
+        rows = values.index_select(0, ids) * values
         scores = (rows @ values.T + 0.5).index_select(1, ids)
-        nn.functional.embedding_bag(ids, rows, ids, mode="sum")
         nn.functional.softplus(scores).sum()
         rows.mul_(0.5).addcmul_(values, values).sqrt().add_(1.0)
-        table.index_copy_(0, ids, rows)
 
-    return _seconds(chain) / 13
+    return _seconds(chain, touched_bytes=_INNER) / 11
 
 
 def _disk() -> float:
     """Bytes per second of writing a file, syncing and hashing it."""
     content = os.urandom(1 << 20) * 32
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        path = Path(folder) / "file"
         start = time.perf_counter()
-        with (Path(folder) / "file").open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        hashlib.sha256(content).digest()
+        with storage.whole_file(path) as part:
+            part.write_bytes(content)
+        storage.hash_file(path)
         return len(content) / (time.perf_counter() - start)
 
 
-def _index() -> tuple[float, float]:
-    """Flop/s of assigning rows to lists, and of scanning rows for the best of many queries."""
-    from xmcray.retrieval import ann
+def _search() -> float:
+    """Floating-point operations per second of scanning rows for the best of many queries."""
     from xmcray.retrieval.exact import exact_search
 
-    faiss = ann.import_faiss()
-    ann.use_threads(torch.get_num_threads())
-    rows = np.random.default_rng(0).standard_normal((32_768, 64), dtype=np.float32)
-    flat = faiss.IndexFlatIP(64)
-    flat.add(rows[:4096])
-    build_s = _seconds(lambda: flat.search(rows[:8192], 1))
-    search_s = _seconds(lambda: exact_search(rows, rows[:512], 50))
-    return 2.0 * 4096 * 8192 * 64 / build_s, 2.0 * 512 * len(rows) * 64 / search_s
+    rows = np.random.default_rng(0).standard_normal((32_768, _DIM), dtype=np.float32)
+    search_s = _seconds(lambda: exact_search(rows, rows[:_QUERIES], 50))
+    return 2.0 * _QUERIES * rows.size / search_s
 
 
 def _process_bytes(more_imports: str) -> int:
@@ -220,51 +206,40 @@ def _process_bytes(more_imports: str) -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def _collectives() -> tuple[float, float, float]:
-    """Seconds of a small all-gather, how much longer it takes after work, and bytes per second."""
-    code = "import sys; from xmcray.planning import probe; probe.rank_times(*sys.argv[1:])"
+def _collectives() -> tuple[float, float]:
+    """Seconds of a small all-gather after work, and bytes per second of a large one."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in ("0", "1"):
-            command = [sys.executable, "-c", code, rank, folder]
-            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        outputs = [process.communicate()[0] for process in processes]
-    small_s, large_s, work_s, small_after_work_s = map(float, outputs[0].split())
-    meet_s = max(0.0, small_after_work_s - work_s - small_s)
-    return small_s, meet_s, (1 << 23) / max(large_s - small_s, 1e-9)
+        multiprocessing.spawn(_exchange, (folder,), nprocs=2)
+        times = json.loads((Path(folder) / "times").read_text(encoding="utf-8"))
+    work_s, small_s, large_s = times
+    return max(0.0, small_s - work_s), _SENT / max(large_s - small_s, 1e-9)
 
 
-def rank_times(rank: str, folder: str) -> None:
-    """Prints the seconds of a small and a large all-gather, of work, and of both, on one of 2 ranks.
-
-    Args:
-        rank: 0 or 1.
-        folder: where the ranks meet.
-    """
+def _exchange(rank: int, folder: str) -> None:
+    """Times work, and work with a small and with a large all-gather after it, on one of two ranks."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=int(rank), world_size=2)
-    queries = torch.randn(_QUERIES, 256)
-    work = partial(torch.mm, queries, torch.randn(256, _LABELS), out=torch.empty(_QUERIES, _LABELS))
-    small = partial(dist.all_gather_into_tensor, torch.zeros(2 << 4), torch.zeros(1 << 4))
-    large = partial(dist.all_gather_into_tensor, torch.zeros(2 << 21), torch.zeros(1 << 21))
-    for calls, count in (([small], 20), ([large], 10), ([work], 60), ([work, small], 60)):
-        for call in [*calls, small]:  # the last one makes both ranks start together
-            call()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    query_BD = torch.randn(_QUERIES, _DIM)
+    label_DC = torch.randn(_DIM, _LABELS)
+    work = partial(torch.mm, query_BD, label_DC)
+    small = partial(collectives.gather_equal, torch.zeros(4))
+    large = partial(collectives.gather_equal, torch.zeros(_SENT // 4))
+    times = []
+    for calls in ([work], [work, small], [work, large]):
+        small()  # both ranks start together
         start = time.perf_counter()
-        for call in calls * count:
+        for call in calls * _EXCHANGES:
             call()
-        print((time.perf_counter() - start) / count)
+        times.append((time.perf_counter() - start) / _EXCHANGES)
+    if rank == 0:
+        (Path(folder) / "times").write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
 def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    return model[1] if model else platform.machine()
 
 
 if __name__ == "__main__":

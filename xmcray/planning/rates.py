@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from xmcray.errors import ConfigError, StorageError
 from xmcray.planning.counter import Operation
 from xmcray.storage import write_json
 
-VERSION = 4
-SORTED = 30_000  # elements that the probe sorts
-NARROW_ROW = 256  # bytes of the rows that the probe reads and writes
-WIDE_ROW = 1024
-Points = tuple[tuple[float, float], ...]
-_POINT_FIELDS = ("products", "passes", "narrow_row_s", "wide_row_s")
+_WRITTEN_ROW = 2.0  # times a row that is read, because a write also reads what it replaces
 
 # Kinds of operations under the names that a plan shows.
 PARTS = {
@@ -32,7 +24,6 @@ PARTS = {
     "row read": "rows of tables",
     "row write": "rows of tables",
     "sort": "sorting and selecting",
-    "copy": "copies to and from the device",
     "collective": "exchange between workers",
 }
 
@@ -42,32 +33,28 @@ class Rates:
     """What a step's time is computed from. Nothing is measured with warm caches.
 
     Attributes:
-        device: in words.
+        device: Name of the device.
         source: "measured" or "published specs".
-        memory_bytes: of the device.
-        host_bytes: of the machine.
-        threads: of each process.
-        process_bytes: of a worker before it has a model; of one that uses transformers.
-        products: (narrowest width, floating-point operations per second) of matrix products.
-        half_flop_s: floating-point operations per second of products in bfloat16.
-        passes: (bytes of an array, bytes per second) of adding two arrays; all bytes count.
-        narrow_row_s: (bytes of the table, seconds) of reading a row of NARROW_ROW bytes.
-        wide_row_s: the same for a row of WIDE_ROW bytes.
-        row_write_factor: seconds of writing a row as a multiple of reading it.
-        slow_s: seconds for an element of an exponential, logarithm or softplus.
-        sort_s: seconds for an element of a stable sort.
-        call_s: seconds of one operation on little data.
-        copy_s: seconds of a small copy between host and device, including the wait for it.
-        host_entry_s: seconds of the host for a token or label of the batch. None: the host's
+        memory_bytes: Memory of the device.
+        host_bytes: Memory of the machine.
+        threads: Threads of each process.
+        process_bytes: Bytes of a worker before it has a model; of one that uses transformers.
+        product_flop_s: Floating-point operations per second of products in float32.
+        half_flop_s: Floating-point operations per second of products in bfloat16.
+        pass_bytes_s: Bytes per second of passes over arrays.
+        row_bytes_s: Bytes per second of reading rows at random places of a table.
+        slow_s: Seconds for an element of an exponential, logarithm or softplus.
+        sort_s: Seconds for an element of a stable sort.
+        call_s: Seconds of one operation on little data.
+        host_entry_s: Seconds of the host for a token or label of the batch. None: the host's
             share of a step is measured while the step is traced.
-        exchange_s: seconds of one collective of a few bytes, right after another.
-        meet_s: how much longer it takes when each rank has worked before it.
-        exchange_bytes_s: bytes per second that one rank sends in a large collective.
-        disk_bytes_s: bytes per second of writing, syncing and hashing.
-        build_flop_s: floating-point operations per second of FAISS' k-means.
-        search_flop_s: the same of a scan for the best of many queries.
-        on_gpu: whether the device is a GPU.
-        cores: of the machine that trainers and index actors share; 0 if each has its own.
+        exchange_s: Seconds of a collective of a few bytes when each rank has worked before it.
+        exchange_bytes_s: Bytes per second that one rank sends in a large collective.
+        disk_bytes_s: Bytes per second of writing, syncing and hashing.
+        build_flop_s: Floating-point operations per second of FAISS' k-means.
+        search_flop_s: Floating-point operations per second of a scan for the best of many queries.
+        on_gpu: Whether the device is a GPU.
+        cores: Cores of the machine that trainers and index actors share; 0 if each has its own.
     """
 
     device: str
@@ -76,77 +63,51 @@ class Rates:
     host_bytes: int
     threads: int
     process_bytes: tuple[int, int]
-    products: Points
+    product_flop_s: float
     half_flop_s: float
-    passes: Points
-    narrow_row_s: Points
-    wide_row_s: Points
-    row_write_factor: float
+    pass_bytes_s: float
+    row_bytes_s: float
     slow_s: float
     sort_s: float
     call_s: float
-    copy_s: float = 0.0
     host_entry_s: float | None = None
     exchange_s: float
-    meet_s: float = 0.0
     exchange_bytes_s: float
     disk_bytes_s: float
     build_flop_s: float
     search_flop_s: float
     on_gpu: bool = False
     cores: int = 0
-    version: int = VERSION
 
-    def step_seconds(self, operations: Iterable[Operation], num_ranks: int = 1) -> dict[str, float]:
+    def step_seconds(self, operations: Iterable[Operation]) -> dict[str, float]:
         """Seconds by part; operations run one after another."""
         seconds: dict[str, float] = defaultdict(float)
         for operation in operations:
-            if operation.kind == "collective":
-                operation_s = self._exchange_s(operation.moved_bytes, num_ranks)
-            else:
-                operation_s = self._operation_s(operation)
+            if operation.kind != "collective":
                 seconds["launches"] += self.call_s
-            seconds[PARTS[operation.kind]] += operation_s
+            seconds[PARTS[operation.kind]] += self._operation_s(operation)
         return dict(seconds)
-
-    def _exchange_s(self, own_bytes: float, num_ranks: int) -> float:
-        """Seconds of a collective in which every rank sends its part to all others."""
-        sent_bytes = (num_ranks - 1) * own_bytes
-        return self.meet_s + self.exchange_s + sent_bytes / self.exchange_bytes_s
 
     def _operation_s(self, operation: Operation) -> float:
         """Seconds of one operation without its launch."""
-        # The probe adds two arrays into one: an operation moves the bytes of about three arrays.
-        bytes_s = _between(self.passes, operation.moved_bytes / 3)
-        moved_s = operation.moved_bytes / bytes_s
+        moved_s = operation.moved_bytes / self.pass_bytes_s
+        row_s = operation.moved_bytes / self.row_bytes_s
         match operation.kind:
             case "product":
-                flop_s = _between(self.products, operation.narrowest)
-                return max(operation.flop / flop_s, moved_s)
+                return max(operation.flop / self.product_flop_s, moved_s)
             case "half product":
                 return max(operation.flop / self.half_flop_s, moved_s)
             case "row read":
-                return operation.count * self._row_s(operation)
+                return row_s
             case "row write":
-                return moved_s + operation.count * self._row_s(operation) * self.row_write_factor
+                return _WRITTEN_ROW * row_s
             case "sort":
-                # Sorting compares n log n times, and the probe's rate is that of SORTED elements.
-                depth = math.log2(max(operation.count, 2.0)) / math.log2(SORTED)
-                return self.sort_s * operation.count * depth
+                return operation.count * self.sort_s
             case "slow pass":
                 return max(operation.count * self.slow_s, moved_s)
-            case "copy":
-                return self.copy_s
+            case "collective":
+                return self.exchange_s + operation.moved_bytes / self.exchange_bytes_s
         return moved_s
-
-    def _row_s(self, operation: Operation) -> float:
-        """Seconds of reading a row: linear in its bytes between and beyond the probe's widths."""
-        narrow_s = _between(self.narrow_row_s, operation.table_bytes)
-        wide_s = _between(self.wide_row_s, operation.table_bytes)
-        slope = (wide_s - narrow_s) / (WIDE_ROW - NARROW_ROW)
-        linear_s = narrow_s + slope * (operation.row_bytes - NARROW_ROW)
-        # A row narrower than the narrowest of the probe takes its share of that one.
-        return max(linear_s, narrow_s * min(1.0, operation.row_bytes / NARROW_ROW))
 
     def save(self, path: Path) -> None:
         """Writes the rates, to be used again with --probe."""
@@ -162,27 +123,13 @@ def load_rates(path: Path) -> Rates:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+        values["process_bytes"] = tuple(values["process_bytes"])  # JSON knows lists only
+        return Rates(**values)
     except OSError as error:
         raise StorageError(
             f"probe {path} cannot be read ({error.strerror}); leave out --probe to measure"
         ) from None
-    except ValueError:
-        raise ConfigError(f"probe {path} is not JSON; leave out --probe to measure") from None
-    try:
-        if values["version"] != VERSION:
-            raise KeyError("version")
-        for name in _POINT_FIELDS:
-            # JSON knows lists only.
-            values[name] = tuple((float(x), float(y)) for x, y in values[name])
-        values["process_bytes"] = tuple(values["process_bytes"])
-        return Rates(**values)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(
             f"probe {path} was not measured by this release; leave out --probe to measure again"
         ) from None
-
-
-def _between(points: Points, x: float) -> float:
-    """The value at x, on straight lines between the points of a log-log plot, level at its ends."""
-    xs, ys = np.log(np.array(points)).T
-    return float(np.exp(np.interp(np.log(max(x, 1e-9)), xs, ys)))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from xmcray.negatives.plan import NegativesConfig
 from xmcray.planning.rates import Rates
-from xmcray.planning.sizes import CANDIDATES, ID, VALUE, num_lists
-from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
-from xmcray.retrieval.index import LONG_SHARE, TUNE_QUERIES, resolve_factory
+from xmcray.planning.sizes import CANDIDATES, ID, VALUE, num_lists, shortlist_bytes
+from xmcray.retrieval.ann import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
+from xmcray.retrieval.index import LONG_SHARE, TUNE_QUERIES
 
-_KMEANS_ROUNDS = 9  # eight, and one for the residuals that codes are made of
 _TUNE_VISITS = 8  # searches of the tuning queries until the recall is right
-_POLL_S = 0.05  # between two looks for a published version
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,8 @@ class Spread:
     """How rows lie.
 
     Attributes:
-        visited: share of lists that have 95 % of the best rows.
-        long: share of rows that are in no list, because they are much longer than others.
+        visited: Share of lists that have 95 % of the best rows.
+        long: Share of rows that are in no list, because they are much longer than others.
     """
 
     visited: float
@@ -35,67 +34,59 @@ ANYWHERE = Spread(0.4, 0.0)  # random directions, about one length
 APART = Spread(0.04, LONG_SHARE)  # a trained classifier's, by benchmarks/index_recall.py
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Refresh:
     """The work of one index actor for one version.
 
     Attributes:
-        rates: of the machine.
-        factory: of the index, as `negatives.index`.
-        rows: labels of a shard.
-        dim: width of the vectors.
-        queries: of an epoch.
-        hard: hard negatives of a query.
-        shards: indexes, one for each worker.
+        rates: Rates of the machine.
+        config: Section `negatives`.
+        rows: Labels of a shard.
+        dim: Width of the vectors.
+        queries: Queries of an epoch.
+        shards: Indexes, one for each worker.
     """
 
     rates: Rates
-    factory: str
+    config: NegativesConfig
     rows: int
     dim: int
     queries: int
-    hard: int
     shards: int
 
     @property
     def lists(self) -> int:
         """Inverted lists; 0 for an exhaustive index."""
-        return num_lists(resolve_factory(self.factory, self.rows))
+        return num_lists(self.config.index, self.rows)
 
     def build_s(self) -> float:
         """k-means on a sample, then every row to its list."""
-        if not self.lists:
-            return 0.0
         sample = min(self.rows, TRAIN_ROWS_PER_LIST * self.lists)
-        flop = 2.0 * self.dim * self.lists * (_KMEANS_ROUNDS * sample + self.rows)
-        return flop / self.rates.build_flop_s
+        # The last round is for the residuals that codes are made of.
+        assigned = (KMEANS_ROUNDS + 1) * sample + self.rows
+        return 2.0 * self.dim * self.lists * assigned / self.rates.build_flop_s
 
-    def search_s(self, spread: Spread, queries: int | None = None) -> float:
+    def search_s(self, spread: Spread) -> float:
         """Queries against the lists that they visit, or against all rows."""
-        queries = self.queries if queries is None else queries
-        compared = float(self.rows)
+        compared = float(self.rows * self.queries)
         if self.lists:
             in_lists = (1 - spread.long) * spread.visited
-            compared = self.lists + self.rows * (in_lists + spread.long)
-        return 2.0 * self.dim * compared * queries / self.rates.search_flop_s
-
-    def tune_s(self, spread: Spread) -> float:
-        """Some queries against all rows, then against more and fewer lists."""
-        if not self.lists:
-            return 0.0
-        exact_s = 2.0 * self.dim * self.rows * TUNE_QUERIES / self.rates.search_flop_s
-        return exact_s + _TUNE_VISITS * self.search_s(spread, TUNE_QUERIES)
+            visited_rows = self.lists + self.rows * (in_lists + spread.long)
+            # To tune it, some queries meet all rows, and then more and fewer lists.
+            compared = visited_rows * (self.queries + _TUNE_VISITS * TUNE_QUERIES)
+            compared += self.rows * TUNE_QUERIES
+        return 2.0 * self.dim * compared / self.rates.search_flop_s
 
     def total_s(self, spread: Spread) -> float:
         """From published to complete, on cores of its own."""
-        shortlist_bytes = self.queries * 4 * self.hard
-        if not self.hard:
-            return _POLL_S + shortlist_bytes / self.rates.disk_bytes_s
-        candidates = self.queries * (self.hard + CANDIDATES)
-        files = candidates * (ID + VALUE) + shortlist_bytes + self.rows * self.dim * VALUE
-        merge_s = 2 * candidates * self.shards * self.rates.sort_s
-        work_s = self.build_s() + self.tune_s(spread) + self.search_s(spread) + merge_s
-        return _POLL_S + work_s + files / self.rates.disk_bytes_s
+        file_bytes = shortlist_bytes(self.config, self.queries)
+        work_s = 0.0
+        if self.config.hard:
+            candidates = self.queries * (self.config.hard + CANDIDATES)
+            file_bytes += candidates * (ID + VALUE) + self.rows * self.dim * VALUE
+            merge_s = 2 * candidates * self.shards * self.rates.sort_s
+            work_s = self.build_s() + self.search_s(spread) + merge_s
+        return work_s + file_bytes / self.rates.disk_bytes_s
 
 
 def shared_cores_s(
@@ -104,14 +95,14 @@ def shared_cores_s(
     """Seconds that an actor's work takes on the cores that trainers leave, until those wait for it.
 
     Args:
-        work_s: with cores of its own.
-        epoch_s: for which trainers do not wait.
-        rates: of the machine.
-        workers: trainers, each with an actor.
-        niceness: of actors; with fewer cores than threads both share one by their priorities.
+        work_s: Seconds with cores of its own.
+        epoch_s: Seconds for which trainers do not wait.
+        rates: Rates of the machine.
+        workers: Number of trainers, each with an actor.
+        niceness: Niceness of actors; with fewer cores than threads both share one by priority.
     """
     threads = workers * rates.threads
-    if not rates.cores or rates.on_gpu:
+    if not rates.cores:
         return work_s
     alone = min(1.0, rates.cores / threads)
     weight = 1.25**-niceness

@@ -8,45 +8,55 @@ from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
 from xmcray.retrieval.index import resolve_factory
 
 ID = 8  # bytes of an int64
-VALUE = 4  # bytes of a float32
+VALUE = 4  # bytes of a float32 or an int32
 CANDIDATES = 8  # labels that a search finds besides the hard negatives: positives are among them
 _TOKENIZER_BYTES = 1500  # of a token in the tokenizer's tables
 _SHARD_TEXTS = 16_384  # of the corpus' files
 
 
 def corpus_bytes(data: DataSize, num_query_ids: int) -> int:
-    """The corpus as a worker maps it, and its orders of labels and queries.
-
-    Args:
-        data: the corpus in numbers.
-        num_query_ids: queries that are sampled.
-    """
+    """The corpus as a worker maps it, and its orders of labels and of the queries it samples."""
     token = 2 if data.vocab_size <= 1 << 16 else 4
-    texts = data.num_train * data.tokens_per_query + data.num_labels * data.tokens_per_label
+    tokens = data.num_train * data.tokens_per_query + data.num_labels * data.tokens_per_label
     offsets = ID * (2 * data.num_train + data.num_labels)
-    positives = 4 * data.num_train * data.positives_per_query
+    positives = VALUE * data.num_train * data.positives_per_query
     # label_order, label_rank and train_counts; sampled ids, their order, and the next epoch's.
     orders = 3 * ID * (data.num_labels + num_query_ids)
-    return int(token * texts + offsets + positives + orders + _TOKENIZER_BYTES * data.vocab_size)
+    return int(token * tokens + offsets + positives + orders + _TOKENIZER_BYTES * data.vocab_size)
+
+
+def object_store_bytes(threads: int, data: DataSize) -> int:
+    """Ray's shared memory while `prepare` has some shards of the corpus on their way."""
+    text = 6 * max(data.tokens_per_query, data.tokens_per_label)  # bytes of a text
+    return int(3 * (threads + 1) * _SHARD_TEXTS * (2 * text + 100))
 
 
 def shortlist_bytes(config: NegativesConfig, num_query_ids: int) -> int:
-    """The shortlist in use, mapped from its file, and the clusters of queries (int32 each)."""
+    """The shortlist in use, mapped from its file, and the clusters of queries."""
     if not config.refreshed:
         return 0
-    return num_query_ids * 4 * (config.hard + (2 if config.cluster_size else 0))
+    return num_query_ids * VALUE * (config.hard + (2 if config.cluster_size else 0))
 
 
-def index_actor_bytes(factory: str, rows: int, dim: int, on_gpu: bool = False) -> int:
+def ledger_bytes(config: NegativesConfig, labels: int, queries: int, dim: int, workers: int) -> int:
+    """Files of one version at its largest, and of the one in use."""
+    if not config.refreshed:
+        return 0
+    version = queries * (dim * VALUE + 2 * ID)
+    if config.hard:
+        version += labels * dim * VALUE
+        # Every shard keeps ids and scores of its candidates until they are merged.
+        version += queries * workers * (config.hard + CANDIDATES) * (ID + VALUE)
+    return version + 2 * shortlist_bytes(config, queries)
+
+
+def index_actor_bytes(factory: str, rows: int, dim: int) -> int:
     """An index actor while it builds: its rows, a copy without the longest, index, k-means' sample.
 
     Rows are read in blocks and joined, so that they exist twice before the index does.
     """
-    vectors = rows * dim * VALUE
-    factory = "Flat" if on_gpu else resolve_factory(factory, rows)
-    sample = min(rows, TRAIN_ROWS_PER_LIST * num_lists(factory)) * dim * VALUE
-    index = vectors + index_bytes(factory, rows, dim) + sample
-    return vectors + (vectors if factory == "Flat" else index)
+    sample_rows = min(rows, TRAIN_ROWS_PER_LIST * num_lists(factory, rows))
+    return (2 * rows + sample_rows) * dim * VALUE + index_bytes(factory, rows, dim)
 
 
 def index_bytes(factory: str, rows: int, dim: int) -> int:
@@ -59,36 +69,10 @@ def index_bytes(factory: str, rows: int, dim: int) -> int:
         code = 2 * dim
     elif "SQ8" in factory:
         code = dim
-    return rows * (code + ID) + num_lists(factory) * dim * VALUE
+    return rows * (code + ID) + num_lists(factory, rows) * dim * VALUE
 
 
-def num_lists(factory: str) -> int:
-    """Inverted lists of a resolved factory string; 0 without."""
-    head = factory.split(",")[0]
+def num_lists(factory: str, rows: int) -> int:
+    """Inverted lists of an index; 0 without."""
+    head = resolve_factory(factory, rows).split(",")[0]
     return int(head[3:]) if head.startswith("IVF") and head[3:].isdigit() else 0
-
-
-def object_store_bytes(threads: int, data: DataSize) -> int:
-    """Ray's shared memory while `prepare` has some shards of the corpus on their way."""
-    text = 6 * max(data.tokens_per_query, data.tokens_per_label)  # bytes of a text
-    return int(3 * (threads + 1) * _SHARD_TEXTS * (2 * text + 100))
-
-
-def ledger_bytes(config: NegativesConfig, labels: int, queries: int, dim: int, workers: int) -> int:
-    """Files of one version at its largest, and of the one in use.
-
-    Args:
-        config: section `negatives`.
-        labels: L.
-        queries: of an epoch.
-        dim: width of the vectors.
-        workers: each has an index of its labels.
-    """
-    if not config.refreshed:
-        return 0
-    vectors = queries * (dim * VALUE + 2 * ID)
-    if config.hard:
-        vectors += labels * dim * VALUE
-        # Every shard keeps ids and scores of its candidates until they are merged.
-        vectors += queries * workers * (config.hard + CANDIDATES) * (ID + VALUE)
-    return vectors + 2 * shortlist_bytes(config, queries)

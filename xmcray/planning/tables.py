@@ -2,99 +2,67 @@
 
 from __future__ import annotations
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from xmcray.planning.estimate import Plan
 
+Units = tuple[tuple[float, str], ...]
 Rows = list[tuple[str, str]]
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SECONDS = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def sections(plan: Plan) -> dict[str, Rows]:
     """Titles with their rows of a name and a value."""
-    memory = (
-        f"Memory of each of {plan.workers} workers ({plan.device}, {_bytes(plan.memory_bytes)})"
-    )
+    memory = {}
+    for where, parts in (("device", plan.device_bytes), ("process", plan.host_bytes)):
+        for name, num_bytes in parts.items():
+            memory[f"{where}: {name}"] = num_bytes
+        memory[f"{where}: in all"] = sum(parts.values())
+    memory["an index actor of each worker"] = plan.index_bytes
+    memory["Ray's object store, only while preparing"] = plan.object_store
+    checkpoint = _text(plan.checkpoint, _BYTES)
+    disk = {
+        f"checkpoints, {plan.checkpoints} of {checkpoint}": plan.checkpoints * plan.checkpoint,
+        "ledger of the negatives": plan.ledger,
+        "index without the vectors": plan.index_on_disk,
+    }
+    queries_s = plan.batch / plan.step_seconds
+    cost = "" if plan.cost is None else f", for {plan.cost:,.2f}"
+    memory_title = f"Memory of each of {plan.workers} workers"
     return {
-        memory: _memory(plan),
-        "Disk": _disk(plan),
-        f"A step of {plan.batch:,} queries": _step(plan),
-        "The run": _run(plan),
+        f"{memory_title} ({plan.device}, {_text(plan.memory_bytes, _BYTES)})": _rows(
+            memory, _BYTES
+        ),
+        "Disk": _rows(disk, _BYTES),
+        f"A step of {plan.batch:,} queries, {queries_s:,.0f} per second": _rows(
+            {**plan.step_s, "one step": plan.step_seconds}, _SECONDS
+        ),
+        f"A run of {plan.epochs} epochs of {plan.steps_per_epoch:,} steps{cost}": _rows(
+            plan.run_s, _SECONDS
+        ),
     }
 
 
 def tables(plan: Plan) -> list[Table | str]:
     """A heading, a table for each section, and what is assumed."""
     sizes = f"{plan.labels:,} labels, {plan.queries:,} queries, D = {plan.dim}"
-    lines: list[Table | str] = [f"{plan.method}: {sizes}; {plan.source}"]
+    parts: list[Table | str] = [f"{plan.method}: {sizes}; {plan.source}"]
     for title, rows in sections(plan).items():
-        table = Table(title=title, show_header=False, title_justify="left")
-        table.add_column(justify="left")
-        table.add_column(justify="right")
+        table = Table("", Column(justify="right"), title=title, show_header=False)
         for row in rows:
             table.add_row(*row)
-        lines.append(table)
-    lines += [f"assumed: {assumption}" for assumption in plan.assumptions]
-    return lines
+        parts.append(table)
+    return [*parts, *(f"assumed: {assumption}" for assumption in plan.assumptions)]
 
 
-def _memory(plan: Plan) -> Rows:
-    rows = []
-    for where, parts in (("device", plan.device_bytes), ("process", plan.host_bytes)):
-        for name, size in parts.items():
-            if size:
-                rows.append((f"{where}: {name}", _bytes(size)))
-        if parts:
-            rows.append((f"{where}: in all", _bytes(sum(parts.values()))))
-    if plan.index_bytes:
-        rows.append(("an index actor of each worker", _bytes(plan.index_bytes)))
-    rows.append(("Ray's object store, only while preparing", _bytes(plan.object_store)))
-    return rows
+def _rows(values: dict[str, int] | dict[str, float], units: Units) -> Rows:
+    """The values that are not 0, as texts."""
+    return [(name, _text(value, units)) for name, value in values.items() if value]
 
 
-def _disk(plan: Plan) -> Rows:
-    checkpoints = f"checkpoints, {plan.checkpoints} of {_bytes(plan.checkpoint)}"
-    return [
-        (checkpoints, _bytes(plan.checkpoints * plan.checkpoint)),
-        ("ledger of the negatives", _bytes(plan.ledger)),
-        ("index without the vectors", _bytes(plan.index_on_disk)),
-    ]
-
-
-def _step(plan: Plan) -> Rows:
-    rows = [(name, _seconds(value)) for name, value in plan.step_s.items() if value]
-    rows.append(("one step", _seconds(plan.step_seconds)))
-    rows.append(("queries per second", f"{plan.batch / plan.step_seconds:,.0f}"))
-    return rows
-
-
-def _run(plan: Plan) -> Rows:
-    seconds = {
-        "refresh of the negatives, while training goes on": plan.refresh_s,
-        "of which: building an index": plan.build_s,
-        "of which: searching it": plan.search_s,
-        "the first refresh, of rows close to their start": plan.first_refresh_s,
-        "one validation": plan.validation_s,
-        "one checkpoint": plan.checkpoint_s,
-        "one epoch": plan.epoch_s,
-        f"{plan.epochs} epochs, the whole training": plan.total_s,
-    }
-    rows = [("steps per epoch", f"{plan.steps_per_epoch:,}")]
-    rows += [(name, _seconds(value)) for name, value in seconds.items() if value]
-    if plan.cost is not None:
-        rows.append(("cost", f"{plan.cost:,.2f}"))
-    return rows
-
-
-def _bytes(size: float) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size / 1e3:.0f} kB"
-
-
-def _seconds(value: float) -> str:
-    units = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
+def _text(value: float, units: Units) -> str:
     for unit, name in units:
-        if value >= unit * (2 if name == "days" else 1):
+        if value >= unit:
             return f"{value / unit:.3g} {name}"
-    return f"{value * 1e6:.0f} µs"
+    return f"{value / unit:.2g} {name}"  # of the smallest unit

@@ -13,19 +13,18 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from xmcray.methods.base import Method
-from xmcray.methods.registry import method_entry
 from xmcray.nn import row_table
 from xmcray.parallel.partition import LabelPartition
-from xmcray.planning.counter import Counter, Operation
+from xmcray.planning.counter import Counter
 from xmcray.planning.data_size import DataSize
 from xmcray.planning.encoders import planned_encoder
-from xmcray.planning.pretended_ranks import pretended_ranks
 from xmcray.planning.rates import Rates
 from xmcray.planning.stand_in import StandInData
-from xmcray.training.loop import Setup, assemble
+from xmcray.training.loop import assemble
 from xmcray.training.run import RunConfig
 from xmcray.types import Ragged
 
@@ -33,25 +32,25 @@ META = torch.device("meta")
 _FORWARD_TEXTS = 1024
 _COUNTED_STEPS = (2, 3, 4)
 _OVERHEAD_CALLS = 300
-# Whole blocks for each rank: the pretended ranks send as much as this one.
+# Whole blocks for each rank: the other ranks send as much as this one.
 _START_LABELS = 4096
 _START_RANKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What rank 0 needs; all bytes and seconds.
+class Trace:
+    """What rank 0 needs.
 
     Attributes:
-        step_s: seconds of a step, by kind of work.
-        forward_s: seconds of encoding one text without a graph.
-        tensors: bytes by part that live as long as the run.
-        step_bytes: what a step adds at its largest moment.
-        copy_bytes: the most that start, versions of negatives and validation need for a moment.
-        index_dim: width of the vectors that are indexed.
-        encodes_labels: whether the vectors that answer are made of label texts.
-        label_state: bytes of a checkpoint for the labels of this rank.
-        shared_state: bytes of a checkpoint that all ranks have alike.
+        step_s: Seconds of a step, by kind of work.
+        forward_s: Seconds of encoding one text without a graph.
+        tensors: Bytes by part that live as long as the run.
+        step_bytes: Bytes that a step adds at its largest moment.
+        copy_bytes: The most that start, versions of negatives and validation need for a moment.
+        index_dim: Width of the vectors that are indexed.
+        encoded_labels: Label texts that are encoded before the rank answers.
+        label_state: Bytes of a checkpoint for the labels of this rank.
+        shared_state: Bytes of a checkpoint that all ranks have alike.
     """
 
     step_s: dict[str, float]
@@ -60,45 +59,43 @@ class Needs:
     step_bytes: int
     copy_bytes: int
     index_dim: int
-    encodes_labels: bool
+    encoded_labels: int
     label_state: int
     shared_state: int
 
 
-def trace(config: RunConfig, size: DataSize, rates: Rates, workers: int) -> Needs:
+def trace(config: RunConfig, size: DataSize, rates: Rates, workers: int) -> Trace:
     """Builds a run as rank 0 would, without values, and runs some of its steps.
 
     Args:
-        config: of the run.
-        size: of its data.
-        rates: of the device.
-        workers: ranks.
+        config: Settings of the run.
+        size: Its data.
+        rates: Rates of the device.
+        workers: Number of ranks.
     """
-    copy_bytes = _start_bytes(config, size, workers)
+    copies = [_start_bytes(config, size, workers)]
     with _rank(config, size, workers, rates.on_gpu) as rank:
-        method = rank.setup.method
         rank.step(1)  # Adam's state is made here
         host_s = rank.host_s(rates.host_entry_s)
-        step_s = rates.step_seconds(rank.counter.operations, workers)
+        step_s = rates.step_seconds(rank.counter.operations)
         tensors = rank.tensor_bytes()
         step_bytes = max(0, rank.counter.peak_bytes - sum(tensors.values()))
-        index_dim, index_bytes = rank.peak_of(method.index_rows)
+        index_dim, index_bytes = rank.peak_of(rank.method.index_rows)
         if config.negatives.hard:
             # The copy that is written while training goes on is float32.
-            copy_bytes = max(copy_bytes, index_bytes + 4 * index_dim * rank.setup.partition.size)
-        # Counted while `answer_rows` runs: does the method encode label texts to answer?
+            copies.append(index_bytes + 4 * index_dim * rank.partition.size)
         rank.encoded_texts = 0
-        _, answer_bytes = rank.peak_of(method.answer_rows)
+        _, answer_bytes = rank.peak_of(rank.method.answer_rows)
         if config.data.validation:
-            copy_bytes = max(copy_bytes, answer_bytes)
-        return Needs(
+            copies.append(answer_bytes)
+        return Trace(
             step_s={**step_s, "batch, draws and Python": host_s},
-            forward_s=sum(rates.step_seconds(rank.forward()).values()) / _FORWARD_TEXTS,
+            forward_s=rank.forward_s(rates),
             tensors=tensors,
             step_bytes=step_bytes,
-            copy_bytes=copy_bytes,
+            copy_bytes=max(copies),
             index_dim=index_dim,
-            encodes_labels=rank.encoded_texts > 0,
+            encoded_labels=rank.encoded_texts,
             label_state=rank.label_state_bytes(),
             shared_state=rank.shared_state_bytes(),
         )
@@ -112,18 +109,19 @@ class _Rank:
         self.workers = workers
         self.counter = Counter()
         self.data = StandInData(size, config.data.augment_with_labels)
+        self.partition = LabelPartition(size.num_labels, workers, 0)
         self.encoded_texts = 0
         data: Any = self.data
-        partition = LabelPartition(size.num_labels, workers, 0)
         with self.counter:
             encoder = planned_encoder(config.encoder, size.vocab_size, on_gpu)
             self.encoder = encoder.to(config.optim.dtype)
-            self.setup: Setup = assemble(
-                config, data, self.encoder, META, partition, self._encode_without_graph
+            setup = assemble(
+                config, data, self.encoder, META, self.partition, self._encode_without_graph
             )
-        self.optimizer = self.setup.stepper.optimizer
+        self.method = setup.method
+        self.stepper = setup.stepper
         if on_gpu:
-            self.optimizer.update_together()
+            self.stepper.optimizer.update_together()
 
     def _encode_without_graph(self, tokens: Ragged) -> Tensor:
         """Vectors of texts that no step trains on, without the encoder's work."""
@@ -132,49 +130,37 @@ class _Rank:
         return torch.empty(len(tokens), self.encoder.dim, dtype=dtype, device=META)
 
     def step(self, number: int) -> float:
-        """Runs one step and counts it; returns its seconds outside the counter and the stand-ins."""
+        """Runs one step and counts it; returns its seconds outside the counter."""
         self.data.entries = 0
         batch = self.data.batch(self.config, number, self.workers)
-        self.counter.restart()
-        self.data.seconds = 0.0
         # The stand-in also answers as a shortlist.
         shortlist: Any = self.data
+        self.counter.restart()
         with self.counter:
             start = time.thread_time()
-            self.setup.stepper.step(batch, shortlist)
+            self.stepper.step(batch, shortlist)
             elapsed_s = time.thread_time() - start
-        return elapsed_s - self.data.seconds - self.counter.inside_s
+        return elapsed_s - self.counter.inside_s
 
     def host_s(self, entry_s: float | None) -> float:
         """The host's seconds of a step, at so many seconds an entry of the batch, or measured."""
         if entry_s is not None:
             self.step(2)
             return self.data.entries * entry_s
-        overhead_s = self._overhead_s()
+        overhead_s = _counter_overhead_s()
         measured = []
         for number in _COUNTED_STEPS:
             step_s = self.step(number)
             measured.append(step_s - self.counter.calls * overhead_s)
         return max(0.0, min(measured))  # the smallest has the least noise
 
-    def _overhead_s(self) -> float:
-        """Seconds that entering the counter adds to an operation."""
-        tensor = torch.empty(4, device=META)
-        self.counter.restart()
-        with self.counter:
-            start = time.thread_time()
-            for _ in range(_OVERHEAD_CALLS):
-                tensor.mul_(1.0)
-            elapsed_s = time.thread_time() - start
-        return (elapsed_s - self.counter.inside_s) / _OVERHEAD_CALLS
-
-    def forward(self) -> list[Operation]:
-        """Operations of encoding texts for a search."""
+    def forward_s(self, rates: Rates) -> float:
+        """Seconds of encoding a text for a search."""
         self.counter.restart()
         self.encoder.eval()
         with self.counter, torch.no_grad():
             self.encoder(self.data.tokens(self.data.query_ids[:_FORWARD_TEXTS]))
-        return self.counter.operations
+        return sum(rates.step_seconds(self.counter.operations).values()) / _FORWARD_TEXTS
 
     def peak_of(self, make_rows: Callable[[], Tensor]) -> tuple[int, int]:
         """Width of the rows that a method makes, and the bytes that exist while it does."""
@@ -184,37 +170,31 @@ class _Rank:
             rows_SD = make_rows()
         return rows_SD.shape[1], self.counter.peak_bytes - before
 
-    def start(self) -> Tensor:
-        """Computes the initial values; returns no rows, as `peak_of` expects some."""
-        self.setup.method.start()
-        return torch.empty(0, 0, device=META)
-
     def tensor_bytes(self) -> dict[str, int]:
         """Bytes by part of everything that lives as long as the run."""
+        optimizer = self.stepper.optimizer
         encoder_bytes = _bytes(self.encoder.state_dict())
         # Gradients of dense parameters live from one step to the next.
-        optimizer_bytes = _bytes(self.optimizer.tensors()) + _bytes(self.optimizer.dense)
+        optimizer_bytes = _bytes(optimizer.tensors()) + _bytes(optimizer.dense)
         return {
             "encoder": encoder_bytes,
             "modules of the method": self._weight_bytes() - encoder_bytes,
-            "encoder's optimiser": optimizer_bytes + _last_step_bytes(self.optimizer.tables),
-            "label rows": self.label_state_bytes() + _last_step_bytes(self.setup.method.tables),
+            "encoder's optimiser": optimizer_bytes + _last_step_bytes(optimizer.tables),
+            "label rows": self.label_state_bytes() + _last_step_bytes(self.method.tables),
         }
 
     def _weight_bytes(self) -> int:
         """Weights of the encoder and of the method's modules."""
-        modules = self.setup.stepper.modules.values()
-        return sum(_bytes(module.state_dict()) for module in modules)
+        return sum(_bytes(module.state_dict()) for module in self.stepper.modules.values())
 
     def label_state_bytes(self) -> int:
         """Everything that a checkpoint keeps for the labels of this rank."""
-        tables = self.setup.method.tables.values()
-        table_bytes = sum(_bytes(table.tensors()) for table in tables)
-        return table_bytes + _bytes(self.setup.method.state_tensors())
+        table_bytes = sum(_bytes(table.tensors()) for table in self.method.tables.values())
+        return table_bytes + _bytes(self.method.state_tensors())
 
     def shared_state_bytes(self) -> int:
         """Everything that a checkpoint keeps once for all ranks."""
-        return self._weight_bytes() + _bytes(self.optimizer.tensors())
+        return self._weight_bytes() + _bytes(self.stepper.optimizer.tensors())
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -226,19 +206,33 @@ def _last_step_bytes(tables: Mapping[str, row_table.RowTable]) -> int:
     return sum(table.last_step_S.nbytes for table in tables.values())
 
 
+def _counter_overhead_s() -> float:
+    """Seconds that entering the counter adds to an operation."""
+    tensor = torch.empty(4, device=META)
+    with Counter() as counter:
+        start = time.thread_time()
+        for _ in range(_OVERHEAD_CALLS):
+            tensor.mul_(1.0)
+        elapsed_s = time.thread_time() - start
+    return (elapsed_s - counter.inside_s) / _OVERHEAD_CALLS
+
+
 def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
     """What initial values take for a moment, from those of few labels: linear in the labels."""
-    if getattr(method_entry(config.method_name).factory, "start", None) is Method.start:
-        return 0
     ranks = min(workers, _START_RANKS)
     few = dataclasses.replace(
         size, num_labels=_START_LABELS, num_train=_START_LABELS, label_share_L=None
     )
     data = dataclasses.replace(config.data, augment_with_labels=False)
     with _rank(dataclasses.replace(config, data=data), few, ranks, on_gpu=False) as rank:
+
+        def start() -> Tensor:
+            rank.method.start()
+            return torch.empty(0, 0, device=META)  # `peak_of` expects rows
+
         logging.disable(logging.WARNING)  # about few labels, which the user does not have
         tracemalloc.start()
-        _, tensor_bytes = rank.peak_of(rank.start)
+        _, tensor_bytes = rank.peak_of(start)
         _, array_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         logging.disable(logging.NOTSET)
@@ -249,22 +243,7 @@ def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
 
 @contextlib.contextmanager
 def _rank(config: RunConfig, size: DataSize, workers: int, on_gpu: bool) -> Iterator[_Rank]:
-    """A rank among others that exist only for its collectives."""
-    counters: list[Counter] = []
-
-    def count(kind: str, own_bytes: float) -> None:
-        # Building the rank needs no collective, so its counter is there at the first one.
-        counters[0].add(kind, own_bytes)
-
-    with _as_device(on_gpu), pretended_ranks(workers, count):
-        rank = _Rank(config, size, workers, on_gpu)
-        counters.append(rank.counter)
-        yield rank
-
-
-@contextlib.contextmanager
-def _as_device(on_gpu: bool) -> Iterator[None]:
-    """Tensors without values are cut into the blocks of the planned device."""
+    """Rank 0 among ranks that do not exist: torch's fake group sends what this rank sends."""
     block = row_table.BLOCK["cuda" if on_gpu else "cpu"]
     make_tensor = torch.tensor
 
@@ -273,8 +252,14 @@ def _as_device(on_gpu: bool) -> Iterator[None]:
         result = make_tensor(values, **options)
         return result.to(device) if device is not None else result
 
-    with (
-        mock.patch.dict(row_table.BLOCK, {"meta": block}),
-        mock.patch.object(torch, "tensor", tensor),
-    ):
-        yield
+    if workers > 1:
+        dist.init_process_group("fake", rank=0, world_size=workers, store=FakeStore())
+    try:
+        with (
+            mock.patch.dict(row_table.BLOCK, {"meta": block}),
+            mock.patch.object(torch, "tensor", tensor),
+        ):
+            yield _Rank(config, size, workers, on_gpu)
+    finally:
+        if workers > 1:
+            dist.destroy_process_group()

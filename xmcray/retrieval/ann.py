@@ -13,6 +13,7 @@ from xmcray.errors import BundleError, ConfigError, ResourceError, one_line
 from xmcray.types import Float32Array, Int64Array
 
 TRAIN_ROWS_PER_LIST = 64
+KMEANS_ROUNDS = 8
 MAX_LISTS = 1 << 22
 TABLE_BYTES = 1 << 28  # for tables that FAISS computes while reading, which count as well
 
@@ -191,7 +192,7 @@ def _training_rows(faiss_index: Any, rows: Float32Array, seed: int) -> Float32Ar
         num_samples = 1 << 16
     else:
         lists.cp.seed = 1 + seed % 1_000_000
-        lists.cp.niter = 8
+        lists.cp.niter = KMEANS_ROUNDS
         lists.cp.min_points_per_centroid = 1
         lists.cp.max_points_per_centroid = TRAIN_ROWS_PER_LIST
         num_samples = TRAIN_ROWS_PER_LIST * int(lists.nlist)
