@@ -18,8 +18,9 @@ from xmcray.serving.follower import Follower
 from xmcray.serving.http import create_app
 from xmcray.serving.local import LocalGateway
 from xmcray.serving.security import new_token_file
-from xmcray.serving.service import Service, SnapshotSource
+from xmcray.serving.service import Service
 from xmcray.serving.settings import ServeConfig
+from xmcray.serving.source import SnapshotSource
 
 TOKEN = "token" * 4
 ADMIN = "admin" * 4
@@ -81,7 +82,7 @@ async def served(
     config = ServeConfig(bundles=paths, state_dir=str(folder / "state"), **settings)
     coordinator = SnapshotCoordinator(config)
     await coordinator.start()
-    follower = Follower(config, coordinator.follow, coordinator.operations)
+    follower = Follower(config, coordinator.follow)
     await follower.start()
     task = asyncio.create_task(follower.run())
     try:

@@ -23,10 +23,20 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Self, TypedDict, Unpack
+from typing import (
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+)
 from urllib.parse import quote
 
 import httpx
@@ -41,6 +51,8 @@ __all__ = ["AsyncClient", "Client", "ClientError"]
 
 TOKEN = "XMCRAY_TOKEN"
 LONG_S = 600.0  # a swap loads a bundle, a compaction writes one
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
 
 class SearchOptions(TypedDict, total=False):
@@ -283,8 +295,22 @@ class Client(_BaseClient):
             time.sleep(outcome)
 
 
+def _awaitable(
+    method: Callable[Concatenate[Client, Arguments], Returned],
+) -> Callable[Concatenate[AsyncClient, Arguments], Coroutine[Any, Any, Returned]]:
+    """A method of `Client` for `AsyncClient`, whose `_run` returns a coroutine."""
+    return cast(Any, method)
+
+
 class AsyncClient(_BaseClient):
-    """An asynchronous client: `Client` for asyncio."""
+    """An asynchronous client: `Client` for asyncio, with the same arguments and methods."""
+
+    search = _awaitable(Client.search)
+    encode = _awaitable(Client.encode)
+    label = _awaitable(Client.label)
+    swap = _awaitable(Client.swap)
+    change_labels = _awaitable(Client.change_labels)
+    compact = _awaitable(Client.compact)
 
     def _connect(self, **settings: Any) -> None:
         self._http = httpx.AsyncClient(**settings)
@@ -299,20 +325,6 @@ class AsyncClient(_BaseClient):
         """Closes the connections."""
         await self._http.aclose()
 
-    async def search(
-        self, texts: Sequence[str], k: int = 10, **options: Unpack[SearchOptions]
-    ) -> schema.SearchResponse:
-        """As `Client.search`."""
-        return await self._run(self._post(SEARCH, texts=texts, k=k, **options))
-
-    async def encode(self, texts: Sequence[str], model: str | None = None) -> schema.EncodeResponse:
-        """As `Client.encode`."""
-        return await self._run(self._post(ENCODE, texts=texts, model=model))
-
-    async def label(self, uid: str, model: str | None = None) -> schema.LabelResponse:
-        """As `Client.label`."""
-        return await self._run(self._get(schema.LabelResponse, _label_path(uid, model)))
-
     async def models(self) -> list[schema.Model]:
         """As `Client.models`."""
         return (await self._run(self._get(schema.ModelsResponse, "/v1/models"))).models
@@ -323,24 +335,6 @@ class AsyncClient(_BaseClient):
             return (await self._http.get(f"{self._url}/healthz", timeout=CONNECT_S)).is_success
         except httpx.RequestError:
             return False
-
-    async def swap(
-        self, bundle: str, timeout_s: float = LONG_S, **options: Unpack[SwapOptions]
-    ) -> schema.SwapResponse:
-        """As `Client.swap`."""
-        return await self._run(self._post(SWAP, timeout_s, bundle=bundle, **options))
-
-    async def change_labels(
-        self, operations: Sequence[schema.Operation], model: str | None = None
-    ) -> schema.OperationsResponse:
-        """As `Client.change_labels`."""
-        return await self._run(self._post(LABELS, operations=operations, model=model))
-
-    async def compact(
-        self, out: str, timeout_s: float = LONG_S, model: str | None = None
-    ) -> schema.CompactResponse:
-        """As `Client.compact`."""
-        return await self._run(self._post(COMPACT, timeout_s, out=out, model=model))
 
     async def _run(self, call: Call[AnswerT]) -> AnswerT:
         while True:

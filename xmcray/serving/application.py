@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,7 @@ from xmcray.ray_adapter.private import HEAD_RESOURCE
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.serving import http, metrics, rpc, schema
-from xmcray.serving.coordinator import (
-    CoordinatorStatus,
-    ReplicaState,
-    SnapshotCoordinator,
-    SnapshotUpdate,
-)
+from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.follower import Follower
 from xmcray.serving.local import listening, tokens_of
 from xmcray.serving.micro_batcher import MicroBatcher
@@ -51,11 +46,10 @@ from xmcray.serving.service import (
     PendingSearch,
     SearchHits,
     Service,
-    SnapshotReference,
     find_hits,
 )
 from xmcray.serving.settings import ServeConfig, num_searchers
-from xmcray.serving.snapshot import EncodedTexts, Snapshot
+from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
 from xmcray.types import Float32Array
 
 NAME = "xmcray"
@@ -117,24 +111,10 @@ class _FollowingReplica:
     async def _start(self, config: ServeConfig, coordinator: Handle, subset: ShardSubset) -> None:
         _log_with_serve()
         self._config = config
-        self._coordinator = coordinator
-        self._follower = Follower(config, self._follow, self._operations, subset)
+        self._coordinator: Any = _Remote(coordinator)
+        self._follower = Follower(config, self._coordinator.follow, subset)
         await self._follower.start()
         self._task = asyncio.create_task(self._follower.run())
-
-    async def _follow(
-        self, replica: str, states: Mapping[str, ReplicaState], wait_s: float
-    ) -> dict[str, SnapshotUpdate]:
-        updates: dict[str, SnapshotUpdate] = await _result(
-            self._coordinator.follow.remote(replica, states, wait_s)
-        )
-        return updates
-
-    async def _operations(self, model: str, since: int) -> Sequence[schema.Operation]:
-        operations: Sequence[schema.Operation] = await _result(
-            self._coordinator.operations.remote(model, since)
-        )
-        return operations
 
 
 class GatewayDeployment(_FollowingReplica):
@@ -151,8 +131,8 @@ class GatewayDeployment(_FollowingReplica):
         self._open = contextlib.AsyncExitStack()
         self.tokens, self.admin_tokens = tokens_of(config)
         self.metrics = metrics.ServingMetrics()
-        self.admin: http.Admin = _Admin(coordinator)
         await self._start(config, coordinator, NO_SHARDS if encoder else ALL_SHARDS)
+        self.admin: http.Admin = self._coordinator
         backend = _Backend(encoder, searchers) if encoder else None
         self.service = Service(config, self._follower, backend)
         for name in config.bundles:  # a probe through all deployments
@@ -189,10 +169,7 @@ class GatewayDeployment(_FollowingReplica):
         ordered = sorted(texts.items())
         # While the coordinator is started again, the metrics of the others are still useful.
         with contextlib.suppress(Exception):
-            status: CoordinatorStatus = await asyncio.wait_for(
-                _result(self._coordinator.status.remote()), STATUS_S
-            )
-            text = metrics.coordinator_metrics(status.num_replicas, status.copy_seconds)
+            text = await asyncio.wait_for(self._coordinator.metrics_text(), STATUS_S)
             ordered.append(("coordinator", text))
         return metrics.combine_metrics(ordered)
 
@@ -215,10 +192,9 @@ class EncoderDeployment(_FollowingReplica):
 
     async def encode(self, reference: SnapshotReference, texts: list[str]) -> EncodedTexts:
         """Vectors of the texts, by the encoder of the referenced version."""
-        wait_s = self._config.deadline_ms / 1000
-        snapshot = await self._follower.any_snapshot(reference.model, reference.version, wait_s)
-        # Label operations do not change the encoder, so any snapshot of this version will do.
-        # Requests from before and after an operation share a batch.
+        snapshot = await self._follower.referenced(reference, self._config.deadline_ms / 1000)
+        # Label operations do not change the encoder: requests from before and after an operation
+        # share a batch.
         key = (reference.model, reference.version)
         return await self._batcher.run(key, len(texts), (snapshot, texts))
 
@@ -263,12 +239,12 @@ class _Backend:
     """Encoder and searchers behind handles. Implements `SearchBackend`."""
 
     def __init__(self, encoder: Handle, searchers: list[Handle]) -> None:
-        self._encoder = encoder
-        self._searchers = searchers
+        self._encoder: Any = _Remote(encoder)
+        self._searchers: list[Any] = [_Remote(searcher) for searcher in searchers]
 
     async def encode(self, reference: SnapshotReference, texts: list[str]) -> EncodedTexts:
         with _refusing_when_lost():
-            encoded: EncodedTexts = await _result(self._encoder.encode.remote(reference, texts))
+            encoded: EncodedTexts = await self._encoder.encode(reference, texts)
         return encoded
 
     async def find(
@@ -279,34 +255,13 @@ class _Backend:
         query_BD: Float32Array | None,
     ) -> SearchHits:
         with _refusing_when_lost():
-            calls = [
-                _result(searcher.find.remote(reference, request, k, query_BD))
-                for searcher in self._searchers
-            ]
+            calls = [searcher.find(reference, request, k, query_BD) for searcher in self._searchers]
             all_hits: list[SearchHits] = await asyncio.gather(*calls)
         if len(all_hits) == 1:
             return all_hits[0]
         # The subsets are disjoint.
         neighbours = Neighbours.merged([hits.neighbours for hits in all_hits])
         return SearchHits(neighbours, all_hits[0].truncated)
-
-
-class _Admin:
-    """The coordinator behind a handle. Implements `http.Admin`."""
-
-    def __init__(self, coordinator: Handle) -> None:
-        self._handle = coordinator
-
-    async def operate(self, model: str, operations: list[schema.Operation]) -> int:
-        return int(await _result(self._handle.operate.remote(model, operations)))
-
-    async def swap(self, model: str, request: schema.SwapRequest) -> schema.SwapResponse:
-        response: schema.SwapResponse = await _result(self._handle.swap.remote(model, request))
-        return response
-
-    async def compact(self, model: str, out: str) -> schema.CompactResponse:
-        response: schema.CompactResponse = await _result(self._handle.compact.remote(model, out))
-        return response
 
 
 @contextlib.contextmanager
@@ -326,14 +281,25 @@ def _refusing_when_lost() -> Iterator[None]:
         raise ProblemError("not-ready", message) from None
 
 
-async def _result(response: Any) -> Any:
-    """The result of a remote call; raises what was raised there."""
-    try:
-        return await response
-    except RayTaskError as error:
-        if isinstance(error.cause, Exception):
-            raise error.cause from None
-        raise
+class _Remote:
+    """The methods of a deployment, as if its object were in this process."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._handle, name)
+
+        async def call(*arguments: Any) -> Any:
+            try:
+                return await method.remote(*arguments)
+            except RayTaskError as error:
+                # What the method itself raised.
+                if isinstance(error.cause, Exception):
+                    raise error.cause from None
+                raise
+
+        return call
 
 
 def _log_with_serve() -> None:

@@ -12,28 +12,21 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping
 
 from xmcray.errors import XmcrayError
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
-from xmcray.serving.coordinator import ReplicaState, SnapshotUpdate
-from xmcray.serving.problems import ProblemError, unknown_model
-from xmcray.serving.schema import Operation
-from xmcray.serving.service import SnapshotReference
+from xmcray.serving.decisions import Follow, ReplicaState, Update
+from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
-from xmcray.serving.snapshot import Snapshot
+from xmcray.serving.snapshot import Snapshot, SnapshotReference
+from xmcray.serving.source import SnapshotSource
 
-T = TypeVar("T")
 log = logging.getLogger("xmcray.serving")
 FOLLOW_S = 4.0  # longest wait for an update
 PRESENT_S = 2.0  # between signs of life while a bundle is loaded
 RETRY_S = 0.5
 MAX_OLD_SNAPSHOTS = 64
-
-Follow = Callable[[str, Mapping[str, ReplicaState], float], Awaitable[dict[str, SnapshotUpdate]]]
-Operations = Callable[[str, int], Awaitable[Sequence[Operation]]]
 
 
 class _FollowedModel:
@@ -82,13 +75,12 @@ class _FollowedModel:
                 del self.older[version, number]
 
 
-class Follower:
+class Follower(SnapshotSource):
     """The models of one replica. `start` before use; `run` in the background from then on.
 
     Args:
         config: settings.
         follow: the coordinator's method.
-        operations: the coordinator's method.
         subset: shards that this replica searches.
     """
 
@@ -96,16 +88,13 @@ class Follower:
         self,
         config: ServeConfig,
         follow: Follow,
-        operations: Operations,
         subset: ShardSubset = ALL_SHARDS,
     ) -> None:
         self._config = config
         self._follow = follow
-        self._operations = operations
         self._subset = subset
         self._models = {name: _FollowedModel() for name in config.bundles}
         self._replica = secrets.token_hex(8)
-        self._thread = ThreadPoolExecutor(1, "follower")
         self._changed = asyncio.Condition()
 
     async def start(self) -> None:
@@ -125,28 +114,12 @@ class Follower:
                 log.warning("the coordinator cannot be followed (%s); trying again", reason)
                 await asyncio.sleep(RETRY_S)
 
-    @property
-    def ready(self) -> bool:
-        """Whether every model can answer."""
-        return all(model.answering in model.newest for model in self._models.values())
-
-    def current(self, name: str | None) -> Snapshot:
-        """The snapshot from which a request that begins now is answered.
-
-        Raises:
-            ProblemError: no such model, or it is not loaded yet.
-        """
-        model = self._models.get(self.resolve(name))
-        if model is None:
-            raise unknown_model(str(name), self._models)
-        if model.answering not in model.newest:
-            message = f"model {self.resolve(name)!r} is being loaded; ask again"
-            raise ProblemError("not-ready", message)
-        return model.newest[model.answering]
-
-    def resolve(self, name: str | None) -> str:
-        """The model that a request means."""
-        return next(iter(self._models)) if name is None else name
+    def snapshots(self) -> Mapping[str, Snapshot | None]:
+        """See `SnapshotSource`."""
+        by_name = {}
+        for name, model in self._models.items():
+            by_name[name] = model.newest.get(model.answering)
+        return by_name
 
     async def referenced(self, reference: SnapshotReference, wait_s: float) -> Snapshot:
         """The snapshot that a request began with elsewhere; waits if this replica is behind.
@@ -165,7 +138,10 @@ class Follower:
             return version in model.newest and model.newest[version].number >= number
 
         # The request may have overtaken the update.
-        await self._wait_until(is_reached, wait_s)
+        if not is_reached():
+            async with self._changed:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait_for(is_reached), wait_s)
         newest = model.newest.get(version)
         if newest is not None and newest.number == number:
             return newest
@@ -174,29 +150,6 @@ class Follower:
         raise ProblemError(
             "not-ready", f"version {version[:12]} with operation {number} is not here; ask again"
         )
-
-    async def any_snapshot(self, name: str, version: str, wait_s: float) -> Snapshot:
-        """Any snapshot of a version: all have the same encoder.
-
-        Args:
-            name: name of the model.
-            version: SHA-256 of the bundle.
-            wait_s: longest wait, seconds.
-        Raises:
-            ProblemError: it is not loaded in time.
-        """
-        model = self._models[name]
-        await self._wait_until(lambda: version in model.newest, wait_s)
-        if version not in model.newest:
-            raise ProblemError("not-ready", f"version {version[:12]} is not here; ask again")
-        return model.newest[version]
-
-    async def _wait_until(self, is_reached: Callable[[], bool], wait_s: float) -> None:
-        """Waits for updates until a condition holds; mostly it holds already."""
-        if not is_reached():
-            async with self._changed:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait_for(is_reached), wait_s)
 
     async def _step(self, wait_s: float) -> None:
         """Asks for updates once, and carries them out."""
@@ -211,35 +164,36 @@ class Follower:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _carry_out(self, name: str, update: SnapshotUpdate) -> None:
+    async def _carry_out(self, name: str, update: Update) -> None:
         model = self._models[name]
-        head = update.head
+        decision = update.decision
         for snapshot in list(model.newest.values()):
             # Versions may be at different operations.
             later = update.operations[max(0, snapshot.number - update.since) :]
             if later:
-                model.replace(snapshot, await self._run(snapshot.after, later))
-        needed = {head.version: head.bundle}
-        if head.loading:
-            bundle, version = head.loading
+                model.replace(snapshot, await asyncio.to_thread(snapshot.after, later))
+        needed = {decision.version: decision.bundle}
+        if decision.loading:
+            bundle, version = decision.loading
             needed[version] = bundle
         for version, bundle in needed.items():
             model.dropped.pop(version, None)
             if version in model.newest:
                 continue
             try:
-                model.newest[version] = await self._load(name, bundle, version)
+                model.newest[version] = await asyncio.to_thread(self._load, name, bundle, version)
             except XmcrayError as error:
                 log.error("model %s: %s cannot be loaded (%s)", name, bundle, error)
                 # A version to swap to may be broken. Then the coordinator refuses the swap.
-                if version == head.version:
+                if version == decision.version:
                     raise
-        # All that the decision names is loaded: requests that begin now use it.
-        model.answering = head.version
-        for version in model.newest.keys() - needed.keys():
+        # A version that was just loaded answers when it has the operations that there are.
+        if model.newest[decision.version].number >= update.last:
+            model.answering = decision.version
+        for version in model.newest.keys() - needed.keys() - {model.answering}:
             model.dropped.setdefault(version, time.monotonic())
         # Last: the epoch tells the coordinator that the decision is carried out.
-        model.epoch = head.epoch
+        model.epoch = decision.epoch
 
     @contextlib.asynccontextmanager
     async def _showing_presence(self) -> AsyncIterator[None]:
@@ -263,22 +217,13 @@ class Follower:
     def _states(self) -> dict[str, ReplicaState]:
         return {name: model.state() for name, model in self._models.items()}
 
-    async def _load(self, name: str, bundle: str, version: str) -> Snapshot:
+    def _load(self, name: str, bundle: str, version: str) -> Snapshot:
         config = self._config
-        snapshot = await self._run(
-            Snapshot.load, bundle, name, config.threads, self._subset, config.encoder
-        )
+        snapshot = Snapshot.load(bundle, name, config.threads, self._subset, config.encoder)
         if snapshot.version != version:
             message = f"{bundle} has SHA-256 {snapshot.version}, expected {version}"
             raise ProblemError("refused", message)
-        # In chunks, until the log has no more.
-        while operations := await self._operations(name, snapshot.number):
-            snapshot = await self._run(snapshot.after, operations)
         if self._subset == ALL_SHARDS:
             # Reads pages of the files before the first request.
-            await self._run(snapshot.probe, snapshot.probes)
+            snapshot.probe(snapshot.probes)
         return snapshot
-
-    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls a function in this replica's own thread, so that requests go on."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -16,12 +17,13 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 
 from xmcray import __version__
-from xmcray.errors import ConfigError, XmcrayError
+from xmcray.errors import XmcrayError
 from xmcray.serving import schema
 from xmcray.serving.metrics import CONTENT_TYPE, ServingMetrics
-from xmcray.serving.problems import RETRY_AFTER_S, STATUS, TITLE, ProblemError
+from xmcray.serving.problems import RETRY_AFTER_S, STATUS, TITLE, ProblemError, problem_of
 from xmcray.serving.security import Tokens
 from xmcray.serving.service import Service
 
@@ -155,9 +157,7 @@ def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
 def _add_admin_routes(app: FastAPI, gateway: Gateway) -> None:
     def served_name(name: str | None) -> str:
         """The name of the model that a request means; ProblemError if it is not served."""
-        resolved = gateway.service.served.resolve(name)
-        gateway.service.served.current(resolved)
-        return resolved
+        return gateway.service.served.current(name).model
 
     @app.post("/admin/v1/labels", response_model=schema.OperationsResponse, tags=["admin"])
     async def change_labels(body: schema.OperationsRequest) -> Response:
@@ -293,17 +293,13 @@ class _Guard:
                 "too-large", f"the body has {int(length):,} bytes, expected at most {limit:,}"
             )
         body = bytearray()
-        has_more = True
-        while has_more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                break
-            body += message.get("body", b"")
-            has_more = message.get("more_body", False)
-            if len(body) > limit:
-                raise ProblemError(
-                    "too-large", f"the body has more than {limit:,} bytes; send less at once"
-                )
+        with contextlib.suppress(ClientDisconnect):
+            async for part in Request({"type": "http"}, receive).stream():
+                body += part
+                if len(body) > limit:
+                    raise ProblemError(
+                        "too-large", f"the body has more than {limit:,} bytes; send less at once"
+                    )
         request: Message = {"type": "http.request", "body": bytes(body), "more_body": False}
         messages = [request]
 
@@ -371,20 +367,4 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         response = _answer_problem(problem, request.state.id, error.status_code)
         response.headers.update(error.headers or {})  # status 405 names the allowed methods
         return response
-    return _answer_problem(_problem_of(error), request.state.id)
-
-
-def _problem_of(error: Exception) -> ProblemError:
-    if isinstance(error, ProblemError):
-        return error
-    if isinstance(error, XmcrayError):
-        return ProblemError("invalid" if isinstance(error, ConfigError) else "refused", str(error))
-    if isinstance(error, RequestValidationError):
-        errors = [
-            {"where": [str(place) for place in entry["loc"]], "message": entry["msg"]}
-            for entry in error.errors()[:20]
-        ]
-        first = errors[0] if errors else {"where": ["body"], "message": "malformed"}
-        detail = f"{'.'.join(first['where'])}: {first['message']}"
-        return ProblemError("invalid", detail, errors)
-    return ProblemError("internal", "the request could not be answered; see the log")
+    return _answer_problem(problem_of(error), request.state.id)

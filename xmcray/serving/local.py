@@ -40,8 +40,7 @@ class LocalGateway:
     async def metrics_text(self) -> str:
         """The metrics of this process and of its coordinator."""
         self.metrics.update(self.service.models().models)
-        status = await self._coordinator.status()
-        coordinator_text = metrics.coordinator_metrics(1, status.copy_seconds)
+        coordinator_text = await self._coordinator.metrics_text()
         texts = [("local", self.metrics.text()), ("coordinator", coordinator_text)]
         return metrics.combine_metrics(texts)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
+    Metric,
     disable_created_metrics,
     generate_latest,
 )
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from xmcray.serving.schema import Model
 
@@ -109,21 +111,25 @@ def coordinator_metrics(num_replicas: int, copy_seconds: Mapping[str, float]) ->
 
 def combine_metrics(texts: Sequence[tuple[str, str]]) -> str:
     """Merges pairs (replica, text) into one text, in which each sample has the label `replica`."""
-    headers: dict[str, str] = {}
-    samples: dict[str, list[str]] = {}
+    merged: dict[str, Metric] = {}
     for replica, text in texts:
         for family in text_string_to_metric_families(text):
-            # The parser strips this suffix.
-            name = f"{family.name}_total" if family.type == "counter" else family.name
-            headers[name] = f"# HELP {name} {family.documentation}\n# TYPE {name} {family.type}\n"
-            lines = samples.setdefault(name, [])
+            # The format wants all samples of a family behind its header.
+            empty = Metric(family.name, family.documentation, family.type)
+            target = merged.setdefault(family.name, empty)
             for sample in family.samples:
                 labels = {**sample.labels, "replica": replica}
-                pairs = ",".join(f'{key}="{_escape(value)}"' for key, value in labels.items())
-                lines.append(f"{sample.name}{{{pairs}}} {sample.value}\n")
-    # The format wants all samples of a family behind its header.
-    return "".join(headers[name] + "".join(samples[name]) for name in headers)
+                target.add_sample(sample.name, labels, sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Families(merged.values()))
+    return generate_latest(registry).decode()
 
 
-def _escape(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+class _Families(Collector):
+    """Families that are collected as they are."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

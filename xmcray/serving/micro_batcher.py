@@ -67,8 +67,10 @@ class MicroBatcher(Generic[Item, Result]):
 
     def _run_batch(self) -> None:
         batch = self._take_batch()
-        if not batch:
-            return
+        if batch:
+            self._answer(batch)
+
+    def _answer(self, batch: Sequence[_Entry[Item, Result]]) -> None:
         try:
             results = self._function([entry.item for entry in batch])
         except Exception as error:
@@ -77,16 +79,10 @@ class MicroBatcher(Generic[Item, Result]):
                 return
             # An error of one item must not reach the others.
             for entry in batch:
-                self._run_alone(entry)
+                self._answer([entry])
             return
         for entry, result in zip(batch, results, strict=True):
             entry.future.set_result(result)
-
-    def _run_alone(self, entry: _Entry[Item, Result]) -> None:
-        try:
-            entry.future.set_result(self._function([entry.item])[0])
-        except Exception as error:
-            entry.future.set_exception(error)
 
     def _take_batch(self) -> list[_Entry[Item, Result]]:
         """Takes the item that waits longest, and those with the same key while there is room."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from xmcray.errors import XmcrayError
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from xmcray.errors import ConfigError, XmcrayError
 
 STATUS = {
     "unauthorized": 401,
@@ -57,8 +59,18 @@ class ProblemError(XmcrayError):
         return ProblemError, (self.kind, self.detail, self.errors)
 
 
-def unknown_model(name: str, served: Iterable[str]) -> ProblemError:
-    """The problem of a request that names a model that is not served."""
-    return ProblemError(
-        "not-found", f"model {name[:80]!r} is not served, expected one of: {', '.join(served)}"
-    )
+def problem_of(error: Exception) -> ProblemError:
+    """The problem that a request ends with when answering it raises an error."""
+    if isinstance(error, ProblemError):
+        return error
+    if isinstance(error, XmcrayError):
+        return ProblemError("invalid" if isinstance(error, ConfigError) else "refused", str(error))
+    if isinstance(error, RequestValidationError | ValidationError):
+        errors = [
+            {"where": [str(place) for place in entry["loc"]], "message": entry["msg"]}
+            for entry in error.errors()[:20]
+        ]
+        first = errors[0] if errors else {"where": ["body"], "message": "malformed"}
+        detail = f"{'.'.join(first['where'])}: {first['message']}"
+        return ProblemError("invalid", detail, errors)
+    return ProblemError("internal", "the request could not be answered; see the log")

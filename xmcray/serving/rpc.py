@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from xmcray.errors import ConfigError
 from xmcray.serving import schema
 from xmcray.serving.http import Gateway
-from xmcray.serving.problems import ProblemError
+from xmcray.serving.problems import ProblemError, problem_of
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 
 ROUTE = "grpc search"  # in the metrics
@@ -45,9 +45,10 @@ async def search(gateway: Gateway, request: SearchRequest, context: Any) -> Sear
         response = await _search(gateway, request, metadata)
         code = grpc.StatusCode.OK
     except (ProblemError, ConfigError, ValidationError) as error:
-        code, details = _status(error)
+        problem = problem_of(error)
+        code = CODES[problem.kind]
         context.set_code(code)
-        context.set_details(details)
+        context.set_details(problem.detail)
         return SearchResponse()
     finally:
         gateway.metrics.requests.labels(ROUTE, code.name).inc()
@@ -69,14 +70,3 @@ async def _search(
     values = MessageToDict(request, preserving_proto_field_name=True)
     request_id = str(metadata.get("x-request-id") or secrets.token_hex(16))[:128]
     return await gateway.service.search(schema.SearchRequest.model_validate(values), request_id)
-
-
-def _status(error: ProblemError | ConfigError | ValidationError) -> tuple[grpc.StatusCode, str]:
-    """Code and message of an error."""
-    if isinstance(error, ProblemError):
-        return CODES[error.kind], error.detail
-    if isinstance(error, ConfigError):
-        return grpc.StatusCode.INVALID_ARGUMENT, str(error)
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return grpc.StatusCode.INVALID_ARGUMENT, f"{place}: {first['msg']}"

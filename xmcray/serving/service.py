@@ -24,26 +24,12 @@ from xmcray.serving import schema
 from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
-from xmcray.serving.snapshot import EncodedTexts, Snapshot
+from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
+from xmcray.serving.source import SnapshotSource
 from xmcray.types import Float32Array
 
 T = TypeVar("T")
 MAX_BATCH_TEXTS = 64  # of several requests that are searched at once
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotReference:
-    """Names the snapshot that a request began with, for the processes that answer parts of it.
-
-    Attributes:
-        model: name of the model.
-        version: SHA-256 of the bundle.
-        number: number of the last operation.
-    """
-
-    model: str
-    version: str
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +66,6 @@ class PendingSearch:
         """Equal for searches that can be one batch: everything but the texts and the deadline."""
         options = self.request.model_dump_json(exclude={"texts", "timeout_ms"})
         return self.snapshot, self.k, options
-
-
-class SnapshotSource(Protocol):
-    """Holds the snapshots that are served: a follower, or the coordinator itself."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether every model can answer."""
-
-    def resolve(self, name: str | None) -> str:
-        """The model that a request means."""
-
-    def current(self, name: str | None) -> Snapshot:
-        """The snapshot from which a request that begins now is answered."""
 
 
 class SearchBackend(Protocol):
@@ -175,7 +147,7 @@ class Service:
                 # In the thread of searches: names and texts are read from files.
                 results = await self._run(deadline, self._results, snapshot, request, k, hits)
         return schema.SearchResponse(
-            **self._pinned(request.model, snapshot),
+            **_pinned(snapshot),
             request_id=request_id,
             took_ms=round(1000 * (time.perf_counter() - begin), 3),
             results=results,
@@ -195,11 +167,10 @@ class Service:
                 max_tokens = self.config.max_tokens
                 encoded = await self._run(deadline, snapshot.encode, request.texts, max_tokens)
             else:
-                reference = self._reference(request.model, snapshot)
-                encoded = await self._backend.encode(reference, request.texts)
+                encoded = await self._backend.encode(snapshot.reference, request.texts)
         self._refuse_truncated(encoded.truncated)
         return schema.EncodeResponse(
-            **self._pinned(request.model, snapshot),
+            **_pinned(snapshot),
             request_id=request_id,
             dim=encoded.query_BD.shape[1],
             vectors=encoded.query_BD.tolist(),
@@ -217,10 +188,10 @@ class Service:
         snapshot = self.served.current(name)
         label_id = snapshot.label_id(uid)
         if label_id is None:
-            model = self.served.resolve(name)
-            raise ProblemError("not-found", f"label {uid[:80]!r} is not in model {model!r}")
+            message = f"label {uid[:80]!r} is not in model {snapshot.model!r}"
+            raise ProblemError("not-found", message)
         return schema.LabelResponse(
-            **self._pinned(name, snapshot),
+            **_pinned(snapshot),
             uid=uid,
             text=snapshot.text(label_id),
             label_id=label_id,
@@ -234,7 +205,7 @@ class Service:
             snapshot = self.served.current(name)
             settings = snapshot.retriever.settings
             model = schema.Model(
-                **self._pinned(name, snapshot),
+                **_pinned(snapshot),
                 method=settings.method,
                 predictor=str(settings.predictor["kind"]),
                 num_labels=snapshot.retriever.num_labels,
@@ -249,13 +220,12 @@ class Service:
         self, backend: SearchBackend, snapshot: Snapshot, request: schema.SearchRequest, k: int
     ) -> SearchHits:
         """Searches in the composed mode."""
-        reference = self._reference(request.model, snapshot)
         if snapshot.retriever.query_encoder.is_static:
             # Encoding takes less time than a call: the searchers do it themselves.
-            return await backend.find(reference, request, k, None)
-        encoded = await backend.encode(reference, request.texts)
+            return await backend.find(snapshot.reference, request, k, None)
+        encoded = await backend.encode(snapshot.reference, request.texts)
         self._refuse_truncated(encoded.truncated)
-        hits = await backend.find(reference, request, k, encoded.query_BD)
+        hits = await backend.find(snapshot.reference, request, k, encoded.query_BD)
         return SearchHits(hits.neighbours, encoded.truncated)
 
     def _search_batch(self, searches: Sequence[PendingSearch]) -> list[list[schema.Result]]:
@@ -345,13 +315,10 @@ class Service:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _reference(self, name: str | None, snapshot: Snapshot) -> SnapshotReference:
-        return SnapshotReference(self.served.resolve(name), snapshot.version, snapshot.number)
 
-    def _pinned(self, name: str | None, snapshot: Snapshot) -> dict[str, Any]:
-        """The fields of `schema.Pinned`."""
-        model = self.served.resolve(name)
-        return {"model": model, "version": snapshot.version, "label_log": snapshot.number}
+def _pinned(snapshot: Snapshot) -> dict[str, Any]:
+    """The fields of `schema.Pinned`."""
+    return {"model": snapshot.model, "version": snapshot.version, "label_log": snapshot.number}
 
 
 def find_hits(
@@ -403,19 +370,19 @@ def _answers(
         all_attributes = snapshot.attributes.of([label.label_id for label in labels])
     answers = []
     for place, label in enumerate(labels):
-        values: dict[str, Any] = {
-            name: getattr(label, name) for name in fields if name != "attributes"
-        }
+        answer = schema.Answer()
+        for name in fields - {"attributes"}:
+            setattr(answer, name, getattr(label, name))
         if all_attributes:
-            values["attributes"] = all_attributes[place]
+            answer.attributes = all_attributes[place]
         if has_memory:
             # Votes are probabilities. A label without votes that only fills the list has its inner
             # product minus 2 as its score, which is negative.
-            values["completed"] = label.score < 0
+            answer.completed = label.score < 0
         if label.voters is not None:
-            values["voters"] = [
-                {"uid": voter.uid, "text": voter.text, "weight": voter.weight}
+            answer.voters = [
+                schema.Voter(uid=voter.uid, text=voter.text, weight=voter.weight)
                 for voter in label.voters
             ]
-        answers.append(schema.Answer.model_validate(values))
+        answers.append(answer)
     return answers

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +27,26 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import schema
-from xmcray.serving.operations import number_in
 from xmcray.types import Float32Array
 
 MAX_VIEWS = 16  # filters whose views are kept
 NUM_PROBES = 32
 PROBE_K = 10
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReference:
+    """Names the snapshot that a request began with, for the processes that answer parts of it.
+
+    Attributes:
+        model: name of the model.
+        version: SHA-256 of the bundle.
+        number: number of the last operation.
+    """
+
+    model: str
+    version: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,7 @@ class Snapshot:
     """One state of one model.
 
     Attributes:
+        model: name of the model.
         retriever: searches the labels.
         attributes: values by which labels are filtered.
         label_side: computes vectors of new labels.
@@ -65,6 +81,7 @@ class Snapshot:
         exported_ids: ids of the exported labels by uid; read when needed.
     """
 
+    model: str
     retriever: Retriever
     attributes: LabelAttributes
     label_side: LabelSide
@@ -99,12 +116,17 @@ class Snapshot:
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)
         label_side = load_label_side(folder / "label_side")
-        return cls(retriever, attributes, label_side, folder, number)
+        return cls(model, retriever, attributes, label_side, folder, number)
 
     @property
     def version(self) -> str:
         """SHA-256 of the bundle's content."""
         return self.retriever.sha256
+
+    @property
+    def reference(self) -> SnapshotReference:
+        """Names this snapshot in other processes."""
+        return SnapshotReference(self.model, self.version, self.number)
 
     def after(self, operations: Sequence[schema.Operation]) -> Snapshot:
         """The snapshot with further operations applied.
@@ -231,6 +253,19 @@ class Snapshot:
     def _existing(self, uids: Sequence[str]) -> list[int]:
         label_ids = [self.label_id(uid) for uid in uids]
         return [label_id for label_id in label_ids if label_id is not None]
+
+
+def number_in(about: Mapping[str, Any], model: str) -> int:
+    """Number of the last operation in a bundle.
+
+    Args:
+        about: `about` of the bundle's manifest.
+        model: name of the model whose log is meant.
+    Returns:
+        The number; 0 if the bundle holds no operation of this model's log.
+    """
+    held = about.get("label_log") or {}
+    return int(held["number"]) if held.get("model") == model else 0
 
 
 class _LabelChanges:

@@ -13,10 +13,10 @@ from bundles import write_bundle_of
 from operations import add
 from served import ADMIN, Served, served
 
+from xmcray import storage
 from xmcray.errors import StorageError
 from xmcray.retrieval.labels import remove_labels
-from xmcray.serving import coordinator as coordination
-from xmcray.serving import follower
+from xmcray.serving import follower, replicas
 from xmcray.serving.schema import Operation
 from xmcray.serving.snapshot import Snapshot
 
@@ -75,13 +75,16 @@ def test_a_client_that_leaves_takes_no_operation_with_it(
 def test_a_swap_waits_for_a_replica_that_loads_longer_than_the_dead_are_silent(
     bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordination, "ALIVE_S", 0.5)
+    monkeypatch.setattr(replicas, "ALIVE_S", 0.5)
     monkeypatch.setattr(follower, "PRESENT_S", 0.1)
     load = Snapshot.load
     hold = threading.Event()
+    loads: list[None] = []
 
     def slow(*arguments: Any, **options: Any) -> Snapshot:
-        if threading.current_thread().name.startswith("follower"):
+        loads.append(None)
+        # The coordinator itself loads the bundle first.
+        if len(loads) > 1:
             hold.wait(20)
         return load(*arguments, **options)
 
@@ -109,15 +112,15 @@ def test_a_swap_that_cannot_be_remembered_changes_nothing(
     async def test() -> None:
         async with served(tmp_path, {"default": bundle}) as one:
             before = one.models.current(None).version
-            monkeypatch.setattr(coordination.storage, "write_json", full)
+            monkeypatch.setattr(storage, "write_json", full)
             body = {"bundle": str(other), "recall_floor": 0}
             answer = await one.ask("/admin/v1/swap", body, ADMIN)
             assert (answer.status_code, "disk is full" in answer.json()["detail"]) == (409, True)
             found = inside(one)
-            assert found.head.loading is None
+            assert found.decision.loading is None
             assert (
                 found.snapshot.version
-                == found.head.version
+                == found.decision.version
                 == one.models.current(None).version
                 == before
             )

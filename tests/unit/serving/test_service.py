@@ -19,7 +19,8 @@ from served import ADMIN, TOKEN, Served, served
 from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.serving.service import PendingSearch, SnapshotReference, find_hits
+from xmcray.serving.service import PendingSearch, find_hits
+from xmcray.serving.snapshot import SnapshotReference
 
 KINDS = ("texts", "rowsIVF", "both", "prototypes", "memory")
 ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
@@ -410,7 +411,7 @@ def test_pages_and_description(bundles: dict[str, Path], serving: Callable[..., 
         await one.search(["a", "b"])
         text = (await one.ask("/metrics")).text
         assert 'xmcray_texts_total{model="a",replica="local"} 2.0' in text
-        assert 'xmcray_requests_total{route="/v1/search",status="200",replica="local"} 1.0' in text
+        assert 'xmcray_requests_total{replica="local",route="/v1/search",status="200"} 1.0' in text
         assert json.dumps(TOKEN) not in text
 
     serving(test, {"a": bundles["texts"]})

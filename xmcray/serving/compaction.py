@@ -1,0 +1,39 @@
+"""Writes a bundle with the labels as they are now."""
+
+from __future__ import annotations
+
+from xmcray import storage
+from xmcray.retrieval.bundle import KIND
+from xmcray.retrieval.labels import write_changes
+from xmcray.retrieval.retriever import Retriever
+from xmcray.serving.snapshot import Snapshot
+
+
+def write_compacted(snapshot: Snapshot, out: str, threads: int) -> str:
+    """Writes the labels of a snapshot into a new bundle, which names its last operation.
+
+    Args:
+        snapshot: the snapshot.
+        out: folder or URL of the new bundle.
+        threads: see `Retriever.load`.
+    Returns:
+        Its SHA-256.
+    Raises:
+        XmcrayError: it cannot be written there.
+    """
+    exported = Retriever.load(snapshot.folder, threads=threads)
+    manifest = storage.read_manifest(snapshot.folder, KIND)
+    change = {"operations": snapshot.number, "of": manifest.sha256}
+    about = {
+        **manifest.about,
+        "changes": [*manifest.about.get("changes", []), change],
+        "label_log": {"model": snapshot.model, "number": snapshot.number},
+    }
+    # Filled in the block: entries of files that are already verified are not hashed again.
+    entries: dict[str, storage.FileEntry] = {}
+    with storage.new_artifact(out, KIND, about, entries) as target:
+        # Only files that changed are written; the others are hard links to the old bundle's.
+        written = write_changes(exported, snapshot.retriever, target)
+        written |= snapshot.attributes.save(target)
+        entries |= storage.link_files(snapshot.folder, manifest, target, written)
+    return storage.open_artifact(out, KIND, contents=False)[1].sha256

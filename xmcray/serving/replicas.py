@@ -1,0 +1,78 @@
+"""The replicas that follow the coordinator: what each of them has, and waiting for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+
+from xmcray.serving.decisions import ReplicaState, Update
+
+ALIVE_S = 10.0  # a replica that was silent for so long is gone
+CHECK_S = 1.0  # between two looks for replicas that are gone
+
+
+class Replicas:
+    """The replicas by name, as they last reported themselves."""
+
+    def __init__(self) -> None:
+        # When the replica was last heard of, and its state of each model.
+        self._reports: dict[str, tuple[float, Mapping[str, ReplicaState]]] = {}
+        self._changed = asyncio.Condition()
+
+    async def report(
+        self,
+        replica: str,
+        states: Mapping[str, ReplicaState],
+        updates: Callable[[], dict[str, Update]],
+        wait_s: float,
+    ) -> dict[str, Update]:
+        """Notes what a replica has, and waits for updates.
+
+        Args:
+            replica: name of the replica.
+            states: by model, what it has.
+            updates: what it lacks by now.
+            wait_s: longest wait, seconds.
+        Returns:
+            The first updates that are not empty; none after `wait_s`.
+        """
+        self._reports[replica] = (time.monotonic(), states)
+        async with self._changed:
+            self._changed.notify_all()  # a swap may wait for this replica
+            try:
+                return await asyncio.wait_for(self._changed.wait_for(updates), wait_s)
+            except TimeoutError:
+                return {}
+
+    async def notify(self) -> None:
+        """Lets the replicas that wait look for updates."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def wait_for(
+        self, is_done: Callable[[Mapping[str, ReplicaState]], bool], wait_s: float
+    ) -> int:
+        """Waits until a condition holds for all replicas that are alive.
+
+        Returns:
+            For how many it does not hold after `wait_s`.
+        """
+        deadline = time.monotonic() + wait_s
+        async with self._changed:
+            while True:
+                num_missing = sum(not is_done(states) for states in self.alive())
+                if not num_missing or time.monotonic() >= deadline:
+                    return num_missing
+                # Replicas also leave in silence.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), CHECK_S)
+
+    def alive(self) -> list[Mapping[str, ReplicaState]]:
+        """The states of the replicas that were heard of lately; the others are forgotten."""
+        oldest = time.monotonic() - ALIVE_S
+        for replica, (reported, _) in list(self._reports.items()):
+            if reported <= oldest:
+                del self._reports[replica]
+        return [states for _, states in self._reports.values()]

@@ -1,0 +1,71 @@
+"""The folder in which the coordinator keeps what it decided about a model.
+
+STATE_DIR/MODEL/head.json   the bundle that was swapped in last
+STATE_DIR/MODEL/labels/     the log of label operations (label_log.py)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from xmcray import storage
+from xmcray.serving.label_log import LabelLog
+from xmcray.serving.settings import ServeConfig
+
+
+class StateFolder:
+    """The state of one model.
+
+    Args:
+        config: settings.
+        model: name of the model.
+    """
+
+    def __init__(self, config: ServeConfig, model: str) -> None:
+        self._model = model
+        self._name = folder_name(model)
+        self._path = Path(config.state_dir) / self._name
+        self._head_file = self._path / "head.json"
+        self._upload = config.upload
+
+    def swapped_in(self, configured: str) -> tuple[str, str | None]:
+        """The bundle to serve, and the version that it had when it was swapped in.
+
+        Args:
+            configured: the bundle in the settings. If it is another one than at the time of the
+                swap, it is served itself.
+        """
+        if self._head_file.is_file():
+            head = json.loads(self._head_file.read_text(encoding="utf-8"))
+            if head["configured"] == configured:
+                return head["bundle"], head["version"]
+        return configured, None
+
+    def remember(self, configured: str, bundle: str, version: str) -> None:
+        """Writes down what is swapped in.
+
+        Args:
+            configured: the bundle in the settings.
+            bundle: folder or URL of the new bundle.
+            version: its SHA-256.
+        """
+        head = {"configured": configured, "bundle": bundle, "version": version}
+        storage.write_json(self._head_file, head)
+
+    def open_log(self, start_after: int) -> LabelLog:
+        """Opens the log; see `LabelLog`."""
+        upload_url = f"{self._upload.rstrip('/')}/{self._name}" if self._upload else None
+        return LabelLog(
+            self._path / "labels", self._model, start_after=start_after, upload_url=upload_url
+        )
+
+
+def folder_name(model: str) -> str:
+    """Name of the folder of a model; no two models share one."""
+    if re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", model):
+        return model
+    # Slashes and dots could lead out of the folder, and long names do not fit.
+    return f"model-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
