@@ -35,7 +35,6 @@ from typing import (
     TypedDict,
     TypeVar,
     Unpack,
-    cast,
 )
 from urllib.parse import quote
 
@@ -137,7 +136,7 @@ class _BaseClient(abc.ABC):
         return f"{type(self).__name__}({self._url!r})"
 
     def _get(self, answer: type[AnswerT], path: str) -> Call[AnswerT]:
-        return self._call("GET", path, answer, None, self._timeout_s)
+        return self._call(path, answer, None, self._timeout_s)
 
     def _post(
         self, route: _Route[AnswerT], timeout_s: float | None = None, /, **values: object
@@ -147,10 +146,10 @@ class _BaseClient(abc.ABC):
             content = route.request(**values).model_dump_json(exclude_unset=True).encode()
         except ValidationError as error:
             raise ConfigError(f"{route.request.__name__}: {first_error(error)}") from None
-        return self._call("POST", route.path, route.answer, content, timeout_s or self._timeout_s)
+        return self._call(route.path, route.answer, content, timeout_s or self._timeout_s)
 
     def _call(
-        self, method: str, path: str, answer: type[AnswerT], content: bytes | None, timeout_s: float
+        self, path: str, answer: type[AnswerT], content: bytes | None, timeout_s: float
     ) -> Call[AnswerT]:
         # Before anything is sent: the server would answer 401.
         if path.startswith("/admin/") and self._tokens[1] is None:
@@ -159,7 +158,7 @@ class _BaseClient(abc.ABC):
                 " admin_token_file=..."
             )
         url = self._url + path
-        return Call(method, url, answer, content, self._tokens, timeout_s, self._retries)
+        return Call(url, answer, content, self._tokens, timeout_s, self._retries)
 
 
 class Client(_BaseClient):
@@ -299,7 +298,7 @@ def _awaitable(
     method: Callable[Concatenate[Client, Arguments], Returned],
 ) -> Callable[Concatenate[AsyncClient, Arguments], Coroutine[Any, Any, Returned]]:
     """A method of `Client` for `AsyncClient`, whose `_run` returns a coroutine."""
-    return cast(Any, method)
+    return method  # type: ignore[return-value]
 
 
 class AsyncClient(_BaseClient):

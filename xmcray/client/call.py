@@ -95,16 +95,14 @@ class Call(Generic[AnswerT]):
     it.
 
     Attributes:
-        method: HTTP method.
         url: URL of the route.
         answer: schema of the answer.
-        content: body of the request.
+        content: body of the request; None for a GET.
         tokens: the reader's and the administrator's.
         timeout_s: seconds for all attempts.
         retries: attempts after the first; None for as many as there is time for.
     """
 
-    method: str
     url: str
     answer: type[AnswerT]
     content: bytes | None
@@ -113,6 +111,7 @@ class Call(Generic[AnswerT]):
     retries: int | None
 
     def __post_init__(self) -> None:
+        self._method = "GET" if self.content is None else "POST"
         self._write = "/admin/v1/" in self.url
         self._token = self.tokens[1 if self._write else 0]
         self._renewed = False
@@ -141,7 +140,7 @@ class Call(Generic[AnswerT]):
         self._attempts += 1
         left_s = max(self.left_s(), 0.001)  # httpx takes 0 for an error of its own
         return {
-            "method": self.method,
+            "method": self._method,
             "url": self.url,
             "headers": self._headers,
             "content": self.content,
@@ -239,7 +238,7 @@ class Call(Generic[AnswerT]):
 
     def _error(self, reason: str, kind: str, status: int | None = None) -> ClientError:
         tried = f", {self._attempts} attempts" if self._attempts > 1 else ""
-        message = f"{self.method} {self.url[:200]}: {reason[:1000]} (request {self._request_id[:100]}{tried})"
+        message = f"{self._method} {self.url[:200]}: {reason[:1000]} (request {self._request_id[:100]}{tried})"
         # The other side may have written the token into its answer.
         for secret in (self._sent, *(token.value for token in self.tokens if token)):
             if secret:

@@ -132,7 +132,7 @@ class GatewayDeployment(_FollowingReplica):
         self.tokens, self.admin_tokens = tokens_of(config)
         self.metrics = metrics.ServingMetrics()
         await self._start(config, coordinator, NO_SHARDS if encoder else ALL_SHARDS)
-        self.admin: http.Admin = self._coordinator
+        self.admin: SnapshotCoordinator = self._coordinator
         backend = _Backend(encoder, searchers) if encoder else None
         self.service = Service(config, self._follower, backend)
         for name in config.bundles:  # a probe through all deployments
@@ -169,7 +169,7 @@ class GatewayDeployment(_FollowingReplica):
         ordered = sorted(texts.items())
         # While the coordinator is started again, the metrics of the others are still useful.
         with contextlib.suppress(Exception):
-            text = await asyncio.wait_for(self._coordinator.metrics_text(), STATUS_S)
+            text = await asyncio.wait_for(self.admin.metrics_text(), STATUS_S)
             ordered.append(("coordinator", text))
         return metrics.combine_metrics(ordered)
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import BaseModel
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
@@ -22,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from xmcray import __version__
 from xmcray.errors import XmcrayError
 from xmcray.serving import schema
+from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.metrics import CONTENT_TYPE, ServingMetrics
 from xmcray.serving.problems import RETRY_AFTER_S, STATUS, TITLE, ProblemError, problem_of
 from xmcray.serving.security import Tokens
@@ -52,19 +54,6 @@ SECURITY = {
 CHALLENGE = 'Basic realm="xmcray", Bearer realm="xmcray"'
 
 
-class Admin(Protocol):
-    """The methods of `SnapshotCoordinator` that change what is served."""
-
-    async def operate(self, model: str, operations: list[schema.Operation]) -> int:
-        """See SnapshotCoordinator."""
-
-    async def swap(self, model: str, request: schema.SwapRequest) -> schema.SwapResponse:
-        """See SnapshotCoordinator."""
-
-    async def compact(self, model: str, out: str) -> schema.CompactResponse:
-        """See SnapshotCoordinator."""
-
-
 class Gateway(Protocol):
     """What the routes need of the replica that they run in.
 
@@ -80,7 +69,7 @@ class Gateway(Protocol):
     tokens: Tokens
     admin_tokens: Tokens
     metrics: ServingMetrics
-    admin: Admin
+    admin: SnapshotCoordinator
 
     async def metrics_text(self) -> str:
         """The metrics of all replicas, in Prometheus' text format."""
@@ -223,8 +212,8 @@ class _Guard:
         # If the application raises before it answers.
         status = 500
         path = _path(scope)
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        request_id = _request_id(headers.get(b"x-request-id"))
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers.get("x-request-id"))
         scope.setdefault("state", {})["id"] = request_id
         metrics = self._gateway.metrics
 
@@ -233,8 +222,7 @@ class _Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if self._sends_request_id:
-                    id_header = (b"x-request-id", request_id.encode("latin-1"))
-                    message["headers"] = [*message["headers"], id_header]
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         metrics.working.inc()
@@ -254,7 +242,7 @@ class _Guard:
             metrics.requests.labels(route, str(status)).inc()
             metrics.seconds.labels(route).observe(time.perf_counter() - begin)
 
-    async def _check(self, path: str, headers: dict[bytes, str], receive: Receive) -> Receive:
+    async def _check(self, path: str, headers: Headers, receive: Receive) -> Receive:
         """Checks a request before it is parsed.
 
         Returns:
@@ -263,7 +251,7 @@ class _Guard:
             ProblemError: no valid token, too many requests, or the body is too large or late.
         """
         # First: without a token no other limit can be probed.
-        self._check_token(path, headers.get(b"authorization"))
+        self._check_token(path, headers.get("authorization"))
         if path in LIMITED_PATHS:
             self._gateway.service.check_room()
         try:
@@ -283,10 +271,10 @@ class _Guard:
         elif path not in PUBLIC_PATHS and not tokens.accept(authorization, basic=True):
             raise ProblemError("unauthorized", "expected `Authorization: Bearer TOKEN`")
 
-    async def _receive_body(self, headers: dict[bytes, str], receive: Receive) -> Receive:
+    async def _receive_body(self, headers: Headers, receive: Receive) -> Receive:
         """Reads the whole body, which the application then receives at once."""
         limit = self._gateway.service.config.max_body
-        length = headers.get(b"content-length", "")
+        length = headers.get("content-length", "")
         # Refused before it is read, if the header gives its length.
         if length.isdigit() and int(length) > limit:
             raise ProblemError(

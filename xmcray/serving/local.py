@@ -17,7 +17,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from xmcray.serving import metrics, rpc
 from xmcray.serving.coordinator import SnapshotCoordinator
-from xmcray.serving.http import Admin, Gateway, create_app
+from xmcray.serving.http import Gateway, create_app
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 from xmcray.serving.search_pb2_grpc import RetrieverServicer, add_RetrieverServicer_to_server
 from xmcray.serving.security import Tokens, new_token_file
@@ -33,14 +33,13 @@ class LocalGateway:
     def __init__(self, config: ServeConfig, coordinator: SnapshotCoordinator) -> None:
         self.service = Service(config, coordinator)
         self.metrics = metrics.ServingMetrics()
-        self.admin: Admin = coordinator
+        self.admin = coordinator
         self.tokens, self.admin_tokens = tokens_of(config)
-        self._coordinator = coordinator
 
     async def metrics_text(self) -> str:
         """The metrics of this process and of its coordinator."""
         self.metrics.update(self.service.models().models)
-        coordinator_text = await self._coordinator.metrics_text()
+        coordinator_text = await self.admin.metrics_text()
         texts = [("local", self.metrics.text()), ("coordinator", coordinator_text)]
         return metrics.combine_metrics(texts)
 

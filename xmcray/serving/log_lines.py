@@ -1,7 +1,6 @@
 r"""The lines of a label log: one for each commit, in the database and in the segments of its copy.
 
-SHA LENGTH JSON\n    32 hex digits of the JSON's SHA-256, the JSON's length in bytes, and
-                     {"at", "first", "model", "operations"}
+SHA JSON\n    32 hex digits of the JSON's SHA-256, and {"at", "first", "model", "operations"}
 
 The first line of a log has no operations. It says of which model the log is and where it begins.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 from xmcray.errors import StorageError
 from xmcray.serving.schema import Operation
 
-_LINE = re.compile(rb"([0-9a-f]{32}) ([0-9]+) (.*)\n", re.DOTALL)
+_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +27,24 @@ class Line:
     Attributes:
         data: the line's bytes, with the newline.
         first: number of its first operation.
-        last: number of its last operation; `first` - 1 if it has none.
         at: Unix time of the commit, seconds.
         operations: the operations as JSON objects.
     """
 
     data: bytes
     first: int
-    last: int
     at: float
     operations: Sequence[dict[str, Any]]
+
+    @property
+    def last(self) -> int:
+        """Number of its last operation; `first` - 1 if it has none."""
+        return self.first + len(self.operations) - 1
+
+    @property
+    def digest(self) -> bytes:
+        """The hash in the line."""
+        return self.data[:_DIGEST_BYTES]
 
     def after(self, number: int) -> list[Operation]:
         """The operations after `number`."""
@@ -59,8 +65,7 @@ def encode_line(model: str, first: int, at: float, operations: Sequence[Operatio
     body = {"at": at, "first": first, "model": model, "operations": values}
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     # JSON escapes newlines in strings: a line has exactly one, at its end.
-    data = f"{_digest(text)} {len(text)} ".encode() + text + b"\n"
-    return Line(data, first, first + len(values) - 1, at, values)
+    return Line(_digest(text) + b" " + text + b"\n", first, at, values)
 
 
 def first_line(model: str, begin: int) -> Line:
@@ -84,18 +89,16 @@ def parse_line(data: bytes, source: str, model: str) -> Line:
     Raises:
         StorageError: the line is damaged or incomplete, or of another model.
     """
-    match = _LINE.fullmatch(data)
-    if not match or len(match[3]) != int(match[2]) or _digest(match[3]) != match[1].decode():
+    digest, _, text = data.removesuffix(b"\n").partition(b" ")
+    if not data.endswith(b"\n") or digest != _digest(text):
         raise StorageError(f"{source}: the line is damaged (its hash differs); restore the file")
-    body = json.loads(match[3])
+    body = json.loads(text)
     if body["model"] != model:
         raise StorageError(
             f"{source} is of the label log of model {body['model']!r}, expected {model!r};"
             " give each model its own folder"
         )
-    operations = body["operations"]
-    last = body["first"] + len(operations) - 1
-    return Line(data, body["first"], last, body["at"], operations)
+    return Line(data, body["first"], body["at"], body["operations"])
 
 
 def split_lines(data: bytes, source: str, model: str) -> Iterator[Line]:
@@ -115,5 +118,5 @@ def split_lines(data: bytes, source: str, model: str) -> Iterator[Line]:
         offset += len(line)
 
 
-def _digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:32]
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:_DIGEST_BYTES].encode()

@@ -5,7 +5,6 @@ for.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -119,16 +118,10 @@ class Uploader:
         return True
 
     def _run(self) -> None:
-        num_failures = 0
         wait_s = self._every_s
-        is_last = False
-        while not is_last:
-            # Operations that were appended before `close` are in the last upload.
-            is_last = self._closing.wait(wait_s)
-            num_failures = 0 if self._succeeds(self.upload) else num_failures + 1
-            wait_s = self._every_s
-            if num_failures:
-                # A random share of it, so that writers that wait for the same server come back
-                # apart.
-                longest = min(_LONGEST_WAIT_S, self._every_s * 2**num_failures)
-                wait_s = longest * random.uniform(0.5, 1.0)
+        while not self._closing.wait(wait_s):
+            # A server that is down is asked less and less often.
+            longer_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            wait_s = self._every_s if self._succeeds(self.upload) else longer_s
+        # What was appended before `close`.
+        self._succeeds(self.upload)

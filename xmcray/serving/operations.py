@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from xmcray.errors import DataError
 from xmcray.serving.schema import Operation
+from xmcray.serving.snapshot import Snapshot
 
 
-class Labels(Protocol):
-    """What the checks need of a snapshot."""
-
-    def label_id(self, uid: str) -> int | None:
-        """Id of a label; None if there is none of that uid."""
-
-    def has_tokens(self, text: str) -> bool:
-        """Whether a text has any token."""
-
-
-def check_operations(operations: Sequence[Operation], labels: Labels) -> None:
+def check_operations(operations: Sequence[Operation], snapshot: Snapshot) -> None:
     """Checks a batch of operations, one after the other, before it is appended to the log.
 
     Args:
         operations: the batch.
-        labels: the labels before the batch.
+        snapshot: the labels before the batch.
     Raises:
         DataError: an existing label is added, a missing one updated or deleted, or a text is
             missing or has no token.
@@ -34,7 +24,7 @@ def check_operations(operations: Sequence[Operation], labels: Labels) -> None:
         uid = operation.uid
         what = f"operation {place} of {len(operations)}: {operation.op} of label {uid[:80]!r}"
         if uid not in exists_now:
-            exists_now[uid] = labels.label_id(uid) is not None
+            exists_now[uid] = snapshot.label_id(uid) is not None
         if operation.op == "add" and exists_now[uid]:
             raise DataError(f"{what}, which is there already; update it")
         if operation.op != "add" and not exists_now[uid]:
@@ -43,7 +33,7 @@ def check_operations(operations: Sequence[Operation], labels: Labels) -> None:
         exists_now[uid] = operation.op != "delete"
     # Last: finding tokens takes longest.
     for operation in operations:
-        if operation.text is not None and not labels.has_tokens(operation.text):
+        if operation.text is not None and not snapshot.has_tokens(operation.text):
             raise DataError(
                 f"the text of label {operation.uid[:80]!r} has no token, expected some: its vector is made of"
                 " it; reword it"

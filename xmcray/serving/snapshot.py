@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from xmcray import storage
-from xmcray.errors import ConfigError
 from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.bundle import KIND, read_attributes
@@ -209,16 +208,10 @@ class Snapshot:
         return self._views[key]
 
     def memory_config(self, changes: schema.MemorySettings | None) -> MemoryConfig | None:
-        """Settings of the memory for a request that changes some; None for those of the bundle.
-
-        Raises:
-            ConfigError: the bundle has no memory.
-        """
-        if changes is None:
-            return None
+        """Settings of the memory for a request that changes some; None for those of the bundle."""
         memory = self.retriever.memory
-        if memory is None:
-            raise ConfigError("this bundle has no memory of training queries; leave `memory` out")
+        if changes is None or memory is None:
+            return None
         return replace(memory.config, **changes.model_dump(exclude_none=True))
 
     @functools.cached_property

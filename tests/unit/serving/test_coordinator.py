@@ -35,7 +35,7 @@ def other(bundle: Path) -> Path:
 
 def inside(one: Served) -> Any:
     """The coordinator's own record of the only model."""
-    return one._coordinator._models["default"]
+    return one.admin._models["default"]
 
 
 def test_a_client_that_leaves_takes_no_operation_with_it(
@@ -55,9 +55,7 @@ def test_a_client_that_leaves_takes_no_operation_with_it(
                 return number
 
             monkeypatch.setattr(found.log, "append", slow)
-            request = asyncio.create_task(
-                one._coordinator.operate("default", [add("n1", "sort join")])
-            )
+            request = asyncio.create_task(one.admin.operate("default", [add("n1", "sort join")]))
             await asyncio.to_thread(durable.wait, 20)
             request.cancel()
             await asyncio.sleep(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from operations import add, delete, update
 
@@ -19,6 +21,9 @@ class OneLabel:
 
     def has_tokens(self, text: str) -> bool:
         return text != "??"
+
+
+ONE_LABEL: Any = OneLabel()
 
 
 def test_a_bundle_says_what_it_holds() -> None:
@@ -52,7 +57,7 @@ def test_a_bundle_says_what_it_holds() -> None:
 )
 def test_operations_that_make_no_sense(operations: list[Operation], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        check_operations(operations, OneLabel())
+        check_operations(operations, ONE_LABEL)
 
 
 def test_operations_that_follow_from_each_other() -> None:
@@ -66,4 +71,4 @@ def test_operations_that_follow_from_each_other() -> None:
         delete("new"),
         add("new"),
     ]
-    check_operations(batch, OneLabel())
+    check_operations(batch, ONE_LABEL)
