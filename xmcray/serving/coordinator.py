@@ -41,6 +41,7 @@ class _ServedModel:
     """One model: the decision, its snapshot in this process, and its log."""
 
     name: str
+    folder: StateFolder
     decision: Decision
     snapshot: Snapshot
     log: LabelLog
@@ -63,8 +64,8 @@ class SnapshotCoordinator(SnapshotSource):
         Raises:
             XmcrayError: a bundle or a log is damaged, or another coordinator uses the state folder.
         """
-        for name, bundle in self._config.bundles.items():
-            model = await asyncio.to_thread(self._open, name, bundle)
+        for name in self._config.bundles:
+            model = await asyncio.to_thread(self._open, name)
             self._models[name] = model
             await asyncio.to_thread(model.snapshot.probe, model.snapshot.probes)
 
@@ -178,9 +179,7 @@ class SnapshotCoordinator(SnapshotSource):
             # Operations may have come since the bundle was loaded.
             snapshot = await asyncio.to_thread(_caught_up, snapshot, model.log)
             # First to the disk: after a crash the bundle that answered last is served.
-            configured = self._config.bundles[model.name]
-            folder = StateFolder(self._config, model.name)
-            await asyncio.to_thread(folder.remember, configured, bundle, version)
+            await asyncio.to_thread(model.folder.remember, bundle, version)
             model.snapshot = snapshot
             await self._decide(model, Decision(bundle, version))
         return recall
@@ -220,17 +219,18 @@ class SnapshotCoordinator(SnapshotSource):
         for model in self._models.values():
             model.log.close()
 
-    def _open(self, name: str, configured: str) -> _ServedModel:
-        """Loads what was swapped in last, unless another bundle was configured since."""
+    def _open(self, name: str) -> _ServedModel:
+        """Loads the bundle and replays the log."""
         folder = StateFolder(self._config, name)
-        bundle, expected = folder.swapped_in(configured)
+        bundle, expected = folder.bundle()
         snapshot = self._load(name, bundle)
         # Served all the same: the operator may have written the bundle anew on purpose.
         if expected not in (None, snapshot.version):
             log.warning("model %s: %s has changed since it was swapped in", name, bundle)
         label_log = folder.open_log(snapshot.number)
         snapshot = _caught_up(snapshot, label_log)
-        return _ServedModel(name, Decision(bundle, snapshot.version), snapshot, label_log)
+        decision = Decision(bundle, snapshot.version)
+        return _ServedModel(name, folder, decision, snapshot, label_log)
 
     def _load(self, name: str, bundle: str) -> Snapshot:
         return Snapshot.load(bundle, name, self._config.threads, encoder=self._config.encoder)

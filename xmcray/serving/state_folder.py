@@ -26,33 +26,31 @@ class StateFolder:
 
     def __init__(self, config: ServeConfig, model: str) -> None:
         self._model = model
+        self._configured = config.bundles[model]
         self._name = folder_name(model)
         self._path = Path(config.state_dir) / self._name
         self._head_file = self._path / "head.json"
         self._upload = config.upload
 
-    def swapped_in(self, configured: str) -> tuple[str, str | None]:
-        """The bundle to serve, and the version that it had when it was swapped in.
+    def bundle(self) -> tuple[str, str | None]:
+        """The bundle to serve, and the version that it had if it was swapped in.
 
-        Args:
-            configured: the bundle in the settings. If it is another one than at the time of the
-                swap, it is served itself.
+        It is what was swapped in last, unless another bundle was configured since.
         """
         if self._head_file.is_file():
             head = json.loads(self._head_file.read_text(encoding="utf-8"))
-            if head["configured"] == configured:
+            if head["configured"] == self._configured:
                 return head["bundle"], head["version"]
-        return configured, None
+        return self._configured, None
 
-    def remember(self, configured: str, bundle: str, version: str) -> None:
+    def remember(self, bundle: str, version: str) -> None:
         """Writes down what is swapped in.
 
         Args:
-            configured: the bundle in the settings.
             bundle: folder or URL of the new bundle.
             version: its SHA-256.
         """
-        head = {"configured": configured, "bundle": bundle, "version": version}
+        head = {"configured": self._configured, "bundle": bundle, "version": version}
         storage.write_json(self._head_file, head)
 
     def open_log(self, start_after: int) -> LabelLog:
