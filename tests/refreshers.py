@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from xmcray.data.batches import TrainingData
 from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.refresh import RefreshSpec, run_version, wait_published
+from xmcray.types import Ragged
+
+
+def few_queries(num_queries: int, num_labels: int) -> Any:
+    """As much of `TrainingData` as a refresh reads, of queries that may have every label."""
+    return SimpleNamespace(
+        num_query_ids=num_queries,
+        num_labels=num_labels,
+        positives=lambda ids: Ragged.empty(len(ids)),
+        excluded=lambda ids: Ragged.empty(len(ids)),
+    )
 
 
 class HeldRefresher:

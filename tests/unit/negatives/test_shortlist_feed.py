@@ -7,21 +7,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refreshers import few_queries
 
 from xmcray.errors import ShortlistError
 from xmcray.negatives.ledger import Ledger, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
-from xmcray.negatives.refresh import wait_published
+from xmcray.negatives.refresh import RefreshSpec, run_version, wait_published
 from xmcray.negatives.shortlists import ShortlistFeed
 from xmcray.types import Batch, Ragged
 
 STEPS_PER_EPOCH = 2
 NUM_EPOCHS = 6
 QUERIES = 3
+NUM_LABELS = 4
 
 
 class FakeRefresher:
-    """Completes the first versions that are started; their hard negatives are their numbers.
+    """Completes the first versions that are started.
 
     Args:
         num_completed: how many versions are completed at all.
@@ -29,6 +31,7 @@ class FakeRefresher:
 
     def __init__(self, num_completed: int = 99) -> None:
         self.num_completed = num_completed
+        self.config = NegativesConfig(hard=1, start_epoch=2, index="Flat", recall_queries=0)
         self.started: list[int] = []
         self.num_checks = 0
 
@@ -37,9 +40,7 @@ class FakeRefresher:
         self.started.append(folder.version)
         if folder.version < self.num_completed:
             wait_published(folder)
-            labels = folder.new_shortlist(QUERIES, 1)
-            labels[:] = folder.version
-            folder.finish(labels, {})
+            run_version(folder, few_queries(QUERIES, NUM_LABELS), RefreshSpec(1, self.config, 0))
 
     def check(self) -> None:
         self.num_checks += 1
@@ -58,7 +59,7 @@ def batch_of(step: int) -> Batch:
 def feed_in(folder: Path, refresher: FakeRefresher, **settings: object) -> ShortlistFeed:
     fixed = {"hard": 1, "start_epoch": 2, "refresh_every": 1, "wait_s": 0.03}
     config = NegativesConfig(**{**fixed, **settings})  # type: ignore[arg-type]
-    rows_SD = torch.zeros(4, 2)
+    rows_SD = torch.zeros(NUM_LABELS, 2)
     return ShortlistFeed(
         Ledger(folder), config, refresher, STEPS_PER_EPOCH, NUM_EPOCHS, lambda: rows_SD, 0
     )
