@@ -134,14 +134,13 @@ def write_bundle(
         StorageError: the destination is not empty, or the disk is full.
         DataError: the numbers of uids, texts and vectors differ from L.
     """
-    label_order = np.ascontiguousarray(label_order, np.int64)
     num_labels = len(label_order)
     is_permutation = np.array_equal(np.sort(label_order), np.arange(num_labels))
     assert is_permutation, "label_order is not a permutation"
     with new_artifact(destination, KIND, about) as folder:
         _write_model(folder, encoder, head, tokenizer, label_side or LabelSide())
         _write_labels(folder / "labels.parquet", label_uids, label_texts, num_labels)
-        np.save(folder / "label_order.npy", label_order)
+        np.save(folder / "label_order.npy", np.asarray(label_order, np.int64))
         shards, dim = write_shards(folder, vectors, spec, queries, shard_rows, threads)
         settings = Settings(
             num_labels=num_labels,

@@ -68,9 +68,8 @@ def read_new_labels(paths: Iterable[str | Path]) -> list[NewLabel]:
                 f"label {row.uid[:80]!r} has no text, expected some: its vector is made of it"
             )
         attributes = record.get("attributes")
-        if attributes is None:
-            return NewLabel(row.uid, row.text)
-        return NewLabel(row.uid, row.text, attribute_set(attributes))
+        checked = {} if attributes is None else attribute_set(attributes)
+        return NewLabel(row.uid, row.text, checked)
 
     return _read(paths, "uid and text", make)
 
@@ -242,11 +241,11 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
     uids = [label.uid for label in new]
     names = pa.table({"uid": uids, "text": texts}, schema=LABEL_SCHEMA)
     first_added = settings.first_added
+    if first_added is None:
+        first_added = settings.num_labels
+    num_labels = settings.num_labels + len(new)
     grown = dataclasses.replace(
-        settings,
-        num_labels=settings.num_labels + len(new),
-        shards=shards,
-        first_added=settings.num_labels if first_added is None else first_added,
+        settings, num_labels=num_labels, shards=shards, first_added=first_added
     )
     more_labels = labels.with_rows(grown, names, row_labels, changed)
     return dataclasses.replace(retriever, labels=more_labels)
