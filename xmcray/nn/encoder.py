@@ -242,15 +242,20 @@ def fit_width(table_VH: Tensor, dim: int) -> Tensor:
     """
     centred = table_VH.double() - table_VH.double().mean(dim=0)
     if table_VH.shape[1] > dim:
-        # eigh sorts eigenvalues in ascending order, so the principal axes are the last ones.
-        axes = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -dim:]
-        # An axis has no sign of its own: the entry of largest magnitude is made positive, so that
-        # every machine has the same axes.
-        largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
-        centred = centred @ (axes * largest.sign())
+        centred = centred @ principal_axes(centred, dim)
     fitted: Tensor = F.pad(centred, (0, dim - centred.shape[1]))
     fitted /= fitted.norm(dim=1).mean()
     return fitted
+
+
+def principal_axes(centred_VH: Tensor, dim: int) -> Tensor:
+    """[H, dim], the orthonormal directions in which centred rows vary most; needs dim <= H."""
+    # eigh sorts eigenvalues in ascending order, so the principal axes are the last ones.
+    axes = torch.linalg.eigh(centred_VH.T @ centred_VH).eigenvectors[:, -dim:]
+    # An axis has no sign of its own: the entry of largest magnitude is made positive, so that
+    # every machine has the same axes.
+    largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
+    return axes * largest.sign()
 
 
 def _build_static(

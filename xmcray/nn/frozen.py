@@ -68,6 +68,17 @@ class EncodedTexts:
         self._order = np.argsort(key_N)
         self._sorted_key_N = key_N[self._order]
 
+    def sample(self, count: int) -> Tensor:
+        """float64 [at most count, H], vectors of texts spread evenly over all of them."""
+        num_texts = len(self._order)
+        step = max(1, -(-num_texts // count))
+        rows = []
+        for number, vectors in enumerate(self._vectors):
+            # The first row of this file whose number among all texts is a multiple of the step.
+            first = -number * FILE_ROWS % step
+            rows.append(vectors[first::step])
+        return torch.from_numpy(np.concatenate(rows)).double()
+
     def __call__(self, tokens: Ragged) -> Tensor:
         """float32 [B, H], vectors of texts that were encoded before, on the CPU."""
         key_B = text_keys(tokens)

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from xmcray.errors import BundleError, ConfigError, one_line
 from xmcray.nn import packed
-from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig
+from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig, principal_axes
 from xmcray.nn.frozen import EncodedTexts
 from xmcray.nn.module_files import save_settings, save_weights
+from xmcray.parallel import collectives
 from xmcray.types import Int64Array, Ragged, offsets_of, to_torch
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ HUB_FILES = [
     "*/config.json",
     "*_Dense/model.safetensors",
 ]
+# Texts whose vectors decide how the projection of a frozen transformer starts.
+FITTED_TEXTS = 32_768
 # Names of dropout rates in the settings of BERT and of DistilBERT.
 DROPOUT_RATES = (
     "hidden_dropout_prob",
@@ -72,6 +75,7 @@ class TransformerEncoder(Encoder):
 
     Attributes:
         frozen: only the projection learns.
+        projection_is_new: it was not loaded, so it may be fitted to the texts of the training.
         encoded_texts: of a frozen encoder, the vectors of the texts that are trained with.
     """
 
@@ -95,6 +99,7 @@ class TransformerEncoder(Encoder):
         self.dim = hidden if projection is None else projection.out_features
         self.packed = packed.try_on(model)
         self.frozen = False
+        self.projection_is_new = False
         self.encoded_texts: EncodedTexts | None = None
 
     def forward(self, tokens: Ragged) -> Tensor:
@@ -126,6 +131,24 @@ class TransformerEncoder(Encoder):
             # Another model, or another way to pool its states, has other vectors.
             own_folder = folder / self._fingerprint()
             self.encoded_texts = EncodedTexts(own_folder, num_texts, tokens_of, self.pooled)
+            if self.projection_is_new:
+                self._fit_projection(self.encoded_texts.sample(FITTED_TEXTS))
+
+    def _fit_projection(self, pooled_NH: Tensor) -> None:
+        """Starts the projection on the principal axes of the texts, with vectors of mean length 1.
+
+        Methods are tuned for vectors of about this length; the pooled states of MiniLM are six
+        times as long. Collective, because all ranks must start with the same bits.
+        """
+        assert self.projection is not None
+        weight_DH = self.projection.weight.data
+        dim, hidden = weight_DH.shape
+        if dim <= hidden:
+            centred_NH = pooled_NH - pooled_NH.mean(dim=0)
+            weight_DH.copy_(principal_axes(centred_NH, dim).T)
+        lengths_N = (pooled_NH @ weight_DH.cpu().double().T).norm(dim=1)
+        weight_DH /= float(lengths_N.mean())
+        collectives.broadcast(weight_DH)
 
     def _fingerprint(self) -> str:
         """A hash of all that the pooled states of a text depend on, in a folder's name."""
@@ -362,6 +385,7 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
         encoder.projection = None
     elif config.dim not in (0, encoder.dim) or needs_projection:
         encoder.projection = nn.Linear(hidden, config.dim, bias=False)
+        encoder.projection_is_new = True
         # Orthogonal rows preserve inner products best while nothing is learned yet.
         generator = torch.Generator().manual_seed(seed)
         nn.init.orthogonal_(encoder.projection.weight, generator=generator)

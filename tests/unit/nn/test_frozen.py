@@ -57,10 +57,11 @@ def test_vectors_come_from_the_files_and_only_the_projection_learns(
     monkeypatch.setattr(frozen, "FILE_ROWS", 4)
     monkeypatch.setattr(frozen, "TEXTS_AT_ONCE", 3)
     tokens = tokenizer.encode(TEXTS)
-    plain = make(folder, tokenizer)
-    expected = plain.eval()(tokens)
     encoder = make(folder, tokenizer)
     encoder.remember(tmp_path, len(TEXTS), tokens.take)
+    plain = make(folder, tokenizer)
+    plain.load_state_dict(encoder.state_dict())
+    expected = plain.eval()(tokens)
     assert [path.name for path in files_of(tmp_path)] == ["00000000.npy", "00000001.npy"]
     restarted = make(folder, tokenizer)
     monkeypatch.setattr(TransformerEncoder, "_pooled", never)
@@ -91,6 +92,31 @@ def test_a_file_that_a_kill_left_out_is_made_again_with_the_same_bytes(
     files_of(tmp_path)[1].unlink()
     make(folder, tokenizer).remember(tmp_path, len(TEXTS), tokens.take)
     assert {path.name: path.read_bytes() for path in files_of(tmp_path)} == kept
+
+
+def test_a_new_projection_starts_on_the_principal_axes_at_length_one(
+    folder: Path, tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "FILE_ROWS", 4)
+    tokens = tokenizer.encode(TEXTS)
+    config = EncoderConfig(name=str(folder), dim=3, frozen=True)
+    encoder = build_encoder(config, tokenizer, None, seed=1)
+    encoder.remember(tmp_path / "v", len(TEXTS), tokens.take)
+    vectors = encoder(tokens).detach()
+    assert float(vectors.norm(dim=1).mean()) == pytest.approx(1)
+    pooled = encoder.pooled(tokens)
+    variances = torch.linalg.svdvals(pooled - pooled.mean(dim=0)).square()
+    projected = torch.linalg.svdvals(vectors - vectors.mean(dim=0)).square()
+    # The three largest variances are kept, up to the common scale.
+    torch.testing.assert_close(projected / projected[0], variances[:3] / variances[0])
+
+    # A projection that was loaded stays as it was trained.
+    encoder.save(tmp_path / "saved")
+    saved = EncoderConfig(name=str(tmp_path / "saved"), dim=3, frozen=True)
+    again = build_encoder(saved, tokenizer, None, seed=1)
+    again.get_parameter("projection.weight").data *= 7
+    again.remember(tmp_path / "v", len(TEXTS), tokens.take)
+    torch.testing.assert_close(again(tokens), 7 * vectors)
 
 
 def test_another_model_or_pooling_does_not_read_the_vectors_of_one(
