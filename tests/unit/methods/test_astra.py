@@ -135,6 +135,7 @@ def test_the_exact_loss_leaves_out_only_the_query_itself(corpus: Corpus) -> None
         (["method.importance_weight=2.0"], 4 + 2 * 7),
         (["method.importance_weight=unbiased"], NUM_LABELS),  # 4 + 23 labels, of which there are 23
         (["method.exact=true"], NUM_LABELS),
+        (["negatives.uniform=0", "negatives.hard=1"], 1),
     ],
 )
 def test_the_prior_is_the_log_odds_among_the_labels_that_count(

@@ -14,6 +14,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.methods.dexml import Dexml
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import RunConfig
+from xmcray.types import Shortlist
 
 SETTINGS = [
     "encoder.dim=6",
@@ -78,6 +79,27 @@ def test_undrawn_positives_are_no_negatives(corpus: Corpus, loss: str, columns: 
         output = method.loss(batch, None)
     found = float(output.total.detach()) / output.divisor
     assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-8)
+
+
+def test_hard_columns_are_drawn_from_the_shortlist(corpus: Corpus) -> None:
+    settings = ["method.columns=hard", "method.hard_per_query=2", "negatives.hard=3"]
+    setup, method = made(corpus, *settings, "negatives.start_epoch=2")
+    batch = setup.sampler.batch(2 * setup.sampler.steps_per_epoch, 0, 1)
+    # The same three labels for all queries; a query that has one of them as a positive is skipped.
+    labels = np.tile(np.array([20, 21, 22], np.int32), (setup.data.num_query_ids, 1))
+    drawn = method.context.draw_positives(batch, 1)
+    pool = np.union1d(drawn.values, [20, 21, 22])
+    with torch.no_grad():
+        query_GD, label_CD = method.encode(batch, pool)
+        output = method.loss(batch, Shortlist(0, 0, labels))
+    score_GC = (query_GD @ label_CD.T).numpy() / 0.25
+    expected = 0.0
+    for i in range(len(batch.query_ids)):
+        left_out = np.setdiff1d(np.concatenate([batch.positives[i], batch.excluded[i]]), drawn[i])
+        counted = np.flatnonzero(~np.isin(pool, left_out))
+        place = int(np.flatnonzero(pool[counted] == drawn[i][0])[0])
+        expected += loss_of_query("decoupled", score_GC[i, counted], place, top_k=0)
+    assert float(output.total) == pytest.approx(expected, rel=1e-8)
 
 
 def test_k_leaves_a_column_outside(corpus: Corpus) -> None:

@@ -63,6 +63,7 @@ def test_the_newest_complete_version_is_used_and_older_ones_are_retired(tmp_path
     shortlist = newest.shortlist()
     assert (shortlist.version, shortlist.snapshot_step) == (2, 20)
     assert shortlist.labels.tolist() == [[2]]
+    assert not (newest.path / "found").exists(), "what shards found is not needed any more"
     ledger.retire(2)
     assert [folder.version for folder in ledger.versions()] == [2, 3]
 

@@ -11,6 +11,7 @@ def test_versions_are_collected_two_epochs_before_they_are_used() -> None:
     assert [schedule.collecting(epoch) for epoch in epochs] == [None, 0, None, 1, None, 2, None, 3]
     assert [schedule.using(epoch) for epoch in epochs] == [None, None, None, 0, 0, 1, 1, 2]
     assert [schedule.use_epoch(version) for version in range(3)] == [3, 5, 7]
+    assert NegativesConfig(start_epoch=3, refresh_every=2).schedule_of == schedule
 
 
 def test_a_curriculum_grows_to_all_hard_negatives() -> None:

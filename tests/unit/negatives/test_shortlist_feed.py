@@ -82,6 +82,7 @@ def test_each_epoch_gets_its_version(tmp_path: Path) -> None:
     assert refresher.started == [0, 1, 2, 3], "version 4 would never be used"
     # Version 3 was collected in epoch 3, whose last step is the eighth.
     assert feed.age(11) == 11 - 8
+    assert 0 < feed.blocked_s < 600
     feed.close()
 
 
