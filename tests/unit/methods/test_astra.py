@@ -160,3 +160,10 @@ def test_rows_that_start_from_texts_have_the_wanted_deviation(corpus: Corpus) ->
     method.start()
     expected = method.context.label_vectors() * 0.5 * math.sqrt(6)
     torch.testing.assert_close(method.answer_rows(), expected)
+
+
+def test_the_index_is_built_on_rows_or_on_label_texts(corpus: Corpus) -> None:
+    _, method = made(corpus)
+    assert torch.equal(method.index_rows(), method.answer_rows())
+    _, method = made(corpus, "method.index_on=labels")
+    assert torch.equal(method.index_rows(), method.context.label_vectors())
