@@ -67,9 +67,8 @@ class TrainingData:
         # The split is drawn over all rows, so it does not depend on which have positives.
         num_held_out = round(self.config.validation * self.num_train)
         shuffled = draws.generator(self.config.seed, "validation").permutation(self.num_train)
-        is_held_out = np.zeros(self.num_train, dtype=bool)
-        is_held_out[shuffled[:num_held_out]] = True
-        query_ids = rows[~is_held_out[rows]]
+        is_held_out = np.isin(rows, shuffled[:num_held_out])
+        query_ids = rows[~is_held_out]
         if not len(query_ids):
             raise DataError(
                 f"{self.corpus.path} has no training query with a positive; check the label ids"
@@ -80,7 +79,7 @@ class TrainingData:
             query_ids = np.concatenate([query_ids, label_query_ids])
         # The class is frozen for its users; these two fields follow from the others.
         object.__setattr__(self, "query_ids", query_ids)
-        object.__setattr__(self, "validation_rows", rows[is_held_out[rows]])
+        object.__setattr__(self, "validation_rows", rows[is_held_out])
 
     @property
     def num_labels(self) -> int:
@@ -162,10 +161,10 @@ class TrainingData:
             return of_rows(query_ids)
         rows = of_rows(query_ids[~is_label])
         labels = of_labels(query_ids[is_label] - self.num_train)
-        # Row i of the concatenation belongs to query query_of_row[i]; `take` needs the inverse.
-        query_of_row = np.concatenate([np.flatnonzero(~is_label), np.flatnonzero(is_label)])
-        row_of_query = np.empty(len(query_ids), np.int64)
-        row_of_query[query_of_row] = np.arange(len(query_ids))
+        # A stable sort lists the queries as the concatenation does: rows first, then label texts.
+        # The place of each query in that list is the inverse permutation.
+        query_of_row = np.argsort(is_label, kind="stable")
+        row_of_query = np.argsort(query_of_row)
         return Ragged.concatenate([rows, labels]).take(row_of_query)
 
 

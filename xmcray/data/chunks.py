@@ -250,7 +250,8 @@ def _filter_pairs(rows: pa.Table, filters: Int64Array) -> Int64Array:
     file_rows = np.asarray(rows["row"])
     if len(file_rows) == 0:
         return NO_PAIRS
-    # Pairs and rows of the chunk are both sorted by row of the raw file.
+    # Pairs and rows of the chunk are both sorted by row of the raw file, so two searches find the
+    # pairs of the chunk among those of the whole split.
     first, last = np.searchsorted(filters[:, 0], [file_rows[0], file_rows[-1] + 1])
     nearby = filters[first:last]
     places = np.searchsorted(file_rows, nearby[:, 0])
@@ -263,7 +264,8 @@ def _not_filtered(
     raw_positives: Ragged, pairs: Int64Array, num_labels: int
 ) -> npt.NDArray[np.bool_]:
     """bool per raw positive: whether it is no filter pair."""
-    # One number per (row, label) pair makes membership a single look-up.
+    # One number per (row, label) pair makes membership a single look-up. Neither array has a row
+    # or label out of range, so no two pairs have the same number.
     positive_keys = raw_positives.row_ids * num_labels + raw_positives.values
     pair_keys = pairs[:, 0] * num_labels + pairs[:, 1]
     return ~np.isin(positive_keys, pair_keys)

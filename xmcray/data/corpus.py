@@ -127,7 +127,7 @@ class Corpus:
         self.card = Card.load(path / "card.yaml")
         self.label_order: Int64Array = np.load(path / "label_order.npy")
         self.label_rank: Int64Array = np.empty_like(self.label_order)
-        # The inverse permutation.
+        # The inverse permutation. Sorting would take longer, and there may be millions of labels.
         self.label_rank[self.label_order] = np.arange(len(self.label_order))
         self.train_counts: Int64Array = np.load(path / "train_counts.npy")
         self._labels = Split(path, "labels", self.card.num_labels, self.card.shard_rows)
@@ -234,10 +234,12 @@ class Split:
     @functools.cached_property
     def _filters(self) -> Ragged:
         path = self._corpus / "filters" / f"{self.name}.npy"
-        pairs = np.load(path) if path.is_file() else np.empty((0, 2), np.int64)
+        if not path.is_file():
+            return Ragged.empty(self._num_rows)
+        rows, labels = np.load(path).T
         # The pairs are sorted by row: row i's labels start at the first pair that is not below i.
-        offsets = np.searchsorted(pairs[:, 0], np.arange(self._num_rows + 1))
-        return Ragged(pairs[:, 1], offsets)
+        offsets = np.searchsorted(rows, np.arange(self._num_rows + 1))
+        return Ragged(labels, offsets)
 
     def _column(self, name: str, rows: Int64Array) -> list[str]:
         """Values of a text column, in the order of `rows`."""

@@ -76,33 +76,48 @@ def write_sample(folder: Path) -> None:
         OSError: the folder cannot be written.
     """
     objects, aliases = collect()
-    related = {name: _resolve(item, objects, aliases) for name, item in objects.items()}
-    names: dict[str, list[str]] = {"train": [], "test": []}
+    related: dict[str, list[str]] = {}
+    splits: dict[str, list[Documented]] = {"train": [], "test": []}
     for name in sorted(objects):
-        names["test" if _is_test(name) else "train"].append(name)
+        related[name] = _resolve(objects[name], objects, aliases)
+        split = "test" if _is_test(name) else "train"
+        splits[split].append(objects[name])
     # Labels that only the test split has are left out.
-    labels = sorted({label for name in names["train"] for label in related[name]})
-    label_ids = {label: row for row, label in enumerate(labels)}
+    labels: set[str] = set()
+    for item in splits["train"]:
+        labels.update(related[item.name])
+    label_ids = {label: row for row, label in enumerate(sorted(labels))}
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, object]] = []
-    for label in labels:
+    label_rows = []
+    for label in label_ids:
         text = f"{label} {objects[label].sentence}"
-        rows.append({"uid": label, "text": text})
-    _write_json_lines(folder / "labels.jsonl", rows)
-    for split in names:
-        rows = []
-        filter_lines = []
-        for name in names[split]:
-            positives = [label_ids[label] for label in related[name] if label in label_ids]
-            if not positives:
-                continue
-            if name in label_ids:
-                filter_lines.append(f"{len(rows)} {label_ids[name]}\n")
-            text = f"{objects[name].words}. {objects[name].description}"
-            rows.append({"uid": name, "text": text, "labels": positives})
-        _write_json_lines(folder / f"{split}.jsonl", rows)
-        filter_file = folder / f"filter_labels_{split}.txt"
-        filter_file.write_text("".join(filter_lines), encoding="utf-8")
+        label_rows.append({"uid": label, "text": text})
+    _write_json_lines(folder / "labels.jsonl", label_rows)
+    for split, items in splits.items():
+        _write_queries(folder, split, items, related, label_ids)
+
+
+def _write_queries(
+    folder: Path,
+    split: str,
+    items: list[Documented],
+    related: dict[str, list[str]],
+    label_ids: dict[str, int],
+) -> None:
+    """Writes the queries of a split, and the queries that are labels themselves."""
+    rows: list[dict[str, object]] = []
+    filter_lines = []
+    for item in items:
+        positives = [label_ids[label] for label in related[item.name] if label in label_ids]
+        if not positives:
+            continue
+        if item.name in label_ids:
+            filter_lines.append(f"{len(rows)} {label_ids[item.name]}\n")
+        text = f"{item.words}. {item.description}"
+        rows.append({"uid": item.name, "text": text, "labels": positives})
+    _write_json_lines(folder / f"{split}.jsonl", rows)
+    filter_file = folder / f"filter_labels_{split}.txt"
+    filter_file.write_text("".join(filter_lines), encoding="utf-8")
 
 
 def _is_test(name: str) -> bool:

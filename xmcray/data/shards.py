@@ -99,14 +99,16 @@ class ShardedRows:
         lengths = stops - starts
         offsets = offsets_of(lengths)
         # Place of every value within its shard: the row's start there plus the place in the row.
-        index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-        values = np.empty(len(index), np.int64)
+        shifts = np.repeat(starts - offsets[:-1], lengths)
+        places = np.arange(offsets[-1]) + shifts
+        values = np.empty(len(places), np.int64)
         for piece in pieces:
-            part = slice(offsets[piece.span.start], offsets[piece.span.stop])
-            values[part] = self._shard(piece.shard).values[index[part]]
+            first = offsets[piece.span.start]
+            last = offsets[piece.span.stop]
+            shard_values = self._shard(piece.shard).values
+            values[first:last] = shard_values[places[first:last]]
         # The rows were read in ascending order; put them back into the caller's.
-        inverse = np.empty_like(order)
-        inverse[order] = np.arange(len(order))
+        inverse = np.argsort(order)
         return Ragged(values, offsets).take(inverse)
 
     def lengths(self) -> Int64Array:

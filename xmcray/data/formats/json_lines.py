@@ -11,7 +11,6 @@ a label's uid.
 
 from __future__ import annotations
 
-import abc
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -180,11 +179,38 @@ def _parse_json(line: bytes) -> Record:
     raise BadValue(f"found {kind}, expected a JSON object")
 
 
-@dataclass(frozen=True)
-class RecordFormat(abc.ABC):
-    """A layout whose rows are records: patterns of the files "train", "test" and "labels"."""
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """How records of one kind of file are read.
 
+    Attributes:
+        paths: the files of a folder for a pattern, which must be there.
+        records: yields the records of a file; for a bad one, the reason.
+        count: number of records of a file, bad ones included.
+    """
+
+    paths: Callable[[Path, str], list[Path]]
+    records: Callable[[Path], Iterator[Record | BadValue]]
+    count: Callable[[Path], int]
+
+
+@dataclass(frozen=True)
+class Records:
+    """A layout whose rows are records.
+
+    Attributes:
+        kind: of its files.
+        files: patterns of the files "train", "test" and "labels".
+        query_fields: fields of queries.
+        label_fields: fields of labels.
+        title_rule: texts are titles only if the folder's name says so (NGAME, ELMO).
+    """
+
+    kind: FileKind
     files: Mapping[str, str]
+    query_fields: Fields = Fields()
+    label_fields: Fields = Fields()
+    title_rule: bool = False
 
     @property
     def train(self) -> tuple[str, ...]:
@@ -198,8 +224,8 @@ class RecordFormat(abc.ABC):
 
     def labels(self, folder: Path, on_bad: OnBad) -> Iterator[Row]:
         """All labels in file order."""
-        parser = RowParser(self.fields(folder, "labels"), None, dict)
-        return self.rows(folder, "labels", parser, on_bad)
+        parser = RowParser(self._fields(folder, self.label_fields), None, dict)
+        return self._rows(folder, "labels", parser, on_bad)
 
     def queries(self, folder: Path, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """All queries of a split in file order."""
@@ -208,67 +234,56 @@ class RecordFormat(abc.ABC):
             # Bad labels were reported when the labels were read.
             return {label.uid: label.row for label in self.labels(folder, lambda bad: None)}
 
-        parser = RowParser(self.fields(folder, split), num_labels, label_rows)
-        return self.rows(folder, split, parser, on_bad)
+        parser = RowParser(self._fields(folder, self.query_fields), num_labels, label_rows)
+        return self._rows(folder, split, parser, on_bad)
 
     def shape(self, folder: Path, split: str) -> tuple[int, int]:
-        """Rows of the split and of the labels."""
-        return self.num_rows(folder, split), self.num_rows(folder, "labels")
+        """Rows of the split and of the labels, bad ones included."""
+        return self._num_rows(folder, split), self._num_rows(folder, "labels")
 
-    @abc.abstractmethod
-    def fields(self, folder: Path, name: str) -> Fields:
-        """Names of the fields of "train", "test" or "labels"."""
-
-    @abc.abstractmethod
-    def rows(self, folder: Path, name: str, parser: RowParser, on_bad: OnBad) -> Iterator[Row]:
-        """All valid rows of "train", "test" or "labels" in file order."""
-
-    @abc.abstractmethod
-    def num_rows(self, folder: Path, name: str) -> int:
-        """Rows of "train", "test" or "labels", bad ones included."""
-
-
-@dataclass(frozen=True)
-class JsonLines(RecordFormat):
-    """A layout of JSON lines.
-
-    Attributes:
-        query_fields: fields of queries.
-        label_fields: fields of labels.
-        title_rule: texts are titles only if the folder's name says so (NGAME, ELMO).
-    """
-
-    query_fields: Fields = Fields()
-    label_fields: Fields = Fields()
-    title_rule: bool = False
-
-    def fields(self, folder: Path, name: str) -> Fields:
-        """Names of the fields of "train", "test" or "labels"."""
-        fields = self.label_fields if name == "labels" else self.query_fields
+    def _fields(self, folder: Path, fields: Fields) -> Fields:
         # Releases for titles contain the same file with contents, which the papers do not use.
         if self.title_rule and "title" in folder.resolve().name.lower():
             return Fields(text="title", parts=(), labels=fields.labels, relevance=fields.relevance)
         return fields
 
-    def rows(self, folder: Path, name: str, parser: RowParser, on_bad: OnBad) -> Iterator[Row]:
+    def _rows(self, folder: Path, name: str, parser: RowParser, on_bad: OnBad) -> Iterator[Row]:
         """All valid rows of "train", "test" or "labels" in file order."""
-        path = find_one(folder, self.files[name])
-        return rows_of(read_records(path), path, parser.parse, on_bad)
+        first_row = 0
+        last_path = None
+        for path in self.kind.paths(folder, self.files[name]):
+            if last_path is not None:  # counted only if needed: most layouts have a single file
+                first_row += self.kind.count(last_path)
+            records = self.kind.records(path)
+            yield from rows_of(records, path, parser.parse, on_bad, first_row=first_row)
+            last_path = path
 
-    def num_rows(self, folder: Path, name: str) -> int:
-        """Lines of the file."""
-        return sum(1 for _ in read_lines(find_one(folder, self.files[name])))
+    def _num_rows(self, folder: Path, name: str) -> int:
+        return sum(self.kind.count(path) for path in self.kind.paths(folder, self.files[name]))
 
 
+def _one_file(folder: Path, pattern: str) -> list[Path]:
+    return [find_one(folder, pattern)]
+
+
+def _count_lines(path: Path) -> int:
+    return sum(1 for _ in read_lines(path))
+
+
+_JSON_LINES = FileKind(_one_file, read_records, _count_lines)
 _LF_FIELDS = Fields(text="", labels="target_ind", relevance="target_rel")
-LF = JsonLines(
+LF = Records(
+    _JSON_LINES,
     {"train": "trn.json", "test": "tst.json", "labels": "lbl.json"},
     query_fields=_LF_FIELDS,
     label_fields=_LF_FIELDS,
     title_rule=True,
 )
-JSONL = JsonLines({"train": "train.jsonl", "test": "test.jsonl", "labels": "labels.jsonl"})
-TEVATRON = JsonLines(
+JSONL = Records(
+    _JSON_LINES, {"train": "train.jsonl", "test": "test.jsonl", "labels": "labels.jsonl"}
+)
+TEVATRON = Records(
+    _JSON_LINES,
     {"train": "train.jsonl", "test": "test.jsonl|dev.jsonl", "labels": "corpus.jsonl"},
     query_fields=Fields(
         uid="query_id",

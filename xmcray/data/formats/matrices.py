@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import scipy.sparse
@@ -66,6 +66,34 @@ def open_matrix(path: Path) -> Matrix:
     return Matrix(path, (rows, cols), parsed(lines, parse_entries), 2)
 
 
+def open_bag(path: Path, part: Literal["features", "labels"]) -> Matrix:
+    """One of the two matrices in a bag-of-words file.
+
+    The file has a header "points features labels", then rows "l1,l2 f1:v1 f2:v2".
+
+    Raises:
+        DataError: unreadable, or without the header.
+    """
+    lines = read_lines(path)
+    rows, num_features, num_labels = read_header(path, lines, ("points", "features", "labels"))
+    if part == "features":
+        return Matrix(path, (rows, num_features), parsed(lines, _bag_features), 2)
+    return Matrix(path, (rows, num_labels), parsed(lines, _bag_labels), 2)
+
+
+def _bag_features(line: bytes) -> Entries:
+    labels, _, features = line.partition(b" ")
+    # Without a label, the blank that stands for it may be missing too.
+    return parse_entries(line if b":" in labels else features)
+
+
+def _bag_labels(line: bytes) -> Entries:
+    labels, _, _ = line.partition(b" ")
+    if b":" in labels:
+        return [], []
+    return parse_entries(labels.replace(b",", b" "), default=1.0)
+
+
 def read_header(path: Path, lines: Iterator[bytes], names: tuple[str, ...]) -> tuple[int, ...]:
     """The whole numbers in the first line.
 
@@ -109,10 +137,10 @@ def parse_entries(line: bytes, default: float | None = None) -> Entries:
 def _npz_rows(matrix: Any) -> Iterator[Entries | BadValue]:
     # Lists of Python numbers, for some rows at once: slicing them is faster than slicing arrays.
     for start in range(0, matrix.shape[0], _ROWS_AT_ONCE):
-        offsets = matrix.indptr[start : start + _ROWS_AT_ONCE + 1]
-        ids = matrix.indices[offsets[0] : offsets[-1]].tolist()
-        values = matrix.data[offsets[0] : offsets[-1]].tolist()
-        for first, stop in pairwise((offsets - offsets[0]).tolist()):
+        rows = matrix[start : start + _ROWS_AT_ONCE]
+        ids = rows.indices.tolist()
+        values = rows.data.tolist()
+        for first, stop in pairwise(rows.indptr.tolist()):
             yield ids[first:stop], values[first:stop]
 
 

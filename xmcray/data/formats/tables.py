@@ -15,16 +15,15 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from xmcray.data.formats.base import BadValue, OnBad, Row, find, find_one, rows_of
-from xmcray.data.formats.json_lines import Fields, RecordFormat, RowParser
+from xmcray.data.formats.base import BadValue, find, find_one
+from xmcray.data.formats.json_lines import Fields, FileKind, Record, Records
 from xmcray.errors import DataError, one_line
 
 _ROWS_AT_ONCE = 1024
@@ -159,7 +158,7 @@ def _check_offsets(batch: Any) -> None:
         column.validate(full=True)
 
 
-def _records(batches: Iterator[Any]) -> Iterator[Mapping[str, Any] | BadValue]:
+def _records(batches: Iterator[Any]) -> Iterator[Record | BadValue]:
     """Rows as dictionaries; a batch with text that is not UTF-8 is read row by row."""
     for batch in batches:
         try:
@@ -173,7 +172,7 @@ def _records(batches: Iterator[Any]) -> Iterator[Mapping[str, Any] | BadValue]:
                     yield BadValue("not UTF-8")
 
 
-def read_rows(path: Path) -> Iterator[Mapping[str, Any] | BadValue]:
+def read_rows(path: Path) -> Iterator[Record | BadValue]:
     """Rows of a Parquet file as dictionaries of the known columns; for a bad row, the reason.
 
     Raises:
@@ -188,45 +187,22 @@ def count_rows(path: Path) -> int:
         return int(file.metadata.num_rows)
 
 
-@dataclass(frozen=True)
-class Tables(RecordFormat):
-    """A layout of column files.
-
-    Attributes:
-        arrow: files of a saved Hugging Face dataset instead of Parquet files.
-    """
-
-    arrow: bool = False
-
-    def fields(self, folder: Path, name: str) -> Fields:
-        """The same names in all files."""
-        return _FIELDS
-
-    def rows(self, folder: Path, name: str, parser: RowParser, on_bad: OnBad) -> Iterator[Row]:
-        """All valid rows of "train", "test" or "labels" in file order."""
-        first_row = 0
-        for path in self._paths(folder, name):
-            batches = _arrow_batches(path) if self.arrow else _parquet_batches(path)
-            records = _records(batches)
-            yield from rows_of(records, path, parser.parse, on_bad, first_row=first_row)
-            first_row += self._rows_of_file(path)
-
-    def num_rows(self, folder: Path, name: str) -> int:
-        """Rows of "train", "test" or "labels", bad ones included."""
-        return sum(self._rows_of_file(path) for path in self._paths(folder, name))
-
-    def _rows_of_file(self, path: Path) -> int:
-        if self.arrow:
-            return sum(batch.num_rows for batch in _arrow_batches(path))
-        return count_rows(path)
-
-    def _paths(self, folder: Path, name: str) -> list[Path]:
-        path = find_one(folder, self.files[name])
-        return _saved_dataset_files(path) if self.arrow else find(folder, self.files[name])
+def _parquet_files(folder: Path, pattern: str) -> list[Path]:
+    find_one(folder, pattern)  # raises an error if there is none
+    return find(folder, pattern)
 
 
-def _saved_dataset_files(state_file: Path) -> list[Path]:
+def _read_arrow(path: Path) -> Iterator[Record | BadValue]:
+    return _records(_arrow_batches(path))
+
+
+def _count_arrow(path: Path) -> int:
+    return sum(batch.num_rows for batch in _arrow_batches(path))
+
+
+def _dataset_files(folder: Path, pattern: str) -> list[Path]:
     """The Arrow files that the state.json of a saved dataset names."""
+    state_file = find_one(folder, pattern)
     try:
         state = json.loads(state_file.read_text(encoding="utf-8"))
         names = [str(entry["filename"]) for entry in state["_data_files"]]
@@ -242,6 +218,10 @@ def _saved_dataset_files(state_file: Path) -> list[Path]:
     return [state_file.parent / name for name in names]
 
 
+_PARQUET_KIND = FileKind(_parquet_files, read_rows, count_rows)
+_ARROW_KIND = FileKind(_dataset_files, _read_arrow, _count_arrow)
 _FILE_KEYS = ("train", "test", "labels")
-PARQUET = Tables({key: f"{key}.parquet|{key}/*.parquet|{key}-*.parquet" for key in _FILE_KEYS})
-HUGGINGFACE = Tables({key: f"{key}/state.json" for key in _FILE_KEYS}, arrow=True)
+PARQUET = Records(
+    _PARQUET_KIND, {key: f"{key}.parquet|{key}/*.parquet|{key}-*.parquet" for key in _FILE_KEYS}
+)
+HUGGINGFACE = Records(_ARROW_KIND, {key: f"{key}/state.json" for key in _FILE_KEYS})
