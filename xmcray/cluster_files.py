@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xmcray import config as configs
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, one_line
 
 PLACEHOLDER = "CHANGE-ME"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -95,7 +95,7 @@ def _check_manifest(path: str | Path, values: Mapping[str, Any]) -> None:
     except KeyError as error:
         raise ConfigError(f"{path} has no {error.args[0]}; {_MANIFEST_EXAMPLE}") from None
     except Exception as error:  # any kind: Ray does not validate the manifest but reads it
-        raise ConfigError(f"{path}: {_one_line(str(error))}; {_MANIFEST_EXAMPLE}") from None
+        raise ConfigError(f"{path}: {_reason(error)}; {_MANIFEST_EXAMPLE}") from None
     if (cluster.get("authOptions") or {}).get("mode") != "token":
         raise ConfigError(
             f"{path}: authOptions.mode is not token; anyone who reaches a pod could run code there"
@@ -119,7 +119,7 @@ def _check_fields(path: str | Path, values: Mapping[str, Any]) -> None:
     first = min(errors, key=lambda error: [str(part) for part in error.path], default=None)
     if first is not None:
         field = ".".join(str(part) for part in first.absolute_path) or "the file"
-        raise ConfigError(f"{path}: {field}: {_one_line(first.message)}; {_CLUSTER_EXAMPLE}")
+        raise ConfigError(f"{path}: {field}: {_reason(first.message)}; {_CLUSTER_EXAMPLE}")
     for name in ("available_node_types", "head_node_type", "max_workers"):
         if name not in values:
             raise ConfigError(
@@ -143,7 +143,7 @@ def _check_with_ray(path: str | Path, values: Mapping[str, Any]) -> None:
         message = configs.unknown("provider.type", provider, list(_MACHINE_TYPES))
         raise ConfigError(f"{path}: {message}") from None
     except Exception as error:  # any kind: Ray's code reads the file while it validates it
-        raise ConfigError(f"{path}: {_one_line(str(error))}; {_CLUSTER_EXAMPLE}") from None
+        raise ConfigError(f"{path}: {_reason(error)}; {_CLUSTER_EXAMPLE}") from None
 
 
 def _check_placeholders(path: str | Path, values: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ def _check_machine_types(path: str | Path, values: Mapping[str, Any]) -> None:
     if kind is None:
         return
     for name, node_type in values["available_node_types"].items():
-        # Each step down may meet something else than a section.
+        # Each step down may meet something that is not a section.
         machine: Any = node_type["node_config"]
         for key in kind.keys:
             machine = machine.get(key) if isinstance(machine, Mapping) else None
@@ -228,5 +228,6 @@ def _check_version(path: str | Path, values: Mapping[str, Any]) -> None:
             )
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).rstrip(".")[:300]
+def _reason(error: object) -> str:
+    """What Ray says, so that a hint can follow in the same line."""
+    return one_line(error, limit=300).rstrip(".")

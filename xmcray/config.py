@@ -5,6 +5,7 @@ This module knows no section of any configuration itself.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import types
@@ -40,9 +41,8 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     fields = dataclasses.fields(cast(Any, kind))
     names = [field.name for field in fields]
     # A renamed field stays in its section, a moved one has a full dotted name.
-    new_names = {}
-    for old_name, new_name in getattr(kind, "RENAMED", {}).items():
-        new_names[old_name] = where + new_name
+    renamed = getattr(kind, "RENAMED", {})
+    new_names = {old_name: where + new_name for old_name, new_name in renamed.items()}
     new_names.update(getattr(kind, "MOVED", {}))
     arguments: dict[str, Any] = {}
     for key, value in values.items():
@@ -68,7 +68,7 @@ def merge(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: an override without "=", or a section where a value was expected.
     """
-    merged = _copy(base)
+    merged = copy.deepcopy(dict(base))
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name:
@@ -77,20 +77,31 @@ def merge(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
-        # Walks down the sections of the name and makes those that are missing.
-        section = merged
-        *path, last = name.split(".")
-        for part in path:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
-                raise ConfigError(f"override {override!r}: {part!r} is a value, not a section")
-        section[last] = value
+        try:
+            put(merged, name, value)
+        except ConfigError as error:
+            raise ConfigError(f"override {override!r}: {error}") from None
     return merged
+
+
+def put(settings: dict[str, Any], name: str, value: Any) -> None:
+    """Sets a value by its dotted name. Sections that are missing are made.
+
+    Raises:
+        ConfigError: a part of the name is a value.
+    """
+    section = settings
+    *path, last = name.split(".")
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{part!r} is a value, not a section")
+    section[last] = value
 
 
 def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the values of `top` in place of its own, section by section."""
-    merged = _copy(base)
+    merged = copy.deepcopy(dict(base))
     for key, value in top.items():
         section = merged.get(key)
         # Only two sections are merged. A value replaces whatever the base has, and so does a
@@ -100,14 +111,6 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
-
-
-def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies nested sections, so that changing the copy leaves the original as it is."""
-    copied = {}
-    for key, value in values.items():
-        copied[key] = _copy(value) if isinstance(value, Mapping) else value
-    return copied
 
 
 def load_yaml(source: str) -> dict[str, Any]:

@@ -31,6 +31,13 @@ def add_json(verb: argparse.ArgumentParser, what: str) -> None:
     verb.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 
 
+def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The named options that were given, by name."""
+    return {
+        name: value for name, value in vars(options).items() if name in names and value is not None
+    }
+
+
 def merged_settings(options: argparse.Namespace, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The settings of all --config files, the later over the earlier, and of --set over them.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xmcray import config
-from xmcray.cli.arguments import add_json
+from xmcray.cli.arguments import add_json, given
 from xmcray.cli.output import show, show_json, show_next
 from xmcray.cli.paths import bundle_at
 from xmcray.errors import ConfigError
@@ -259,10 +259,7 @@ def serve(options: argparse.Namespace) -> None:
         if name in bundles:
             raise ConfigError("several bundles go by one name; write each as NAME=BUNDLE")
         bundles[name] = path
-    values: dict[str, Any] = {"bundles": bundles}
-    for name in SERVER_OPTIONS:
-        if getattr(options, name) is not None:
-            values[name] = getattr(options, name)
+    values = {"bundles": bundles, **given(options, SERVER_OPTIONS)}
     settings = config.build(ServeConfig, config.merge(values, options.set))
 
     def ready(url: str) -> None:

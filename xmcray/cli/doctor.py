@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
+from xmcray.cli.arguments import add_json
 from xmcray.cli.output import show, show_json
 from xmcray.errors import ConfigError, ResourceError
 
@@ -27,7 +28,7 @@ def doctor_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--gpus", type=int, default=0, metavar="N", help="with --cluster: GPUs that it must have"
     )
-    verb.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_json(verb, "the findings")
 
 
 def doctor(options: argparse.Namespace) -> None:

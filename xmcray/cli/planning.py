@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from xmcray import config as configs
+from xmcray.cli.arguments import add_config, add_json, merged_settings
 from xmcray.cli.output import show, show_json
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
@@ -35,16 +35,7 @@ def plan_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--positives", type=float, default=5.0, metavar="P", help="labels of a query (default: 5)"
     )
-    verb.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="YAML, or preset:METHOD/DATASET",
-    )
-    verb.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="one setting, over --config"
-    )
+    add_config(verb)
     verb.add_argument("--workers", type=int, metavar="W", help="training processes")
     verb.add_argument(
         "--device", default="cpu", metavar="D", help="cpu (measured here), or one such as a100-80gb"
@@ -61,7 +52,7 @@ def plan_options(verb: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file of measured rates of this machine; read if it exists, otherwise written",
     )
-    verb.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_json(verb, "the plan")
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -71,14 +62,13 @@ def plan(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, expected more than 0")
-    values: dict[str, Any] = {}
-    for source in options.config:
-        values = configs.overlay(values, configs.load_yaml(source))
+    values = merged_settings(options)
     from xmcray.training.run import RunConfig
 
-    config = RunConfig.resolve(options.method, values, options.set)
+    config = RunConfig.resolve(options.method, values)
     data = _data(options)
     from xmcray.planning.plan import plan
+    from xmcray.planning.tables import tables
 
     rates = _rates(options, config)
     memory = None if options.memory_gb is None else int(options.memory_gb * 1e9)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xmcray.cli.arguments import add_config, add_corpus, add_json, merged_settings
+from xmcray.cli.arguments import add_config, add_corpus, add_json, given, merged_settings
 from xmcray.cli.output import show, show_json, show_metrics, show_next
 from xmcray.cli.paths import bundle_at, kind_of
 from xmcray.errors import ConfigError
@@ -88,10 +88,7 @@ def prepare(options: argparse.Namespace) -> None:
     refuse_existing(options.out)
     from xmcray.data.pipeline import prepare, statistics_table
 
-    settings = {}
-    for name in PREPARE_OPTIONS:
-        if getattr(options, name) is not None:
-            settings[name] = getattr(options, name)
+    settings = given(options, PREPARE_OPTIONS)
     if options.propensity:
         settings["propensity"] = tuple(options.propensity)
     name = options.name or source.path.absolute().name

@@ -184,7 +184,6 @@ def _definition(
     import dataclasses
 
     from xmcray.data.corpus import Corpus
-    from xmcray.storage import is_url
     from xmcray.tuning.space import check_space, parse_space
     from xmcray.tuning.sweep import SweepConfig
 
@@ -217,8 +216,7 @@ def _definition(
         )
     # The corpus comes last: opening it takes longer than all other checks.
     corpus = Corpus.open(options.data)
-    path = options.data if is_url(options.data) else str(Path(options.data).absolute())
-    return dataclasses.replace(definition, corpus=path, corpus_sha256=corpus.sha256)
+    return dataclasses.replace(definition, corpus=corpus.origin, corpus_sha256=corpus.sha256)
 
 
 def _first_values(

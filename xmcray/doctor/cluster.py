@@ -23,8 +23,8 @@ from xmcray.errors import ConfigError, ResourceError
 
 TIMEOUT_S = 10
 HEAD_TIMEOUT_S = 60  # importing Ray in a new process takes seconds
-NODES = "/api/v0/nodes?detail=1&limit=10000"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+NODES = "/api/v0/nodes?detail=1&limit=10000"
 
 
 @dataclass(frozen=True, slots=True)

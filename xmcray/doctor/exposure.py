@@ -109,20 +109,29 @@ def file_modes(environment: Mapping[str, str], home: Path, folder: Path) -> Iter
 
 def open_ports(listening: Sequence[Listener]) -> Iterator[Finding]:
     """Ports of Ray and of our servers that other machines can reach."""
-    ours = [one for one in listening if any(word in one.command for word in OUR_PROCESSES)]
-    reachable = [listener for listener in ours if not listener.loopback]
-    dashboards = [listener for listener in reachable if _is_dashboard(listener)]
-    others = [listener for listener in reachable if listener not in dashboards]
-    for listener in dashboards:
+    num_ours = 0
+    num_dashboards = 0
+    other_ports = []
+    for listener in listening:
+        if not any(word in listener.command for word in OUR_PROCESSES):
+            continue
+        num_ours += 1
+        if listener.loopback:
+            continue
+        place = f"{listener.address}:{listener.port}"
+        if not _is_dashboard(listener):
+            other_ports.append(f"{listener.name} {place}")
+            continue
+        num_dashboards += 1
         yield Finding(
             "dashboard",
             "error",
-            f"listens on {listener.address}:{listener.port}, where jobs are submitted",
+            f"listens on {place}, where jobs are submitted",
             "start the head with --dashboard-host=127.0.0.1 and reach it through an SSH tunnel",
         )
-    if others:
-        ports = ", ".join(f"{one.name} {one.address}:{one.port}" for one in others[:MAX_LISTED])
-        num_more = len(others) - MAX_LISTED
+    if other_ports:
+        ports = ", ".join(other_ports[:MAX_LISTED])
+        num_more = len(other_ports) - MAX_LISTED
         yield Finding(
             "open ports",
             "warning",
@@ -131,8 +140,8 @@ def open_ports(listening: Sequence[Listener]) -> Iterator[Finding]:
             " --node-ip-address=127.0.0.1 and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
             " in its environment",
         )
-    elif not dashboards:
-        text = f"{len(ours)} of Ray and xmcray, none beyond this machine"
+    elif not num_dashboards:
+        text = f"{num_ours} of Ray and xmcray, none beyond this machine"
         yield Finding("open ports", "ok", text)
 
 

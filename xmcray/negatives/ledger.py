@@ -17,11 +17,12 @@ stay. Once a version is complete, and published at every kept checkpoint, its in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,33 +209,28 @@ class VersionFolder:
             return None
         return num_found / num_exact
 
-    def new_shortlist(self, num_query_ids: int, width: int) -> ShortlistFile:
-        """Creates an int32 [num_query_ids, width] file of -1, to be filled for `finish`."""
-        path = storage.aside(self.path / _SHORTLIST)
-        labels: ShortlistFile = np.lib.format.open_memmap(
-            path, mode="w+", dtype=np.int32, shape=(num_query_ids, width)
-        )
-        # Without reserved space, a full disk would end the process by a signal when the map is
-        # written.
-        with storage.disk_errors(path), path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-        labels[:] = -1
-        return labels
+    @contextlib.contextmanager
+    def new_shortlist(self, num_query_ids: int, width: int) -> Iterator[ShortlistFile]:
+        """Gives an int32 [num_query_ids, width] file of -1, to be filled in the block."""
+        with storage.whole_file(self.path / _SHORTLIST) as temporary:
+            labels: ShortlistFile = np.lib.format.open_memmap(
+                temporary, mode="w+", dtype=np.int32, shape=(num_query_ids, width)
+            )
+            # Without reserved space, a full disk would end the process by a signal when the map is
+            # written.
+            with temporary.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, temporary.stat().st_size)
+            labels[:] = -1
+            yield labels
+            labels.flush()
 
-    def finish(self, labels: ShortlistFile, about: Mapping[str, Any]) -> None:
-        """Completes the version.
+    def finish(self, about: Mapping[str, Any]) -> None:
+        """Completes the version, whose shortlist has been written.
 
         Args:
-            labels: a filled `new_shortlist`.
             about: figures to keep with it.
         """
-        labels.flush()
-        # The map knows the name that `new_shortlist` gave to the unfinished file.
-        temporary = Path(str(labels.filename))
-        entry = storage.hash_file(temporary)
-        # On disk before it has its name, so that a power failure leaves no file with holes.
-        storage.fsync(temporary)
-        temporary.replace(self.path / _SHORTLIST)
+        entry = storage.hash_file(self.path / _SHORTLIST)
         first_mark = min(self.path.glob(_PUBLISHED))
         body = {
             **about,

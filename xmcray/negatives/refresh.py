@@ -130,20 +130,22 @@ def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -
     # replace it.
     if folder.complete:
         return
-    labels = folder.new_shortlist(data.num_query_ids, spec.negatives.hard)
     blocks = folder.query_blocks
-    if spec.negatives.hard:
-        for block in blocks:
-            _merge_block(labels, folder, block, data, spec)
-    # A newer attempt may have withdrawn this one meanwhile; half a shortlist must not be finished.
-    if not blocks or folder.query_blocks != blocks:
-        raise FileNotFoundError(f"query blocks of {folder.path} vanished while they were merged")
+    with folder.new_shortlist(data.num_query_ids, spec.negatives.hard) as labels:
+        if spec.negatives.hard:
+            for block in blocks:
+                _merge_block(labels, folder, block, data, spec)
+        # A newer attempt may have withdrawn this one meanwhile, and half a shortlist must not get
+        # its name.
+        if not blocks or folder.query_blocks != blocks:
+            raise FileNotFoundError(
+                f"query blocks of {folder.path} vanished while they were merged"
+            )
     if spec.negatives.cluster_size and not folder.has_clusters:
         cluster = _cluster_queries(folder, blocks, data.num_query_ids, spec)
         folder.write_clusters(cluster)
-    parts = spec.parts(data.num_labels)
-    recall = folder.read_recall(parts)
-    folder.finish(labels, {"recall": recall, "blocks": len(blocks)})
+    recall = folder.read_recall(spec.parts(data.num_labels))
+    folder.finish({"recall": recall, "blocks": len(blocks)})
 
 
 def _merge_block(
@@ -209,18 +211,12 @@ def best_allowed(
         int32 [B, width], padded with -1.
     """
     score_BC = np.where(candidate_BC >= 0, score_BC, -np.inf)
-    # One number for each (query, label), so that forbidden pairs are found by a search in a sorted
-    # list.
+    # One number for each (query, label) makes membership a single look-up.
     forbidden_keys = [labels.row_ids * num_labels + labels.values for labels in forbidden]
-    banned = np.unique(np.concatenate(forbidden_keys))
-    if len(banned):
-        row_B = np.arange(len(candidate_BC))
-        key_BC = row_B[:, None] * num_labels + candidate_BC
-        # A key above all of the list gets its last position; the comparison rules it out.
-        place_BC = np.searchsorted(banned, key_BC)
-        place_BC = np.minimum(place_BC, len(banned) - 1)
-        is_banned = banned[place_BC] == key_BC
-        score_BC = np.where(is_banned, -np.inf, score_BC)
+    row_B = np.arange(len(candidate_BC))
+    key_BC = row_B[:, None] * num_labels + candidate_BC
+    is_forbidden = np.isin(key_BC, np.concatenate(forbidden_keys))
+    score_BC = np.where(is_forbidden, -np.inf, score_BC)
     # lexsort orders by its last key first: by falling score, then by rising label.
     order = np.lexsort((candidate_BC, -score_BC))[:, :width]
     best_scores = np.take_along_axis(score_BC, order, 1)
@@ -289,6 +285,7 @@ def wait_published(folder: VersionFolder, poll_s: float = 0.05) -> None:
 def _sample(folder: VersionFolder, count: int, seed: int) -> Float32Array:
     """Draws up to `count` query vectors of a version from its first block."""
     vectors = folder.read_queries(folder.query_blocks[0]).vectors
+    # Seeded, so that a search that starts again measures and tunes on the same queries.
     order = draws.generator(seed, "recall").permutation(len(vectors))
     return vectors[order[:count]]
 
@@ -306,9 +303,9 @@ def _measure_recall(
     if not width:
         return
     exact = exact_search(rows, sample, width).ids
-    found = index.search(sample, width).ids
+    answered = index.search(sample, width).ids
     # The order within a list does not matter, because all of it is used as negatives.
-    num_found = 0
-    for exact_ids, found_ids in zip(exact, found, strict=True):
-        num_found += len(np.intersect1d(exact_ids, found_ids))
-    folder.write_recall(part, num_found, len(sample) * width)
+    num_hits = 0
+    for exact_ids, answered_ids in zip(exact, answered, strict=True):
+        num_hits += len(np.intersect1d(exact_ids, answered_ids))
+    folder.write_recall(part, num_hits, len(sample) * width)

@@ -173,7 +173,7 @@ class ShortlistFeed:
         if not self.active:
             return
         for arrays in pending:
-            self._publisher.collect(QueryBlock(arrays["ids"], arrays["vectors"], arrays["extra"]))
+            self._publisher.collect(QueryBlock(**arrays))
         if collectives.rank() == 0:
             self._restore_ledger(state.get("inputs", {}), state.get("published", []))
         collectives.broadcast_int(0)  # no rank reads the ledger before rank 0 has restored it

@@ -196,15 +196,13 @@ def _lines(
         if trial.score is None:
             continue
         places = [space[name].place(trial.values[name]) for name in space]
+        settings = [f"{name} {shown(value)}" for name, value in trial.values.items()]
         share = score_range.place(trial.score)
-        classes = []
+        kind = "cut" if trial.state == "stopped" else ""
         if not lines:  # trials come the best first
-            classes.append("best")
-        if trial.state == "stopped":
-            classes.append("cut")
-        settings = ", ".join(f"{name} {shown(value)}" for name, value in trial.values.items())
-        hint = f"{trial.name}: {metric} {trial.score_text}; {settings}"
-        lines.append(_Line([*places, share], _colour(share), " ".join(classes), hint))
+            kind = f"best {kind}".strip()
+        hint = f"{trial.name}: {metric} {trial.score_text}; {', '.join(settings)}"
+        lines.append(_Line([*places, share], _colour(share), kind, hint))
     return lines[::-1]  # what comes last is drawn on top: the best trial
 
 

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -204,19 +205,13 @@ def asha(sweep: Sweep) -> ASHAScheduler:
     no_controller: Any = None  # the scheduler does not use it
     for trial in sweep.trials():
         if trial.state in ("finished", "stopped"):
-            past_trial: Any = _PastTrial(trial.name)
+            # The scheduler wants no more of a trial than its name.
+            past_trial: Any = SimpleNamespace(trial_id=trial.name)
             scheduler.on_trial_add(no_controller, past_trial)
             for epoch, score in trial.curve:
                 result = {TIME: epoch, SCORE: score}
                 scheduler.on_trial_result(no_controller, past_trial, result)
     return scheduler
-
-
-@dataclass(frozen=True)
-class _PastTrial:
-    """What the scheduler needs to know of a trial."""
-
-    trial_id: str
 
 
 def _possible_epochs(sweep: Sweep) -> list[int]:
@@ -257,9 +252,9 @@ class Guide(Searcher):
         self.problem: XmcrayError | None = None
         self.values_by_trial = {trial.number: trial.values for trial in sweep.trials()}
         # Trials with values go first. If they waited, Optuna would not learn their scores.
-        started = [number for number in remaining if number in self.values_by_trial]
-        new = [number for number in remaining if number not in self.values_by_trial]
-        self._next_numbers = iter([*started, *new])
+        # False sorts before True, and trials of the same kind keep their order.
+        numbers = sorted(remaining, key=lambda number: number not in self.values_by_trial)
+        self._next_numbers = iter(numbers)
         self._running: dict[str, int] = {}
         self._mistakes: dict[str, XmcrayError] = {}
         self.proposals = proposals(sweep)

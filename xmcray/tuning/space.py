@@ -235,11 +235,7 @@ def nested(values: Values) -> dict[str, Any]:
     """{"optim.lr": 0.1} as {"optim": {"lr": 0.1}}."""
     sections: dict[str, Any] = {}
     for name, value in values.items():
-        *path, last = name.split(".")
-        section = sections
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = value
+        configs.put(sections, name, value)
     return sections
 
 
