@@ -52,6 +52,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # A scheduler ends a job with SIGTERM. As an exception, it runs every `finally` on its way out.
     try:
         with handling(signal.SIGTERM, _terminate), logs.on_stderr():
             return _run(arguments)
@@ -66,14 +67,16 @@ def _terminate(*_: object) -> NoReturn:
 
 def _run(arguments: list[str]) -> int:
     try:
+        # argparse would list all verbs; the nearest one says more.
         if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
             raise ConfigError(config.unknown("verb", arguments[0], list(VERBS)))
         if "search" not in arguments[:1]:  # its arguments are texts, which may look like anything
             credentials.refuse(arguments, "the command line")
         options = parser().parse_args(arguments)
         options.run(options)
-        sys.stdout.flush()
+        sys.stdout.flush()  # a reader that has gone away is noticed here and not at exit
     except XmcrayError as error:
+        # A message may quote a URL of the user, and logs are kept longer than terminals.
         _print_last_line(credentials.mask(" ".join(str(error).split())), logging.ERROR)
         return 2
     except KeyboardInterrupt:
@@ -90,6 +93,7 @@ def _run(arguments: list[str]) -> int:
         # flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception:
+        # A program that reads JSON lines gets the traceback as one of them.
         if not logs.as_json():
             raise
         logging.getLogger("xmcray").exception("a mistake of xmcray itself")
@@ -101,6 +105,7 @@ def _print_last_line(text: str, level: int) -> None:
     if logs.as_json():
         logging.getLogger("xmcray").log(level, text)
         return
+    # Scripts look for "error:", which an interruption is not.
     prefix = "error: " if level == logging.ERROR else ""
     print(f"{prefix}{text}", file=sys.stderr)
 
@@ -110,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(
         prog="xmcray",
         description="Train and serve retrieval over millions of labels.",
-        allow_abbrev=False,
+        allow_abbrev=False,  # an abbreviation would change its meaning with the next option
     )
     top.add_argument("--version", action="version", version=f"xmcray {__version__}")
     subparsers = top.add_subparsers(metavar="VERB", required=True, parser_class=_Parser)

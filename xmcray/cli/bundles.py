@@ -49,6 +49,7 @@ def memory(options: argparse.Namespace) -> None:
     from xmcray.retrieval.votes import changed_memory
     from xmcray.training.memory import memory_bundle
 
+    # Wrong settings and a taken folder are refused before the encoder runs.
     settings = changed_memory(None, options.set) if options.set else None
     storage.refuse_existing(options.out)
     corpus = Corpus.open(options.data)
@@ -123,6 +124,7 @@ def search(options: argparse.Namespace) -> None:
     from xmcray.retrieval.votes import changed_memory
 
     retriever = Retriever.load(bundle_at(options.path))
+    # --set changes single settings of the bundle's own memory.
     base = retriever.memory.config if retriever.memory else None
     answers_by_text = retriever.search(
         options.texts,
@@ -145,6 +147,7 @@ def search(options: argparse.Namespace) -> None:
         rows = []
         for answer in answers:
             rows.append((answer.score, answer.uid, answer.text))
+            # Voters are listed under their answer, indented, in the same columns.
             voters = (answer.voters or ())[:MAX_VOTERS]
             rows += [(voter.weight, f"  by {voter.uid}", voter.text) for voter in voters]
         show(answer_table(text, rows))
@@ -260,8 +263,10 @@ def serve(options: argparse.Namespace) -> None:
             raise ConfigError("several bundles go by one name; write each as NAME=BUNDLE")
         bundles[name] = path
     values = {"bundles": bundles, **given(options, SERVER_OPTIONS)}
+    # --set comes last: it may also override an option.
     settings = config.build(ServeConfig, config.merge(values, options.set))
 
+    # The address is printed only when requests are answered, because scripts wait for this line.
     def ready(url: str) -> None:
         print(f"serving {', '.join(bundles)} on {url}", flush=True)
         print(f"token: {settings.token_file or Path(settings.state_dir) / 'token'}", flush=True)
@@ -278,6 +283,7 @@ def serve(options: argparse.Namespace) -> None:
 
 def _name_and_path(bundle: str) -> tuple[str, str]:
     """NAME=BUNDLE as its two parts; a path or URL may contain an equals sign too."""
+    # What precedes the equals sign is a name only if it cannot be the start of a path.
     name, equals, path = bundle.partition("=")
     if equals and not set("/.:") & set(name):
         return name, path

@@ -49,6 +49,7 @@ def doctor(options: argparse.Namespace) -> None:
     else:
         for finding in findings:
             print(f"{finding.level:<9}{finding}")  # whole lines, however long
+    # All findings are printed first; the exit code then says whether one of them is an error.
     if error := worst(findings):
         raise ResourceError(error)
 

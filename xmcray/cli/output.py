@@ -12,9 +12,11 @@ def show(content: Any) -> None:
     """Prints a table or a line on stdout; a pipe gets lines that are not wrapped."""
     from rich.console import Console
 
+    # rich would colour numbers and paths, and wrap lines at 80 columns in a pipe.
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=160)
+    # In a plain text, [brackets] are no markup.
     if isinstance(content, str):
         console.print(content, markup=False)
     else:

@@ -60,7 +60,7 @@ def plan(options: argparse.Namespace) -> None:
     check_method_name(options.method)
     for name in ("memory_gb", "price_per_hour", "workers"):
         value = getattr(options, name)
-        if value is not None and not value > 0:
+        if value is not None and not value > 0:  # NaN is not above 0 either
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, expected more than 0")
     values = merged_settings(options)
     from xmcray.training.run import RunConfig
@@ -109,6 +109,7 @@ def _rates(options: argparse.Namespace, config: RunConfig) -> Rates:
     from xmcray.planning.probe import probe
     from xmcray.planning.rates import load_rates
 
+    # Measuring takes time, so its result can be kept in a file.
     path = Path(options.probe) if options.probe else None
     if path is not None and path.is_file():
         return load_rates(path)

@@ -86,11 +86,14 @@ def prepare(options: argparse.Namespace) -> None:
 
     source = detect(options.source, options.format)
     refuse_existing(options.out)
+    # Ray is imported once the arguments are known to be right.
     from xmcray.data.pipeline import prepare, statistics_table
 
     settings = given(options, PREPARE_OPTIONS)
     if options.propensity:
+        # argparse gives a list, and settings are immutable.
         settings["propensity"] = tuple(options.propensity)
+    # The absolute path, because "." has no name.
     name = options.name or source.path.absolute().name
     corpus = prepare(source, options.out, name=name, licence=options.licence, **settings)
     if options.json:
@@ -128,6 +131,7 @@ def train_options(verb: argparse.ArgumentParser) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """Trains a method, exports the bundle and measures it."""
+    # Settings are checked before torch is imported, so that a mistake is reported at once.
     check_method_name(options.method)
     overrides = [] if options.workers is None else [f"cluster.workers={options.workers}"]
     values = merged_settings(options, overrides)
@@ -151,6 +155,7 @@ def train(options: argparse.Namespace) -> None:
     corpus = Corpus.open(options.data, verify=False)  # `train` has compared every byte
     with counting("test queries", corpus.card.num_test) as progress:
         evaluation = finish(run, corpus, not options.no_evaluate, progress)
+    # A run that leaves the test split alone has a bundle and no metrics.
     metrics = None if evaluation is None else evaluation.to_json()
     if options.json:
         show_json(metrics)
@@ -192,7 +197,7 @@ def evaluate(options: argparse.Namespace) -> None:
         )
     from xmcray import storage
 
-    # Files that cannot be written are refused before anything is measured.
+    # Files that cannot be written are refused before anything is measured. "-" is stdout.
     json_file = None if options.json == "-" else options.json
     for path in (options.predictions, json_file):
         if path:
@@ -202,6 +207,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
     corpus = Corpus.open(options.data)
     evaluations = [_measure(path, corpus, options) for path in paths]
+    # Only the first path is written; the other one is there for the comparison.
     metrics = evaluations[0].to_json()
     if json_file:
         storage.write_json(Path(json_file), metrics)
@@ -227,6 +233,7 @@ def _measure(path: str, corpus: Corpus, options: argparse.Namespace) -> Evaluati
         if kind == "predictions":
             answers = outcome.stored_answers(path, corpus, split)
             return outcome.measure(answers, corpus, split, progress=progress)
+        # Stored answers need no torch, so it is imported from here on.
         from xmcray.retrieval.retriever import Retriever
         from xmcray.training.run import Run
 
@@ -240,6 +247,7 @@ def _measure(path: str, corpus: Corpus, options: argparse.Namespace) -> Evaluati
             predictions=options.predictions if path == options.path else None,
             progress=progress,
         )
+    # The run keeps what its bundle answers by default, and only about the test split.
     if run and split == "test" and not options.exact:
         outcome.record(run, corpus, evaluation)
     return evaluation
@@ -274,6 +282,7 @@ def export(options: argparse.Namespace) -> None:
             f"--to {options.to} writes vectors without an index; leave out --config and --set"
         )
     if options.to:
+        # Vectors can be taken out of any bundle, so the run is not opened.
         from xmcray.retrieval.vector_export import export_vectors
 
         bundle = bundle_at(options.path, options.data)
@@ -289,6 +298,7 @@ def export(options: argparse.Namespace) -> None:
     from xmcray.data.corpus import Corpus
     from xmcray.training.export import export_run
 
+    # The corpus is verified again, because label texts and uids are copied from it.
     corpus = Corpus.open(options.data) if options.data else None
     export_run(run, options.out, corpus, settings)
     show_next(["xmcray", "search", options.out, "TEXT"])

@@ -130,6 +130,7 @@ def _add_search_options(verb: argparse.ArgumentParser) -> None:
 
 def tune(options: argparse.Namespace) -> None:
     """Trains or searches with many settings and prints the best ones."""
+    # Exactly one of them: equal answers mean both or neither.
     if (options.method is None) == (options.bundle is None):
         raise ConfigError(
             "expected a METHOD to train, or --bundle BUNDLE to search; give one of them"
@@ -153,6 +154,7 @@ def _tune_training(options: argparse.Namespace) -> None:
     _check_searchable(space, options.space)
     from xmcray.training.run import RunConfig
 
+    # Each trial is one process by default, because trials already run at the same time.
     workers = f"cluster.workers={options.workers or 0}"
     settings = RunConfig.resolve(options.method, merged_settings(options, [workers]))
     num_trials = options.trials or DEFAULT_TRIALS
@@ -188,6 +190,7 @@ def _definition(
     from xmcray.tuning.sweep import SweepConfig
 
     space = parse_space(space_file, options.space)
+    # The checks need a definition, and the corpus is opened only when they have passed.
     definition = SweepConfig(
         method=options.method,
         corpus="",
@@ -252,6 +255,7 @@ def _run(
     out = Path(options.out).absolute()
     with locked(out):
         sweep = Sweep.open_or_create(out, definition)
+        # Ray Tune takes seconds to import, and another sweep in the folder is refused before that.
         from xmcray.tuning.search import run_sweep
 
         def on_end(trial: Trial) -> None:
@@ -260,6 +264,7 @@ def _run(
 
         run_sweep(sweep, num_trials, keep, settings.cluster, on_end)
         sweep.write_results()
+        # `_definition` has compared every byte.
         corpus = Corpus.open(options.data, verify=False)
         title = f"Sweep of {options.method} on {corpus.card.name}"
         write_report(out / "report.html", title, options.metric, sweep.space, sweep.ranked())
@@ -288,6 +293,7 @@ def _tune_bundle(options: argparse.Namespace) -> None:
     bundle = bundle_at(options.bundle, options.data)
     num_draws = options.trials or DEFAULT_DRAWS
     with locked(out):
+        # A sweep of a bundle starts anew each time, so it may replace only its own files.
         names = {path.name for path in out.iterdir()}
         foreign = sorted(names - {"lock", "results.json", "report.html", "best.yaml"})
         if foreign:
@@ -306,6 +312,7 @@ def _tune_bundle(options: argparse.Namespace) -> None:
     if family == "memory":
         search = ["xmcray", "search", options.bundle, "TEXT"]
         for name, value in sweep.settings[0].values.items():
+            # YAML, which reads --set, writes booleans in lower case.
             text = str(value).lower() if isinstance(value, bool) else value
             search += ["--set", f"{name}={text}"]
         show_next(search)

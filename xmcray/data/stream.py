@@ -163,7 +163,8 @@ def _cpu_holders() -> str:
         holders += [f"{counts[name]} x actor {name}" for name in names]
     with contextlib.suppress(Exception):
         for group in ray.util.placement_group_table().values():
-            cpus = sum(bundle.get("CPU", 0.0) for bundle in group["bundles"].values())
+            bundles = group["bundles"].values()
+            cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles)
             if group["state"] == "CREATED" and cpus:
                 name = group["name"] or group["placement_group_id"][:8]
                 holders.append(f"placement group {name} holds {cpus:g}")

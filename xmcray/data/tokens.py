@@ -10,11 +10,11 @@ import itertools
 import json
 import os
 import socket
+import sys
 import tempfile
 import unicodedata
 import urllib.parse
 import urllib.request
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,17 +221,16 @@ def _wordpiece_backend(vocabulary: dict[str, int], normalizer: Any) -> Tokenizer
 
 def _alphabet(texts: Sequence[str], normalizer: Any) -> list[str]:
     """The most frequent characters (at most MAX_ALPHABET, ties by code point), sorted."""
-    counts: Counter[str] = Counter()
+    counts = np.zeros(sys.maxunicode + 1, np.int64)
     for block in _blocks(texts, 4096):
         text = normalizer.normalize_str(" ".join(block))
         # UTF-32 has one number per character, which numpy counts faster than Python does.
         code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        distinct, occurrences = np.unique(code_points, return_counts=True)
-        for code_point, count in zip(distinct.tolist(), occurrences.tolist(), strict=True):
-            counts[chr(code_point)] += count
-    letters = [letter for letter in counts if not letter.isspace()]
-    # Ties by code point: the counter's own order depends on the texts' order.
-    letters.sort(key=lambda letter: (-counts[letter], letter))
+        counts += np.bincount(code_points, minlength=len(counts))
+    # The stable sort breaks ties by code point.
+    by_count = np.argsort(-counts, kind="stable")
+    occurring = by_count[: np.count_nonzero(counts)].tolist()
+    letters = [chr(point) for point in occurring if not chr(point).isspace()]
     return sorted(letters[:MAX_ALPHABET])
 
 

@@ -76,10 +76,11 @@ def look_at(address: str, environment: Mapping[str, str], home: Path) -> Cluster
         ConfigError: this is not an address.
         ResourceError: nothing answers, or the token is missing or wrong.
     """
+    # HOST:PORT has no scheme, and urlsplit would take the host for one.
     url = urlsplit(address if "://" in address else f"ray-head://{address}")
     try:
         port = url.port
-    except ValueError:
+    except ValueError:  # not a number, or above 65535
         port = None
     is_dashboard = url.scheme in ("http", "https")
     is_head = url.scheme == "ray-head" and port
@@ -148,6 +149,7 @@ def _ask_dashboard(root: str, token: RayToken, environment: Mapping[str, str]) -
         if node["state"] == "ALIVE":
             resources = node["resources_total"] or {}
             nodes.append(Node(node["node_ip"], bool(node["is_head_node"]), resources))
+    # An answer without a token shows that none is needed; with one, a second request has to show it.
     is_open = secret is None or _answers_without_token(root)
     return Cluster(root, version["ray_version"], is_open, tuple(nodes))
 
@@ -160,6 +162,7 @@ def _get(root: str, path: str, token: RayToken, secret: str | None) -> Any:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
+        # 401: no token was sent, 403: a wrong one.
         if error.code in (401, 403):
             raise _refusal(root, token) from None
         raise ResourceError(
@@ -185,6 +188,7 @@ def _ask_head(
     address: str, host_and_port: tuple[str, int], token: RayToken, environment: Mapping[str, str]
 ) -> Cluster:
     """Asks the head itself, in another process, because Ray aborts a process without a token."""
+    # Ray itself tries for long before it says that nothing answers.
     try:
         socket.create_connection(host_and_port, timeout=TIMEOUT_S).close()
     except OSError as error:
@@ -203,6 +207,7 @@ def _ask_head(
         raise ResourceError(
             f"{address} accepts connections, but does not answer as a Ray head; check the port"
         ) from None
+    # The process aborts inside Ray's C++ code, so its stderr is all that is left of the reason.
     if "InvalidAuthToken" in process.stderr:
         raise _refusal(address, token)
     try:

@@ -44,6 +44,7 @@ class RayToken:
         mode = environment.get("RAY_AUTH_MODE", "").lower()
         if environment.get("RAY_AUTH_TOKEN"):
             return cls(mode, "RAY_AUTH_TOKEN")
+        # The same order as in Ray, or the doctor would approve of a token that Ray does not read.
         default = home / ".ray" / "auth_token"
         path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or default)
         return cls(mode, str(path) if path.is_file() else None)

@@ -32,6 +32,7 @@ def cores(
         environment: variables of this process.
         cgroup: where the limits of a container are.
     """
+    # Libraries count the cores of the machine, even if a container or taskset allows fewer.
     visible = os.cpu_count() or 1
     allowed: float = len(os.sched_getaffinity(0))
     allowed = min(allowed, _container_cores(cgroup) or allowed)
@@ -98,6 +99,7 @@ def disk(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _free_disk(check: str, folder: Path, full_share: float) -> Finding:
+    # Ray makes its folder when it starts; before that, the root decides.
     usage = shutil.disk_usage(folder if folder.is_dir() else "/")
     text = f"{usage.free / GIB:.1f} GiB are free at {folder}"
     if usage.free < (1 - full_share) * usage.total:
@@ -131,6 +133,7 @@ def devices(nvidia: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         return Finding("GPU", "ok", ", ".join(names))
+    # torch sees none. The driver's own list tells a machine without GPUs from a wrong build.
     num_gpus = len(list(nvidia.glob("*")))
     if not num_gpus:
         return Finding("GPU", "ok", "none; everything works on CPU")

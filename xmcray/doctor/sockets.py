@@ -30,6 +30,7 @@ class Listener:
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach it."""
+        # ::ffff:127.0.0.1 is loopback, but only its IPv4 form says so.
         address = ipaddress.ip_address(self.address)
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
             return address.ipv4_mapped.is_loopback
@@ -43,6 +44,7 @@ class Listener:
             return "?"
         if words[0].startswith("ray::"):
             return words[0]
+        # The interpreter and its options precede the program.
         for word in words[:6]:
             if word.endswith(PROGRAMS):
                 return Path(word).name

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import warnings
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from xmcray import draws
 from xmcray.errors import ConfigError, ResourceError
@@ -13,8 +14,17 @@ from xmcray.tuning.space import Check, Choice, Distribution, Space, Values, prob
 MAX_ATTEMPTS = 100  # without a feasible trial, after which a space counts as infeasible
 
 
-class Proposals(Protocol):
-    """A source of values."""
+class Proposals(abc.ABC):
+    """A source of values.
+
+    Args:
+        space: the search space.
+        check: raises ConfigError for values that the settings do not accept.
+    """
+
+    def __init__(self, space: Space, check: Check) -> None:
+        self.space = space
+        self.check = check
 
     def propose(self, number: int) -> Values:
         """The values of a trial; every combination passes the check of the sweep.
@@ -22,40 +32,51 @@ class Proposals(Protocol):
         Raises:
             ConfigError: no combination passes.
         """
+        problem = None
+        for attempt in range(MAX_ATTEMPTS):
+            values = self.sample(number, attempt)
+            problem = problem_with(values, self.check)
+            if problem is None:
+                return values
+            # An infeasible combination is to be avoided like one whose trial failed.
+            self.learn(number, values, None)
+        raise ConfigError(
+            f"the space holds no feasible trial: none of {MAX_ATTEMPTS} draws is one,"
+            f" the last because {problem}"
+        )
 
+    @abc.abstractmethod
+    def sample(self, number: int, attempt: int) -> Values:
+        """Values that may not be feasible; earlier attempts at the same trial were not."""
+
+    @abc.abstractmethod
     def learn(self, number: int, values: Values, score: float | None) -> None:
         """Takes note of the score of a trial; None if the trial failed."""
 
 
-class RandomProposals:
+class RandomProposals(Proposals):
     """Sampled values that are a function of the seed, the trial's number and the setting's name.
 
     So the trials of a sweep do not depend on what ran before them, on their number or their order.
     """
 
     def __init__(self, space: Space, seed: int, check: Check) -> None:
-        self.space = space
+        super().__init__(space, check)
         self.seed = seed
-        self.check = check
 
-    def propose(self, number: int) -> Values:
-        """The values of a trial."""
-        problem = None
-        for attempt in range(MAX_ATTEMPTS):
-            values = {}
-            for name, distribution in self.space.items():
-                generator = draws.generator(self.seed, f"tune {name}", number, attempt)
-                values[name] = distribution.draw(generator)
-            problem = problem_with(values, self.check)
-            if problem is None:
-                return values
-        raise _infeasible(problem)
+    def sample(self, number: int, attempt: int) -> Values:
+        """Values of one attempt."""
+        values = {}
+        for name, distribution in self.space.items():
+            generator = draws.generator(self.seed, f"tune {name}", number, attempt)
+            values[name] = distribution.draw(generator)
+        return values
 
     def learn(self, number: int, values: Values, score: float | None) -> None:
         """Does nothing: random search does not learn."""
 
 
-class OptunaProposals:
+class OptunaProposals(Proposals):
     """Optuna's tree-structured Parzen estimator.
 
     A new object that learns the same past continues where another one stopped, but its samples
@@ -71,8 +92,7 @@ class OptunaProposals:
     def __init__(
         self, space: Space, seed: int, check: Check, past: Iterable[tuple[Values, float | None]]
     ) -> None:
-        self.space = space
-        self.check = check
+        super().__init__(space, check)
         self._optuna = _import_optuna()
         past = list(past)
         # Another seed for each restart, or the first samples would be proposed again.
@@ -87,18 +107,11 @@ class OptunaProposals:
         for values, score in past:
             self._add(values, score)
 
-    def propose(self, number: int) -> Values:
-        """The values of a trial."""
-        problem = None
-        for _ in range(MAX_ATTEMPTS):
-            trial = self._study.ask(self._distributions)
-            values = {name: self._decoded(name, value) for name, value in trial.params.items()}
-            problem = problem_with(values, self.check)
-            if problem is None:
-                self._running[number] = trial
-                return values
-            self._study.tell(trial, state=self._state(None))
-        raise _infeasible(problem)
+    def sample(self, number: int, attempt: int) -> Values:
+        """Values that Optuna asks to be tried."""
+        trial = self._study.ask(self._distributions)
+        self._running[number] = trial
+        return {name: self._decoded(name, value) for name, value in trial.params.items()}
 
     def learn(self, number: int, values: Values, score: float | None) -> None:
         """Takes note of the score of a trial, also of one that another object proposed."""
@@ -153,13 +166,6 @@ class OptunaProposals:
         # Optuna adds up steps, which leaves rounding errors.
         num_steps = round((value - distribution.low) / distribution.step)
         return distribution.on_grid(num_steps)
-
-
-def _infeasible(problem: ConfigError | None) -> ConfigError:
-    return ConfigError(
-        f"the space holds no feasible trial: none of {MAX_ATTEMPTS} draws is one,"
-        f" the last because {problem}"
-    )
 
 
 def _import_optuna() -> Any:

@@ -136,14 +136,13 @@ def _explained_variance(
 ) -> float:
     """Adjusted R squared of a least-squares fit of the scores to one setting."""
     if isinstance(distribution, Choice):
-        number_N = np.array([distribution.values.index(value) for value in values])
         # One column for each value that occurs: the fit is the mean of the scores with that value.
-        columns = [(number_N == number).astype(float) for number in np.unique(number_N)]
+        number_N = np.array([distribution.values.index(value) for value in values])
+        design_NP = (number_N[:, None] == np.unique(number_N)).astype(float)
     else:
         place_N = np.array([distribution.place(value) for value in values])
         num_powers = min(3, len(set(values)))  # a parabola has 3 parameters
-        columns = [place_N**power for power in range(num_powers)]
-    design_NP = np.stack(columns, axis=1)
+        design_NP = np.vander(place_N, num_powers, increasing=True)
     num_trials, num_parameters = design_NP.shape
     if num_trials <= num_parameters:
         return 0.0
@@ -157,11 +156,8 @@ def _explained_variance(
 
 
 def _summary(trials: Sequence[Trial]) -> str:
-    counts: Counter[State] = Counter()
-    num_steps = 0
-    for trial in trials:
-        counts[trial.state] += 1
-        num_steps += trial.steps
+    counts = Counter(trial.state for trial in trials)
+    num_steps = sum(trial.steps for trial in trials)
     ended = [f"{counts[state]} {state}" for state in ENDED if counts[state]]
     # The sweep of a bundle trains nothing.
     trained = f", {num_steps:,} training steps" if num_steps else ""

@@ -276,15 +276,17 @@ def _parse_range(kind: str, bounds: Any, step: Any, where: str) -> NumberRange:
             f"{where}: {kind} starts at {low:g},"
             " expected more than 0: it is uniform in the logarithm"
         )
-    if step is None:
-        return NumberRange(low=low, high=high, log=log, whole=whole)
-    width = _number(step, whole, f"{where}: step")
-    if log:
-        raise ConfigError(f"{where}: step is {width:g}, expected none for {kind}")
-    if not 0 < width <= high - low:
-        expected = f"more than 0 and at most {high - low:g}"
-        raise ConfigError(f"{where}: step is {width:g}, expected {expected}")
-    return NumberRange(low=low, high=high, whole=whole, step=width)
+    width = 0.0
+    if step is not None:
+        width = _number(step, whole, f"{where}: step")
+        expected = ""
+        if log:
+            expected = f"none for {kind}"
+        elif not 0 < width <= high - low:
+            expected = f"more than 0 and at most {high - low:g}"
+        if expected:
+            raise ConfigError(f"{where}: step is {width:g}, expected {expected}")
+    return NumberRange(low=low, high=high, log=log, whole=whole, step=width)
 
 
 def _number(value: Any, whole: bool, where: str) -> float:

@@ -250,11 +250,13 @@ def check_labels(ids: list[int], relevance: Sequence[float] | None, num_labels: 
         BadValue: an id is out of range, a relevance is not a finite float32, or the lengths differ.
     """
     unique = tuple(sorted(set(ids)))
-    if unique and not 0 <= unique[0] <= unique[-1] < num_labels:
-        wrong = unique[0] if unique[0] < 0 else unique[-1]
-        raise BadValue(
-            f"label id {wrong} is out of range, there are {num_labels} labels (0 to {num_labels - 1})"
-        )
+    # The ids are sorted, so the outermost ones decide.
+    for label in (*unique[:1], *unique[-1:]):
+        if not 0 <= label < num_labels:
+            raise BadValue(
+                f"label id {label} is out of range, there are {num_labels} labels"
+                f" (0 to {num_labels - 1})"
+            )
     if relevance is None:
         return unique, None
     if len(relevance) != len(ids):
