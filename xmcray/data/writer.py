@@ -86,7 +86,7 @@ class CorpusWriter:
         target.mkdir(exist_ok=True)
         for name, content in shard.files.items():
             (target / name).write_bytes(content)
-        # Shards arrive in any order; sums do not depend on it.
+        # Shards arrive in any order, on which sums do not depend.
         self.num_rows[split] += shard.num_rows
         self.num_tokens[split] += shard.num_tokens
         self.odd += shard.odd
@@ -114,9 +114,10 @@ class CorpusWriter:
         rng = np.random.default_rng([self.config.seed, 0])
         np.save(self.folder / "label_order.npy", rng.permutation(self.num_rows["labels"]))
         np.save(self.folder / "train_counts.npy", self.counts["train"])
+        filter_folder = self.folder / "filters"
         for split, pairs in self.filters.items():
-            (self.folder / "filters").mkdir(exist_ok=True)
-            np.save(self.folder / "filters" / f"{split}.npy", sorted_pairs(np.concatenate(pairs)))
+            filter_folder.mkdir(exist_ok=True)
+            np.save(filter_folder / f"{split}.npy", sorted_pairs(np.concatenate(pairs)))
         self._write_rejected()
         self._count_unseen_labels()
         self._card(tokenizer).save(self.folder / "card.yaml")

@@ -156,6 +156,7 @@ class VersionFolder:
     def read_rows(self, start: int, stop: int) -> Float32Array:
         """Reads the vectors of labels start .. stop - 1, float32 [stop - start, D]."""
         parts = []
+        # The names are padded with zeros, so the order of names is that of labels.
         for path in sorted((self.path / "rows").glob("*.safetensors")):
             first = int(path.stem)
             with safe_open(path, framework="numpy") as file:

@@ -96,7 +96,7 @@ class BackgroundWriter:
     def put(self, job: Callable[[], Sequence[Path]]) -> None:
         """Queues a job that returns what it has written; raises the error of an earlier one."""
         if self._last is not None and self._last.done():
-            self._last.result()
+            self._last.result()  # training is not to go on for long after a failed write
         self._last = self._thread.submit(self._run, job, self._last)
 
     def drain(self) -> None:

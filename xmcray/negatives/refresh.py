@@ -175,9 +175,11 @@ def _cluster_queries(
 
     The clusters are as small as the first epoch of the version wants them.
     """
+    # A query is collected once in an epoch, so its id is in one block only.
     ids_of_blocks = [folder.read_queries(block).ids for block in blocks]
     ids = np.sort(np.concatenate(ids_of_blocks))
-    dim = folder.read_queries(blocks[0]).vectors.shape[1]
+    first_block = folder.read_queries(blocks[0])
+    dim = first_block.vectors.shape[1]
     # Blocks are read a second time, one at a time, so that all vectors are in memory only once.
     vectors = np.empty((len(ids), dim), np.float32)
     for name in blocks:

@@ -111,9 +111,14 @@ class ShortlistFeed:
         with self._blocking():
             own = slice(batch.start, batch.stop)
             num_forbidden = batch.positives.lengths + batch.excluded.lengths
-            block = QueryBlock(batch.query_ids[own], to_numpy(query_BD), num_forbidden[own])
+            block = QueryBlock(
+                ids=batch.query_ids[own],
+                vectors=to_numpy(query_BD),
+                extra=num_forbidden[own],
+            )
             self._publisher.collect(block)
-            if (batch.step + 1) % self.steps_per_epoch == 0:
+            ends_epoch = (batch.step + 1) % self.steps_per_epoch == 0
+            if ends_epoch:
                 folder = self._publisher.publish(version, batch.step)
                 if collectives.rank() == 0:
                     self.refresher.start(folder)
@@ -130,15 +135,13 @@ class ShortlistFeed:
         self._publisher.writer.drain()
         versions = self.ledger.versions()
         incomplete = {folder.path.name for folder in versions if not folder.complete}
-        hashes: dict[str, str] = {}
-        for hashes_of_rank in collectives.gather_objects(self._publisher.writer.hashes):
-            hashes.update(hashes_of_rank)
-        # A complete version needs its inputs no more, so a checkpoint does not list them.
         inputs = {}
-        for name, sha256 in hashes.items():
-            folder_name, _, _ = name.partition("/")
-            if folder_name in incomplete:
-                inputs[name] = sha256
+        for hashes_of_rank in collectives.gather_objects(self._publisher.writer.hashes):
+            for name, sha256 in hashes_of_rank.items():
+                # A complete version needs its inputs no more, so a checkpoint does not list them.
+                folder_name, _, _ = name.partition("/")
+                if folder_name in incomplete:
+                    inputs[name] = sha256
         return {
             "inputs": inputs,
             "published": [folder.version for folder in versions if folder.published],

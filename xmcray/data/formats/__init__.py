@@ -107,16 +107,19 @@ def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A0
     if not folder.is_dir():
         state = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{path} {state}, expected a folder of raw files")
-    names = [format] if format else list(FORMATS)
-    missing = {name: _missing(folder, FORMATS[name].train) for name in names}
-    for name in names:
-        if not missing[name]:
-            has_test = not _missing(folder, FORMATS[name].test)
+    # What the layouts lack that are there in part, or that were named.
+    missing: dict[str, list[str]] = {}
+    for name in [format] if format else FORMATS:
+        layout = FORMATS[name]
+        missing_files = _missing(folder, layout.train)
+        if not missing_files:
+            has_test = not _missing(folder, layout.test)
             return RawFiles(name, folder, ("train", "test") if has_test else ("train",))
-    # No layout is complete. The message is about the one that lacks least, if any is there in part.
-    partial = [name for name in names if format or len(missing[name]) < len(FORMATS[name].train)]
-    if partial:
-        nearest = min(partial, key=lambda name: len(missing[name]))
+        if format or len(missing_files) < len(layout.train):
+            missing[name] = missing_files
+    if missing:
+        # Of several, the message is about the one that lacks least.
+        nearest = min(missing, key=lambda name: len(missing[name]))
         lacking = " and ".join(missing[nearest])
         raise DataError(
             f"{folder} lacks {lacking} of format {nearest}; add it or name another --format"
