@@ -77,7 +77,6 @@ def plan(options: argparse.Namespace) -> None:
         sums = {name: getattr(made, name) for name in ("worker_bytes", "step_seconds", "total_s")}
         show_json({**dataclasses.asdict(made), **sums})
         return
-    from xmcray.planning.tables import tables
 
     for part in tables(made):
         show(part)
