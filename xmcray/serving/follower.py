@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 
-from xmcray.errors import XmcrayError
+from xmcray.errors import XmcrayError, one_line
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.serving.decisions import Follow, ReplicaState, Update
 from xmcray.serving.problems import ProblemError
@@ -110,8 +110,9 @@ class Follower(SnapshotSource):
             try:
                 await self._step(FOLLOW_S)
             except Exception as error:
-                reason = " ".join(str(error).split())[:200]
-                log.warning("the coordinator cannot be followed (%s); trying again", reason)
+                log.warning(
+                    "the coordinator cannot be followed (%s); trying again", one_line(error)
+                )
                 await asyncio.sleep(RETRY_S)
 
     def snapshots(self) -> Mapping[str, Snapshot | None]:

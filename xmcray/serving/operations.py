@@ -22,12 +22,14 @@ def check_operations(operations: Sequence[Operation], snapshot: Snapshot) -> Non
     exists_now: dict[str, bool] = {}  # changes within the batch
     for place, operation in enumerate(operations, 1):
         uid = operation.uid
-        what = f"operation {place} of {len(operations)}: {operation.op} of label {uid[:80]!r}"
-        if uid not in exists_now:
-            exists_now[uid] = snapshot.label_id(uid) is not None
-        if operation.op == "add" and exists_now[uid]:
+        where = f"operation {place} of {len(operations)}"
+        what = f"{where}: {operation.op} of label {uid[:80]!r}"
+        exists = exists_now.get(uid)
+        if exists is None:
+            exists = snapshot.label_id(uid) is not None
+        if operation.op == "add" and exists:
             raise DataError(f"{what}, which is there already; update it")
-        if operation.op != "add" and not exists_now[uid]:
+        if operation.op != "add" and not exists:
             raise DataError(f"{what}, which is not there; add it first")
         _check_content(operation, what)
         exists_now[uid] = operation.op != "delete"
@@ -35,8 +37,8 @@ def check_operations(operations: Sequence[Operation], snapshot: Snapshot) -> Non
     for operation in operations:
         if operation.text is not None and not snapshot.has_tokens(operation.text):
             raise DataError(
-                f"the text of label {operation.uid[:80]!r} has no token, expected some: its vector is made of"
-                " it; reword it"
+                f"the text of label {operation.uid[:80]!r} has no token, expected some:"
+                " its vector is made of it; reword it"
             )
 
 

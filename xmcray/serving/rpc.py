@@ -40,7 +40,9 @@ async def search(gateway: Gateway, request: SearchRequest, context: Any) -> Sear
     """
     begin = time.perf_counter()
     code = grpc.StatusCode.UNKNOWN
-    metadata = {name.lower(): value for name, value in context.invocation_metadata()}
+    metadata = {}
+    for name, value in context.invocation_metadata():
+        metadata[name.lower()] = str(value)
     try:
         response = await _search(gateway, request, metadata)
         code = grpc.StatusCode.OK
@@ -54,19 +56,21 @@ async def search(gateway: Gateway, request: SearchRequest, context: Any) -> Sear
         gateway.metrics.requests.labels(ROUTE, code.name).inc()
         gateway.metrics.seconds.labels(ROUTE).observe(time.perf_counter() - begin)
     gateway.metrics.texts.labels(response.model).inc(len(request.texts))
-    answer: SearchResponse = ParseDict(response.model_dump(exclude_none=True), SearchResponse())
+    values = response.model_dump(exclude_none=True)
+    answer: SearchResponse = ParseDict(values, SearchResponse())
     return answer
 
 
 async def _search(
-    gateway: Gateway, request: SearchRequest, metadata: dict[str, Any]
+    gateway: Gateway, request: SearchRequest, metadata: dict[str, str]
 ) -> schema.SearchResponse:
-    if not gateway.tokens.accept(str(metadata.get("authorization", ""))):
+    if not gateway.tokens.accept(metadata.get("authorization")):
         raise ProblemError("unauthorized", "expected metadata `authorization: Bearer TOKEN`")
     num_bytes = request.ByteSize()
     if num_bytes > gateway.service.config.max_body:
         message = f"the request has {num_bytes:,} bytes; send less at once"
         raise ProblemError("too-large", message)
     values = MessageToDict(request, preserving_proto_field_name=True)
-    request_id = str(metadata.get("x-request-id") or secrets.token_hex(16))[:128]
-    return await gateway.service.search(schema.SearchRequest.model_validate(values), request_id)
+    search_request = schema.SearchRequest.model_validate(values)
+    request_id = metadata.get("x-request-id") or secrets.token_hex(16)
+    return await gateway.service.search(search_request, request_id[:128])
