@@ -218,9 +218,9 @@ def rank_votes(
 ) -> TopLabels:
     """The k most probable labels, equal ones by lower source id, with float32 probabilities.
 
-    If fewer than k labels got votes, labels of `fallback` follow. Their scores are inner products
-    of vectors of length 1, minus 2: they are negative, so they rank below all votes. A weight above
-    1, which only a label that joined later can have, becomes 1 plus its logarithm.
+    If fewer than k labels got votes, labels of `fallback` follow in its order. Their scores are
+    inner products minus 2, which is negative for vectors of length 1. A weight above 1, which only
+    a label that joined later can have, becomes 1 plus its logarithm.
 
     Args:
         votes: the votes of B queries.
@@ -239,15 +239,19 @@ def rank_votes(
     query_B1 = np.arange(num_queries)[:, None]
     has_vote_BK = np.isin(query_B1 * num_labels + fallback.ids, voted_pairs)
     query_F, place_F = np.nonzero((fallback.ids >= 0) & ~has_vote_BK)
-    # In float64 the subtraction loses no digits, so equal scores stay equal and others apart.
-    score_F = fallback.scores[query_F, place_F].astype(np.float64) - 2
-    return TopLabels.from_pairs(
+    # Votes are positive. A label that follows is ranked by its place, as a negative number, because
+    # its score may be larger than any vote if label vectors are long.
+    top = TopLabels.from_pairs(
         np.concatenate([query_P, query_F]),
         np.concatenate([label_P, fallback.ids[query_F, place_F]]),
-        np.concatenate([share[voted], score_F]),
+        np.concatenate([share[voted], -1.0 - place_F]),
         num_queries,
         k,
     )
+    query, column = np.nonzero((top.scores < 0) & (top.ids >= 0))
+    place = (-1 - top.scores[query, column]).astype(np.int64)
+    top.scores[query, column] = fallback.scores[query, place] - 2
+    return top
 
 
 def sweep(

@@ -31,7 +31,7 @@ from xmcray.retrieval.memory import remember
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
-from xmcray.retrieval.votes import MemoryConfig, count_votes, rank_votes, sweep
+from xmcray.retrieval.votes import MemoryConfig, Votes, count_votes, rank_votes, sweep
 from xmcray.storage import finish_manifest, read_manifest
 from xmcray.training.memory import memory_bundle, open_encoder
 from xmcray.types import Ragged, TopLabels
@@ -449,3 +449,13 @@ class TestCommand:
             assert error.count("\n") == 1
             assert message in error
         assert not (tmp_path / "never").exists()
+
+
+def test_labels_without_votes_follow_even_if_their_vectors_are_long() -> None:
+    # One query, five labels: label 3 has a small vote, all inner products are above 2.
+    votes = Votes(np.array([3]), np.array([0.1]), np.array([0.0]))
+    ids = np.array([[4, 0, 3, 1]])
+    fallback = TopLabels(ids, np.array([[9.0, 7.0, 7.0, 5.0]], np.float32))
+    top = rank_votes(votes, 0.5, 3, fallback, 5)
+    assert top.ids.tolist() == [[3, 4, 0]]
+    np.testing.assert_array_equal(top.scores, np.array([[0.05, 7.0, 5.0]], np.float32))
