@@ -65,7 +65,8 @@ def _transformer(config: EncoderConfig, folder: Path, is_half: bool) -> Encoder:
         if config.dropout is not None and hasattr(model_config, rate):
             setattr(model_config, rate, config.dropout)
     model = transformers.AutoModel.from_config(model_config)
-    model.pooler = None
+    if hasattr(model, "pooler"):
+        model.pooler = None
     hidden = int(model_config.hidden_size)
     projection = None
     if config.dim not in (0, hidden) or (config.frozen and config.dim):

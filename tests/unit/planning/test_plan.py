@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import runpy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,15 @@ import numpy as np
 import pytest
 import torch
 from models import write_bert
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from xmcray.cli import main
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, ResourceError, StorageError
-from xmcray.methods import registry
-from xmcray.methods.base import Method, MethodContext, MethodEntry
 from xmcray.methods.registry import method_names
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.encoder import EncoderConfig, load_encoder
-from xmcray.nn.heads import Head
 from xmcray.parallel.partition import LabelPartition
 from xmcray.planning import refresh
 from xmcray.planning.counter import Counter, Operation
@@ -41,7 +36,7 @@ from xmcray.planning.trace import trace
 from xmcray.training import checkpoint
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import RunConfig
-from xmcray.types import Batch, Ragged, Shortlist, StepOutput
+from xmcray.types import Ragged
 
 A100 = device_rates("a100-80gb")
 ON_CPU = dataclasses.replace(A100, on_gpu=False)
@@ -244,47 +239,6 @@ def test_every_method_has_a_plan_and_more_of_anything_takes_more(method: str) ->
         assert changed.step_seconds > 0.95 * small.step_seconds
         assert changed.checkpoint >= small.checkpoint
     assert larger["dimensions"].worker_bytes > small.worker_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeventhConfig:
-    """Settings of a method that this package does not know."""
-
-    scale: float = 1.0
-
-
-class Seventh(Method):
-    """Scores a batch against the label texts of its positives."""
-
-    def __init__(self, config: SeventhConfig, context: MethodContext) -> None:
-        super().__init__(Head(context.dim))
-        self.config = config
-        self.context = context
-
-    def loss(self, batch: Batch, shortlist: Shortlist | None) -> StepOutput:
-        query_BD, label_UD = self.context.encode_with_labels(batch, batch.positives.values)
-        total = (query_BD @ label_UD.T).square().sum() * self.config.scale
-        return StepOutput(total, len(batch.query_ids), query_BD.detach())
-
-    def answer_rows(self) -> Tensor:
-        return self.context.label_vectors()
-
-
-def test_a_method_from_outside_is_planned_without_code_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    known = registry.method_entry
-    entry = MethodEntry(SeventhConfig, Seventh)
-
-    def method_entry(name: str) -> MethodEntry:
-        return entry if name == "seventh" else known(name)
-
-    for module in ("training.run", "training.loop"):
-        monkeypatch.setattr(f"xmcray.{module}.method_entry", method_entry)
-    small = made("seventh", "encoder.dim=64", labels=1e5)
-    large = made("seventh", "encoder.dim=64", "optim.batch_size=1024", labels=1e5)
-    assert large.step_s["matrix products"] > 4 * small.step_s["matrix products"]
-    assert large.worker_bytes > small.worker_bytes
 
 
 def test_workers_share_label_rows_and_price_is_per_worker_and_hour() -> None:
