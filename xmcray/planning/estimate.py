@@ -175,7 +175,8 @@ def _traced(config: RunConfig, data: DataSize, rates: Rates, workers: int) -> Tr
     for factor in (1, 2):
         part = dataclasses.replace(data, num_labels=factor * num_labels, label_share_L=None)
         traces.append(vars(trace(config, part, rates, workers)))
-    return Trace(**_on_line(*traces, data.num_labels / num_labels - 1))
+    few, more = traces
+    return Trace(**_on_line(few, more, data.num_labels / num_labels - 1))
 
 
 def _on_line(few: Any, more: Any, distance: float) -> Any:

@@ -209,7 +209,7 @@ def _process_bytes(more_imports: str) -> int:
 def _collectives() -> tuple[float, float]:
     """Seconds of a small all-gather after work, and bytes per second of a large one."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_exchange, (folder,), nprocs=2)
+        multiprocessing.spawn(_exchange, (folder,), nprocs=2)  # type: ignore[attr-defined]
         times = json.loads((Path(folder) / "times").read_text(encoding="utf-8"))
     work_s, small_s, large_s = times
     return max(0.0, small_s - work_s), _SENT / max(large_s - small_s, 1e-9)

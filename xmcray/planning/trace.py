@@ -209,7 +209,8 @@ def _last_step_bytes(tables: Mapping[str, row_table.RowTable]) -> int:
 def _counter_overhead_s() -> float:
     """Seconds that entering the counter adds to an operation."""
     tensor = torch.empty(4, device=META)
-    with Counter() as counter:
+    counter = Counter()
+    with counter:
         start = time.thread_time()
         for _ in range(_OVERHEAD_CALLS):
             tensor.mul_(1.0)
