@@ -55,6 +55,7 @@ VARIANTS: dict[str, list[str]] = {
     "no pairs": [NO_PAIRS],
     "separate label rows": [SEPARATE],
     "distilled": [START],
+    "distilled, half random": [START, "encoder.init_share=0.5"],
     "distilled, no pairs": [START, NO_PAIRS],
     "distilled, separate label rows": [START, SEPARATE],
     "frozen, linear head": ["encoder.name=MODEL", "encoder.frozen=true"],

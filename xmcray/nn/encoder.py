@@ -57,6 +57,8 @@ class EncoderConfig:
         init_vectors: static only; with `init_from`, tokens start as the vectors that the
             transformer gives each of them as a text ("distilled"), or as its input "embeddings",
             which need a corpus with its tokenizer.
+        init_share: static only; with `init_from`, the share of these vectors in a row's squared
+            length. The rest is random, by which tokens of like meaning differ from the start.
         autocast: transformer only; "auto" is bfloat16 on CUDA devices that have it.
         dropout: transformer only; replaces the model's own rates. None keeps them.
         frozen: transformer only; the projection to `dim` is all that learns. Each text is encoded
@@ -77,6 +79,7 @@ class EncoderConfig:
     separate_labels: bool = False
     init_from: str = ""
     init_vectors: Literal["distilled", "embeddings"] = "distilled"
+    init_share: float = 1.0
     autocast: Literal["auto", "bf16", "none"] = "auto"
     dropout: float | None = None
     frozen: bool = False
@@ -86,6 +89,7 @@ class EncoderConfig:
         check_range("encoder.dim", self.dim, low=1 if self.name == "static" else 0)
         check_range("encoder.position_decay", self.position_decay, low=0)
         check_range("encoder.bigram_buckets", self.bigram_buckets, low=0)
+        check_range("encoder.init_share", self.init_share, 0, 1)
         if self.dropout is not None:
             check_range("encoder.dropout", self.dropout, low=0, high=1)
         check_choices(self, "encoder")
@@ -104,6 +108,8 @@ class EncoderConfig:
         if not self.init_from:
             is_set = self.init_vectors != "distilled"
             self._refuse("init_vectors", is_set, "encoder.init_from to name a transformer")
+            is_set = self.init_share != 1
+            self._refuse("init_share", is_set, "encoder.init_from to name a transformer")
 
     def _refuse(self, setting: str, is_set: object, needs: str) -> None:
         """Raises ConfigError for a setting that would have no effect."""
@@ -278,7 +284,7 @@ def _build_static(
     )
     encoder.reset(seed)
     if config.init_from:
-        encoder.start_from(_start_table(config, tokenizer))
+        encoder.start_from(_start_table(config, tokenizer), config.init_share)
     return encoder
 
 

@@ -76,14 +76,20 @@ class StaticEncoder(Encoder):
             nn.init.zeros_(self.out.weight)
             nn.init.zeros_(self.out.bias)
 
-    def start_from(self, table_VD: Tensor) -> None:
-        """Sets the rows of tokens, and those of pairs to zero; both sides start equal.
+    def start_from(self, table_VD: Tensor, share: float = 1.0) -> None:
+        """Mixes a table into the random rows of tokens; both sides start equal.
 
-        A pair of random direction would only disturb rows that already mean something.
+        What the table means and what tells a token from all others are independent directions, so
+        shares are of squared lengths. Rows of pairs keep their random share: none at a share of 1,
+        where they would only disturb rows that already mean something.
+
+        Args:
+            table_VD: Rows of mean length 1.
+            share: Of the table in a row's squared length.
         """
         query_rows = self.embedding.weight.data[: self.side_rows]
-        query_rows.zero_()
-        query_rows[: len(table_VD)] = table_VD
+        query_rows *= (1 - share) ** 0.5
+        query_rows[: len(table_VD)] += share**0.5 * table_VD
         self._copy_to_labels()
 
     def _copy_to_labels(self) -> None:

@@ -189,7 +189,9 @@ def _trained(run: Run, last: Checkpoint, data: TrainingData, partition: LabelPar
     """The trained method with a block of the labels, as one of many ranks would hold it."""
     # The checkpoint's weights replace those that training started from: the transformer that gave
     # them is no longer needed.
-    encoder = dataclasses.replace(run.config.encoder, init_from="", init_vectors="distilled")
+    encoder = dataclasses.replace(
+        run.config.encoder, init_from="", init_vectors="distilled", init_share=1.0
+    )
     config = dataclasses.replace(run.config, encoder=encoder)
     use_gpu = torch.cuda.is_available() and config.cluster.device != "cpu"
     setup = build(config, data, torch.device("cuda" if use_gpu else "cpu"), partition)

@@ -73,6 +73,15 @@ def test_pairs_start_at_zero_and_labels_as_queries(model: Path) -> None:
     assert query_rows[: tokenizer.vocab_size].any()
 
 
+def test_a_share_of_the_start_may_stay_random(model: Path) -> None:
+    tokenizer = train_wordpiece(iter(TEXTS * 2), vocab_size=60)
+    pairs = {"bigram_buckets": 3}
+    random_rows = start_table(model, tokenizer, init_share=0.0, **pairs)
+    distilled_rows = start_table(model, tokenizer, **pairs)
+    mixed_rows = start_table(model, tokenizer, init_share=0.25, **pairs)
+    torch.testing.assert_close(mixed_rows, 0.75**0.5 * random_rows + 0.5 * distilled_rows)
+
+
 def test_a_model_that_is_nowhere_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,6 +255,7 @@ def test_fit_width_keeps_the_principal_axes() -> None:
         {"name": "x", "init_from": "y"},
         {"name": "x", "separate_labels": True},
         {"init_vectors": "embeddings"},
+        {"init_share": 0.5},
         {"name": "x", "vectors_folder": "/v"},
         {"name": "x", "frozen": True, "vectors_folder": "v"},
         {"init_from": "y", "init_vectors": "inputs"},
