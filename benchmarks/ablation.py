@@ -1,14 +1,18 @@
 """Which negatives matter: random only, hard only, mixture, curriculum and the exact loss, side by side over seeds.
 
-    python benchmarks/ablation.py                                   # prints how long it will take, then trains
-    python benchmarks/ablation.py --only mixture exact --seeds 3    # a part; finished trainings are kept
-    python benchmarks/ablation.py --minutes 50                      # stops starting trainings after 50 minutes
+    python benchmarks/ablation.py                                   # prints what is to be done, then trains
+    python benchmarks/ablation.py --data msdocs-links --only mixture exact --seeds 3    # a part
+    python benchmarks/ablation.py --equal time --minutes 50         # starts no training after 50 minutes
     python benchmarks/ablation.py --data sample --seeds 2 --quick   # does it work?
 
-Each training uses all training queries, for a fixed number of epochs, in this process (the results do not depend on
-the number of workers), and is measured with exact search on the test split. A result is one JSON file in the cache, so
-the command can be stopped at any time and started again. `--grid` adds the weight of uniform negatives (1 in place of
-labels / sample) and an index over label texts.
+Each variant changes one thing of ASTRA's preset for the set: which labels a query is trained against. All have the
+preset's other settings. They are compared after equally many epochs, and after equal time: there a variant has as many
+epochs as fit into the CPU time that the mixture took with the same seed, with its own complete schedule. So trainings
+with equal time follow those with equal epochs.
+
+Each training uses all training queries, in this process, and is measured with exact search on the test split. A result
+is one JSON file in the cache, so the command can be stopped at any time and started again. `--grid` adds numbers of
+uniform negatives, their weight, and an index over label texts.
 """
 
 from __future__ import annotations
@@ -21,63 +25,114 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import data_sets
-import numpy as np
 import torch
 from common import mean_and_half_width, refuse_if_busy, write_table
 
-from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
-from xmcray.training.loop import build
 from xmcray.training.outcome import measure_bundle
 from xmcray.training.run import RunConfig
-from xmcray.types import Shortlist
 
 METRICS = ("P@1", "P@5", "PSP@5")
-# Chosen on validation queries: 2,000 uniform negatives 56.9 P@1, 8,000 61.1, 16,000 61.6, by
-# `xmcray train astra --data CORPUS --out RUN --config preset:astra/msdocs-links --workers 0 --no-evaluate` with
-# --set encoder.dim=128 optim.epochs=6 negatives.hard=50 .start_epoch=2 .refresh_every=2 .uniform=N data.validation=0.05
-UNIFORM = {"msdocs-links": 16_000}
+SETS = ("msdocs-seealso", "msdocs-links")
+REFERENCE = "mixture"
+EPOCHS = "epochs"
+TIME = "time"
+DEFAULT_HARD = 30  # hard negatives if the preset has none
 VARIANTS: dict[str, list[str]] = {
     "random": ["negatives.hard=0"],
     # Hard negatives need an index, and the earliest one is used from epoch 2: uniform labels until then, none after.
     "hard-only": ["negatives.start_epoch=2", "negatives.uniform_epochs=2"],
-    "mixture": [],
+    REFERENCE: [],
     "curriculum": ["negatives.curriculum={half}"],
     "exact": ["negatives.hard=0", "method.exact=true"],
 }
 GRID: dict[str, list[str]] = {
-    "random, weight 1": [*VARIANTS["random"], "method.importance_weight=none"],
-    "random, weight L/c": [*VARIANTS["random"], "method.importance_weight=unbiased"],
-    "mixture, weight 1": ["method.importance_weight=none"],
+    "random, 200 uniform": ["negatives.hard=0", "negatives.uniform=200"],
+    "random, 16,000 uniform": ["negatives.hard=0", "negatives.uniform=16000"],
+    "mixture, 200 uniform": ["negatives.uniform=200"],
+    "mixture, 16,000 uniform": ["negatives.uniform=16000"],
+    "random, weight L/c": ["negatives.hard=0", "method.importance_weight=unbiased"],
     "mixture, weight L/c": ["method.importance_weight=unbiased"],
     "mixture, index on labels": ["method.index_on=labels"],
-    "mixture, 2,000 uniform": ["negatives.uniform=2000"],
 }
+WANTED = (("exact", "at most 1 point behind"), ("hard-only", "above 0"), ("random", "above 0"))
+Result = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training.
+
+    Attributes:
+        corpus: the set.
+        variant: which labels a query is trained against.
+        equal: what all variants have the same amount of, "epochs" or "time".
+        seed: of the training.
+    """
+
+    corpus: Corpus
+    variant: str
+    equal: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.corpus.card.name}, {self.variant}, equal {self.equal}, seed {self.seed}"
 
 
 def main() -> None:
+    arguments = parse_arguments()
+    if arguments.quick:
+        arguments.out = Path(os.devnull)
+        arguments.epochs = arguments.epochs or 4
+        arguments.override += ["encoder.dim=32", "negatives.uniform=200", "negatives.hard=10"]
+    load = refuse_if_busy(arguments.anyway or arguments.quick)
+    torch.set_num_threads(arguments.threads)
+    jobs = planned(arguments)
+    missing = [job for job in jobs if stored_result(job, arguments) is None]
+    print(f"{len(missing)} of {len(jobs)} trainings are to be done", flush=True)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    for number, job in enumerate(missing, start=1):
+        if time.monotonic() > deadline:
+            print(f"stopped after {arguments.minutes:g} minutes; the same command continues")
+            break
+        if arguments.only and job.variant not in arguments.only:
+            continue
+        # The same training may have been due under another name, or another process has done it.
+        if stored_result(job, arguments) is not None:
+            continue
+        config = config_of(job, arguments)
+        if config is None:
+            print(f"{job.name}: waits for the mixture with equal epochs")
+            continue
+        result = measured(job.corpus, config, result_file(job, config))
+        shown = ", ".join(f"{metric} {100 * result[metric]:.1f}" for metric in METRICS)
+        minutes = result["cpu_s"] / 60
+        print(f"{number}/{len(missing)} {job.name}: {shown}, {minutes:.1f} minutes", flush=True)
+    write(jobs, arguments, load)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--data", nargs="+", default=["msdocs-seealso", "msdocs-links"], metavar="CORPUS"
-    )
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data", nargs="+", default=list(SETS), metavar="CORPUS")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--equal", nargs="+", choices=(EPOCHS, TIME), default=[EPOCHS, TIME])
     parser.add_argument("--epochs", type=int, help="instead of the preset's")
     parser.add_argument(
         "--only", nargs="+", choices=[*VARIANTS, *GRID], help="variants to train; all are printed"
     )
+    parser.add_argument("--grid", action="store_true", help="more variants, see above")
     parser.add_argument(
-        "--grid", action="store_true", help="importance weights and the index on label texts too"
-    )
-    parser.add_argument(
-        "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the preset"
+        "--override", nargs="+", default=[], metavar="a.b=c", help="settings over the preset"
     )
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="start no training after so many"
@@ -85,61 +140,59 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--quick", action="store_true", help="tiny epochs, printed only")
     parser.add_argument("--out", type=Path, default=Path("ablation.md"))
-    parser.add_argument(
-        "--anyway", action="store_true", help="train on a busy machine: only the minutes suffer"
-    )
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.out = Path(os.devnull)
-        arguments.epochs = arguments.epochs or 4
-        arguments.override += ["encoder.dim=32", "negatives.uniform=200", "negatives.hard=10"]
-    load = refuse_if_busy(arguments.anyway or arguments.quick)
-    torch.set_num_threads(arguments.threads)
-    corpora = [corpus for name in arguments.data if (corpus := data_sets.corpus(name)) is not None]
-    variants = {
-        **VARIANTS,
-        **(GRID if arguments.grid or set(arguments.only or ()) & set(GRID) else {}),
-    }
-    plan = [
-        (corpus, variant, seed, settings(corpus, variants[variant], seed, arguments))
-        for seed in range(arguments.seeds)
-        for corpus in corpora
-        for variant in variants
-    ]
-    due = [
-        job
-        for job in plan
-        if (not arguments.only or job[1] in arguments.only)
-        and not result_file(job[3], job[0]).exists()
-    ]
-    estimate(due)
-    deadline = time.monotonic() + 60 * arguments.minutes
-    for number, (corpus, variant, seed, config) in enumerate(due, 1):
-        if time.monotonic() > deadline:
-            print(f"stopped after {arguments.minutes:g} minutes; the same command goes on")
-            break
-        result = run_one(corpus, config)
-        found = ", ".join(f"{m} {100 * result[m]:.1f}" for m in METRICS)
-        minutes = result["seconds"] / 60
-        print(
-            f"{number}/{len(due)} {corpus.card.name}, {variant}, seed {seed}: {found}, {minutes:.1f} min",
-            flush=True,
-        )
-    write(plan, arguments, load)
+    parser.add_argument("--anyway", action="store_true", help="train on a busy machine")
+    return parser.parse_args()
 
 
-def settings(
-    corpus: Corpus, overrides: Sequence[str], seed: int, arguments: argparse.Namespace
-) -> RunConfig:
-    """The preset of a set with one variant's settings laid over it."""
-    base = data_sets.preset(corpus.card.name, arguments.override)
-    epochs = arguments.epochs or base.optim.epochs
+def planned(arguments: argparse.Namespace) -> list[Job]:
+    """All trainings: one seed of everything before the next, equal epochs before equal time."""
+    is_grid_wanted = arguments.grid or bool(set(arguments.only or ()) & set(GRID))
+    variants = [*VARIANTS, *GRID] if is_grid_wanted else list(VARIANTS)
+    corpora = []
+    for name in arguments.data:
+        corpus = data_sets.corpus(name)
+        if corpus is not None:
+            corpora.append(corpus)
+    jobs = []
+    for seed in range(arguments.seeds):
+        for corpus in corpora:
+            for equal in arguments.equal:
+                # With equal time the mixture is itself.
+                others = [variant for variant in variants if variant != REFERENCE]
+                compared = variants if equal == EPOCHS else others
+                jobs += [Job(corpus, variant, equal, seed) for variant in compared]
+    return jobs
+
+
+# --- settings
+
+
+def config_of(job: Job, arguments: argparse.Namespace) -> RunConfig | None:
+    """The settings of a training; None if those of equal epochs, which it is based on, are missing."""
+    preset = data_sets.preset(job.corpus.card.name, arguments.override)
+    epochs = arguments.epochs or preset.optim.epochs
+    if job.equal == EPOCHS:
+        return settings(job, epochs, arguments)
+    own = stored_result(Job(job.corpus, job.variant, EPOCHS, job.seed), arguments)
+    reference = stored_result(Job(job.corpus, REFERENCE, EPOCHS, job.seed), arguments)
+    if own is None or reference is None:
+        return None
+    fitting = round(epochs * reference["cpu_s"] / own["cpu_s"])
+    return settings(job, max(1, fitting), arguments)
+
+
+def settings(job: Job, epochs: int, arguments: argparse.Namespace) -> RunConfig:
+    """The preset of a set under the settings of a variant."""
+    name = job.corpus.card.name
+    base = data_sets.preset(name, arguments.override)
+    # A short training would end before the preset's first hard negatives.
     start = min(base.negatives.start_epoch, max(2, epochs // 3))
+    half = max(2, (epochs - start) // 2)
     common = [
         f"optim.epochs={epochs}",
-        f"optim.seed={seed}",
+        f"optim.seed={job.seed}",
         f"negatives.start_epoch={start}",
-        f"negatives.hard={base.negatives.hard or 50}",
+        f"negatives.hard={base.negatives.hard or DEFAULT_HARD}",
         "data.validation=0",
         "cluster.workers=0",
         "cluster.device=cpu",
@@ -149,139 +202,106 @@ def settings(
         f"log.checkpoint_every={10**9}",
         *arguments.override,
     ]
-    sampled = not any("exact=true" in line for line in overrides)
-    if sampled and corpus.card.name in UNIFORM:
-        common.append(f"negatives.uniform={UNIFORM[corpus.card.name]}")
-    half = max(2, (epochs - start) // 2)
-    return data_sets.preset(
-        corpus.card.name, [*common, *(line.format(half=half) for line in overrides)]
-    )
+    lines = {**VARIANTS, **GRID}[job.variant]
+    return data_sets.preset(name, [*common, *(line.format(half=half) for line in lines)])
 
 
-def result_file(config: RunConfig, corpus: Corpus) -> Path:
-    return (
-        data_sets.CACHE
-        / "ablation"
-        / corpus.card.name
-        / f"{data_sets.fingerprint(config, corpus)}.json"
-    )
+# --- results
 
 
-def run_one(corpus: Corpus, config: RunConfig) -> dict[str, float]:
-    """Trains, measures, keeps the measures and forgets the run."""
-    target = result_file(config, corpus)
+def result_file(job: Job, config: RunConfig) -> Path:
+    """Where the result of a training is kept."""
+    key = data_sets.fingerprint(config, job.corpus)
+    return data_sets.CACHE / "ablation" / job.corpus.card.name / f"{key}.json"
+
+
+def stored_result(job: Job, arguments: argparse.Namespace) -> Result | None:
+    """The result of a training; None if it is still to be done."""
+    config = config_of(job, arguments)
+    path = None if config is None else result_file(job, config)
+    if path is None or not path.is_file():
+        return None
+    result: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+    return result
+
+
+def measured(corpus: Corpus, config: RunConfig, target: Path) -> Result:
+    """Trains, measures, keeps the metrics and removes the run."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         started = time.perf_counter()
+        started_cpu = time.process_time()
         run = train(corpus.path, folder / "run", config)
         seconds = time.perf_counter() - started
+        cpu_s = time.process_time() - started_cpu
         export_run(run, folder / "bundle", corpus)
-        found = measure_bundle(Retriever.load(folder / "bundle"), corpus, "test", exact=True)
+        evaluation = measure_bundle(Retriever.load(folder / "bundle"), corpus, "test", exact=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    result = {**{metric: found.metrics[metric] for metric in METRICS}, "seconds": seconds}
-    target.write_text(json.dumps(result))
+    result = {metric: evaluation.metrics[metric] for metric in METRICS}
+    result |= {"seconds": seconds, "cpu_s": cpu_s, "epochs": config.optim.epochs}
+    target.write_text(json.dumps(result), encoding="utf-8")
     return result
 
 
-def estimate(due: Sequence[tuple[Corpus, str, int, RunConfig]]) -> None:
-    """Prints how long the trainings will take, from three steps of each kind."""
-    if not due:
-        return
-    seconds: dict[tuple[str, str], float] = {}
-    for corpus, variant, _, config in due:
-        key = corpus.card.name, variant
-        if key not in seconds:
-            seconds[key] = training_seconds(corpus, config)
-    total = sum(seconds[corpus.card.name, variant] for corpus, variant, *_ in due)
-    for (name, variant), value in seconds.items():
-        print(f"estimate: {name}, {variant}: {value / 60:.1f} minutes a training")
-    print(
-        f"estimate: {len(due)} trainings, {total / 60:.0f} minutes besides the refreshes of the index",
-        flush=True,
-    )
-
-
-def training_seconds(corpus: Corpus, config: RunConfig) -> float:
-    setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
-    generator = np.random.default_rng(0)
-    shape = setup.data.num_query_ids, max(config.negatives.hard, 1)
-    shortlist = Shortlist(
-        0, 0, generator.integers(setup.data.num_labels, size=shape, dtype=np.int32)
-    )
-    last_epoch = (config.optim.epochs - 1) * setup.sampler.steps_per_epoch
-    times = []
-    for step in range(last_epoch, last_epoch + min(4, setup.sampler.steps_per_epoch)):
-        started = time.perf_counter()
-        batch = setup.sampler.batch(step, 0, 1)
-        setup.stepper.step(batch, shortlist if config.negatives.hard else None)
-        times.append(time.perf_counter() - started)
-    return float(np.median(times)) * config.optim.epochs * setup.sampler.steps_per_epoch
-
-
-def write(
-    plan: Sequence[tuple[Corpus, str, int, RunConfig]], arguments: argparse.Namespace, load: str
-) -> None:
-    results: dict[tuple[str, str], list[Mapping[str, float]]] = {}
-    for corpus, variant, _, config in plan:
-        if (path := result_file(config, corpus)).exists():
-            results.setdefault((corpus.card.name, variant), []).append(json.loads(path.read_text()))
-    rows = [
-        [
-            name,
-            variant,
-            len(found),
-            *(spread([r[m] for r in found]) for m in METRICS),
-            median_minutes(found),
-        ]
-        for (name, variant), found in sorted(results.items(), key=lambda item: item[0][0])
-    ]
-    notes = [
-        f"{len(plan) - sum(map(len, results.values()))} of {len(plan)} trainings are still to be done"
-    ]
-    for name in dict.fromkeys(name for name, _ in results):
+def write(jobs: Sequence[Job], arguments: argparse.Namespace, load: str) -> None:
+    """Writes the table of all results that there are."""
+    results: dict[tuple[str, str, str], dict[int, Result]] = {}
+    num_missing = 0
+    for job in jobs:
+        result = stored_result(job, arguments)
+        if result is None:
+            num_missing += 1
+            continue
+        key = (job.corpus.card.name, job.equal, job.variant)
+        results.setdefault(key, {})[job.seed] = result
+    rows: list[list[object]] = []
+    for name, equal, variant in sorted(results):
+        by_seed = results[name, equal, variant]
+        values = list(by_seed.values())
+        metrics = [spread([result[metric] for result in values]) for metric in METRICS]
+        epochs = spread([result["epochs"] for result in values], scale=1)
+        minutes = spread([result["cpu_s"] / 60 for result in values], scale=1)
+        rows.append([name, equal, variant, len(values), *metrics, epochs, minutes])
+    notes = [f"{num_missing} of {len(jobs)} trainings are still to be done"]
+    for name in dict.fromkeys(job.corpus.card.name for job in jobs):
         notes += comparisons(name, results)
     notes += [
-        "percent on the test split, exact search; mean over seeds with its 95 % interval (Student's t);"
-        " differences are paired by seed",
-        *(
-            f"{name}: {count:,} uniform negatives, chosen on validation queries"
-            for name, count in UNIFORM.items()
-        ),
+        "ASTRA with the committed preset; percent on the test split, exact search; mean over seeds with its 95 %"
+        " interval (Student's t); differences are paired by seed",
+        "equal time: as many epochs as fit into the CPU time of the mixture; minutes are of CPU time",
         "hard-only has uniform negatives in epochs 0 and 1, which the earliest index needs, and hard ones alone after",
         load,
     ]
-    header = ["set", "negatives", "seeds", *METRICS, "minutes"]
+    header = ["set", "equal", "negatives", "seeds", *METRICS, "epochs", "minutes"]
     write_table(arguments.out, "Which negatives matter", header, rows, notes)
 
 
 def comparisons(
-    name: str, results: Mapping[tuple[str, str], Sequence[Mapping[str, float]]]
+    name: str, results: Mapping[tuple[str, str, str], Mapping[int, Result]]
 ) -> list[str]:
     """The mixture against the others at P@1, paired by seed."""
     lines = []
-    ours = [r["P@1"] for r in results.get((name, "mixture"), ())]
-    for other, wanted in (
-        ("exact", "at most 1 point behind"),
-        ("hard-only", "above 0"),
-        ("random", "as it is"),
-    ):
-        theirs = [r["P@1"] for r in results.get((name, other), ())]
-        if ours and len(ours) == len(theirs):
-            difference = spread([a - b for a, b in zip(ours, theirs, strict=True)])
-            lines.append(f"{name}: P@1 of mixture less {other}: {difference} points ({wanted})")
+    ours = results.get((name, EPOCHS, REFERENCE), {})
+    for equal in (EPOCHS, TIME):
+        for other, wanted in WANTED:
+            theirs = results.get((name, equal, other), {})
+            seeds = sorted(ours.keys() & theirs.keys())
+            if seeds:
+                differences = [ours[seed]["P@1"] - theirs[seed]["P@1"] for seed in seeds]
+                lines.append(
+                    f"{name}, equal {equal}: P@1 of the mixture less {other}:"
+                    f" {spread(differences)} points ({wanted})"
+                )
     return lines
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], scale: float = 100) -> str:
     """Mean and half width of its interval, in percent."""
     mean, half = mean_and_half_width(values)
-    return f"{100 * mean:.1f}" + (f" ± {100 * half:.1f}" if len(values) > 1 else "")
-
-
-def median_minutes(found: Sequence[Mapping[str, float]]) -> str:
-    return f"{np.median([r['seconds'] for r in found]) / 60:.1f}"
+    interval = f" ± {scale * half:.1f}" if len(values) > 1 else ""
+    return f"{scale * mean:.1f}{interval}"
 
 
 if __name__ == "__main__":

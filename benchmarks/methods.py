@@ -1,47 +1,60 @@
-"""All six methods with the static encoder and their committed presets on six sets, compared with simple methods.
+"""All six methods with the static encoder and their committed presets, compared with simple methods.
 
     python benchmarks/methods.py                                  # everything; finished trainings are kept
     python benchmarks/methods.py --set cdnjs-keywords --method rae dexml
     python benchmarks/methods.py --minutes 30                     # starts none after 30 minutes
-    python benchmarks/methods.py --set cdnjs-keywords --quick     # does it work?
+    python benchmarks/methods.py --minutes 0                      # prints the table of what there is
+    python benchmarks/methods.py --set sample --method dexml --quick   # does it work?
 
 Each training is a refit in one process: validation chooses the number of epochs, then all training queries are used.
-Its bundle is measured on the test split, alone and in a weighted sum with a memory (memory_sum.py). The weights, and
-the best row of a data set, are chosen on the validation split. Each result is one JSON file in the cache.
+Its bundle is measured on the test split, alone and with a memory as `xmcray memory` writes it, whose settings
+`xmcray tune --bundle` chooses on the validation queries. XR-Linear, a TF-IDF memory and their fusion are measured in the
+same run, in an environment of their own, and every row is compared with XR-Linear by a paired test. The row of a set
+with the best validation is its choice.
+
+results/methods.json keeps all measurements, for programs too; results/methods.md is the table. A measurement is
+repeated when its preset changes.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
+import fcntl
 import json
 import math
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import data_sets
 import numpy as np
 import torch
-from accuracy import LIMITS, folder_of, trained
-from common import refuse_if_busy, write_table
-from floors import FLOORS, METRICS
-from memory_sum import PARTS, UNTRAINED, VOTES, answers, choose_weights
+from accuracy import folder_of, trained
+from common import RESULTS, refuse_if_busy, write_table
+from peer_environment import run_script
 
 from xmcray import config as configs
-from xmcray.data.batches import TrainingData
+from xmcray import storage
 from xmcray.data.corpus import Corpus
-from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search
+from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, compare
 from xmcray.methods.registry import method_names
 from xmcray.retrieval.retriever import Retriever
-from xmcray.training.outcome import bundle_of, measure, measure_bundle
+from xmcray.retrieval.votes import changed_memory
+from xmcray.training.memory import memory_bundle
+from xmcray.training.outcome import bundle_of, measure, measure_bundle, stored_answers
 from xmcray.training.records import read_records
 from xmcray.training.run import SELECTION, Run, RunConfig
+from xmcray.tuning.inference import sweep_bundle
+from xmcray.tuning.space import parse_space
 from xmcray.types import Float32Array, Int64Array, TopLabels
 
+METRICS = ("P@1", "P@5", "PSP@5")
 SETS = (
     "sample",
     "cdnjs-keywords",
@@ -50,77 +63,57 @@ SETS = (
     "msdocs-seealso",
     "msdocs-links",
 )
-HEADER = ["set", "method", "validation P@1 / P@5 / PSP@5", *METRICS, "above the floor", "minutes"]
+STORE = RESULTS / "methods.json"
+LINEAR = "XR-Linear"
+# Files of peer_linear.py, and their names in the table.
+FLOORS = {"memory": "TF-IDF memory", "linear": LINEAR, "fused": "XR-Linear and TF-IDF, fused"}
+MEMORY_SPACE = data_sets.ROOT / "tune" / "spaces" / "memory.yaml"
+MEMORY_TRIALS = 200
+ALONE = "alone"
+WITH_MEMORY = "with memory"
+FLOOR = "floor"
+HEADER = ["set", "method", "validation P@1 / P@5 / PSP@5", *METRICS, "less XR-Linear", "minutes"]
 NOTES = (
-    "percent; validation: of the run with held-out queries; test: after refit, with 95 % bootstrap intervals over"
-    " queries; in bold the row that validation prefers (mean of the three metrics)",
-    "with memory: a weighted sum; bundle: softmax of its scores (RAE-XMC: its votes); queries: votes of the"
-    f" {VOTES.keys} nearest training queries, softmax of cosines / {VOTES.temperature:g}; label texts: cosines;"
-    f" untrained: a bag of random token vectors of {UNTRAINED.dim} dimensions, weighted as in TF-IDF",
-    "floor: the best simple method of benchmarks/floors.py in each metric",
-    "minutes: wall time of both trainings of a refit, whatever else the machine did (finished runs of accuracy.py,"
-    " on both cores, are used where there are any); a memory trains nothing",
+    "percent; validation: of the run with held-out queries; test: after a refit on all training queries, with 95 %"
+    " bootstrap intervals over queries",
+    "in bold the row that validation chooses (mean of the three metrics)",
+    "with memory: the bundle of `xmcray memory RUN`, settings by `xmcray tune --bundle` on the validation queries;"
+    " RAE-XMC alone: its encoder without votes",
+    "less XR-Linear: differences in the three metrics; * if the paired test over queries has p < 0.05",
+    "minutes: wall time of both trainings of a refit, or of XR-Linear with its vectors; a memory trains nothing",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of the table.
-
-    Attributes:
-        method: its name.
-        variant: "alone", "with memory", "texts alone" or "rows alone".
-        test: value, lower and upper bound of each metric.
-        validation: metrics on validation queries; None if the row cannot be chosen.
-        seconds: of the training.
-    """
-
-    method: str
-    variant: str
-    test: Mapping[str, Sequence[float]]
-    validation: Mapping[str, float] | None
-    seconds: float
-
-    @property
-    def validation_total(self) -> float:
-        return sum(self.validation.values()) if self.validation else -math.inf
-
-    def above(self, floor: Sequence[float]) -> list[float]:
-        """Points above the floor in each metric; nan if the data set has none."""
-        values = [100 * self.test[metric][0] for metric in METRICS]
-        return [value - low for value, low in zip(values, floor, strict=True)]
+Row = dict[str, Any]
 
 
 def main() -> None:
     arguments = parse_arguments()
     if arguments.quick:
-        arguments.out = Path(os.devnull)
         arguments.override += ["optim.epochs=1", "encoder.dim=32", "negatives.hard=0"]
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     torch.set_num_threads(arguments.threads)
+    data_sets.offer_minilm()
     deadline = time.monotonic() + 60 * arguments.minutes
-    cells: list[list[object]] = []
-    notes: list[str] = []
-    for name in SETS:
+    store = Path(os.devnull) if arguments.quick else STORE
+    for name in arguments.sets:
         is_here = name == "sample" or (data_sets.DATA / name).is_dir()
         corpus = data_sets.corpus(name) if is_here else None
         if corpus is None:
-            notes.append(f"{name} left out: not on this machine")
             continue
-        results = {}
-        for method in method_names():
-            if f"{method}/{name}" not in configs.presets():
+        linear = None
+        if name != "sample" and not arguments.quick and time.monotonic() < deadline:
+            linear = linear_of(corpus, arguments.threads)
+        for method in arguments.method:
+            if f"{method}/{name}" not in configs.presets() or time.monotonic() > deadline:
                 continue
-            is_wanted = name in arguments.sets and method in arguments.method
-            may_train = is_wanted and time.monotonic() < deadline
             config = settings(name, method, arguments)
-            result = result_of(corpus, config, may_train, arguments)
-            if result is not None:
-                results[method] = result
-        rows = rows_of(results)
-        cells += table(name, rows)
-        notes += comments(name, corpus, results, rows)
-    write_table(arguments.out, "Six methods on six sets", HEADER, cells, [*notes, *NOTES, load])
+            key = data_sets.fingerprint(config, corpus)
+            if not is_measured(store, name, method, key):
+                rows = measured(corpus, config, key, linear, arguments.keep)
+                keep(store, name, method, rows)
+                print(f"{name}, {method}: {json.dumps(rows)}", flush=True)
+    if not arguments.quick:
+        rows = stored(store)
+        write_table("methods.md", "Six methods on six sets", HEADER, table(rows), notes(rows, load))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -136,12 +129,10 @@ def parse_arguments() -> argparse.Namespace:
         "--minutes", type=float, default=math.inf, help="start no training after so many"
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--no-memory", action="store_true", help="the bundles alone")
     parser.add_argument(
         "--keep", action="store_true", help="keep the runs in the cache, not only their results"
     )
     parser.add_argument("--quick", action="store_true", help="one short epoch, printed only")
-    parser.add_argument("--out", type=Path, default=Path("methods.md"))
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     return parser.parse_args()
 
@@ -151,69 +142,133 @@ def settings(name: str, method: str, arguments: argparse.Namespace) -> RunConfig
     return data_sets.preset(name, [*here, *arguments.override], method)
 
 
-def result_of(
-    corpus: Corpus, config: RunConfig, may_train: bool, arguments: argparse.Namespace
-) -> dict[str, Any] | None:
-    """The result in the cache; trains for it if it is missing and `may_train`. An interrupted training continues."""
-    name = f"{config.method_name}-{data_sets.fingerprint(config, corpus)}.json"
-    file = data_sets.CACHE / "methods" / corpus.card.name / name
-    result: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    is_complete = bool(result) and ("weights" in result or arguments.no_memory)
-    if may_train and not is_complete:
-        was_there = folder_of(corpus, config).exists()
-        run, seconds = trained(corpus, config)
-        result |= measured(run, corpus, seconds, with_memory=not arguments.no_memory)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(result))
-        print(f"{corpus.card.name}, {config.method_name}: {json.dumps(result)}", flush=True)
-        if not (arguments.keep or was_there):
-            shutil.rmtree(run.path)
-    return result or None
+# --- the store
 
 
-def measured(run: Run, corpus: Corpus, seconds: float, with_memory: bool) -> dict[str, Any]:
-    """Measures the bundle of a finished run: alone, its halves (UniDEC), and with a memory."""
+def stored(store: Path) -> list[Row]:
+    """All measurements, by set, the floors first."""
+    if not store.is_file():
+        return []
+    rows: list[Row] = json.loads(store.read_text(encoding="utf-8"))["results"]
+    return rows
+
+
+def is_measured(store: Path, name: str, method: str, key: str) -> bool:
+    """Whether a method was measured on a set with these settings."""
+    measurements = [(row["set"], row["method"], row["settings"]) for row in stored(store)]
+    return (name, method, key) in measurements
+
+
+def keep(store: Path, name: str, method: str, new_rows: Sequence[Row]) -> None:
+    """Replaces the rows of a method on a set; several processes may measure at the same time."""
+    if store == Path(os.devnull):
+        return
+    with (data_sets.CACHE / "methods.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = []
+        for row in stored(store):
+            is_replaced = row["set"] == name and row["method"] == method
+            if not is_replaced:
+                rows.append(row)
+        rows += new_rows
+        rows.sort(key=order)
+        choose(rows)
+        storage.write_json(store, {"results": rows})
+
+
+def order(row: Row) -> tuple[int, bool, str, bool, str]:
+    """Sets in their order, the floors first, then methods by name, alone before the others."""
+    is_method = row["variant"] != FLOOR
+    is_variant = row["variant"] != ALONE
+    return SETS.index(row["set"]), is_method, row["method"], is_variant, row["variant"]
+
+
+def choose(rows: Sequence[Row]) -> None:
+    """Marks the row of each set with the best validation."""
+    for name in SETS:
+        candidates = [row for row in rows if row["set"] == name]
+        best = max(candidates, key=validation_mean, default=None)
+        for row in candidates:
+            row["chosen"] = row is best and row["validation"] is not None
+
+
+def validation_mean(row: Row) -> float:
+    values = row["validation"]
+    return -math.inf if values is None else float(np.mean([values[name] for name in METRICS]))
+
+
+# --- measuring
+
+
+def measured(
+    corpus: Corpus, config: RunConfig, key: str, linear: Evaluation | None, keep_run: bool
+) -> list[Row]:
+    """Trains a method and measures its variants. An interrupted training continues."""
+    name = corpus.card.name
+    was_there = folder_of(corpus, config).exists()
+    run, seconds = trained(corpus, config)
+    about = {
+        "set": name,
+        "method": config.method_name,
+        "preset": f"{config.method_name}/{name}",
+        "settings": key,
+        "epochs": run.config.optim.stop_epoch,
+        "seconds": round(seconds, 1),
+    }
+    rows = []
+    for variant, (evaluation, validation, changes) in variants(run, corpus).items():
+        row = {**about, "variant": variant, "changes": changes, "validation": validation}
+        rows.append(finished(row, evaluation, linear))
+    if not (keep_run or was_there):
+        shutil.rmtree(run.path)
+    return rows
+
+
+Variant = tuple[Evaluation, Mapping[str, float] | None, Mapping[str, Any]]
+
+
+def variants(run: Run, corpus: Corpus) -> dict[str, Variant]:
+    """Evaluation, validation and changed settings of each way to answer with a run."""
     retriever = Retriever.load(bundle_of(run, corpus))
-    alone: dict[str, Any] = {"test": with_bounds(measure_bundle(retriever, corpus, "test"))}
-    result = {"seconds": seconds, "epochs": run.config.optim.stop_epoch, "alone": alone}
-    method = run.config.method
-    if run.config.method_name == "unidec" and method.answers == "both":
+    result: dict[str, Variant] = {}
+    if run.config.memory is None:
+        evaluation = measure_bundle(retriever, corpus, "test")
+        result[ALONE] = (evaluation, selection_metrics(run), {})
+    else:
+        result[ALONE] = with_memory(run, corpus, {"memory.weight": {"choice": [0.0]}})
+    result[WITH_MEMORY] = with_memory(run, corpus, configs.load_yaml(str(MEMORY_SPACE)))
+    if run.config.method_name == "unidec" and run.config.method.answers == "both":
         for half, variant in enumerate(("texts alone", "rows alone")):
             evaluation = measure(search_by_half(retriever, corpus, half), corpus, "test")
-            result[variant] = {"test": with_bounds(evaluation)}
-    if with_memory:
-        add_memory(result, run, corpus)
-    else:
-        alone["validation"] = last_validation(run)
+            result[variant] = (evaluation, None, {})
     return result
 
 
-def last_validation(run: Run) -> dict[str, float]:
-    """Validation at the end of the training that chose the number of epochs."""
+def selection_metrics(run: Run) -> dict[str, float]:
+    """Validation at the epoch that the refit trains to."""
     records = read_records(run.path / SELECTION / "metrics.jsonl")
     validations = [record for record in records if METRICS[0] in record]
-    return {metric: float(validations[-1][metric]) for metric in METRICS}
+    last = run.config.optim.stop_epoch - 1
+    chosen = [record for record in validations if record["epoch"] == last]
+    return {metric: float(chosen[-1][metric]) for metric in METRICS}
 
 
-def add_memory(result: dict[str, Any], run: Run, corpus: Corpus) -> None:
-    """Adds the best weights of a sum with a memory to a result, and the metrics of the sum."""
-    selection = Run.open(run.path / SELECTION)
-    data = TrainingData(corpus, selection.config.data)
-    truth = corpus.split("train").positives(data.validation_rows)
-    held_out = list(answers(selection, data, data.validation_rows, "train"))
-    alone, weights, best = choose_weights(held_out, truth, corpus)
-    result["alone"]["validation"] = alone
-    result["weights"] = weights
-    if not any(weights[1:]):  # the bundle alone is best
-        return
-    num_labels = corpus.card.num_labels
-    test_rows = np.arange(len(corpus.split("test")))
-    blocks = answers(run, TrainingData(corpus, run.config.data), test_rows, "test")
-    tops = [shares.top(weights, min(SEARCH_K, num_labels), num_labels) for shares in blocks]
-    ids = np.concatenate([top.ids for top in tops])
-    scores = np.concatenate([top.scores for top in tops])
-    evaluation = measure(lambda rows: TopLabels(ids[rows], scores[rows]), corpus, "test")
-    result["with memory"] = {"validation": best, "test": with_bounds(evaluation)}
+def with_memory(run: Run, corpus: Corpus, space: Mapping[str, Any]) -> Variant:
+    """A run's encoder under a memory: settings chosen on the selection's held-out queries."""
+    selection = run.path / "memory-of-selection"
+    if not selection.exists():
+        memory_bundle(str(run.path / SELECTION), corpus, selection)
+    sweep = sweep_bundle(
+        str(selection), corpus, parse_space(space, "memory"), MEMORY_TRIALS, 0, METRICS[0]
+    )
+    best = max(sweep.settings, key=lambda setting: sum(setting.metrics[m] for m in METRICS))
+    validation = {metric: float(best.metrics[metric]) for metric in METRICS}
+    overrides = [f"{name}={value}" for name, value in best.values.items()]
+    bundle = run.path / "memory"
+    shutil.rmtree(bundle, ignore_errors=True)
+    memory_bundle(str(run.path), corpus, bundle, changed_memory(None, overrides))
+    evaluation = measure_bundle(Retriever.load(str(bundle)), corpus, "test")
+    return evaluation, validation, best.values
 
 
 def search_by_half(retriever: Retriever, corpus: Corpus, half: int) -> Search:
@@ -229,121 +284,152 @@ def search_by_half(retriever: Retriever, corpus: Corpus, half: int) -> Search:
     return search
 
 
-def with_bounds(evaluation: Evaluation) -> dict[str, list[float]]:
-    """Value, lower and upper bound of each metric."""
-    return {
-        metric: [evaluation.metrics[metric], *evaluation.intervals[metric]] for metric in METRICS
-    }
+def linear_of(corpus: Corpus, threads: int) -> Evaluation:
+    """XR-Linear's evaluation. The floors of the set are measured if they are missing, and stored."""
+    name = corpus.card.name
+    folder = floors_folder(name, threads)
+    evaluations = {}
+    for kind in FLOORS:
+        answers = stored_answers(str(folder / f"{kind}.npz"), corpus, "test")
+        evaluations[kind] = measure(answers, corpus, "test")
+    costs = json.loads((folder / "costs.json").read_text(encoding="utf-8"))
+    for kind, method in FLOORS.items():
+        is_trained = kind != "memory"
+        row = {
+            "set": name,
+            "method": method,
+            "variant": FLOOR,
+            "preset": None,
+            "settings": None,
+            "changes": {"weights": costs["weights"]} if kind == "fused" else {},
+            "validation": None,
+            "epochs": None,
+            "seconds": round(costs["vectors_s"] + costs["train_s"] * is_trained, 1),
+        }
+        linear = None if kind == "linear" else evaluations["linear"]
+        keep(STORE, name, method, [finished(row, evaluations[kind], linear)])
+    return evaluations["linear"]
 
 
-def rows_of(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """The rows of one data set."""
-    rows = []
-    for method, result in results.items():
-        for variant, values in result.items():
-            if isinstance(values, dict):
-                validation = values.get("validation")
-                rows.append(Row(method, variant, values["test"], validation, result["seconds"]))
-    return rows
+def floors_folder(name: str, threads: int) -> Path:
+    """Answers of the simple methods, measured in their own environment if they are missing."""
+    folder = data_sets.CACHE / "floors" / name
+    if not (folder / "costs.json").is_file():
+        tool = data_sets.DATA.parent / "tools" / "linear_floor.py"
+        words: list[str | Path] = ["--tool", tool, "--data", data_sets.DATA / name]
+        words += ["--out", folder, "--threads", str(threads)]
+        run_script("linear", "peer_linear.py", words, threads)
+    return folder
 
 
-def preferred(rows: Sequence[Row]) -> Row | None:
-    """The row with the best validation."""
-    return max(rows, key=lambda row: row.validation_total, default=None)
+def finished(row: Row, evaluation: Evaluation, linear: Evaluation | None) -> Row:
+    """A row with the metrics of a test and, against XR-Linear, their paired differences."""
+    test = {}
+    for metric in METRICS:
+        low, high = evaluation.intervals[metric]
+        test[metric] = {"value": evaluation.metrics[metric], "low": low, "high": high}
+    differences = None
+    if linear is not None:
+        differences = {}
+        for comparison in compare(evaluation, linear):
+            if comparison.metric in METRICS:
+                values = dataclasses.asdict(comparison)
+                names = ("difference", "low", "high", "p_value")
+                differences[comparison.metric] = {name: values[name] for name in names}
+    today = str(datetime.date.today())
+    return {**row, "test": test, "less_linear": differences, "date": today, "commit": commit()}
 
 
-def best_floor(name: str) -> list[float]:
-    """The best simple method in each metric; nan if none was measured."""
-    best = []
-    for column in range(len(METRICS)):
-        values = [floor[column] for floor in FLOORS[name].values()]
-        best.append(max((value for value in values if value is not None), default=math.nan))
-    return best
+def commit() -> str:
+    git = ["git", "-C", str(data_sets.ROOT), "rev-parse", "--short", "HEAD"]
+    result = subprocess.run(git, capture_output=True, text=True, check=False)
+    return result.stdout.strip()
 
 
-def table(name: str, rows: Sequence[Row]) -> list[list[object]]:
-    """The lines of one data set, the floor first."""
-    floor = best_floor(name)
-    shown_floor = ["-" if math.isnan(low) else f"{low:.1f}" for low in floor]
-    lines: list[list[object]] = [[name, "floor", "-", *shown_floor, "-", "-"]]
-    best = preferred(rows)
+# --- the table
+
+
+def table(rows: Sequence[Row]) -> list[list[object]]:
+    """One line for each measurement."""
+    lines: list[list[object]] = []
     for row in rows:
-        is_alone = row.variant == "alone"
-        label = row.method if is_alone else f"{row.method}, {row.variant}"
-        if row is best:
+        is_plain = row["variant"] in (ALONE, FLOOR)
+        label = row["method"] if is_plain else f"{row['method']}, {row['variant']}"
+        if row["chosen"]:
             label = f"**{label}**"
-        validation = "-"
-        if row.validation:
-            validation = " / ".join(f"{100 * value:.1f}" for value in row.validation.values())
-        test = []
-        for value, low, high in row.test.values():
-            test.append(f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]")
-        minutes = f"{row.seconds / 60:.1f}" if is_alone else "-"
-        lines.append([name, label, validation, *test, signed(row.above(floor)), minutes])
+        minutes = f"{row['seconds'] / 60:.1f}" if is_plain else "-"
+        test = [cell(row["test"][metric]) for metric in METRICS]
+        lines.append([row["set"], label, shown_validation(row), *test, less_linear(row), minutes])
     return lines
 
 
-def signed(differences: Sequence[float]) -> str:
-    return " / ".join("." if math.isnan(value) else f"{value:+.1f}" for value in differences)
+def cell(value: Mapping[str, float]) -> str:
+    return f"{100 * value['value']:.1f} [{100 * value['low']:.1f}, {100 * value['high']:.1f}]"
 
 
-def comments(
-    name: str, corpus: Corpus, results: Mapping[str, Mapping[str, Any]], rows: Sequence[Row]
-) -> list[str]:
-    """Notes on one data set."""
-    card = corpus.card
-    about = f"{name}: {card.num_labels:,} labels, {card.num_train:,} training queries"
-    missing = [method for method in method_names() if method not in results]
+def shown_validation(row: Row) -> str:
+    if row["validation"] is None:
+        return "-"
+    return " / ".join(f"{100 * row['validation'][metric]:.1f}" for metric in METRICS)
+
+
+def less_linear(row: Row) -> str:
+    if row["less_linear"] is None:
+        return "-"
+    cells = []
+    for metric in METRICS:
+        comparison = row["less_linear"][metric]
+        star = "*" if comparison["p_value"] < 0.05 else ""
+        cells.append(f"{100 * comparison['difference']:+.1f}{star}")
+    return " / ".join(cells)
+
+
+def notes(rows: Sequence[Row], load: str) -> list[str]:
+    """What each set's choice reaches, what is missing, and how to read the table."""
+    lines = []
+    for name in SETS:
+        of_set = [row for row in rows if row["set"] == name]
+        lines += notes_on_set(name, of_set)
+    dates = sorted({row["date"] for row in rows})
+    measured_on = f"measured between {dates[0]} and {dates[-1]}" if dates else "nothing measured"
+    return [*lines, *NOTES, f"{measured_on}; commits are in methods.json", load]
+
+
+def notes_on_set(name: str, rows: Sequence[Row]) -> list[str]:
+    lines = []
+    missing = []
+    stale = []
+    for method in method_names():
+        of_method = [row for row in rows if row["method"] == method]
+        if not of_method:
+            missing.append(method)
+        elif of_method[0]["settings"] is None:
+            stale.append(method)
     if missing:
-        about += f"; not trained yet: {', '.join(missing)}"
-    if results:
-        epochs = [f"{method} {result['epochs']}" for method, result in results.items()]
-        about += f"; epochs of the refit: {', '.join(epochs)}"
-    lines = [about]
-    for method, result in results.items():
-        if "with memory" in result:
-            weights = zip(PARTS, result["weights"], strict=True)
-            shown = ", ".join(f"{part} {weight:g}" for part, weight in weights if weight)
-            lines.append(f"{name}, {method} with memory: {shown}")
-    if name == "sample":
-        lines.append(reached_on_sample(rows))
-    elif rows:
-        lines += compared_with_floor(name, rows)
+        lines.append(f"{name}: not measured yet: {', '.join(missing)}")
+    if stale:
+        lines.append(f"{name}: measured with an earlier preset: {', '.join(stale)}")
+    chosen = [row for row in rows if row["chosen"]]
+    floors = [row for row in rows if row["variant"] == FLOOR]
+    if chosen and floors:
+        lines.append(f"{name}: {verdict(chosen[0], floors)}")
+    for row in rows:
+        if row["variant"] == WITH_MEMORY:
+            changes = ", ".join(f"{key} {value:.3g}" for key, value in row["changes"].items())
+            lines.append(f"{name}, {row['method']} with memory: {changes}")
     return lines
 
 
-def reached_on_sample(rows: Sequence[Row]) -> str:
-    limit = LIMITS["sample"][0]
-    assert limit is not None
-    bundles = [row for row in rows if row.variant == "alone"]
-    reached = [row.method for row in bundles if 100 * row.test["P@1"][0] >= limit]
-    names = ", ".join(reached) or "none"
-    return f"sample: P@1 of {limit:g}, of the bundle alone: reached by {names}"
-
-
-def compared_with_floor(name: str, rows: Sequence[Row]) -> list[str]:
-    floor = best_floor(name)
-    best = preferred(rows)
-    assert best is not None
-    short = []
-    for metric, difference in zip(METRICS, best.above(floor), strict=True):
-        if is_below(difference):
-            short.append(f"{metric} {difference:+.1f}")
-    verdict = f"below the floor in {', '.join(short)}" if short else "at or above every floor"
-    good = []
-    for row in rows:
-        if not any(is_below(difference) for difference in row.above(floor)):
-            is_alone = row.variant == "alone"
-            good.append(row.method if is_alone else f"{row.method} {row.variant}")
-    return [
-        f"{name}: validation prefers {best.method} {best.variant}, {verdict}",
-        f"{name}: at or above every floor: {', '.join(good) or 'none'}",
-    ]
-
-
-def is_below(difference: float) -> bool:
-    """Whether a difference is negative as it is printed."""
-    return f"{difference:+.1f}".startswith("-")
+def verdict(row: Row, floors: Sequence[Row]) -> str:
+    """How the row that validation chooses compares with the best floor in each metric."""
+    cells = []
+    for metric in METRICS:
+        best = max(floor["test"][metric]["value"] for floor in floors)
+        cells.append(f"{metric} {100 * (row['test'][metric]['value'] - best):+.1f}")
+    return (
+        f"validation chooses {row['method']} {row['variant']};"
+        f" less the best floor of each metric: {', '.join(cells)}"
+    )
 
 
 if __name__ == "__main__":

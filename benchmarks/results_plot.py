@@ -1,19 +1,22 @@
-"""Draws docs/images/results.svg, the plot of the README, from the committed table results/methods.md.
+"""Draws docs/images/results.svg, the plot of the README, from the committed results/methods.json.
 
     python benchmarks/results_plot.py
 
-Nothing is measured. Rows that no command of xmcray produces ("with memory", "texts alone") are left out.
+Nothing is measured. A method's dot is the row with the better validation, alone or with a memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from floors import BOTH, FLOORS, LINEAR, METRICS
 
-TABLE = Path(__file__).parent / "results" / "methods.md"
+TABLE = Path(__file__).parent / "results" / "methods.json"
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "results.svg"
 METHODS = {
     # name: (title, colour)
@@ -45,22 +48,23 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=PLOT)
     arguments = parser.parse_args()
-    draw(measured(TABLE.read_text(encoding="utf-8")), arguments.out)
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))["results"]
+    draw(measured(rows), arguments.out)
 
 
-def measured(table: str) -> dict[tuple[str, str], dict[str, float]]:
-    """Percent by (data set, method), then by metric."""
+def measured(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
+    """Percent by (data set, method), then by metric; of a method's rows the best on validation."""
+    best_validation: dict[tuple[str, str], float] = {}
     results = {}
-    for line in table.splitlines():
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if len(cells) < 6:
+    for row in rows:
+        key = (row["set"], row["method"])
+        is_shown = row["set"] in SETS and row["method"] in METHODS
+        if not is_shown or row["validation"] is None:
             continue
-        data_set = cells[0]
-        method = cells[1].strip("*")
-        if data_set in SETS and method in METHODS:
-            # A cell is "77.3 [76.4, 78.1]": the mean and its interval.
-            values = [float(cell.split()[0]) for cell in cells[3:6]]
-            results[data_set, method] = dict(zip(METRICS, values, strict=True))
+        validation = sum(row["validation"].values())
+        if validation > best_validation.get(key, 0.0):
+            best_validation[key] = validation
+            results[key] = {metric: 100 * row["test"][metric]["value"] for metric in METRICS}
     return results
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,12 +86,24 @@ def memory_bundle(
         label_order,
         (encode(model.as_labels(corpus.label_tokens(label_order[block]))) for block in blocks),
         spec,
-        about={"encoder": encoder, "corpus": corpus.card.name, "corpus_sha256": corpus.sha256},
+        about={
+            "encoder": encoder,
+            "corpus": corpus.card.name,
+            "corpus_sha256": corpus.sha256,
+            **_held_out(encoder),
+        },
         method="memory",
         queries=encode(train.tokens(_sample_rows(len(train)))),
         predictor=remember(train, encode, config or MemoryConfig(), spec, threads),
         threads=threads,
     )
+
+
+def _held_out(encoder: str) -> dict[str, Any]:
+    """Which training queries the encoder's run held out, so that a sweep of the memory uses those."""
+    if not (Path(encoder) / "run.json").is_file():
+        return {}
+    return {"config": {"data": Run.open(encoder).config.to_dict()["data"]}}
 
 
 def _label_blocks(num_labels: int) -> list[Int64Array]:

@@ -255,3 +255,15 @@ def test_the_best_index_is_exported(
     assert isinstance(index, faiss.IndexHNSW)
     assert index.hnsw.efSearch == 37
     assert not (tmp_path / "flat" / "index").exists()
+
+
+def test_a_memory_is_swept_on_the_queries_that_its_run_held_out(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    lines = ["data.validation=0", "optim.epochs=1", "encoder.dim=8", "cluster.workers=0"]
+    config = RunConfig.resolve("dexml", {}, [*lines, "log.validate_every=0"])
+    train(corpus.path, tmp_path / "run", config)
+    memory_bundle(str(tmp_path / "run"), corpus, tmp_path / "bundle")
+    space = parse_space({"memory.weight": {"choice": [0.5]}}, "f")
+    with pytest.raises(ConfigError, match="trained on all training queries"):
+        sweep_bundle(str(tmp_path / "bundle"), corpus, space, 1, 0, "P@1")

@@ -1,0 +1,108 @@
+"""XR-Linear, a TF-IDF memory and their fusion on one data set; runs in the environment of the peers.
+
+    PEERS/bin/python benchmarks/peer_linear.py --tool TOOL --data FOLDER --out FOLDER [--threads 2]
+
+`methods.py` and `peers.py` make the environment and call this. The recipe is that of the data sets' own floor tool,
+linear_floor.py, which is imported. It is repeated here only because the tool keeps no answers, and a paired test needs
+them. Written to --out:
+
+    linear.npz, fused.npz, memory.npz   answers to the test queries, CSR [queries, labels]
+    costs.json                          seconds of vectors and training, weights of the fusion
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SHARES = (0.0, 0.25, 0.5, 1.0, 2.0)  # weights of the fusion's other parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tool", type=Path, required=True, help="path of linear_floor.py")
+    parser.add_argument("--data", type=Path, required=True, help="folder of raw files")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(arguments.tool.parent))
+    import linear_floor as tool
+
+    data = arguments.data
+    train = tool.read(f"{data}/trn.json.gz")
+    labels = tool.read(f"{data}/lbl.json.gz")
+    test = tool.read(f"{data}/tst.json.gz")
+    label_texts = tool.texts(labels)
+    positives = tool.truth(train, len(labels))
+    weights = chosen_weights(tool, data, train, label_texts, positives, arguments.threads)
+
+    final = tool.Linear(tool.texts(train), label_texts, positives, arguments.threads)
+    queries = tool.texts(test)
+    started = time.perf_counter()
+    linear = final.linear(queries)
+    answer_s = time.perf_counter() - started
+    votes, cosines = final.neighbours(queries)
+    hidden = tool.filters(f"{data}/filter_labels_tst.txt", len(test), len(labels))
+    fused = sum(
+        weight * part for weight, part in zip(weights, (linear, votes, cosines), strict=True)
+    )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name, scores in (("linear", linear), ("fused", fused), ("memory", votes + cosines)):
+        write_answers(tool, arguments.out / f"{name}.npz", scores, hidden)
+    costs = {
+        "vectors_s": final.vectors_s,
+        "train_s": final.train_s,
+        "answers_per_s": len(test) / answer_s,
+        "weights": weights,
+        "threads": arguments.threads,
+    }
+    (arguments.out / "costs.json").write_text(json.dumps(costs), encoding="utf-8")
+
+
+def chosen_weights(
+    tool: Any, data: Path, train: Any, label_texts: list[str], positives: Any, threads: int
+) -> tuple[float, ...]:
+    """Weights of linear model, votes and cosines, chosen on a tenth of the training queries."""
+    import numpy as np
+
+    # The same draw as in linear_floor.py.
+    is_held = np.random.default_rng(1).permutation(len(train)) < len(train) // 10
+    texts = np.array(tool.texts(train), dtype=object)
+    fitted = tool.Linear(list(texts[~is_held]), label_texts, positives[~is_held], threads)
+    queries = list(texts[is_held])
+    parts = [fitted.linear(queries), *fitted.neighbours(queries)]
+    hidden = tool.filters(f"{data}/filter_labels_trn.txt", len(train), len(label_texts))[is_held]
+    counts = np.asarray(positives.sum(0)).ravel()
+    constant = (np.log(len(train)) - 1) * 2.5**0.55
+    inverse_propensity = 1 + constant * (counts + 1.5) ** -0.55
+
+    def quality(weights: tuple[float, ...]) -> float:
+        scores = sum(weight * part for weight, part in zip(weights, parts, strict=True))
+        ids = tool.best(scores, hidden)
+        metrics = tool.measure(ids, positives[is_held], inverse_propensity)
+        return float(np.mean([metrics["P@1"], metrics["P@5"], metrics["PSP@5"]]))
+
+    return max(itertools.product((1.0,), SHARES, SHARES), key=quality)
+
+
+def write_answers(tool: Any, path: Path, scores: Any, hidden: Any) -> None:
+    """Keeps the best answers of each query, as the tool ranks them."""
+    import numpy as np
+    import scipy.sparse as sp
+
+    ids = tool.best(scores, hidden)
+    row, place = np.nonzero(ids >= 0)
+    label = ids[row, place]
+    values = np.asarray(scores.tocsr()[row, label]).ravel().astype(np.float32)
+    sp.save_npz(path, sp.csr_matrix((values, (row, label)), shape=scores.shape))
+
+
+if __name__ == "__main__":
+    main()
