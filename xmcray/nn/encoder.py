@@ -257,7 +257,7 @@ def fit_width(table_VH: Tensor, dim: int) -> Tensor:
 def principal_axes(centred_VH: Tensor, dim: int) -> Tensor:
     """[H, dim], the orthonormal directions in which centred rows vary most; needs dim <= H."""
     # eigh sorts eigenvalues in ascending order, so the principal axes are the last ones.
-    axes = torch.linalg.eigh(centred_VH.T @ centred_VH).eigenvectors[:, -dim:]
+    axes: Tensor = torch.linalg.eigh(centred_VH.T @ centred_VH).eigenvectors[:, -dim:]
     # An axis has no sign of its own: the entry of largest magnitude is made positive, so that
     # every machine has the same axes.
     largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
