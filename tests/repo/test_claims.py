@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.stats
 
 
 @pytest.fixture
@@ -42,3 +45,18 @@ def test_verdicts_follow_the_interval_of_paired_differences(claim: Any) -> None:
 
 def test_one_seed_decides_nothing(claim: Any) -> None:
     assert claim.Comparison(of="a", low=0).verdict({"a": {0: {"P@1": 0.5}}}) == "not measured"
+
+
+def test_few_test_queries_widen_the_interval_of_a_precision(claim: Any) -> None:
+    # All seeds agree that 60 of 100 queries are answered: sqrt(0.6 * 0.4 / 100) = 4.9 points.
+    results = {"a": {seed: {"P@1": 0.6, "hits": {"P@1": "11100" * 20}} for seed in range(5)}}
+    low, high = claim.Comparison(of="a").interval(results)
+    assert (low, high) == pytest.approx((60 - 1.96 * 4.9, 60 + 1.96 * 4.9), abs=0.8)
+
+
+def test_seeds_alone_give_students_interval(claim: Any) -> None:
+    # Every query is answered alike within a seed, so nothing but seeds differs.
+    difference_SQ = np.repeat([[1.0], [1.2], [0.8], [1.1], [0.9]], 50, axis=1)
+    half = scipy.stats.t.ppf(0.975, 4) * np.std([1.0, 1.2, 0.8, 1.1, 0.9], ddof=1) / math.sqrt(5)
+    low, high = claim.two_level_interval(difference_SQ)
+    assert (low, high) == pytest.approx((1 - half, 1 + half), abs=0.02)
