@@ -17,11 +17,10 @@ Files of label rows have at most 64 MB.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,25 +29,21 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file as load_arrays
-from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from xmcray import storage
-from xmcray.errors import StorageError, XmcrayError
+from xmcray.errors import StorageError
 from xmcray.nn.encoder import load_encoder
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
-from xmcray.storage import FileEntry
 from xmcray.training.step import Stepper
 
 KIND = "checkpoint"
 ROW_BLOCK_BYTES = 64 << 20
 _DAMAGED = "damaged"
-_STATE = "state"  # files of the method's state tensors
+STATE = "state"  # files of the method's state tensors
 logger = logging.getLogger(__name__)
-
-_Entries = dict[str, list[Any]]  # file name -> [size, SHA-256], plain values for JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,70 +59,6 @@ class Checkpoint:
     path: Path
     step: int
     state: Mapping[str, Any]
-
-
-def save(
-    folder: Path,
-    step: int,
-    stepper: Stepper,
-    partition: LabelPartition,
-    state: Mapping[str, Any],
-    keep: int,
-    collected: Mapping[str, np.ndarray[Any, Any]] | None = None,
-) -> None:
-    """Writes a checkpoint and removes all older ones but the newest `keep`; collective.
-
-    Args:
-        folder: Folder of the run's checkpoints.
-        step: Optimisation steps done.
-        stepper: What is saved.
-        partition: Which labels this rank owns.
-        state: Contents of state.json besides step and ranks.
-        keep: Checkpoints that stay.
-        collected: Query vectors that this rank collected for the hard negatives, if there are any.
-
-    Raises:
-        StorageError: on every rank, if any rank could not write; nothing half-written stays.
-    """
-    unfinished = folder / f".step-{step:08d}"
-    is_first = collectives.rank() == 0
-    if is_first:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    # No rank may write before the leftovers of an earlier attempt are gone.
-    collectives.broadcast_int(0)
-
-    def write() -> _Entries:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        entries = _write_label_rows(unfinished, stepper, partition)
-        if collected:
-            file = unfinished / f"collected-{collectives.rank():04d}.safetensors"
-            save_arrays(dict(collected), file)
-        if is_first:
-            _write_shared(unfinished, step, stepper, state)
-        return entries
-
-    # This exchange is also the barrier: the manifest is written when all files are there.
-    results = collectives.gather_objects(_entries_or_error(write, unfinished))
-    errors = [result for result in results if isinstance(result, str)]
-    if is_first and not errors:
-
-        def publish() -> _Entries:
-            _publish(unfinished, step_folder(folder, step), step, results)
-            return {}
-
-        result = _entries_or_error(publish, unfinished)
-        if isinstance(result, str):
-            errors.append(result)
-    # Errors of publishing are known to rank 0 alone.
-    errors = list(itertools.chain(*collectives.gather_objects(errors)))
-    if is_first:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if not errors:
-            superseded = [*_folders(folder)[keep:], *folder.glob(f"{_DAMAGED}-*")]
-            for old in superseded:
-                shutil.rmtree(old, ignore_errors=True)
-    if errors:
-        raise StorageError(errors[0])
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -169,6 +100,19 @@ def set_aside_newer(folder: Path, step: int) -> None:
     for path in _folders(folder):
         if path > step_folder(folder, step):
             storage.publish(path, path.with_name(f"{_DAMAGED}-{path.name}"))
+
+
+def remove_superseded(folder: Path, keep: int) -> None:
+    """Removes all checkpoints but the newest `keep`, and damaged ones that were set aside."""
+    superseded = [*_folders(folder)[keep:], *folder.glob(f"{_DAMAGED}-*")]
+    for path in superseded:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what an attempt that was killed left behind; no rank may be writing."""
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def open_checkpoint(path: Path, contents: bool = True) -> Checkpoint:
@@ -215,7 +159,7 @@ def read_state(checkpoint: Checkpoint, name: str, num_labels: int) -> Tensor:
         StorageError: the checkpoint does not have it for all labels.
     """
     blocks = []
-    for _, tensors in row_blocks(checkpoint.path, _STATE, 0, num_labels, only=name):
+    for _, tensors in row_blocks(checkpoint.path, STATE, 0, num_labels, only=name):
         blocks.append(tensors[name])
     num_rows = sum(map(len, blocks))
     _check_rows(checkpoint.path, num_rows, num_labels)
@@ -265,7 +209,7 @@ def row_blocks(
 
 def _load_modules(path: Path, stepper: Stepper) -> None:
     stepper.encoder.load_state_dict(load_encoder(path / "encoder").state_dict())
-    others = _other_modules(stepper)
+    others = other_modules(stepper)
     if not others:
         return
     tensors = load_file(path / "modules.safetensors")
@@ -284,7 +228,7 @@ def _load_state(path: Path, stepper: Stepper, partition: LabelPartition) -> None
     if not own:
         return
     num_rows = 0
-    for first, tensors in row_blocks(path, _STATE, partition.start, partition.stop):
+    for first, tensors in row_blocks(path, STATE, partition.start, partition.stop):
         for name, tensor in own.items():
             rows = tensors[name]
             tensor[first : first + len(rows)] = rows
@@ -300,85 +244,9 @@ def _check_rows(path: Path, found: int, expected: int) -> None:
         )
 
 
-def _write_label_rows(folder: Path, stepper: Stepper, partition: LabelPartition) -> _Entries:
-    """Writes this rank's rows of all tables and of the method's state."""
-    entries: _Entries = {}
-    for name, table in stepper.method.tables.items():
-        assert name != _STATE, "the name is taken by the method's state tensors"
-        table.flush()
-        _write_blocks(folder, name, table.tensors(), partition, entries)
-    _write_blocks(folder, _STATE, stepper.method.state_tensors(), partition, entries)
-    return entries
-
-
-def _write_blocks(
-    folder: Path,
-    name: str,
-    tensors: Mapping[str, Tensor],
-    partition: LabelPartition,
-    entries: _Entries,
-) -> None:
-    """Writes tensors [S, ...] in files of a bounded size, and adds them to `entries`."""
-    if not tensors:
-        return
-    # All tensors share a file, so one row of each counts. A rank without labels has no first row.
-    row_bytes = sum(tensor[:1].nbytes for tensor in tensors.values())
-    height = max(1, ROW_BLOCK_BYTES // max(1, row_bytes))
-    for low in range(0, partition.size, height):
-        file = folder / f"{name}-{partition.start + low:010d}.safetensors"
-        # Saving copies in memory, so only a block is copied at a time.
-        block = {
-            key: tensor[low : low + height].detach().cpu().contiguous()
-            for key, tensor in tensors.items()
-        }
-        save_file(block, file)
-        storage.fsync(file)
-        entry = storage.hash_file(file)
-        entries[file.name] = [entry.size, entry.sha256]
-
-
-def _write_shared(folder: Path, step: int, stepper: Stepper, state: Mapping[str, Any]) -> None:
-    """Writes what is the same on every rank."""
-    stepper.encoder.save(folder / "encoder")
-    module_tensors = {}
-    for module_name, module in _other_modules(stepper).items():
-        for name, tensor in module.state_dict().items():
-            module_tensors[f"{module_name}/{name}"] = tensor.detach().cpu()
-    if module_tensors:
-        save_file(module_tensors, folder / "modules.safetensors")
-    # safetensors refuses tensors whose memory is not in the order of their elements.
-    optimizer_tensors = {}
-    for name, tensor in stepper.optimizer.tensors().items():
-        optimizer_tensors[name] = tensor.detach().cpu().contiguous()
-    save_file(optimizer_tensors, folder / "optimizer.safetensors")
-    body = {"step": step, "num_ranks": collectives.num_ranks(), **state}
-    storage.write_json(folder / "state.json", body)
-
-
-def _publish(unfinished: Path, destination: Path, step: int, results: list[_Entries]) -> None:
-    """Writes the manifest and moves the folder to its final name."""
-    entries = {}
-    for result in results:
-        for name, entry in result.items():
-            entries[name] = FileEntry(*entry)
-    storage.finish_manifest(unfinished, KIND, {"step": step}, entries)
-    # A checkpoint of the same step whose files were altered may be in the way.
-    shutil.rmtree(destination, ignore_errors=True)
-    storage.publish(unfinished, destination)
-
-
-def _other_modules(stepper: Stepper) -> dict[str, nn.Module]:
+def other_modules(stepper: Stepper) -> dict[str, nn.Module]:
     """The method's modules, without the encoder."""
     return {name: module for name, module in stepper.modules.items() if name != "encoder"}
-
-
-def _entries_or_error(write: Callable[[], _Entries], path: Path) -> Any:
-    """The result, or the message of a storage error: ranks must learn of it together."""
-    try:
-        with storage.disk_errors(path):
-            return write()
-    except XmcrayError as error:
-        return str(error)
 
 
 def _folders(folder: Path) -> list[Path]:

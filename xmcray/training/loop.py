@@ -30,6 +30,7 @@ from xmcray.nn.heads import FusionConfig
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
+from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.optim import lr_factor
 from xmcray.training.preemption import StopFlag
 from xmcray.training.prefetch import BatchPrefetcher
@@ -164,6 +165,9 @@ class Loop:
             setup.method.index_rows,
             setup.partition.start,
         )
+        self.checkpoints = CheckpointWriter(
+            run.checkpoints, setup.stepper, setup.partition, run.config.log.keep
+        )
         self.batches = BatchPrefetcher(
             setup.sampler, collectives.rank(), collectives.num_ranks(), self.last_step
         )
@@ -176,16 +180,29 @@ class Loop:
             The result of the run, the same on every rank, also in result.json. Nothing if the run
             was stopped; then a checkpoint is saved.
         """
+        try:
+            result = self._train()
+        except BaseException:
+            # A checkpoint that has all its files is still completed; other ranks are not waited for.
+            self.checkpoints.abandon()
+            raise
+        finally:
+            self.batches.close()
+        self.feed.close()
+        return result
+
+    def _train(self) -> dict[str, Any]:
         started = time.perf_counter()
         first_step = self._restore()
         window = _Window(self.feed)
         for step in range(first_step, self.last_step):
             order = self.watch.look(step)
-            if order != "go on" and step > self.saved_step:
-                self._save(step)
+            if order != "go on":
+                if step > self.saved_step:
+                    self._save(step)
+                self._finish_checkpoint()
                 window.pause()
             if order == "stop":
-                self._close()
                 return {}
             self._step(step, window)
             done = step + 1
@@ -201,13 +218,8 @@ class Loop:
                 window.pause()
             if self.on_step:
                 self.on_step(done)
-        self._close()
+        self._finish_checkpoint()
         return self._finish(time.perf_counter() - started, self.last_step - first_step)
-
-    def _close(self) -> None:
-        """Ends the background threads."""
-        self.batches.close()
-        self.feed.close()
 
     def _step(self, step: int, window: _Window) -> None:
         shortlist = self.feed.before_step(step)
@@ -220,6 +232,7 @@ class Loop:
         """Restores the newest checkpoint, or starts the method; returns the steps done."""
         newest = None
         if collectives.rank() == 0:
+            checkpoints.remove_unfinished(self.run.checkpoints)
             newest = checkpoints.newest(self.run.checkpoints)
             if newest is not None:
                 checkpoints.set_aside_newer(self.run.checkpoints, newest.step)
@@ -243,16 +256,14 @@ class Loop:
         return step
 
     def _save(self, step: int) -> None:
-        checkpoints.save(
-            self.run.checkpoints,
-            step,
-            self.setup.stepper,
-            self.setup.partition,
-            {"epoch": step // self.steps_per_epoch, "negatives": self.feed.state(step)},
-            self.config.log.keep,
-            self.feed.pending(),
-        )
+        self._finish_checkpoint()
+        state = {"epoch": step // self.steps_per_epoch, "negatives": self.feed.state(step)}
+        self.checkpoints.save(step, state, self.feed.pending())
         self.saved_step = step
+
+    def _finish_checkpoint(self) -> None:
+        """Waits until the newest checkpoint is complete; collective."""
+        self.checkpoints.finish()
         if collectives.rank() == 0:
             self._retire_versions()
 

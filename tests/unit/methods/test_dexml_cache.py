@@ -15,6 +15,7 @@ from xmcray.errors import ConfigError
 from xmcray.methods.dexml import Dexml, EmbeddingCache
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint
+from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import RunConfig
 
@@ -118,7 +119,9 @@ def test_a_cut_run_goes_on_with_its_cache(data: TrainingData, tmp_path: Path) ->
     again, other, restored = setup_of(data, "method.cache_hard=3")
     for step in range(2):
         setup.stepper.step(setup.sampler.batch(step, 0, 1), None)
-    checkpoint.save(tmp_path, 2, setup.stepper, setup.partition, {}, keep=1)
+    writer = CheckpointWriter(tmp_path, setup.stepper, setup.partition, keep=1)
+    writer.save(2, {})
+    writer.finish()
     found = checkpoint.newest(tmp_path)
     assert found is not None
     checkpoint.load(found, again.stepper, again.partition)

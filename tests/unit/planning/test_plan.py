@@ -33,7 +33,7 @@ from xmcray.planning.plan import plan
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.planning.stand_in import StandInData
 from xmcray.planning.trace import trace
-from xmcray.training import checkpoint
+from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import RunConfig
 from xmcray.types import Ragged
@@ -203,7 +203,9 @@ def test_a_checkpoint_has_the_planned_size(corpus: Corpus, tmp_path: Path) -> No
     config = RunConfig.resolve("astra", {}, ["encoder.dim=64", "cluster.workers=0"])
     setup = built(config, corpus)
     setup.stepper.step(setup.sampler.batch(0, 0, 1), None)
-    checkpoint.save(tmp_path, 1, setup.stepper, setup.partition, {"epoch": 0, "negatives": {}}, 1)
+    writer = CheckpointWriter(tmp_path, setup.stepper, setup.partition, keep=1)
+    writer.save(1, {"epoch": 0, "negatives": {}})
+    writer.finish()
     written = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     planned = plan(config, from_corpus(corpus), ON_CPU, workers=1)
     assert planned.checkpoint == pytest.approx(written, rel=0.01)
