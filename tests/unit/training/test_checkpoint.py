@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from corpora import planted_corpus
 
+from xmcray import storage
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import StorageError
@@ -116,3 +119,42 @@ def test_disk_full_leaves_the_last_checkpoint(corpus: Corpus, small_disk: Path) 
     assert newest is not None
     assert newest.path.name == left[-1]
     checkpoints.load(newest, setup.stepper, setup.partition)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, _ = loop_in(tmp_path, corpus, "log.checkpoint_every=3")
+    may_publish = threading.Event()
+    publish = storage.publish
+
+    def wait_and_publish(folder: Path, destination: Path) -> None:
+        assert may_publish.wait(60), "the step after the checkpoint never ended"
+        publish(folder, destination)
+
+    def on_step(done: int) -> None:
+        if done == 4:  # a step after the one that was saved
+            assert not list((tmp_path / "checkpoints").glob("step-*"))
+            may_publish.set()
+
+    monkeypatch.setattr(storage, "publish", wait_and_publish)
+    loop.on_step = on_step
+    loop.train()
+    assert may_publish.is_set()
+    assert checkpoints.newest(tmp_path / "checkpoints") is not None
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_not_used(corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    folder, setup = trained(tmp_path / "whole", corpus)
+    newest = checkpoints.newest(folder)
+    assert newest is not None
+    # All files of another step, and the note of the only rank, but no manifest.
+    left = tmp_path / "cut" / "checkpoints" / ".step-00000001"
+    shutil.copytree(newest.path, left)
+    (left / "manifest.json").unlink()
+    (left / "written-0000.json").write_text("{}")
+    (left / "classifier-9999999999.safetensors").write_bytes(b"half")
+    _, resumed = trained(tmp_path / "cut", corpus)
+    assert torch.equal(resumed.method.answer_rows(), setup.method.answer_rows())
+    assert not left.exists()
