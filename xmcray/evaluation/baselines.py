@@ -7,13 +7,14 @@ Letters of axes: B queries, N training queries, V terms, L labels, P pairs of qu
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import scipy.sparse as sp
+from scipy.sparse.linalg import norm
 
 from xmcray.types import Float32Array, Ragged, TopLabels
 
@@ -33,18 +34,13 @@ class NearestQueries:
     """
 
     def __init__(self, texts: Sequence[str], positives: Ragged, num_labels: int) -> None:
-        counts = _term_counts(texts)
-        num_documents: Counter[str] = Counter()
-        for row in counts:
-            # The keys only: a term counts once for each text, however often it occurs there.
-            num_documents.update(row.keys())
+        all_terms = itertools.chain.from_iterable(map(_terms, texts))
         # Sorted, so that the columns do not depend on the order of the texts.
-        self._columns: dict[str, int] = {}
-        documents = []
-        for column, term in enumerate(sorted(num_documents)):
-            self._columns[term] = column
-            documents.append(num_documents[term])
-        self._idf = np.log(len(texts) / np.array(documents)) + 1
+        self._columns = {term: column for column, term in enumerate(sorted(set(all_terms)))}
+        counts = self._counts(texts)
+        # A term counts once for each text, however often it occurs there.
+        num_documents = np.bincount(counts.indices, minlength=len(self._columns))
+        self._idf = np.log(len(texts) / num_documents) + 1
         self._train = self._tfidf(counts)
         # [N, L], 1 for a query's label: a product with it sums the cosines of each label's queries.
         ones = np.ones(len(positives.values))
@@ -67,19 +63,15 @@ class NearestQueries:
             if exclude is not None:
                 hidden = exclude.slice(start, start + len(chunk))
                 score_BL[hidden.row_ids, hidden.values] = 0
-            # Stable, so that equal scores keep the order of ids.
-            order = np.argsort(-score_BL, axis=1, kind="stable")[:, :k]
-            best = np.take_along_axis(score_BL, order, 1)
             # A label that none of the nearest queries carries scores 0 and is no answer.
-            is_answer = best > 0
-            ids = np.where(is_answer, order, -1)
-            scores = np.where(is_answer, best, -np.inf).astype(np.float32)
-            tops.append(TopLabels(ids, scores))
+            query_P, label_P = np.nonzero(score_BL)
+            score_P = score_BL[query_P, label_P]
+            tops.append(TopLabels.from_pairs(query_P, label_P, score_P, len(chunk), k))
         return TopLabels.concatenate(tops, k)
 
     def _scores(self, texts: Sequence[str]) -> Float32Array:
-        """float32 [B, L]."""
-        query_BV = self._tfidf(_term_counts(texts))
+        """float32 [queries, labels]."""
+        query_BV = self._tfidf(self._counts(texts))
         # Rows have length 1, so products are cosines.
         cosine_BN = (query_BV @ self._train.T).toarray()
         nearest = min(NEIGHBOURS, cosine_BN.shape[1])
@@ -89,37 +81,38 @@ class NearestQueries:
         score_BL = sp.csr_matrix(cosine_BN) @ self._labels
         return np.asarray(score_BL.toarray(), np.float32)
 
-    def _tfidf(self, counts: Sequence[Counter[str]]) -> sp.csr_matrix:
-        """float64 [rows, V], rows with L2 norm 1, without the terms that no training query has.
+    def _counts(self, texts: Sequence[str]) -> sp.csr_matrix:
+        """How often each text has each term: int64 [texts, terms].
 
-        A value is (1 + log(count)) * (log(N / documents) + 1).
+        Terms that no training query has are left out.
         """
         columns: list[int] = []
         times: list[int] = []
         offsets = [0]
-        for row in counts:
-            for term, count in row.items():
-                column = self._columns.get(term)
-                if column is not None:
-                    columns.append(column)
+        for text in texts:
+            for term, count in Counter(_terms(text)).items():
+                if term in self._columns:
+                    columns.append(self._columns[term])
                     times.append(count)
             offsets.append(len(columns))
-        term_frequency = 1 + np.log(np.array(times, np.float64))
-        values = term_frequency * self._idf[np.array(columns, np.int64)]
-        shape = (len(counts), len(self._columns))
-        matrix = sp.csr_matrix((values, columns, offsets), shape=shape)
-        squares = matrix.multiply(matrix).sum(axis=1)
-        lengths = np.sqrt(np.asarray(squares).ravel())
+        shape = (len(texts), len(self._columns))
+        return sp.csr_matrix((np.array(times, np.int64), columns, offsets), shape=shape)
+
+    def _tfidf(self, counts: sp.csr_matrix) -> sp.csr_matrix:
+        """float64 [texts, terms], rows of length 1.
+
+        Before scaling, a value is (1 + log(count)) * (log(N / documents) + 1).
+        """
+        values = (1 + np.log(counts.data.astype(np.float64))) * self._idf[counts.indices]
+        matrix = sp.csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
+        lengths = norm(matrix, axis=1)
         # A row without any known term stays zero.
         scale = sp.diags(1 / np.maximum(lengths, 1e-12))
         return sp.csr_matrix(scale @ matrix)
 
 
-def _term_counts(texts: Sequence[str]) -> list[Counter[str]]:
-    """Occurrences in each text of words and of pairs of neighbouring words, lower-cased."""
-    counts = []
-    for text in texts:
-        words = re.findall(r"\w+", text.lower())
-        pairs = map(" ".join, pairwise(words))
-        counts.append(Counter([*words, *pairs]))
-    return counts
+def _terms(text: str) -> list[str]:
+    """Words and pairs of neighbouring words, lower-cased, each as often as it occurs."""
+    words = re.findall(r"\w+", text.lower())
+    pairs = map(" ".join, itertools.pairwise(words))
+    return [*words, *pairs]

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from xmcray.errors import DataError
 from xmcray.evaluation.metrics import (
@@ -20,6 +20,7 @@ from xmcray.evaluation.metrics import (
     BoolArray,
     Float64Array,
     Metrics,
+    QueryValues,
     segment_range,
 )
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
@@ -46,7 +47,7 @@ class Evaluation:
         deciles: ten equal groups of labels from rare to frequent, and the share of P@5 of each.
         index_recall: answers of the index against exact search on a sample of queries, or None.
         query_ids: int64 [queries], rows of the split that counted.
-        columns: float32 [queries] per main metric, the values of those queries.
+        per_query: what those queries add to the main metrics.
     """
 
     metrics: dict[str, float]
@@ -57,12 +58,12 @@ class Evaluation:
     intervals: dict[str, list[float]]
     segments: list[dict[str, Any]]
     deciles: list[dict[str, Any]]
-    index_recall: dict[str, float] | None = None
-    query_ids: Int64Array = field(repr=False, default_factory=lambda: np.empty(0, np.int64))
-    columns: dict[str, Float32Array] = field(repr=False, default_factory=dict)
+    index_recall: dict[str, float] | None
+    query_ids: Int64Array = field(repr=False)
+    per_query: QueryValues = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of metrics.json (without the columns per query)."""
+        """The content of metrics.json, which has no values per query."""
         return {
             **self.metrics,
             "queries": self.queries,
@@ -139,7 +140,7 @@ def evaluate(
     metrics = Metrics(train_counts, num_train, a, b, len(train_counts))
     query_ids = _measure(metrics, search, truth, num_queries, chunk, progress)
     values = metrics.result()
-    columns = metrics.columns()
+    per_query = metrics.per_query()
     index_recall = None
     if exact is not None:
         index_recall = _index_recall(search, exact, num_queries, exact_sample, seed, chunk)
@@ -149,12 +150,12 @@ def evaluate(
         left_out=metrics.left_out,
         a=a,
         b=b,
-        intervals=_intervals(columns, resamples, seed) if resamples else {},
+        intervals=_intervals(per_query, resamples, seed) if resamples else {},
         segments=_segments(metrics, values),
         deciles=_deciles(metrics),
         index_recall=index_recall,
         query_ids=query_ids,
-        columns=columns,
+        per_query=per_query,
     )
 
 
@@ -200,61 +201,31 @@ def compare(
             f"found {a.queries} and {b.queries} queries with propensity A, B = {a.a}, {a.b} and {b.a}, {b.b}, "
             "expected the same queries and constants; evaluate both on one corpus and split"
         )
-    difference_QM = _gains(a.columns) - _gains(b.columns)
+    difference_QM = a.per_query.gain_QM.astype(np.float64) - b.per_query.gain_QM
     # Both runs have the same divisors, because those depend on the truth alone.
-    low, high = _bootstrap(difference_QM, _divisors(a.columns), resamples, seed)
+    intervals = _bootstrap(difference_QM, a.per_query.divisor_QM, resamples, seed)
     p_values = _sign_flip(difference_QM, permutations, seed)
     rows = []
-    for i, name in enumerate(_names(a.columns)):
+    for name, (low, high), p_value in zip(MAIN_METRICS, intervals, p_values, strict=True):
         value_a = a.metrics[name]
         value_b = b.metrics[name]
-        row = ComparisonRow(
-            metric=name,
-            a=value_a,
-            b=value_b,
-            difference=value_a - value_b,
-            low=float(low[i]),
-            high=float(high[i]),
-            p_value=float(p_values[i]),
-        )
-        rows.append(row)
+        difference = value_a - value_b
+        rows.append(ComparisonRow(name, value_a, value_b, difference, low, high, float(p_value)))
     return rows
 
 
-def _names(columns: dict[str, Float32Array]) -> list[str]:
-    return [name for name in MAIN_METRICS if name in columns]
-
-
-def _gains(columns: dict[str, Float32Array]) -> Float64Array:
-    """float64 [Q, M], the values of the main metrics per query."""
-    gains = [columns[name].astype(np.float64) for name in _names(columns)]
-    return np.stack(gains, axis=1)
-
-
-def _divisors(columns: dict[str, Float32Array]) -> Float64Array:
-    """float64 [Q, M], what the sum of each metric is divided by, per query.
-
-    It is 1 for a mean, and the best attainable gain for a ratio.
-    """
-    divisors = []
-    for name in _names(columns):
-        best = columns.get(f"best {name}", np.ones_like(columns[name]))
-        divisors.append(np.asarray(best, np.float64))
-    return np.stack(divisors, axis=1)
-
-
 def _bootstrap(
-    gain_QM: Float64Array, divisor_QM: Float64Array, resamples: int, seed: int
-) -> tuple[Float64Array, Float64Array]:
+    gain_QM: npt.NDArray[np.floating], divisor_QM: Float32Array, resamples: int, seed: int
+) -> list[list[float]]:
     """The 95 % interval of sum(gain) / sum(divisor) over queries drawn with replacement.
 
     Returns:
-        Lower and upper ends, float64 [M].
+        [low, high] of each metric.
     """
     generator = np.random.default_rng(seed)
     num_queries, num_metrics = gain_QM.shape
     # Numerators and divisors are drawn together.
-    both_QM = np.hstack([gain_QM, divisor_QM])
+    both_QM = np.hstack([gain_QM, divisor_QM]).astype(np.float64)
     sums = np.empty((resamples, 2 * num_metrics))
     for i in range(resamples):
         # Drawing a query twice adds it twice: one product with the counts sums all columns.
@@ -262,18 +233,13 @@ def _bootstrap(
         times = np.bincount(drawn, minlength=num_queries)
         sums[i] = times.astype(np.float64) @ both_QM
     ratios = sums[:, :num_metrics] / sums[:, num_metrics:]
-    low, high = np.quantile(ratios, _INTERVAL, axis=0)
-    return low, high
-
-
-def _intervals(
-    columns: dict[str, Float32Array], resamples: int, seed: int
-) -> dict[str, list[float]]:
-    low, high = _bootstrap(_gains(columns), _divisors(columns), resamples, seed)
-    intervals = {}
-    for i, name in enumerate(_names(columns)):
-        intervals[name] = [float(low[i]), float(high[i])]
+    intervals: list[list[float]] = np.quantile(ratios, _INTERVAL, axis=0).T.tolist()
     return intervals
+
+
+def _intervals(per_query: QueryValues, resamples: int, seed: int) -> dict[str, list[float]]:
+    intervals = _bootstrap(per_query.gain_QM, per_query.divisor_QM, resamples, seed)
+    return dict(zip(MAIN_METRICS, intervals, strict=True))
 
 
 def _sign_flip(difference_QM: Float64Array, permutations: int, seed: int) -> Float64Array:
@@ -365,22 +331,15 @@ def _index_recall(
     drawn = generator.choice(num_queries, min(sample, num_queries), replace=False)
     # Sorted, because neighbouring rows are read faster.
     rows = np.sort(drawn).astype(np.int64)
-    hits: Counter[int] = Counter()
-    answers: Counter[int] = Counter()
-    for start in range(0, len(rows), chunk):
-        chunk_rows = rows[start : start + chunk]
-        index_BK = search(chunk_rows).ids
-        exact_BK = exact(chunk_rows).ids
-        for k in (1, 10, 100):
-            if k <= exact_BK.shape[1]:
-                index_pairs = _pairs(index_BK[:, :k])
-                exact_pairs = _pairs(exact_BK[:, :k])
-                was_found = np.isin(exact_pairs, index_pairs)
-                hits[k] += int(was_found.sum())
-                answers[k] += len(exact_pairs)
+    chunks = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
+    index_BK = np.concatenate([search(chunk_rows).ids for chunk_rows in chunks])
+    exact_BK = np.concatenate([exact(chunk_rows).ids for chunk_rows in chunks])
     recall: dict[str, float] = {"queries": len(rows)}
-    for k, total in answers.items():
-        recall[f"recall@{k}"] = hits[k] / max(total, 1)
+    for k in (1, 10, 100):
+        if k <= exact_BK.shape[1]:
+            exact_pairs = _pairs(exact_BK[:, :k])
+            was_found = np.isin(exact_pairs, _pairs(index_BK[:, :k]))
+            recall[f"recall@{k}"] = int(was_found.sum()) / max(len(exact_pairs), 1)
     return recall
 
 

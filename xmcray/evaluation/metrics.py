@@ -18,6 +18,9 @@ every metric and is counted.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -37,6 +40,21 @@ F1_CUTOFF = 5
 # (name, low, high): labels with low < training count <= high. Labels without any training query
 # belong to no segment.
 SEGMENTS = (("tail", 0, 10), ("torso", 10, 100), ("head", 100, 1000), ("top", 1000, None))
+
+
+@dataclass(frozen=True, slots=True)
+class QueryValues:
+    """What each query adds to the main metrics, for the bootstrap.
+
+    A metric is the sum of its gains divided by the sum of its divisors.
+
+    Attributes:
+        gain_QM: float32 [queries, metrics], columns in the order of MAIN_METRICS.
+        divisor_QM: float32, the same shape: 1 for a mean, the best attainable gain for a ratio.
+    """
+
+    gain_QM: Float32Array
+    divisor_QM: Float32Array
 
 
 def inverse_propensity(
@@ -66,7 +84,7 @@ def inverse_propensity(
 class Metrics:
     """All metrics over chunks of queries.
 
-    Memory: 28 bytes per label and 17 float32 per query (kept for the bootstrap), never queries x
+    Memory: 28 bytes per label and 28 float32 per query (kept for the bootstrap), never queries x
     labels.
 
     Args:
@@ -95,10 +113,11 @@ class Metrics:
         self.hits = np.zeros(num_labels, np.int32)
         self.answered = np.zeros(num_labels, np.int32)
         self.positives = np.zeros(num_labels, np.int32)
-        # By metric: the sum over queries, what a ratio metric is divided by, and values per query.
-        self._sums: dict[str, float] = {}
-        self._divisors: dict[str, float] = {}
-        self._columns: dict[str, list[Float32Array]] = {}
+        # By metric: sums over queries, and of main metrics the summands, chunk by chunk.
+        self._gains: defaultdict[str, float] = defaultdict(float)
+        self._divisors: defaultdict[str, float] = defaultdict(float)
+        self._gain_chunks: defaultdict[str, list[Float32Array]] = defaultdict(list)
+        self._divisor_chunks: defaultdict[str, list[Float32Array]] = defaultdict(list)
 
     def update(self, top: TopLabels, truth: Ragged) -> BoolArray:
         """Adds a chunk of B queries.
@@ -138,11 +157,7 @@ class Metrics:
                 f"none of {self.left_out} queries has a positive left, expected at least one;"
                 " choose another split"
             )
-        values = {}
-        for name, total in self._sums.items():
-            # A mean is divided by the queries, a ratio by its best attainable sum.
-            divisor = self._divisors.get(name, self.queries)
-            values[name] = total / divisor
+        values = {name: gain / self._divisors[name] for name, gain in self._gains.items()}
         # F1 = 2 TP / (2 TP + FP + FN), and 2 TP + FP + FN = answers + positives.
         # A label with neither is in no segment's mean; 1 keeps its division defined.
         answers_and_positives = np.maximum(self.answered + self.positives, 1)
@@ -162,12 +177,11 @@ class Metrics:
             members &= self.train_counts <= high
         return members
 
-    def columns(self) -> dict[str, Float32Array]:
-        """float32 [queries] per main metric, in order of `update`.
-
-        "best X" has the divisors of ratio metric X.
-        """
-        return {name: np.concatenate(parts) for name, parts in self._columns.items()}
+    def per_query(self) -> QueryValues:
+        """The summands of the main metrics, in the order of `update`."""
+        gains = [np.concatenate(self._gain_chunks[name]) for name in MAIN_METRICS]
+        divisors = [np.concatenate(self._divisor_chunks[name]) for name in MAIN_METRICS]
+        return QueryValues(np.stack(gains, axis=1), np.stack(divisors, axis=1))
 
     def _check_labels(self, label_ids: Int64Array, what: str) -> None:
         largest = label_ids.max(initial=-1)
@@ -240,17 +254,15 @@ class Metrics:
         ideal[truth.row_ids[first], place[first]] = weights[order][first]
         return ideal
 
-    def _record(self, name: str, values: Float64Array, best: Float64Array | None = None) -> None:
-        """Adds a metric's values per query; a ratio metric also has the best attainable ones."""
-        self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
-        if best is not None:
-            self._divisors[name] = self._divisors.get(name, 0.0) + float(best.sum())
-        if name not in MAIN_METRICS:
-            return
-        # The bootstrap needs values per query, of main metrics only.
-        self._columns.setdefault(name, []).append(values.astype(np.float32))
-        if best is not None:
-            self._columns.setdefault(f"best {name}", []).append(best.astype(np.float32))
+    def _record(self, name: str, gains: Float64Array, best: Float64Array | None = None) -> None:
+        """Adds a metric's gains per query; a ratio metric also has the best attainable ones."""
+        # A mean is the ratio whose divisor is 1 for each query.
+        divisors = np.ones_like(gains) if best is None else best
+        self._gains[name] += float(gains.sum())
+        self._divisors[name] += float(divisors.sum())
+        if name in MAIN_METRICS:
+            self._gain_chunks[name].append(gains.astype(np.float32))
+            self._divisor_chunks[name].append(divisors.astype(np.float32))
 
 
 def segment_range(low: int, high: int | None) -> str:

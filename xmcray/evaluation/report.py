@@ -17,9 +17,8 @@ import numpy as np
 from markupsafe import Markup
 
 from xmcray.evaluation.charts import Series, bar_chart, line_chart
-from xmcray.evaluation.metrics import MAIN_METRICS
 from xmcray.evaluation.pages import render
-from xmcray.evaluation.table import percent, propensity_note
+from xmcray.evaluation.table import metric_names, num_queries, percent, propensity_note
 from xmcray.storage import write_text
 
 Record = Mapping[str, Any]
@@ -94,10 +93,7 @@ def _subtitle(steps: Sequence[Record], metrics: Mapping[str, Any]) -> str:
         # Not the last record: a resumed run repeats steps.
         parts.append(f"training recorded up to step {max(recorded_steps):,}")
     if "queries" in metrics:
-        left_out = ""
-        if metrics.get("left_out"):
-            left_out = f", {metrics['left_out']:,} left out"
-        parts.append(f"{metrics['queries']:,} queries evaluated{left_out}")
+        parts.append(num_queries(metrics, "queries evaluated"))
         parts.append(propensity_note(metrics))
     return "; ".join(parts) or "nothing recorded yet"
 
@@ -142,8 +138,7 @@ def _metric_rows(metrics: Mapping[str, Any]) -> list[Figure] | None:
     """Rows of the table of metrics; None before the run was evaluated."""
     if not metrics:
         return None
-    names = [*MAIN_METRICS, *sorted(name for name in metrics if name.startswith("macroF1"))]
-    rows = [_figure(metrics, name, 2) for name in names if name in metrics]
+    rows = [_figure(metrics, name, 2) for name in metric_names(metrics)]
     for name, value in (metrics.get("index_recall") or {}).items():
         if name != "queries":
             rows.append(Figure(f"index against exact search, {name}", percent(value)))

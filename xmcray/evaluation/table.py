@@ -30,7 +30,7 @@ def metrics_table(runs: Mapping[str, StoredMetrics], title: str = "Metrics, in p
         title: printed above the table.
     """
     table = _table(title, "metric", *runs)
-    for metric in _metric_names(runs):
+    for metric in metric_names(*runs.values()):
         cells = [_with_interval(run, metric) for run in runs.values()]
         table.add_row(Text(metric), *cells)
     # Runs of other people may use other constants; then their PSP is another number.
@@ -39,9 +39,18 @@ def metrics_table(runs: Mapping[str, StoredMetrics], title: str = "Metrics, in p
         constants.append(f"{run['A']:g}, {run['B']:g}" if "A" in run else "-")
         # The first run that counts its queries is the one measured.
         if table.caption is None and "queries" in run:
-            table.caption = Text(_caption(run))
+            # Short lines: a caption wraps at the width of its table, which may be narrow.
+            table.caption = Text(f"{num_queries(run, 'queries')}\n[95 % bootstrap interval]")
     table.add_row("A, B of PSP", *constants)
     return table
+
+
+def num_queries(run: StoredMetrics, what: str) -> str:
+    """How many queries counted and were left out, such as "90 queries, 2 left out"."""
+    counted = f"{run['queries']:,} {what}"
+    if run.get("left_out"):
+        counted += f", {run['left_out']:,} left out"
+    return counted
 
 
 def propensity_note(run: StoredMetrics) -> str:
@@ -80,11 +89,11 @@ def decile_table(run: StoredMetrics) -> Table:
 def index_table(run: StoredMetrics) -> Table:
     """How much of the exact answer the index returns: the index's error, not the model's."""
     # A copy: taking the number of queries out must leave the stored metrics as they are.
-    measures = dict(run.get("index_recall") or {})
-    num_queries = int(measures.pop("queries", 0))
-    title = f"Index against exact search on {num_queries:,} queries"
+    recall = dict(run.get("index_recall") or {})
+    sample = int(recall.pop("queries", 0))
+    title = f"Index against exact search on {sample:,} queries"
     table = _table(title, "measure", "percent")
-    for name, value in measures.items():
+    for name, value in recall.items():
         table.add_row(name, percent(value))
     return table
 
@@ -144,10 +153,9 @@ def _table(title: str, first: str, *others: str) -> Table:
     return table
 
 
-def _metric_names(runs: Mapping[str, StoredMetrics]) -> list[str]:
-    present: set[str] = set()
-    for run in runs.values():
-        present.update(run)
+def metric_names(*runs: StoredMetrics) -> list[str]:
+    """The metrics that some run has: the main ones, then macro-F1 of each segment."""
+    present = set().union(*runs)
     main = [name for name in MAIN_METRICS if name in present]
     return main + sorted(name for name in present if name.startswith("macroF1"))
 
@@ -168,11 +176,3 @@ def _group_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         percent(row["P@5"]),
         percent(row["recall@5"]),
     )
-
-
-def _caption(run: StoredMetrics) -> str:
-    left_out = ""
-    if run.get("left_out"):
-        left_out = f", {run['left_out']:,} left out"
-    # Short lines: a caption wraps at the width of its table, which one run alone leaves narrow.
-    return f"{run['queries']:,} queries{left_out}\n[95 % bootstrap interval]"

@@ -61,7 +61,7 @@ def test_intervals_hold_the_value_and_are_seeded() -> None:
     # A mean's interval is close to 1.96 standard errors.
     low, high = run(2.0, resamples=2000).intervals["P@1"]
     assert high - low == pytest.approx(
-        2 * 1.96 * first.columns["P@1"].std() / np.sqrt(first.queries), rel=0.1
+        2 * 1.96 * first.per_query.gain_QM[:, 0].std() / np.sqrt(first.queries), rel=0.1
     )
 
 
@@ -139,33 +139,22 @@ def test_comparison_sees_a_difference_and_none() -> None:
 
 def test_sign_flip_equals_enumeration() -> None:
     # Three queries in favour, none against: of 8 sign patterns two are as extreme, p = 1/4.
-    a = Evaluation(
-        {"P@1": 1.0},
-        3,
-        0,
-        0.5,
-        1.5,
-        {},
-        [],
-        [],
-        None,
-        np.arange(3),
-        {"P@1": np.ones(3, np.float32)},
-    )
-    b = Evaluation(
-        {"P@1": 0.0},
-        3,
-        0,
-        0.5,
-        1.5,
-        {},
-        [],
-        [],
-        None,
-        np.arange(3),
-        {"P@1": np.zeros(3, np.float32)},
-    )
-    (row,) = compare(a, b, permutations=20_000)
+    def answering_first(label: int) -> Evaluation:
+        ids = np.tile(np.roll(np.arange(5), -label), (3, 1))
+        top = TopLabels(ids, np.zeros(ids.shape, np.float32))
+        return evaluate(
+            lambda rows: top,
+            lambda rows: Ragged.from_rows([[0], [0], [0]]),
+            num_queries=3,
+            train_counts=np.ones(5, np.int64),
+            num_train=10,
+            a=0.5,
+            b=1.5,
+            resamples=10,
+        )
+
+    row = compare(answering_first(0), answering_first(1), permutations=20_000)[0]
+    assert (row.metric, row.difference) == ("P@1", 1.0)
     assert row.p_value == pytest.approx(0.25, abs=0.02)
 
 
