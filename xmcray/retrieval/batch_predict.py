@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from xmcray import storage
 from xmcray.data.formats.base import BadRow, BadValue, check_text
-from xmcray.data.formats.json_lines import Fields, Record, read_records
+from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records
 from xmcray.data.formats.tables import count_rows, read_rows
 from xmcray.errors import DataError, RunError, StorageError, one_line
 from xmcray.retrieval.retriever import Retriever
@@ -40,6 +40,7 @@ CHUNK_ANSWERS = 1 << 22
 CHUNK_CHARACTERS = 1 << 24
 TABLE_ROWS = 1_000_000  # rows of one file of answers
 _FIELDS = Fields()
+_PARSER = RowParser(_FIELDS, None, dict)
 _TEXT_FIELDS = (_FIELDS.text, *_FIELDS.parts)
 
 
@@ -111,30 +112,26 @@ def read_chunks(
     Raises:
         DataError: a row is malformed (named), or there is none.
     """
-    number = 0
+    chunk = QueryChunk(0, [], [])
     num_characters = 0
-    uids: list[str] = []
-    texts: list[str] = []
     rows = 0
     for uid, text in _read_queries(files):
         rows += 1
-        uids.append(uid)
-        texts.append(text)
+        chunk.uids.append(uid)
+        chunk.texts.append(text)
         num_characters += len(text)
-        if len(uids) == chunk_rows or num_characters >= CHUNK_CHARACTERS:
-            if number not in done:
-                yield QueryChunk(number, uids, texts)
-            number += 1
+        if len(chunk.uids) == chunk_rows or num_characters >= CHUNK_CHARACTERS:
+            if chunk.number not in done:
+                yield chunk
+            chunk = QueryChunk(chunk.number + 1, [], [])
             num_characters = 0
-            uids = []
-            texts = []
     if not rows:
         raise DataError(
             f"{files[0]} is empty, expected rows of queries with text, or title and content"
         )
-    if uids and number not in done:
-        yield QueryChunk(number, uids, texts)
-    yield QueriesEnd(chunks=number + bool(uids), rows=rows)
+    if chunk.uids and chunk.number not in done:
+        yield chunk
+    yield QueriesEnd(chunks=chunk.number + bool(chunk.uids), rows=rows)
 
 
 def _read_queries(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
@@ -144,10 +141,9 @@ def _read_queries(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
         records = read_rows(path) if path.suffix == ".parquet" else read_records(path)
         for line, record in enumerate(records, start=1):
             try:
-                query = _query(record, row)
+                yield _query(record, row)
             except BadValue as error:
                 raise DataError(f"{BadRow(str(path), line, str(error))}; repair the row") from None
-            yield query
             row += 1
 
 
@@ -158,19 +154,11 @@ def _query(record: Record | BadValue, row: int) -> tuple[str, str]:
     """
     if isinstance(record, BadValue):
         raise record
-    uid = record.get(_FIELDS.uid)
-    if uid is not None and type(uid) not in (str, int):
-        raise BadValue(f"{_FIELDS.uid} is {type(uid).__name__}, expected a string or an integer")
+    uid = _PARSER.uid(record, row)
     if not any(name in record for name in _TEXT_FIELDS):
         raise BadValue(f"no {_TEXT_FIELDS[0]}, expected it, or {' and '.join(_TEXT_FIELDS[1:])}")
-    text = record.get(_FIELDS.text)
-    try:
-        if text is None:
-            text = " ".join([record.get(part) or "" for part in _FIELDS.parts])
-        text = text.strip()
-    except (TypeError, AttributeError):
-        raise BadValue(f"{' or '.join(_TEXT_FIELDS)} is not a string") from None
-    return check_text(str(row if uid is None else uid), _FIELDS.uid), check_text(text)
+    text = _PARSER.text(record)
+    return check_text(uid, _FIELDS.uid), check_text(text)
 
 
 def answer_chunk(

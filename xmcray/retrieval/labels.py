@@ -21,14 +21,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from xmcray import storage
-from xmcray.data.formats.base import BadRow, BadValue, Row, rows_of
+from xmcray.data.formats.base import BadRow, BadValue, Row
 from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records
 from xmcray.errors import ConfigError, DataError
 from xmcray.nn.label_side import LabelSide, load_label_side
@@ -95,30 +95,26 @@ def _read(paths: Iterable[str | Path], fields: str, make: Callable[[Row, Record]
     Args:
         paths: the files.
         fields: what a line needs, for messages.
-        make: makes the object; a ConfigError of it is a fault of the line.
+        make: makes the object; its BadValue or ConfigError is a fault of the line.
     """
     parser = RowParser(Fields(), None, dict)  # also refuses a uid that occurred before
-    made: list[T] = []
-
-    def keep(record: Record, number: int) -> Row:
-        if record.get("uid") is None:
-            raise BadValue("no uid, expected one that names the label in answers")
-        row = parser.parse(record, number)
-        try:
-            made.append(make(row, record))
-        except ConfigError as error:
-            raise BadValue(str(error)) from None
-        return row
-
-    def refuse(bad: BadRow) -> NoReturn:
-        raise DataError(str(bad))
-
+    objects: list[T] = []
     for path in map(Path, paths):
         if not path.is_file():
             raise DataError(f"{path} is no file, expected JSON lines with {fields}, one per label")
-        if not list(rows_of(read_records(path), path, keep, refuse)):
+        line = 0
+        for line, record in enumerate(read_records(path), start=1):
+            try:
+                if isinstance(record, BadValue):
+                    raise record
+                if record.get("uid") is None:
+                    raise BadValue("no uid, expected one that names the label in answers")
+                objects.append(make(parser.parse(record, line), record))
+            except (BadValue, ConfigError) as error:
+                raise DataError(str(BadRow(str(path), line, str(error)))) from None
+        if not line:
             raise DataError(f"{path} is empty, expected JSON lines with {fields}, one per label")
-    return made
+    return objects
 
 
 def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | None = None) -> int:
@@ -147,10 +143,8 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
             )
         changed = with_labels(retriever, load_label_side(source.folder / "label_side"), new)
         # New labels are numbered from L on, in their order.
-        rows: dict[int, Mapping[str, Scalar]] = {}
-        for label_id, label in enumerate(new, start=retriever.settings.num_labels):
-            if label.attributes:
-                rows[label_id] = label.attributes
+        numbered = enumerate(new, start=retriever.settings.num_labels)
+        rows = {label_id: label.attributes for label_id, label in numbered if label.attributes}
         attributes = source.attributes().with_rows(changed.settings.num_labels, rows)
         source.publish({"added": len(new)}, changed, attributes)
         return changed.num_labels

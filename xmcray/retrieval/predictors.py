@@ -129,28 +129,21 @@ class MemoryPredictor:
         query_weight_BK, _ = key_weights(neighbours, self.config)
         weight_BK = self.config.weight * query_weight_BK
         votes = []
-        rows: set[int] = set()
+        rows = set()
         for query, label_ids in enumerate(top.ids.tolist()):
-            by_label = self._votes_by_label(neighbours.queries.ids[query], weight_BK[query])
-            query_votes = [by_label.get(label_id, []) for label_id in label_ids]
-            for label_votes in query_votes:
-                rows.update(row for row, _ in label_votes)
-            votes.append(query_votes)
+            by_label: dict[int, list[tuple[int, float]]] = {label_id: [] for label_id in label_ids}
+            # The largest weight first; keys without a weight do not vote.
+            order = np.argsort(-weight_BK[query], kind="stable")
+            for place in order[: np.count_nonzero(weight_BK[query])].tolist():
+                row = int(neighbours.queries.ids[query, place])
+                for label_id in self.memory.positives[row].tolist():
+                    if label_id in by_label:
+                        by_label[label_id].append((row, float(weight_BK[query, place])))
+                        rows.add(row)
+            votes.append([by_label[label_id] for label_id in label_ids])
         # One look-up of names for all queries: reading a block of the file is what costs.
         names = self.memory.uids_and_texts(rows)
         return [[_named(answer, names) for answer in answers] for answers in votes]
-
-    def _votes_by_label(
-        self, key_rows: Sequence[int], key_weights: Sequence[float]
-    ) -> dict[int, list[tuple[int, float]]]:
-        """Label id -> row of the memory and weight of each key that votes for it, largest first."""
-        by_label: dict[int, list[tuple[int, float]]] = {}
-        order = np.argsort(-np.asarray(key_weights), kind="stable")
-        for place in order[: np.count_nonzero(key_weights)].tolist():
-            row = int(key_rows[place])
-            for label_id in self.memory.positives[row].tolist():
-                by_label.setdefault(label_id, []).append((row, float(key_weights[place])))
-        return by_label
 
 
 def no_memory() -> ConfigError:

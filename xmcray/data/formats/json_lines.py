@@ -87,8 +87,8 @@ class RowParser:
         Raises:
             BadValue: the record cannot be used.
         """
-        uid = self._uid(record, row)
-        text = self._text(record)
+        uid = self.uid(record, row)
+        text = self.text(record)
         # One test for nearly all rows; `check_text` then finds what is wrong with the others.
         if len(text) > MAX_TEXT or len(uid) > MAX_TEXT or not (text.isascii() and uid.isascii()):
             check_text(text)
@@ -105,7 +105,12 @@ class RowParser:
         self._seen_uids.add(key)
         return Row(uid, text, label_ids, relevance, row)
 
-    def _uid(self, record: Record, row: int) -> str:
+    def uid(self, record: Record, row: int) -> str:
+        """The uid of a record; its row if it has none.
+
+        Raises:
+            BadValue: it is no string or integer.
+        """
         uid = record.get(self._fields.uid)
         if uid is None:
             return str(row)
@@ -114,7 +119,12 @@ class RowParser:
             raise BadValue(f"{self._fields.uid} is {kind}, expected a string or an integer")
         return str(uid)
 
-    def _text(self, record: Record) -> str:
+    def text(self, record: Record) -> str:
+        """The text of a record, without blanks at its ends; empty if it has none.
+
+        Raises:
+            BadValue: it is no string.
+        """
         fields = self._fields
         try:
             text = record.get(fields.text)
