@@ -1,0 +1,49 @@
+"""Weights, priors and skipped pairs of the binary cross-entropies, against sums over listed scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from xmcray.losses.bce import full_bce, sampled_bce
+from xmcray.losses.pairs import Pairs
+
+POSITIVES = Pairs(torch.tensor([0, 1, 1]), torch.tensor([2, 0, 4]))
+SKIPPED = Pairs(torch.tensor([0, 2]), torch.tensor([3, 1]))
+
+
+@pytest.mark.parametrize("chunk_labels", [2, 100])
+def test_the_exact_loss_has_a_prior_and_leaves_out_skipped_pairs(chunk_labels: int) -> None:
+    torch.manual_seed(0)
+    query_GD = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    row_SD = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+
+    def loss(query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        return full_bce(query, row, POSITIVES, SKIPPED, chunk_labels, logit_prior=-2.0)
+
+    sign_GS = torch.ones(3, 5, dtype=torch.float64)
+    sign_GS[POSITIVES.rows, POSITIVES.columns] = -1
+    counts_GS = torch.ones(3, 5, dtype=torch.float64)
+    counts_GS[SKIPPED.rows, SKIPPED.columns] = 0
+    expected = (F.softplus(sign_GS * (query_GD @ row_SD.T - 2.0)) * counts_GS).sum()
+    torch.testing.assert_close(loss(query_GD, row_SD), expected)
+    assert torch.autograd.gradcheck(loss, (query_GD, row_SD))
+
+
+def test_the_sampled_loss_weighs_pairs_and_pool() -> None:
+    pair_score_P = torch.tensor([1.0, -0.5], dtype=torch.float64, requires_grad=True)
+    pool_score_GC = torch.tensor([[0.3, 2.0], [-1.0, 0.7]], dtype=torch.float64, requires_grad=True)
+
+    def loss(pair: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+        weights = torch.tensor([2.5, 1.0], dtype=torch.float64)
+        is_positive = torch.tensor([True, False])
+        skipped = torch.tensor([0]), torch.tensor([1])
+        return sampled_bce(pair, is_positive, weights, pool, *skipped, pool_weight=4.0)
+
+    positive = 2.5 * F.softplus(-pair_score_P[0])
+    hard = F.softplus(pair_score_P[1])
+    pool = F.softplus(pool_score_GC)
+    expected = positive + hard + 4 * (pool[0, 0] + pool[1, 0] + pool[1, 1])
+    torch.testing.assert_close(loss(pair_score_P, pool_score_GC), expected)
+    assert torch.autograd.gradcheck(loss, (pair_score_P, pool_score_GC))
