@@ -273,7 +273,10 @@ def all_mutations(listed: dict[str, Any], count: int, seed: int) -> list[Mutatio
         ValueError: a chosen one does not fit the package.
     """
     sources = {}
-    for file in listed["tests"]:
+    for file, tests in listed["tests"].items():
+        for test in tests:
+            if not (ROOT / "tests" / test.split("::")[0]).is_file():
+                raise ValueError(f"{test} of {file} does not exist")
         sources[file] = (ROOT / "xmcray" / file).read_text(encoding="utf-8")
     mutations = []
     for file, entries in listed["mutations"].items():
@@ -317,15 +320,17 @@ def run_all(
     assert "xmcray" not in sys.modules, "the processes of the tests would share the package"
     sources = {file: (ROOT / "xmcray" / file).read_text(encoding="utf-8") for file in tests}
     keys = []
+    for mutation in mutations:
+        file = mutation.file
+        keys.append(kept.key(mutation.apply(sources[file]), tests[file]))
     jobs: dict[str, tuple[Mutation | None, str]] = {}
-    for file in sorted({mutation.file for mutation in mutations}):
-        # Tests that fail without a mutation would catch everything.
-        jobs[kept.key(sources[file], tests[file])] = None, file
-        for mutation in mutations:
-            if mutation.file == file:
-                key = kept.key(mutation.apply(sources[file]), tests[file])
-                keys.append(key)
-                jobs[key] = mutation, file
+    for file in tests:
+        of_file = [number for number, mutation in enumerate(mutations) if mutation.file == file]
+        if of_file:
+            # Tests that fail without a mutation would catch everything.
+            jobs[kept.key(sources[file], tests[file])] = None, file
+        for number in of_file:
+            jobs[keys[number]] = mutations[number], file
     missing = [(key, *job) for key, job in jobs.items() if key not in kept.by_key]
     if kept.only:
         missing = []

@@ -9,6 +9,7 @@ from corpora import planted_corpus
 from scipy.optimize import brentq
 from scipy.special import expit, logsumexp
 
+from xmcray import draws
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.methods.dexml import Dexml
@@ -123,3 +124,24 @@ def test_k_leaves_a_column_outside(corpus: Corpus) -> None:
         place = int(np.flatnonzero(pool[counted] == drawn[i][0])[0])
         expected += loss_of_query("soft_top_k", score_GC[i, counted], place, top_k)
     assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-8)
+
+
+def test_dropout_keeps_the_expected_length_of_free_vectors(corpus: Corpus) -> None:
+    setup, method = made(corpus, "method.dropout=0.75", "method.normalised=false")
+    batch = setup.sampler.batch(0, 0, 1)
+    drawn = method.context.draw_positives(batch, 1)
+    labels = np.arange(setup.data.num_labels)
+    with torch.no_grad():
+        query_GD, label_LD = method.context.encode_with_labels(batch, labels)
+        output = method.loss(batch, None)
+    for vectors, purpose in ((query_GD, "queries"), (label_LD, "labels")):
+        mask = draws.keep_mask(0, f"dropout {purpose}", 0, 0, len(vectors), 6, 0.75)
+        vectors *= 4.0 * torch.from_numpy(mask)
+    score_GL = (query_GD @ label_LD.T).numpy() / 0.25
+    expected = 0.0
+    for i in range(len(batch.query_ids)):
+        left_out = np.setdiff1d(np.concatenate([batch.positives[i], batch.excluded[i]]), drawn[i])
+        counted = np.flatnonzero(~np.isin(labels, left_out))
+        place = int(np.flatnonzero(counted == drawn[i][0])[0])
+        expected += loss_of_query("decoupled", score_GL[i, counted], place, top_k=0)
+    assert float(output.total) == pytest.approx(expected, rel=1e-8)
