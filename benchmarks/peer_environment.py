@@ -21,7 +21,7 @@ import data_sets
 LINEAR = ("libpecos==1.2.8", "numpy<2", "scipy<1.14", "scikit-learn")
 # The torch of this environment, so that both sides compute with the same kernels.
 SENTENCES = (
-    "sentence-transformers==6.2.0",
+    "sentence-transformers[train]==6.2.0",
     f"torch=={importlib.metadata.version('torch')}",
     f"transformers=={importlib.metadata.version('transformers')}",
 )

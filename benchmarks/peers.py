@@ -1,0 +1,283 @@
+"""Time to accuracy: what each training time buys, for our methods and for their peers, on the same splits.
+
+    python benchmarks/peers.py                                     # everything; finished trainings are kept
+    python benchmarks/peers.py --set msdocs-seealso --system astra XR-Linear
+    python benchmarks/peers.py --minutes 60                        # starts no training after an hour
+    python benchmarks/peers.py --minutes 0                         # prints the table and draws the plots
+
+A method is trained with its committed preset for a fraction of the preset's epochs, each with its own complete schedule,
+on all training queries. Peers run in environments of their own: XR-Linear and a TF-IDF memory (peer_linear.py),
+sentence-transformers' static encoder over the same vocabulary and MiniLM, both with their in-batch loss
+(peer_sentences.py). Seconds are the wall time of training alone: no reading of files, no measuring; of XR-Linear with its
+TF-IDF vectors. So time is only comparable on an idle machine.
+
+results/peers.json keeps all measurements, results/peers.md is the table, docs/images/time_SET.svg are the plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import data_sets
+import matplotlib as mpl
+import torch
+from common import RESULTS, refuse_if_busy, write_table
+from methods import METRICS, SETS, floors_folder
+from peer_environment import run_script
+
+from xmcray import storage
+from xmcray.data.corpus import Corpus
+from xmcray.evaluation.evaluate import Evaluation
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.export import export_run
+from xmcray.training.launch import train
+from xmcray.training.outcome import measure, measure_bundle, stored_answers
+
+STORE = RESULTS / "peers.json"
+IMAGES = data_sets.ROOT / "docs" / "images"
+LINEAR = "XR-Linear"
+MEMORY = "TF-IDF memory"
+STATIC = "sentence-transformers, static"
+MINILM = "sentence-transformers, MiniLM"
+# Shares of the preset's epochs, or epochs of a peer.
+SHARES = (0.125, 0.25, 0.5, 1.0)
+EPOCHS = {STATIC: (1.0, 2.0, 4.0, 8.0), MINILM: (0.1, 0.5, 1.0)}
+# Learning rates are those of the examples in sentence-transformers' documentation.
+OPTIONS: dict[str, list[str]] = {
+    STATIC: ["--batch", "1024", "--lr", "0.2", "--tokens", "128"],
+    MINILM: ["--batch", "64", "--lr", "5e-5", "--tokens", "32"],
+}
+METHODS = ("astra", "dexml", "rae")
+SYSTEMS = (*METHODS, LINEAR, MEMORY, STATIC, MINILM)
+SHOWN = ("P@1", "PSP@5")
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training of one system.
+
+    Attributes:
+        corpus: the set.
+        system: a method of ours, or a peer.
+        budget: share of the preset's epochs, epochs of a peer, or 1 if there is only one.
+    """
+
+    corpus: Corpus
+    system: str
+    budget: float
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    load = refuse_if_busy(arguments.anyway)
+    torch.set_num_threads(arguments.threads)
+    data_sets.offer_minilm()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    for job in planned(arguments):
+        if time.monotonic() > deadline:
+            print(f"stopped after {arguments.minutes:g} minutes; the same command continues")
+            break
+        key = key_of(job)
+        points = stored()
+        if any(point["key"] == key for point in points):
+            continue
+        evaluation, seconds = measured(job, arguments.threads)
+        point = {
+            "key": key,
+            "set": job.corpus.card.name,
+            "system": job.system,
+            "budget": job.budget,
+            "seconds": round(seconds, 1),
+            "threads": arguments.threads,
+            "load": load,
+            "metrics": {metric: evaluation.metrics[metric] for metric in METRICS},
+        }
+        print(json.dumps(point), flush=True)
+        # A new preset replaces the measurements of the old one.
+        kept = [old for old in points if place(old) != place(point)]
+        storage.write_json(STORE, {"points": sorted([*kept, point], key=place)})
+    points = stored()
+    for name in SETS:
+        of_set = [point for point in points if point["set"] == name]
+        if of_set:
+            draw(of_set, name, IMAGES / f"time_{name}.svg")
+    write(points, load)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [name for name in SETS if name != "sample"]
+    parser.add_argument("--set", dest="sets", nargs="+", choices=names, default=names)
+    parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="start no training after so many"
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
+    return parser.parse_args()
+
+
+def planned(arguments: argparse.Namespace) -> list[Job]:
+    jobs = []
+    for name in arguments.sets:
+        corpus = data_sets.corpus(name)
+        if corpus is None:
+            continue
+        for system in arguments.system:
+            budgets = SHARES if system in METHODS else EPOCHS.get(system, (1.0,))
+            jobs += [Job(corpus, system, budget) for budget in budgets]
+    return jobs
+
+
+def place(point: Point) -> tuple[int, int, float]:
+    """What a measurement is of; also the order of the table."""
+    return SETS.index(point["set"]), SYSTEMS.index(point["system"]), point["budget"]
+
+
+def key_of(job: Job) -> str:
+    """Names a training; another preset is another training."""
+    name = job.corpus.card.name
+    settings = " ".join(OPTIONS.get(job.system, []))
+    if job.system in METHODS:
+        settings = data_sets.fingerprint(data_sets.preset(name, method=job.system), job.corpus)
+    return f"{name}/{job.system}/{job.budget:g}/{settings}"
+
+
+def stored() -> list[Point]:
+    if not STORE.is_file():
+        return []
+    points: list[Point] = json.loads(STORE.read_text(encoding="utf-8"))["points"]
+    return points
+
+
+# --- measuring
+
+
+def measured(job: Job, threads: int) -> tuple[Evaluation, float]:
+    """The evaluation of a training on the test split, and its seconds."""
+    if job.system in METHODS:
+        return method_measured(job, threads)
+    if job.system in (LINEAR, MEMORY):
+        return linear_measured(job, threads)
+    return sentences_measured(job, threads)
+
+
+def method_measured(job: Job, threads: int) -> tuple[Evaluation, float]:
+    name = job.corpus.card.name
+    epochs = data_sets.preset(name, method=job.system).optim.epochs
+    lines = [
+        f"optim.epochs={max(1, round(job.budget * epochs))}",
+        "data.validation=0",
+        "cluster.workers=0",
+        "cluster.device=cpu",
+        f"cluster.threads_per_process={threads}",
+        "log.validate_every=0",
+        "log.keep=1",
+        f"log.checkpoint_every={10**9}",
+    ]
+    config = data_sets.preset(name, lines, job.system)
+    with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:
+        started = time.perf_counter()
+        run = train(job.corpus.path, Path(folder) / "run", config)
+        seconds = time.perf_counter() - started
+        export_run(run, Path(folder) / "bundle", job.corpus)
+        retriever = Retriever.load(str(Path(folder) / "bundle"))
+        return measure_bundle(retriever, job.corpus, "test"), seconds
+
+
+def linear_measured(job: Job, threads: int) -> tuple[Evaluation, float]:
+    folder = floors_folder(job.corpus.card.name, threads)
+    costs = json.loads((folder / "costs.json").read_text(encoding="utf-8"))
+    is_linear = job.system == LINEAR
+    path = folder / ("linear.npz" if is_linear else "memory.npz")
+    seconds = costs["vectors_s"] + (costs["train_s"] if is_linear else 0.0)
+    answers = stored_answers(str(path), job.corpus, "test")
+    return measure(answers, job.corpus, "test"), seconds
+
+
+def sentences_measured(job: Job, threads: int) -> tuple[Evaluation, float]:
+    name = job.corpus.card.name
+    model = "static"
+    if job.system == MINILM:
+        # The package's folder, because the peers' environment looks into no cache of ours.
+        from encoder_speed import packaged_model
+
+        model = packaged_model() or data_sets.MINILM
+    folder = Path(tempfile.mkdtemp(dir=data_sets.CACHE))
+    try:
+        words: list[str | Path] = ["--model", model, "--corpus", job.corpus.path]
+        words += ["--data", data_sets.DATA / name, "--out", folder]
+        words += ["--epochs", str(job.budget), "--threads", str(threads), *OPTIONS[job.system]]
+        run_script("sentences", "peer_sentences.py", words, threads)
+        costs = json.loads((folder / "costs.json").read_text(encoding="utf-8"))
+        answers = stored_answers(str(folder / "answers.npz"), job.corpus, "test")
+        return measure(answers, job.corpus, "test"), costs["train_s"]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- table and plots
+
+
+def write(points: Sequence[Point], load: str) -> None:
+    rows: list[list[object]] = []
+    for point in points:
+        metrics = [f"{100 * point['metrics'][metric]:.1f}" for metric in METRICS]
+        budget = f"{point['budget']:g}" if point["system"] not in (LINEAR, MEMORY) else "-"
+        seconds = f"{point['seconds']:.0f}"
+        is_busy = "busy" if "busy" in point["load"] else "idle"
+        rows.append([point["set"], point["system"], budget, *metrics, seconds, is_busy])
+    notes = [
+        "percent on the test split; one seed; seconds of training alone, of XR-Linear with its vectors",
+        "budget: share of the preset's epochs (our methods), epochs (sentence-transformers)",
+        "machine: busy if the load average at the start was above 0.5 per core; such seconds say little",
+        load,
+    ]
+    header = ["set", "system", "budget", *METRICS, "seconds", "machine"]
+    write_table("peers.md", "Time to accuracy", header, rows, notes)
+
+
+def draw(points: Sequence[Mapping[str, Any]], name: str, out: Path) -> None:
+    """Writes the plot of a set: one panel for each shown metric, one curve for each system."""
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    # A fixed salt and no date, so that the same table gives the same file.
+    mpl.rcParams.update({"svg.hashsalt": "xmcray", "svg.fonttype": "path", "font.size": 9})
+    figure, panels = pyplot.subplots(1, len(SHOWN), figsize=(9, 3.6))
+    for panel, metric in zip(panels, SHOWN, strict=True):
+        for system in SYSTEMS:
+            curve = [point for point in points if point["system"] == system]
+            seconds = [point["seconds"] for point in curve]
+            values = [100 * point["metrics"][metric] for point in curve]
+            is_peer = system not in METHODS
+            style = "s--" if is_peer else "o-"
+            if curve:
+                panel.plot(seconds, values, style, markersize=4, label=system)
+        panel.set_xscale("log")
+        panel.set_xlabel("seconds of training")
+        panel.set_title(f"{name}: {metric}, percent", fontsize=9)
+        panel.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncol=4, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
