@@ -275,8 +275,9 @@ class _Guard:
         """Reads the whole body, which the application then receives at once."""
         limit = self._gateway.service.config.max_body
         length = headers.get("content-length", "")
-        # Refused before it is read, if the header gives its length.
-        if length.isdigit() and int(length) > limit:
+        # Refused before it is read, if the header gives its length. Longer numbers than this are
+        # refused by the body itself.
+        if re.fullmatch("[0-9]{1,18}", length) and int(length) > limit:
             raise ProblemError(
                 "too-large", f"the body has {int(length):,} bytes, expected at most {limit:,}"
             )
@@ -350,7 +351,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     """The problem document of any error that a route raised."""
     if isinstance(error, HTTPException):
         kind = "not-found" if error.status_code in (404, 405) else "invalid"
-        detail = f"{request.method} {request.url.path[:200]}: {error.detail}; see /openapi.json"
+        # Not from `request.url`, which also parses the Host header.
+        path = _path(request.scope)[:200]
+        detail = f"{request.method} {path}: {error.detail}; see /openapi.json"
         problem = ProblemError(kind, detail)
         response = _answer_problem(problem, request.state.id, error.status_code)
         response.headers.update(error.headers or {})  # status 405 names the allowed methods

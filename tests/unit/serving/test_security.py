@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -32,8 +34,7 @@ def test_rotation_with_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not tokens.accept(f"Bearer {NEW}")
 
     def now_with(text: str) -> list[bool]:
-        path = write(tmp_path / "t", text)
-        os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
+        write(tmp_path / "t", text)
         return [tokens.accept(f"bearer {token}") for token in (NEW, OLD)]
 
     soon, past = (datetime.now(UTC) + timedelta(seconds=s) for s in (60, -1))
@@ -41,11 +42,49 @@ def test_rotation_with_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert now_with(f"{NEW}\n{OLD} until {soon.isoformat()}\n") == [True, True]
     assert now_with(f"{NEW}\n{OLD} until {past.isoformat()}\n") == [True, False]
     assert now_with(f"{NEW}\n") == [True, False]
-    assert now_with("\n") == [True, False], "a file that is being written changes nothing"
+
+
+Damage = Callable[[Path], object]
+# What happens to a token file that named OLD and NEW, and which of the two it still names.
+DAMAGE: dict[str, tuple[Damage, list[bool], str]] = {
+    "emptied": (lambda path: path.write_text(""), [False, False], "is empty"),
+    "deleted": (lambda path: path.unlink(), [False, False], "No such file"),
+    "open to others": (lambda path: path.chmod(0o644), [False, False], "has mode 0644"),
+    "a line too short": (lambda path: path.write_text(f"short\n{NEW}\n"), [False, True], "line 1"),
+    "no time": (lambda path: path.write_text(f"{OLD} soon\n{NEW}\n"), [False, True], "until TIME"),
+    "not UTF-8": (lambda path: path.write_bytes(b"\xff" * 20), [False, False], "is not UTF-8"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), [False, False], "Is a directory"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_token_file_revokes_what_it_does_not_name(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(security, "CHECK_S", -1.0)
+    damage, expected, message = DAMAGE[kind]
+    path = write(tmp_path / "t", f"{OLD}\n{NEW}\n")
+    before = path.stat()
+    tokens = Tokens(path)
+    damage(path)
+    if path.exists():
+        # The old time stamp, as a restored copy has it.
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for _ in range(3):
+        accepted = [tokens.accept(f"Bearer {token}") for token in (OLD, NEW)]
+        assert accepted == expected
+    assert caplog.text.count(message) == 1, "logged once, not with every request"
+    assert OLD not in caplog.text
+    assert NEW not in caplog.text
+    with contextlib.suppress(OSError):
+        path.rmdir()
+    write(path, OLD)
+    assert tokens.accept(f"Bearer {OLD}"), "a repaired file is read again"
 
 
 @pytest.mark.parametrize(
-    "header", [None, "", "Bearer", f"Basic {OLD}", OLD, f"Bearer {OLD[:-1]}", "Bearer é"]
+    "header",
+    [None, "", "Bearer", f"Basic {OLD}", OLD, f"Bearer {OLD[:-1]}", "Bearer é", "Basic \xff"],
 )
 def test_what_is_no_token(header: str | None, tmp_path: Path) -> None:
     assert not Tokens(write(tmp_path / "t", OLD)).accept(header, basic=True)

@@ -19,10 +19,12 @@ from served import ADMIN, TOKEN, Served, served
 from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.serving import security
 from xmcray.serving.service import PendingSearch, find_hits
 from xmcray.serving.snapshot import SnapshotReference
 
 KINDS = ("texts", "rowsIVF", "both", "prototypes", "memory")
+TOKEN_HEADER = f"Bearer {TOKEN}".encode()
 ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
 
 
@@ -128,7 +130,9 @@ def test_memory_settings_of_a_request(
 
 
 def test_every_route_wants_its_token(
-    bundles: dict[str, Path], serving: Callable[..., None]
+    bundles: dict[str, Path],
+    serving: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test(one: Served) -> None:
         search = {"texts": ["a"]}
@@ -169,6 +173,38 @@ def test_every_route_wants_its_token(
             answer = await one.ask(path, body, None, headers={"Authorization": f"Basic {basic}"})
             assert answer.status_code == 401
         assert (await one.ask("/healthz", token=None)).json() == {"status": "ok"}
+        # Without tokens of any use the server still says that it lives.
+        (Path(one.service.config.state_dir) / "token").write_bytes(b"\xff")
+        monkeypatch.setattr(security, "CHECK_S", -1.0)
+        assert (await one.ask("/v1/models")).status_code == 401
+        assert (await one.ask("/healthz", token=None)).json() == {"status": "ok"}
+
+    serving(test, {"a": bundles["texts"]})
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": b"Basic \xff"}, 401),
+        ({"Authorization": b"Bearer \xff\xfe"}, 401),
+        ({"Authorization": "Basic ²".encode("latin-1")}, 401),
+        ({"Authorization": TOKEN_HEADER, "X-Request-Id": b"\xff"}, 404),
+        ({"Authorization": TOKEN_HEADER, "Content-Length": "²".encode("latin-1")}, 404),
+        ({"Authorization": TOKEN_HEADER, "Content-Length": b"9" * 5000}, 404),
+        ({"Authorization": TOKEN_HEADER, "Host": b"["}, 404),
+        ({"Authorization": TOKEN_HEADER, "Host": b"\xff"}, 404),
+    ],
+)
+def test_no_header_is_a_mistake_of_ours(
+    headers: dict[str, bytes],
+    status: int,
+    bundles: dict[str, Path],
+    serving: Callable[..., None],
+) -> None:
+    async def test(one: Served) -> None:
+        for _ in range(2):
+            answer = await one.ask("/nowhere", token=None, headers=headers)
+            assert answer.status_code == status, answer.text
 
     serving(test, {"a": bundles["texts"]})
 
