@@ -59,18 +59,7 @@ def memory_bundle(
     query_encoder = QueryEncoder(
         model.to(device), head.to(device), corpus.tokenizer(), normalised=True
     )
-    num_encoded = 0
-
-    def encode(tokens: Ragged) -> Float32Array:
-        nonlocal num_encoded
-        vectors = [np.empty((0, query_encoder.dim), np.float32)]
-        for chunk in query_encoder.encode_chunks(tokens):
-            vectors.append(chunk)
-            num_encoded += len(chunk)
-            if progress is not None:
-                progress(num_encoded)
-        return np.concatenate(vectors)
-
+    encode = _CountingEncoder(query_encoder, progress)
     blocks = _label_blocks(corpus.card.num_labels)
     label_order = corpus.label_order
     train = corpus.split("train")
@@ -97,6 +86,30 @@ def memory_bundle(
         predictor=remember(train, encode, config or MemoryConfig(), spec, threads),
         threads=threads,
     )
+
+
+class _CountingEncoder:
+    """Encodes texts and reports how many it has encoded so far.
+
+    Args:
+        encoder: encodes in chunks.
+        progress: called with the number after each chunk.
+    """
+
+    def __init__(self, encoder: QueryEncoder, progress: Callable[[int], None] | None) -> None:
+        self._encoder = encoder
+        self._progress = progress
+        self._num_encoded = 0
+
+    def __call__(self, tokens: Ragged) -> Float32Array:
+        """float32 [texts, D]."""
+        vectors = [np.empty((0, self._encoder.dim), np.float32)]
+        for chunk in self._encoder.encode_chunks(tokens):
+            vectors.append(chunk)
+            self._num_encoded += len(chunk)
+            if self._progress is not None:
+                self._progress(self._num_encoded)
+        return np.concatenate(vectors)
 
 
 def _held_out(encoder: str) -> dict[str, Any]:
