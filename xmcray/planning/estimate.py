@@ -14,7 +14,6 @@ from xmcray.planning.rates import Rates
 from xmcray.planning.refresh import ANYWHERE, APART, Refresh, Spread, shared_cores_s
 from xmcray.planning.stand_in import epoch_queries
 from xmcray.planning.trace import Trace, trace
-from xmcray.training.checkpoint import ROW_BLOCK_BYTES
 from xmcray.training.run import RunConfig
 
 SPARE = 0.95  # of a memory that can be planned with
@@ -23,6 +22,7 @@ _DRIVER_BYTES = 2 << 30  # the driver, the coordinator and Ray's own processes
 REFRESH = "refresh of the negatives, while training goes on"
 FIRST_REFRESH = "the first refresh, of rows close to their start"
 WHOLE = "the whole training"
+_SNAPSHOT = "copy of a checkpoint that is being written"
 _TRACED_LABELS = 2_000_000  # of a rank; of more, two traces give a straight line
 
 
@@ -199,15 +199,22 @@ def _worker_bytes(
         "tokens": sizes.corpus_bytes(data, num_query_ids),
         "negatives": sizes.shortlist_bytes(config.negatives, num_query_ids),
     }
-    copies = "copies for start, versions and checkpoints"
+    snapshot_bytes = traced.shared_state + traced.label_state
     if not rates.on_gpu:
         # Label vectors are never copied during a step: the copies may take the step's place.
-        host[copies] = max(0, traced.copy_bytes - traced.step_bytes)
+        host["copies for start and versions"] = max(0, traced.copy_bytes - traced.step_bytes)
+        if not _steps_follow_checkpoints(config):
+            snapshot_bytes = max(0, snapshot_bytes - traced.step_bytes)
+        host[_SNAPSHOT] = snapshot_bytes
         return {}, {**host, **trained}
-    # A block of label rows, or Adam's moments, come to the process before they are written.
-    block_bytes = min(traced.label_state, ROW_BLOCK_BYTES)
-    host[copies] = max(traced.copy_bytes, block_bytes, traced.tensors["encoder's optimiser"])
+    host["copies for start and versions"] = traced.copy_bytes
+    host[_SNAPSHOT] = snapshot_bytes
     return {"CUDA": _CUDA_BYTES, **trained}, host
+
+
+def _steps_follow_checkpoints(config: RunConfig) -> bool:
+    """Whether training goes on after a checkpoint, while its copy is still in memory."""
+    return _epochs(config) > 1 or config.log.checkpoint_every > 0
 
 
 def _steps(config: RunConfig, data: DataSize) -> int:
@@ -235,9 +242,11 @@ def _run_seconds(
         seconds["one validation"] = _validation_s(config, data, rates, workers, traced)
         epoch_s += seconds["one validation"] / log.validate_every
     # A worker writes its share of the label rows; the first one also writes the encoder.
-    seconds["one checkpoint"] = (traced.shared_state + traced.label_state) / rates.disk_bytes_s
+    checkpoint_s = (traced.shared_state + traced.label_state) / rates.disk_bytes_s
+    seconds["one checkpoint"] = checkpoint_s
     saves = max(1.0, steps / log.checkpoint_every) if log.checkpoint_every else 1.0
-    epoch_s += saves * seconds["one checkpoint"]
+    # It is written in the background; training waits only for one that the next one overtakes.
+    epoch_s = max(epoch_s, saves * checkpoint_s)
     seconds["one epoch"] = epoch_s
     late_s = max(0.0, seconds.get(FIRST_REFRESH, 0.0) - max(refresh_s, training_s))
     seconds[WHOLE] = _epochs(config) * epoch_s + late_s
