@@ -79,6 +79,8 @@ async def served(
 ) -> AsyncIterator[Served]:
     """Bundles by name, with their state in `folder`/state."""
     paths = {name: str(path) for name, path in bundles.items()}
+    # Tests swap to bundles that they write into their own folder.
+    settings.setdefault("bundle_roots", (str(folder),))
     config = ServeConfig(bundles=paths, state_dir=str(folder / "state"), **settings)
     coordinator = SnapshotCoordinator(config)
     await coordinator.start()

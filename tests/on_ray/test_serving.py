@@ -69,7 +69,13 @@ def test_composed_answers_are_the_retrievers(
     cluster: None, bundles: dict[str, Path], tmp_path: Path, port: int, grpc_port: int
 ) -> None:
     paths = {name: str(path) for name, path in bundles.items()}
-    config = ServeConfig(bundles=paths, mode="composed", parts=2, state_dir=str(tmp_path / "s"))
+    config = ServeConfig(
+        bundles=paths,
+        mode="composed",
+        parts=2,
+        state_dir=str(tmp_path / "s"),
+        bundle_roots=(str(tmp_path),),
+    )
     with (
         serving(config, "127.0.0.1", port, grpc_port) as url,
         client_of(url, tmp_path / "s") as client,
@@ -132,6 +138,7 @@ def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(
         mode="single",
         replicas=2,
         state_dir=str(tmp_path / "s"),
+        bundle_roots=(str(tmp_path),),
     )
     with (
         serving(config, "127.0.0.1", port, grpc_port) as url,

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from xmcray.errors import XmcrayError
 from xmcray.serving import schema
+from xmcray.serving.bundle_roots import BundleRoots
 from xmcray.serving.compaction import write_compacted
 from xmcray.serving.decisions import Decision, ReplicaState, Update
 from xmcray.serving.label_log import LabelLog
@@ -54,6 +55,7 @@ class SnapshotCoordinator(SnapshotSource):
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
+        self._roots = BundleRoots(config)
         self._models: dict[str, _ServedModel] = {}
         self._replicas = Replicas()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -121,9 +123,10 @@ class SnapshotCoordinator(SnapshotSource):
             name: name of the model.
             request: the new bundle, and what it must fulfil.
         Raises:
-            ProblemError: the bundle is damaged or worse, a replica could not load it, or the state
+            ProblemError: the bundle is not below a root, damaged or worse, a replica could not load it, or the state
                 disk is full; the old bundle is served as before.
         """
+        self._roots.check(request.bundle)
         return await self._to_the_end(self._swap(self._models[name], request))
 
     async def _swap(self, model: _ServedModel, request: schema.SwapRequest) -> schema.SwapResponse:
@@ -191,8 +194,9 @@ class SnapshotCoordinator(SnapshotSource):
             name: name of the model.
             out: folder or URL of the new bundle.
         Raises:
-            ProblemError: it cannot be written there.
+            ProblemError: it is not below a root, or cannot be written.
         """
+        self._roots.check(out)
         snapshot = self._models[name].snapshot
         with _refusing():
             version = await asyncio.to_thread(write_compacted, snapshot, out, self._config.threads)

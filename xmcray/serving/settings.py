@@ -36,6 +36,8 @@ class ServeConfig:
             not given.
         token_file: tokens of readers (security.py); made in `state_dir` if not given.
         admin_token_file: tokens of administrators; made in `state_dir` if not given.
+        bundle_roots: folders and URLs below which administrators may swap in and write bundles, in
+            addition to the folders of `bundles` and `state_dir`.
         upload: folder or URL for copies of the label log; no copies if not given.
         threads: threads of one process.
         encoder: how transformers compute: "float32", "bfloat16" or "int8" (see `Retriever.load`).
@@ -61,6 +63,7 @@ class ServeConfig:
     state_dir: str = "serve-state"
     token_file: str | None = None
     admin_token_file: str | None = None
+    bundle_roots: tuple[str, ...] = ()
     upload: str | None = None
     threads: int = 1
     encoder: str = "float32"

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from xmcray import storage
+from xmcray.errors import StorageError
 from xmcray.serving.label_log import LabelLog
 from xmcray.serving.settings import ServeConfig
 
@@ -36,11 +37,23 @@ class StateFolder:
         """The bundle to serve, and the version that it had if it was swapped in.
 
         It is what was swapped in last, unless another bundle was configured since.
+
+        Raises:
+            StorageError: the file that says so is damaged.
         """
-        if self._head_file.is_file():
-            head = json.loads(self._head_file.read_text(encoding="utf-8"))
-            if head["configured"] == self._configured:
-                return head["bundle"], head["version"]
+        if not self._head_file.exists():
+            return self._configured, None
+        try:
+            head = json.loads(self._head_file.read_bytes())
+            configured, bundle, version = (head[key] for key in ("configured", "bundle", "version"))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            # Not guessed: an older bundle could lack labels that were acknowledged.
+            raise StorageError(
+                f"{self._head_file} is damaged, expected the bundle that was swapped in last; remove"
+                f" the file to serve {self._configured}"
+            ) from None
+        if configured == self._configured:
+            return bundle, version
         return self._configured, None
 
     def remember(self, bundle: str, version: str) -> None:

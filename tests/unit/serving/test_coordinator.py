@@ -132,17 +132,38 @@ def test_a_swap_that_cannot_be_remembered_changes_nothing(
     ("url", "said"),
     [
         ("nowhere://x/y", "Protocol not known"),
-        ("http://127.0.0.1:9/x", "cannot be used"),
-        ("memory://none", "has no"),
+        ("http://127.0.0.1:9/x/y", "cannot be used"),
+        ("memory://none/y", "has no"),
     ],
 )
 def test_a_url_that_cannot_be_read_is_refused(
     bundle: Path, tmp_path: Path, url: str, said: str
 ) -> None:
+    roots = ("nowhere://x", "http://127.0.0.1:9/x", "memory://none")
+
     async def test() -> None:
-        async with served(tmp_path, {"default": bundle}) as one:
+        async with served(tmp_path, {"default": bundle}, bundle_roots=roots) as one:
             answer = await one.ask("/admin/v1/swap", {"bundle": url}, ADMIN)
             assert answer.status_code == 409, answer.text
             assert said in answer.json()["detail"]
+
+    asyncio.run(test())
+
+
+def test_a_damaged_record_of_a_swap_ends_the_start_with_one_line(
+    bundle: Path, other: Path, tmp_path: Path
+) -> None:
+    head = tmp_path / "state" / "default" / "head.json"
+
+    async def test() -> None:
+        async with served(tmp_path, {"default": bundle}) as one:
+            body = {"bundle": str(other), "recall_floor": 0}
+            assert (await one.ask("/admin/v1/swap", body, ADMIN)).status_code == 200
+        content = head.read_bytes()
+        for damaged in (content[:-9], b"", b"[]", b"{}", b"null", b"\xff", b"[" * 100_000):
+            head.write_bytes(damaged)
+            with pytest.raises(StorageError, match=r"head\.json is damaged.*remove the file"):
+                async with served(tmp_path, {"default": bundle}):
+                    pass
 
     asyncio.run(test())

@@ -1,0 +1,126 @@
+"""Administrators name bundles below the server's roots only; nothing else is opened or tested."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from bundles import write_bundle_of
+from served import ADMIN, served
+
+from xmcray.errors import ConfigError
+from xmcray.serving.bundle_roots import BundleRoots
+from xmcray.serving.problems import ProblemError
+from xmcray.serving.settings import ServeConfig
+
+
+def roots_of(folder: Path, *more: str) -> BundleRoots:
+    """The roots of a server with a bundle in a folder and one in a bucket."""
+    bundles = {
+        "local": str(folder / "bundles" / "a"),
+        "bucket": "s3://models/fr/a",
+        "web": "https://example.org/bundles/a",
+    }
+    return BundleRoots(
+        ServeConfig(bundles=bundles, state_dir=str(folder / "state"), bundle_roots=more)
+    )
+
+
+@pytest.mark.parametrize(
+    "location", ["bundles/b", "bundles/b/c/", "bundles/x/../b", "state/new", "listed/b", "current"]
+)
+def test_local_folders_below_a_root(location: str, tmp_path: Path) -> None:
+    (tmp_path / "bundles").mkdir()
+    (tmp_path / "current").symlink_to(tmp_path / "bundles" / "b")
+    roots_of(tmp_path, str(tmp_path / "listed")).check(str(tmp_path / location))
+
+
+def test_urls_below_a_root(tmp_path: Path) -> None:
+    roots = roots_of(tmp_path, "https://example.org/listed/", "gs://all")
+    for url in ("s3://models/fr/b", "https://example.org/listed/b", "gs://all/a/b"):
+        roots.check(url)
+
+
+HOSTILE = [
+    "/etc",
+    "/etc/passwd",
+    "bundles/../../etc",
+    "link/x",
+    "a-folder-beside",
+    "reference::{bundles}/x.json",
+    "simplecache::s3://models/fr/b",
+    "{bundles}/zip::x",
+    "file://{bundles}/b",
+    "file://~/x",
+    "local://{bundles}/b",
+    "http://127.0.0.1:8265/api/jobs",
+    "http://169.254.169.254/latest/meta-data",
+    "https://example.org/bundles/b",
+    "https://example.org/",
+    "s3://models",
+    "s3://models/en/b",
+    "s3://models/fresh/b",
+    "s3://models/fr/../en/b",
+    "s3://models/fr/%2e%2e/en/b",
+    "s3://models/fr//b",
+    "s3://models/fr/b?versionId=1",
+    "s3://models/fr/b#x",
+    "s3://user:key@models/fr/b",
+    "S3://models/fr/b",
+    "gs://models/fr/b",
+    "{bundles}/a\0b",
+    "{bundles}/a\nb",
+    "{bundles}/\ud800",
+    "{bundles}/" + "x" * 201,
+    "{bundles}" + "/x" * 600,
+    "",
+]
+
+
+@pytest.mark.parametrize("location", HOSTILE)
+def test_everything_else_is_refused(location: str, tmp_path: Path) -> None:
+    (tmp_path / "bundles").mkdir()
+    (tmp_path / "bundles" / "link").symlink_to("/etc")
+    location = location.replace("{bundles}", str(tmp_path / "bundles"))
+    if location.startswith(("bundles", "link", "a-")):
+        location = f"{tmp_path}/{location.replace('link', 'bundles/link')}"
+    with pytest.raises(ProblemError) as caught:
+        roots_of(tmp_path).check(location)
+    assert caught.value.kind == "refused"
+    assert caught.value.detail.isprintable(), "one line, also if the path has several"
+
+
+@pytest.mark.parametrize("root", ["simplecache::s3://models", "s3://a?b", "file:///models"])
+def test_a_root_is_one_plain_folder_or_url(root: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        roots_of(tmp_path, root)
+
+
+def test_a_refused_name_reaches_no_disk_and_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both requests, over HTTP. Until these roots existed, `compact` made folders anywhere."""
+    home = tmp_path / "home"
+    bundle = write_bundle_of(home / "b", "texts")
+
+    def opened(url: str, **_: Any) -> None:
+        raise AssertionError(f"{url} was opened")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", opened)
+
+    async def test() -> None:
+        roots = (str(home),)
+        async with served(home, {"default": bundle}, bundle_roots=roots) as one:
+            outside = str(tmp_path / "outside" / "deep")
+            for location in (outside, "reference::/tmp/x", "http://127.0.0.1:1/x", "memory://a/b"):
+                swap = await one.ask("/admin/v1/swap", {"bundle": location}, ADMIN)
+                compact = await one.ask("/admin/v1/compact", {"out": location}, ADMIN)
+                assert (swap.status_code, compact.status_code) == (409, 409)
+            inside = {"out": str(home / "compacted")}
+            assert (await one.ask("/admin/v1/compact", inside, ADMIN)).status_code == 200
+
+    asyncio.run(test())
+    assert not (tmp_path / "outside").exists()
