@@ -27,7 +27,7 @@ SHOWN = 2000
 
 
 def make(full: bool) -> Claim:
-    sizes = [20_000, 100_000, 1_000_000] if full else [20_000, 50_000]
+    sizes = [20_000, 100_000, 1_000_000] if full else [20_000, 100_000]
     return Claim(
         number=6,
         title="DEXML: random pairs by heart",

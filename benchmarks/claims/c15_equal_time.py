@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import tempfile
 import time
@@ -10,129 +12,152 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from claim import Claim, Comparison, Measured, Result, main, present
+from claim import (
+    HELD_OUT,
+    Claim,
+    Comparison,
+    Measured,
+    Result,
+    choose_once,
+    hits_by_query,
+    main,
+    mean,
+    present,
+)
 from data_sets import CACHE, preset
 from data_sets import corpus as open_corpus
 
 from xmcray.data.batches import TrainingData
 from xmcray.evaluation.charts import Series, line_chart
+from xmcray.evaluation.metrics import Metrics
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
-from xmcray.training.loop import Loop, build
+from xmcray.retrieval.exact import exact_search
+from xmcray.training.loop import Loop, Setup, build
 from xmcray.training.run import Run
+from xmcray.training.step import encode_queries
 from xmcray.training.validation import validate
 
-POINTS = 6  # of a curve
-SECONDS = 45
+BUDGETS = (15, 30, 60, 120)  # seconds
+COMMON = (
+    "optim.epochs=10000",  # the time ends a training
+    "optim.warmup_steps=10",
+    "encoder.dim=128",
+    "data.augment_with_labels=false",
+    "cluster.workers=0",
+    "log.validate_every=0",
+    "log.checkpoint_every=1000000000",
+)
+KINDS = {
+    "sampled": (
+        "negatives.hard=20",
+        "negatives.start_epoch=2",
+        "negatives.refresh_every=2",
+    ),
+    "exact": ("negatives.hard=0", "method.exact=true"),
+}
+# All labels push a row far oftener than sampled ones do, so each kind has a rate of its own for every budget.
+RATES = (30.0, 100.0, 300.0)
 
 
 def make(full: bool) -> Claim:
     corpus = (present("msdocs-links") or ["planted"])[0]
-    seconds, device, dim = (600, "cuda", 256) if full else (SECONDS, "cpu", 128)
-    # A constant rate, so that every point of a curve is a model that one would stop with.
-    common = [
-        "optim.schedule=constant",
-        "optim.epochs=1000",
-        "optim.warmup_steps=50",
-        f"encoder.dim={dim}",
-    ]
-    sampled = [*common, "negatives.hard=20", "negatives.start_epoch=2", "negatives.refresh_every=2"]
-    exact = [*common, "negatives.hard=0", "method.exact=true"]
-
-    def measured(*settings: str) -> Measured:
-        values = {
-            "corpus": corpus,
-            "settings": list(settings),
-            "seconds": seconds,
-            "device": device,
-        }
-        return Measured(function=over_time, settings=values)
-
+    variants = {
+        f"{kind}, {seconds} s": measured(corpus, kind, seconds, full)
+        for kind in KINDS
+        for seconds in BUDGETS
+    }
     return Claim(
         number=15,
         title="ASTRA: ahead of exact training at equal time",
         statement="At every time the model trained with sampled labels is ahead of the one trained with all labels",
         source="ASTRA, Fig. 2",
-        variants={
-            "sampled": measured(*sampled),
-            "exact": measured(*exact),
-            # all labels push a row far oftener than sampled ones do
-            "exact, rate / 10": measured(*exact, "method.classifier.lr=30"),
-        },
+        variants=variants,
         comparisons=[
-            Comparison(of="sampled", metric=metric, against=other, low=0)
-            for metric in ("P@1", "half-time P@1", "P@5")
-            for other in ("exact", "exact, rate / 10")
+            Comparison(
+                of=f"sampled, {seconds} s", metric=metric, against=f"exact, {seconds} s", low=0
+            )
+            for seconds in BUDGETS
+            for metric in ("P@1", "P@5")
         ],
-        setup=f"{corpus}, static encoder, {dim} dimensions, settings of `astra/{corpus}` with a constant learning rate;"
-        f" a model is measured on held-out training queries {POINTS} times within {seconds} s of"
-        f" {'time' if full else 'CPU time on one core, measuring excluded'}. Sampled: 2,000 uniform labels of a batch"
-        " and 20 hard negatives of a query, new every 2 epochs; the index is built within the same time.",
-        metrics=("P@1", "P@5", "half-time P@1", "half-time P@5", "steps"),
-        reason="the rate is one that should fall to 0. Held constant, it lets the sampled model swing in its last"
-        " steps, by seed, while the exact one has done a fifth of the steps and is still climbing. P@5, the mean of"
-        " five answers, is steadier and ahead.",
-        plot=lambda results: curves(results, seconds),
+        setup=f"{corpus}, static encoder, 128 dimensions, settings of `astra/{corpus}` without label texts as queries."
+        f" Every budget of {'time' if full else 'CPU time on one core'} is a training of its own, whose learning rate"
+        " falls to 0 as a cosine over that time; the rate of the rows is chosen on held-out training queries for each"
+        f" of them from {', '.join(f'{rate:g}' for rate in RATES)}. Sampled: 2,000 uniform labels of a batch and 20"
+        " hard negatives of a query, new every 2 epochs; the index is built within the same time.",
+        metrics=("P@1", "P@5", "steps"),
+        plot=curves,
     )
 
 
-def curves(results: Mapping[str, Mapping[int, Result]], seconds: float) -> str:
-    """P@1 over time, the mean of the seeds."""
-    x = seconds * np.arange(1, POINTS + 1) / POINTS
-    lines = {
-        name: [found["P@1 curve"] for found in by_seed.values()]
-        for name, by_seed in results.items()
-        if by_seed
+def measured(corpus: str, kind: str, seconds: int, full: bool) -> Measured:
+    settings = {
+        "corpus": corpus,
+        "settings": [*COMMON, *KINDS[kind]],
+        "seconds": seconds,
+        "device": "cuda" if full else "cpu",
     }
-    series = [Series(name, x, 100 * np.mean(points, axis=0)) for name, points in lines.items()]
-    title = "ASTRA and exact training over time: P@1"
+    return Measured(function=after_time, settings=settings)
+
+
+def curves(results: Mapping[str, Mapping[int, Result]]) -> str:
+    """P@1 against the budget, the mean of the seeds."""
+    series = []
+    for kind in KINDS:
+        values = [mean(results.get(f"{kind}, {seconds} s", {}), "P@1") for seconds in BUDGETS]
+        series.append(Series(kind, np.array(BUDGETS, float), np.array(values)))
+    title = "ASTRA and exact training by time: P@1"
     return line_chart(
         title, series, y_title="percent", x_title="seconds of training", from_zero=False
     )
+
+
+def after_time(
+    seed: int, corpus: str, settings: Sequence[str], seconds: float, device: str
+) -> Result:
+    """Metrics on the test split of a training of so many seconds, with the rate that validation chose."""
+    described = json.dumps([corpus, list(settings), seconds, device, RATES])
+    key = f"{hashlib.sha256(described.encode()).hexdigest()[:12]}-rate"
+
+    def validation(rate: str) -> float:
+        held_out = [*settings, f"method.classifier.lr={rate}", f"data.validation={HELD_OUT}"]
+        return trained_for(0, corpus, held_out, seconds, device)["P@1"]  # type: ignore[no-any-return]
+
+    rate = choose_once(key, [f"{rate:g}" for rate in RATES], validation)
+    chosen = [*settings, f"method.classifier.lr={rate}", "data.validation=0"]
+    return {**trained_for(seed, corpus, chosen, seconds, device), "chosen": f"rate {rate}"}
 
 
 class _TimeIsUpError(Exception):
     """Ends a training from within."""
 
 
-def over_time(
+def trained_for(
     seed: int, corpus: str, settings: Sequence[str], seconds: float, device: str
 ) -> Result:
-    """P@1 and P@5 of held-out training queries at POINTS equal stretches of this process's CPU time.
+    """Trains for so many seconds of this process's CPU time; metrics on what is held out, or else on the test split.
 
     CPU time includes the index that is built during training, and excludes other processes.
     """
     opened = open_corpus(corpus)
     assert opened is not None
-    common = [
-        f"optim.seed={seed}",
-        "data.validation=0.02",
-        "cluster.workers=0",
-        "log.validate_every=0",
-    ]
-    config = preset(corpus, [*common, f"log.checkpoint_every={10**9}", *settings])
+    config = preset(corpus, [f"optim.seed={seed}", *settings])
     folder = Path(tempfile.mkdtemp(dir=CACHE))
     data = TrainingData(opened, config.data)
     clock = time.process_time if device == "cpu" else time.perf_counter
-    found: dict[str, list[float]] = {"P@1": [], "P@5": []}
-    threads = torch.get_num_threads()
-    refresher = ThreadRefresher(data, RefreshSpec(1, config.negatives, seed, threads))
+    spec = RefreshSpec(1, config.negatives, seed, torch.get_num_threads())
+    refresher = ThreadRefresher(data, spec)
     setup = build(config, data, torch.device(device))
-    measuring = 0.0
+    num_steps = 0
 
     def on_step(step: int) -> None:
-        nonlocal measuring
-        now = clock()
-        if now - started - measuring < seconds * (len(found["P@1"]) + 1) / POINTS:
-            return
-        values = validate(setup.stepper.encoder, setup.method, setup.data, setup.partition)
-        for metric, points in found.items():
-            points.append(values[metric])
-        measuring += clock() - now
-        if len(found["P@1"]) == POINTS:
-            steps.append(step)
+        nonlocal num_steps
+        num_steps = step
+        elapsed = clock() - started
+        if elapsed >= seconds:
             raise _TimeIsUpError
+        # The cosine is one of steps: as many as the time is expected to have.
+        setup.stepper.total_steps = max(step + 1, round(step * seconds / elapsed))
 
-    steps: list[int] = []
     run = Run.create(folder, config, opened)
     started = clock()
     try:
@@ -142,14 +167,30 @@ def over_time(
     finally:
         refresher.close()
         shutil.rmtree(folder)
-    measures: dict[str, float | list[float]] = {"steps": steps[0]}
-    for metric, points in found.items():
-        measures |= {
-            metric: points[-1],
-            f"half-time {metric}": points[POINTS // 2 - 1],
-            f"{metric} curve": points,
-        }
-    return measures
+    if len(data.validation_rows):
+        return validate(setup.stepper.encoder, setup.method, data, setup.partition)
+    return {**test_metrics(setup, data), "steps": num_steps}
+
+
+def test_metrics(setup: Setup, data: TrainingData) -> Result:
+    """Metrics on the test split by exact search, with the hits of each query."""
+    corpus = data.corpus
+    card = corpus.card
+    split = corpus.split("test")
+    rows = np.arange(len(split))
+    query_BD = encode_queries(setup.stepper.encoder, setup.method, split.tokens(rows))
+    top = exact_search(
+        setup.method.answer_rows(),
+        query_BD.float().cpu().numpy(),
+        5,
+        corpus.label_order,
+        split.filters(rows),
+    )
+    metrics = Metrics(
+        corpus.train_counts, card.num_train, card.propensity_a, card.propensity_b, card.num_labels
+    )
+    metrics.update(top, split.positives(rows))
+    return {**metrics.result(), "hits": hits_by_query(metrics.per_query())}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ only measurements of this machine count. `all.py` runs all scripts and writes do
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
@@ -42,24 +44,27 @@ from xmcray import config as configs
 from xmcray.data.corpus import Corpus
 from xmcray.errors import XmcrayError
 from xmcray.evaluation.charts import short_number
+from xmcray.evaluation.metrics import MAIN_METRICS, QueryValues
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.outcome import measure_bundle
 from xmcray.training.run import Run, RunConfig
-from xmcray.types import Float32Array
 
 Float64Array = npt.NDArray[np.float64]
 Result = Mapping[str, Any]
 """Measures by name: numbers, or lists of numbers for a curve.
 
 Numbers with an @ are shares and shown in percent. The key "hits" holds, by the name of a precision,
-the number of hits of each test query as a string of digits.
+the number of hits of each test query as a string of digits. The key "chosen" names what validation
+chose.
 """
 
 STORE = RESULTS / "claims.json"
 HIT_CUTOFFS = (1, 5)  # one digit per query is enough
 _RESAMPLES = 4000
+_MADE_HERE = ("sample", "planted")  # corpora that need no files
+HELD_OUT = 0.1  # share of the training queries that a choice is made by
 
 HOLDS = "holds"
 FAILS = "fails"
@@ -79,8 +84,22 @@ class Variant(Protocol):
 
 
 def present(*names: str) -> list[str]:
-    """Those corpora that this machine has or can make; says which are missing."""
-    return [name for name in names if data_sets.corpus(name) is not None]
+    """Those corpora that this machine has or can make; says which are missing.
+
+    Prepares none of them: that is left to the measurements, so that all claims are listed quickly.
+    """
+    available = []
+    for name in names:
+        if is_present(name):
+            available.append(name)
+        else:
+            print(f"{name} left out: no folder of that name in {data_sets.DATA}")
+    return available
+
+
+def is_present(name: str) -> bool:
+    """Whether this machine has a corpus or can make it."""
+    return name in _MADE_HERE or (data_sets.DATA / name).is_dir()
 
 
 def answers(
@@ -92,19 +111,20 @@ def answers(
         export_run(run, folder, corpus)
     evaluation = measure_bundle(Retriever.load(folder), corpus, split, exact=True)
     metrics = {name: value for name, value in evaluation.metrics.items() if value is not None}
-    return {**metrics, "hits": hits_by_query(evaluation.columns)}
+    return {**metrics, "hits": hits_by_query(evaluation.per_query)}
 
 
-def hits_by_query(columns: Mapping[str, Float32Array], suffix: str = "") -> dict[str, str]:
+def hits_by_query(values: QueryValues, suffix: str = "") -> dict[str, str]:
     """The hits of each query among its first answers, one digit per query.
 
     Args:
-        columns: [queries] per metric, as `Metrics.columns` gives them.
+        values: what each query adds to the main metrics.
         suffix: Added to the names.
     """
     digits = {}
     for k in HIT_CUTOFFS:
-        hits = np.rint(columns[f"P@{k}"] * k).astype(int)
+        precision_Q = values.gain_QM[:, MAIN_METRICS.index(f"P@{k}")]
+        hits = np.rint(precision_Q * k).astype(int)
         digits[f"P@{k}{suffix}"] = "".join(map(str, hits))
     return digits
 
@@ -160,6 +180,77 @@ class Training:
             return {**self.measure_run(run, corpus), "training_s": run.result()["seconds"]}  # type: ignore[index]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def last_validation(run: Run, corpus: Corpus) -> Result:
+    """The metrics of the queries that a run held out, at its end."""
+    records = map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines())
+    validations = [record for record in records if "P@1" in record]
+    return validations[-1]  # type: ignore[no-any-return]
+
+
+def choose_once(key: str, names: Sequence[str], validation: Callable[[str], float]) -> str:
+    """The name with the largest validation, which is measured once on a machine.
+
+    Args:
+        key: names the choice.
+        names: of the candidates; of equal ones the first is chosen.
+        validation: name -> the number that decides.
+    """
+    path = _folder() / f"{key}-choice.json"
+    with path.with_suffix(".lock").open("w") as lock:
+        # Of several processes that measure seeds, one chooses and the others wait.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            values = {name: validation(name) for name in names}
+            path.write_text(json.dumps(values), encoding="utf-8")
+    stored: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+    return max(stored, key=stored.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A training with those of a few settings that are best on held-out training queries.
+
+    The choice is made once, with seed 0 and a tenth of the training queries held out. Every seed is
+    then trained on all training queries, with the chosen settings.
+
+    Attributes:
+        training: the settings that all candidates share.
+        candidates: dotted settings of each candidate, by name.
+        metric: which decides; of equal candidates the first one wins.
+    """
+
+    training: Training
+    candidates: Mapping[str, Sequence[str]]
+    metric: str = "P@1"
+
+    def with_settings(self, *settings: str) -> Training:
+        """The training with more settings."""
+        common = self.training.settings
+        assert not callable(common), "candidates are chosen for all seeds at once"
+        return dataclasses.replace(self.training, settings=[*common, *settings])
+
+    def key(self, seed: int) -> str:
+        keys = [self.with_settings(*settings).key(seed) for settings in self.candidates.values()]
+        text = json.dumps([keys, self.metric])
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:12]}-chosen"
+
+    def measure(self, seed: int) -> Result:
+        name = self.choose()
+        training = self.with_settings(*self.candidates[name])
+        return {**training.measure(seed), "chosen": name}
+
+    def choose(self) -> str:
+        """The name of the candidate with the best validation; trains each of them if need be."""
+
+        def validation(name: str) -> float:
+            settings = [*self.candidates[name], f"data.validation={HELD_OUT}"]
+            training = self.with_settings(*settings)
+            training = dataclasses.replace(training, measure_run=last_validation)
+            return float(training.measure(0)[self.metric])
+
+        return choose_once(self.key(0), list(self.candidates), validation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +374,7 @@ class Claim:
         setup: data and settings of our experiment, in a sentence or two.
         metrics: columns of the table.
         seeds: at least so many are measured; more where a training is short or seeds differ much.
+        slow: variants that take over a minute; they have the seeds that are asked for and no more.
         reason: why it likely fails, if it does. Written by hand; verdicts never are.
         plot: results -> titles and charts of xmcray.evaluation.charts; bars of `metrics` if not given.
     """
@@ -296,8 +388,13 @@ class Claim:
     setup: str
     metrics: Sequence[str] = ("P@1",)
     seeds: int = 5
+    slow: Sequence[str] = ()
     reason: str = ""
     plot: Callable[[Mapping[str, Mapping[int, Result]]], str] | None = None
+
+    def seeds_of(self, variant: str, seeds: int) -> range:
+        """The seeds of a variant if `seeds` of them are asked for."""
+        return range(seeds if variant in self.slow else max(seeds, self.seeds))
 
     def verdict(self, results: Mapping[str, Mapping[int, Result]]) -> str:
         """`fails` if one comparison does, `holds` if all do; not before all are measured."""
@@ -414,7 +511,7 @@ def collect(claim: Claim, seeds: int) -> dict[str, dict[int, Result]]:
     results: dict[str, dict[int, Result]] = {}
     for name, variant in claim.variants.items():
         results[name] = {}
-        for seed in range(max(seeds, claim.seeds)):
+        for seed in claim.seeds_of(name, seeds):
             result = known_result(variant, seed)
             if result is not None:
                 results[name][seed] = result
@@ -455,6 +552,10 @@ def section(claim: Claim, results: Mapping[str, Mapping[int, Result]]) -> list[s
         ]
         cells.append(short_number(mean(by_seed, "cpu_s")) if by_seed else "-")
         lines.append(f"| {' | '.join(cells)} |")
+    for name, by_seed in results.items():
+        chosen = {result["chosen"] for result in by_seed.values() if "chosen" in result}
+        if chosen:
+            lines += ["", f"Chosen on validation, {name}: {', '.join(sorted(chosen))}."]
     if claim.reason and claim.verdict(results) != HOLDS:
         lines += ["", f"Likely reason: {claim.reason}"]
     return lines
@@ -488,11 +589,14 @@ def interval(values: Sequence[float]) -> str:
 
 def due(claim: Claim, seeds: int, only: Sequence[str] = ()) -> list[tuple[str, int]]:
     """The variants and seeds that are not measured yet. Their keys name their data: all corpora are prepared here."""
-    every = range(max(seeds, claim.seeds))
-    wanted = [(name, seed) for seed in every for name in claim.variants if not only or name in only]
-    return [
-        (name, seed) for name, seed in wanted if known_result(claim.variants[name], seed) is None
-    ]
+    missing = []
+    for name, variant in claim.variants.items():
+        if only and name not in only:
+            continue
+        wanted_seeds = claim.seeds_of(name, seeds)
+        missing += [(name, seed) for seed in wanted_seeds if known_result(variant, seed) is None]
+    # The first seeds of all variants come first, so that an early stop leaves every comparison some.
+    return sorted(missing, key=lambda pair: pair[1])
 
 
 def main(make: Callable[[bool], Claim]) -> None:

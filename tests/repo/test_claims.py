@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,66 @@ def test_seeds_alone_give_students_interval(claim: Any) -> None:
     half = scipy.stats.t.ppf(0.975, 4) * np.std([1.0, 1.2, 0.8, 1.1, 0.9], ddof=1) / math.sqrt(5)
     low, high = claim.two_level_interval(difference_SQ)
     assert (low, high) == pytest.approx((1 - half, 1 + half), abs=0.02)
+
+
+def test_every_claim_names_its_variants_and_their_settings_resolve(
+    claim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No corpus is opened, so all claims are there on a machine without the large data sets.
+    monkeypatch.setattr(claim, "is_present", lambda name: True)
+    # Random texts are written with a transformer, which takes seconds.
+    import random_texts
+
+    monkeypatch.setattr(random_texts, "corpus", lambda *rest: (None, Path("model")))
+    scripts = sorted(Path(claim.__file__).parent.glob("c[0-9][0-9]_*.py"))
+    claims = [importlib.import_module(script.stem).make(False) for script in scripts]
+    assert [made.number for made in claims] == list(range(1, len(scripts) + 1))
+    for made in claims:
+        names = [comparison.of for comparison in made.comparisons]
+        names += [comparison.against for comparison in made.comparisons if comparison.against]
+        assert set(names) <= set(made.variants), made.title
+        assert set(made.slow) <= set(made.variants), made.title
+        for training in trainings(claim, made.variants):
+            training.config(seed=0)  # raises if a setting is unknown or out of range
+
+
+def trainings(claim: Any, variants: Mapping[str, Any]) -> Iterator[Any]:
+    """The trainings of a claim, and every candidate of those that validation chooses."""
+    for variant in variants.values():
+        if isinstance(variant, claim.Training):
+            yield variant
+        if isinstance(variant, claim.Chosen):
+            for settings in variant.candidates.values():
+                yield variant.with_settings(*settings)
+
+
+def test_validation_chooses_once_for_all_seeds(
+    claim: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(claim.data_sets, "CACHE", tmp_path)
+    values = {"low": 0.1, "high": 0.3, "as high": 0.3}
+    measured = []
+
+    def validation(name: str) -> float:
+        measured.append(name)
+        return values[name]
+
+    choices = [claim.choose_once("key", list(values), validation) for _ in range(2)]
+    assert choices == ["high", "high"]
+    assert measured == ["low", "high", "as high"]
+
+
+def test_slow_variants_have_fewer_seeds(claim: Any) -> None:
+    made = claim.Claim(
+        number=1,
+        title="",
+        statement="",
+        source="",
+        setup="",
+        variants={},
+        comparisons=[],
+        seeds=10,
+        slow=["long"],
+    )
+    assert made.seeds_of("long", 5) == range(5)
+    assert made.seeds_of("short", 5) == range(10)
