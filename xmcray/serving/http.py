@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from xmcray import __version__
 from xmcray.errors import XmcrayError
 from xmcray.serving import schema
+from xmcray.serving.connections import MAX_HEAD
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.metrics import CONTENT_TYPE, ServingMetrics
 from xmcray.serving.problems import RETRY_AFTER_S, STATUS, TITLE, ProblemError, problem_of
@@ -94,7 +95,7 @@ def create_app(gateway: Gateway, *, sends_request_id: bool = True) -> FastAPI:
         exception_handlers=dict.fromkeys(
             (XmcrayError, RequestValidationError, HTTPException, Exception), _answer_error
         ),
-        responses={code: {"model": schema.Problem} for code in (401, 408, 413, 422, 503)},
+        responses={code: {"model": schema.Problem} for code in (401, 408, 413, 422, 431, 503)},
     )
     _add_search_routes(app, gateway)
     _add_operations_routes(app, gateway)
@@ -228,6 +229,7 @@ class _Guard:
         metrics.working.inc()
         try:
             try:
+                _check_head(scope)
                 receive_body = await self._check(path, headers, receive)
             except ProblemError as problem:
                 await _answer_problem(problem, request_id)(scope, receive, send_counted)
@@ -297,6 +299,16 @@ class _Guard:
             return messages.pop() if messages else await receive()
 
         return receive_again
+
+
+def _check_head(scope: Scope) -> None:
+    """Refuses headers that came in one piece, or through a proxy; see connections.py."""
+    num_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    for name, value in scope["headers"]:
+        num_bytes += len(name) + len(value)
+    if num_bytes > MAX_HEAD:
+        message = f"path and headers have {num_bytes:,} bytes, expected at most {MAX_HEAD:,}"
+        raise ProblemError("long-header", message)
 
 
 def _path(scope: Scope) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import signal
 import socket
@@ -16,6 +17,13 @@ import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
 from xmcray.serving import metrics, rpc
+from xmcray.serving.connections import (
+    BACKLOG,
+    MAX_HEAD,
+    ConnectionRoom,
+    LimitedProtocol,
+    check_open_files,
+)
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.http import Gateway, create_app
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
@@ -110,10 +118,19 @@ async def listening(
         grpc_port: port of gRPC; 0 for none.
     Raises:
         OSError: a port is taken.
+        ResourceError: too few files may be open.
     """
+    config = gateway.service.config
+    check_open_files(config.max_connections)
+    room = ConnectionRoom(config.max_connections, config.max_body)
     server = _Server(
         uvicorn.Config(
             create_app(gateway),
+            http=functools.partial(LimitedProtocol, room),  # type: ignore[arg-type]
+            # h11's own limit, 16 kB, would end a head before ours.
+            h11_max_incomplete_event_size=2 * MAX_HEAD,
+            ws="none",
+            backlog=BACKLOG,
             log_config=None,  # as all other logs
             access_log=False,
             lifespan="off",

@@ -255,6 +255,13 @@ class Service:
         self._check_number(request.texts)
         if request.k > self.config.max_k:
             raise ProblemError("invalid", f"k is {request.k}, expected at most {self.config.max_k}")
+        num_answers = len(request.texts) * request.k
+        if num_answers > self.config.max_answers:
+            raise ProblemError(
+                "invalid",
+                f"{len(request.texts)} texts times k {request.k} is {num_answers:,}, expected at most"
+                f" {self.config.max_answers:,}; send fewer texts at once",
+            )
         uses_memory = request.explain or request.memory is not None
         if uses_memory and snapshot.retriever.memory is None:
             raise ProblemError(

@@ -44,8 +44,11 @@ class ServeConfig:
         in_flight: requests in progress or waiting in one ingress replica; more are refused with
             503.
         deadline_ms: time limit of requests that name none, milliseconds.
+        max_connections: open connections of one process that listens itself; the one that has been
+            idle longest is closed for a new one.
         max_texts: texts of a request.
         max_k: labels per text.
+        max_answers: labels per request: the number of its texts times k.
         max_body: bytes of a request.
         max_tokens: tokens of a text that are read.
         long_texts: "truncate" answers by the first tokens and says so; "refuse" answers with 422.
@@ -69,8 +72,10 @@ class ServeConfig:
     encoder: str = "float32"
     in_flight: int = 64
     deadline_ms: int = 10_000
+    max_connections: int = 512
     max_texts: int = MAX_TEXTS
     max_k: int = MAX_K
+    max_answers: int = 6_400
     max_body: int = MAX_BODY
     max_tokens: int = 512
     long_texts: str = "truncate"
@@ -87,7 +92,15 @@ class ServeConfig:
         check_choice("encoder", self.encoder, PRECISIONS)
         for name in ("keep_s", "swap_s"):
             check_range(name, getattr(self, name), low=0)
-        for name in ("replicas", "threads", "in_flight", "deadline_ms", "max_tokens"):
+        for name in (
+            "replicas",
+            "threads",
+            "in_flight",
+            "deadline_ms",
+            "max_tokens",
+            "max_connections",
+            "max_answers",
+        ):
             check_range(name, getattr(self, name), low=1)
         if self.max_replicas:
             check_range("max_replicas", self.max_replicas, low=self.replicas)

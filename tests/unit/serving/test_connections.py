@@ -1,0 +1,170 @@
+"""Connections that waste a server's time, room or memory end without a token; others are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import pytest
+from served import ADMIN, TOKEN
+
+from xmcray.errors import ResourceError
+from xmcray.serving import connections
+from xmcray.serving.connections import MAX_HEAD, check_open_files
+from xmcray.serving.coordinator import SnapshotCoordinator
+from xmcray.serving.local import LocalGateway, listening
+from xmcray.serving.security import new_token_file
+from xmcray.serving.settings import ServeConfig
+from xmcray.serving.snapshot import Snapshot
+
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class NoModels(SnapshotCoordinator):
+    """Serves nothing: all that is tested here comes before the models."""
+
+    def snapshots(self) -> Mapping[str, Snapshot | None]:
+        return {}
+
+
+class Server:
+    """A server that listens, and connections to it."""
+
+    def __init__(self, port: int, closing: contextlib.AsyncExitStack) -> None:
+        self._port = port
+        self._closing = closing
+
+    async def connect(self, sent: bytes = b"") -> Streams:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._closing.callback(writer.close)
+        writer.write(sent)
+        return reader, writer
+
+
+@contextlib.asynccontextmanager
+async def server_with(folder: Path, **settings: int) -> AsyncIterator[Server]:
+    for name, token in (("token", TOKEN), ("admin-token", ADMIN)):
+        new_token_file(folder / name).write_text(token)
+    config = ServeConfig(bundles={"a": "none"}, state_dir=str(folder), **settings)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    gateway = LocalGateway(config, NoModels(config))
+    async with (
+        asyncio.timeout(20),
+        listening(gateway, "127.0.0.1", port, 0),
+        contextlib.AsyncExitStack() as closing,
+    ):
+        yield Server(port, closing)
+
+
+async def status_of(reader: asyncio.StreamReader) -> int:
+    """The status of the next answer; 0 if the connection ends first."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return 0
+    return int(head.split()[1])
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the connection ends."""
+    with contextlib.suppress(ConnectionError):
+        return await reader.read()
+    return b""
+
+
+@pytest.fixture
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEAD_S", "LINGER_S"):
+        monkeypatch.setattr(connections, name, 0.2)
+
+
+def test_an_endless_header_ends_at_its_limit(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with server_with(tmp_path) as server:
+            begin = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: "
+            # In one piece, in many, and after a request that was answered.
+            complete, _ = await server.connect(begin + b"a" * MAX_HEAD + b"\r\n\r\n")
+            assert await status_of(complete) == 431
+            for first in (b"", HEALTH):
+                reader, writer = await server.connect(first)
+                if first:
+                    assert await status_of(reader) == 200
+                    await reader.readexactly(len('{"status":"ok"}'))
+                with contextlib.suppress(ConnectionError):
+                    writer.write(begin)
+                    for _ in range(64):
+                        writer.write(b"a" * 1024)
+                        await writer.drain()
+                assert await status_of(reader) in (431, 0)
+                await ended(reader)
+            allowed, _ = await server.connect(begin + b"a" * (MAX_HEAD // 2) + b"\r\n\r\n")
+            assert await status_of(allowed) == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("short_times")
+@pytest.mark.parametrize("sent", [b"", b"GET /heal", HEALTH + b"GET"])
+def test_a_head_that_does_not_come_ends_the_connection(sent: bytes, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with server_with(tmp_path) as server:
+            reader, _ = await server.connect(sent)
+            assert (await ended(reader)).count(b"200 OK") == sent.count(HEALTH)
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("short_times")
+def test_a_body_that_does_not_come_ends_the_connection(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with server_with(tmp_path, deadline_ms=200) as server:
+            for token, status in ((TOKEN, b"408"), ("wrong", b"401")):
+                head = f"POST /v1/search HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
+                lengths = (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1")
+                for length in lengths:
+                    reader, _ = await server.connect(head.encode() + length)
+                    assert status in await ended(reader)
+
+    asyncio.run(main())
+
+
+def test_idle_connections_make_room_for_new_ones(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with server_with(tmp_path, max_connections=8) as server:
+            idle = [await server.connect() for _ in range(20)]
+            for _ in range(20):
+                reader, _ = await server.connect(HEALTH)
+                assert await status_of(reader) == 200
+            # The oldest had to go.
+            await ended(idle[0][0])
+
+    asyncio.run(main())
+
+
+def test_no_idle_connection_means_a_refusal(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with server_with(tmp_path, max_connections=2) as server:
+            head = f"POST /v1/search HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+            busy = head.encode() + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n"
+            for _ in range(2):
+                reader, _ = await server.connect(busy)
+                # The server waits for the body now.
+                assert await status_of(reader) == 100
+            refused, _ = await server.connect(HEALTH)
+            assert await status_of(refused) == 503
+
+    asyncio.run(main())
+
+
+def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    check_open_files(512)
+    with pytest.raises(ResourceError, match="may open 1024 files, expected 1025 for 513"):
+        check_open_files(513)
