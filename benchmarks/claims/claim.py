@@ -97,6 +97,25 @@ def present(*names: str) -> list[str]:
     return available
 
 
+@functools.cache
+def open_corpus(name: str) -> Corpus:
+    """A corpus by name, opened once, because every measurement's key needs it.
+
+    Raises:
+        SystemExit: this machine lacks the data; the message is printed.
+    """
+    corpus = data_sets.corpus(name)
+    if corpus is None:
+        raise SystemExit(2)
+    return corpus
+
+
+@functools.cache
+def preset_values(name: str) -> Mapping[str, Any]:
+    """The settings of a preset, read once."""
+    return configs.load_yaml(f"preset:{name}")
+
+
 def is_present(name: str) -> bool:
     """Whether this machine has a corpus or can make it."""
     return name in _MADE_HERE or (data_sets.DATA / name).is_dir()
@@ -158,15 +177,12 @@ class Training:
             "log.keep=1",
             f"log.checkpoint_every={10**9}",
         ]
-        values = configs.load_yaml(f"preset:{self.preset}") if self.preset else {}
+        values = preset_values(self.preset) if self.preset else {}
         settings = self.settings(seed) if callable(self.settings) else self.settings
         return RunConfig.resolve(self.method, values, [*common, *settings])
 
     def open(self, seed: int) -> Corpus:
-        found = self.corpus(seed) if callable(self.corpus) else data_sets.corpus(self.corpus)
-        if found is None:
-            raise SystemExit(2)  # the message is printed
-        return found
+        return self.corpus(seed) if callable(self.corpus) else open_corpus(self.corpus)
 
     def key(self, seed: int) -> str:
         return f"{data_sets.fingerprint(self.config(seed), self.open(seed))}-{self.measure_run.__name__}"

@@ -130,9 +130,9 @@ def chosen_temperature(bundle: str, corpus: Corpus, **settings: float | bool) ->
         corpus: the one that it was made from.
         settings: other settings of the memory, by name.
     """
-    space: dict[str, Distribution] = {"memory.temperature": Choice(TEMPERATURES)}
+    space: dict[str, Distribution] = {"memory.temperature": Choice(values=TEMPERATURES)}
     for name, value in settings.items():
-        space[f"memory.{name}"] = Choice((value,))
+        space[f"memory.{name}"] = Choice(values=(value,))
     sweep = sweep_bundle(bundle, corpus, space, TRIALS, seed=0, metric="P@1")
     return float(sweep.settings[0].values["memory.temperature"])
 
