@@ -232,7 +232,9 @@ class SearcherDeployment(_FollowingReplica):
         """See `SearchBackend`; in this subset."""
         snapshot = await self._follower.referenced(reference, self._config.deadline_ms / 1000)
         search = PendingSearch(snapshot, request, k, query_BD)
-        return await self._batcher.run(search.batch_key, len(request.texts), search)
+        return await self._batcher.run(
+            search.batch_key, len(request.texts), search, search.num_answers
+        )
 
 
 class _Backend:

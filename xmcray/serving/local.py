@@ -19,7 +19,6 @@ from uvicorn.loops.auto import auto_loop_factory
 from xmcray.serving import metrics, rpc
 from xmcray.serving.connections import (
     BACKLOG,
-    MAX_HEAD,
     ConnectionRoom,
     LimitedProtocol,
     check_open_files,
@@ -127,8 +126,8 @@ async def listening(
         uvicorn.Config(
             create_app(gateway),
             http=functools.partial(LimitedProtocol, room),  # type: ignore[arg-type]
-            # h11's own limit, 16 kB, would end a head before ours.
-            h11_max_incomplete_event_size=2 * MAX_HEAD,
+            # h11's own limit, 16 kB, would end a head before ours. This is more than one read.
+            h11_max_incomplete_event_size=1 << 20,
             ws="none",
             backlog=BACKLOG,
             log_config=None,  # as all other logs

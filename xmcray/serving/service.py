@@ -67,6 +67,11 @@ class PendingSearch:
         options = self.request.model_dump_json(exclude={"texts", "timeout_ms"})
         return self.snapshot, self.k, options
 
+    @property
+    def num_answers(self) -> int:
+        """Number of labels in the whole answer, at most."""
+        return len(self.request.texts) * self.k
+
 
 class SearchBackend(Protocol):
     """Encoder and searchers in other processes (composed mode)."""
@@ -141,7 +146,9 @@ class Service:
         async with self._admitted(request.timeout_ms) as deadline:
             if self._backend is None:
                 search = PendingSearch(snapshot, request, k)
-                results = await self._batcher.run(search.batch_key, len(request.texts), search)
+                results = await self._batcher.run(
+                    search.batch_key, len(request.texts), search, search.num_answers
+                )
             else:
                 hits = await self._find(self._backend, snapshot, request, k)
                 # In the thread of searches: names and texts are read from files.

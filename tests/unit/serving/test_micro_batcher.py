@@ -71,3 +71,24 @@ def test_a_free_thread_begins_at_once_and_nothing_is_lost(number: int) -> None:
 
     assert asyncio.run(main()) == [2 * (i + 100) for i in range(number)]
     assert max(map(len, work.calls)) <= 8
+
+
+def test_large_items_do_not_starve_small_ones_and_do_not_share_a_batch() -> None:
+    work = Work()
+    thread = ThreadPoolExecutor(1)
+
+    async def main() -> None:
+        batcher = MicroBatcher(thread, work, max_texts=64)
+        held = threading.Event()
+        thread.submit(held.wait, 10)
+        # Three large items come first, of which two do not fit into one batch.
+        items = [("a", 8, 100, 6_400), ("a", 8, 101, 6_400), ("b", 8, 102, 3_200)]
+        items += [("c", 1, 1, 10), ("c", 1, 2, 10)]
+        waiting = [asyncio.ensure_future(batcher.run(*item)) for item in items]
+        await asyncio.sleep(0)
+        work.go.set()
+        held.set()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(main())
+    assert work.calls == [[1, 2], [102], [100], [101]]
