@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -130,7 +131,7 @@ def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table
         answers: score, uid and text of each.
     """
     table = Table(
-        title=Text(query),
+        title=Text(_printable(query)),
         title_justify="left",
         show_header=False,
         box=None,
@@ -139,9 +140,19 @@ def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table
     table.add_column(justify="right")
     for score, uid, text in answers:
         # Many corpora name a label by its text; once is enough.
-        text_cell = Text("" if text == uid else text, overflow="ellipsis", no_wrap=True)
-        table.add_row(f"{score:.2f}", Text(uid), text_cell)
+        shown = "" if text == uid else _printable(text)
+        text_cell = Text(shown, overflow="ellipsis", no_wrap=True)
+        table.add_row(f"{score:.2f}", Text(_printable(uid)), text_cell)
     return table
+
+
+def _printable(text: str) -> str:
+    """A text of a corpus with escapes for control characters, which a terminal would obey."""
+    letters = []
+    for letter in text:
+        is_control = unicodedata.category(letter) in ("Cc", "Cs")
+        letters.append(letter.encode("unicode_escape").decode() if is_control else letter)
+    return "".join(letters)
 
 
 def _table(title: str, first: str, *others: str) -> Table:
