@@ -64,22 +64,14 @@ def full_bce(
     Args:
         query_GD: Vectors of all G queries.
         row_SD: Vectors of this rank's labels.
-        positives: Relevant pairs, columns local to this rank.
-        skipped: Pairs that are neither positive nor negative (a query and its own label).
+        positives: Relevant pairs on the host, columns local to this rank.
+        skipped: Pairs on the host that are neither positive nor negative (a query and its own
+            label).
         chunk_labels: Labels that are scored at once. Memory is O(G x chunk_labels) besides the
             gradients.
         logit_prior: Added to every score.
     """
-    total = _ChunkedBce.apply(
-        query_GD,
-        row_SD,
-        positives.rows,
-        positives.columns,
-        skipped.rows,
-        skipped.columns,
-        chunk_labels,
-        logit_prior,
-    )
+    total = _ChunkedBce.apply(query_GD, row_SD, positives, skipped, chunk_labels, logit_prior)
     return cast(Tensor, total)
 
 
@@ -89,7 +81,9 @@ class _SkippingSoftplusSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, score_GC: Tensor, skip_rows: Tensor, skip_columns: Tensor) -> Tensor:
         # softplus(-inf) = 0 and sigmoid(-inf) = 0: a skipped entry has neither loss nor gradient.
-        kept_GC = score_GC.index_put((skip_rows, skip_columns), score_GC.new_tensor(-torch.inf))
+        # A number that is filled in on the device needs no copy from the host.
+        never = score_GC.new_full((), -torch.inf)
+        kept_GC = score_GC.index_put((skip_rows, skip_columns), never)
         ctx.save_for_backward(kept_GC)
         return F.softplus(kept_GC).sum()
 
@@ -105,26 +99,27 @@ class _ChunkedBce(torch.autograd.Function):
         ctx: Any,
         query_GD: Tensor,
         row_SD: Tensor,
-        positive_rows: Tensor,
-        positive_labels: Tensor,
-        skip_rows: Tensor,
-        skip_labels: Tensor,
+        positives: Pairs,
+        skipped: Pairs,
         chunk_labels: int,
         logit_prior: float,
     ) -> Tensor:
         total = query_GD.new_zeros(())
         grad_query_GD = torch.zeros_like(query_GD)
         grad_row_SD = torch.empty_like(row_SD)
-        for start in range(0, len(row_SD), chunk_labels):
+        device = query_GD.device
+        positive_blocks = positives.column_blocks(chunk_labels, len(row_SD), device)
+        skipped_blocks = skipped.column_blocks(chunk_labels, len(row_SD), device)
+        blocks = zip(positive_blocks, skipped_blocks, strict=True)
+        for i, (block_positives, block_skipped) in enumerate(blocks):
+            start = i * chunk_labels
             # Rows may be stored in bfloat16; the product is computed in the queries' precision.
             row_CD = row_SD[start : start + chunk_labels].to(query_GD.dtype)
             stop = start + len(row_CD)
             score_GC = (query_GD @ row_CD.T).add_(logit_prior)
 
-            is_skipped = (skip_labels >= start) & (skip_labels < stop)
-            score_GC[skip_rows[is_skipped], skip_labels[is_skipped] - start] = -torch.inf
-            is_positive = (positive_labels >= start) & (positive_labels < stop)
-            positive = positive_rows[is_positive], positive_labels[is_positive] - start
+            score_GC[block_skipped.rows, block_skipped.columns] = -torch.inf
+            positive = block_positives.rows, block_positives.columns
             # softplus(-s) = softplus(s) - s, so positives only subtract their score.
             total += F.softplus(score_GC).sum() - score_GC[positive].sum()
 
@@ -141,4 +136,4 @@ class _ChunkedBce(torch.autograd.Function):
         grad_query_GD, grad_row_SD = ctx.saved_tensors
         grad_query_GD = grad_query_GD * grads[0]
         grad_row_SD = grad_row_SD * grads[0]
-        return grad_query_GD, grad_row_SD, None, None, None, None, None, None
+        return grad_query_GD, grad_row_SD, None, None, None, None

@@ -14,39 +14,38 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from xmcray.losses.pairs import Pairs
 from xmcray.parallel import collectives
 
 BLOCK_FLOATS = 1 << 23  # scores that are in memory at a time
 _BISECTIONS = 60  # halve a bracket of a few hundred down to the last digits of float64
 
 
-def log_sum_exp(
-    query_GD: Tensor, column_UD: Tensor, skip_rows: Tensor, skip_columns: Tensor, scale: float = 1.0
-) -> Tensor:
+def log_sum_exp(query_GD: Tensor, column_UD: Tensor, skipped: Pairs, scale: float = 1.0) -> Tensor:
     """log sum_c exp(scale * <q_i, c>) over the columns of all ranks; collective.
 
     Args:
         query_GD: All queries, the same on every rank.
         column_UD: This rank's columns, possibly none.
-        skip_rows: int64, queries of the pairs that do not count.
-        skip_columns: int64, columns of those pairs, local to this rank.
+        skipped: Pairs that do not count, on the host, columns local to this rank.
         scale: 1 / temperature.
 
     Returns:
         [G], the same on every rank; -inf for a query without a column that counts. The backward
         pass first sums the gradient over ranks.
     """
-    return cast(Tensor, _LogSumExp.apply(query_GD, column_UD, skip_rows, skip_columns, scale))
+    return cast(Tensor, _LogSumExp.apply(query_GD, column_UD, skipped, scale))
 
 
 def top_k_threshold(
     query_GD: Tensor,
     column_UD: Tensor,
-    skip_rows: Tensor,
-    skip_columns: Tensor,
+    skipped: Pairs,
     k: float,
     alpha: float,
     scale: float = 1.0,
+    *,
+    widest: int,
 ) -> Tensor:
     """t_i such that sum_c sigmoid(alpha * (scale * <q_i, c> + t_i)) = k; collective.
 
@@ -55,17 +54,19 @@ def top_k_threshold(
     Args:
         query_GD: All queries, the same on every rank.
         column_UD: This rank's columns, possibly none.
-        skip_rows: int64, queries of the pairs that do not count.
-        skip_columns: int64, columns of those pairs, local to this rank.
+        skipped: Pairs that do not count, on the host, columns local to this rank.
         k: Less than the number of columns that count for any query.
         alpha: Steepness.
         scale: 1 / temperature.
+        widest: Most columns of any rank. Ranks meet for each block of queries, so all of them must
+            cut the same blocks.
 
     Returns:
         [G], the same on every rank. Backward by the implicit function theorem:
         dt/ds_m = -v_m / sum(v) with v = z (1 - z).
     """
-    threshold_G = _Threshold.apply(query_GD, column_UD, skip_rows, skip_columns, k, alpha, scale)
+    height = max(1, BLOCK_FLOATS // max(1, widest))
+    threshold_G = _Threshold.apply(query_GD, column_UD, skipped, k, alpha, scale, height)
     return cast(Tensor, threshold_G)
 
 
@@ -75,24 +76,24 @@ class _LogSumExp(torch.autograd.Function):
         ctx: Any,
         query_GD: Tensor,
         column_UD: Tensor,
-        skip_rows: Tensor,
-        skip_columns: Tensor,
+        skipped: Pairs,
         scale: float,
     ) -> Tensor:
         # log(0) = -inf starts the sum: a rank may have no column.
         own_G = query_GD.new_full((len(query_GD),), -torch.inf)
-        for _, _, score_GC in _column_blocks(query_GD, column_UD, skip_rows, skip_columns, scale):
+        for _, _, score_GC in _column_blocks(query_GD, column_UD, skipped, scale):
             own_G = torch.logaddexp(own_G, score_GC.logsumexp(dim=1))
         # Logarithms cannot be summed by an all-reduce, so every rank gets all of them.
         own_RG = collectives.gather_equal(own_G)
         all_G = own_RG.logsumexp(dim=0)
-        ctx.save_for_backward(query_GD, column_UD, skip_rows, skip_columns, all_G)
+        ctx.save_for_backward(query_GD, column_UD, all_G)
+        ctx.skipped = skipped
         ctx.scale = scale
         return all_G
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query_GD, column_UD, skip_rows, skip_columns, all_G = ctx.saved_tensors
+        query_GD, column_UD, all_G = ctx.saved_tensors
         # Every rank used the result for pairs of its own; together they give the gradient.
         grad_G = grads[0].contiguous().clone()
         collectives.sum_over_ranks(grad_G)
@@ -104,14 +105,14 @@ class _LogSumExp(torch.autograd.Function):
         grad_query_GD = torch.zeros_like(query_GD)
         grad_column_UD = torch.empty_like(column_UD)
         for start, column_CD, score_GC in _column_blocks(
-            query_GD, column_UD, skip_rows, skip_columns, ctx.scale
+            query_GD, column_UD, ctx.skipped, ctx.scale
         ):
             # d logsumexp / d score is the softmax, exp(score - logsumexp).
             grad_GC = score_GC.sub_(shift_G1).exp_().mul_(ctx.scale * grad_G1)
             grad_query_GD.addmm_(grad_GC, column_CD)
             stop = start + len(column_CD)
             torch.mm(grad_GC.T, query_GD, out=grad_column_UD[start:stop])
-        return grad_query_GD, grad_column_UD, None, None, None
+        return grad_query_GD, grad_column_UD, None, None
 
 
 class _Threshold(torch.autograd.Function):
@@ -120,30 +121,33 @@ class _Threshold(torch.autograd.Function):
         ctx: Any,
         query_GD: Tensor,
         column_UD: Tensor,
-        skip_rows: Tensor,
-        skip_columns: Tensor,
+        skipped: Pairs,
         k: float,
         alpha: float,
         scale: float,
+        height: int,
     ) -> Tensor:
         thresholds = []
-        for _, score_RU in _row_blocks(query_GD, column_UD, skip_rows, skip_columns, scale):
+        for _, score_RU in _row_blocks(query_GD, column_UD, skipped, scale, height):
             thresholds.append(_solve(score_RU, k, alpha))
         threshold_G = torch.cat(thresholds)
-        ctx.save_for_backward(query_GD, column_UD, skip_rows, skip_columns, threshold_G)
+        ctx.save_for_backward(query_GD, column_UD, threshold_G)
+        ctx.skipped = skipped
         ctx.alpha = alpha
         ctx.scale = scale
+        ctx.height = height
         return threshold_G
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query_GD, column_UD, skip_rows, skip_columns, threshold_G = ctx.saved_tensors
+        query_GD, column_UD, threshold_G = ctx.saved_tensors
         # As for the sum above: each rank knows the gradient of its own pairs only.
         grad_G = grads[0].contiguous().clone()
         collectives.sum_over_ranks(grad_G)
         grad_query_GD = torch.empty_like(query_GD)
         grad_column_UD = torch.zeros_like(column_UD)
-        for start, score_RU in _row_blocks(query_GD, column_UD, skip_rows, skip_columns, ctx.scale):
+        blocks = _row_blocks(query_GD, column_UD, ctx.skipped, ctx.scale, ctx.height)
+        for start, score_RU in blocks:
             stop = start + len(score_RU)
             rows = slice(start, stop)
             shifted_RU = score_RU + threshold_G[rows, None]
@@ -194,35 +198,28 @@ def _solve(score_RU: Tensor, k: float, alpha: float) -> Tensor:
 
 
 def _column_blocks(
-    query_GD: Tensor, column_UD: Tensor, skip_rows: Tensor, skip_columns: Tensor, scale: float
+    query_GD: Tensor, column_UD: Tensor, skipped: Pairs, scale: float
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Blocks of columns: first column, columns [C, D], scores [G, C] with -inf for skipped pairs."""
     width = max(1, BLOCK_FLOATS // max(1, len(query_GD)))
-    for start in range(0, len(column_UD), width):
+    skipped_blocks = skipped.column_blocks(width, len(column_UD), query_GD.device)
+    for i, block in enumerate(skipped_blocks):
+        start = i * width
         column_CD = column_UD[start : start + width]
         score_GC = (query_GD @ column_CD.T).mul_(scale)
-        stop = start + len(column_CD)
         # exp(-inf) = 0: a skipped pair adds nothing.
-        is_inside = (skip_columns >= start) & (skip_columns < stop)
-        block_columns = skip_columns[is_inside] - start
-        score_GC[skip_rows[is_inside], block_columns] = -torch.inf
+        score_GC[block.rows, block.columns] = -torch.inf
         yield start, column_CD, score_GC
 
 
 def _row_blocks(
-    query_GD: Tensor, column_UD: Tensor, skip_rows: Tensor, skip_columns: Tensor, scale: float
+    query_GD: Tensor, column_UD: Tensor, skipped: Pairs, scale: float, height: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Blocks of queries: first query, scores [R, U] with -inf for skipped pairs.
-
-    The blocks are the same on every rank, because ranks meet in a collective for each.
-    """
-    widest = max(collectives.gather_objects(len(column_UD)))
-    height = max(1, BLOCK_FLOATS // max(1, widest))
-    for start in range(0, len(query_GD), height):
+    """Blocks of `height` queries: first query, scores [R, U] with -inf for skipped pairs."""
+    skipped_blocks = skipped.row_blocks(height, len(query_GD), query_GD.device)
+    for i, block in enumerate(skipped_blocks):
+        start = i * height
         query_RD = query_GD[start : start + height]
         score_RU = (query_RD @ column_UD.T).mul_(scale)
-        stop = start + len(query_RD)
-        is_inside = (skip_rows >= start) & (skip_rows < stop)
-        block_rows = skip_rows[is_inside] - start
-        score_RU[block_rows, skip_columns[is_inside]] = -torch.inf
+        score_RU[block.rows, block.columns] = -torch.inf
         yield start, score_RU

@@ -12,10 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xmcray.parallel.transfers import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """Pairs of a row (mostly a query) and a column of this rank.
+
+    Methods list pairs on the host. Losses cut them there, and move them to the device of the scores.
 
     Attributes:
         rows: int64 [P], ascending unless a function says otherwise.
@@ -24,6 +28,11 @@ class Pairs:
 
     rows: Tensor
     columns: Tensor
+
+    def to(self, device: torch.device) -> Pairs:
+        """The same pairs on another device, without waiting for it."""
+        rows, columns = to_device([self.rows, self.columns], device)
+        return Pairs(rows, columns)
 
     def swapped(self) -> Pairs:
         """The pairs (column, row), in the same order: rows are no longer ascending."""
@@ -35,6 +44,41 @@ class Pairs:
         rows = torch.cat([first.rows, second.rows])
         columns = torch.cat([first.columns, second.columns])
         return Pairs(rows, columns)
+
+    def column_blocks(self, size: int, num_columns: int, device: torch.device) -> list[Pairs]:
+        """The pairs of each block of columns, on a device; columns count from the block's first.
+
+        Args:
+            size: Columns of a block; the last one may have fewer.
+            num_columns: Columns of all blocks.
+            device: Of the results.
+        """
+        blocks = self.swapped().row_blocks(size, num_columns, device)
+        return [block.swapped() for block in blocks]
+
+    def row_blocks(self, size: int, num_rows: int, device: torch.device) -> list[Pairs]:
+        """The pairs of each block of rows, on a device; rows count from the block's first.
+
+        The pairs are sorted and cut on the host, so the device is never asked how many a block has.
+        A mask on the device would stop the host twice for each block.
+
+        Args:
+            size: Rows of a block; the last one may have fewer.
+            num_rows: Rows of all blocks.
+            device: Of the results.
+        """
+        num_blocks = -(-num_rows // size)
+        block_P = self.rows // size
+        # A stable sort keeps the order of the pairs within a block, and so the order of sums.
+        sorted_P, order_P = torch.sort(block_P, stable=True)
+        ends = torch.searchsorted(sorted_P, torch.arange(num_blocks), right=True).tolist()
+        in_blocks = Pairs(self.rows[order_P] - sorted_P * size, self.columns[order_P]).to(device)
+        blocks = []
+        start = 0
+        for end in ends:
+            blocks.append(Pairs(in_blocks.rows[start:end], in_blocks.columns[start:end]))
+            start = end
+        return blocks
 
 
 def pair_scores(query_GD: Tensor, row_UD: Tensor, query_P: Tensor, row_P: Tensor) -> Tensor:
@@ -79,8 +123,10 @@ def _sparse_product(
     rows: Tensor, columns: Tensor, values: Tensor, num_rows: int, dense: Tensor
 ) -> Tensor:
     """The sparse matrix with `values` at (rows, columns), times `dense`; rows ascending."""
-    counts = torch.bincount(rows, minlength=num_rows)
-    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    # Not `bincount`, which asks the device for the largest row, and so makes the host wait.
+    counts = rows.new_zeros(num_rows + 1)
+    counts.scatter_add_(0, rows + 1, torch.ones_like(rows))
+    starts = counts.cumsum(0)
     # A weighted embedding bag computes the same as a sparse product and was the fastest way.
     return F.embedding_bag(
         columns, dense, starts, mode="sum", per_sample_weights=values, include_last_offset=True

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xmcray.losses.pairs import Pairs
 from xmcray.losses.softmax import softmax
+from xmcray.parallel.transfers import to_device
 
 Normaliser = Literal["paln", "pal"]
 Reduction = Literal["mean_anchors", "sum_per_query"]
@@ -29,7 +30,7 @@ class Picked:
         positives: Pairs of a query and a column of this rank. It does not matter which query
             brought the label into the pool.
         skipped: Pairs that are neither positive nor negative (a query's own label).
-        count_G: int64 [G], |P_i^B|: positives of each query in the columns of all ranks.
+        count_G: int64 [G] on the host, |P_i^B|: positives of each query in the columns of all ranks.
         num_labels: Columns of all ranks that are positive for some query.
     """
 
@@ -74,6 +75,7 @@ def pick_some_labels(
             num_anchors = int((picked.count_G > 0).sum())
             anchor_weight = len(query_GD) / max(num_anchors, 1)
         count_P = picked.count_G[picked.positives.rows]
+        (count_P,) = to_device([count_P], query_GD.device)
         weight_P = _weights(count_P, anchor_weight, query_GD.dtype, normaliser)
         to_labels = softmax(query_GD, column_UD, picked.positives, picked.skipped, scale, weight_P)
         total = total + balance * to_labels
@@ -95,19 +97,30 @@ def _to_queries(
     normaliser: Normaliser,
 ) -> Tensor:
     """Softmax over queries for each column with a positive; the other columns are not scored."""
+    # Anchors are found on the host: the device would have to say how many there are.
     anchor_columns_A, anchor_P = picked.positives.columns.unique(return_inverse=True)
-    score_AG = column_UD.index_select(0, anchor_columns_A) @ query_GD.T * scale
-
     # Column -> its anchor, -1 for a column without a positive.
     anchor_U = anchor_columns_A.new_full((len(column_UD),), -1)
-    anchor_U[anchor_columns_A] = torch.arange(len(anchor_columns_A), device=anchor_U.device)
+    anchor_U[anchor_columns_A] = torch.arange(len(anchor_columns_A))
     skipped_anchor = anchor_U[picked.skipped.columns]
     is_anchor = skipped_anchor >= 0
-    skipped_entries = skipped_anchor[is_anchor], picked.skipped.rows[is_anchor]
-    score_AG = score_AG.index_put(skipped_entries, score_AG.new_tensor(-torch.inf))
-
-    loss_P = score_AG.logsumexp(dim=1)[anchor_P] - score_AG[anchor_P, picked.positives.rows]
     count_P = torch.bincount(anchor_P, minlength=len(anchor_columns_A))[anchor_P]
+    anchor_columns_A, anchor_P, query_P, count_P, skipped_anchor, skipped_query = to_device(
+        [
+            anchor_columns_A,
+            anchor_P,
+            picked.positives.rows,
+            count_P,
+            skipped_anchor[is_anchor],
+            picked.skipped.rows[is_anchor],
+        ],
+        query_GD.device,
+    )
+
+    score_AG = column_UD.index_select(0, anchor_columns_A) @ query_GD.T * scale
+    never = score_AG.new_full((), -torch.inf)
+    score_AG = score_AG.index_put((skipped_anchor, skipped_query), never)
+    loss_P = score_AG.logsumexp(dim=1)[anchor_P] - score_AG[anchor_P, query_P]
     return (loss_P * _weights(count_P, anchor_weight, query_GD.dtype, normaliser)).sum()
 
 

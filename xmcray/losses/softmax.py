@@ -1,7 +1,7 @@
 """Softmax losses over columns that are split over ranks.
 
 Decoupled (DEXML, Eq. 5), plain (Eq. 3) and SoftTop-k (Eq. 6). Each takes the positives as listed
-pairs of a query and a column of this rank, and returns this rank's sum over them; the sum over
+pairs of a query and a column of this rank, on the host, and returns this rank's sum over them; the sum over
 ranks is the loss, and `training/step.py` divides it. Scores are inner products times `scale`, which
 is 1 / temperature. `query_GD` are all queries, the same on every rank, and `column_UD` this rank's
 columns.
@@ -36,7 +36,8 @@ def decoupled_softmax(
             positives, also those that are not in `positives` because they were not drawn.
         scale: 1 / temperature.
     """
-    log_z_G = log_sum_exp(query_GD, column_UD, not_negatives.rows, not_negatives.columns, scale)
+    log_z_G = log_sum_exp(query_GD, column_UD, not_negatives, scale)
+    positives = positives.to(query_GD.device)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
     # -log(e^s / (e^s + z)) = log(1 + z / e^s) = softplus(log z - s)
     return F.softplus(log_z_G[positives.rows] - score_P, threshold=_LINEAR).sum()
@@ -62,7 +63,8 @@ def softmax(
         scale: 1 / temperature.
         weight_P: Weight of each positive, 1 if not given.
     """
-    log_z_G = log_sum_exp(query_GD, column_UD, skipped.rows, skipped.columns, scale)
+    log_z_G = log_sum_exp(query_GD, column_UD, skipped, scale)
+    positives = positives.to(query_GD.device)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
     loss_P = log_z_G[positives.rows] - score_P
     if weight_P is not None:
@@ -78,6 +80,8 @@ def soft_top_k(
     k: float,
     alpha: float,
     scale: float,
+    *,
+    widest: int,
 ) -> Tensor:
     """Sum over positives of -log z, with z = sigmoid(alpha * (s + t)).
 
@@ -92,10 +96,10 @@ def soft_top_k(
         k: Sum of z over the columns.
         alpha: Steepness.
         scale: 1 / temperature.
+        widest: Most columns of any rank.
     """
-    threshold_G = top_k_threshold(
-        query_GD, column_UD, skipped.rows, skipped.columns, k, alpha, scale
-    )
+    threshold_G = top_k_threshold(query_GD, column_UD, skipped, k, alpha, scale, widest=widest)
+    positives = positives.to(query_GD.device)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
     # -log(sigmoid(x)) = softplus(-x)
     return F.softplus(-alpha * (score_P + threshold_G[positives.rows]), threshold=_LINEAR).sum()

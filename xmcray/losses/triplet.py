@@ -62,7 +62,10 @@ def triplet(
     else:
         hardness_PK = negative_PK.detach() if detached else negative_PK
         loss_P = (term_PK * _weights(term_PK, hardness_PK, temperature)).sum(1)
-    num_positives_P = torch.bincount(positives.rows, minlength=len(score_AC))[positives.rows]
+    # Not `bincount`, which asks the device for the largest row, and so makes the host wait.
+    num_positives_A = positives.rows.new_zeros(len(score_AC))
+    num_positives_A.scatter_add_(0, positives.rows, torch.ones_like(positives.rows))
+    num_positives_P = num_positives_A[positives.rows]
     return (loss_P / num_positives_P).sum()
 
 
@@ -114,7 +117,7 @@ def hardest(score_AC: Tensor, not_negatives: Pairs, count: int) -> tuple[Tensor,
         Scores [A, K], -inf if an anchor has fewer than K negatives, and columns int64 [A, K].
     """
     entries = not_negatives.rows, not_negatives.columns
-    masked_AC = score_AC.index_put(entries, score_AC.new_tensor(-torch.inf))
+    masked_AC = score_AC.index_put(entries, score_AC.new_full((), -torch.inf))
     width = score_AC.shape[1]
     if not count or count >= width:
         columns = torch.arange(width, device=score_AC.device)

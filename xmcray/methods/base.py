@@ -20,6 +20,7 @@ from xmcray.nn.heads import FusionConfig, Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowTable
 from xmcray.parallel.partition import LabelPartition
+from xmcray.parallel.transfers import to_device
 from xmcray.types import Batch, Int64Array, Ragged, Shortlist, StepOutput
 
 
@@ -101,7 +102,8 @@ class MethodContext:
         if not rate:
             return None
         mask = draws.keep_mask(self.seed, purpose, step, start, stop, width, rate)
-        return torch.from_numpy(mask).to(self.device)
+        (keep_BD,) = to_device([torch.from_numpy(mask)], self.device)
+        return keep_BD
 
     def keep_factors(
         self, purpose: str, step: int, start: int, stop: int, width: int, rate: float

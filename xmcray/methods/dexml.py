@@ -37,6 +37,7 @@ from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.parallel import collectives
 from xmcray.parallel.collectives import gather_rows
 from xmcray.parallel.partition import LabelPartition
+from xmcray.parallel.transfers import to_device
 from xmcray.types import Batch, Int64Array, Ragged, Shortlist, StepOutput
 
 
@@ -160,7 +161,8 @@ class Dexml(DualEncoder):
         hard_UD = context.encode(context.label_tokens(own_hardest))
         # Columns ascend by label, so the vectors of positives and mined labels are interleaved.
         encoded_ids = np.concatenate([batch_pool.own, own_hardest])
-        order_U = torch.from_numpy(np.argsort(encoded_ids)).to(context.device)
+        order = torch.from_numpy(np.argsort(encoded_ids))
+        (order_U,) = to_device([order], context.device)
         label_UD = torch.cat([positive_UD, hard_UD]).index_select(0, order_U)
 
         total = self._dropped_total(query_BD, label_UD, batch, positives, pool)
@@ -252,24 +254,32 @@ class Dexml(DualEncoder):
             pool: Labels that are scored.
         """
         scale = 1 / self.config.temperature
-        device = query_GD.device
-        drawn = pool.pairs(positives, device=device)
+        drawn = pool.pairs(positives)
         if self.config.loss == "decoupled":
-            not_negatives = pool.pairs(batch.positives, batch.excluded, device=device)
+            not_negatives = pool.pairs(batch.positives, batch.excluded)
             return decoupled_softmax(query_GD, column_UD, drawn, not_negatives, scale)
         # Positives that were not drawn are neither positive nor negative.
-        skipped = pool.pairs(batch.positives, batch.excluded, without=positives, device=device)
+        skipped = pool.pairs(batch.positives, batch.excluded, without=positives)
         if self.config.loss == "softmax":
             return softmax(query_GD, column_UD, drawn, skipped, scale)
         if self.config.loss == "bce":
             return full_bce(query_GD * scale, column_UD, drawn, skipped)
         k = self._top_k(batch, pool)
-        return soft_top_k(query_GD, column_UD, drawn, skipped, k, self.config.alpha, scale)
+        return soft_top_k(
+            query_GD,
+            column_UD,
+            drawn,
+            skipped,
+            k,
+            self.config.alpha,
+            scale,
+            widest=pool.most_columns,
+        )
 
     def _top_k(self, batch: Batch, pool: LabelPool) -> float:
         """k, or less in a small pool: at least one column must be able to stay outside the top k."""
         num_skipped_G = batch.positives.lengths + batch.excluded.lengths
-        most_outside = len(pool.ids) - num_skipped_G.max(initial=0) - 1
+        most_outside = pool.num_labels - num_skipped_G.max(initial=0) - 1
         k = min(self.config.top_k, most_outside)
         # The threshold exists for any k above 0, so a tiny pool gets half a label.
         return float(max(k, 0.5))
@@ -315,7 +325,7 @@ class EmbeddingCache:
         # integers up to 2^53, so ids survive.
         best_norms = norm_S[partition.to_local(best_own)]
         candidates = np.stack([best_norms, best_own], axis=1, dtype=np.float64)
-        own_candidates = torch.from_numpy(candidates).to(gradient_SD.device)
+        (own_candidates,) = to_device([torch.from_numpy(candidates)], gradient_SD.device)
         gathered = collectives.gather_ragged(own_candidates)
         norm_K, id_K = torch.cat(gathered).cpu().numpy().T
         largest = _largest(norm_K, id_K.astype(np.int64), count)
@@ -323,14 +333,14 @@ class EmbeddingCache:
 
     def refreshed(self, label_ids: Int64Array, vector_UD: Tensor) -> Tensor:
         """[S, D], a copy in which some of this rank's labels have other vectors."""
-        local_ids = self.partition.to_local(label_ids)
-        local_U = torch.from_numpy(local_ids).to(vector_UD.device)
+        local_ids = torch.from_numpy(self.partition.to_local(label_ids))
+        (local_U,) = to_device([local_ids], vector_UD.device)
         return self.vector_SD.index_copy(0, local_U, vector_UD)
 
     def refresh(self, label_ids: Int64Array, vector_UD: Tensor) -> None:
         """Replaces the vectors of some of this rank's labels."""
-        local_ids = self.partition.to_local(label_ids)
-        local_U = torch.from_numpy(local_ids).to(vector_UD.device)
+        local_ids = torch.from_numpy(self.partition.to_local(label_ids))
+        (local_U,) = to_device([local_ids], vector_UD.device)
         self.vector_SD.index_copy_(0, local_U, vector_UD)
 
 

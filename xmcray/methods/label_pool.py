@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from xmcray.losses.pairs import Pairs
-from xmcray.parallel.partition import LabelPartition
+from xmcray.parallel.partition import LabelPartition, share
 from xmcray.types import Int64Array, Ragged
 
+BoolArray = npt.NDArray[np.bool_]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class LabelPool:
     """Distinct labels as columns of the batch's score matrix, split over ranks by owner.
 
@@ -36,24 +39,43 @@ class LabelPool:
 
     @classmethod
     def everything(cls, partition: LabelPartition) -> LabelPool:
-        """All L labels."""
-        ids = np.arange(partition.num_labels, dtype=np.int64)
-        return cls(partition, ids, ids[partition.start : partition.stop])
+        """All L labels, without an array of their ids."""
+        return _AllLabels(partition)
+
+    @property
+    def num_labels(self) -> int:
+        """Columns of all ranks."""
+        return len(self.ids)
+
+    @property
+    def num_columns(self) -> int:
+        """U, columns of this rank."""
+        return len(self.own)
+
+    @property
+    def most_columns(self) -> int:
+        """Most columns of any rank, which every rank knows without asking the others."""
+        partition = self.partition
+        most = 0
+        for rank in range(partition.num_ranks):
+            start_and_stop = share(partition.num_labels, rank, partition.num_ranks)
+            first, end = np.searchsorted(self.ids, start_and_stop)
+            most = max(most, int(end - first))
+        return most
 
     @property
     def first(self) -> int:
         """Position of this rank's first column among the columns of all ranks."""
         return int(np.searchsorted(self.ids, self.partition.start))
 
-    def pairs(
-        self, *lists: Ragged, without: Ragged | None = None, device: torch.device | str = "cpu"
-    ) -> Pairs:
-        """Entries of per-query label lists that are columns of this rank, sorted by query.
+    def pairs(self, *lists: Ragged, without: Ragged | None = None) -> Pairs:
+        """Entries of per-query label lists that are columns of this rank, on the host.
+
+        They are sorted by query, and then by column.
 
         Args:
             lists: Label ids of all G queries. An entry of two lists becomes one pair.
             without: Entries of this list are left out.
-            device: Of the result.
         """
         # A pair is one number, row * U + column, so that sets of pairs are sets of numbers.
         # The numbers ascend by query and then by column.
@@ -62,17 +84,15 @@ class LabelPool:
         if without is not None:
             left_out = self._keys(without)
             keys = np.setdiff1d(keys, left_out, assume_unique=True)
-        rows, columns = np.divmod(keys, max(len(self.own), 1))
-        row_P = torch.from_numpy(rows).to(device)
-        column_P = torch.from_numpy(columns).to(device)
-        return Pairs(row_P, column_P)
+        rows, columns = np.divmod(keys, max(self.num_columns, 1))
+        return Pairs(torch.from_numpy(rows), torch.from_numpy(columns))
 
     def _keys(self, lists: Ragged) -> Int64Array:
         """row * U + column of each entry that is a column of this rank."""
-        positions, is_column = _find(self.own, lists.values)
+        positions, is_column = self._own_positions(lists.values)
         rows = lists.row_ids[is_column]
         columns = positions[is_column]
-        keys: Int64Array = rows * len(self.own) + columns
+        keys: Int64Array = rows * self.num_columns + columns
         return keys
 
     def count(self, lists: Ragged) -> Int64Array:
@@ -82,10 +102,55 @@ class LabelPool:
         # A query without a label in the pool counts 0, also at the end of the batch.
         return np.bincount(rows, minlength=len(lists))
 
+    def _own_positions(self, ids: Int64Array) -> tuple[Int64Array, BoolArray]:
+        """This rank's column of each id, and whether the id is a column of this rank at all."""
+        return _find(self.own, ids)
 
-def _find(
-    sorted_ids: Int64Array, ids: Int64Array
-) -> tuple[Int64Array, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
+
+class _AllLabels(LabelPool):
+    """All labels: positions follow by subtraction, so a step does no work that grows with L.
+
+    The arrays of ids are made for those who ask for them.
+    """
+
+    def __init__(self, partition: LabelPartition) -> None:
+        object.__setattr__(self, "partition", partition)  # the base is frozen
+
+    @property
+    def ids(self) -> Int64Array:
+        return np.arange(self.partition.num_labels)
+
+    @property
+    def own(self) -> Int64Array:
+        return np.arange(self.partition.start, self.partition.stop)
+
+    @property
+    def num_labels(self) -> int:
+        return self.partition.num_labels
+
+    @property
+    def num_columns(self) -> int:
+        return self.partition.size
+
+    @property
+    def most_columns(self) -> int:
+        # Shares differ by at most one label.
+        return -(-self.partition.num_labels // self.partition.num_ranks)
+
+    @property
+    def first(self) -> int:
+        return self.partition.start
+
+    def count(self, lists: Ragged) -> Int64Array:
+        return lists.lengths
+
+    def _own_positions(self, ids: Int64Array) -> tuple[Int64Array, BoolArray]:
+        is_own = self.partition.owns(ids)
+        # Positions of labels of other ranks are never read.
+        return ids - self.partition.start, is_own
+
+
+def _find(sorted_ids: Int64Array, ids: Int64Array) -> tuple[Int64Array, BoolArray]:
     """Position of each id in `sorted_ids`, and whether it is there at all."""
     if not len(sorted_ids):
         return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)

@@ -114,8 +114,8 @@ class OneVsAll(Method):
         return full_bce(
             query_GD,
             self.classifier.rows(None),
-            pool.pairs(batch.positives, device=query_GD.device),
-            pool.pairs(batch.excluded, device=query_GD.device),
+            pool.pairs(batch.positives),
+            pool.pairs(batch.excluded),
             self.chunk_labels,
             self.logit_prior,
         )

@@ -49,6 +49,7 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork, move_centroids
 from xmcray.parallel import collectives
 from xmcray.parallel.collectives import gather_parts, gather_rows
+from xmcray.parallel.transfers import to_device
 from xmcray.types import Batch, Int64Array, Ragged, Shortlist, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -246,13 +247,15 @@ class Prime(Method):
         # All positives of the batch, and not only the drawn ones of the loss.
         is_own = partition.owns(positives.values)
         local_ids = partition.to_local(positives.values[is_own])
-        labels = torch.from_numpy(local_ids)
-        queries = torch.from_numpy(positives.row_ids[is_own])
+        queries = positives.row_ids[is_own]
+        labels_P, queries_P = to_device(
+            [torch.from_numpy(local_ids), torch.from_numpy(queries)], self.context.device
+        )
         move_centroids(
             self.centroid_SD,
-            labels.to(self.context.device),
+            labels_P,
             output.query_GD,
-            queries.to(self.context.device),
+            queries_P,
             self.config.centroid_momentum,
         )
 
@@ -299,16 +302,16 @@ class Prime(Method):
         positives_own = batch.positives.slice(batch.start, batch.stop)
         excluded_own = batch.excluded.slice(batch.start, batch.stop)
         return _AnchorPairs(
-            all_columns.pairs(drawn_own, device=device),
-            all_columns.pairs(positives_own, excluded_own, device=device),
+            all_columns.pairs(drawn_own).to(device),
+            all_columns.pairs(positives_own, excluded_own).to(device),
         )
 
     def _label_pairs(self, batch: Batch, drawn: Ragged, pool: LabelPool) -> _AnchorPairs:
         """Labels of this rank with the queries of all ranks."""
         device = self.context.device
         return _AnchorPairs(
-            pool.pairs(drawn, device=device).swapped(),
-            pool.pairs(batch.positives, batch.excluded, device=device).swapped(),
+            pool.pairs(drawn).swapped().to(device),
+            pool.pairs(batch.positives, batch.excluded).swapped().to(device),
         )
 
     def _prototypes(self, text_UD: Tensor, label_ids: Int64Array, keep: Tensor | None) -> Tensor:
@@ -316,8 +319,8 @@ class Prime(Method):
 
         A gradient flows to texts, network and free vectors.
         """
-        local_U = torch.from_numpy(self.context.partition.to_local(label_ids))
-        local_U = local_U.to(self.context.device)
+        local_ids = torch.from_numpy(self.context.partition.to_local(label_ids))
+        (local_U,) = to_device([local_ids], self.context.device)
         prototype_UD: Tensor = self.network(
             text_UD, self.centroid_SD[local_U], self.cluster_S[local_U], keep
         )

@@ -103,17 +103,16 @@ def rae_loss(
         scale: 1 / tau.
         query_negatives: Other queries are negatives too.
     """
-    device = query_BD.device
     query_GD = gather_rows(query_BD, len(batch.query_ids))
-    positives = pool.pairs(drawn, device=device)
-    not_negatives = pool.pairs(batch.positives, batch.excluded, device=device)
+    positives = pool.pairs(drawn)
+    not_negatives = pool.pairs(batch.positives, batch.excluded)
     if not query_negatives:
         return decoupled_softmax(query_GD, label_UD, positives, not_negatives, scale)
     # Each rank adds its own queries as columns behind its labels. As columns they belong to this
     # rank, so the gradient of the columns needs no exchange.
     column_UD = torch.cat([label_UD, query_BD])
     shared = sharing_queries(batch.positives, batch.start, batch.stop)
-    sharing_pairs = Pairs(shared.rows.to(device), shared.columns.to(device) + len(label_UD))
+    sharing_pairs = Pairs(shared.rows, shared.columns + len(label_UD))
     not_negatives = Pairs.union(not_negatives, sharing_pairs)
     return decoupled_softmax(query_GD, column_UD, positives, not_negatives, scale)
 

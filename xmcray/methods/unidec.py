@@ -41,6 +41,7 @@ from xmcray.nn.heads import TwoHeads
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowOptimConfig
 from xmcray.parallel.collectives import gather_rows
+from xmcray.parallel.transfers import to_device
 from xmcray.types import Batch, Shortlist, StepOutput
 
 
@@ -197,7 +198,7 @@ class Unidec(Method):
             total = total + config.balance * text_loss
         if config.balance < 1:
             local_ids = self.context.partition.to_local(pools.rows.own)
-            local_U = torch.from_numpy(local_ids).to(self.context.device)
+            (local_U,) = to_device([torch.from_numpy(local_ids)], self.context.device)
             row_UE = self.tables["classifier"].rows(local_U)
             row_loss = self._psl(row_GE, row_UE, batch, pools.rows, config.balance_classifier)
             total = total + (1 - config.balance) * row_loss
@@ -249,13 +250,12 @@ class Unidec(Method):
     def _psl(
         self, query_GE: Tensor, column_UE: Tensor, batch: Batch, pool: LabelPool, balance: float
     ) -> Tensor:
-        device = query_GE.device
         # Labels of the pool that no query of the batch has are negatives only, and no anchors.
         is_positive = np.isin(pool.ids, batch.positives.values)
         picked = Picked(
-            positives=pool.pairs(batch.positives, device=device),
-            skipped=pool.pairs(batch.excluded, device=device),
-            count_G=torch.from_numpy(pool.count(batch.positives)).to(device),
+            positives=pool.pairs(batch.positives),
+            skipped=pool.pairs(batch.excluded),
+            count_G=torch.from_numpy(pool.count(batch.positives)),
             num_labels=int(is_positive.sum()),
         )
         return pick_some_labels(

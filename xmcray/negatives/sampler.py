@@ -6,8 +6,7 @@ C  uniform candidates    T  values of a ragged array
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from xmcray import draws
 from xmcray.parallel.partition import LabelPartition
+from xmcray.parallel.transfers import to_device
 from xmcray.types import Batch, Int64Array, Ragged, offsets_of
 
 Float64Array = npt.NDArray[np.float64]
@@ -51,11 +51,13 @@ class Candidates:
         """Returns the same candidates on another device."""
         if device.type == "cpu":
             return self
-        moved: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
         for field in fields(self):
             tensor = getattr(self, field.name)
-            moved[field.name] = None if tensor is None else tensor.to(device)
-        return Candidates(**moved)
+            if tensor is not None:
+                tensors[field.name] = tensor
+        moved = to_device(list(tensors.values()), device)
+        return replace(self, **dict(zip(tensors, moved, strict=True)))
 
 
 def gather_candidates(

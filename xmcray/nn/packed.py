@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from xmcray.parallel.transfers import to_device
 from xmcray.types import Int64Array
 
 NAME = "xmcray_packed"
@@ -52,7 +53,7 @@ def run(model: Any, token_TH: Tensor, lengths: Int64Array) -> Tensor:
     """
     starts = np.cumsum(lengths) - lengths
     position = np.arange(len(token_TH)) - np.repeat(starts, lengths)
-    position_T = torch.from_numpy(position).to(token_TH.device)
+    (position_T,) = to_device([torch.from_numpy(position)], token_TH.device)
     # To the model, all texts are one row; attention cuts it by `packed_spans`.
     output = model(
         inputs_embeds=token_TH[None],

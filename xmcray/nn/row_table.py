@@ -10,7 +10,6 @@ update.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -90,9 +89,10 @@ class RowTable:
         # Adam's bias correction needs the number of updates of each row.
         num_touched = num_rows if config.kind == "adam" else 0
         self.touches_S = torch.zeros(num_touched, dtype=torch.int32, device=device)
-        # log_decay[t] is the sum of log(1 - lr * wd) over the first t updates. It is an array
-        # because it grows by one number a step and is read as a tensor without a copy.
-        self.log_decay = array("d", [0.0])
+        self.num_steps = 0  # updates so far
+        # All rows were up to date after this update.
+        self._all_current_step = 0
+        self._decay = _DecaySums(device)
         self._open: tuple[Tensor | None, Tensor] | None = None
 
     def rows(self, ids_U: Tensor | None) -> Tensor:
@@ -129,6 +129,8 @@ class RowTable:
             where = block if ids_U is None else ids_U[block]
             rows_BD = self._wide(leaf.detach()[block])
             self._step(where, rows_BD, leaf.grad[block], lr, decay)
+        if ids_U is None:
+            self._all_current_step = self.num_steps
 
     def update_rows(self, lr: float, ids_U: Tensor, grad_UD: Tensor) -> None:
         """One optimiser step on rows that were not read; it counts as a step for all rows.
@@ -143,14 +145,10 @@ class RowTable:
             rows_BD = self._read(ids_U[block])
             self._step(ids_U[block], rows_BD, grad_UD[block], lr)
 
-    @property
-    def num_steps(self) -> int:
-        """Updates so far."""
-        return len(self.log_decay) - 1
-
     def flush(self) -> None:
         """Brings every row up to date with the weight decay of the steps that did not touch it."""
-        if self.config.weight_decay and self.num_steps:
+        # A step on all rows leaves none behind; then the device is not asked which rows are.
+        if self.config.weight_decay and self._all_current_step != self.num_steps:
             stale = (self.last_step_S < self.num_steps).nonzero().squeeze(1)
             # In blocks, so that the copies stay small.
             for ids in stale.split(1 << 16):
@@ -183,16 +181,15 @@ class RowTable:
 
         The sums start anew, so that a run that was restored here rounds as one that went on.
         """
-        self.log_decay = array("d", [0.0]) * (num_steps + 1)
+        self.num_steps = num_steps
+        self._all_current_step = num_steps
+        self._decay.restart(num_steps)
         self.last_step_S.fill_(num_steps)
 
     def _pending_decay(self, last_step_U: Tensor) -> Tensor:
         """[U, 1], what the weight decay since each row's last step leaves of it."""
-        sums = torch.frombuffer(self.log_decay, dtype=torch.float64).to(last_step_U.device)
-        # A difference of sums of logarithms is the logarithm of the product of the steps between.
-        factor_U = torch.exp(sums[-1] - sums[last_step_U.long()])
         dtype = torch.float32 if self.rounded else self.weight_SD.dtype
-        return factor_U.to(dtype).unsqueeze(1)
+        return self._decay.factors(last_step_U).to(dtype).unsqueeze(1)
 
     def _count_step(self, lr: float) -> float:
         """Counts a step; returns what its weight decay leaves of a row.
@@ -203,8 +200,9 @@ class RowTable:
         """
         check_decay("lr", lr, "weight_decay", self.config.weight_decay)
         decay = 1.0 - lr * self.config.weight_decay
-        log_decay = float(torch.log(torch.tensor(decay, dtype=torch.float64)))
-        self.log_decay.append(self.log_decay[-1] + log_decay)
+        self.num_steps += 1
+        if self.config.weight_decay:
+            self._decay.append(decay)
         return decay
 
     def _blocks(self, num_rows: int) -> Iterator[slice]:
@@ -237,10 +235,10 @@ class RowTable:
         if not self.rounded:
             return rows_BD
         if isinstance(where, slice):
-            ids = torch.arange(where.start, where.start + len(rows_BD))
+            last = where.start + len(rows_BD)
+            ids = torch.arange(where.start, last, device=rows_BD.device)
         else:
             ids = where
-        ids = ids.to(rows_BD.device)
         dim = rows_BD.shape[1]
         columns = torch.arange(dim, device=rows_BD.device)
         # Number of each value in the table of all ranks.
@@ -312,6 +310,42 @@ class RowTable:
         # sqrt makes a new tensor, so what follows leaves the state as it is.
         denominator_BD = square_BD.sqrt().mul_(correction_B1).add_(config.eps)
         rows_BD.addcdiv_(step_size_B1 * mean_BD, denominator_BD)
+
+
+class _DecaySums:
+    """Sums of log(1 - lr * wd) over the updates since a first one, kept where the rows are.
+
+    Args:
+        device: Of the rows.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.restart(0)
+
+    def restart(self, num_steps: int) -> None:
+        """Forgets all updates; the sums start after `num_steps` of them."""
+        self._first_step = num_steps
+        self._length = 1
+        self._sum = 0.0
+        # sums[t] is the sum over t updates. The buffer is longer than that, and doubles when it is
+        # full: each update fills in one number, and none copies the history.
+        self._sums = torch.zeros(256, dtype=torch.float64, device=self._device)
+
+    def append(self, decay: float) -> None:
+        """Adds an update that leaves `decay` of a row."""
+        # The logarithm of the host's torch, which runs were recorded with.
+        self._sum += float(torch.log(torch.tensor(decay, dtype=torch.float64)))
+        if self._length == len(self._sums):
+            self._sums = torch.cat([self._sums, torch.zeros_like(self._sums)])
+        self._sums[self._length].fill_(self._sum)
+        self._length += 1
+
+    def factors(self, last_step_U: Tensor) -> Tensor:
+        """float64 [U], what the updates after each row's last step leave of it."""
+        # A difference of sums of logarithms is the logarithm of the product of the steps between.
+        newest = self._sums[self._length - 1]
+        return torch.exp(newest - self._sums[last_step_U.long() - self._first_step])
 
 
 def _taken(tensor: Tensor, where: Where) -> Tensor:

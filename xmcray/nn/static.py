@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from xmcray.nn.encoder import SETTINGS, WEIGHTS, Encoder
 from xmcray.nn.module_files import load_settings, reading, save_settings, save_weights
 from xmcray.nn.row_table import sum_by_row
+from xmcray.parallel.transfers import to_device
 from xmcray.types import Int64Array, Ragged, offsets_of, to_torch
 
 # Tokens over which the extra weight of a text's first tokens falls by a factor e.
@@ -115,10 +116,22 @@ class StaticEncoder(Encoder):
         """query_BD; a text without tokens is the zero vector and what the residual adds."""
         table_VD = self.embedding.weight
         device = table_VD.device
-        rows, weight_T = self._weighted_rows(tokens)
-        row_T = to_torch(rows.values).to(device)
-        start_B = to_torch(rows.offsets[:-1]).to(device)
-        text_T = to_torch(rows.row_ids).to(device)
+        # Without rows of pairs, these two are empty.
+        rows, first, second = self._rows(tokens)
+        arrays = (
+            rows.values,
+            rows.offsets[:-1],
+            rows.row_ids,
+            tokens.values % self.side_rows,
+            tokens.places,
+            first,
+            second,
+        )
+        # All that the encoder needs of a batch travels to the device in one copy.
+        row_T, start_B, text_T, token_T, place_T, first_R, second_R = to_device(
+            [to_torch(array) for array in arrays], device
+        )
+        weight_T = self._weights(token_T, place_T, first_R, second_R)
         sum_BD = cast(Tensor, _WeightedBag.apply(table_VD, row_T, start_B, text_T, weight_T))
         # The length of the weight vector of each text, squared.
         square_B1 = _bag_sums(weight_T.square(), start_B)
@@ -130,23 +143,34 @@ class StaticEncoder(Encoder):
         hidden_BD = F.gelu(self.hidden(query_BD))
         return query_BD + cast(Tensor, self.out(hidden_BD))
 
-    def _weighted_rows(self, tokens: Ragged) -> tuple[Ragged, Tensor]:
-        """Table rows of each text, and the weight of each."""
+    def _rows(self, tokens: Ragged) -> tuple[Ragged, Int64Array, Int64Array]:
+        """Table rows of each text, and what `_with_pairs` says of them if there are pairs."""
+        if self.bigram_buckets:
+            return self._with_pairs(tokens)
+        nothing = np.empty(0, np.int64)
+        return tokens, nothing, nothing
+
+    def _weights(
+        self, token_T: Tensor, place_T: Tensor, first_R: Tensor, second_R: Tensor
+    ) -> Tensor:
+        """The weight of each table row of each text.
+
+        Args:
+            token_T: int64, tokens of all texts, as rows of the query side.
+            place_T: int64, the place of each in its text.
+            first_R: int64, positions in `token_T` of the left token of each row with pairs.
+            second_R: int64, those of the right token.
+        """
         # Weights are looked up per token, so a pair needs no weight of its own. A token has one
         # weight on both sides.
-        device = self.weight.device
-        weight_T = self.weight[to_torch(tokens.values % self.side_rows).to(device)]
+        weight_T = self.weight[token_T]
         if self.position_decay:
-            place_T = to_torch(tokens.places).to(weight_T)
-            decay_T = torch.exp(place_T / -_DECAY_TOKENS)
+            decay_T = torch.exp(place_T.to(weight_T.dtype) / -_DECAY_TOKENS)
             weight_T = weight_T * (1 + self.position_decay * decay_T)
         if not self.bigram_buckets:
-            return tokens, weight_T
-        rows, first, second = self._with_pairs(tokens)
-        first_R = to_torch(first).to(device)
-        second_R = to_torch(second).to(device)
+            return weight_T
         # A token's own row has twice the same place, so its mean is its weight.
-        return rows, (weight_T[first_R] + weight_T[second_R]) / 2
+        return (weight_T[first_R] + weight_T[second_R]) / 2
 
     def _with_pairs(self, tokens: Ragged) -> tuple[Ragged, Int64Array, Int64Array]:
         """Table rows of tokens and pairs, and the places in `tokens` of each row's two tokens.

@@ -27,6 +27,7 @@ from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig, principal_axes
 from xmcray.nn.frozen import EncodedTexts
 from xmcray.nn.module_files import save_settings, save_weights
 from xmcray.parallel import collectives
+from xmcray.parallel.transfers import to_device
 from xmcray.types import Int64Array, Ragged, offsets_of, to_torch
 
 if TYPE_CHECKING:
@@ -179,7 +180,8 @@ class TransformerEncoder(Encoder):
         # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so
         # once is enough.
         order = np.concatenate(batches)
-        token_T = to_torch(tokens.take(order).values).to(device)
+        on_host = [to_torch(tokens.take(order).values), to_torch(order)]
+        token_T, row_B = to_device(on_host, device)
         token_TH = lookup(token_T)
         pooled: list[Tensor] = []
         first = 0
@@ -191,7 +193,6 @@ class TransformerEncoder(Encoder):
             first = stop
         pooled_BH = torch.cat(pooled)
         # Back to the caller's order; texts without tokens are in no batch and stay zero.
-        row_B = to_torch(order).to(device)
         zeros_BH = pooled_BH.new_zeros(len(tokens), hidden)
         return zeros_BH.index_copy(0, row_B, pooled_BH)
 
@@ -217,14 +218,15 @@ class TransformerEncoder(Encoder):
         state_TH = _at_least_float32(state_TH)
         if self.pooling == "cls":
             first_tokens = np.cumsum(lengths) - lengths
-            return state_TH[to_torch(first_tokens).to(token_TH.device)]
+            (first_B,) = to_device([to_torch(first_tokens)], token_TH.device)
+            return state_TH[first_B]
         return packed.means(state_TH, lengths)
 
     def _pooled_padded(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
         device = token_TH.device
         # True where a text has a token: its first `length` cells.
         mask = np.arange(lengths.max()) < lengths[:, None]
-        mask_BT = to_torch(mask).to(device)
+        (mask_BT,) = to_device([to_torch(mask)], device)
         attention_BT: Tensor | None = None
         if mask.all():
             # Without padding no mask is passed: attention then takes its fastest path.
@@ -232,7 +234,7 @@ class TransformerEncoder(Encoder):
         else:
             attention_BT = mask_BT.long()
             # Cells of the padded table that hold a token, in the order of the tokens.
-            cell_T = to_torch(np.flatnonzero(mask)).to(device)
+            (cell_T,) = to_device([to_torch(np.flatnonzero(mask))], device)
             cells = token_TH.new_zeros(mask.size, token_TH.shape[1])
             padded_BTH = cells.index_copy(0, cell_T, token_TH).view(*mask.shape, -1)
         with self._autocast(device):

@@ -152,7 +152,14 @@ class EncoderOptimizer:
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
+            # One kernel for many parameters. CPUs keep the loop, whose bits runs were recorded with.
+            fused=self._is_on_gpu() or None,
         )
+
+    def _is_on_gpu(self) -> bool:
+        """Whether there is something for AdamW to train, and all of it is on a GPU."""
+        parameters = self.dense.values()
+        return bool(parameters) and all(parameter.is_cuda for parameter in parameters)
 
     def _groups(self, lr_factors: Mapping[str, float]) -> list[dict[str, Any]]:
         """Parameters of equal learning rate and weight decay, as AdamW takes them."""
@@ -220,8 +227,9 @@ class EncoderOptimizer:
             if not state:
                 continue
             moved = {key: value.to(parameter.device, copy=True) for key, value in state.items()}
-            # AdamW keeps its counter on the CPU.
-            moved["step"] = state["step"].clone()
+            # AdamW keeps its counter on the CPU, unless it is fused.
+            if not self._is_on_gpu():
+                moved["step"] = state["step"].clone()
             self._adam.state[parameter] = moved
         for name, table in self.tables.items():
             # The weights came with the module; the table only gets its state, as one block of rows.

@@ -56,8 +56,8 @@ class Seventh(Method):
         total = decoupled_softmax(
             query_GD,
             self.head(label_UD),
-            pool.pairs(batch.positives, device=query_BD.device),
-            pool.pairs(batch.positives, batch.excluded, device=query_BD.device),
+            pool.pairs(batch.positives),
+            pool.pairs(batch.positives, batch.excluded),
             scale=1 / self.config.temperature,
         )
         return StepOutput(total, len(query_GD), query_BD.detach())
