@@ -1,0 +1,149 @@
+"""All methods train on a pretended CUDA device, and their steps keep budgets of syncs and copies.
+
+The device is pretended by pretended_cuda.py, in a process of its own. What needs a real one is
+marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpora import planted_corpus
+
+HERE = Path(__file__).parent
+COMMON = [
+    "encoder.dim=16",
+    "optim.epochs=3",
+    "optim.batch_size=32",
+    "optim.warmup_steps=2",
+    "negatives.start_epoch=2",
+    "negatives.refresh_every=1",
+    "data.validation=0.1",
+    "log.validate_every=1",
+    "log.every=2",
+]
+NUM_LABELS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run and what one of its steps may cost.
+
+    Attributes:
+        method: Name of the method.
+        syncs: How often the host may wait for the device. All cases have one in the gradient of the
+            token table, whose distinct rows are counted.
+        copies: Copies from the host. The tokens are one, each dropout mask is one, and the listed
+            pairs are one for each loss.
+        settings: After those of all cases.
+    """
+
+    method: str
+    syncs: int
+    copies: int
+    settings: tuple[str, ...] = ()
+
+
+CASES = {
+    "astra": Case("astra", 1, 4),
+    "astra, all labels": Case("astra", 1, 4, ("method.exact=true",)),
+    "astra, weight decay": Case(
+        "astra",
+        1,
+        4,
+        ("method.classifier.weight_decay=0.01", "method.classifier.storage=bfloat16"),
+    ),
+    "renee": Case("renee", 1, 4),
+    # Five chunks of labels instead of one. Decay makes each step bring all rows up to date.
+    "renee, chunks": Case(
+        "renee", 1, 4, ("method.chunk_labels=8", "method.classifier.weight_decay=0.01")
+    ),
+    "dexml": Case("dexml", 1, 4),
+    "dexml, soft top k": Case("dexml", 1, 4, ("method.loss=soft_top_k",)),
+    # Mining sends the labels with the largest gradients to the host, and encodes twice.
+    "dexml, cache": Case("dexml", 4, 12, ("method.columns=cache", "method.cache_hard=8")),
+    # Two losses in two directions, and dropout of three kinds of vectors.
+    "unidec": Case("unidec", 1, 15),
+    # The regulariser takes a mean over terms whose number depends on the scores.
+    "prime": Case("prime", 6, 8),
+    "rae": Case("rae", 1, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What became of each case, by name."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler compiles the stand-in for CUDA")
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA, so nothing is pretended")
+    folder = tmp_path_factory.mktemp("pretended")
+    planted_corpus(folder, num_queries=120, num_labels=NUM_LABELS)
+    cases = {name: (case.method, [*COMMON, *case.settings]) for name, case in CASES.items()}
+    (folder / "cases.json").write_text(json.dumps(cases))
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(stand_in(compiler, folder)),
+        "OMP_NUM_THREADS": "1",
+    }
+    subprocess.run(
+        [sys.executable, str(HERE / "train_pretended.py"), str(folder)],
+        env=environment,
+        check=True,
+        timeout=300,
+    )
+    return json.loads((folder / "results.json").read_text())
+
+
+def stand_in(compiler: str, folder: Path) -> Path:
+    """Compiles the library that a CPU-only torch needs to record graphs of CUDA tensors."""
+    torch_folder = Path(torch.__file__).parent
+    library = folder / "stand_in.so"
+    include = torch_folder / "include"
+    arguments = [
+        "-O0",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        f"-I{include}",
+        f"-I{include / 'torch/csrc/api/include'}",
+        f"-L{torch_folder / 'lib'}",
+        f"-Wl,-rpath,{torch_folder / 'lib'}",
+        "-lc10",
+        "-ltorch_cpu",
+    ]
+    source = str(HERE / "stand_in.cpp")
+    # Libraries come after the source that needs them.
+    subprocess.run([compiler, source, "-o", str(library), *arguments], check=True, timeout=120)
+    return library
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_method_trains_on_the_device_to_the_end(results: Any, name: str) -> None:
+    result = results[name]
+    assert "error" not in result, result["error"]
+    assert result["steps"] >= 12
+    assert result["devices"] == ["cuda:0"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_keeps_its_budget_of_syncs_and_copies(results: Any, name: str) -> None:
+    case = CASES[name]
+    syncs = results[name]["syncs"]
+    copies = results[name]["copies"]
+    assert sum(syncs.values()) <= case.syncs, syncs
+    assert sum(copies.values()) <= case.copies, copies
+
+
+def test_a_mixture_of_devices_is_refused(results: Any) -> None:
+    assert "MixedDevicesError" in results["mixture"]["error"]
