@@ -75,7 +75,7 @@ def merge(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"override {override!r} is not of the form section.name=value")
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError):
             raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
         try:
             put(merged, name, value)
@@ -128,11 +128,12 @@ def load_yaml(source: str) -> dict[str, Any]:
             raise ConfigError(
                 f"configuration file {source} does not exist; presets are named preset:METHOD/DATASET"
             ) from None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"configuration file {source} cannot be read: {error}") from None
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    # PyYAML raises other errors for some values, such as a date that does not exist.
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid YAML: {one_line(error)}") from None
     if values is None:  # an empty file, or comments only
         return {}

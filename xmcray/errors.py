@@ -17,6 +17,9 @@ Any other exception that escapes is our own mistake and ends with a traceback an
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 def one_line(message: object, limit: int = 200) -> str:
     """An error or text of another library as one line of at most `limit` characters."""
@@ -57,3 +60,30 @@ class ShortlistError(XmcrayError):
 
 class BundleError(XmcrayError):
     """A bundle cannot be loaded or searched."""
+
+
+@contextlib.contextmanager
+def readable(
+    failure: str, remedy: str, error_type: type[XmcrayError] = StorageError
+) -> Iterator[None]:
+    """Turns whatever a library raises on a malformed file into one line.
+
+    Args:
+        failure: what the message says, such as "labels.parquet cannot be read".
+        remedy: what to do about it.
+        error_type: the error to raise. Our own errors pass, except those about settings, which
+            here are settings in the file.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise error_type(f"{failure} ({one_line(error)}); {remedy}") from error
+    except XmcrayError:
+        raise
+    except BaseException as error:
+        # A Rust library that gives up raises a PanicException, which is no Exception.
+        is_panic = type(error).__name__ == "PanicException"
+        if not isinstance(error, Exception) and not is_panic:
+            raise
+        reason = one_line(f"{type(error).__name__}: {error}", 160)
+        raise error_type(f"{failure} ({reason}); {remedy}") from error

@@ -26,11 +26,13 @@ from typing import Any
 import fsspec
 from safetensors import SafetensorError
 
-from xmcray.errors import StorageError, XmcrayError, one_line
+from xmcray.errors import StorageError, XmcrayError, one_line, readable
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_LONGEST_PATH = 3_900  # of Linux, 4,095, less what artifacts add
+_LONGEST_NAME = 230  # of Linux, 255, less what temporary names add
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 # Arguments of the system call renameat2: paths start at the working folder; swap two names.
 _AT_FDCWD = -100
@@ -125,6 +127,19 @@ def whole_file(path: Path) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError, RecursionError: it is no JSON, or something else than an object.
+    """
+    body = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(body, dict):
+        raise ValueError(f"found {type(body).__name__}, expected an object")
+    return body
+
+
 def write_json(path: Path, value: object) -> None:
     """Writes JSON as `write_text` writes text."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True))
@@ -154,6 +169,14 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         if full or "No space left" in message:
             raise disk_full(path) from error
         raise
+    except shutil.Error as error:
+        # copytree collects what went wrong as texts, each with the system's error number.
+        message = str(error)
+        if any(f"[Errno {code}]" in message for code in _FULL):
+            raise disk_full(path) from error
+        raise StorageError(
+            f"{path} cannot be written ({one_line(message)}); choose another folder"
+        ) from error
     except OSError as error:
         storage_error = _storage_error(error, path)
         if storage_error is None:
@@ -403,8 +426,30 @@ def link_files(
     return linked
 
 
+def check_path(path: str | Path) -> None:
+    """Raises StorageError for a path that no file can have."""
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeError:
+        raise StorageError(
+            f"{str(path)[:80]!a} is no path: it cannot be encoded; choose another name"
+        ) from None
+    if b"\0" in encoded:
+        raise StorageError(
+            f"{str(path)[:80]!a} is no path: it has a null character; choose another name"
+        )
+    longest = max(map(len, encoded.split(b"/")))
+    # A file is first written under a name that is 18 characters longer.
+    if not is_url(path) and (len(encoded) > _LONGEST_PATH or longest > _LONGEST_NAME):
+        raise StorageError(
+            f"{one_line(path, 80)}... is {len(encoded)} bytes long with a name of {longest}, expected at"
+            f" most {_LONGEST_PATH} and {_LONGEST_NAME}; choose a shorter path"
+        )
+
+
 def refuse_existing(destination: str | Path) -> None:
     """Raises StorageError if something is already there: good data is never overwritten."""
+    check_path(destination)
     if is_url(destination):
         filesystem, root = filesystem_of(str(destination))
         with reaching(str(destination)):
@@ -424,6 +469,7 @@ def read_manifest(path: str | Path, kind: str) -> Manifest:
     Raises:
         StorageError: no folder, no manifest, another kind, another schema, or an altered manifest.
     """
+    check_path(path)
     folder = Path(path)
     if not folder.is_dir():
         raise StorageError(f"{path} does not exist; expected a {kind} folder")
@@ -442,32 +488,39 @@ def _parse_manifest(content: bytes, source: str | Path, kind: str) -> Manifest:
     Args:
         source: folder or URL of the artifact, for messages.
     """
-    try:
+    with readable(f"{source}/{MANIFEST} is damaged", f"make the {kind} again"):
         body = json.loads(content)
-        digest = body.pop("sha256")
+        digest = str(body.pop("sha256"))
         files = {}
         for name, entry in body["files"].items():
             files[name] = FileEntry(int(entry["size"]), str(entry["sha256"]))
-        manifest = Manifest(body["kind"], files, body["about"], digest)
+        about = dict(body["about"])
+        manifest = Manifest(str(body["kind"]), files, about, digest)
         version = body["schema_version"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise StorageError(f"{source}/{MANIFEST} is damaged; make the {kind} again") from None
+        # Within the block, because a value that is nested too deeply cannot be hashed either.
+        content_hash = _content_hash(body)
     if manifest.kind != kind:
-        raise StorageError(f"{source} holds a {manifest.kind}, expected a {kind}")
+        raise StorageError(f"{source} holds a {one_line(manifest.kind, 40)}, expected a {kind}")
     if version != SCHEMA_VERSION:
         raise StorageError(
-            f"{source} has schema version {version}, this release reads {SCHEMA_VERSION}"
+            f"{source} has schema version {one_line(version, 40)}, this release reads {SCHEMA_VERSION}"
         )
-    if digest != _content_hash(body):
+    if digest != content_hash:
         raise StorageError(
             f"{source}/{MANIFEST} was altered after it was written; make the {kind} again"
         )
     # A name must not lead out of the folder when its file is copied or read.
-    if any(name.startswith("/") or ".." in name.split("/") for name in files):
+    if any(not _is_inside(name) for name in files):
         raise StorageError(
             f"{source}/{MANIFEST} names a file outside its folder; do not use this {kind}"
         )
     return manifest
+
+
+def _is_inside(name: str) -> bool:
+    """Whether the name of a file leads to a file inside the artifact's folder."""
+    parts = name.split("/")
+    return name.isprintable() and not {"", ".", ".."} & set(parts)
 
 
 def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[Path, Manifest]:
@@ -478,6 +531,7 @@ def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[P
     Raises:
         StorageError: naming the file that is missing or altered.
     """
+    check_path(path)
     folder = local_copy(str(path), kind) if is_url(path) else Path(path).absolute()
     manifest = read_manifest(folder, kind)
     for name, entry in manifest.files.items():

@@ -21,6 +21,7 @@ from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError
 from xmcray.types import Int64Array, Ragged, offsets_of
 
+MAX_PENDING = 500_000  # rejected rows of one chunk, which are in memory with their reasons
 SAMPLE_CHARACTERS = 2_000  # of one text, when the vocabulary is trained
 NO_PAIRS: Int64Array = np.empty((0, 2), np.int64)
 SCHEMA = pa.schema(
@@ -92,10 +93,15 @@ class Rejects:
         """Takes a malformed row.
 
         Raises:
-            DataError: rows are not to be skipped.
+            DataError: rows are not to be skipped, or there are too many since the last `drain`.
         """
         if not self.skip:
             raise DataError(f"{bad}; repair the row, or leave such rows out with --on-error skip")
+        if len(self.pending) >= MAX_PENDING:
+            raise DataError(
+                f"{bad}; so were {MAX_PENDING:,} other rows among the last ones, which is too many to leave"
+                " out; is this the right format?"
+            )
         self.pending.append(bad)
         self.count += 1
 
@@ -178,6 +184,7 @@ def survey(
     for split in ("labels", "train"):
         rows = _rows_of(source, split, num_labels, rejects)
         while block := [row.text[:SAMPLE_CHARACTERS] for row in itertools.islice(rows, block_rows)]:
+            rejects.drain()  # they are reported when the rows are read for good
             # The first `cap` texts fill the sample.
             num_free = min(cap - len(sample), len(block))
             sample += block[:num_free]

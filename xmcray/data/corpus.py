@@ -13,18 +13,21 @@ rows is read first.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
-from xmcray.data.shards import ShardedRows, by_shard, shard_stem
+from xmcray import config as configs
+from xmcray.config import check_range
+from xmcray.data.checked_files import read_array, read_texts
+from xmcray.data.shards import ShardedRows, by_shard, rows_of_shard, shard_stem
 from xmcray.data.tokens import TextTokenizer
-from xmcray.errors import DataError
+from xmcray.errors import DataError, readable
 from xmcray.storage import is_url, open_artifact
 from xmcray.types import Int64Array, Ragged
 
@@ -41,6 +44,9 @@ FREQUENCY_BINS = {
     1001: ">1000",
 }
 OPEN_TEXT_SHARDS = 8
+# More than any corpus has: a card with more is damaged.
+MAX_ROWS = 1 << 40
+MAX_VOCAB = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +105,15 @@ class Card:
         Raises:
             DataError: the card lacks a field or has an unknown one.
         """
-        try:
-            return cls(**yaml.safe_load(path.read_text("utf-8")))
-        except (TypeError, ValueError, OSError, yaml.YAMLError) as error:
-            raise DataError(
-                f"{path} is not a corpus card of this release ({error}); prepare the corpus again"
-            ) from None
+        failure = f"{path} is not a corpus card of this release"
+        with readable(failure, "prepare the corpus again", DataError):
+            card = configs.build(cls, yaml.safe_load(path.read_text("utf-8")))
+            for name in ("num_train", "num_test"):
+                check_range(name, getattr(card, name), 0, MAX_ROWS)
+            check_range("num_labels", card.num_labels, 1, MAX_ROWS)
+            check_range("shard_rows", card.shard_rows, 1)
+            check_range("vocab_size", card.vocab_size, 1, MAX_VOCAB)
+        return card
 
 
 class Corpus:
@@ -125,12 +134,15 @@ class Corpus:
         self.path = path
         self.sha256 = sha256
         self.card = Card.load(path / "card.yaml")
-        self.label_order: Int64Array = np.load(path / "label_order.npy")
-        self.label_rank: Int64Array = np.empty_like(self.label_order)
-        # The inverse permutation. Sorting would take longer, and there may be millions of labels.
-        self.label_rank[self.label_order] = np.arange(len(self.label_order))
-        self.train_counts: Int64Array = np.load(path / "train_counts.npy")
-        self._labels = Split(path, "labels", self.card.num_labels, self.card.shard_rows)
+        num_labels = self.card.num_labels
+        with _readable(path / "label_order.npy"):
+            self.label_order: Int64Array = read_array(path / "label_order.npy", np.int64)
+            self.label_rank: Int64Array = _inverse(self.label_order, num_labels)
+        with _readable(path / "train_counts.npy"):
+            self.train_counts: Int64Array = read_array(path / "train_counts.npy", np.int64)
+            if self.train_counts.shape != (num_labels,) or self.train_counts.min() < 0:
+                raise ValueError(f"expected {num_labels} counts")
+        self._labels = Split(path, "labels", self.card)
         self._splits: dict[str, Split] = {}
 
     @classmethod
@@ -160,7 +172,7 @@ class Corpus:
             raise DataError(f"corpus {self.path} has no split {name!r}; it has {present}")
         # A split is opened at its first use: many commands need only one of them.
         if name not in self._splits:
-            self._splits[name] = Split(self.path, name, num_rows[name], self.card.shard_rows)
+            self._splits[name] = Split(self.path, name, self.card)
         return self._splits[name]
 
     def label_tokens(self, source_ids: Int64Array) -> Ragged:
@@ -181,19 +193,32 @@ class Corpus:
 
     def tokenizer(self) -> TextTokenizer:
         """The tokenizer the corpus was made with."""
-        return TextTokenizer.load(self.path / "tokenizer")
+        tokenizer = TextTokenizer.load(self.path / "tokenizer")
+        if tokenizer.vocab_size != self.card.vocab_size:
+            raise DataError(
+                f"the tokenizer of {self.path} has {tokenizer.vocab_size} tokens, its card says"
+                f" {self.card.vocab_size}; prepare the corpus again"
+            )
+        return tokenizer
 
 
 class Split:
     """The rows of one split, by row number: kept rows of the raw file, counted from 0."""
 
-    def __init__(self, corpus: Path, name: str, num_rows: int, shard_rows: int) -> None:
+    def __init__(self, corpus: Path, name: str, card: Card) -> None:
         self.name = name
         self._corpus = corpus
-        self._num_rows = num_rows
-        self._shard_rows = shard_rows
-        self._tokens = ShardedRows(corpus / name, "token", num_rows, shard_rows)
-        self._labels = ShardedRows(corpus / name, "label", num_rows, shard_rows)
+        sizes = {"labels": card.num_labels, "train": card.num_train, "test": card.num_test}
+        self._num_rows = sizes[name]
+        self._num_labels = card.num_labels
+        self._shard_rows = card.shard_rows
+        folder = corpus / name
+        self._tokens = ShardedRows(
+            folder, "token", self._num_rows, card.shard_rows, limit=card.vocab_size
+        )
+        self._labels = ShardedRows(
+            folder, "label", self._num_rows, card.shard_rows, limit=card.num_labels
+        )
         # A cache of its own: a shard of texts is large, so only the last few stay open.
         self._table = functools.lru_cache(maxsize=OPEN_TEXT_SHARDS)(self._read_table)
 
@@ -236,7 +261,12 @@ class Split:
         path = self._corpus / "filters" / f"{self.name}.npy"
         if not path.is_file():
             return Ragged.empty(self._num_rows)
-        rows, labels = np.load(path).T
+        with _readable(path):
+            rows, labels = read_array(path, np.int64, ndim=2).T
+            is_sorted = not len(rows) or (rows[0] >= 0 and not np.any(np.diff(rows) < 0))
+            fits = not len(rows) or 0 <= labels.min() <= labels.max() < self._num_labels
+            if not is_sorted or not fits:
+                raise ValueError("expected pairs of a row and a label, sorted")
         # The pairs are sorted by row: row i's labels start at the first pair that is not below i.
         offsets = np.searchsorted(rows, np.arange(self._num_rows + 1))
         return Ragged(labels, offsets)
@@ -255,7 +285,28 @@ class Split:
 
     def _read_table(self, shard: int) -> pa.Table:
         path = self._corpus / self.name / f"{shard_stem(shard)}.parquet"
-        return pq.read_table(path, memory_map=True)
+        num_rows = rows_of_shard(shard, self._num_rows, self._shard_rows)
+        with _readable(path):
+            return read_texts(path, ("uid", "text"), num_rows)
+
+
+def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
+    return readable(f"{path} cannot be read", "prepare the corpus again", DataError)
+
+
+def _inverse(order: Int64Array, size: int) -> Int64Array:
+    """The inverse of a permutation. Sorting would take longer, and there may be millions of labels.
+
+    Raises:
+        ValueError, IndexError: it is no permutation of `size` numbers.
+    """
+    rank = np.full(size, -1, np.int64)
+    if order.shape == (size,) and order.min() >= 0:
+        rank[order] = np.arange(size)
+    # A number that occurs twice leaves another one out.
+    if rank.min() < 0:
+        raise ValueError(f"expected a permutation of {size} numbers")
+    return rank
 
 
 def frequency_histogram(counts: Int64Array) -> dict[str, int]:

@@ -19,10 +19,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from xmcray.data.checked_files import array_header, check_offsets
+from xmcray.errors import DataError, readable
 from xmcray.types import Int64Array, Ragged, offsets_of
 
 Array = npt.NDArray[Any]
 MAX_UINT16_VOCAB = 1 << 16
+VALUE_TYPES = (np.uint16, np.uint32, np.int32)  # of token and label ids on disk
 
 
 def shard_stem(shard: int) -> str:
@@ -72,10 +75,12 @@ class ShardedRows:
         kind: "token" or "label".
         num_rows: rows of the split.
         shard_rows: rows of every shard but the last.
+        limit: every value is below.
     """
 
-    def __init__(self, folder: Path, kind: str, num_rows: int, shard_rows: int) -> None:
+    def __init__(self, folder: Path, kind: str, num_rows: int, shard_rows: int, limit: int) -> None:
         self._folder = folder
+        self._limit = limit
         self._kind = kind
         self._num_rows = num_rows
         self._shard_rows = shard_rows
@@ -107,6 +112,11 @@ class ShardedRows:
             last = offsets[piece.span.stop]
             shard_values = self._shard(piece.shard).values
             values[first:last] = shard_values[places[first:last]]
+        # Here and not when a shard is opened, which would read all of it.
+        if len(values) and not 0 <= values.min() <= values.max() < self._limit:
+            raise DataError(
+                f"{self._folder} has {self._kind} ids outside 0 to {self._limit - 1}; prepare the corpus again"
+            )
         # The rows were read in ascending order; put them back into the caller's.
         inverse = np.argsort(order)
         return Ragged(values, offsets).take(inverse)
@@ -122,9 +132,19 @@ class ShardedRows:
         shard = self._open_shards.get(number)
         if shard is None:
             stem = f"{self._folder}/{shard_stem(number)}.{self._kind}"
-            shard = Ragged(_map(Path(f"{stem}s.npy")), _map(Path(f"{stem}_offsets.npy")))
+            with readable(f"{stem}s.npy cannot be read", "prepare the corpus again", DataError):
+                values = _map(Path(f"{stem}s.npy"), VALUE_TYPES)
+                offsets = _map(Path(f"{stem}_offsets.npy"), (np.int64,))
+                num_rows = rows_of_shard(number, self._num_rows, self._shard_rows)
+                check_offsets(offsets, num_rows, len(values))
+            shard = Ragged(values, offsets)
             self._open_shards[number] = shard
         return shard
+
+
+def rows_of_shard(shard: int, num_rows: int, shard_rows: int) -> int:
+    """Rows of one shard; only the last one may have fewer than `shard_rows`."""
+    return min(shard_rows, num_rows - shard * shard_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +187,18 @@ def by_shard(sorted_rows: Int64Array, num_rows: int, shard_rows: int) -> list[Sh
     return pieces
 
 
-def _map(path: Path) -> Array:
+def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...]) -> Array:
     """A read-only view of an .npy file that keeps no file descriptor.
 
     `numpy.memmap` holds one descriptor per file. Thousands of shards may be open at once, and the
     usual limit is 1,024 descriptors.
+
+    Args:
+        dtypes: the types that are accepted.
     """
     import torch
 
-    with path.open("rb") as file:
-        np.lib.format.read_magic(file)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        start = file.tell()
+    shape, dtype, start = array_header(path, dtypes)
     size = path.stat().st_size
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
     view: Array = data[start:].view(dtype).reshape(shape)

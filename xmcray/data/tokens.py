@@ -6,6 +6,7 @@ this class adds) and, for a transformer, the small JSON files that its own loade
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -22,8 +23,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from xmcray import config as configs
 from xmcray.config import check_range
-from xmcray.errors import BundleError, ConfigError, one_line
+from xmcray.errors import BundleError, ConfigError, one_line, readable
 from xmcray.types import Ragged, offsets_of
 
 PAD = "[PAD]"
@@ -32,9 +34,20 @@ MAX_VOCAB = 32_000
 MIN_FREQUENCY = 2
 MAX_ALPHABET = 1_000
 LABEL_MAX_LEN = 32
+MAX_LEN = 1 << 20
 ENCODE_BLOCK = 1024  # texts
 SETTINGS = "xmcray.json"
 _LIBRARY_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What xmcray.json holds: arguments of `TextTokenizer`."""
+
+    kind: str
+    pad_id: int
+    max_len: int
+    label_max_len: int = LABEL_MAX_LEN
 
 
 class TextTokenizer:
@@ -61,15 +74,19 @@ class TextTokenizer:
         max_len: int,
         label_max_len: int = LABEL_MAX_LEN,
     ) -> None:
-        check_range("max_len", max_len, low=1)
-        check_range("label_max_len", label_max_len, low=1)
+        check_range("max_len", max_len, 1, MAX_LEN)
+        check_range("label_max_len", label_max_len, 1, MAX_LEN)
         self._files = dict(files)
         self._backends: dict[int, Tokenizer] = {}
         self.kind = kind
         self.pad_id = pad_id
         self.max_len = max_len
         self.label_max_len = min(label_max_len, max_len)
-        self.vocab_size: int = self._backend(max_len).get_vocab_size(with_added_tokens=True)
+        backend = self._backend(max_len)
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        # Ids may have gaps, in which case the largest one counts.
+        self.vocab_size = max(len(ids), max(ids, default=-1) + 1)
+        check_range("pad_id", pad_id, 0)
 
     def encode(self, texts: Sequence[str], max_len: int | None = None) -> Ragged:
         """Token ids of each text; an empty text has none, or only special tokens.
@@ -87,6 +104,12 @@ class TextTokenizer:
             rows += [encoding.ids for encoding in backend.encode_batch_fast(list(block))]
         offsets = offsets_of([len(row) for row in rows])
         values = np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(offsets[-1]))
+        # Special tokens have ids of their own in tokenizer.json, which need not be in the vocabulary.
+        if len(values) and values.max() >= self.vocab_size:
+            raise BundleError(
+                f"the tokenizer gives token id {values.max()}, expected less than {self.vocab_size};"
+                " make the artifact again"
+            )
         return Ragged(values, offsets)
 
     def tokens(self, text: str) -> list[str]:
@@ -123,8 +146,9 @@ class TextTokenizer:
     def from_files(cls, files: Mapping[str, str]) -> TextTokenizer:
         """The inverse of `to_files`."""
         library_files = dict(files)
-        settings = json.loads(library_files.pop(SETTINGS))
-        return cls(library_files, **settings)
+        values = json.loads(library_files.pop(SETTINGS))
+        settings = configs.build(_Settings, values)
+        return cls(library_files, **dataclasses.asdict(settings))
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer's files into `folder`, which is made if needed."""
@@ -139,13 +163,10 @@ class TextTokenizer:
         Raises:
             BundleError: files are missing or damaged.
         """
-        try:
+        failure = f"{folder} holds no readable tokenizer"
+        with readable(failure, "make the artifact again", BundleError):
             settings = (folder / SETTINGS).read_text(encoding="utf-8")
             return cls.from_files({SETTINGS: settings, **_library_files(folder)})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BundleError(
-                f"{folder} holds no readable tokenizer ({error}); make the artifact again"
-            ) from None
 
     def _backend(self, max_len: int) -> Tokenizer:
         """One backend per length: changing the truncation of one would disturb other threads."""

@@ -18,7 +18,6 @@ stay. Once a version is complete, and published at every kept checkpoint, its in
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections import defaultdict
@@ -33,7 +32,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from xmcray import storage
-from xmcray.errors import ShortlistError, StorageError
+from xmcray.errors import ShortlistError, StorageError, readable
 from xmcray.parallel.partition import LabelPartition
 from xmcray.types import Float32Array, Int64Array, Shortlist, TopLabels
 
@@ -257,8 +256,9 @@ class VersionFolder:
             ShortlistError: altered since it was written.
         """
         about = _read_json(self.path / _COMPLETE)
-        labels = self._open_checked(_SHORTLIST, str(about["sha256"]))
-        snapshot_step = int(about["snapshot_step"])
+        with _readable(self.path / _COMPLETE):
+            labels = self._open_checked(_SHORTLIST, str(about["sha256"]))
+            snapshot_step = int(about["snapshot_step"])
         return Shortlist(self.version, snapshot_step, labels, about.get("recall"))
 
     def write_clusters(self, cluster: npt.NDArray[np.int32]) -> None:
@@ -419,5 +419,10 @@ def _save(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return body
+    with _readable(path):
+        return storage.read_json(path)
+
+
+def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
+    remedy = "resume from an earlier copy of the run"
+    return readable(f"{path} is damaged", remedy, ShortlistError)

@@ -142,6 +142,11 @@ class Encoder(nn.Module, abc.ABC):
         """Size of the only vocabulary that fits; None if the encoder says nothing about it."""
         return None
 
+    @property
+    def num_embeddings(self) -> int | None:
+        """Token ids that have a vector, from 0; None if the encoder says nothing about it."""
+        return self.num_tokens
+
     def as_labels(self, tokens: Ragged) -> Ragged:
         """Token ids by which `forward` knows label texts from queries; the same by default."""
         return tokens

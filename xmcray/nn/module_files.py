@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xmcray.errors import BundleError, one_line
-
-_READ_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    SafetensorError,
-)
+from xmcray.errors import BundleError, readable
+from xmcray.storage import read_json
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -38,16 +28,9 @@ def save_settings(path: Path, settings: object) -> None:
 
 def load_settings(path: Path) -> dict[str, Any]:
     """Reads what `save_settings` wrote."""
-    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return settings
+    return read_json(path)
 
 
-@contextlib.contextmanager
-def reading(what: str, folder: Path) -> Iterator[None]:
+def reading(what: str, folder: Path) -> contextlib.AbstractContextManager[None]:
     """Turns the errors of a missing or damaged file into a BundleError that names the folder."""
-    try:
-        yield
-    except _READ_ERRORS as error:
-        raise BundleError(
-            f"{what} in {folder} cannot be read ({one_line(error)}); export it again"
-        ) from None
+    return readable(f"{what} in {folder} cannot be read", "export it again", BundleError)

@@ -103,6 +103,11 @@ class TransformerEncoder(Encoder):
         self.projection_is_new = False
         self.encoded_texts: EncodedTexts | None = None
 
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the model's table, which may be more than the tokenizer has ids."""
+        return len(self.model.get_input_embeddings().weight)
+
     def forward(self, tokens: Ragged) -> Tensor:
         """query_BD; a text without tokens is the zero vector."""
         query_BD = self.pooled(tokens)

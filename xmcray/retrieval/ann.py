@@ -185,6 +185,20 @@ def read(path: Path, rows: int, dim: int) -> Any:
     return faiss_index
 
 
+def check_ids(faiss_index: Any, rows: int, path: Path) -> None:
+    """Raises BundleError if an inverted list names a row outside 0 .. rows - 1."""
+    lists = lists_of(faiss_index)
+    if lists is None or not hasattr(lists, "invlists"):
+        return
+    faiss = import_faiss()
+    for number in range(lists.nlist):
+        size = int(lists.invlists.list_size(number))
+        if size:
+            ids = faiss.rev_swig_ptr(lists.invlists.get_ids(number), size)
+            if not 0 <= ids.min() <= ids.max() < rows:
+                raise BundleError(f"{path} names rows outside 0 to {rows - 1}; export it again")
+
+
 def _training_rows(faiss_index: Any, rows: Float32Array, seed: int) -> Float32Array:
     """A seeded sample that is large enough for k-means; also sets k-means up."""
     lists = lists_of(faiss_index)

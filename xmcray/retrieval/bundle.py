@@ -38,6 +38,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from xmcray import config as configs
+from xmcray.config import check_range
+from xmcray.data.checked_files import read_array, read_texts
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import BundleError, DataError
 from xmcray.nn.encoder import Encoder
@@ -47,14 +50,15 @@ from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.readable import readable
-from xmcray.retrieval.shards import SHARD_ROWS, VectorShard, read_shards, write_shards
-from xmcray.storage import new_artifact
+from xmcray.retrieval.shards import SHARD_ROWS, VectorShard, checked_shards, write_shards
+from xmcray.storage import new_artifact, read_json
 from xmcray.types import Float32Array, Int64Array
 
 KIND = "bundle"
 LABELS: Mapping[str, Any] = {"kind": "labels"}
 PREDICTORS = ("labels", "memory")
 LABEL_BLOCK = 65_536
+MAX_DIM = 1 << 20
 LABEL_SCHEMA = pa.schema([("uid", pa.large_string()), ("text", pa.large_string())])
 
 
@@ -185,11 +189,15 @@ def read_settings(folder: Path) -> Settings:
         BundleError: they are malformed, or ask for a predictor that this release does not know.
     """
     with readable(f"{folder}/settings.json is malformed"):
-        values = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-        plain_shards = values.pop("shards")
-        shards = read_shards(plain_shards, plain_shards[-1]["stop"])
-        settings = Settings(**values, shards=shards)
+        settings = configs.build(Settings, read_json(folder / "settings.json"))
         kind = settings.predictor["kind"]
+        last = settings.shards[-1].stop
+        # Without gaps, or else there would be rows that are in no shard.
+        settings = dataclasses.replace(settings, shards=checked_shards(settings.shards, last))
+        check_range("num_labels", settings.num_labels, 1)
+        check_range("dim", settings.dim, 1, MAX_DIM)
+        if settings.first_added is not None:
+            check_range("first_added", settings.first_added, 0, settings.num_labels)
     if settings.num_rows < settings.num_labels:
         raise BundleError(
             f"{folder}/settings.json: its shards do not cover {settings.num_labels} labels; export again"
@@ -214,15 +222,14 @@ def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array,
     num_labels = settings.num_labels
     removed = np.empty(0, np.int64)
     with readable(f"{folder}: labels cannot be read"):
-        labels = pq.read_table(folder / "labels.parquet", schema=LABEL_SCHEMA, memory_map=True)
-        row_labels = np.load(folder / "label_order.npy")
+        labels = read_texts(folder / "labels.parquet", ("uid", "text"), num_labels)
+        row_labels = read_array(folder / "label_order.npy", np.int64)
         if (folder / "removed.npy").is_file():
-            removed = np.load(folder / "removed.npy")
+            removed = read_array(folder / "removed.npy", np.int64)
         used = np.sort(row_labels[row_labels >= 0])
         ascending = np.unique(removed.clip(0, num_labels - 1))
         fits = (
-            labels.num_rows == num_labels
-            and row_labels.shape == (settings.num_rows,)
+            row_labels.shape == (settings.num_rows,)
             and np.array_equal(used, np.arange(num_labels))
             and np.array_equal(removed, ascending)
         )
@@ -230,7 +237,7 @@ def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array,
         raise BundleError(
             f"{folder}: labels.parquet, label_order.npy or removed.npy does not hold {num_labels} labels; export again"
         )
-    return labels, np.asarray(row_labels, np.int64), np.asarray(removed, np.int64)
+    return labels, row_labels, removed
 
 
 def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:

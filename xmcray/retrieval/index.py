@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from xmcray.config import check_range
-from xmcray.errors import BundleError, ResourceError
+from xmcray.data.checked_files import read_array
+from xmcray.errors import ResourceError
 from xmcray.retrieval import ann
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import (
@@ -32,6 +33,7 @@ from xmcray.retrieval.exact import (
     to_keys,
 )
 from xmcray.retrieval.inverted_lists import InvertedLists, long_rows
+from xmcray.retrieval.readable import readable
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 # Up to so many rows an exhaustive search costs no more than building, tuning and searching lists.
@@ -313,15 +315,14 @@ class Index:
             ResourceError: no FAISS.
         """
         rows, dim = vectors.shape
-        try:
-            long_ids = np.load(_long_ids_path(path))
+        with readable(f"{_long_ids_path(path)} is missing or malformed"):
+            long_ids = read_array(_long_ids_path(path), np.int64)
             ascending = np.unique(long_ids.clip(0, rows - 1))
-            fits = long_ids.dtype == np.int64 and np.array_equal(long_ids, ascending)
-        except (OSError, ValueError):
-            fits = False
-        if not fits:
-            raise BundleError(f"{_long_ids_path(path)} is missing or malformed; export it again")
+            if not np.array_equal(long_ids, ascending):
+                raise ValueError(f"expected ascending rows below {rows}")
         faiss_index = ann.read(path, rows - len(long_ids), dim)
+        # Ids are positions among all rows, also among those that the index lacks.
+        ann.check_ids(faiss_index, rows, path)
         return cls(vectors, faiss_index, long_ids=long_ids, candidates=candidates, threads=threads)
 
     @functools.cached_property

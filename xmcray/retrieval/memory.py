@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from xmcray import config as configs
+from xmcray.data.checked_files import check_offsets, read_array
 from xmcray.data.corpus import Split
 from xmcray.errors import BundleError, DataError
 from xmcray.retrieval.bundle import Settings
@@ -32,11 +33,12 @@ from xmcray.retrieval.shards import (
     SearchScope,
     ShardedIndex,
     ShardSubset,
-    read_shards,
+    VectorShard,
+    checked_shards,
     write_shards,
 )
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+from xmcray.types import Float32Array, Ragged, TopLabels
 
 ROWS = 8192  # training queries that are encoded, written and read at once
 _QUERY_SCHEMA = pa.schema([("uid", pa.large_string()), ("text", pa.large_string())])
@@ -81,10 +83,13 @@ class Memory:
         with readable(f"{bundle}: its memory cannot be read", "make it again"):
             config = configs.build(MemoryConfig, predictor["config"], "memory.")
             num_queries = int(predictor["num_queries"])
-            shards = read_shards(predictor["shards"], num_queries)
-            labels = np.load(folder / "labels.npy", mmap_mode="r")
-            offsets = np.load(folder / "label_offsets.npy", mmap_mode="r")
-            fits = _positives_fit(labels, offsets, num_queries, settings.num_labels)
+            sections = [configs.build(VectorShard, values) for values in predictor["shards"]]
+            shards = checked_shards(tuple(sections), num_queries)
+            labels = read_array(folder / "labels.npy", np.int32, mapped=True)
+            offsets = read_array(folder / "label_offsets.npy", np.int64, mapped=True)
+            check_offsets(offsets, num_queries, len(labels))
+            # Every label id is one of the bundle's.
+            fits = not len(labels) or 0 <= labels.min() <= labels.max() < settings.num_labels
         if not fits or not shards:
             raise BundleError(
                 f"{bundle}: the files of its memory do not fit settings.json; make it again"
@@ -117,19 +122,6 @@ class Memory:
                 names = zip(table["uid"].to_pylist(), table["text"].to_pylist(), strict=True)
                 queries.update(zip(inside.tolist(), names, strict=True))
         return queries
-
-
-def _positives_fit(
-    labels: Int64Array, offsets: Int64Array, num_queries: int, num_labels: int
-) -> bool:
-    """Whether these are lists of label ids, one for each of the memory's queries."""
-    if labels.dtype != np.int32 or offsets.dtype != np.int64:
-        return False
-    if offsets.shape != (num_queries + 1,) or int(offsets[-1]) != len(labels):
-        return False
-    if np.any(np.diff(offsets) < 0):
-        return False
-    return not len(labels) or 0 <= int(labels.min()) <= int(labels.max()) < num_labels
 
 
 def remember(

@@ -53,7 +53,8 @@ class QueryEncoder:
             BundleError: encoder, head and label vectors do not fit each other.
             ConfigError: the encoder cannot compute with this precision.
         """
-        encoder = compacted(load_encoder(bundle / "encoder").to(device).eval(), precision)
+        loaded = load_encoder(bundle / "encoder")
+        encoder = compacted(loaded.to(device).eval(), precision)
         head = load_head(bundle / "head").to(device)
         if encoder.dim != head.dim or head.out_dim != settings.dim:
             raise BundleError(
@@ -61,6 +62,12 @@ class QueryEncoder:
                 f" label vectors of width {settings.dim}; export again"
             )
         tokenizer = TextTokenizer.load(bundle / "tokenizer")
+        num_rows = loaded.num_embeddings
+        if num_rows is not None and tokenizer.vocab_size > num_rows:
+            raise BundleError(
+                f"{bundle}: its tokenizer has {tokenizer.vocab_size} token ids, its encoder {num_rows}"
+                " rows; export again"
+            )
         return cls(encoder, head, tokenizer, normalised=settings.has_memory)
 
     @property

@@ -270,13 +270,14 @@ def save_vectors(folder: Path, number: int, rows: Float32Array, start: int) -> N
     save_file({"vectors": rows}, folder / vectors_name(number), metadata=metadata)
 
 
-def read_shards(values: Sequence[Mapping[str, Any]], rows: int) -> tuple[VectorShard, ...]:
-    """Shards from plain values; none if they do not cover `rows` rows (at least 1) without gaps."""
-    shards = tuple(VectorShard(**value) for value in values)
+def checked_shards(shards: tuple[VectorShard, ...], rows: int) -> tuple[VectorShard, ...]:
+    """The same shards; none if they do not cover `rows` rows (at least 1) without gaps."""
     starts = [shard.start for shard in shards]
     stops = [shard.stop for shard in shards]
     is_complete = [*starts, rows] == [0, *stops] and rows > 0
-    return shards if is_complete else ()
+    # An index must propose at least as many candidates as there are answers.
+    is_ordered = all(len(shard) > 0 and shard.candidates > 0 for shard in shards)
+    return shards if is_complete and is_ordered else ()
 
 
 def vectors_name(number: int) -> str:
@@ -321,7 +322,7 @@ def open_vectors(path: Path, framework: str) -> Iterator[Any]:
     try:
         with safe_open(path, framework=framework) as file:
             yield file
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = one_line(error, 120)
         raise BundleError(f"{path} cannot be read ({reason}); export it again") from None
 

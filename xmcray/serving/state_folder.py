@@ -7,12 +7,11 @@ STATE_DIR/MODEL/labels/     the log of label operations (label_log.py)
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from pathlib import Path
 
 from xmcray import storage
-from xmcray.errors import StorageError
+from xmcray.errors import readable
 from xmcray.serving.label_log import LabelLog
 from xmcray.serving.settings import ServeConfig
 
@@ -43,15 +42,13 @@ class StateFolder:
         """
         if not self._head_file.exists():
             return self._configured, None
-        try:
-            head = json.loads(self._head_file.read_bytes())
-            configured, bundle, version = (head[key] for key in ("configured", "bundle", "version"))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            # Not guessed: an older bundle could lack labels that were acknowledged.
-            raise StorageError(
-                f"{self._head_file} is damaged, expected the bundle that was swapped in last; remove"
-                f" the file to serve {self._configured}"
-            ) from None
+        failure = f"{self._head_file} is damaged, expected the bundle that was swapped in last"
+        # Not guessed: an older bundle could lack labels that were acknowledged.
+        with readable(failure, f"remove the file to serve {self._configured}"):
+            head = storage.read_json(self._head_file)
+            configured = head["configured"]
+            bundle = str(head["bundle"])
+            version = str(head["version"])
         if configured == self._configured:
             return bundle, version
         return self._configured, None

@@ -17,7 +17,7 @@ Files of label rows have at most 64 MB.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from xmcray import storage
-from xmcray.errors import StorageError
+from xmcray.errors import StorageError, readable
 from xmcray.nn.encoder import load_encoder
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
@@ -126,8 +126,9 @@ def open_checkpoint(path: Path, contents: bool = True) -> Checkpoint:
         StorageError: a file is missing, has another size, or has another hash.
     """
     _, manifest = storage.open_artifact(path, KIND, contents=contents)
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return Checkpoint(path, int(manifest.about["step"]), state)
+    with _readable(path):
+        state = storage.read_json(path / "state.json")
+        return Checkpoint(path, int(manifest.about["step"]), state)
 
 
 def load(checkpoint: Checkpoint, stepper: Stepper, partition: LabelPartition) -> None:
@@ -147,8 +148,9 @@ def load_weights(checkpoint: Checkpoint, stepper: Stepper, partition: LabelParti
         for first, tensors in row_blocks(
             checkpoint.path, name, partition.start, partition.stop, only="weight"
         ):
-            weight = tensors["weight"]
-            table.weight_SD[first : first + len(weight)] = weight
+            with _readable(checkpoint.path):
+                weight = tensors["weight"]
+                table.weight_SD[first : first + len(weight)] = weight
     _load_state(checkpoint.path, stepper, partition)
 
 
@@ -192,34 +194,36 @@ def row_blocks(
         The number of the block's first row, counted from `start`, and its tensors by name.
     """
     for file_path in sorted(path.glob(f"{name}-*.safetensors")):
-        file_start = int(file_path.stem.rsplit("-", 1)[1])
-        with safe_open(file_path, framework="pt") as file:
+        with _readable(file_path), safe_open(file_path, framework="pt") as file:
+            file_start = int(file_path.stem.rsplit("-", 1)[1])
             names = [only] if only else list(file.keys())
             slices = {key: file.get_slice(key) for key in names}
             height = slices[names[0]].get_shape()[0]
             # The part of the file that lies within start .. stop - 1.
             low = max(start - file_start, 0)
             high = min(stop - file_start, height)
-            if low < high:
-                yield (
-                    file_start + low - start,
-                    {key: rows[low:high] for key, rows in slices.items()},
-                )
+            tensors = {key: rows[low:high] for key, rows in slices.items()} if low < high else {}
+        if tensors:
+            yield file_start + low - start, tensors
 
 
 def _load_modules(path: Path, stepper: Stepper) -> None:
-    stepper.encoder.load_state_dict(load_encoder(path / "encoder").state_dict())
+    state = load_encoder(path / "encoder").state_dict()
+    with _readable(path / "encoder"):
+        stepper.encoder.load_state_dict(state)
     others = other_modules(stepper)
     if not others:
         return
-    tensors = load_file(path / "modules.safetensors")
+    with _readable(path / "modules.safetensors"):
+        tensors = load_file(path / "modules.safetensors")
     for name, module in others.items():
         prefix = f"{name}/"
         own = {}
         for key, tensor in tensors.items():
             if key.startswith(prefix):
                 own[key.removeprefix(prefix)] = tensor
-        module.load_state_dict(own)
+        with _readable(path / "modules.safetensors"):
+            module.load_state_dict(own)
 
 
 def _load_state(path: Path, stepper: Stepper, partition: LabelPartition) -> None:
@@ -247,6 +251,10 @@ def _check_rows(path: Path, found: int, expected: int) -> None:
 def other_modules(stepper: Stepper) -> dict[str, nn.Module]:
     """The method's modules, without the encoder."""
     return {name: module for name, module in stepper.modules.items() if name != "encoder"}
+
+
+def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
+    return readable(f"{path} is malformed", "resume from an earlier checkpoint")
 
 
 def _folders(folder: Path) -> list[Path]:

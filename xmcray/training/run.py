@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from xmcray import errors, storage
 from xmcray.config import check_choices, check_range
 from xmcray.data.batches import DataConfig
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ConfigError, RunError, XmcrayError
+from xmcray.errors import ConfigError, RunError, XmcrayError, readable
 from xmcray.methods.registry import method_entry
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.encoder import EncoderConfig
@@ -230,7 +229,7 @@ class Run:
         """
         folder = Path(path).absolute()
         try:
-            body = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            body = storage.read_json(folder / "run.json")
             values = body["config"]
             config = RunConfig.resolve(values["method_name"], values)
             return cls(folder, body["id"], config, str(body["corpus"]), body["corpus_sha256"])
@@ -238,7 +237,7 @@ class Run:
             raise RunError(
                 f"{path} is not a run: it has no run.json; train with --out {path} first"
             ) from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RunError(f"{path}/run.json is damaged; train again with another --out") from None
 
     def write_config(self) -> None:
@@ -278,12 +277,12 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """result.json, or None while the run is not finished."""
-        try:
-            text = (self.path / "result.json").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        result: dict[str, Any] = json.loads(text)
-        return result
+        path = self.path / "result.json"
+        with readable(f"{path} is damaged", "put a copy of it back, or train again", RunError):
+            if not path.exists():
+                return None
+            result = storage.read_json(path)
+            return {**result, "steps": int(result["steps"])}
 
 
 def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -> Run:
@@ -357,12 +356,14 @@ def note_mistake(run: Run, error: XmcrayError) -> None:
 
 def noted_mistake(run: Run) -> XmcrayError | None:
     """What `note_mistake` kept."""
-    try:
-        body = json.loads((run.path / _MISTAKE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    kind: type[XmcrayError] = getattr(errors, body["kind"], XmcrayError)
-    return kind(body["message"])
+    path = run.path / _MISTAKE
+    with readable(f"{path} is damaged", "remove it", RunError):
+        if not path.exists():
+            return None
+        body = storage.read_json(path)
+        kind = getattr(errors, body["kind"], XmcrayError)
+        is_mistake = isinstance(kind, type) and issubclass(kind, XmcrayError)
+        return kind(body["message"]) if is_mistake else XmcrayError(body["message"])
 
 
 def forget_mistake(run: Run) -> None:

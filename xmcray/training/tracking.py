@@ -206,7 +206,7 @@ def _read_positions(run: Run) -> dict[str, Position]:
         body = json.loads(path.read_text(encoding="utf-8"))
         return {name: Position(int(step), Kind(kind)) for name, (step, kind) in body.items()}
     # Without the file a tracker gets all records once more, which is better than no training.
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
         return {}
 
 

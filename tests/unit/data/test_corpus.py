@@ -54,7 +54,7 @@ def test_sharded_rows_equal_the_rows_written(tmp_path: Path, vocab_size: int) ->
         texts = pa.table({"uid": ["x"] * len(block), "text": ["y"] * len(block)})
         for name, content in pack(shard, texts, Ragged.from_rows(block), vocab_size, None).items():
             (tmp_path / name).write_bytes(content)
-    reader = ShardedRows(tmp_path, "token", 23, 5)
+    reader = ShardedRows(tmp_path, "token", 23, 5, vocab_size)
     asked = draw.permutation(np.concatenate([np.arange(23), [4, 4, 22]]))
     got = reader.take(asked)
     assert got.values.dtype == np.int64
@@ -75,7 +75,7 @@ def test_a_mapped_shard_keeps_no_descriptor(tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(content)
     descriptors = Path("/proc/self/fd")
     before = len(list(descriptors.iterdir()))
-    reader = ShardedRows(tmp_path, "token", 40, 1)
+    reader = ShardedRows(tmp_path, "token", 40, 1, 100)
     assert reader.take(np.arange(40)).values.tolist() == list(range(40))
     assert len(list(descriptors.iterdir())) == before
 

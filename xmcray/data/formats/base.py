@@ -7,7 +7,6 @@ file is a `DataError`. Nothing here keeps more than one block of a file in memor
 from __future__ import annotations
 
 import gzip
-import math
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,8 +21,8 @@ from xmcray.types import Int64Array
 
 MAX_TEXT = 1_000_000  # characters of one text
 MAX_LINE = 64 << 20  # bytes of one line, unpacked
-FREE_BYTES = 256 << 20  # a file may unpack to this much whatever its packed size
-MAX_RATIO = 1000  # beyond that, unpacked bytes per packed byte
+FREE_BYTES = 4 << 20  # a file may unpack to this much whatever its packed size
+MAX_RATIO = 200  # beyond that, unpacked bytes per packed byte; texts reach 30
 _UTF8_MARK = b"\xef\xbb\xbf"  # the byte order mark that some editors write
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _Raw = TypeVar("_Raw")
@@ -179,14 +178,15 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """
     try:
         is_packed = path.suffix == ".gz"
-        with gzip.open(path, "rb") if is_packed else path.open("rb") as file:
-            limit = max(FREE_BYTES, MAX_RATIO * path.stat().st_size) if is_packed else math.inf
+        with path.open("rb") as packed, gzip.open(packed) if is_packed else packed as file:
             num_bytes = 0
             if file.peek(len(_UTF8_MARK)).startswith(_UTF8_MARK):
                 file.read(len(_UTF8_MARK))
             while line := file.readline(MAX_LINE + 1):
                 num_bytes += len(line)
-                if num_bytes > limit:
+                # Compared with what was read so far: a bomb is stopped where it begins.
+                is_large = is_packed and num_bytes > FREE_BYTES
+                if is_large and num_bytes > MAX_RATIO * packed.tell():
                     raise DataError(
                         f"{path} unpacks to more than {MAX_RATIO} times its size: a decompression bomb; "
                         "unpack it yourself if you trust it"
