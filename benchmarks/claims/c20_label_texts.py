@@ -39,7 +39,12 @@ def training(full: bool, corpus: str, with_labels: bool) -> Training:
         method="astra",
         corpus=corpus,
         preset=f"astra/{corpus}",
-        settings=["method.init=random", f"data.augment_with_labels={str(with_labels).lower()}"],
+        # The preset's deviation is for rows that start as texts.
+        settings=[
+            "method.init=random",
+            "method.init_std=0.02",
+            f"data.augment_with_labels={str(with_labels).lower()}",
+        ],
         full=full,
     )
 
