@@ -16,37 +16,49 @@ _SHARD_TEXTS = 16_384  # of the corpus' files
 
 def corpus_bytes(data: DataSize, num_query_ids: int) -> int:
     """The corpus as a worker maps it, and its orders of labels and of the queries it samples."""
-    token = 2 if data.vocab_size <= 1 << 16 else 4
-    tokens = data.num_train * data.tokens_per_query + data.num_labels * data.tokens_per_label
+    token_bytes = 2 if data.vocab_size <= 1 << 16 else 4
+    query_tokens = data.num_train * data.tokens_per_query
+    label_tokens = data.num_labels * data.tokens_per_label
+    texts = token_bytes * (query_tokens + label_tokens)
+    # Offsets of the tokens and of the positives of each query, and of the tokens of each label.
     offsets = ID * (2 * data.num_train + data.num_labels)
     positives = VALUE * data.num_train * data.positives_per_query
     # label_order, label_rank and train_counts; sampled ids, their order, and the next epoch's.
     orders = 3 * ID * (data.num_labels + num_query_ids)
-    return int(token * tokens + offsets + positives + orders + _TOKENIZER_BYTES * data.vocab_size)
+    tokenizer = _TOKENIZER_BYTES * data.vocab_size
+    return int(texts + offsets + positives + orders + tokenizer)
 
 
 def object_store_bytes(threads: int, data: DataSize) -> int:
     """Ray's shared memory while `prepare` has some shards of the corpus on their way."""
-    text = 6 * max(data.tokens_per_query, data.tokens_per_label)  # bytes of a text
-    return int(3 * (threads + 1) * _SHARD_TEXTS * (2 * text + 100))
+    # About six bytes of text for a token. A text travels raw and tokenised, with its ids.
+    text_bytes = 6 * max(data.tokens_per_query, data.tokens_per_label)
+    shard_bytes = _SHARD_TEXTS * (2 * text_bytes + 100)
+    shards_on_their_way = 3 * (threads + 1)
+    return int(shards_on_their_way * shard_bytes)
 
 
 def shortlist_bytes(config: NegativesConfig, num_query_ids: int) -> int:
     """The shortlist in use, mapped from its file, and the clusters of queries."""
     if not config.refreshed:
         return 0
-    return num_query_ids * VALUE * (config.hard + (2 if config.cluster_size else 0))
+    values_per_query = config.hard
+    if config.cluster_size:
+        values_per_query += 2  # the smallest clusters, and those of the epoch
+    return num_query_ids * values_per_query * VALUE
 
 
 def ledger_bytes(config: NegativesConfig, labels: int, queries: int, dim: int, workers: int) -> int:
     """Files of one version at its largest, and of the one in use."""
     if not config.refreshed:
         return 0
-    version = queries * (dim * VALUE + 2 * ID)
+    vector_bytes = dim * VALUE
+    version = queries * (vector_bytes + 2 * ID)
     if config.hard:
-        version += labels * dim * VALUE
+        version += labels * vector_bytes
         # Every shard keeps ids and scores of its candidates until they are merged.
-        version += queries * workers * (config.hard + CANDIDATES) * (ID + VALUE)
+        num_candidates = config.hard + CANDIDATES
+        version += queries * workers * num_candidates * (ID + VALUE)
     return version + 2 * shortlist_bytes(config, queries)
 
 
@@ -56,7 +68,8 @@ def index_actor_bytes(factory: str, rows: int, dim: int) -> int:
     Rows are read in blocks and joined, so that they exist twice before the index does.
     """
     sample_rows = min(rows, TRAIN_ROWS_PER_LIST * num_lists(factory, rows))
-    return (2 * rows + sample_rows) * dim * VALUE + index_bytes(factory, rows, dim)
+    vectors = (2 * rows + sample_rows) * dim * VALUE
+    return vectors + index_bytes(factory, rows, dim)
 
 
 def index_bytes(factory: str, rows: int, dim: int) -> int:
@@ -64,15 +77,20 @@ def index_bytes(factory: str, rows: int, dim: int) -> int:
     factory = resolve_factory(factory, rows)
     if factory == "Flat":
         return 0
-    code = dim * VALUE
+    code_bytes = dim * VALUE
     if "fp16" in factory:
-        code = 2 * dim
+        code_bytes = 2 * dim
     elif "SQ8" in factory:
-        code = dim
-    return rows * (code + ID) + num_lists(factory, rows) * dim * VALUE
+        code_bytes = dim
+    entries = rows * (code_bytes + ID)
+    centroids = num_lists(factory, rows) * dim * VALUE
+    return entries + centroids
 
 
 def num_lists(factory: str, rows: int) -> int:
     """Inverted lists of an index; 0 without."""
-    head = resolve_factory(factory, rows).split(",")[0]
-    return int(head[3:]) if head.startswith("IVF") and head[3:].isdigit() else 0
+    coarse, _, _ = resolve_factory(factory, rows).partition(",")
+    number = coarse.removeprefix("IVF")
+    if coarse == number or not number.isdigit():
+        return 0
+    return int(number)
