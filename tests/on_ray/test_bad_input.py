@@ -71,7 +71,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "unreadable gzip": (packed(lambda data: data), "train.jsonl.gz is not a complete gzip file"),
     "bomb": (
         packed(lambda _: gzip.compress(bytes(80 << 20), 1)),
-        "train.jsonl.gz has a line of more than 64 MB",
+        "train.jsonl.gz unpacks to more than 200 times its size",
     ),
     "broken JSON": (line(b'{"uid": "x", '), "train.jsonl:6: broken JSON"),
     "label id": (
