@@ -203,7 +203,7 @@ def _worker_bytes(
     if not rates.on_gpu:
         # Label vectors are never copied during a step: the copies may take the step's place.
         host["copies for start and versions"] = max(0, traced.copy_bytes - traced.step_bytes)
-        if not _steps_follow_checkpoints(config):
+        if not _steps_follow_checkpoints(config, data):
             snapshot_bytes = max(0, snapshot_bytes - traced.step_bytes)
         host[_SNAPSHOT] = snapshot_bytes
         return {}, {**host, **trained}
@@ -212,9 +212,11 @@ def _worker_bytes(
     return {"CUDA": _CUDA_BYTES, **trained}, host
 
 
-def _steps_follow_checkpoints(config: RunConfig) -> bool:
+def _steps_follow_checkpoints(config: RunConfig, data: DataSize) -> bool:
     """Whether training goes on after a checkpoint, while its copy is still in memory."""
-    return _epochs(config) > 1 or config.log.checkpoint_every > 0
+    steps_per_epoch = _steps(config, data)
+    steps_between = config.log.checkpoint_every or steps_per_epoch
+    return steps_between < _epochs(config) * steps_per_epoch
 
 
 def _steps(config: RunConfig, data: DataSize) -> int:
