@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -92,11 +94,12 @@ def index_pids(run: Path) -> list[int]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_worker_killed_and_all_index_actors_killed_mid_build(
+def test_workers_killed_and_stopped_and_all_index_actors_killed_mid_build(
     corpus: Path, undisturbed: dict[str, str], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     stopped: list[int] = []
+    stalled: list[int] = []
 
     def stop_index() -> None:
         """Stopped before the first version is published, the actors cannot finish it before they are killed."""
@@ -110,11 +113,23 @@ def test_worker_killed_and_all_index_actors_killed_mid_build(
     stop = When(lambda: (out / "run.json").is_file() and last_step(out) >= 1, stop_index)
     kill_index = When(lambda: bool(stopped) and published(), lambda: kill(stopped))
     kill_worker = When(lambda: last_step(out) >= 61, lambda: kill(train_workers()[:1]))
-    train(corpus, out, resolve())
-    for watcher in (stop, kill_index, kill_worker):
+
+    def stall() -> None:
+        stalled.append(train_workers()[-1])
+        os.kill(stalled[0], signal.SIGSTOP)
+
+    stop_worker = When(lambda: kill_worker.done and last_step(out) >= 90, stall)
+    train(corpus, out, resolve("cluster.stall_s=4"))
+    for watcher in (stop, kill_index, kill_worker, stop_worker):
         watcher.close()
         assert watcher.done
     assert final_weights(out) == undisturbed
+    reasons = [record["text"] for record in read_records(out / "interruptions.jsonl")]
+    assert any(re.match(r"rank \d .*died", reason) for reason in reasons), reasons
+    stopped_worker = f"(process {stalled[0]} on {socket.gethostname()})"
+    silence = f"{stopped_worker} gave no sign of life for 4 s; the workers are started again"
+    assert any(reason.endswith(silence) for reason in reasons), reasons
+    assert stalled[0] not in train_workers(), "continued, it could write into the run"
     assert Run.open(out).result()["schedule_broken_at_step"] is None
     steps = [record["step"] for record in read_records(out / "metrics.jsonl") if "loss" in record]
     assert steps == sorted(set(steps)), "a step was recorded twice"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from unittest.mock import ANY
 
 import cloudpickle
 import pytest
@@ -84,11 +86,33 @@ def refuse_to_wait(without_workers: bool, same_state: bool) -> None:
         raise ResourceError("no workers")
 
 
+def note_failures(failures: Mapping[int, private.WorkerFailure]) -> None: ...
+
+
+def test_kinds_of_worker_failures_are_distinguished() -> None:
+    from ray.train.v2._internal import exceptions
+
+    worker = "Worker info: Worker(metadata=ActorMetadata(hostname='a', pid=12,))"
+    failures = {
+        0: RuntimeError("connection closed\nby peer"),
+        1: exceptions.WorkerHealthCheckTimeoutError(f"hanging\n{worker}"),
+        2: exceptions.WorkerHealthCheckFailedError(f"failed\n{worker}", RuntimeError()),
+    }
+    error = ray.train.WorkerGroupError("text", failures)
+    assert list(private.worker_failures(error).values()) == [
+        private.WorkerFailure(0, "failed", "", "RuntimeError: connection closed by peer"),
+        private.WorkerFailure(1, "stalled", "process 12 on a", ANY),
+        private.WorkerFailure(2, "died", "process 12 on a", ANY),
+    ]
+    assert private.worker_failures(RuntimeError()) == {}
+
+
 def test_a_controller_callback_travels_and_knows_the_states() -> None:
     from ray.train.v2._internal.execution.callback import ControllerCallback
     from ray.train.v2._internal.execution.controller import state as states
 
-    callback = cloudpickle.loads(cloudpickle.dumps(private.controller_callback(refuse_to_wait)))
+    made = private.controller_callback(refuse_to_wait, note_failures)
+    callback = cloudpickle.loads(cloudpickle.dumps(made))
     assert isinstance(callback, ControllerCallback)
     assert hasattr(ControllerCallback, "after_controller_state_update")
     running = states.RunningState()

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from xmcray.errors import one_line
 
 # A resource that only the head of a cluster has. Checked with Ray 2.60.0.
 # If it breaks: compare ray.nodes() of a cluster of two nodes. Ray keeps the name in
@@ -109,13 +113,76 @@ def remove_placement_groups_of_this_job() -> None:
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
 
 
-def controller_callback(after_turn: Callable[[bool, bool], None]) -> Any:
+@dataclass(frozen=True, slots=True)
+class WorkerFailure:
+    """Why Ray Train gave up a worker.
+
+    Attributes:
+        rank: of the worker.
+        kind: "stalled" without an answer to Ray's polls, "died" without its process, or "failed"
+            by an exception.
+        process: its host and process id, or "" where Ray does not say.
+        reason: the exception in one line.
+    """
+
+    rank: int
+    kind: Literal["stalled", "died", "failed"]
+    process: str
+    reason: str
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process stopped or ended, which is no mistake in the code that it ran."""
+        return self.kind != "failed"
+
+    def text(self, stall_s: float) -> str:
+        """The failure in words."""
+        name = f"rank {self.rank}{self.process and f' ({self.process})'}"
+        if self.kind == "stalled":
+            return f"{name} gave no sign of life for {stall_s:g} s"
+        if self.kind == "died":
+            return f"{name} died"
+        return f"{name} failed ({self.reason})"
+
+
+def worker_failures(error: Any) -> dict[int, WorkerFailure]:
+    """Classifies what Ray Train gives as the reasons for which workers failed, by rank.
+
+    Args:
+        error: of Ray Train; one that has no failures of workers gives none.
+
+    Checked with Ray 2.60.0. If it breaks: the errors of health checks moved out of
+    ray/train/v2/_internal/exceptions.py, or their texts no longer hold the repr of a worker.
+    """
+    from ray.train.v2._internal import exceptions
+
+    failures = {}
+    for rank, failure in getattr(error, "worker_failures", {}).items():
+        kind: Literal["stalled", "died", "failed"] = "failed"
+        if isinstance(failure, exceptions.WorkerHealthCheckTimeoutError):
+            kind = "stalled"
+        elif isinstance(failure, exceptions.WorkerHealthCheckFailedError):
+            kind = "died"
+        host = re.search(r"hostname='([^']+)'", str(failure))
+        pid = re.search(r"pid=(\d+)", str(failure))
+        process = f"process {pid[1]} on {host[1]}" if pid and host else ""
+        reason = one_line(f"{type(failure).__name__}: {failure}")
+        failures[rank] = WorkerFailure(rank, kind, process, reason)
+    return failures
+
+
+def controller_callback(
+    after_turn: Callable[[bool, bool], None],
+    on_restart: Callable[[Mapping[int, WorkerFailure]], None],
+) -> Any:
     """Makes a callback of Ray Train that runs after each turn of the controller's loop.
 
     Args:
         after_turn: called in the controller's process with two answers: has the run no workers now,
             and is the state the same as in the turn before. What it raises ends the run. It has to
             be picklable.
+        on_restart: called there with the failures of workers, by rank, because of which all workers
+            are about to be started again. It has to be picklable.
 
     Checked with Ray 2.60.0. If it breaks: the base class is a DeveloperAPI in a private module; the
     states are listed in ray/train/v2/_internal/execution/controller/state.py. The states below are
@@ -133,6 +200,9 @@ def controller_callback(after_turn: Callable[[bool, bool], None]) -> Any:
 
     class AfterTurn(ControllerCallback):
         def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+            is_new = current_state is not previous_state
+            if is_new and isinstance(current_state, states.RestartingState):
+                on_restart(worker_failures(current_state.training_failed_error))
             after_turn(isinstance(current_state, without_workers), current_state is previous_state)
 
     return AfterTurn()

@@ -12,7 +12,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from xmcray.errors import XmcrayError
+from xmcray.errors import ResourceError, XmcrayError
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.rendezvous import torch_config
 
@@ -25,6 +25,8 @@ _SETTINGS = {  # of Ray Train, read from the environment
 }
 # How long the controller waits for the nodes of a group each time that it tries to start one.
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+# How long a worker may leave the controller's polls unanswered.
+_STALL_TIMEOUT = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
 _ELASTIC_START_S = 5.0
 _START_S = 120.0
 _ABORT_S = 10  # a controller that waits for nodes does not answer
@@ -46,6 +48,7 @@ class WorkerGroup:
         resize_every_s: seconds between two attempts to grow an elastic group.
         wait_s: seconds without room for the workers after which the run ends.
         timeout_s: seconds after which a collective of the workers fails.
+        stall_s: seconds without a sign of life after which a worker counts as failed.
         max_failures: restarts of the group after a worker has failed.
         environment: variables of the workers' processes.
     """
@@ -59,6 +62,7 @@ class WorkerGroup:
     resize_every_s: float
     wait_s: float
     timeout_s: int
+    stall_s: float
     max_failures: int
     environment: Mapping[str, str]
 
@@ -68,6 +72,7 @@ def run_workers(
     settings: dict[str, Any],
     group: WorkerGroup,
     after_turn: Callable[[bool, bool], None],
+    on_restart: Callable[[Mapping[int, private.WorkerFailure]], None],
 ) -> None:
     """Runs a function in all workers of a group until it returns everywhere.
 
@@ -75,12 +80,15 @@ def run_workers(
         work: the function; it finds a process group of torch.distributed.
         settings: its argument.
         after_turn: see `private.controller_callback`.
+        on_restart: see there too.
 
     Raises:
         XmcrayError: `after_turn` has raised it.
+        ResourceError: workers were lost, and all restarts are used up.
         KeyboardInterrupt: the workers have been ended.
     """
-    trainer = _trainer(work, settings, group, private.controller_callback(after_turn))
+    callback = private.controller_callback(after_turn, on_restart)
+    trainer = _trainer(work, settings, group, callback)
     controllers = private.take_over_interrupts(trainer)
     try:
         trainer.fit()
@@ -92,6 +100,16 @@ def run_workers(
         if isinstance(error.controller_failure, XmcrayError):
             raise error.controller_failure from None
         raise
+    except _train.WorkerGroupError as error:
+        failures = private.worker_failures(error)
+        lost = [failure.text(group.stall_s) for failure in failures.values() if failure.is_lost]
+        if not lost:
+            raise
+        raise ResourceError(
+            f"{'; '.join(lost)}; the workers were started again {group.max_failures} times, which is"
+            " cluster.max_failures: look for full memory or a frozen machine, and the same command"
+            " continues from the newest checkpoint"
+        ) from None
 
 
 def _trainer(
@@ -111,6 +129,7 @@ def _trainer(
         size = group.num_workers
         start_s = min(group.wait_s, _START_S)
     os.environ[_START_TIMEOUT] = str(start_s)
+    os.environ[_STALL_TIMEOUT] = str(group.stall_s)
     return _train.torch.TorchTrainer(
         work,
         train_loop_config=settings,

@@ -44,6 +44,7 @@ from xmcray.training.run import (
     open_or_create,
     refuse_contents,
 )
+from xmcray.training.stalls import Interruptions
 from xmcray.training.tracking import tracked
 from xmcray.training.waiting import Patience
 from xmcray.training.worker import WorkerSettings, work
@@ -238,9 +239,17 @@ def _train_on_ray(run: Run, corpus: Corpus) -> None:
         with ray_session():
             placement = place(cluster, Nodes.of_cluster(), num_shards)
             patience = Patience(run.path, placement.request, placement.wait_s)
+            interruptions = Interruptions(run.path, cluster.stall_s)
             settings = dataclasses.asdict(_worker_settings(run, placement))
-            with _pool(run, corpus, placement):
-                run_workers(work, settings, _worker_group(run, placement), patience.after_turn)
+            logged = interruptions.logged(lambda: noted_mistake(run) is not None)
+            with _pool(run, corpus, placement), logged:
+                run_workers(
+                    work,
+                    settings,
+                    _worker_group(run, placement),
+                    patience.after_turn,
+                    interruptions.note_failures,
+                )
     finally:
         mistake = noted_mistake(run)
         forget_mistake(run)
@@ -276,7 +285,8 @@ def _worker_group(run: Run, placement: Placement) -> WorkerGroup:
         cpus_per_worker=cluster.cpus_per_worker,
         resize_every_s=cluster.resize_every_s,
         wait_s=placement.wait_s,
-        timeout_s=int(run.config.negatives.wait_s) + _COLLECTIVE_S,
+        timeout_s=int(run.config.negatives.wait_s + max(cluster.stall_s, _COLLECTIVE_S)),
+        stall_s=cluster.stall_s,
         max_failures=cluster.max_failures,
         environment=environment,
     )

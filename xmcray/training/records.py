@@ -84,13 +84,30 @@ def following(path: Path, on_record: Callable[[Record], None]) -> Iterator[None]
     """
     old = read_records(path)
     last_old_step = int(old[-1]["step"]) if old else 0
-    stop = threading.Event()
 
     def forward(record: Record) -> None:
         if record["step"] > last_old_step:
             on_record(record)
 
-    thread = threading.Thread(target=_tail, args=(path, forward, stop), daemon=True)
+    with tailing(path, forward, num_seen=0):
+        yield
+
+
+@contextlib.contextmanager
+def tailing(
+    path: Path, on_record: Callable[[Record], None], num_seen: int | None = None
+) -> Iterator[None]:
+    """Calls `on_record`, in a thread, for each record that is added while the block runs.
+
+    Args:
+        path: Path of a file of records; it need not exist yet.
+        on_record: Called with each new record.
+        num_seen: Records at the start of the file to skip; all that are there if not given.
+    """
+    if num_seen is None:
+        num_seen = len(read_records(path))
+    stop = threading.Event()
+    thread = threading.Thread(target=_tail, args=(path, on_record, num_seen, stop), daemon=True)
     thread.start()
     try:
         yield
@@ -99,9 +116,10 @@ def following(path: Path, on_record: Callable[[Record], None]) -> Iterator[None]
         thread.join(timeout=5)
 
 
-def _tail(path: Path, on_record: Callable[[Record], None], stop: threading.Event) -> None:
-    """Calls `on_record` for each record, old and new, until `stop`, and then once more."""
-    num_seen = 0
+def _tail(
+    path: Path, on_record: Callable[[Record], None], num_seen: int, stop: threading.Event
+) -> None:
+    """Calls `on_record` for each record after the first ones, until `stop`, and then once more."""
     last_size = -1
     stopped = False
     while not stopped:

@@ -65,6 +65,10 @@ class ClusterConfig:
         threads_per_process: torch, OpenMP and FAISS threads of every process; 0 is cores /
             (workers + index actors) on one machine and `cpus_per_worker` on several.
         max_failures: worker failures after which the run ends; a lost node is one.
+        stall_s: seconds without a sign of life from a worker after which it counts as failed. A
+            worker that lives but takes no step for so long is named in a warning; when it keeps
+            the others waiting for 300 s (or `stall_s`, if that is more) plus `negatives.wait_s`,
+            that is a failure too.
         index_resource: resource that marks nodes for index actors, one unit for each. If no node
             has it, they go to nodes without GPU. If there are none, they go to any node.
         index_nice: how far index actors yield the CPU to the trainer (0-19).
@@ -80,6 +84,7 @@ class ClusterConfig:
     cpus_per_worker: float = 1.0
     threads_per_process: int = 0
     max_failures: int = 3
+    stall_s: float = 60.0
     index_resource: str = "index"
     index_nice: int = 5
     copy_corpus: bool = False
@@ -93,6 +98,7 @@ class ClusterConfig:
         check_range("cluster.cpus_per_worker", self.cpus_per_worker, low=0)
         check_range("cluster.threads_per_process", self.threads_per_process, low=0)
         check_range("cluster.max_failures", self.max_failures, low=0)
+        check_range("cluster.stall_s", self.stall_s, low=1)
         check_range("cluster.index_nice", self.index_nice, 0, 19)
 
 
@@ -344,7 +350,8 @@ def clear_progress(run: Run) -> None:
     """Removes all that training has written, so that the run starts at its first step."""
     for name in ("checkpoints", "negatives", "ray", "trackers"):
         shutil.rmtree(run.path / name, ignore_errors=True)
-    (run.path / "metrics.jsonl").unlink(missing_ok=True)
+    for name in ("metrics.jsonl", "interruptions.jsonl"):
+        (run.path / name).unlink(missing_ok=True)
 
 
 def note_mistake(run: Run, error: XmcrayError) -> None:

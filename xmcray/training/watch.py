@@ -25,13 +25,20 @@ class Watch:
         flag: Stops the run; only rank 0 reads it.
         leaving: Whether a node of this run is about to be taken away; called by all ranks, with
             the same answer.
+        beat: Called with each step before it is taken.
     """
 
     every_s = 2.0  # between two checks
 
-    def __init__(self, flag: StopFlag, leaving: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        flag: StopFlag,
+        leaving: Callable[[], bool] | None = None,
+        beat: Callable[[int], None] | None = None,
+    ) -> None:
         self._flag = flag
         self._leaving = leaving
+        self._beat = beat
         self._next_step = 0
         self._last_step = 0
         self._last_time: float | None = None
@@ -42,6 +49,8 @@ class Watch:
 
         "save" comes once, when a node will leave.
         """
+        if self._beat is not None:
+            self._beat(step)
         if step < self._next_step:
             return "go on"
         stop = collectives.rank() == 0 and self._flag.raised

@@ -15,11 +15,13 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.node_copy import CorpusSource, open_on_node
 from xmcray.errors import XmcrayError
 from xmcray.negatives.pool import PoolRefresher
+from xmcray.parallel import collectives
 from xmcray.ray_adapter.gauges import TRAINING, Gauges
 from xmcray.ray_adapter.workers import node_leaves_soon, report
 from xmcray.training.loop import Loop, build
 from xmcray.training.preemption import StopFlag
 from xmcray.training.run import Run, RunConfig, note_mistake, noted_mistake
+from xmcray.training.stalls import Interruptions, StallAlarm
 from xmcray.training.watch import Watch
 
 
@@ -69,14 +71,17 @@ def _train(settings: WorkerSettings) -> dict[str, Any]:
         return {}
     use_gpu = torch.cuda.is_available() and config.cluster.device != "cpu"
     device = torch.device("cuda" if use_gpu else "cpu")
+    stall_s = config.cluster.stall_s
+    say = Interruptions(run.path, stall_s).note
     try:
-        source = CorpusSource(run.corpus, run.corpus_sha256, config.cluster.copy_corpus)
-        data = TrainingData(open_on_node(source), config.data)
-        setup = build(config, data, device, vectors=run.vectors)
-        refresher = PoolRefresher(run.id)
-        watch = Watch(StopFlag(run.path), leaving=node_leaves_soon)
-        gauges = Gauges(run.id, TRAINING)
-        result = Loop(run, setup, refresher, watch=watch, on_record=gauges.show).train()
+        with StallAlarm(collectives.rank(), stall_s, say) as alarm:
+            source = CorpusSource(run.corpus, run.corpus_sha256, config.cluster.copy_corpus)
+            data = TrainingData(open_on_node(source), config.data)
+            setup = build(config, data, device, vectors=run.vectors)
+            refresher = PoolRefresher(run.id)
+            watch = Watch(StopFlag(run.path), leaving=node_leaves_soon, beat=alarm.beat)
+            gauges = Gauges(run.id, TRAINING)
+            result = Loop(run, setup, refresher, watch=watch, on_record=gauges.show).train()
     except XmcrayError as error:
         note_mistake(run, error)
         raise
