@@ -40,6 +40,34 @@ def use_threads(threads: int) -> None:
     import_faiss().omp_set_num_threads(threads)
 
 
+def is_installed() -> bool:
+    """Whether FAISS can be used."""
+    try:
+        import_faiss()
+    except ResourceError:
+        return False
+    return True
+
+
+def inner_products(rows: Float32Array, query: Float32Array) -> Float32Array:
+    """Inner products of one query with all rows; each row's bits depend on that row alone.
+
+    Args:
+        rows: contiguous float32 [n, D], possibly memory-mapped.
+        query: contiguous float32 [D].
+    Returns:
+        float32 [n].
+    """
+    faiss = import_faiss()
+    num_rows, dim = rows.shape
+    scores = np.empty(num_rows, np.float32)
+    # FAISS's own search of a flat index computes the same products with the same function.
+    faiss.fvec_inner_products_ny(
+        faiss.swig_ptr(scores), faiss.swig_ptr(query), faiss.swig_ptr(rows), dim, num_rows
+    )
+    return scores
+
+
 def create(
     rows: Float32Array, ids: Int64Array | None, factory: str, seed: int, threads: int
 ) -> Any:

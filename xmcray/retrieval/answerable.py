@@ -40,6 +40,8 @@ class AnswerableRows:
     def between(self, start: int, stop: int) -> AnswerableRows:
         """The rows start .. stop - 1, counted from `start`."""
         values = self.hidden.values
+        if not len(values):
+            return AnswerableRows(self.ids[start:stop], self.hidden)
         inside = (values >= start) & (values < stop)
         return AnswerableRows(self.ids[start:stop], _kept(self.hidden, values - start, inside))
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xmcray.retrieval import few_queries
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
@@ -65,13 +66,15 @@ def exact_keys(
     """
     # Memory-mapped vectors stay on disk: a block is read when it is multiplied.
     vector_ND = vectors if isinstance(vectors, Tensor) else as_tensor(vectors)
+    query_QD = as_tensor(queries)
+    if few_queries.is_faster(vector_ND, len(query_QD)):
+        return _few_query_keys(vector_ND, query_QD, best_QK, rows)
     num_vectors = len(vector_ND)
     device = vector_ND.device
     id_N = as_tensor(rows.ids, np.int64).to(device)
     # Rows without an id are scored like all others and masked afterwards: leaving them out would
     # change the shape of the product, and with it the last bits of other scores.
     some_no_answer = bool((id_N < 0).any())
-    query_QD = as_tensor(queries)
     block_queries, block_rows = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK
     # Few rows need no full block, but whole groups.
     num_groups = math.ceil(num_vectors / GROUP)
@@ -100,6 +103,22 @@ def exact_keys(
     return torch.cat(keys)
 
 
+def _few_query_keys(
+    vector_ND: Tensor, query_QD: Tensor, best_QK: Tensor, rows: AnswerableRows
+) -> Tensor:
+    """As `exact_keys`, one query after another."""
+    num_keys = best_QK.shape[1]
+    keys = []
+    for query, query_D in enumerate(query_QD):
+        hidden = rows.hidden[query]
+        best = few_queries.best_rows(vector_ND, query_D, num_keys, rows.ids, hidden)
+        new_keys = to_keys(torch.from_numpy(best.scores), torch.from_numpy(best.ids))
+        # The best keys so far fill the places for which there are too few rows.
+        competing = torch.cat([best_QK[query], new_keys])
+        keys.append(competing.topk(num_keys).values)
+    return torch.stack(keys)
+
+
 def as_tensor(array: Float32Array | Int64Array, kind: type[np.generic] = np.float32) -> Tensor:
     """A tensor over the same memory if type and layout allow; read-only memory is copied."""
     array = np.ascontiguousarray(array, dtype=kind)
@@ -124,11 +143,17 @@ def to_keys(score: Tensor, ids: Tensor) -> Tensor:
     return (ordered.to(torch.int64) << 32) | (LOW_BITS - ids)
 
 
+# The worst score with the worst id.
+NO_ANSWER = to_keys(torch.tensor([-torch.inf]), torch.tensor([LOW_BITS]))
+
+
 def from_keys(keys: Tensor) -> TopLabels:
     """Unpacks sort keys into ids and scores; id -1 where the score is -inf."""
-    score = scores_of(keys)
-    ids = torch.where(score == -torch.inf, -1, LOW_BITS - (keys & LOW_BITS))
-    return TopLabels(ids.numpy(), score.numpy())
+    scores = scores_of(keys).numpy()
+    # NumPy is faster than torch at the few numbers of one query.
+    ids = LOW_BITS - (keys.numpy() & LOW_BITS)
+    ids[scores == -np.inf] = -1
+    return TopLabels(ids, scores)
 
 
 def scores_of(keys: Tensor) -> Tensor:
@@ -139,10 +164,8 @@ def scores_of(keys: Tensor) -> Tensor:
 
 def empty_keys(num_queries: int, k: int) -> Tensor:
     """int64 [num_queries, k], the keys of "no answer"."""
-    worst_score = torch.tensor([-torch.inf])
-    worst_id = torch.tensor([LOW_BITS])
     # Expanding shares the memory of one key.
-    return to_keys(worst_score, worst_id).expand(num_queries, k)
+    return NO_ANSWER.expand(num_queries, k)
 
 
 def with_new_keys(best_BK: Tensor, key_P: Tensor, query_P: Tensor, slot_P: Tensor) -> Tensor:

@@ -213,11 +213,13 @@ class Index:
     ) -> Tensor:
         """As `search`, but sort keys int64 [Q, k] (see exact.py), which merge with other shards."""
         queries = np.ascontiguousarray(queries, np.float32)
+        if exact or self.is_exact or not len(queries):
+            return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
         # Hidden rows take places among the candidates, so that many more are proposed.
         most_hidden = int(rows.hidden.lengths.max(initial=0))
         width = (max(k, TUNE_K) + most_hidden) * self.candidates
         # Candidates that are half of the rows cost more than comparing all rows.
-        if exact or self.is_exact or width >= len(self) // 2 or not len(queries):
+        if width >= len(self) // 2:
             return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
         if len(queries) >= BATCH_QUERIES and self._lists is not None:
             keys = self._search_lists(queries, k, rows)

@@ -164,14 +164,18 @@ class ShardedIndex:
             return TopLabels.empty(num_queries)
         ids = self._row_numbers if names is None else names
         rows = AnswerableRows.of(len(ids), num_queries, ids, hidden)
-        # Shards have no ids in common, so the k best keys of all of them are the answer. Empty keys
-        # fill lists for which there are fewer than k rows.
-        keys = [empty_keys(num_queries, k)]
+        # Shards have no ids in common, so the k best keys of all of them are the answer.
+        keys = []
+        num_rows = 0
         for number in range(len(self.shards)) if numbers is None else numbers:
             shard = self.shards[number]
             index = self.indexes[number]
             shard_rows = rows.between(shard.start, shard.stop)
             keys.append(index.search_keys(query_BD, min(k, len(index)), shard_rows, exact))
+            num_rows += len(index)
+        if num_rows < k:
+            # Empty keys fill the places of missing rows.
+            keys.append(empty_keys(num_queries, k))
         return _best(keys, k)
 
     @functools.cached_property

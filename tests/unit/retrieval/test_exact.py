@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from xmcray.retrieval import exact
+from xmcray.retrieval import ann, exact, few_queries
 from xmcray.retrieval.exact import exact_search, from_keys, to_keys
 from xmcray.types import Ragged, TopLabels
 
@@ -25,12 +25,13 @@ def small_integers(rng, rows, dim):
     return rng.integers(-2, 3, (rows, dim)).astype(np.float32)
 
 
+@pytest.mark.parametrize("num_queries", [2, 7])
 @pytest.mark.parametrize("block", [(3, 64), (256, 4096)])
 @pytest.mark.parametrize(("rows", "k"), [(1, 1), (5, 5), (70, 3), (900, 40), (900, 900)])
-def test_answers_are_the_definition_whatever_the_blocks(monkeypatch, block, rows, k):
+def test_answers_are_the_definition_whatever_the_blocks(monkeypatch, block, rows, k, num_queries):
     monkeypatch.setattr(exact, "CPU_BLOCK", block)
     rng = np.random.default_rng(rows + k)
-    vectors, queries = small_integers(rng, rows, 6), small_integers(rng, 7, 6)
+    vectors, queries = small_integers(rng, rows, 6), small_integers(rng, num_queries, 6)
     ids = rng.permutation(rows)
     hidden = Ragged.from_rows(
         [rng.choice(rows, rng.integers(0, min(rows, 6)), replace=False) for _ in queries]
@@ -39,6 +40,43 @@ def test_answers_are_the_definition_whatever_the_blocks(monkeypatch, block, rows
     wanted = brute(vectors, queries, k, ids, hidden)
     np.testing.assert_array_equal(found.ids, wanted.ids)
     np.testing.assert_array_equal(found.scores, wanted.scores)
+
+
+def test_rows_without_an_id_are_no_answers_to_one_query():
+    vectors = np.arange(8, dtype=np.float32)[:, None]
+    # The row with the best score has no id, and the next best one is hidden.
+    ids = np.array([10, 11, 12, 13, 14, 15, 16, -1])
+    hidden = Ragged.from_rows([[6]])
+    top = exact_search(vectors, np.ones((1, 1), np.float32), 3, ids, hidden)
+    assert top.ids.tolist() == [[15, 14, 13]]
+    top = exact_search(vectors, np.ones((1, 1), np.float32), 9, ids, hidden)
+    assert top.ids.tolist() == [[15, 14, 13, 12, 11, 10, -1, -1, -1]]
+
+
+def test_bits_of_one_querys_scores_depend_on_no_other_row_or_thread(monkeypatch):
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((1001, 37), dtype=np.float32)
+    query = rng.standard_normal((1, 37), dtype=np.float32)
+    whole = exact_search(vectors, query, 1001)
+    fewer = exact_search(vectors[:500], query, 500)
+    kept = whole.ids[0] < 500
+    np.testing.assert_array_equal(whole.ids[0, kept], fewer.ids[0])
+    np.testing.assert_array_equal(whole.scores[0, kept], fewer.scores[0])
+    monkeypatch.setattr(few_queries, "THREAD_FLOATS", 10_000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    parallel = exact_search(vectors, query, 1001)
+    np.testing.assert_array_equal(parallel.scores, whole.scores)
+    np.testing.assert_array_equal(parallel.ids, whole.ids)
+
+
+def test_one_query_is_answered_without_faiss(monkeypatch):
+    rng = np.random.default_rng(0)
+    vectors = small_integers(rng, 300, 6)
+    query = small_integers(rng, 1, 6)
+    with_faiss = exact_search(vectors, query, 20)
+    monkeypatch.setattr(ann, "is_installed", lambda: False)
+    without_faiss = exact_search(vectors, query, 20)
+    np.testing.assert_array_equal(with_faiss.ids, without_faiss.ids)
 
 
 def test_rows_that_arrive_in_rising_order_of_score(monkeypatch):
@@ -57,9 +95,12 @@ def test_no_rows_and_no_queries():
     assert exact_search(rows, rows[:0], 3).ids.shape == (0, 3)
 
 
-def test_not_a_number_is_never_an_answer():
+@pytest.mark.parametrize("num_queries", [1, 5])
+@pytest.mark.parametrize("k", [1, 3])
+def test_not_a_number_is_never_an_answer(num_queries, k):
     vectors = np.array([[np.nan], [1.0], [-np.inf]], np.float32)
-    assert exact_search(vectors, np.ones((1, 1), np.float32), 3).ids.tolist() == [[1, -1, -1]]
+    queries = np.ones((num_queries, 1), np.float32)
+    assert exact_search(vectors, queries, k).ids.tolist() == [[1, -1, -1][:k]] * num_queries
 
 
 def test_read_only_vectors_are_accepted():
