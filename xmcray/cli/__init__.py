@@ -52,20 +52,33 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # A scheduler ends a job with SIGTERM. As an exception, it runs every `finally` on its way out.
+    sigterm = _Sigterm()
     try:
-        with handling(signal.SIGTERM, _terminate), logs.on_stderr():
-            return _run(arguments)
+        with handling(signal.SIGTERM, sigterm), logs.on_stderr():
+            return _run(arguments, sigterm)
     except ConfigError as error:  # from logs.on_stderr: the variable that sets the log format
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _terminate(*_: object) -> NoReturn:
-    raise Terminated("terminated; the same command starts it again")
+class _Sigterm:
+    """Handles SIGTERM, with which a scheduler ends a job.
+
+    As an exception, the signal runs every `finally` on its way out.
+
+    Attributes:
+        notice: the exception, once the signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.notice: Terminated | None = None
+
+    def __call__(self, *_: object) -> NoReturn:
+        self.notice = Terminated("terminated; the same command starts it again")
+        raise self.notice
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], sigterm: _Sigterm) -> int:
     try:
         # argparse would list all verbs; the nearest one says more.
         if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
@@ -79,15 +92,17 @@ def _run(arguments: list[str]) -> int:
         # A message may quote a URL of the user, and logs are kept longer than terminals.
         _print_last_line(credentials.mask(" ".join(str(error).split())), logging.ERROR)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        # Ray raises a plain KeyboardInterrupt for both signals.
+        notice = interrupt if isinstance(interrupt, Terminated) else sigterm.notice
+        if notice is not None:
+            _print_last_line(str(notice), logging.WARNING)
+            return EXIT_CODE
         _print_last_line(
             "interrupted; the same command starts it again (a training continues where it was)",
             logging.WARNING,
         )
         return 130
-    except Terminated as notice:
-        _print_last_line(str(notice), logging.WARNING)
-        return EXIT_CODE
     except BrokenPipeError:
         # The reader of our output has closed the pipe. Without this, Python would complain when it
         # flushes stdout at exit.

@@ -21,10 +21,12 @@ from typing import Any
 EXIT_CODE = 128 + signal.SIGTERM
 
 
-class Terminated(
-    BaseException
-):  # like KeyboardInterrupt: no `except Exception` takes it for a failure
-    """SIGTERM asked the process to end. The message is its last line; the exit code is 143."""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM asked the process to end. The message is its last line; the exit code is 143.
+
+    A call that waits for Ray runs the handlers of signals, but of their exceptions it heeds only
+    KeyboardInterrupt and SystemExit, and it raises a plain KeyboardInterrupt in place of this one.
+    """
 
 
 class StopFlag:
