@@ -23,6 +23,22 @@ class _Shares(LoadScopeScheduling):
             return OF_ONE_CLUSTER
         return file
 
+    def remove_node(self, node: Any) -> str | None:
+        """Takes the test that ended its process as done. It would end the next process, too."""
+        units = self.assigned_work[node].values()
+        pending = [(unit, test) for unit in units for test, done in unit.items() if not done]
+        if not pending:
+            return super().remove_node(node)
+        unit, crashed = pending[0]
+        unit[crashed] = True
+        super().remove_node(node)
+        return crashed
+
+    def _reschedule(self, node: Any) -> None:
+        """Leaves out a process that has just been started and knows of no tests yet."""
+        if node in self.registered_collections:
+            super()._reschedule(node)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

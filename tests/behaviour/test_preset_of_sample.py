@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from corpora import corpus_of
 
 from xmcray.config import load_yaml
@@ -11,6 +12,7 @@ from xmcray.training.outcome import finish
 from xmcray.training.run import RunConfig
 
 
+@pytest.mark.timeout(600)  # half a minute on an idle machine
 def test_sample_reaches_its_floors(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     write_sample(tmp_path / "raw")

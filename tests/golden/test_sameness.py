@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 RECORDED = "benchmarks/results/sameness.json"
 
 
+@pytest.mark.timeout(600)  # half a minute on an idle machine
 def test_training_export_and_search_give_the_recorded_bits(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     write_sample(tmp_path / "raw")
