@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,11 +54,13 @@ class Case:
     """One number of labels at one width, with its measured steps.
 
     Attributes:
-        seconds: wall time of each measured step. phases: the same by part. distinct: rows a step met.
+        seconds: time of each measured step. phases: the same by part. distinct: rows a step met.
+        clock: of wall time, or time.process_time, which other processes do not disturb.
     """
 
     num_labels: int
     dim: int
+    clock: Callable[[], float] = time.perf_counter
     seconds: list[float] = field(default_factory=list)
     phases: list[list[float]] = field(default_factory=list)
     distinct: list[int] = field(default_factory=list)
@@ -103,12 +106,12 @@ class Case:
         """One step on sampled labels."""
         batch, hard = self.inputs()
         query_GD = self.query()
-        times = [time.perf_counter()]
+        times = [self.clock()]
         pool = draws.uniform_labels(0, self.step, self.num_labels, POOL)
         found = gather_candidates(batch, hard, pool, batch.positives, None, self.part)
-        times.append(time.perf_counter())
+        times.append(self.clock())
         row_UD = self.table.rows(found.row_ids)
-        times.append(time.perf_counter())
+        times.append(self.clock())
         pair_score_P = pair_scores(query_GD, row_UD, found.pair_query, found.pair_row) + OFFSET
         pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T + OFFSET
         skip = found.skip_query, found.skip_column
@@ -116,11 +119,11 @@ class Case:
         total = sampled_bce(
             pair_score_P, found.pair_is_positive, None, pool_score_GC, *skip, weight
         )
-        times.append(time.perf_counter())
+        times.append(self.clock())
         (total / len(query_GD)).backward()
-        times.append(time.perf_counter())
+        times.append(self.clock())
         self.table.update(LR)
-        times.append(time.perf_counter())
+        times.append(self.clock())
         self._finish(query_GD, times, keep)
         self.distinct.append(len(found.row_ids))
 
@@ -128,7 +131,7 @@ class Case:
         """One step on all labels."""
         batch, _ = self.inputs()
         query_GD = self.query()
-        start = time.perf_counter()
+        start = self.clock()
         row_SD = self.table.rows(None)
         positives = batch.positives
         pairs = Pairs(torch.from_numpy(positives.row_ids), torch.from_numpy(positives.values))
@@ -136,7 +139,7 @@ class Case:
         total = full_bce(query_GD, row_SD, pairs, Pairs(none, none), logit_prior=OFFSET)
         (total / len(query_GD)).backward()
         self.table.update(LR)
-        self._finish(query_GD, [start, time.perf_counter()], keep)
+        self._finish(query_GD, [start, self.clock()], keep)
 
     def _finish(self, query_GD: torch.Tensor, times: list[float], keep: bool) -> None:
         assert query_GD.grad is not None
