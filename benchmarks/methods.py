@@ -80,7 +80,8 @@ NOTES = (
     "with memory: the bundle of `xmcray memory RUN`, settings by `xmcray tune --bundle` on the validation queries;"
     " RAE-XMC alone: its encoder without votes",
     "less XR-Linear: differences in the three metrics; * if the paired test over queries has p < 0.05",
-    "minutes: wall time of both trainings of a refit, or of XR-Linear with its vectors; a memory trains nothing",
+    "minutes: wall time of both trainings of a refit, or of XR-Linear with its vectors, whatever else the machine did;"
+    " a memory trains nothing",
 )
 Row = dict[str, Any]
 
