@@ -15,7 +15,7 @@ import ray.train.torch
 from clusters import cloud, cluster_of, ray_manifests
 from ray.util.placement_group import placement_group, placement_group_table
 
-from xmcray.errors import ResourceError
+from xmcray.errors import ResourceError, StorageError
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.cluster import alive_nodes
 
@@ -91,6 +91,7 @@ def note_failures(failures: Mapping[int, private.WorkerFailure]) -> None: ...
 
 def test_kinds_of_worker_failures_are_distinguished() -> None:
     from ray.train.v2._internal import exceptions
+    from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
     worker = "Worker info: Worker(metadata=ActorMetadata(hostname='a', pid=12,))"
     failures = {
@@ -105,6 +106,10 @@ def test_kinds_of_worker_failures_are_distinguished() -> None:
         private.WorkerFailure(2, "died", "process 12 on a", ANY),
     ]
     assert private.worker_failures(RuntimeError()) == {}
+    full = UserExceptionWithTraceback(StorageError("no space left"), "Traceback")
+    (failure,) = private.worker_failures(ray.train.WorkerGroupError("text", {0: full})).values()
+    assert isinstance(failure.mistake, StorageError)
+    assert failure.reason == "StorageError: no space left"
 
 
 def test_a_controller_callback_travels_and_knows_the_states() -> None:

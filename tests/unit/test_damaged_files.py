@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import errno
 import gzip
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from xmcray.errors import BundleError, DataError, StorageError
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.state_folder import StateFolder
+from xmcray.training.records import Records, read_records
 
 TESTS = Path(__file__).parents[1]
 TRIALS = 3  # of each file; benchmarks/soak_files.py makes thousands
@@ -82,6 +85,23 @@ def test_a_full_disk_while_a_tree_is_copied_is_one_line(tmp_path: Path) -> None:
 
     with pytest.raises(StorageError, match="no space left while writing"), storage.disk_errors("x"):
         copy()
+
+
+def test_a_full_disk_while_a_resumed_run_cuts_its_records_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = Records(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        records.add({"step": step})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="no space left while writing"):
+        records.truncate(2)
+    assert [record["step"] for record in read_records(records.path)] == [1, 2, 3]
+    assert list(tmp_path.iterdir()) == [records.path]
 
 
 @pytest.mark.parametrize("text", ['{"bundle": "/b", "conf', "[]", "[" * 100_000, "{}"])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from xmcray.errors import one_line
+from xmcray.errors import XmcrayError, one_line
 
 # A resource that only the head of a cluster has. Checked with Ray 2.60.0.
 # If it breaks: compare ray.nodes() of a cluster of two nodes. Ray keeps the name in
@@ -123,12 +123,14 @@ class WorkerFailure:
             by an exception.
         process: its host and process id, or "" where Ray does not say.
         reason: the exception in one line.
+        mistake: the exception itself, if it is a mistake that the user can repair.
     """
 
     rank: int
     kind: Literal["stalled", "died", "failed"]
     process: str
     reason: str
+    mistake: XmcrayError | None = None
 
     @property
     def is_lost(self) -> bool:
@@ -166,8 +168,11 @@ def worker_failures(error: Any) -> dict[int, WorkerFailure]:
         host = re.search(r"hostname='([^']+)'", str(failure))
         pid = re.search(r"pid=(\d+)", str(failure))
         process = f"process {pid[1]} on {host[1]}" if pid and host else ""
-        reason = one_line(f"{type(failure).__name__}: {failure}")
-        failures[rank] = WorkerFailure(rank, kind, process, reason)
+        # Ray Train wraps what the function of a worker raised; its own text is a traceback.
+        cause = getattr(failure, "_base_exc", failure)
+        reason = one_line(f"{type(cause).__name__}: {cause}")
+        mistake = cause if isinstance(cause, XmcrayError) else None
+        failures[rank] = WorkerFailure(rank, kind, process, reason, mistake)
     return failures
 
 

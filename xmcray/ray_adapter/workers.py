@@ -83,7 +83,7 @@ def run_workers(
         on_restart: see there too.
 
     Raises:
-        XmcrayError: `after_turn` has raised it.
+        XmcrayError: `after_turn` has raised it, or a worker, again after each restart.
         ResourceError: workers were lost, and all restarts are used up.
         KeyboardInterrupt: the workers have been ended.
     """
@@ -102,6 +102,10 @@ def run_workers(
         raise
     except _train.WorkerGroupError as error:
         failures = private.worker_failures(error)
+        for failure in failures.values():
+            # On a full disk the note of a user's mistake is lost, but Ray brings the error itself.
+            if failure.mistake is not None:
+                raise failure.mistake from None
         lost = [failure.text(group.stall_s) for failure in failures.values() if failure.is_lost]
         if not lost:
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,16 +41,16 @@ class Records:
             self.on_record(timed)
 
     def truncate(self, step: int) -> None:
-        """Removes the records after `step`."""
+        """Removes the records after `step`.
+
+        Raises:
+            StorageError: the disk is full; the file is as it was.
+        """
         if not self.path.is_file():
             return
-        # A temporary file replaces it, so that no reader sees half a file.
-        shorter = self.path.with_name(f".metrics.{os.getpid()}")
-        with shorter.open("w", encoding="utf-8") as file:
-            for record in read_records(self.path):
-                if record["step"] <= step:
-                    file.write(json.dumps(record) + "\n")
-        shorter.replace(self.path)
+        kept = [record for record in read_records(self.path) if record["step"] <= step]
+        lines = [json.dumps(record) + "\n" for record in kept]
+        storage.write_text(self.path, "".join(lines))
 
 
 def read_records(path: Path) -> list[Record]:
