@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -99,12 +100,18 @@ def fingerprint(config: RunConfig, corpus: Corpus) -> str:
 
     Defaults do not count, so a release that adds settings changes no name.
     """
-    defaults = RunConfig.resolve(config.method_name, {}).to_dict()
+    defaults = default_settings(config.method_name)
     settings = config.to_dict()
     for section in ("cluster", "log"):  # they change no result
         del settings[section]
     described = json.dumps([changed(settings, defaults), corpus.sha256])
     return hashlib.sha256(described.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def default_settings(method: str) -> dict[str, Any]:
+    """All settings of a method; read once, because a page of claims names a thousand trainings."""
+    return RunConfig.resolve(method, {}).to_dict()
 
 
 def changed(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -514,7 +514,10 @@ def measured(variant: Variant, seed: int) -> Result:
     if known is not None:
         return known
     cpu_s_before = sum(os.times()[:4])  # with the time of child processes
-    result = {**variant.measure(seed), "cpu_s": sum(os.times()[:4]) - cpu_s_before}
+    result = variant.measure(seed)
+    cpu_s_here = sum(os.times()[:4]) - cpu_s_before
+    # A child of another process has counted its own.
+    result = {**result, "cpu_s": cpu_s_here + result.get("cpu_s", 0.0)}
     path = result_file(variant, seed)
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(result), encoding="utf-8")
