@@ -1,4 +1,4 @@
-"""Recall@50 and time (build and search) of the `auto` index against a search of all rows, on one thread.
+"""Recall@50 and time (build and search) of the index of hard negatives against a search of all rows, on one thread.
 
     python benchmarks/index_recall.py --rows 100000 1000000 --dim 64 256 --queries 100000
     python benchmarks/index_recall.py --file rows.safetensors     # tensors "rows" and, optionally, "queries"
@@ -26,7 +26,7 @@ import torch
 from common import refuse_if_busy, write_table
 from safetensors.numpy import load_file, save_file
 
-from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, build_index, resolve_factory
+from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, batch_factory, build_index
 
 K = 50
 FLAT_QUERIES = 2000
@@ -99,11 +99,11 @@ def measure(rows: np.ndarray, queries: np.ndarray, arguments: argparse.Namespace
     wanted, flat_s = timed(lambda: full_search(rows, few))
     flat_s *= len(queries) / len(few)
     chosen_by = None if arguments.stand_ins else sample
-    spec = IndexSpec(factory=arguments.factory)
+    name = batch_factory(arguments.factory, len(rows))
+    spec = IndexSpec(factory=name)
     index, build_s = timed(lambda: build_index(rows, spec, queries=chosen_by))
     top, search_s = timed(lambda: index.search(queries, K))
     recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(top.ids, wanted, strict=False)])
-    name = resolve_factory(arguments.factory, len(rows))
     ratio = f"{flat_s / (build_s + search_s):.1f} x"
     tuned = [name, index.nprobe, index.candidates]
     return [*rows.shape, len(queries), *tuned, float(recall), build_s, search_s, flat_s, ratio]

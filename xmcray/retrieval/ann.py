@@ -68,6 +68,33 @@ def inner_products(rows: Float32Array, query: Float32Array) -> Float32Array:
     return scores
 
 
+def candidate_scores(
+    rows: Float32Array, queries: Float32Array, candidates: Int64Array
+) -> Float32Array:
+    """Inner products of each query with its candidates.
+
+    Args:
+        rows: contiguous float32 [n, D], possibly memory-mapped.
+        queries: contiguous float32 [Q, D].
+        candidates: contiguous int64 [Q, C], positions of rows; -1 for none.
+    Returns:
+        float32 [Q, C], with the bits of `inner_products`; -inf for no candidate.
+    """
+    faiss = import_faiss()
+    num_queries, num_candidates = candidates.shape
+    scores = np.empty(candidates.shape, np.float32)
+    faiss.fvec_inner_products_by_idx(
+        faiss.swig_ptr(scores),
+        faiss.swig_ptr(queries),
+        faiss.swig_ptr(rows),
+        faiss.swig_ptr(candidates),
+        rows.shape[1],
+        num_queries,
+        num_candidates,
+    )
+    return scores
+
+
 def create(
     rows: Float32Array, ids: Int64Array | None, factory: str, seed: int, threads: int
 ) -> Any:
@@ -86,7 +113,10 @@ def create(
     # The graph of HNSW depends on the order of insertion, which is random with several threads.
     faiss.omp_set_num_threads(1 if "HNSW" in factory else threads)
     num_rows, dim = rows.shape
+    plain_graph = re.fullmatch(r"HNSW(\d+)(,Flat)?", factory)
     try:
+        if plain_graph and ids is None:
+            return _create_graph(rows, int(plain_graph[1]))
         faiss_index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
         faiss_index.train(_training_rows(faiss_index, rows, seed))
         if ids is None:
@@ -100,13 +130,72 @@ def create(
     return faiss_index
 
 
+def _create_graph(rows: Float32Array, num_links: int) -> Any:
+    """An HNSW graph over rows that it refers to and does not copy.
+
+    FAISS links rows by inner product if that is the metric. Long rows then get the links, and the
+    searches of others end before they are found: recall@50 stays below 0.96 whatever the breadth
+    (docs/serving.md). So the links are made by distance, after each row got one more number that
+    makes all rows equally long. For a query, whose number there is 0, the nearest of those rows
+    have the largest inner products (Bachrach et al. 2014, "Speeding up the Xbox recommender
+    system"). The search itself computes inner products of the rows as they are.
+
+    Args:
+        rows: contiguous float32 [n, D].
+        num_links: links per row on each layer but the lowest, which has twice as many.
+    """
+    faiss = import_faiss()
+    num_rows, dim = rows.shape
+    squares = np.einsum("nd,nd->n", rows, rows)
+    missing = np.sqrt(squares.max() - squares)
+    level_rows = np.concatenate([rows, missing[:, None]], axis=1, dtype=np.float32)
+    by_distance = faiss.IndexHNSWFlat(dim + 1, num_links, faiss.METRIC_L2)
+    by_distance.add(level_rows)
+    graph = faiss.IndexHNSWFlat(dim, num_links, faiss.METRIC_INNER_PRODUCT)
+    graph.hnsw = by_distance.hnsw
+    graph.hnsw.is_similarity = True
+    graph.ntotal = num_rows
+    refer_to(graph, rows)
+    return graph
+
+
+def is_plain_graph(faiss_index: Any) -> bool:
+    """Whether it is an HNSW graph over the vectors as they are, not over codes."""
+    return isinstance(faiss_index, import_faiss().IndexHNSWFlat)
+
+
+def refer_to(graph: Any, rows: Float32Array) -> None:
+    """Makes a graph compute its inner products from rows that stay where they are.
+
+    Args:
+        graph: an IndexHNSWFlat of as many rows.
+        rows: contiguous float32 [n, D], possibly memory-mapped.
+    """
+    faiss = import_faiss()
+    flat = faiss.IndexFlatIP(rows.shape[1])
+    memory = faiss.swig_ptr(rows.view(np.uint8).reshape(-1))
+    # FAISS wants to know the owner of the memory. An empty vector has an empty owner.
+    flat.codes = faiss.MaybeOwnedVectorUInt8.create_view(memory, rows.nbytes, flat.codes.owner)
+    flat.ntotal = len(rows)
+    graph.storage = flat
+    graph.own_fields = False
+    # FAISS holds bare pointers; Python has to keep what they point to.
+    graph.referenced_objects = [flat, rows]
+
+
+def breadth_of(faiss_index: Any) -> int:
+    """Breadth of a search in an HNSW graph; 0 if it is none."""
+    hnsw = getattr(faiss_index, "hnsw", None)
+    return 0 if hnsw is None else int(hnsw.efSearch)
+
+
 def set_search(faiss_index: Any, nprobe: int, ef_search: int) -> None:
-    """Sets the lists to visit (at least 1) or the breadth of an HNSW search."""
+    """Sets the lists to visit (at least 1) or the breadth of an HNSW search (if above 0)."""
     lists = lists_of(faiss_index)
     if lists is not None:
         lists.nprobe = min(max(1, nprobe), int(lists.nlist))
     graph = import_faiss().downcast_index(faiss_index)
-    if hasattr(graph, "hnsw"):
+    if hasattr(graph, "hnsw") and ef_search:
         graph.hnsw.efSearch = ef_search
 
 
@@ -160,14 +249,17 @@ def to_gpu(faiss_index: Any, gpu: int) -> Any:
 
 
 def write(faiss_index: Any, path: Path) -> None:
-    """Writes a FAISS index, also one that lives on a GPU."""
+    """Writes a FAISS index, also one that lives on a GPU; of a plain graph only the links."""
     faiss = import_faiss()
+    if is_plain_graph(faiss_index):
+        faiss.write_index(faiss_index, str(path), faiss.IO_FLAG_SKIP_STORAGE)
+        return
     on_gpu = hasattr(faiss, "GpuIndex") and isinstance(faiss_index, faiss.GpuIndex)
     faiss.write_index(faiss.index_gpu_to_cpu(faiss_index) if on_gpu else faiss_index, str(path))
 
 
 def read(path: Path, rows: int, dim: int) -> Any:
-    """Reads a FAISS index.
+    """Reads a FAISS index. The links of a graph are mapped, and a plain graph has no vectors yet.
 
     FAISS trusts the sizes in a file. Here none may exceed what the size of the file can account
     for, and the index must fit the vectors. A change that keeps all sizes is only seen by its hash:
@@ -192,7 +284,7 @@ def read(path: Path, rows: int, dim: int) -> Any:
         faiss.set_deserialization_vector_byte_limit(num_bytes + TABLE_BYTES)
         faiss.set_deserialization_loop_limit(min(num_bytes, MAX_LISTS))
         try:
-            faiss_index = faiss.read_index(str(path))
+            faiss_index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
         except (RuntimeError, MemoryError, ValueError, AssertionError) as error:
             raise BundleError(
                 f"{path} is not a readable FAISS index ({_reason(error)}); export it again"
@@ -201,10 +293,12 @@ def read(path: Path, rows: int, dim: int) -> Any:
             faiss.set_deserialization_vector_byte_limit(before[0])
             faiss.set_deserialization_loop_limit(before[1])
     shape = (int(faiss_index.ntotal), int(faiss_index.d))
+    is_complete = is_plain_graph(faiss_index) or getattr(faiss_index, "storage", None) is not None
     if (
         shape != (rows, dim)
         or faiss_index.metric_type != faiss.METRIC_INNER_PRODUCT
         or not faiss_index.is_trained
+        or (hasattr(faiss_index, "hnsw") and not is_complete)
     ):
         raise BundleError(
             f"{path} indexes {shape[0]} vectors of width {shape[1]} with metric {faiss_index.metric_type}, expected"

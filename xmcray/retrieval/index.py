@@ -1,9 +1,12 @@
-"""Nearest rows by inner product: exact for small shards, inverted lists for large ones.
+"""Nearest rows by inner product: exact for small shards, a graph or inverted lists for large ones.
 
 Answers and hard negatives are searched with it. FAISS makes the index and answers few queries. It
 only proposes candidates: their scores are then computed from the float32 vectors, so the index can
 hold short codes, and every score that leaves this file is an inner product. Many queries at once
 scan the same lists with matrix products (inverted_lists.py).
+
+Answers come to users one text at a time, so a bundle has a graph. Hard negatives are searched for
+all queries of an epoch at once, after an index was built that is used only then: inverted lists.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ TUNE_QUERIES = 256
 TUNE_K = 50
 TUNE_NOISE = 0.5
 CANDIDATE_STEPS = (2, 4, 8, 16)
+BREADTH_STEPS = (50, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+CODES_BREADTH = 128  # of a graph over codes
 CODE_LOSS = 0.005  # recall that short codes may cost in addition to the lists
 CANDIDATE_FLOATS = 1 << 22  # vectors gathered at once when scores are made exact
 
@@ -56,11 +61,11 @@ class IndexSpec:
 
     Attributes:
         factory: "auto", "Flat", or a FAISS factory string such as "IVF4096,SQfp16" or "HNSW32".
-        recall: recall@50 by which `nprobe` and `candidates` are chosen if they are 0.
+        recall: recall@50 by which `nprobe`, `ef_search` and `candidates` are chosen if they are 0.
         nprobe: lists an IVF index visits; 0 chooses it when the index is built.
         candidates: candidates per answer whose exact score is computed; 0 chooses it when the
             index is built.
-        ef_search: breadth of a search in an HNSW index.
+        ef_search: breadth of a search in an HNSW index; 0 chooses it when the index is built.
         seed: seed of the training sample and of k-means.
     """
 
@@ -68,21 +73,31 @@ class IndexSpec:
     recall: float = 0.95
     nprobe: int = 0
     candidates: int = 0
-    ef_search: int = 128
+    ef_search: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_range("index.recall", self.recall, low=0, high=1)
-        for name in ("nprobe", "candidates"):
+        for name in ("nprobe", "candidates", "ef_search"):
             check_range(f"index.{name}", getattr(self, name), low=0)
-        check_range("index.ef_search", self.ef_search, low=1)
 
 
 def resolve_factory(factory: str, rows: int) -> str:
-    """The factory string that "auto" stands for; any other is returned as it is.
+    """The factory string that "auto" stands for in a bundle; any other is returned as it is.
 
-    Large shards get inverted lists; benchmarks/index_recall.py measures them. HNSW is never chosen,
-    because its graph depends on the order in which threads insert.
+    Large shards get a graph, which answers single queries several times as fast as inverted lists
+    do (benchmarks/one_query.py).
+    """
+    if factory != "auto":
+        return factory
+    return "Flat" if rows <= FLAT_ROWS else "HNSW32"
+
+
+def batch_factory(factory: str, rows: int) -> str:
+    """As `resolve_factory`, for an index that is searched once with many queries.
+
+    Large shards get inverted lists, which are built in a fraction of the time of a graph and share
+    the work of many queries (benchmarks/index_recall.py).
     """
     if factory != "auto":
         return factory
@@ -135,7 +150,7 @@ def build_index(
         faiss_index = ann.create(rows[listed_ids], listed_ids, factory, spec.seed, threads)
     else:
         faiss_index = ann.create(rows, None, factory, spec.seed, threads)
-    ann.set_search(faiss_index, spec.nprobe, spec.ef_search)
+    ann.set_search(faiss_index, spec.nprobe, spec.ef_search or CODES_BREADTH)
     index = Index(as_tensor(rows), faiss_index, long_ids=long_ids, threads=threads)
     if queries is None or not len(queries):
         queries = _noisy_rows(rows, spec.seed)
@@ -184,6 +199,11 @@ class Index:
     def nprobe(self) -> int:
         """Lists visited per query; 0 if the index has no lists."""
         return int(getattr(ann.lists_of(self._faiss), "nprobe", 0))
+
+    @property
+    def breadth(self) -> int:
+        """Rows that a search in a graph keeps while it walks; 0 if the index is no graph."""
+        return ann.breadth_of(self._faiss)
 
     def search(
         self,
@@ -257,12 +277,31 @@ class Index:
         k = min(TUNE_K, len(self))
         # The truth that recall is measured against.
         exact_ids = exact_search(self.vectors, queries, k).ids
+        if ann.is_plain_graph(self._faiss):
+            return self._tune_breadth(queries, k, exact_ids, spec)
         lists = ann.lists_of(self._faiss)
         if lists is None:
             return self._tune_candidates(queries, k, exact_ids, spec, spec.recall)
         list_recall = self._tune_nprobe(lists, queries, k, exact_ids, spec)
         self._tune_candidates(queries, k, exact_ids, spec, list_recall - CODE_LOSS)
         return list_recall
+
+    def _tune_breadth(
+        self, queries: Float32Array, k: int, exact_ids: Int64Array, spec: IndexSpec
+    ) -> float:
+        """Sets the breadth of a search in a graph; returns the recall that it reaches."""
+        # A graph compares the vectors themselves, so more candidates than answers are no use.
+        self.candidates = spec.candidates or 1
+        steps = [spec.ef_search] if spec.ef_search else BREADTH_STEPS
+        all_rows = AnswerableRows.of(len(self), len(queries), None, None)
+
+        def recall_at(breadth: int) -> float:
+            ann.set_search(self._faiss, 0, breadth)
+            keys = self._search_candidates(queries, k, k, all_rows)
+            return _recall(from_keys(keys).ids, exact_ids)
+
+        chosen = bisect.bisect_left(steps[:-1], spec.recall, key=recall_at)
+        return recall_at(steps[chosen])
 
     def _tune_nprobe(
         self, lists: Any, queries: Float32Array, k: int, exact_ids: Int64Array, spec: IndexSpec
@@ -323,6 +362,8 @@ class Index:
             if not np.array_equal(long_ids, ascending):
                 raise ValueError(f"expected ascending rows below {rows}")
         faiss_index = ann.read(path, rows - len(long_ids), dim)
+        if ann.is_plain_graph(faiss_index) and faiss_index.storage is None:
+            ann.refer_to(faiss_index, vectors.numpy())
         # Ids are positions among all rows, also among those that the index lacks.
         ann.check_ids(faiss_index, rows, path)
         return cls(vectors, faiss_index, long_ids=long_ids, candidates=candidates, threads=threads)
@@ -379,31 +420,38 @@ class Index:
             k: answers per query.
             rows: ids and hidden positions of all rows.
         """
-        num_queries, width = row_QC.shape
+        num_queries = len(row_QC)
         hidden = rows.hidden
         if len(hidden.values):
             # One number per pair of query and row, so that one look-up masks all queries.
             pair_QC = row_QC + np.arange(num_queries)[:, None] * len(self)
             hidden_pairs = hidden.values + hidden.row_ids * len(self)
             row_QC = np.where(np.isin(pair_QC, hidden_pairs), -1, row_QC)
+        scores = self._candidate_scores(queries, row_QC)
+        # A missing candidate (-1) borrows the id of row 0; its score is -inf.
+        id_QC = rows.ids[np.maximum(row_QC, 0)]
+        return to_keys(as_tensor(scores), torch.from_numpy(id_QC)).topk(k, dim=1).values
+
+    def _candidate_scores(self, queries: Float32Array, row_QC: Int64Array) -> Float32Array:
+        """float32 [Q, width], inner products of candidates; -inf where there is none (-1)."""
         device = self.vectors.device
+        if device.type == "cpu":
+            ann.use_threads(self.threads)
+            return ann.candidate_scores(self.vectors.numpy(), queries, row_QC)
         # Candidates are computed where the vectors are, in chunks of bounded memory.
+        num_queries, width = row_QC.shape
         all_row_QC = torch.from_numpy(row_QC).to(device)
         query_QD = as_tensor(queries).to(device)
-        id_N = as_tensor(rows.ids, np.int64).to(device)
-        keys = [torch.empty((0, k), dtype=torch.int64)]
+        scores = [np.empty((0, width), np.float32)]
         chunk = max(1, CANDIDATE_FLOATS // (width * self.vectors.shape[1]))
         for start in range(0, num_queries, chunk):
             row_BC = all_row_QC[start : start + chunk]
             query_BD = query_QD[start : start + chunk]
-            # A missing candidate (-1) borrows row 0 and gets the score -inf.
-            valid_row_BC = row_BC.clamp_min(0)
-            vector_BCD = self.vectors[valid_row_BC]
+            vector_BCD = self.vectors[row_BC.clamp_min(0)]
             score_BC = (vector_BCD @ query_BD[:, :, None])[:, :, 0]
             score_BC[row_BC < 0] = -torch.inf
-            key_BC = to_keys(score_BC, id_N[valid_row_BC])
-            keys.append(key_BC.topk(k, dim=1).values.cpu())
-        return torch.cat(keys)
+            scores.append(score_BC.cpu().numpy())
+        return np.concatenate(scores)
 
 
 class _RowSelection(Index):

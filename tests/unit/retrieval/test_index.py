@@ -2,6 +2,7 @@ import subprocess
 import sys
 import textwrap
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -10,7 +11,7 @@ import xmcray.retrieval.index as index_module
 from xmcray.errors import BundleError, ConfigError, ResourceError
 from xmcray.retrieval import inverted_lists
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import Index, IndexSpec, build_index, resolve_factory
+from xmcray.retrieval.index import Index, IndexSpec, batch_factory, build_index, resolve_factory
 from xmcray.types import Ragged
 
 FACTORIES = ["Flat", "IVF16,Flat", "IVF16,SQfp16", "IVF16,PQ8x4fs", "HNSW16", "SQ8"]
@@ -159,11 +160,59 @@ def test_exact_ignores_the_index(clustered):
 
 
 def test_auto_by_size():
-    assert resolve_factory("auto", 50_000) == "Flat"
-    assert resolve_factory("auto", 10**5) == "IVF1024,SQfp16"
-    assert resolve_factory("auto", 10**6) == "IVF2048,SQfp16"
-    assert resolve_factory("HNSW32", 10**8) == "HNSW32"
-    assert not any("HNSW" in resolve_factory("auto", 10**power) for power in range(9))
+    assert resolve_factory("auto", 50_000) == batch_factory("auto", 50_000) == "Flat"
+    assert resolve_factory("auto", 50_001) == "HNSW32"
+    assert batch_factory("auto", 10**5) == "IVF1024,SQfp16"
+    assert batch_factory("auto", 10**6) == "IVF2048,SQfp16"
+    assert resolve_factory("IVF8,Flat", 10**8) == batch_factory("IVF8,Flat", 10**8) == "IVF8,Flat"
+
+
+def test_short_rows_are_found_in_a_graph(clustered):
+    """Links by inner product lead to long rows only: this would take a breadth of 1024."""
+    rows, queries = clustered
+    lengths = np.random.default_rng(1).lognormal(0, 0.1, (len(rows), 1))
+    level = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    level = (level * lengths).astype(np.float32)
+    index = build_index(level, IndexSpec(factory="HNSW8", recall=0.98), queries=queries[:100])
+    assert index.breadth == 50
+    wanted = exact_search(level, queries[100:], 10)
+    assert recall(index.search(queries[100:], 10).ids, wanted.ids) >= 0.98
+
+
+def test_a_graph_holds_no_copy_of_the_vectors(clustered, tmp_path):
+    rows, queries = clustered
+    index = build_index(rows, IndexSpec(factory="HNSW8"))
+    index.save(tmp_path / "i.faiss")
+    links_bytes = 4 * (2 * 8 + 8) * len(rows)
+    assert (tmp_path / "i.faiss").stat().st_size < links_bytes + rows.nbytes // 2
+    vectors = torch.from_numpy(rows.copy())
+    loaded = Index.load(tmp_path / "i.faiss", vectors)
+    assert_same(index.search(queries, 5), loaded.search(queries, 5))
+    vectors.zero_()
+    assert not loaded.search(queries, 5).scores.any()
+
+
+def test_a_graph_with_vectors_of_an_earlier_release_is_read(clustered, tmp_path):
+    rows, queries = clustered
+    graph = faiss.index_factory(16, "HNSW8", faiss.METRIC_INNER_PRODUCT)
+    graph.add(rows)
+    faiss.write_index(graph, str(tmp_path / "i.faiss"))
+    np.save(tmp_path / "i.long.npy", np.empty(0, np.int64))
+    loaded = Index.load(tmp_path / "i.faiss", torch.from_numpy(rows))
+    wanted = exact_search(rows, queries, 5)
+    assert recall(loaded.search(queries, 5).ids, wanted.ids) > 0.9
+
+
+def test_breadth_is_chosen_by_recall(clustered):
+    rows, queries = clustered
+
+    def breadth(**settings):
+        index = build_index(rows[:1000], IndexSpec(factory="HNSW8", **settings), queries=queries)
+        return index.breadth
+
+    assert breadth(recall=0.5) == 50
+    assert breadth(recall=1.0) > 50
+    assert breadth(ef_search=77) == 77
 
 
 def test_empty_shard():
