@@ -17,7 +17,6 @@ import json
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def play(name: str, ledger: Path, seeds: list[int], deadline: float) -> None:
             machine.tally = type(empty)()
             began = time.monotonic()
             machine.run_sequence(seed)
-            line = {"seed": seed, "seconds": time.monotonic() - began, **asdict(machine.tally)}
+            line = {"seed": seed, "seconds": time.monotonic() - began, **vars(machine.tally)}
             line["has_disk"] = disk is not None
             with ledger.open("a") as file:
                 file.write(json.dumps(line) + "\n")
