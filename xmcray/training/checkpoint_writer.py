@@ -223,7 +223,12 @@ class CheckpointWriter:
                 save_file(dict(snapshot.modules), unfinished / "modules.safetensors")
             save_file(dict(snapshot.optimizer), unfinished / "optimizer.safetensors")
             storage.write_json(unfinished / "state.json", snapshot.state)
-        storage.write_json(unfinished / _NOTE.replace("*", f"{rank:04d}"), entries)
+        note = unfinished / _NOTE.replace("*", f"{rank:04d}")
+        temporary = storage.aside(note)
+        temporary.write_text(json.dumps(entries), encoding="utf-8")
+        # Nothing may follow: rank 0 moves the folder as soon as it sees the last note. The note
+        # needs no sync, because it counts only while this attempt runs.
+        temporary.replace(note)
 
     def _wait_for_all_ranks(self, unfinished: Path, num_ranks: int) -> bool:
         """Whether the notes of all ranks came; false if a rank failed."""

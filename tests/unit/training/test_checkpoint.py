@@ -17,8 +17,10 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import StorageError
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
+from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Loop, Setup, build
 from xmcray.training.run import Run, RunConfig
 
@@ -119,6 +121,26 @@ def test_disk_full_leaves_the_last_checkpoint(corpus: Corpus, small_disk: Path) 
     assert newest is not None
     assert newest.path.name == left[-1]
     checkpoints.load(newest, setup.stepper, setup.partition)
+
+
+def test_rank_0_may_publish_as_soon_as_the_last_note_is_there(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, _ = loop_in(tmp_path, corpus)
+    monkeypatch.setattr(collectives, "rank", lambda: 1)
+    writer = CheckpointWriter(tmp_path, loop.setup.stepper, loop.setup.partition, keep=2)
+    replace = Path.replace
+
+    def replace_and_publish(path: Path, target: Path) -> Path:
+        moved = replace(path, target)
+        if target.name.startswith("written-"):
+            replace(target.parent, tmp_path / "step-00000003")
+        return moved
+
+    monkeypatch.setattr(Path, "replace", replace_and_publish)
+    writer.save(3, {})
+    writer.finish()
+    assert (tmp_path / "step-00000003" / "written-0001.json").exists()
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
