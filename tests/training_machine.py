@@ -16,6 +16,7 @@ Ranks are bare processes on Gloo here, started and ended as Ray Train does it; b
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -78,6 +79,7 @@ WITHIN = {  # with how often each is drawn; most end the attempt, so that anothe
     "kill a rank at a step": 2,
     "kill a rank in a write": 4,
     "stop a rank and continue it": 1,
+    "storage is slow and fails": 2,
     "clock jumps": 1,
     "nothing": 1,
 }
@@ -185,6 +187,8 @@ def _drive(corpus: Path, out: Path, config: RunConfig, injection: Injection, not
         _silence()
         if injection.what == "clock jumps":
             _make_clock_jump()
+        if injection.what == "storage is slow and fails":
+            _make_storage_fail(injection.at)
         driver = os.getpid()
         on_step = _on_step(injection, 0, driver, notes)
         here = launch.train_here
@@ -348,6 +352,20 @@ def _arm_writes(injection: Injection, rank: int) -> None:
 
     for name in _WRITES:
         setattr(os, name, counted(getattr(os, name)))
+
+
+def _make_storage_fail(seed: int) -> None:
+    """Each sync takes some milliseconds, and one of twenty fails, as a network file system may."""
+    real = os.fsync
+    draw = random.Random(seed)
+
+    def fsync(descriptor: int) -> None:
+        time.sleep(0.002)
+        if draw.random() < 0.05:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    os.fsync = fsync
 
 
 def _make_clock_jump() -> None:
@@ -515,7 +533,8 @@ class _Sequence:
         after = newest_whole_step(self.out)
         if outcome.kind == "refused":
             assert "\n" not in outcome.text
-            assert self.backups or is_full, "refused without a reason"
+            is_failing = injection.what == "storage is slow and fails"
+            assert self.backups or is_full or is_failing, "refused without a reason"
             assert after >= before, f"whole checkpoints up to step {before}, then {after}"
         first = self.machine.notes / "first"
         if first.exists():

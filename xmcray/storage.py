@@ -34,6 +34,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_PATH = 3_900  # of Linux, 4,095, less what artifacts add
 _LONGEST_NAME = 230  # of Linux, 255, less what temporary names add
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+# The disk or the network file system itself fails.
+_FAILING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)
 # Arguments of the system call renameat2: paths start at the working folder; swap two names.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -191,6 +193,10 @@ def _storage_error(error: OSError, path: str | Path) -> StorageError | None:
     message = f"{path} cannot be written ({error.strerror}); choose another folder"
     if error.errno in _FORBIDDEN:
         return StorageError(message)
+    if error.errno in _FAILING:
+        return StorageError(
+            f"{path} cannot be written ({error.strerror}): the disk fails; look at the system's log"
+        )
     if not _concerns(error.filename, Path(path)):
         return None
     if error.errno == errno.ENOENT:
@@ -503,7 +509,8 @@ def _parse_manifest(content: bytes, source: str | Path, kind: str) -> Manifest:
         raise StorageError(f"{source} holds a {one_line(manifest.kind, 40)}, expected a {kind}")
     if version != SCHEMA_VERSION:
         raise StorageError(
-            f"{source} has schema version {one_line(version, 40)}, this release reads {SCHEMA_VERSION}"
+            f"{source} has schema version {one_line(version, 40)}, this release reads"
+            f" {SCHEMA_VERSION}; use the release that wrote it, or make the {kind} again"
         )
     if digest != content_hash:
         raise StorageError(

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from corpora import planted_corpus
@@ -168,6 +169,28 @@ def test_doctor_of_a_cluster(
     code, out, _ = doctor(local_head.address, "--json", **good)
     assert code == 0
     assert {"node", "head", "token"} & {finding["check"] for finding in json.loads(out)}
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/api/jobs/"), ("DELETE", "/api/jobs/raysubmit_1")]
+)
+def test_requests_that_a_web_page_can_make_are_refused(
+    method: str, path: str, has_token: bool, local_head: Head
+) -> None:
+    """CVE-2025-62593 (a page behind a rebound name) and CVE-2026-27482 (the same with DELETE)."""
+    headers = {
+        "Host": "attacker.example",
+        "Origin": "http://attacker.example",
+        "User-Agent": "Mozilla/5.0 (X11; Linux x86_64) Firefox/140.0",
+        "Sec-Fetch-Site": "same-origin",
+    }
+    if has_token:
+        headers["Authorization"] = f"Bearer {local_head.token_file.read_text().strip()}"
+    body = {"entrypoint": "touch /tmp/never"} if method == "POST" else None
+    answer = httpx.request(method, local_head.url + path, headers=headers, json=body)
+    assert answer.status_code in (401, 403, 405), answer.text
+    assert "raysubmit" not in answer.text or method == "DELETE"
 
 
 def test_the_head_opens_no_port_beyond_this_machine(local_head: Head) -> None:

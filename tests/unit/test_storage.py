@@ -68,6 +68,16 @@ def test_a_refused_write_is_a_storage_error(
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_is_one_line(number: int) -> None:
+    # A failed sync names no file.
+    with (
+        pytest.raises(StorageError, match=r"out cannot be written .*: the disk fails; look at"),
+        storage.disk_errors("out"),
+    ):
+        raise OSError(number, os.strerror(number))
+
+
 def test_a_folder_that_vanished_is_missing_for_those_who_expect_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         storage.write_json(tmp_path / "gone" / "x.json", 1)

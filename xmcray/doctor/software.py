@@ -14,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from xmcray import __version__
 from xmcray.doctor.finding import Finding, Level
+from xmcray.ray_adapter.switches import UNPICKLING
 
 FAISS = ("faiss-cpu", "faiss-gpu")
 INSTALL = "pip install -c constraints.txt -e '.[cpu]', or '.[gpu]'"
@@ -38,8 +39,7 @@ class Switch:
 
 _UNPICKLES = Switch(("1", "true"), "error", "Ray Data unpickles what a data file holds")
 SWITCHES = {
-    "RAY_DATA_AUTOLOAD_PICKLE_OBJECT_SCALAR": _UNPICKLES,
-    "RAY_DATA_AUTOLOAD_PYEXTENSIONTYPE": _UNPICKLES,
+    **dict.fromkeys(UNPICKLING, _UNPICKLES),
     "RAY_TRAIN_V2_ENABLED": Switch(
         ("0", "false"), "error", "the old Ray Train is chosen, in which no method trains"
     ),

@@ -6,6 +6,7 @@
     workers      a group of Ray Train workers, from its settings to its end
     rendezvous   how the workers of one machine find each other
     gauges       numbers that Ray exports to Prometheus
+    switches     environment variables that undo Ray's protection
     private      every touch of Ray's private parts
 
 The rest of the library imports these modules instead of `ray`. A few modules are Ray code

@@ -13,7 +13,9 @@ from typing import Any
 
 import ray
 
+from xmcray.errors import ConfigError
 from xmcray.ray_adapter import private
+from xmcray.ray_adapter.switches import UNPICKLING
 
 
 def start_ray(
@@ -31,7 +33,13 @@ def start_ray(
 
     Returns:
         Whether this call connected.
+
+    Raises:
+        ConfigError: a variable of the environment would let data files run code.
     """
+    for name in UNPICKLING:
+        if os.environ.get(name, "").lower() in ("1", "true"):
+            raise ConfigError(f"{name} is set, with which data files can run code; unset it")
     if ray.is_initialized():
         return False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}

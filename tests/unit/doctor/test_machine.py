@@ -13,6 +13,9 @@ from xmcray import cli
 from xmcray.doctor import exposure, machine, software
 from xmcray.doctor.finding import Finding, worst
 from xmcray.doctor.sockets import Listener, listeners
+from xmcray.errors import ConfigError
+from xmcray.ray_adapter.session import start_ray
+from xmcray.ray_adapter.switches import UNPICKLING
 
 
 def levels(findings: list[Finding]) -> dict[str, str]:
@@ -77,6 +80,15 @@ def test_harmful_switches() -> None:
         [one for one in software.switches(bad) if one.check in software.SWITCHES]
     )
     assert level_by_check == dict(zip(bad, ["error", "warning", "error"], strict=True))
+
+
+@pytest.mark.parametrize("name", UNPICKLING)
+def test_ray_does_not_start_where_data_files_could_run_code(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=f"{name} is set, with which data files can run code"):
+        start_ray()
 
 
 def test_a_container_that_may_use_two_cores_of_many(
