@@ -13,7 +13,7 @@ from xmcray.errors import ConfigError
 from xmcray.types import Float32Array, Int64Array
 
 _MIN_GAIN = 1e-4  # of the mean similarity to the centroid; a split stops below it
-_ELEMENTS_AT_ONCE = 1 << 22  # elements of the vectors of clusters that are split together
+ELEMENTS_AT_ONCE = 1 << 22  # elements of the vectors of clusters that are split together
 
 
 def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> Int64Array:
@@ -57,7 +57,7 @@ def balanced_clusters(vectors: Float32Array, num_clusters: int, seed: int) -> In
         centre_C2 = _two_rows(size_C, generator)
         width = row_ND.shape[1]
         elements_per_cluster = int(size_C.max()) * max(1, width)
-        clusters_at_once = max(1, _ELEMENTS_AT_ONCE // elements_per_cluster)
+        clusters_at_once = max(1, ELEMENTS_AT_ONCE // elements_per_cluster)
         for low in range(0, len(size_C), clusters_at_once):
             chunk = slice(low, low + clusters_at_once)
             _split(row_ND, order, start_C[chunk], size_C[chunk], centre_C2[chunk])

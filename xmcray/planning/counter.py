@@ -8,6 +8,7 @@ meets decides how many rows are read.
 from __future__ import annotations
 
 import time
+import tracemalloc
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ SLOW_PASSES = {"exp", "exp_", "log", "pow", "sigmoid", "sigmoid_", "logsumexp", 
                "gelu_backward", "tanh", "_softmax", "_safe_softmax", "bernoulli_", "native_dropout",
                "softplus", "softplus_backward"}  # fmt: skip
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# Collectives that Gloo runs on a copy of the larger tensor.
+_COPIED_BY_GLOO = {"_allgather_base_", "_reduce_scatter_base_"}
 # Measured: selecting the best few takes an eighth of sorting all.
 _SELECTION_SHARE = 1 / 8
 
@@ -53,17 +56,22 @@ class Operation:
 class Counter(TorchDispatchMode):
     """Runs operations on tensors without values and records them.
 
+    Args:
+        on_gpu: Ranks exchange tensors by NCCL, and not by Gloo.
+
     Attributes:
         operations: What ran since `restart`.
         live_bytes: Bytes of all tensors that exist.
-        peak_bytes: The most that existed at the same time since `restart`.
+        peak_bytes: The most that existed at the same time since `restart`; with the arrays of the
+            host while tracemalloc is tracing.
         inside_s: Seconds spent in this class since `restart`.
         calls: Calls of this class since `restart`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool = False) -> None:
         super().__init__()
         self.live_bytes = 0
+        self._on_gpu = on_gpu
         self._tracked: set[int] = set()
         # Indices and values of sparse gradients by shape, which a sparse meta tensor cannot keep.
         self._sparse: dict[torch.Size, tuple[Tensor, Tensor]] = {}
@@ -200,6 +208,8 @@ class Counter(TorchDispatchMode):
             rounds = 2
         for _ in range(rounds):
             self._add("collective", (num_ranks - 1) * own_bytes)
+        if name in _COPIED_BY_GLOO and not self._on_gpu:
+            self._note_peak(more_bytes=max(tensor.nbytes for tensor in operands))
 
     # -- what lives --------------------------------------------------------------------------------
 
@@ -210,13 +220,28 @@ class Counter(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         self._tracked.add(key)
+        self._note_peak()
         self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._note_peak()
         weakref.finalize(storage, self._freed, key, storage.nbytes())
 
     def _freed(self, key: int, num_bytes: int) -> None:
+        self._note_peak()
         self.live_bytes -= num_bytes
         self._tracked.remove(key)
+
+    def _note_peak(self, more_bytes: int = 0) -> None:
+        """Compares what lives with the peak, before and after it changes.
+
+        Args:
+            more_bytes: Of buffers inside the operation that runs.
+        """
+        array_bytes = 0
+        if tracemalloc.is_tracing():
+            # The most since the last call, while the tensors were those that live now.
+            _, array_bytes = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + array_bytes + more_bytes)
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from xmcray.negatives import clusters
 from xmcray.nn import row_table
 from xmcray.parallel.partition import LabelPartition
 from xmcray.planning.counter import Counter
@@ -107,7 +108,7 @@ class _Rank:
     def __init__(self, config: RunConfig, size: DataSize, workers: int, on_gpu: bool) -> None:
         self.config = config
         self.workers = workers
-        self.counter = Counter()
+        self.counter = Counter(on_gpu)
         self.data = StandInData(size, config.data.augment_with_labels)
         self.partition = LabelPartition(size.num_labels, workers, 0)
         self.encoded_texts = 0
@@ -219,13 +220,24 @@ def _counter_overhead_s() -> float:
 
 
 def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
-    """What initial values take for a moment, from those of few labels: linear in the labels."""
+    """What initial values take for a moment: on a straight line through those of few labels."""
     ranks = min(workers, _START_RANKS)
-    few = dataclasses.replace(
-        size, num_labels=_START_LABELS, num_train=_START_LABELS, label_share_L=None
-    )
+    few = _few_start_bytes(config, size, ranks, _START_LABELS)
+    more = _few_start_bytes(config, size, ranks, 2 * _START_LABELS)
+    num_labels = size.num_labels * ranks / workers  # with as many labels for each rank
+    return int(few + (more - few) * (num_labels / _START_LABELS - 1))
+
+
+def _few_start_bytes(config: RunConfig, size: DataSize, ranks: int, num_labels: int) -> int:
+    """What initial values of so many labels take for a moment, arrays of the host included."""
+    few = dataclasses.replace(size, num_labels=num_labels, num_train=num_labels, label_share_L=None)
     data = dataclasses.replace(config.data, augment_with_labels=False)
-    with _rank(dataclasses.replace(config, data=data), few, ranks, on_gpu=False) as rank:
+    # Clusters are split in chunks of a fixed size, here in chunks of the same share of all rows.
+    chunk = clusters.ELEMENTS_AT_ONCE * num_labels // size.num_labels
+    with (
+        mock.patch.object(clusters, "ELEMENTS_AT_ONCE", chunk),
+        _rank(dataclasses.replace(config, data=data), few, ranks, on_gpu=False) as rank,
+    ):
 
         def start() -> Tensor:
             rank.method.start()
@@ -233,13 +245,10 @@ def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
 
         logging.disable(logging.WARNING)  # about few labels, which the user does not have
         tracemalloc.start()
-        _, tensor_bytes = rank.peak_of(start)
-        _, array_bytes = tracemalloc.get_traced_memory()
+        _, peak_bytes = rank.peak_of(start)
         tracemalloc.stop()
         logging.disable(logging.NOTSET)
-    rows = size.num_labels / workers
-    traced_rows = _START_LABELS / ranks
-    return int((tensor_bytes + array_bytes) * rows / traced_rows)
+    return peak_bytes
 
 
 @contextlib.contextmanager

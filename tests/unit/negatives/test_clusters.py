@@ -53,7 +53,7 @@ def test_same_seed_same_clusters_and_another_seed_others() -> None:
 def test_splitting_clusters_one_by_one_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = _vectors(203)
     at_once = balanced_clusters(vectors, 32, seed=2)
-    monkeypatch.setattr(clusters, "_ELEMENTS_AT_ONCE", 1)
+    monkeypatch.setattr(clusters, "ELEMENTS_AT_ONCE", 1)
     np.testing.assert_array_equal(balanced_clusters(vectors, 32, seed=2), at_once)
 
 
