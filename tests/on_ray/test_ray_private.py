@@ -45,6 +45,13 @@ def test_a_local_cluster_says_nothing_of_its_token() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+def test_only_the_process_that_started_a_cluster_says_so() -> None:
+    elsewhere = ray.remote(num_cpus=0)(private.started_here)
+    assert private.started_here()
+    assert not ray.get(elsewhere.remote())
+
+
+@pytest.mark.usefixtures("cluster")
 def test_the_head_has_its_own_resource() -> None:
     assert [node.is_head for node in alive_nodes()] == [True]
 
@@ -141,6 +148,16 @@ def test_a_trainer_hands_its_controller_over() -> None:
     controllers = private.take_over_interrupts(trainer)
     trainer._register_sigint_handler("controller")
     assert controllers == ["controller"]
+
+
+@pytest.mark.parametrize("in_driver", [False, True])
+def test_a_trainer_leaves_out_what_is_of_no_use(in_driver: bool) -> None:
+    trainer = ray.train.torch.TorchTrainer(lambda: None)
+    all_of_ray = {type(callback).__name__ for callback in trainer._create_default_callbacks()}
+    private.leave_out_helpers(trainer, in_driver)
+    left = {type(callback).__name__ for callback in trainer._create_default_callbacks()}
+    of_drivers = {"PlacementGroupCleanerCallback"} if in_driver else set()
+    assert all_of_ray - left == {"DatasetsCallback", *of_drivers}
 
 
 @pytest.mark.usefixtures("cluster")

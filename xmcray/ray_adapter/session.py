@@ -104,6 +104,13 @@ def _keep_sigterm_handler() -> Iterator[None]:
     process.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(handler):
-        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    except SystemExit:
+        # Ray's handler has met the signal.
+        if callable(handler):
+            handler(signal.SIGTERM, None)
+        raise
+    finally:
+        if callable(handler):
+            signal.signal(signal.SIGTERM, handler)

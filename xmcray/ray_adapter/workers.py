@@ -14,6 +14,7 @@ import ray.train.torch
 
 from xmcray.errors import ResourceError, XmcrayError
 from xmcray.ray_adapter import private
+from xmcray.ray_adapter.actors import kill_actors
 from xmcray.ray_adapter.rendezvous import torch_config
 
 _SETTINGS = {  # of Ray Train, read from the environment
@@ -27,9 +28,11 @@ _SETTINGS = {  # of Ray Train, read from the environment
 _START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 # How long a worker may leave the controller's polls unanswered.
 _STALL_TIMEOUT = "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"
+# Whether an actor asks for the nodes that a cloud is about to take away.
+_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 _ELASTIC_START_S = 5.0
 _START_S = 120.0
-_ABORT_S = 10  # a controller that waits for nodes does not answer
+_ABORT_S = 3  # a controller that waits for nodes does not answer
 
 _train: Any = ray.train  # type checkers see the classes of Ray Train v1 under these names
 
@@ -89,6 +92,8 @@ def run_workers(
     """
     callback = private.controller_callback(after_turn, on_restart)
     trainer = _trainer(work, settings, group, callback)
+    is_actor = ray.get_runtime_context().get_actor_id() is not None
+    private.leave_out_helpers(trainer, in_driver=not is_actor)
     controllers = private.take_over_interrupts(trainer)
     try:
         trainer.fit()
@@ -114,6 +119,9 @@ def run_workers(
             " cluster.max_failures: look for full memory or a frozen machine, and the same command"
             " continues from the newest checkpoint"
         ) from None
+    finally:
+        # The traceback of an error would keep the controller's process as long as the error lives.
+        kill_actors(controllers)
 
 
 def _trainer(
@@ -124,6 +132,9 @@ def _trainer(
 ) -> Any:
     for variable, value in _SETTINGS.items():
         os.environ.setdefault(variable, value)
+    if private.started_here():
+        # The only node is this machine. Watching it would take an actor of its own.
+        os.environ.setdefault(_WATCHER, "0")
     if group.min_workers:
         size: Any = (group.min_workers, group.num_workers)
         # Ray chooses the size of an elastic group by the nodes it knows of, and may not have

@@ -46,7 +46,7 @@ from xmcray.training.run import (
 )
 from xmcray.training.stalls import Interruptions
 from xmcray.training.tracking import tracked
-from xmcray.training.waiting import Patience
+from xmcray.training.waiting import Patience, WorkersMark
 from xmcray.training.worker import WorkerSettings, work
 
 logger = logging.getLogger(__name__)
@@ -190,8 +190,12 @@ def _train_one(run: Run, corpus: Corpus, watch: FitContext) -> None:
     if run.result() is not None:
         return
     stop = StopFlag(run.path)
+    workers = WorkersMark(run.path)
+    # A driver that was killed may have left it.
+    workers.set(False)
+    is_here = run.config.cluster.workers == 0
     try:
-        with watch(run), tracked(run), stop.on_sigterm():
+        with watch(run), tracked(run), stop.on_sigterm(lambda: is_here or workers.is_set):
             try:
                 if run.config.cluster.workers:
                     _train_on_ray(run, corpus)

@@ -1,6 +1,6 @@
 """Stopping in good order: SIGTERM raises a flag in the run's folder, and a checkpoint is saved.
 
-    driver      SIGTERM  ->  RUN/stop has text in it
+    driver      SIGTERM  ->  RUN/stop has text in it; the driver ends at once if no rank runs
     rank 0      reads RUN/stop every two seconds, whatever a step takes (watch.py)
     all ranks   stop before the same step, save, and end; the driver says so and exits with code 143
 
@@ -52,11 +52,22 @@ class StopFlag:
             return False
 
     @contextlib.contextmanager
-    def on_sigterm(self) -> Iterator[None]:
-        """SIGTERM raises the flag while the block runs; it is down before and gone afterwards."""
+    def on_sigterm(self, training: Callable[[], bool]) -> Iterator[None]:
+        """SIGTERM raises the flag while the block runs; it is down before and gone afterwards.
+
+        Args:
+            training: whether ranks run, which see the flag and save a checkpoint. If none do, the
+                block ends at once with `Terminated`.
+        """
+
+        def stop(*_: object) -> None:
+            self.hoist()
+            if not training():
+                raise terminated(self.path.parent)
+
         self.path.write_bytes(b"")
         try:
-            with handling(signal.SIGTERM, lambda *_: self.hoist()):
+            with handling(signal.SIGTERM, stop):
                 yield
         finally:
             self.path.unlink(missing_ok=True)

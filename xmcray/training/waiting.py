@@ -17,8 +17,35 @@ from xmcray.training.preemption import StopFlag
 _PAUSE_S = 0.2  # between two turns of a controller that finds nothing to do
 
 
+class WorkersMark:
+    """RUN/ray/workers, a file that is there while the workers of a run train.
+
+    Args:
+        run: folder of the run.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "ray" / "workers"
+
+    @property
+    def is_set(self) -> bool:
+        """Whether workers train."""
+        return self.path.exists()
+
+    def set(self, value: bool) -> None:
+        """Makes or removes the file."""
+        if value:
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.touch()
+        else:
+            self.path.unlink(missing_ok=True)
+
+
 class Patience:
     """Ends a run that has had no workers for too long, or that is asked to stop while it has none.
+
+    It also tells the driver by `WorkersMark` whether there are workers, because the controller does
+    not answer while it starts them.
 
     Args:
         run: folder of the run.
@@ -42,6 +69,8 @@ class Patience:
             ResourceError: it is time to end. Ray does not retry after an error that it does not
                 know.
         """
+        if not same_state:
+            WorkersMark(self.run).set(not without_workers)
         if not without_workers:
             self._waiting_since = None
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def test_the_rank_that_hangs_is_named_and_the_waiting_one_is_not() -> None:
     of_waiting, of_hanging = on_ranks(names_on_rank, 2)
     assert of_waiting == []
     assert len(of_hanging) == 1
-    assert of_hanging[0].startswith("rank 1 has been at step 7 for 0 s, in ")
+    # Half a second on an idle machine.
+    assert re.match(r"rank 1 has been at step 7 for \d+ s, in ", of_hanging[0])
 
 
 def test_a_place_is_said_once_and_steps_end_the_silence() -> None:

@@ -9,7 +9,7 @@ import pytest
 from xmcray.errors import ResourceError
 from xmcray.training import waiting
 from xmcray.training.preemption import StopFlag
-from xmcray.training.waiting import Patience
+from xmcray.training.waiting import Patience, WorkersMark
 
 
 def test_only_time_without_workers_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +34,10 @@ def test_a_run_that_is_to_stop_does_not_wait(tmp_path: Path) -> None:
     patience.after_turn(without_workers=False, same_state=False)  # its workers react to the flag
     with pytest.raises(ResourceError, match="asked to stop"):
         patience.after_turn(without_workers=True, same_state=False)
+
+
+def test_a_mark_says_whether_workers_train(tmp_path: Path) -> None:
+    patience = Patience(tmp_path, "2 workers", 240)
+    for without_workers in (True, False, True):
+        patience.after_turn(without_workers, same_state=False)
+        assert WorkersMark(tmp_path).is_set != without_workers
