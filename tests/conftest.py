@@ -1,4 +1,4 @@
-"""How `make test` shares the tests out over two processes."""
+"""How `make test` shares the tests out over processes."""
 
 from __future__ import annotations
 

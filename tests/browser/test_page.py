@@ -124,7 +124,7 @@ class Server:
             )
         if text == "slow":
             self.slow_came.set()
-            self.answers_slow.wait(20)
+            self.answers_slow.wait(60)
         if text == "markup":
             answer = {
                 "uid": "u<b>1</b>",
@@ -502,7 +502,7 @@ def test_the_address_holds_the_search_and_filters_are_sent(page: Browser, server
 
 def test_a_late_answer_to_an_earlier_query_is_dropped(page: Browser, server: Server) -> None:
     page.open(server.url(q="slow"))
-    assert server.slow_came.wait(10)
+    assert server.slow_came.wait(60)
     page.ask(PEAKS)
     page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
     page.until(lambda: any(one["params"].get("canceled") for one in page.read_network()))

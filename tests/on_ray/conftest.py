@@ -41,6 +41,17 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def other_driver(cluster: None) -> dict[str, str]:
+    """Variables of another process that joins the shared cluster."""
+    return {
+        **os.environ,
+        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+        # Else Ray replaces the loopback address with the machine's, where nothing listens.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test of the shared cluster leaves no actor, placement group or process behind."""

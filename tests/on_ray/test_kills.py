@@ -88,29 +88,55 @@ def resolve(*extra: str) -> RunConfig:
     return RunConfig.resolve("astra", {}, [*SETTINGS, *extra])
 
 
-def index_pids(run: Path) -> list[int]:
+def index_pids(run: Path, num_shards: int) -> list[int]:
     run_id = Run.open(run).id
-    return [ray.get(ray.get_actor(shard_name(run_id, shard)).pid.remote()) for shard in range(2)]
+    actors = [ray.get_actor(shard_name(run_id, shard)) for shard in range(num_shards)]
+    return ray.get([actor.pid.remote() for actor in actors])
+
+
+def kill_driver(corpus: Path, out: Path, settings: list[str], variables: dict[str, str]) -> None:
+    """Trains from another process that joins the cluster, and kills it after the first checkpoint."""
+    script = textwrap.dedent(
+        f"""
+        from xmcray.training.launch import train
+        from xmcray.training.run import RunConfig
+        train({str(corpus)!r}, {str(out)!r}, RunConfig.resolve("astra", {{}}, {settings!r}))
+        """
+    )
+    command = [sys.executable, "-c", script]
+    driver = subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL)
+    watcher = When(lambda: last_step(out) >= 8, driver.kill)
+    assert driver.wait() == -signal.SIGKILL
+    watcher.close()
 
 
 @pytest.mark.usefixtures("cluster")
-def test_workers_killed_and_stopped_and_all_index_actors_killed_mid_build(
-    corpus: Path, undisturbed: dict[str, str], tmp_path: Path
+def test_driver_killed_workers_killed_and_stopped_and_index_actors_killed_mid_build(
+    corpus: Path, undisturbed: dict[str, str], tmp_path: Path, other_driver: dict[str, str]
 ) -> None:
+    """One run meets everything, because starting the workers takes longer than the training."""
     out = tmp_path / "run"
+    config = resolve("cluster.stall_s=4")
+    kill_driver(corpus, out, [*SETTINGS, "cluster.stall_s=4"], other_driver)
+    begun = last_step(out)
+    last_shard = shard_name(Run.open(out).id, 1)
     stopped: list[int] = []
     stalled: list[int] = []
 
     def stop_index() -> None:
         """Stopped before the first version is published, the actors cannot finish it before they are killed."""
-        stopped.extend(index_pids(out))
+        stopped.extend(index_pids(out, 2))
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
 
     def published() -> bool:
         return any(folder.published for folder in Ledger(out / "negatives").versions())
 
-    stop = When(lambda: (out / "run.json").is_file() and last_step(out) >= 1, stop_index)
+    def index_runs() -> bool:
+        # The killed driver's workers may have finished one more step.
+        return last_step(out) > begun and last_shard in ray.util.list_named_actors()
+
+    stop = When(index_runs, stop_index)
     kill_index = When(lambda: bool(stopped) and published(), lambda: kill(stopped))
     kill_worker = When(lambda: last_step(out) >= 61, lambda: kill(train_workers()[:1]))
 
@@ -119,7 +145,7 @@ def test_workers_killed_and_stopped_and_all_index_actors_killed_mid_build(
         os.kill(stalled[0], signal.SIGSTOP)
 
     stop_worker = When(lambda: kill_worker.done and last_step(out) >= 90, stall)
-    train(corpus, out, resolve("cluster.stall_s=4"))
+    train(corpus, out, config)
     for watcher in (stop, kill_index, kill_worker, stop_worker):
         watcher.close()
         assert watcher.done
@@ -140,9 +166,9 @@ def test_eager_training_goes_on_while_the_index_is_dead(corpus: Path, tmp_path: 
     out = tmp_path / "run"
     halt = When(
         lambda: (out / "run.json").is_file() and last_step(out) >= 1,
-        lambda: [os.kill(pid, signal.SIGSTOP) for pid in index_pids(out)],
+        lambda: [os.kill(pid, signal.SIGSTOP) for pid in index_pids(out, 1)],
     )
-    train(corpus, out, resolve("negatives.schedule=eager"))
+    train(corpus, out, resolve("negatives.schedule=eager", "cluster.workers=1", "optim.epochs=4"))
     halt.close()
     assert halt.done
     records = [record for record in read_records(out / "metrics.jsonl") if "loss" in record]
@@ -150,27 +176,3 @@ def test_eager_training_goes_on_while_the_index_is_dead(corpus: Path, tmp_path: 
         "a version that nothing could finish was used"
     )
     assert records[-1]["step"] == int(Run.open(out).result()["steps"])
-
-
-@pytest.mark.usefixtures("cluster")
-def test_driver_killed(corpus: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    script = textwrap.dedent(
-        f"""
-        from xmcray.training.launch import train
-        from xmcray.training.run import RunConfig
-        from xmcray.ray_adapter.session import start_ray
-        start_ray(num_cpus=4, object_store_bytes=256 << 20)
-        train({str(corpus)!r}, {str(out)!r}, RunConfig.resolve("astra", {{}}, {SETTINGS!r}))
-        """
-    )
-    environment = {**os.environ, "PYTHONPATH": ""}
-    first = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL
-    )
-    watcher = When(lambda: last_step(out) >= 40, first.kill)
-    assert first.wait() == -signal.SIGKILL
-    watcher.close()
-    assert not (out / "result.json").exists()
-    train(corpus, out, resolve())
-    assert final_weights(out) == undisturbed

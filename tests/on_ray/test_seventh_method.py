@@ -44,9 +44,9 @@ class Installation:
         assert result.returncode == 0, result.stderr[-3000:]
         return result.stdout
 
-    def train(self, run: str, workers: int) -> Path:
-        """Trains the method and returns the folder of the run."""
-        data = ["--data", "corpus", "--out", run, "--workers", str(workers)]
+    def train(self, run: str) -> Path:
+        """Trains the method in one process and returns the folder of the run."""
+        data = ["--data", "corpus", "--out", run, "--workers", "0"]
         self.run("train", "seventh", *data, *TRAIN, "--no-evaluate")
         return self.folder / run
 
@@ -67,7 +67,7 @@ def test_help_names_it(installation: Installation) -> None:
 
 
 def test_it_trains_here_answers_and_is_served(installation: Installation) -> None:
-    run = installation.train("alone", 0)
+    run = installation.train("alone")
     assert list(run.glob("checkpoints/step-*/state-*.safetensors"))
     metrics = json.loads(installation.run("evaluate", "alone", "--data", "corpus", "--json"))
     assert metrics["P@1"] > 0.3  # by chance 0.025
@@ -85,12 +85,6 @@ def test_it_trains_here_answers_and_is_served(installation: Installation) -> Non
     asyncio.run(serve())
 
 
-def test_it_trains_on_two_workers(installation: Installation) -> None:
-    installation.train("two", 2)
-    metrics = json.loads(installation.run("evaluate", "two", "--data", "corpus", "--json"))
-    assert metrics["P@1"] > 0.3
-
-
 def test_it_is_planned(installation: Installation) -> None:
     """The plan traces the method's own step, so it needs no code of its own."""
     device = ["--workers", "2", "--device", "a100-80gb"]  # its rates need no measurement
@@ -102,8 +96,13 @@ def test_it_is_planned(installation: Installation) -> None:
     assert sum(plan["host_bytes"].values()) > 0
 
 
-def test_it_is_tuned(installation: Installation) -> None:
+def test_it_is_tuned_on_two_workers(installation: Installation) -> None:
+    """The processes of the trial, of its workers and of its index all find the method."""
     (installation.folder / "space.yaml").write_text(yaml.safe_dump(SPACE))
-    out = ["--data", "corpus", "--space", "space.yaml", "--out", "sweep", "--trials", "2", "--json"]
-    result = json.loads(installation.run("tune", "seventh", *out, *TRAIN[:2]))
-    assert "method.temperature" in json.dumps(result)
+    sweep = ["--data", "corpus", "--space", "space.yaml", "--out", "sweep", "--trials", "1"]
+    workers = ["--workers", "2", "--set", "cluster.cpus_per_worker=0.5"]
+    options = [*sweep, *workers, *TRAIN, "--metric", "P@1", "--json"]
+    (trial,) = json.loads(installation.run("tune", "seventh", *options))["trials"]
+    assert trial["state"] == "finished"
+    assert "method.temperature" in trial["values"]
+    assert trial["score"] > 0.3  # by chance 0.025

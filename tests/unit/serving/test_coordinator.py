@@ -51,12 +51,12 @@ def test_a_client_that_leaves_takes_no_operation_with_it(
             def slow(operations: Sequence[Operation]) -> int:
                 number: int = append(operations)
                 durable.set()
-                go_on.wait(20)
+                go_on.wait(60)
                 return number
 
             monkeypatch.setattr(found.log, "append", slow)
             request = asyncio.create_task(one.admin.operate("default", [add("n1", "sort join")]))
-            await asyncio.to_thread(durable.wait, 20)
+            await asyncio.to_thread(durable.wait, 60)
             request.cancel()
             await asyncio.sleep(0)
             go_on.set()
@@ -83,7 +83,7 @@ def test_a_swap_waits_for_a_replica_that_loads_longer_than_the_dead_are_silent(
         loads.append(None)
         # The coordinator itself loads the bundle first.
         if len(loads) > 1:
-            hold.wait(20)
+            hold.wait(60)
         return load(*arguments, **options)
 
     async def test() -> None:

@@ -183,7 +183,7 @@ class Server:
     def guarding(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def act(*args: Any, **options: Any) -> Any:
             self.asked.set()
-            assert self.stuck.wait(10)
+            assert self.stuck.wait(60)
             if self.down:
                 raise ConnectionError("no server")
             return real(*args, **options)
@@ -208,14 +208,14 @@ def test_a_server_that_is_down_or_slow_stops_no_append(
         assert log.append(BATCHES[0]) == 2
         for _ in range(3):
             server.asked.clear()
-            assert server.asked.wait(10), "it tries again by itself"
+            assert server.asked.wait(60), "it tries again by itself"
         assert log.copy_lag_s() > 0.0
         assert "the copy of a label log is behind" in caplog.text
         assert "no server" in caplog.text
         server.stuck.clear()
         server.down = False
         server.asked.clear()
-        assert server.asked.wait(10)
+        assert server.asked.wait(60)
         assert log.append(BATCHES[1]) == 3, "while an upload hangs"
         server.stuck.set()
     with LabelLog(tmp_path / "two", "m", upload_url=url) as log:

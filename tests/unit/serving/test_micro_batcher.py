@@ -20,7 +20,7 @@ class Work:
         self.go = threading.Event()
 
     def __call__(self, items: Sequence[int]) -> list[int]:
-        self.go.wait(10)
+        self.go.wait(60)
         self.calls.append(list(items))
         if 13 in items:
             raise ValueError("13")
