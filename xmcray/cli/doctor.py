@@ -75,6 +75,7 @@ def of_machine() -> list[Finding]:
         machine.shared_memory(),
         *machine.disk(environment),
         machine.limits(),
+        machine.mappings(),
         *software.switches(environment),
         *exposure.token_mode(environment, home),
         *exposure.file_modes(environment, home, Path.cwd()),

@@ -246,7 +246,12 @@ class Split:
 
         Such a label is the query itself.
         """
-        return self._filters.take(np.asarray(rows, np.int64))
+        filtered_U, labels_U = self._filters
+        places = np.searchsorted(filtered_U, rows)
+        is_filtered = np.isin(rows, filtered_U)
+        # Rows without a filter share the empty row at the end.
+        places[~is_filtered] = len(filtered_U)
+        return labels_U.take(places)
 
     def texts(self, rows: Int64Array) -> list[str]:
         """Raw texts of rows."""
@@ -257,19 +262,23 @@ class Split:
         return self._column("uid", rows)
 
     @functools.cached_property
-    def _filters(self) -> Ragged:
+    def _filters(self) -> tuple[Int64Array, Ragged]:
+        """The rows that have filters, ascending, and the labels of each; then one row of none.
+
+        Their size is that of the pairs, because most corpora have millions of rows and no filter.
+        """
         path = self._corpus / "filters" / f"{self.name}.npy"
         if not path.is_file():
-            return Ragged.empty(self._num_rows)
+            return np.empty(0, np.int64), Ragged.empty(1)
         with _readable(path):
             rows, labels = read_array(path, np.int64, ndim=2).T
             is_sorted = not len(rows) or (rows[0] >= 0 and not np.any(np.diff(rows) < 0))
             fits = not len(rows) or 0 <= labels.min() <= labels.max() < self._num_labels
             if not is_sorted or not fits:
                 raise ValueError("expected pairs of a row and a label, sorted")
-        # The pairs are sorted by row: row i's labels start at the first pair that is not below i.
-        offsets = np.searchsorted(rows, np.arange(self._num_rows + 1))
-        return Ragged(labels, offsets)
+        filtered_U, first_pair_U = np.unique(rows, return_index=True)
+        offsets = np.append(first_pair_U, [len(rows), len(rows)])
+        return filtered_U, Ragged(labels, offsets)
 
     def _column(self, name: str, rows: Int64Array) -> list[str]:
         """Values of a text column, in the order of `rows`."""

@@ -21,6 +21,7 @@ RAY_FULL = 0.95
 LONGEST_SOCKET_PATH = 107  # the limit of Linux for Unix sockets
 RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 MIN_OPEN_FILES = 4096
+MIN_MAPPINGS = 65_530  # the default of Linux
 
 
 def cores(
@@ -118,6 +119,23 @@ def limits() -> Finding:
     if 0 <= limit < MIN_OPEN_FILES:  # unlimited is negative
         return Finding("open files", "warning", text, "run `ulimit -n 65536` before Ray starts")
     return Finding("open files", "ok", text)
+
+
+def mappings(file: Path = Path("/proc/sys/vm/max_map_count")) -> Finding:
+    """Mapped files and memory areas that a process may have; corpora and bundles are mapped.
+
+    Args:
+        file: where the system says so; other systems than Linux have none.
+    """
+    try:
+        limit = int(file.read_text())
+    except (OSError, ValueError):
+        return Finding("mapped files", "ok", "no limit is known")
+    text = f"at most {limit}"
+    if limit < MIN_MAPPINGS:
+        remedy = f"run `sysctl vm.max_map_count={MIN_MAPPINGS}`; a corpus maps four files per shard"
+        return Finding("mapped files", "warning", text, remedy)
+    return Finding("mapped files", "ok", text)
 
 
 def devices(nvidia: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:

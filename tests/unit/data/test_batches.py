@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from corpora import planted_corpus
 
 from xmcray.data.batches import BatchSampler, DataConfig, QueryClusters, TrainingData
-from xmcray.data.corpus import Corpus
+from xmcray.data.corpus import Corpus, Split
 from xmcray.types import Ragged
 
 
@@ -110,3 +111,13 @@ def test_a_token_counts_once_for_each_text(
         expected[list(set(tokens))] += 1
     assert repeats, "no text repeats a token: the comparison would show little"
     assert np.array_equal(data.token_counts(vocab_size), expected)
+
+
+def test_filters_of_a_split_take_no_memory_for_rows_without_any(corpus: Corpus) -> None:
+    num_rows = 1 << 40  # whose offsets would take 8 TiB
+    card = dataclasses.replace(corpus.card, num_train=num_rows)
+    rows = np.arange(corpus.card.num_train)
+    expected = corpus.split("train").filters(rows)
+    filters = Split(corpus.path, "train", card).filters(np.append(rows, num_rows - 1))
+    assert filters.values.tolist() == expected.values.tolist()
+    assert filters.lengths.tolist() == [*expected.lengths, 0]

@@ -162,3 +162,13 @@ def test_errors_in_one_line() -> None:
         == "a: is wrong; mend it (and 1 more)"
     )
     assert worst([Finding("x", "warning", "so so")]) == ""
+
+
+def test_a_low_limit_of_mapped_files_is_a_warning(tmp_path: Path) -> None:
+    limit = tmp_path / "max_map_count"
+    levels_by_limit = {}
+    for text in ("65530\n", "1000\n"):
+        limit.write_text(text)
+        levels_by_limit[text] = machine.mappings(limit).level
+    assert levels_by_limit == {"65530\n": "ok", "1000\n": "warning"}
+    assert machine.mappings(tmp_path / "absent").level == "ok"
