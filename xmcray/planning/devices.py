@@ -31,6 +31,8 @@ class Spec:
         memory_bytes: as sold.
         bandwidth: bytes per second of the device's memory.
         half: flop/s in bfloat16 (float16 if there is none) on tensor cores.
+        tf32: flop/s of float32 products whose factors are rounded to TF32 on tensor cores; as
+            `single` if there are none for it.
         single: flop/s in float32 without tensor cores.
         link: bytes per second to other devices of the machine, in one direction.
     """
@@ -38,18 +40,19 @@ class Spec:
     memory_bytes: int
     bandwidth: float
     half: float
+    tf32: float
     single: float
     link: float
 
 
 SPECS = {
-    "v100-32gb": Spec(32 << 30, 0.900e12, 125e12, 15.7e12, 150e9),
-    "a100-40gb": Spec(40 << 30, 1.555e12, 312e12, 19.5e12, 300e9),
-    "a100-80gb": Spec(80 << 30, 2.039e12, 312e12, 19.5e12, 300e9),
-    "h100-80gb": Spec(80 << 30, 3.350e12, 989e12, 67e12, 450e9),
-    "h200-141gb": Spec(141 * 10**9, 4.800e12, 989e12, 67e12, 450e9),
-    "l4-24gb": Spec(24 << 30, 0.300e12, 121e12, 30.3e12, 32e9),
-    "l40s-48gb": Spec(48 << 30, 0.864e12, 362e12, 91.6e12, 32e9),
+    "v100-32gb": Spec(32 << 30, 0.900e12, 125e12, 15.7e12, 15.7e12, 150e9),
+    "a100-40gb": Spec(40 << 30, 1.555e12, 312e12, 156e12, 19.5e12, 300e9),
+    "a100-80gb": Spec(80 << 30, 2.039e12, 312e12, 156e12, 19.5e12, 300e9),
+    "h100-80gb": Spec(80 << 30, 3.350e12, 989e12, 494e12, 67e12, 450e9),
+    "h200-141gb": Spec(141 * 10**9, 4.800e12, 989e12, 494e12, 67e12, 450e9),
+    "l4-24gb": Spec(24 << 30, 0.300e12, 121e12, 60e12, 30.3e12, 32e9),
+    "l40s-48gb": Spec(48 << 30, 0.864e12, 362e12, 183e12, 91.6e12, 32e9),
 }
 
 
@@ -58,7 +61,8 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
 
     Args:
         name: such as "a100-80gb".
-        matmul: as `optim.matmul`: "bf16" lets products of float32 matrices use the tensor cores.
+        matmul: as `optim.matmul`: with "bf16", torch rounds the factors of float32 products to TF32
+            on a GPU.
 
     Raises:
         ConfigError: an unknown device (names the nearest).
@@ -67,7 +71,7 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
         raise ConfigError(configs.unknown("device", name, ["cpu", *SPECS]))
     spec = SPECS[name]
     ordered_bytes_s = BANDWIDTH_SHARE * spec.bandwidth
-    flop_s = spec.half if matmul == "bf16" else spec.single
+    flop_s = spec.tf32 if matmul == "bf16" else spec.single
     return Rates(
         device=name,
         source="published specs",

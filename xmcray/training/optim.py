@@ -41,7 +41,8 @@ class OptimConfig:
         seed: of the initial weights and every draw of the run.
         precision: of all parameters; float64 is for tests of invariance.
         matmul: "bf16" lets products of float32 matrices round their factors to bfloat16, with sums
-            in float32: several times faster on processors with AMX and on GPUs, and nearly as good.
+            in float32: several times faster on processors with AMX, and nearly as good. On a GPU
+            torch rounds them to TF32 instead.
     """
 
     epochs: int = 15
