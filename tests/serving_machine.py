@@ -158,6 +158,9 @@ async def _answer(pipe: Connection, folder: Path, bundle: Path) -> None:
             if command == "ask":
                 path, body, token = arguments
                 response = await one.ask(path, body, token)
+                if path == "/admin/v1/labels" and response.status_code == 200:
+                    # Durable at once, and in the answers of a replica a moment later.
+                    await one.reached(response.json()["label_log"])
                 pipe.send(("answer", (response.status_code, response.text)))
             elif command == "labels":
                 snapshot = one.admin.snapshots()[MODEL]
@@ -291,11 +294,11 @@ class _Sequence:
         uid = self.draw.choice(list(self.labels))
         text = self.labels[uid].text
         status, answer = self.server.ask("ask", "/v1/search", {"texts": [text], "k": 10}, TOKEN)
-        assert status == 200, answer
+        assert status == 200, (status, answer)
         for label in json.loads(answer)["results"][0]["answers"]:
             there = self.labels.get(label["uid"])
             assert there is not None, f"found {label['uid']}, which was deleted"
-            assert label["text"] == there.text
+            assert label["text"] == there.text, f"found an earlier text of {label['uid']}"
         self.machine.tally.searches += 1
 
     def _swap(self) -> None:
@@ -373,7 +376,7 @@ class _Sequence:
         path.write_bytes(self.draw.choice(changes)(data, self.draw))
         self.history.append(path.name)
         kept = {other: other.read_bytes() for other in files if other.exists()}
-        refusal = self.server.start()
+        refusal = self._start_or_refuse()
         self.history.append(f"-> {refusal[:200] or 'ready'}")
         self.machine.tally.outcomes["refused" if refusal else "ready"] += 1
         if refusal:
@@ -431,10 +434,15 @@ class _Sequence:
     # --- Helpers ---
 
     def _start(self) -> None:
-        refusal = self.server.start()
+        refusal = self._start_or_refuse()
         assert not refusal, refusal
-        # `served` writes its own tokens into a new state folder.
-        self._write_tokens(self.state / "admin-token", f"{self.admin}\n")
+
+    def _start_or_refuse(self) -> str:
+        refusal = self.server.start()
+        # `served` writes its own tokens at each start.
+        if not refusal:
+            self._write_tokens(self.state / "admin-token", f"{self.admin}\n")
+        return refusal
 
     def _write_tokens(self, path: Path, text: str) -> None:
         temporary = path.with_name(".new-token")
