@@ -1,8 +1,10 @@
-"""Finds the commands, settings and presets that the documents name."""
+"""Finds the commands, settings, presets and tests that the documents name."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import itertools
 import re
 import shlex
@@ -32,6 +34,27 @@ SETTING = re.compile(
     r"(?:data|encoder|negatives|optim|cluster|log|method|memory|fusion|index)"
     r"(?:\.[a-z_][a-z0-9_]*)+"
 )
+
+
+@functools.cache
+def names_in(file: Path) -> set[str]:
+    """Functions, classes and methods of a module, a method as Class.method."""
+    names = set()
+    definitions = ast.FunctionDef | ast.ClassDef
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, definitions):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            members = [member for member in node.body if isinstance(member, definitions)]
+            names |= {f"{node.name}.{member.name}" for member in members}
+    return names
+
+
+def is_there(reference: str) -> bool:
+    """Whether a path exists and, if a name follows `::`, whether the module defines it."""
+    path, _, name = reference.partition("::")
+    file = ROOT / path
+    return file.exists() and (not name or name in names_in(file))
 
 
 @dataclass(frozen=True)

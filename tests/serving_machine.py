@@ -94,7 +94,7 @@ class Server:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, self._folder, self._bundle), daemon=True
+            target=_serve, args=(theirs, self._pipe, self._folder, self._bundle), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -133,8 +133,9 @@ class Server:
                 self.kill()
 
 
-def _serve(pipe: Connection, folder: Path, bundle: Path) -> None:
-    """The server's process."""
+def _serve(pipe: Connection, ours: Connection, folder: Path, bundle: Path) -> None:
+    """The server's process; it ends when the machine's end of the pipe is closed."""
+    ours.close()
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     security.CHECK_S = -1.0  # token files are read at each request instead of each second

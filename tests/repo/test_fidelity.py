@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import re
 from pathlib import Path
 
 import pytest
+from documents import is_there
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "methods" / "fidelity.md"
@@ -25,27 +24,6 @@ def rows() -> list[list[str]]:
             if cells != HEADER:
                 table_rows.append(cells)
     return table_rows
-
-
-@functools.cache
-def names_in(file: Path) -> set[str]:
-    """Functions, classes and methods of a module, a method as Class.method."""
-    names = set()
-    definitions = ast.FunctionDef | ast.ClassDef
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, definitions):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            members = [member for member in node.body if isinstance(member, definitions)]
-            names |= {f"{node.name}.{member.name}" for member in members}
-    return names
-
-
-def is_there(reference: str) -> bool:
-    """Whether a path exists and, if a name follows `::`, whether the module defines it."""
-    path, _, name = reference.partition("::")
-    file = ROOT / path
-    return file.exists() and (not name or name in names_in(file))
 
 
 def test_every_row_has_code_and_a_test() -> None:
