@@ -24,12 +24,13 @@ from xmcray.types import Float32Array, Int64Array
 MOST_QUERIES = 4
 # Floats of vectors that keep a thread busy for about a millisecond.
 THREAD_FLOATS = 1 << 22
-LOWEST = float(np.finfo(np.float32).min)
+GROUP = 32  # scores of which only the maximum is compared at first
+LOWEST = np.finfo(np.float32).min
 
 
 @dataclass(frozen=True, slots=True)
 class BestRows:
-    """The rows with the best scores, in any order.
+    """Rows with the best scores, in any order.
 
     Attributes:
         ids: int64 [P], not negative.
@@ -48,18 +49,18 @@ def is_faster(vector_ND: Tensor, num_queries: int) -> bool:
 
 
 def best_rows(
-    vector_ND: Tensor, query_D: Tensor, k: int, ids: Int64Array, hidden: Int64Array
+    vectors: Float32Array, query: Float32Array, k: int, ids: Int64Array, hidden: Int64Array
 ) -> BestRows:
-    """The k best rows of one query, and further rows whose score equals the k-th best.
+    """The k best rows of one query, all rows with the score of the k-th best, and few others.
 
     Args:
-        vector_ND: float32, contiguous, on the CPU.
-        query_D: float32.
+        vectors: contiguous float32 [n, D].
+        query: contiguous float32 [D].
         k: wanted rows; there are less if fewer rows can be answers.
         ids: int64 [n], id of each row; a row with a negative id is no answer.
         hidden: int64, positions of rows that are no answers to this query.
     """
-    scores = _scores(vector_ND.numpy(), query_D.numpy())
+    scores = _scores(vectors, query)
     scores[hidden] = -np.inf
     rows = _reaching_kth(scores, k)
     if len(rows) < min(k, len(scores)) or ids[rows].min(initial=0) < 0:
@@ -70,14 +71,21 @@ def best_rows(
 
 
 def _reaching_kth(scores: Float32Array, k: int) -> Int64Array:
-    """Positions of the scores above -inf that reach the k-th best one.
+    """Positions of at least the k best scores above -inf, and of few others.
 
     There are less than k of them if some of the best scores are NaN or -inf.
     """
-    # torch selects from 10^5 scores in half the time that NumPy takes. NaN counts as the best.
-    best = torch.from_numpy(scores).topk(min(k, len(scores))).values
-    kth_best = max(float(best[-1]), LOWEST)
-    return np.flatnonzero(scores >= kth_best)
+    # k groups with a maximum that reaches the bar have at least k scores that do. Maxima are found
+    # without a branch per score, in a fraction of the time of a selection among all of them.
+    num_groups = len(scores) // GROUP
+    competing = scores
+    if num_groups >= k:
+        # A group is a column, so that rows of maxima are compared with whole vectors.
+        competing = scores[: num_groups * GROUP].reshape(GROUP, num_groups).max(axis=0)
+    place = max(0, len(competing) - k)
+    # NaN comes last, as the best.
+    kth_best = np.partition(competing, place)[place]
+    return np.flatnonzero(scores >= max(kth_best, LOWEST))
 
 
 def _scores(vectors: Float32Array, query: Float32Array) -> Float32Array:

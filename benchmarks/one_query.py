@@ -1,0 +1,219 @@
+"""The search of one text's vector beside FAISS and hnswlib: same vectors, same thread, interleaved.
+
+    python benchmarks/one_query.py [--rows 2200 32085 104969 1000000] [--peer-graphs 200000]
+
+Rows are clustered in few dimensions and differ in length, as those of a classifier do; a query is
+noise around a label. Rounds of all sides take turns, so that other processes and the frequency of
+the processor disturb all of them alike. Times are CPU milliseconds of the searching thread.
+
+Graphs are searched with the smallest breadth that reaches a recall@10 of 0.95 on other queries;
+`xmcray, bundle` is what an export chooses. hnswlib is left out if it is not installed. Graphs of
+xmcray are kept in the cache (10^6 rows take 5 CPU minutes); those of the peers are built each time,
+up to `--peer-graphs` rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import data_sets
+import faiss
+import numpy as np
+import torch
+from common import refuse_if_busy, write_table
+
+from xmcray.retrieval.exact import exact_search
+from xmcray.retrieval.index import Index, IndexSpec, build_index
+from xmcray.training.export import index_spec
+
+DIM = 256
+LATENT_DIM = 64
+K = 10
+RECALL = 0.95
+BREADTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+MEASURED = 300  # queries
+TUNING = 256  # further queries, by which indexes choose their settings
+HEADER = ["rows", "side", "min ms", "median ms", "median / Flat's", "recall@10", "settings"]
+
+Search = Callable[[np.ndarray], np.ndarray]  # from a query [1, D] to ids [1, K]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to search.
+
+    Attributes:
+        name: in the table.
+        search: finds the ids of the K nearest rows of one query.
+        settings: in the table.
+    """
+
+    name: str
+    search: Search
+    settings: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[2200, 32_085, 104_969, 10**6])
+    parser.add_argument("--peer-graphs", type=int, default=200_000, help="at most so many rows")
+    parser.add_argument("--rounds", type=int, default=1, help="through all queries")
+    parser.add_argument("--out", default="one_query.md")
+    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
+    options = parser.parse_args()
+    load = refuse_if_busy(options.anyway)
+    torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)
+    table = []
+    for num_rows in options.rows:
+        rows, queries = rows_and_queries(num_rows)
+        table += measure(rows, queries, options)
+    notes = [
+        f"D = {DIM}, k = {K}, one thread; CPU time of a search, over {MEASURED} queries",
+        f"peers' graphs are built up to {options.peer_graphs:,} rows",
+        load,
+    ]
+    write_table(options.out, "The search of one query", HEADER, table, notes)
+
+
+def rows_and_queries(num_rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Rows float32 [num_rows, DIM] and queries float32 [800, DIM]."""
+    generator = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return generator.standard_normal(shape, dtype=np.float32)
+
+    num_topics = max(50, num_rows // 100)
+    spread = normal(LATENT_DIM, DIM) / LATENT_DIM**0.5
+    # Few topics have many labels.
+    mass = generator.pareto(1.2, num_topics) + 0.1
+    topics = normal(num_topics, LATENT_DIM)
+    topic_of_row = generator.choice(num_topics, size=num_rows, p=mass / mass.sum())
+    latent = topics[topic_of_row] + 0.6 * normal(num_rows, LATENT_DIM)
+    rows = np.empty((num_rows, DIM), np.float32)
+    block = 100_000
+    for start in range(0, num_rows, block):
+        block_latent = latent[start : start + block]
+        block_rows = block_latent @ spread + 0.3 * normal(len(block_latent), DIM)
+        block_rows /= np.linalg.norm(block_rows, axis=1, keepdims=True)
+        lengths = generator.lognormal(0, 0.15, (len(block_rows), 1))
+        rows[start : start + block] = block_rows * lengths.astype(np.float32)
+    num_queries = 800
+    labels = generator.integers(num_rows, size=num_queries)
+    query_latent = latent[labels] + 0.6 * normal(num_queries, LATENT_DIM)
+    queries = query_latent @ spread + 0.3 * normal(num_queries, DIM)
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    return rows, queries.astype(np.float32)
+
+
+def measure(rows: np.ndarray, queries: np.ndarray, options: argparse.Namespace) -> list[list[Any]]:
+    """The rows of the table for one set of vectors."""
+    measured = queries[:MEASURED]
+    tuning = queries[-TUNING:]
+    exact_ids = exact_search(rows, measured, K).ids
+    sides = [*flat_sides(rows), *bundle_sides(rows, tuning)]
+    if len(rows) <= options.peer_graphs:
+        sides += peer_graphs(rows, tuning)
+    times = np.empty((len(sides), options.rounds * MEASURED))
+    hits = np.zeros(len(sides))
+    for turn in range(options.rounds * MEASURED):
+        query = turn % MEASURED
+        for number, side in enumerate(sides):
+            started = time.thread_time()
+            ids = side.search(measured[query : query + 1])
+            times[number, turn] = time.thread_time() - started
+            hits[number] += len(np.intersect1d(ids[0], exact_ids[query]))
+    medians = np.median(times, axis=1)
+    table = []
+    for number, side in enumerate(sides):
+        least_ms = 1000 * times[number].min()
+        median_ms = 1000 * medians[number]
+        ratio = f"{medians[number] / medians[0]:.2f}"
+        recall = hits[number] / (K * times.shape[1])
+        table.append([len(rows), side.name, least_ms, median_ms, ratio, recall, side.settings])
+        print(*table[-1], flush=True)
+    return table
+
+
+def flat_sides(rows: np.ndarray) -> Iterator[Side]:
+    """Searches of all rows; FAISS's comes first."""
+    flat = faiss.IndexFlatIP(rows.shape[1])
+    flat.add(rows)
+    yield Side("FAISS Flat", lambda query: flat.search(query, K)[1])
+    index = Index(torch.from_numpy(rows), None)
+    names = np.random.default_rng(0).permutation(len(rows))
+    row_of_name = np.argsort(names)
+    yield Side("xmcray, exact", lambda query: row_of_name[index.search(query, K, names).ids])
+
+
+def bundle_sides(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
+    """What an export chooses, and the same with a lower recall."""
+    path = data_sets.CACHE / "one_query" / f"{len(rows)}.faiss"
+    export_spec = index_spec(0, {})
+    if not path.is_file():
+        index = build_index(rows, export_spec, queries=tuning)
+        if index.is_exact:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        index.save(path)
+    for name, recall in (("xmcray, bundle", export_spec.recall), ("xmcray, HNSW32", RECALL)):
+        index = Index.load(path, torch.from_numpy(rows))
+        index.tune(tuning, IndexSpec(recall=recall))
+        yield Side(name, searches_in(index), f"ef {index.breadth} by recall@50 {recall}")
+
+
+def searches_in(index: Index) -> Search:
+    """The search of an index, for a loop that makes several."""
+    return lambda query: index.search(query, K).ids
+
+
+def peer_graphs(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
+    """HNSW of FAISS and of hnswlib, as these libraries build it."""
+    exact_ids = exact_search(rows, tuning, K).ids
+    graph = faiss.IndexHNSWFlat(rows.shape[1], 32, faiss.METRIC_INNER_PRODUCT)
+    graph.add(rows)
+
+    def faiss_search(query: np.ndarray, breadth: int) -> np.ndarray:
+        graph.hnsw.efSearch = breadth
+        return graph.search(query, K)[1]
+
+    yield with_breadth("FAISS HNSW32", faiss_search, tuning, exact_ids)
+    if importlib.util.find_spec("hnswlib") is None:
+        return
+    import hnswlib
+
+    other = hnswlib.Index("ip", rows.shape[1])
+    other.init_index(len(rows), M=32, ef_construction=40)
+    other.add_items(rows, num_threads=1)
+
+    def hnswlib_search(query: np.ndarray, breadth: int) -> np.ndarray:
+        other.set_ef(breadth)
+        return other.knn_query(query, K, num_threads=1)[0].astype(np.int64)
+
+    yield with_breadth("hnswlib, M 32", hnswlib_search, tuning, exact_ids)
+
+
+def with_breadth(
+    name: str,
+    search: Callable[[np.ndarray, int], np.ndarray],
+    tuning: np.ndarray,
+    exact_ids: Sequence[np.ndarray],
+) -> Side:
+    """The side with the smallest breadth that reaches RECALL."""
+    for breadth in BREADTHS:
+        ids = search(tuning, breadth)
+        hits = [len(np.intersect1d(*pair)) for pair in zip(ids, exact_ids, strict=True)]
+        if np.mean(hits) >= RECALL * K:
+            break
+    return Side(name, lambda query: search(query, breadth), f"ef {breadth}")
+
+
+if __name__ == "__main__":
+    main()
