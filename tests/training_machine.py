@@ -43,6 +43,7 @@ from corpora import planted_corpus
 from damage import BYTES
 from safetensors.numpy import load_file
 
+from xmcray import storage
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import StorageError, XmcrayError
@@ -589,7 +590,8 @@ def newest_whole_step(out: Path) -> int:
     """Step of the newest checkpoint that verifies; 0 if there is none."""
     for path in sorted((out / "checkpoints").glob("step-*"), reverse=True):
         with contextlib.suppress(StorageError):
-            return checkpoints.open_checkpoint(path).step
+            _, manifest = storage.open_artifact(path, checkpoints.KIND)
+            return int(manifest.about["step"])
     return 0
 
 

@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -551,11 +551,30 @@ def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[P
             raise StorageError(
                 f"{path}/{name} has {size} bytes, expected {entry.size}: it is damaged; make the {kind} again"
             )
-        if contents and hash_file(file) != entry:
-            raise StorageError(
-                f"{path}/{name} was altered (SHA-256 differs from the manifest); make the {kind} again"
-            )
+    if contents:
+        check_contents(folder, manifest, manifest.files, source=path)
     return folder, manifest
+
+
+def check_contents(
+    folder: Path, manifest: Manifest, names: Iterable[str], source: str | Path
+) -> None:
+    """Compares files of an artifact with the hashes of its manifest.
+
+    Args:
+        folder: local folder of the artifact.
+        manifest: of the artifact.
+        names: files that are read.
+        source: folder or URL of the artifact, for messages.
+    Raises:
+        StorageError: naming the file that was altered.
+    """
+    for name in names:
+        if hash_file(folder / name) != manifest.files[name]:
+            raise StorageError(
+                f"{source}/{name} was altered (SHA-256 differs from the manifest); make the"
+                f" {manifest.kind} again"
+            )
 
 
 def _content_hash(body: Mapping[str, Any]) -> str:

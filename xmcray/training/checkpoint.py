@@ -67,28 +67,47 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint whose files all have the hashes of its manifest.
+    """The newest checkpoint whose files all have the hashes of its manifest; collective.
 
-    Damaged checkpoints that are passed over are named in the log.
+    Each rank hashes some of the files. Damaged checkpoints that are passed over are named in the
+    log.
 
     Returns:
         None if there is no checkpoint at all.
 
     Raises:
-        StorageError: there are checkpoints, and all of them are damaged.
+        StorageError: on every rank, if there are checkpoints and all of them are damaged.
     """
-    paths = _folders(folder)
-    for path in paths:
+    names_by_rank = collectives.gather_objects([path.name for path in _folders(folder)])
+    # A folder on another node may show a change late, so all ranks go by what rank 0 sees.
+    names = names_by_rank[0]
+    for name in names:
+        checkpoint = None
+        error = None
         try:
-            return open_checkpoint(path)
-        except StorageError as error:
-            logger.warning("passed over a damaged checkpoint: %s", error)
-    if paths:
+            checkpoint = _check_share(folder / name)
+        except StorageError as caught:
+            error = str(caught)
+        errors = [text for text in collectives.gather_objects(error) if text]
+        if not errors:
+            return checkpoint
+        if collectives.rank() == 0:
+            logger.warning("passed over a damaged checkpoint: %s", errors[0])
+    if names:
         raise StorageError(
-            f"all {len(paths)} checkpoints of {folder} are damaged; put copies of them back, or"
+            f"all {len(names)} checkpoints of {folder} are damaged; put copies of them back, or"
             " train from the start with --restart"
         )
     return None
+
+
+def _check_share(path: Path) -> Checkpoint:
+    """A checkpoint with the hashes of this rank's share of its files compared."""
+    checkpoint = open_checkpoint(path)
+    manifest = storage.read_manifest(path, KIND)
+    own_names = sorted(manifest.files)[collectives.rank() :: collectives.num_ranks()]
+    storage.check_contents(path, manifest, own_names, source=path)
+    return checkpoint
 
 
 def set_aside_newer(folder: Path, step: int) -> None:
@@ -115,17 +134,13 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def open_checkpoint(path: Path, contents: bool = True) -> Checkpoint:
-    """A checkpoint whose manifest verifies.
-
-    Args:
-        path: Its folder.
-        contents: Whether the hashes of all files are compared too.
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint whose files are there and have their sizes; hashes are not compared.
 
     Raises:
-        StorageError: a file is missing, has another size, or has another hash.
+        StorageError: a file is missing or has another size.
     """
-    _, manifest = storage.open_artifact(path, KIND, contents=contents)
+    _, manifest = storage.open_artifact(path, KIND, contents=False)
     with _readable(path):
         state = storage.read_json(path / "state.json")
         return Checkpoint(path, int(manifest.about["step"]), state)

@@ -230,28 +230,25 @@ class Loop:
 
     def _restore(self) -> int:
         """Restores the newest checkpoint, or starts the method; returns the steps done."""
-        newest = None
-        if collectives.rank() == 0:
+        is_first = collectives.rank() == 0
+        if is_first:
             checkpoints.remove_unfinished(self.run.checkpoints)
-            newest = checkpoints.newest(self.run.checkpoints)
-            if newest is not None:
-                checkpoints.set_aside_newer(self.run.checkpoints, newest.step)
-        step = collectives.broadcast_int(-1 if newest is None else newest.step)
+        checkpoint = checkpoints.newest(self.run.checkpoints)
         negatives_state: Mapping[str, Any] = {}
         collected: list[dict[str, np.ndarray[Any, Any]]] = []
-        if step < 0:
+        if checkpoint is None:
             step = 0
             self.setup.method.start()
         else:
-            # Rank 0 has compared the hashes; the other ranks only need what it found.
-            path = checkpoints.step_folder(self.run.checkpoints, step)
-            checkpoint = checkpoints.open_checkpoint(path, contents=False)
+            step = checkpoint.step
+            if is_first:
+                checkpoints.set_aside_newer(self.run.checkpoints, step)
             checkpoints.load(checkpoint, self.setup.stepper, self.setup.partition)
             negatives_state = checkpoint.state["negatives"]
             collected = checkpoints.collected(checkpoint)
         self.saved_step = step
         self.feed.restore(negatives_state, step, collected)
-        if collectives.rank() == 0:
+        if is_first:
             self.records.truncate(step)
         return step
 

@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Corpus, tmp_path: Path) -> 
     assert newest is not None
     assert newest.path == older
     with pytest.raises(StorageError, match=file.name):
-        checkpoints.open_checkpoint(newer)
+        storage.open_artifact(newer, checkpoints.KIND)
 
 
 def test_only_the_newest_stay(corpus: Corpus, tmp_path: Path) -> None:
