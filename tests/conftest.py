@@ -14,14 +14,17 @@ WITH_OWN_CLUSTERS = ("test_jobs.py", "test_placement.py", "test_seventh_method.p
 class _Shares(LoadScopeScheduling):
     """The tests of the one Ray cluster stay in one process, all others with those of their file.
 
+    Files that start clusters of their own stay in one process, too: two cores are too few for
+    several clusters that start at once.
+
     Marks for xdist's own groups do not reach it from pytest 9.2 on.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        if file.startswith(OF_ONE_CLUSTER) and not file.endswith(WITH_OWN_CLUSTERS):
-            return OF_ONE_CLUSTER
-        return file
+        if not file.startswith(OF_ONE_CLUSTER):
+            return file
+        return "own clusters" if file.endswith(WITH_OWN_CLUSTERS) else OF_ONE_CLUSTER
 
     def remove_node(self, node: Any) -> str | None:
         """Takes the test that ended its process as done. It would end the next process, too."""

@@ -36,7 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cluster() -> Iterator[None]:
     """A quiet local cluster of four logical CPUs, which may be more than the machine has."""
     ray.shutdown()  # a test of another folder may have left a cluster of another size
-    start_ray(num_cpus=4, object_store_bytes=256 << 20)
+    for attempts_left in reversed(range(3)):
+        try:
+            start_ray(num_cpus=4, object_store_bytes=256 << 20)
+            break
+        except Exception as error:
+            # Ray gives a node 30 s, which may be too short on a busy machine.
+            if not attempts_left or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
     yield
     ray.shutdown()
 

@@ -6,13 +6,10 @@ import collections
 import functools
 import http.server
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,17 +17,15 @@ import pytest
 import torch
 from corpora import planted_corpus
 from local_nodes import LocalNodes, environment, slow_until, standing
-from processes import When, descendants, last_step, train_workers
+from processes import When, last_step, train_workers
 from ranks import on_ranks
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ResourceError
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.training.launch import train
 from xmcray.training.loop import Loop, build
-from xmcray.training.placement import Nodes
-from xmcray.training.preemption import StopFlag, Terminated, handling
+from xmcray.training.preemption import StopFlag, Terminated
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
@@ -179,67 +174,6 @@ def test_nodes_lost_and_joined(tmp_path: Path) -> None:
     on_ranks(undisturbed_on_rank, 2, corpus, tmp_path / "undisturbed", settings)
     expected = curve(tmp_path / "undisturbed")
     assert resized == pytest.approx({step: expected[step] for step in resized}, rel=1e-9)
-
-
-WAIT_S = 600
-
-
-@pytest.fixture
-def waiting_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """Trains with more workers than the cluster can have: it waits for nodes."""
-    # They were there when the run was placed, and are gone when its workers want them.
-    nodes = Nodes({"gone": {"CPU": 64}}, [], autoscaled=False)
-    monkeypatch.setattr(Nodes, "of_cluster", lambda: nodes)
-    corpus = planted_corpus(tmp_path / "data", num_queries=100, num_labels=20).path
-
-    def start(*settings: str) -> object:
-        config = ["cluster.workers=9", "negatives.hard=0", *settings]
-        return train(corpus, tmp_path / "run", RunConfig.resolve("astra", {}, config))
-
-    return start
-
-
-def controllers() -> list[int]:
-    """Processes of the controllers of trainings in the shared cluster."""
-    return [pid for pid, text in descendants(os.getpid()).items() if "TrainController" in text]
-
-
-@pytest.mark.usefixtures("cluster")
-def test_a_wait_for_nodes_ends_after_its_limit(waiting_run: Callable[..., object]) -> None:
-    expected = "the cluster has had no room for 9 workers that ask for 1 CPU each for 1 s"
-    with pytest.raises(ResourceError, match=expected):
-        waiting_run("cluster.min_workers=9", "cluster.wait_s=1")
-
-
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize(
-    ("number", "interrupts", "settings", "ended"),
-    [
-        (signal.SIGINT, signal.default_int_handler, ["cluster.min_workers=9"], KeyboardInterrupt),
-        # A shell that starts a process in the background has it ignore SIGINT.
-        (signal.SIGTERM, lambda *_: None, [], Terminated),
-    ],
-    ids=["SIGINT", "SIGTERM"],
-)
-def test_a_wait_for_nodes_ends_at_a_signal(
-    number: signal.Signals,
-    interrupts: Callable[..., object],
-    settings: list[str],
-    ended: type[BaseException],
-    waiting_run: Callable[..., object],
-) -> None:
-    moments: list[float] = []
-
-    def send() -> None:
-        moments.append(time.monotonic())
-        os.kill(os.getpid(), number)
-
-    watcher = When(lambda: bool(controllers()), send)
-    with handling(signal.SIGINT, interrupts), pytest.raises(ended):
-        waiting_run(f"cluster.wait_s={WAIT_S}", *settings)
-    watcher.close()
-    # 10 s are promised on an idle machine.
-    assert time.monotonic() - moments[0] < WAIT_S / 10
 
 
 if __name__ == "__main__":
