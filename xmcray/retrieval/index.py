@@ -1,11 +1,11 @@
-"""Nearest rows by inner product: exact for small shards, a graph or inverted lists for large ones.
+"""Nearest rows by inner product: exact for small shards, a graph or inverted lists for others.
 
 Answers and hard negatives are searched with it. FAISS makes the index and answers few queries. It
 only proposes candidates: their scores are then computed from the float32 vectors, so the index can
 hold short codes, and every score that leaves this file is an inner product. Many queries at once
 scan the same lists with matrix products (inverted_lists.py).
 
-Answers come to users one text at a time, so a bundle has a graph. Hard negatives are searched for
+Answers come to users one text at a time, which a graph suits. Hard negatives are searched for
 all queries of an epoch at once, after an index was built that is used only then: inverted lists.
 """
 
@@ -41,6 +41,8 @@ from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 # Up to so many rows an exhaustive search costs no more than building, tuning and searching lists.
 FLAT_ROWS = 50_000
+# Up to so many rows a graph finds as many of the nearest rows as an export wants.
+GRAPH_ROWS = 200_000
 # At most this share of the rows is in no list, namely those longer than so many medians.
 LONG_SHARE = 0.05
 LONG_RATIO = 1.5
@@ -85,12 +87,13 @@ class IndexSpec:
 def resolve_factory(factory: str, rows: int) -> str:
     """The factory string that "auto" stands for in a bundle; any other is returned as it is.
 
-    Large shards get a graph, which answers single queries several times as fast as inverted lists
-    do (benchmarks/one_query.py).
+    Shards of medium size get a graph, which answers single queries faster than inverted lists do.
+    Larger ones get the lists: at 10^6 rows a graph no longer finds enough of the nearest rows
+    (benchmarks/one_query.py).
     """
-    if factory != "auto":
-        return factory
-    return "Flat" if rows <= FLAT_ROWS else "HNSW32"
+    if factory == "auto" and FLAT_ROWS < rows <= GRAPH_ROWS:
+        return "HNSW32"
+    return batch_factory(factory, rows)
 
 
 def batch_factory(factory: str, rows: int) -> str:

@@ -161,7 +161,8 @@ def test_exact_ignores_the_index(clustered):
 
 def test_auto_by_size():
     assert resolve_factory("auto", 50_000) == batch_factory("auto", 50_000) == "Flat"
-    assert resolve_factory("auto", 50_001) == "HNSW32"
+    assert resolve_factory("auto", 50_001) == resolve_factory("auto", 200_000) == "HNSW32"
+    assert resolve_factory("auto", 10**6) == "IVF2048,SQfp16"
     assert batch_factory("auto", 10**5) == "IVF1024,SQfp16"
     assert batch_factory("auto", 10**6) == "IVF2048,SQfp16"
     assert resolve_factory("IVF8,Flat", 10**8) == batch_factory("IVF8,Flat", 10**8) == "IVF8,Flat"
