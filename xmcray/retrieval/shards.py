@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from xmcray.errors import BundleError, one_line
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import as_tensor, empty_keys, from_keys, to_keys
+from xmcray.retrieval.few_queries import MOST_QUERIES
 from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
@@ -164,16 +166,22 @@ class ShardedIndex:
             return TopLabels.empty(num_queries)
         ids = self._row_numbers if names is None else names
         rows = AnswerableRows.of(len(ids), num_queries, ids, hidden)
-        # Shards have no ids in common, so the k best keys of all of them are the answer.
-        keys = []
-        num_rows = 0
-        for number in range(len(self.shards)) if numbers is None else numbers:
+
+        def shard_keys(number: int) -> Tensor:
             shard = self.shards[number]
             index = self.indexes[number]
             shard_rows = rows.between(shard.start, shard.stop)
-            keys.append(index.search_keys(query_BD, min(k, len(index)), shard_rows, exact))
-            num_rows += len(index)
-        if num_rows < k:
+            return index.search_keys(query_BD, min(k, len(index)), shard_rows, exact)
+
+        searched = range(len(self.shards)) if numbers is None else numbers
+        threads = min(torch.get_num_threads(), len(searched))
+        # Shards have no ids in common, so the k best keys of all of them are the answer.
+        if threads > 1 and num_queries <= MOST_QUERIES:
+            # One thread searches a shard for few queries, so shards are searched in parallel.
+            keys = list(_pool(threads).map(shard_keys, searched))
+        else:
+            keys = [shard_keys(number) for number in searched]
+        if sum(len(self.indexes[number]) for number in searched) < k:
             # Empty keys fill the places of missing rows.
             keys.append(empty_keys(num_queries, k))
         return _best(keys, k)
@@ -216,6 +224,12 @@ class ShardedIndex:
         """Moves the vectors to the device on which exhaustive searches run."""
         for index in self.indexes:
             index.vectors = index.vectors.to(device)
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    # Not the threads of few_queries.py, for which these threads wait.
+    return ThreadPoolExecutor(threads, thread_name_prefix="xmcray-shards")
 
 
 def merge(parts: Sequence[TopLabels]) -> TopLabels:

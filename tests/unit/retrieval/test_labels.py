@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,17 @@ def test_parts_of_the_shards_find_together_what_one_search_finds(
             subset = ShardSubset(i, count)
             parts.append(retriever.find_neighbours(query_BD, K, scope=SearchScope(subset=subset)))
         assert retriever.name_answers(Neighbours.merged(parts), K) == wanted
+
+
+def test_shards_searched_in_parallel_answer_alike(
+    bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_labels(bundles("rowsIVF"), NEW, tmp_path / "b")
+    retriever = Retriever.load(tmp_path / "b", threads=1)
+    wanted = retriever.search(TEXTS[:1], K)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert retriever.search(TEXTS[:1], K) == wanted
+    assert any(thread.name.startswith("xmcray-shards") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("kind", ["texts", "rowsIVF", "memory"])
