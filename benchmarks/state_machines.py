@@ -132,7 +132,7 @@ def figures(name: str, total: dict[str, Any]) -> str:
     if name == "training":
         return (
             f"{total['attempts']:,} starts; {total['byte_equal']:,} runs byte-equal,"
-            f" {total['close']:,} equal up to rounding (other number of ranks, or one more checkpoint)"
+            f" {total['close']:,} equal up to rounding (other number of ranks)"
         )
     return (
         f"{total['acknowledged']:,} acknowledged operations, none lost;"

@@ -22,6 +22,9 @@ from xmcray.config import check_choices, check_decay, check_range
 
 # Multipliers of splitmix64 as signed 64-bit integers; products wrap around.
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+# Names in a checkpoint that was written between two flushes.
+_LAST_STEP = "last_step"
+_DECAY_SUMS = "decay_sums"
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # numbers that are updated at a time
 Where = Tensor | slice  # distinct row ids, or a range of rows
 _STATE_NAMES = {"sgd": ("momentum",), "adagrad": ("square_sum",), "adam": ("mean", "square")}
@@ -156,10 +159,17 @@ class RowTable:
         self._mark_up_to_date(self.num_steps)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a checkpoint keeps per row, first axis = rows; call `flush` before."""
+        """Everything that a checkpoint keeps per row, first axis = rows.
+
+        After a `flush` that is all. Without one, as at a checkpoint that an undisturbed run would
+        not have, the decay that rows still lack is among it. To apply it would round once more.
+        """
         tensors = {"weight": self.weight_SD, **self.state}
         if len(self.touches_S):
             tensors["touches"] = self.touches_S
+        if self.config.weight_decay and self._all_current_step != self.num_steps:
+            tensors[_LAST_STEP] = self.last_step_S
+            tensors[_DECAY_SUMS] = self._decay.of_rows(self.last_step_S)
         return tensors
 
     def load(self, blocks: Iterable[tuple[int, Mapping[str, Tensor]]], num_steps: int) -> None:
@@ -169,12 +179,17 @@ class RowTable:
             blocks: the first row of each block, and its tensors.
             num_steps: updates before the checkpoint, at which all rows were flushed.
         """
+        self._mark_up_to_date(num_steps)
         own = self.tensors()
         for first, tensors in blocks:
             for name, tensor in own.items():
                 block = tensors[name]
                 tensor[first : first + len(block)] = block
-        self._mark_up_to_date(num_steps)
+            if _LAST_STEP in tensors:
+                last_step_U = tensors[_LAST_STEP].to(self.last_step_S.device)
+                self.last_step_S[first : first + len(last_step_U)] = last_step_U
+                self._decay.restore(tensors[_DECAY_SUMS], last_step_U, num_steps)
+                self._all_current_step = self._decay.first_step
 
     def _mark_up_to_date(self, num_steps: int) -> None:
         """Records that no row has pending decay.
@@ -325,7 +340,7 @@ class _DecaySums:
 
     def restart(self, num_steps: int) -> None:
         """Forgets all updates; the sums start after `num_steps` of them."""
-        self._first_step = num_steps
+        self.first_step = num_steps
         self._length = 1
         self._sum = 0.0
         # sums[t] is the sum over t updates. The buffer is longer than that, and doubles when it is
@@ -345,7 +360,38 @@ class _DecaySums:
         """float64 [U], what the updates after each row's last step leave of it."""
         # A difference of sums of logarithms is the logarithm of the product of the steps between.
         newest = self._sums[self._length - 1]
-        return torch.exp(newest - self._sums[last_step_U.long() - self._first_step])
+        return torch.exp(newest - self._sums[last_step_U.long() - self.first_step])
+
+    def of_rows(self, last_step_U: Tensor) -> Tensor:
+        """float64 [U, 3] for a checkpoint: the sum up to each row's last step, and, the same for
+        all rows, the newest sum and the first step.
+        """
+        columns = torch.empty(len(last_step_U), 3, dtype=torch.float64, device=self._device)
+        columns[:, 0] = self._sums[last_step_U.long() - self.first_step]
+        columns[:, 1] = self._sum
+        columns[:, 2] = self.first_step
+        return columns
+
+    def restore(self, columns_U3: Tensor, last_step_U: Tensor, num_steps: int) -> None:
+        """Restores what `of_rows` gave, for these rows and all that were restored before.
+
+        Args:
+            columns_U3: result of `of_rows`.
+            last_step_U: last step of each row.
+            num_steps: updates until then.
+        """
+        if not len(columns_U3):
+            return
+        first_step = int(columns_U3[0, 2])
+        if first_step != self.first_step or self._length == 1:
+            self.restart(first_step)
+            self._length = num_steps - first_step + 1
+            size = max(len(self._sums), self._length)
+            self._sums = torch.zeros(size, dtype=torch.float64, device=self._device)
+            self._sum = float(columns_U3[0, 1])
+            self._sums[self._length - 1] = self._sum
+        # Steps that no row had last are never looked up again.
+        self._sums[last_step_U.long() - first_step] = columns_U3[:, 0].to(self._device)
 
 
 def _taken(tensor: Tensor, where: Where) -> Tensor:

@@ -89,6 +89,8 @@ class CheckpointWriter:
         step: int,
         state: Mapping[str, Any],
         collected: Mapping[str, np.ndarray[Any, Any]] | None = None,
+        *,
+        scheduled: bool = True,
     ) -> None:
         """Copies everything and starts to write it; collective.
 
@@ -98,6 +100,8 @@ class CheckpointWriter:
             step: Optimisation steps done.
             state: Contents of state.json besides step and ranks.
             collected: Query vectors that this rank collected for the hard negatives, if any.
+            scheduled: an undisturbed run has this checkpoint too. Any other one leaves the rows as
+                they are, with the weight decay that they still lack.
 
         Raises:
             StorageError: on every rank, if any rank could not write the checkpoint before this one.
@@ -114,6 +118,9 @@ class CheckpointWriter:
         except XmcrayError as caught:
             error = str(caught)
         self._raise_on_all_ranks(error, unfinished)
+        if scheduled:
+            for table in self._stepper.method.tables.values():
+                table.flush()
         snapshot = self._snapshot(step, state, collected or {})
         self._own_files_written.clear()
         self._error = None
@@ -173,7 +180,6 @@ class CheckpointWriter:
         rows: dict[str, Mapping[str, Tensor]] = {}
         for name, table in method.tables.items():
             assert name != checkpoints.STATE, "the name is taken by the method's state tensors"
-            table.flush()
             rows[name] = _copies(table.tensors())
         rows[checkpoints.STATE] = _copies(method.state_tensors())
         modules: dict[str, Tensor] = {}

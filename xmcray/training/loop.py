@@ -199,7 +199,7 @@ class Loop:
             order = self.watch.look(step)
             if order != "go on":
                 if step > self.saved_step:
-                    self._save(step)
+                    self._save(step, scheduled=False)
                 self._finish_checkpoint()
                 window.pause()
             if order == "stop":
@@ -252,10 +252,10 @@ class Loop:
             self.records.truncate(step)
         return step
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, scheduled: bool = True) -> None:
         self._finish_checkpoint()
         state = {"epoch": step // self.steps_per_epoch, "negatives": self.feed.state(step)}
-        self.checkpoints.save(step, state, self.feed.pending())
+        self.checkpoints.save(step, state, self.feed.pending(), scheduled=scheduled)
         self.saved_step = step
 
     def _finish_checkpoint(self) -> None:
