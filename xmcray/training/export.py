@@ -86,13 +86,14 @@ def export_run(
         _of_all_labels(corpus.label_uids, num_labels),
         _of_all_labels(corpus.label_texts, num_labels),
         corpus.label_order,
-        _label_vectors(run, last, data),
+        _label_vectors(run, last, data, setup),
         spec,
         about=_origin(run, last, corpus),
         method=run.config.method_name,
         label_side=bundle_spec.label_side,
         queries=encode(data.tokens(sample)),
         predictor=predictor,
+        threads=torch.get_num_threads(),
     )
 
 
@@ -199,9 +200,21 @@ def _trained(run: Run, last: Checkpoint, data: TrainingData, partition: LabelPar
     return setup
 
 
-def _label_vectors(run: Run, last: Checkpoint, data: TrainingData) -> Iterator[Float32Array]:
-    """Label vectors float32 [n, D] in internal order, whatever ranks trained them."""
+def _label_vectors(
+    run: Run, last: Checkpoint, data: TrainingData, first: Setup
+) -> Iterator[Float32Array]:
+    """Label vectors float32 [n, D] in internal order, whatever ranks trained them.
+
+    Args:
+        run: The run.
+        last: Its last checkpoint.
+        data: Its corpus.
+        first: The method with the first block of labels.
+    """
     num_blocks = _num_blocks(data.num_labels)
     for block in range(num_blocks):
-        setup = _trained(run, last, data, LabelPartition(data.num_labels, num_blocks, block))
+        setup = first
+        if block > 0:
+            partition = LabelPartition(data.num_labels, num_blocks, block)
+            setup = _trained(run, last, data, partition)
         yield setup.method.answer_rows().detach().float().cpu().numpy()
