@@ -368,7 +368,9 @@ class _Sequence:
             self.server.close()
         folder = self.state / MODEL
         files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
-        path = self.draw.choice(sorted(path for path in files if not path.name.endswith("-shm")))
+        # SQLite builds its shared memory anew at each start.
+        files = [path for path in files if not path.name.endswith("-shm")]
+        path = self.draw.choice(sorted(files))
         data = path.read_bytes()
         changes = list(BYTES)
         if path.name.endswith("-wal"):
