@@ -110,7 +110,7 @@ def write_results() -> int:
         notes.append(f"{name}, what happened: {', '.join(events)}")
         notes.append(f"{name}, how it ended: {', '.join(outcomes)}")
         notes += [f"{name}, fault: {fault[:300]}" for fault in faults]
-    header = ["machine", "sequences", "faults injected", "checked", "promises broken"]
+    header = ["machine", "sequences", "events", "checked", "promises broken"]
     write_table("state_machines.md", "State machines under faults", header, rows, notes)
     return num_faults
 
