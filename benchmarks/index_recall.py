@@ -26,7 +26,7 @@ import torch
 from common import refuse_if_busy, write_table
 from safetensors.numpy import load_file, save_file
 
-from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, batch_factory, build_index
+from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, build_index, resolve_factory
 
 K = 50
 FLAT_QUERIES = 2000
@@ -99,7 +99,7 @@ def measure(rows: np.ndarray, queries: np.ndarray, arguments: argparse.Namespace
     wanted, flat_s = timed(lambda: full_search(rows, few))
     flat_s *= len(queries) / len(few)
     chosen_by = None if arguments.stand_ins else sample
-    name = batch_factory(arguments.factory, len(rows))
+    name = resolve_factory(arguments.factory, len(rows))
     spec = IndexSpec(factory=name)
     index, build_s = timed(lambda: build_index(rows, spec, queries=chosen_by))
     top, search_s = timed(lambda: index.search(queries, K))

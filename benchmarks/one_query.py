@@ -8,8 +8,8 @@ the processor disturb all of them alike. Times are CPU milliseconds of the searc
 
 Graphs are searched with the smallest breadth that reaches a recall@10 of 0.95 on other queries;
 those of xmcray with the breadths that a recall@50 of 0.99 (as in an export) and 0.95 take, at most
-1024. hnswlib is left out if it is not installed. Graphs of xmcray are kept in the cache (10^6 rows
-take 5 CPU minutes); those of the peers are built each time, up to `--peer-graphs` rows.
+1024, and so are its inverted lists. hnswlib is left out if it is not installed. Indexes of xmcray
+are kept in the cache (a graph of 10^6 rows takes 5 CPU minutes); those of the peers are built each time, up to `--peer-graphs` rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from common import refuse_if_busy, write_table
 
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import FLAT_ROWS, Index, IndexSpec, build_index
+from xmcray.retrieval.index import FLAT_ROWS, Index, IndexSpec, build_index, resolve_factory
 from xmcray.training.export import index_spec
 
 DIM = 256
@@ -118,7 +118,7 @@ def measure(rows: np.ndarray, queries: np.ndarray, options: argparse.Namespace) 
     measured = queries[:MEASURED]
     tuning = queries[-TUNING:]
     exact_ids = exact_search(rows, measured, K).ids
-    sides = [*flat_sides(rows), *graph_sides(rows, tuning)]
+    sides = [*flat_sides(rows), *index_sides(rows, tuning)]
     if len(rows) <= options.peer_graphs:
         sides += peer_graphs(rows, tuning)
     times = np.empty((len(sides), options.rounds * MEASURED))
@@ -153,21 +153,21 @@ def flat_sides(rows: np.ndarray) -> Iterator[Side]:
     yield Side("xmcray, exact", lambda query: row_of_name[index.search(query, K, names).ids])
 
 
-def graph_sides(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
-    """Our graph, with the breadth that an export chooses and with that of a lower recall."""
+def index_sides(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
+    """Our graph and our inverted lists, with the recall of an export and with a lower one."""
     if len(rows) <= FLAT_ROWS:
         return
-    path = data_sets.CACHE / "one_query" / f"{len(rows)}.faiss"
-    if not path.is_file():
-        index = build_index(rows, IndexSpec(factory="HNSW32"), queries=tuning)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        index.save(path)
-    for recall in (index_spec(0, {}).recall, RECALL):
-        index = Index.load(path, torch.from_numpy(rows))
-        index.tune(tuning, IndexSpec(recall=recall))
-        yield Side(
-            "xmcray, HNSW32", searches_in(index), f"ef {index.breadth} by recall@50 {recall}"
-        )
+    for factory in ("HNSW32", resolve_factory("auto", len(rows))):
+        path = data_sets.CACHE / "one_query" / f"{len(rows)}-{factory}.faiss"
+        if not path.is_file():
+            index = build_index(rows, IndexSpec(factory=factory), queries=tuning)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            index.save(path)
+        for recall in (index_spec(0, {}).recall, RECALL):
+            index = Index.load(path, torch.from_numpy(rows))
+            index.tune(tuning, IndexSpec(recall=recall))
+            settings = f"breadth {index.breadth} by recall@50 {recall}"
+            yield Side(f"xmcray, {factory}", searches_in(index), settings)
 
 
 def searches_in(index: Index) -> Search:

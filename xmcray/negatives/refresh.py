@@ -23,7 +23,7 @@ from xmcray.negatives.ledger import ShortlistFile, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import Index, IndexSpec, batch_factory, build_index
+from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 _TUNING_QUERIES = 256  # an approximate index chooses its settings on these
@@ -80,12 +80,9 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
         return
     rows = folder.read_rows(part.start, part.stop)
     tuning_queries = _sample(folder, _TUNING_QUERIES, spec.seed)
-    factory = spec.negatives.index
-    if spec.gpu is None:
-        factory = batch_factory(factory, len(rows))
     index = build_index(
         rows,
-        IndexSpec(factory=factory, seed=spec.seed),
+        IndexSpec(factory=spec.negatives.index, seed=spec.seed),
         threads=spec.threads,
         gpu=spec.gpu,
         queries=tuning_queries,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.planning.data_size import DataSize
 from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
-from xmcray.retrieval.index import batch_factory
+from xmcray.retrieval.index import resolve_factory
 
 ID = 8  # bytes of an int64
 VALUE = 4  # bytes of a float32 or an int32
@@ -74,7 +74,7 @@ def index_actor_bytes(factory: str, rows: int, dim: int) -> int:
 
 def index_bytes(factory: str, rows: int, dim: int) -> int:
     """A FAISS index besides its vectors: codes, ids and centroids; nothing if it is exhaustive."""
-    factory = batch_factory(factory, rows)
+    factory = resolve_factory(factory, rows)
     if factory == "Flat":
         return 0
     code_bytes = dim * VALUE
@@ -89,7 +89,7 @@ def index_bytes(factory: str, rows: int, dim: int) -> int:
 
 def num_lists(factory: str, rows: int) -> int:
     """Inverted lists of an index; 0 without."""
-    coarse, _, _ = batch_factory(factory, rows).partition(",")
+    coarse, _, _ = resolve_factory(factory, rows).partition(",")
     number = coarse.removeprefix("IVF")
     if coarse == number or not number.isdigit():
         return 0

@@ -41,8 +41,6 @@ from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 # Up to so many rows an exhaustive search costs no more than building, tuning and searching lists.
 FLAT_ROWS = 50_000
-# Up to so many rows a graph finds as many of the nearest rows as an export wants.
-GRAPH_ROWS = 200_000
 # At most this share of the rows is in no list, namely those longer than so many medians.
 LONG_SHARE = 0.05
 LONG_RATIO = 1.5
@@ -85,22 +83,11 @@ class IndexSpec:
 
 
 def resolve_factory(factory: str, rows: int) -> str:
-    """The factory string that "auto" stands for in a bundle; any other is returned as it is.
+    """The factory string that "auto" stands for; any other is returned as it is.
 
-    Shards of medium size get a graph, which answers single queries faster than inverted lists do.
-    Larger ones get the lists: at 10^6 rows a graph no longer finds enough of the nearest rows
-    (benchmarks/one_query.py).
-    """
-    if factory == "auto" and FLAT_ROWS < rows <= GRAPH_ROWS:
-        return "HNSW32"
-    return batch_factory(factory, rows)
-
-
-def batch_factory(factory: str, rows: int) -> str:
-    """As `resolve_factory`, for an index that is searched once with many queries.
-
-    Large shards get inverted lists, which are built in a fraction of the time of a graph and share
-    the work of many queries (benchmarks/index_recall.py).
+    Many rows get inverted lists of quantised rows. They are built in a fraction of the time of a
+    graph, share the work of many queries, and answer a single one at least as fast at the same
+    recall (benchmarks/index_recall.py, benchmarks/one_query.py).
     """
     if factory != "auto":
         return factory

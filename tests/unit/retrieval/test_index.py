@@ -11,7 +11,7 @@ import xmcray.retrieval.index as index_module
 from xmcray.errors import BundleError, ConfigError, ResourceError
 from xmcray.retrieval import inverted_lists
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import Index, IndexSpec, batch_factory, build_index, resolve_factory
+from xmcray.retrieval.index import Index, IndexSpec, build_index, resolve_factory
 from xmcray.types import Ragged
 
 FACTORIES = ["Flat", "IVF16,Flat", "IVF16,SQfp16", "IVF16,PQ8x4fs", "HNSW16", "SQ8"]
@@ -160,12 +160,10 @@ def test_exact_ignores_the_index(clustered):
 
 
 def test_auto_by_size():
-    assert resolve_factory("auto", 50_000) == batch_factory("auto", 50_000) == "Flat"
-    assert resolve_factory("auto", 50_001) == resolve_factory("auto", 200_000) == "HNSW32"
+    assert resolve_factory("auto", 50_000) == "Flat"
+    assert resolve_factory("auto", 10**5) == "IVF1024,SQfp16"
     assert resolve_factory("auto", 10**6) == "IVF2048,SQfp16"
-    assert batch_factory("auto", 10**5) == "IVF1024,SQfp16"
-    assert batch_factory("auto", 10**6) == "IVF2048,SQfp16"
-    assert resolve_factory("IVF8,Flat", 10**8) == batch_factory("IVF8,Flat", 10**8) == "IVF8,Flat"
+    assert resolve_factory("IVF8,Flat", 10**8) == "IVF8,Flat"
 
 
 def test_short_rows_are_found_in_a_graph(clustered):
