@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, ResourceError, one_line
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.switches import UNPICKLING
 
@@ -36,6 +36,7 @@ def start_ray(
 
     Raises:
         ConfigError: a variable of the environment would let data files run code.
+        ResourceError: no cluster answers at RAY_ADDRESS, or a local one does not start.
     """
     for name in UNPICKLING:
         if os.environ.get(name, "").lower() in ("1", "true"):
@@ -44,12 +45,18 @@ def start_ray(
         return False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if os.environ.get("RAY_ADDRESS"):
-        with _keep_sigterm_handler():
+        advice = "look at RAY_ADDRESS, or unset it to start Ray on this machine"
+        with _keep_sigterm_handler(), _in_one_line("the cluster does not answer", advice):
             ray.init(**quiet)
         return True
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _set_token()
-    with private.loopback_address() as addresses, _keep_sigterm_handler():
+    advice = "the machine may be too busy or out of memory: try again"
+    with (
+        private.loopback_address() as addresses,
+        _keep_sigterm_handler(),
+        _in_one_line("Ray did not start", advice),
+    ):
         ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -59,6 +66,16 @@ def start_ray(
             **quiet,
         )
     return True
+
+
+@contextlib.contextmanager
+def _in_one_line(what: str, advice: str) -> Iterator[None]:
+    """Turns what `ray.init` raises into one line; Ray raises bare exceptions of many kinds."""
+    try:
+        yield
+    except Exception as error:
+        reason = one_line(str(error))
+        raise ResourceError(f"{what} ({reason}); {advice}") from error
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from xmcray import cli
 from xmcray.doctor import exposure, machine, software
 from xmcray.doctor.finding import Finding, worst
 from xmcray.doctor.sockets import Listener, listeners
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, ResourceError
 from xmcray.ray_adapter.session import start_ray
 from xmcray.ray_adapter.switches import UNPICKLING
 
@@ -89,6 +89,18 @@ def test_ray_does_not_start_where_data_files_could_run_code(
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match=f"{name} is set, with which data files can run code"):
         start_ray()
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:1"])
+def test_a_failed_start_of_ray_is_one_line(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**options: object) -> None:
+        raise Exception("timed out during startup.\nThe GCS may be overloaded.")
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("ray.init", fail)
+    with pytest.raises(ResourceError, match=r"timed out during startup\. The GCS") as caught:
+        start_ray()
+    assert "\n" not in str(caught.value)
 
 
 def test_a_container_that_may_use_two_cores_of_many(
