@@ -4,8 +4,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 LOCK := requirements.lock
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-# Long files come first, so that all processes end at about the same time.
-TIER_P := $(wildcard $(addprefix tests/,on_ray golden behaviour ranks gpu repo browser unit oracle))
+# From slow to quick: the tests of the Ray cluster keep one of two processes busy while the other does the rest.
+TIER_P := $(wildcard $(addprefix tests/,on_ray behaviour ranks browser unit golden oracle repo gpu))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test check site soak claims golden lock sbom clean
@@ -24,11 +24,10 @@ quickstart: setup  ## sample corpus, training, metrics and a few answers in minu
 	$(BIN)/xmcray quickstart
 
 # One thread per process: with more, the processes of a rank test or a Ray cluster wait for each other's threads.
-# Three processes for two cores, because tests of Ray often wait for processes to start or to be missed.
 test: export OMP_NUM_THREADS = 1
 test: setup  ## tier P: at most 9 minutes on 2 cores
 	sh tests/browser/install.sh
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(TIER_P)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(TIER_P)
 
 check: setup  ## style, formatting, strict types, dead code, and links of the documentation
 	$(BIN)/ruff check .
