@@ -503,7 +503,7 @@ def _load_model(folder: Path, dropout: float | None) -> Any:
     if model_class and "add_pooling_layer" in inspect.signature(model_class).parameters:
         options["add_pooling_layer"] = False
     with _quiet():
-        return transformers.AutoModel.from_pretrained(
+        model = transformers.AutoModel.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -512,6 +512,21 @@ def _load_model(folder: Path, dropout: float | None) -> Any:
             attn_implementation="sdpa",
             **options,
         )
+    _fill_constants(model)
+    return model
+
+
+def _fill_constants(model: nn.Module) -> None:
+    """Writes the buffers that no file has: positions 0, 1, 2, ... and token types 0.
+
+    In a process that had loaded other models before, transformers was seen to leave them without
+    values.
+    """
+    for name, buffer in model.named_buffers():
+        if name.endswith("position_ids"):
+            buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
+        elif name.endswith("token_type_ids"):
+            buffer.zero_()
 
 
 def _read_parts(
