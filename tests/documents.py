@@ -36,6 +36,18 @@ SETTING = re.compile(
 )
 
 
+def table_rows(page: Path, header: list[str]) -> list[list[str]]:
+    """The cells of each row of each table of a page, all of which have the same header."""
+    rows = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| "):
+            cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+            assert len(cells) == len(header), line
+            if cells != header:
+                rows.append(cells)
+    return rows
+
+
 @functools.cache
 def names_in(file: Path) -> set[str]:
     """Functions, classes and methods of a module, a method as Class.method."""

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from documents import is_there
+from documents import is_there, table_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "methods" / "fidelity.md"
@@ -14,22 +14,10 @@ _REFERENCE = re.compile(r"`((?:xmcray|tests|benchmarks)/[^`]+)`")
 HEADER = ["paper", "what", "code", "fails without it", "departure, and why"]
 
 
-def rows() -> list[list[str]]:
-    """The cells of each row of each table of the page."""
-    table_rows = []
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("| "):
-            cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
-            assert len(cells) == len(HEADER), line
-            if cells != HEADER:
-                table_rows.append(cells)
-    return table_rows
-
-
 def test_every_row_has_code_and_a_test() -> None:
     papers = PAGE.read_text(encoding="utf-8").count("\n## ")
     assert papers == 8  # six papers, what all share, and the evaluation
-    for cells in rows():
+    for cells in table_rows(PAGE, HEADER):
         code = _REFERENCE.findall(cells[2])
         tests = _REFERENCE.findall(cells[3])
         assert code, f"no code: {cells}"

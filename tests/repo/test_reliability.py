@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from documents import is_there
+from documents import is_there, table_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -13,21 +13,9 @@ HEADER = ["property", "promise", "test", "what it injects", "last figures"]
 _REFERENCE = re.compile(r"`((?:tests|benchmarks)/[^`]+)`")
 
 
-def rows() -> list[list[str]]:
-    """The cells of each row of each table of the page."""
-    table_rows = []
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("| "):
-            cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
-            assert len(cells) == len(HEADER), line
-            if cells != HEADER:
-                table_rows.append(cells)
-    return table_rows
-
-
 def test_every_promise_has_a_test_of_make_test() -> None:
-    assert len(rows()) > 35
-    for cells in rows():
+    assert len(table_rows(PAGE, HEADER)) > 35
+    for cells in table_rows(PAGE, HEADER):
         references = _REFERENCE.findall(cells[2])
         assert any(reference.startswith("tests/") for reference in references), cells
         missing = [reference for reference in references if not is_there(reference)]
