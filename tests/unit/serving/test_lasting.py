@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from served import ADMIN, Served, served
 
 QUERIES = [f"{first} {second}" for first in WORDS[:10] for second in WORDS[10:]]
 ROUND = 24  # searches and changes between two counts
+NUM_THREADS = 4
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,7 @@ def test_files_threads_and_memory_stay_flat(bundle: Path, tmp_path: Path) -> Non
     async def main() -> list[tuple[int, int, float]]:
         draw = random.Random(0)
         counts = []
+        await start_threads()
         async with served(tmp_path, {"a": tmp_path / "b"}, keep_s=0.0) as one:
             for _ in range(5):
                 await play(one, draw)
@@ -109,6 +112,13 @@ def test_files_threads_and_memory_stay_flat(bundle: Path, tmp_path: Path) -> Non
     assert last[0] <= warm[0], f"open files: {counts}"
     assert last[1] <= warm[1], f"threads: {counts}"
     assert last[2] <= warm[2] + 8, f"memory in MB: {counts}"
+
+
+async def start_threads() -> None:
+    """Starts all threads of the loop's pool, of which each else starts when calls first overlap."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
+    all_running = threading.Barrier(NUM_THREADS)
+    await asyncio.gather(*(asyncio.to_thread(all_running.wait) for _ in range(NUM_THREADS)))
 
 
 def num_files() -> int:
