@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 LOCK := requirements.lock
+SBOM := build/sbom.json
+SBOM_TOOL := build/sbom/bin/cyclonedx-py
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 # From slow to quick: the tests of the Ray cluster keep one of two processes busy while the other does the rest.
 TIER_P := $(wildcard $(addprefix tests/,on_ray behaviour ranks browser unit golden oracle repo gpu))
@@ -61,9 +63,14 @@ lock: setup  ## write requirements.lock anew: the versions of constraints.txt wi
 		--constraints constraints.txt --extra cpu --extra serve --extra tune pyproject.toml >> $(LOCK).new
 	mv $(LOCK).new $(LOCK)
 
-sbom: setup  ## write build/sbom.json: what requirements.lock installs, in the format of CycloneDX
-	mkdir -p build
-	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible -o build/sbom.json $(LOCK)
+# In an environment of its own: with this tool's packages beside it, every process of Ray starts 1.5 s later.
+$(SBOM_TOOL): constraints.txt
+	$(PYTHON) -m venv $(dir $@)..
+	$(dir $@)python -m pip install --quiet --disable-pip-version-check -c constraints.txt cyclonedx-bom
+	touch $@
+
+sbom: $(SBOM_TOOL)  ## write build/sbom.json: what requirements.lock installs, in the format of CycloneDX
+	$(SBOM_TOOL) requirements --pyproject pyproject.toml --output-reproducible -o $(SBOM) $(LOCK)
 
 clean:  ## remove .venv, caches and build output (never runs or data)
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
