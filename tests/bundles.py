@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from corpora import planted_corpus
 
+from xmcray.data.corpus import Corpus
 from xmcray.data.tokens import from_transformer, train_wordpiece
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head, NormalisedHead, TwoHeads
@@ -15,7 +16,9 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.parts import PartsConfig
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.training.fuse import write_parts
 from xmcray.training.memory import memory_bundle
 from xmcray.types import Float32Array
 
@@ -35,6 +38,13 @@ def write_memory(folder: Path) -> Path:
     build_encoder(EncoderConfig(dim=DIM), corpus.tokenizer(), None, seed=0).save(folder / "encoder")
     memory_bundle(str(folder / "encoder"), corpus, folder / "memory", MemoryConfig(keys=25))
     return folder / "memory"
+
+
+def write_fused(memory: Path) -> Path:
+    """The bundle of `write_memory` with all parts of a fused one, next to it: folder/fused."""
+    config = PartsConfig(memory=0.5, words=0.5, texts=0.5, memory_keys=10)
+    write_parts(memory, Corpus.open(memory.parent / "corpus"), memory.parent / "fused", config)
+    return memory.parent / "fused"
 
 
 def write_transformer(folder: Path) -> Path:

@@ -39,6 +39,7 @@ from xmcray.retrieval.batch_predict import (
 )
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import Settings, read_labels, read_settings
+from xmcray.retrieval.fused import fixed_parts
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig, changed_memory
 
@@ -172,6 +173,10 @@ def _job(
 
 def _memory(bundle: Settings, settings: Sequence[str]) -> MemoryConfig | None:
     """How training queries vote: the bundle's own settings with changes; None without a memory."""
+    if bundle.is_fused:
+        if settings:
+            raise fixed_parts()
+        return None
     if bundle.has_memory:
         own = configs.build(MemoryConfig, bundle.predictor["config"], "memory.")
         return changed_memory(own, settings)

@@ -15,11 +15,11 @@ from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
 from xmcray.data.pipeline import prepare
 from xmcray.data.sample import write_sample
-from xmcray.evaluation.baselines import NearestQueries
 from xmcray.evaluation.evaluate import SEARCH_K, Evaluation
 from xmcray.evaluation.table import answer_table, metrics_table, segment_table
 from xmcray.progress import watch_training
 from xmcray.ray_adapter.session import ray_session
+from xmcray.retrieval.baselines import NearestQueries
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.launch import train
 from xmcray.training.outcome import finish, measure

@@ -151,6 +151,38 @@ def test_refit_trains_on_everything_for_the_best_number_of_epochs(
     ]
     assert "is not empty and --resume never" in shell.error(*again, "--resume", "never")
 
+    # The weights of a fused bundle are chosen by the run that did not see the held-out queries.
+    data = ["--data", folder / "corpus"]
+    out = tmp_path / "fused"
+    choice = json.loads(shell.run("fuse", tmp_path / "r", *data, "--out", out, "--json"))
+    assert choice["queries"] == 5
+    refitted = contents(tmp_path / "r" / "bundle")
+    fused = contents(out)
+    assert all(refitted[name] == fused[name] for name in refitted if name.startswith("vectors/"))
+    error = shell.error("fuse", tmp_path / "r" / "bundle", *data, "--out", tmp_path / "x")
+    assert "was trained on all training queries" in error
+    assert not (tmp_path / "x").exists()
+
+
+def test_fuse_writes_a_bundle_and_says_what_each_part_is_worth(
+    folder: Path, shell: Shell, tmp_path: Path
+) -> None:
+    data = ["--data", folder / "corpus"]
+    out = tmp_path / "fused"
+    printed = shell.run("fuse", folder / "run", *data, "--out", out, "--metric", "P@1")
+    assert "label vectors alone" in printed
+    assert "without words" in printed
+    answers = json.loads(shell.run("search", out, "w1 w2", "--explain", "--json"))[0]["answers"]
+    parts = answers[0]["parts"]
+    assert sum(parts.values()) == pytest.approx(answers[0]["score"], abs=1e-5)
+    table = shell.run("search", out, "w1 w2", "--explain", "-k", "1")
+    assert all(part in table for part in parts)
+    measured = json.loads(shell.run("evaluate", out, *data, "--json"))
+    assert 0 <= measured["P@1"] <= 1
+    error = shell.error("fuse", folder / "run", *data, "--out", tmp_path / "x", "--metric", "P@2")
+    assert "unknown metric 'P@2'" in error
+    assert "is not empty" in shell.error("fuse", folder / "run", *data, "--out", out)
+
 
 def test_evaluate_measures_run_bundle_and_predictions_alike(
     folder: Path, shell: Shell, tmp_path: Path

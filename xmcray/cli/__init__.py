@@ -197,6 +197,12 @@ VERBS = {
         "let the training queries of a corpus vote, with any encoder and without training",
         "xmcray memory runs/a --data corpora/msdocs --out bundles/a-memory --set memory.weight=0.5",
     ),
+    "fuse": Verb(
+        bundles.fuse,
+        bundles.fuse_options,
+        "let label vectors, training queries and words answer together, with weights by validation",
+        "xmcray fuse runs/a --data corpora/msdocs --out bundles/a-fused",
+    ),
     "labels": Verb(
         bundles.labels,
         bundles.labels_options,

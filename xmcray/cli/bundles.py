@@ -1,4 +1,4 @@
-"""The verbs that use a bundle: memory, labels, search, predict, serve."""
+"""The verbs that use a bundle: memory, fuse, labels, search, predict, serve."""
 
 from __future__ import annotations
 
@@ -59,6 +59,46 @@ def memory(options: argparse.Namespace) -> None:
     show_next(["xmcray", "search", options.out, "TEXT", "--explain"])
 
 
+def fuse_options(verb: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the verb."""
+    verb.add_argument(
+        "path", metavar="BUNDLE", help="a run, or a bundle whose run held queries out"
+    )
+    verb.add_argument(
+        "--data", required=True, metavar="CORPUS", help="the corpus that it was trained on"
+    )
+    verb.add_argument("--out", required=True, metavar="NEW", help="folder or URL to write")
+    verb.add_argument(
+        "--metric",
+        default="P@1+P@5+PSP@5",
+        metavar="A+B",
+        help="weights maximise the mean of these metrics on held-out queries (default: %(default)s)",
+    )
+    add_json(verb, "the weights and why")
+
+
+def fuse(options: argparse.Namespace) -> None:
+    """Writes a bundle that answers by the weighted sum of several parts."""
+    from xmcray import storage
+    from xmcray.data.corpus import Corpus
+    from xmcray.progress import counting
+    from xmcray.training.fuse import fuse
+
+    storage.refuse_existing(options.out)
+    corpus = Corpus.open(options.data)
+    metrics = options.metric.split("+")
+    with counting("training queries", corpus.card.num_train) as progress:
+        choice = fuse(options.path, corpus, options.out, metrics=metrics, progress=progress)
+    if options.json:
+        show_json(choice.plain())
+        return
+    from xmcray.evaluation.table import parts_table
+
+    rows = [(test.part, test.weight, test.without, test.p_value) for test in choice.tests]
+    show(parts_table(rows, choice.metrics, choice.labels_alone, choice.queries))
+    show_next(["xmcray", "evaluate", options.out, "--data", options.data])
+
+
 def labels_options(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     verb.add_argument(
@@ -110,7 +150,9 @@ def search_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("texts", metavar="TEXT", nargs="+")
     _add_k(verb, "text")
     verb.add_argument(
-        "--explain", action="store_true", help="with a memory: name the training queries that voted"
+        "--explain",
+        action="store_true",
+        help="name the training queries that voted, and what each part gave",
     )
     _add_memory(verb)
     add_json(verb, "the answers")
@@ -147,6 +189,9 @@ def search(options: argparse.Namespace) -> None:
         rows = []
         for answer in answers:
             rows.append((answer.score, answer.uid, answer.text))
+            # What each part added to the score comes first.
+            for part, gain in (answer.parts or {}).items():
+                rows.append((gain, f"  {part}", ""))
             # Voters are listed under their answer, indented, in the same columns.
             voters = (answer.voters or ())[:MAX_VOTERS]
             rows += [(voter.weight, f"  by {voter.uid}", voter.text) for voter in voters]
@@ -154,12 +199,13 @@ def search(options: argparse.Namespace) -> None:
 
 
 def _plain(answer: FoundLabel) -> dict[str, Any]:
-    """An answer as JSON; without voters if they were not requested."""
+    """An answer as JSON; without reasons if they were not requested, or are not there."""
     import dataclasses
 
     values = dataclasses.asdict(answer)
-    if answer.voters is None:
-        del values["voters"]
+    for reason in ("voters", "parts"):
+        if values[reason] is None:
+            del values[reason]
     return values
 
 

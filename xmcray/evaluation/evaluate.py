@@ -204,7 +204,7 @@ def compare(
     difference_QM = a.per_query.gain_QM.astype(np.float64) - b.per_query.gain_QM
     # Both runs have the same divisors, because those depend on the truth alone.
     intervals = _bootstrap(difference_QM, a.per_query.divisor_QM, resamples, seed)
-    p_values = _sign_flip(difference_QM, permutations, seed)
+    p_values = sign_flip(difference_QM, permutations, seed)
     rows = []
     for name, (low, high), p_value in zip(MAIN_METRICS, intervals, p_values, strict=True):
         value_a = a.metrics[name]
@@ -242,10 +242,15 @@ def _intervals(per_query: QueryValues, resamples: int, seed: int) -> dict[str, l
     return dict(zip(MAIN_METRICS, intervals, strict=True))
 
 
-def _sign_flip(difference_QM: Float64Array, permutations: int, seed: int) -> Float64Array:
-    """float64 [M]: share of random sign changes whose sum is at least as far from zero.
+def sign_flip(difference_QM: Float64Array, permutations: int, seed: int) -> Float64Array:
+    """Two-sided paired permutation test of "no difference".
 
-    The observed signs count as one of them.
+    Args:
+        difference_QM: float64 [queries, M], what the first of two runs has more than the second.
+        permutations: random sign changes; the observed signs count as one more.
+        seed: of the signs.
+    Returns:
+        float64 [M]: share of the sign changes whose sum is at least as far from zero.
     """
     observed = np.abs(difference_QM.sum(0))
     # Equal sums in another order of addition differ in their last digits and must count as equal.

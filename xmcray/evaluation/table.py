@@ -123,6 +123,32 @@ def comparison_table(rows: Sequence[ComparisonRow], a: str, b: str) -> Table:
     return table
 
 
+def parts_table(
+    tests: Sequence[tuple[str, float, Mapping[str, float], float]],
+    fused: Mapping[str, float],
+    labels_alone: Mapping[str, float],
+    num_queries: int,
+) -> Table:
+    """The parts of a fused bundle, and what the answers lose without each of them.
+
+    Args:
+        tests: name, weight, metrics without the part and p-value of each part; a part of weight 0
+            was left out.
+        fused: metrics of the fused answers.
+        labels_alone: metrics of the label vectors alone.
+        num_queries: held-out queries on which all of this was measured.
+    """
+    title = f"{num_queries:,} held-out queries"
+    table = _table(title, "answers", "weight", *(f"{name} %" for name in fused), "p")
+    table.add_row("fused", "", *map(percent, fused.values()), "")
+    table.add_row("label vectors alone", "", *map(percent, labels_alone.values()), "")
+    for part, weight, without, p_value in tests:
+        kept = f"{weight:g}" if weight else "left out"
+        values = map(percent, without.values())
+        table.add_row(f"without {part}", kept, *values, f"{p_value:.4f}")
+    return table
+
+
 def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table:
     """The answers to one query.
 

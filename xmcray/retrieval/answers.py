@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,8 @@ class FoundLabel:
             label without votes, which follows those with votes.
         voters: with `explain`, the training queries that voted for the label, the largest weight
             first. The vote of the label's own text is the rest of the probability.
+        parts: with `explain`, how much each part of a fused bundle added to the score; None for
+            other bundles.
     """
 
     label_id: int
@@ -46,20 +49,41 @@ class FoundLabel:
     text: str
     score: float
     voters: tuple[VotingQuery, ...] | None = None
+    parts: Mapping[str, float] | None = None
 
 
-Voters = Sequence[Sequence[tuple[VotingQuery, ...]]]  # by query and place in its list of answers
+@dataclass(frozen=True, slots=True)
+class Reasons:
+    """Why a label is an answer; see `FoundLabel`."""
+
+    voters: tuple[VotingQuery, ...] = ()
+    parts: Mapping[str, float] | None = None
+
+
+AllReasons = Sequence[Sequence[Reasons]]  # by query and place in its list of answers
+
+
+def named_voters(
+    votes: Sequence[tuple[int, float]], names: Mapping[int, tuple[str, str]]
+) -> tuple[VotingQuery, ...]:
+    """Training queries with their names.
+
+    Args:
+        votes: row of the memory and weight of each voter.
+        names: uid and text by row.
+    """
+    return tuple(VotingQuery(*names[row], weight) for row, weight in votes)
 
 
 def named_answers(
-    top: TopLabels, labels: LabelIndex, voters: Voters | None
+    top: TopLabels, labels: LabelIndex, reasons: AllReasons | None
 ) -> list[list[FoundLabel]]:
     """Gives the answers to each query their names.
 
     Args:
         top: source ids and scores of B queries.
         labels: knows uids and texts.
-        voters: voters of each answer; None if they are not wanted.
+        reasons: why each answer is one; None if that is not wanted.
     """
     # All queries in one look-up. The id -1 of a missing answer borrows the name of label 0 and is
     # skipped below.
@@ -71,8 +95,10 @@ def named_answers(
         answers.append([])
         for place, label_id in enumerate(label_ids):
             uid, text = next(names)
-            label_voters = voters[query][place] if voters else None
-            label = FoundLabel(label_id, uid, text, scores[query][place], label_voters)
+            label = FoundLabel(label_id, uid, text, scores[query][place])
+            if reasons is not None:
+                why = reasons[query][place]
+                label = dataclasses.replace(label, voters=why.voters, parts=why.parts)
             if label_id >= 0:
                 answers[-1].append(label)
     return answers

@@ -179,7 +179,7 @@ def answer_chunk(
     Returns:
         A row per query: uid, maybe text, and lists label_id, label_uid and score.
     """
-    top = retriever.top_labels(retriever.tokenizer.encode(chunk.texts), k, memory=memory)
+    top = retriever.top_labels(chunk.texts, k, memory=memory)
     is_answer = top.ids >= 0
     label_ids = pa.array(top.ids[is_answer])
     label_uids = retriever.labels.table["uid"].take(label_ids).combine_chunks()

@@ -16,6 +16,8 @@
                                 in the metadata
     index/00000.faiss           the FAISS index over the same rows; absent if all rows are searched
     memory/                     training queries that vote for their labels, if any (memory.py)
+    words/                      the words of training queries and labels, if they count
+                                (word_index.py)
     settings.json               how to search (Settings)
     manifest.json               sizes and SHA-256 (storage.py)
 
@@ -56,7 +58,7 @@ from xmcray.types import Float32Array, Int64Array
 
 KIND = "bundle"
 LABELS: Mapping[str, Any] = {"kind": "labels"}
-PREDICTORS = ("labels", "memory")
+PREDICTORS = ("labels", "memory", "fused")
 LABEL_BLOCK = 65_536
 MAX_DIM = 1 << 20
 LABEL_SCHEMA = pa.schema([("uid", pa.large_string()), ("text", pa.large_string())])
@@ -72,7 +74,7 @@ class Settings:
         method: which method trained the bundle; for the reader only.
         factory: the factory string by which indexes were built.
         predictor: what becomes of the neighbours: "labels" answers with them, "memory" lets them
-            vote (memory.py).
+            vote (memory.py), "fused" adds up several parts (parts.py).
         shards: the files of vectors, in internal order.
         first_added: the first source id of a label that joined after the export; None if none did.
     """
@@ -92,8 +94,19 @@ class Settings:
 
     @property
     def has_memory(self) -> bool:
-        """Whether training queries vote."""
-        return bool(self.predictor["kind"] == "memory")
+        """Whether training queries vote by their vectors."""
+        # A fused bundle has a memory if that part has a weight (parts.py).
+        return self.predictor["kind"] == "memory" or bool(self.predictor.get("shards"))
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the scores of several parts add up."""
+        return bool(self.predictor["kind"] == "fused")
+
+    @property
+    def normalises(self) -> bool:
+        """Whether query vectors get length 1, whatever the head makes."""
+        return self.has_memory or self.is_fused
 
 
 def write_bundle(
@@ -202,7 +215,7 @@ def read_settings(folder: Path) -> Settings:
             f"{folder}/settings.json: its shards do not cover {settings.num_labels} labels; export again"
         )
     if kind not in PREDICTORS:
-        supported = " and ".join(map(repr, PREDICTORS))
+        supported = ", ".join(map(repr, PREDICTORS))
         raise BundleError(
             f"{folder} has predictor {kind!r}, this release knows {supported}; use the release that made it"
         )

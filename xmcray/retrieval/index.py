@@ -417,13 +417,20 @@ class Index:
             pair_QC = row_QC + np.arange(num_queries)[:, None] * len(self)
             hidden_pairs = hidden.values + hidden.row_ids * len(self)
             row_QC = np.where(np.isin(pair_QC, hidden_pairs), -1, row_QC)
-        scores = self._candidate_scores(queries, row_QC)
+        scores = self.candidate_scores(queries, row_QC)
         # A missing candidate (-1) borrows the id of row 0; its score is -inf.
         id_QC = rows.ids[np.maximum(row_QC, 0)]
         return to_keys(as_tensor(scores), torch.from_numpy(id_QC)).topk(k, dim=1).values
 
-    def _candidate_scores(self, queries: Float32Array, row_QC: Int64Array) -> Float32Array:
-        """float32 [Q, width], inner products of candidates; -inf where there is none (-1)."""
+    def candidate_scores(self, queries: Float32Array, row_QC: Int64Array) -> Float32Array:
+        """Inner products of queries and some rows, whatever the index.
+
+        Args:
+            queries: float32 [Q, D].
+            row_QC: int64 [Q, width], positions of the candidates; -1 for none.
+        Returns:
+            float32 [Q, width]; -inf where there is no candidate.
+        """
         device = self.vectors.device
         if device.type == "cpu":
             ann.use_threads(self.threads)

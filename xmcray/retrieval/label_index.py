@@ -132,6 +132,27 @@ class LabelIndex:
 
     # --- Search ---
 
+    def scores_of(self, query_BD: Float32Array, label_BC: Int64Array) -> Float32Array:
+        """Inner products of queries and some labels, whatever the index.
+
+        Args:
+            query_BD: float32 [B, D].
+            label_BC: int64 [B, C], source ids; -1 for none.
+        Returns:
+            float32 [B, C]; -inf where there is no label.
+        """
+        # The id -1 borrows the row of label 0 until the next line.
+        rows = self.label_rows[np.maximum(label_BC, 0)]
+        rows = np.where(label_BC >= 0, rows, -1)
+        scores = np.full(rows.shape, -np.inf, np.float32)
+        for shard, index in zip(self.rows.shards, self.rows.indexes, strict=True):
+            inside = (rows >= shard.start) & (rows < shard.stop)
+            if inside.any():
+                positions = np.where(inside, rows - shard.start, -1)
+                # A label that lies in another shard has -inf here.
+                scores = np.maximum(scores, index.candidate_scores(query_BD, positions))
+        return scores
+
     def search(
         self,
         query_BD: Float32Array,

@@ -242,7 +242,8 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
         settings, num_labels=num_labels, shards=shards, first_added=first_added
     )
     more_labels = labels.with_rows(grown, names, row_labels, changed)
-    return dataclasses.replace(retriever, labels=more_labels)
+    fusion = retriever.fusion and retriever.fusion.with_labels(texts)
+    return dataclasses.replace(retriever, labels=more_labels, fusion=fusion)
 
 
 def _rows_for(

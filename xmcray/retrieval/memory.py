@@ -38,10 +38,69 @@ from xmcray.retrieval.shards import (
     write_shards,
 )
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.types import Float32Array, Ragged, TopLabels
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, offsets_of
 
 ROWS = 8192  # training queries that are encoded, written and read at once
 _QUERY_SCHEMA = pa.schema([("uid", pa.large_string()), ("text", pa.large_string())])
+
+
+@dataclass(frozen=True, eq=False)
+class RememberedQueries:
+    """The training queries of a memory without their vectors.
+
+    Attributes:
+        positives: source label ids of each row.
+        file: Parquet file of uids and texts, if there is one.
+        hidden: rows that do not vote, or None if all do.
+    """
+
+    positives: Ragged
+    file: Path | None = None
+    hidden: Int64Array | None = None
+
+    @classmethod
+    def load(cls, bundle: Path, num_queries: int, num_labels: int) -> RememberedQueries:
+        """Opens the training queries of a verified bundle; positives stay on disk.
+
+        Args:
+            bundle: local folder of the bundle.
+            num_queries: training queries.
+            num_labels: labels of the bundle.
+        Raises:
+            BundleError: a file is malformed, or does not fit the settings.
+        """
+        folder = bundle / "memory"
+        with readable(f"{bundle}: its memory cannot be read", "make it again"):
+            labels = read_array(folder / "labels.npy", np.int32, mapped=True)
+            offsets = read_array(folder / "label_offsets.npy", np.int64, mapped=True)
+            check_offsets(offsets, num_queries, len(labels))
+            # Every label id is one of the bundle's.
+            fits = not len(labels) or 0 <= labels.min() <= labels.max() < num_labels
+        if not fits:
+            raise BundleError(
+                f"{bundle}: the files of its memory do not fit settings.json; make it again"
+            )
+        return cls(Ragged(labels, offsets), folder / "queries.parquet")
+
+    def names(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
+        """Uid and text of some rows; reads only the blocks of the file that hold them.
+
+        Raises:
+            BundleError: the file is malformed.
+        """
+        assert self.file is not None, "only the memory of a bundle has texts"
+        wanted = np.unique(np.fromiter(rows, np.int64))
+        queries: dict[int, tuple[str, str]] = {}
+        with (
+            readable(f"{self.file} cannot be read", "make it again"),
+            pq.ParquetFile(self.file) as file,
+        ):
+            for block in np.unique(wanted // ROWS).tolist():
+                inside = wanted[wanted // ROWS == block]
+                table = file.read_row_group(block).take(inside - block * ROWS)
+                names = zip(table["uid"].to_pylist(), table["text"].to_pylist(), strict=True)
+                queries.update(zip(inside.tolist(), names, strict=True))
+        return queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +110,12 @@ class Memory:
     Attributes:
         config: how they vote if a request does not say otherwise.
         rows: their vectors.
-        positives: source label ids of each row.
-        queries_file: Parquet file of uids and texts, if there is one.
+        queries: their positives and names.
     """
 
     config: MemoryConfig
     rows: ShardedIndex
-    positives: Ragged
-    queries_file: Path | None = None
+    queries: RememberedQueries
 
     @classmethod
     def load(
@@ -81,47 +138,33 @@ class Memory:
         predictor = settings.predictor
         folder = bundle / "memory"
         with readable(f"{bundle}: its memory cannot be read", "make it again"):
-            config = configs.build(MemoryConfig, predictor["config"], "memory.")
+            # A fused bundle has settings of its own for the votes (parts.py).
+            config = configs.build(MemoryConfig, predictor.get("config", {}), "memory.")
             num_queries = int(predictor["num_queries"])
             sections = [configs.build(VectorShard, values) for values in predictor["shards"]]
             shards = checked_shards(tuple(sections), num_queries)
-            labels = read_array(folder / "labels.npy", np.int32, mapped=True)
-            offsets = read_array(folder / "label_offsets.npy", np.int64, mapped=True)
-            check_offsets(offsets, num_queries, len(labels))
-            # Every label id is one of the bundle's.
-            fits = not len(labels) or 0 <= labels.min() <= labels.max() < settings.num_labels
-        if not fits or not shards:
+        queries = RememberedQueries.load(bundle, num_queries, settings.num_labels)
+        if not shards:
             raise BundleError(
                 f"{bundle}: the files of its memory do not fit settings.json; make it again"
             )
         rows = ShardedIndex.load(folder, shards, settings.dim, threads, subset)
-        return cls(config, rows, Ragged(labels, offsets), folder / "queries.parquet")
+        return cls(config, rows, queries)
+
+    @property
+    def positives(self) -> Ragged:
+        """Source label ids of each row."""
+        return self.queries.positives
 
     def search(self, query_BD: Float32Array, config: MemoryConfig, scope: SearchScope) -> TopLabels:
         """The training queries that may vote; the ids of the result are rows of the memory."""
         width = min(config.keys, len(self.positives)) if config.weight > 0 else 0
         numbers = scope.subset.of(range(len(self.rows.shards)))
-        return self.rows.search(query_BD, width, numbers=numbers, exact=scope.exact)
-
-    def uids_and_texts(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
-        """Uid and text of some rows; reads only the blocks of the file that hold them.
-
-        Raises:
-            BundleError: the file is malformed.
-        """
-        assert self.queries_file is not None, "only the memory of a bundle has texts"
-        wanted = np.unique(np.fromiter(rows, np.int64))
-        queries: dict[int, tuple[str, str]] = {}
-        with (
-            readable(f"{self.queries_file} cannot be read", "make it again"),
-            pq.ParquetFile(self.queries_file) as file,
-        ):
-            for block in np.unique(wanted // ROWS).tolist():
-                inside = wanted[wanted // ROWS == block]
-                table = file.read_row_group(block).take(inside - block * ROWS)
-                names = zip(table["uid"].to_pylist(), table["text"].to_pylist(), strict=True)
-                queries.update(zip(inside.tolist(), names, strict=True))
-        return queries
+        names = None
+        if self.queries.hidden is not None:
+            names = np.arange(len(self.positives))
+            names[self.queries.hidden] = -1
+        return self.rows.search(query_BD, width, numbers=numbers, names=names, exact=scope.exact)
 
 
 def remember(
@@ -147,33 +190,14 @@ def remember(
     Raises:
         DataError: no query has a positive.
     """
-    rows = np.flatnonzero(split.num_positives())
-    if not len(rows):
-        raise DataError(
-            f"no query of split {split.name} has a positive, expected some to remember;"
-            " name another corpus"
-        )
+    rows = remembered_rows(split)
     blocks = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
 
     def write(bundle: Path) -> Mapping[str, Any]:
         folder = bundle / "memory"
         vectors = (encode(split.tokens(block)) for block in blocks)
         shards, _ = write_shards(folder, vectors, spec, threads=threads)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(split.num_positives()[rows])])
-        np.save(folder / "label_offsets.npy", offsets)
-        labels = np.lib.format.open_memmap(
-            folder / "labels.npy", "w+", np.int32, (int(offsets[-1]),)
-        )
-        queries_file = folder / "queries.parquet"
-        with pq.ParquetWriter(queries_file, _QUERY_SCHEMA, compression="zstd") as writer:
-            first = 0
-            for block in blocks:
-                last = first + len(block)
-                labels[offsets[first] : offsets[last]] = split.positives(block).values
-                columns = {"uid": split.uids(block), "text": split.texts(block)}
-                writer.write_table(pa.table(columns, schema=_QUERY_SCHEMA), row_group_size=ROWS)
-                first = last
-        labels.flush()
+        write_queries(folder, split, rows)
         return {
             "kind": "memory",
             "config": configs.dump(config),
@@ -182,3 +206,34 @@ def remember(
         }
 
     return write
+
+
+def remembered_rows(split: Split) -> Int64Array:
+    """The rows of a split that a memory holds: those with a positive.
+
+    Raises:
+        DataError: no query has a positive.
+    """
+    rows = np.flatnonzero(split.num_positives())
+    if not len(rows):
+        raise DataError(
+            f"no query of split {split.name} has a positive, expected some to remember;"
+            " name another corpus"
+        )
+    return rows
+
+
+def write_queries(folder: Path, split: Split, rows: Int64Array) -> None:
+    """Writes the positives and names of training queries into a bundle's memory/."""
+    offsets = offsets_of(split.num_positives()[rows])
+    np.save(folder / "label_offsets.npy", offsets)
+    labels = np.lib.format.open_memmap(folder / "labels.npy", "w+", np.int32, (int(offsets[-1]),))
+    queries_file = folder / "queries.parquet"
+    with pq.ParquetWriter(queries_file, _QUERY_SCHEMA, compression="zstd") as writer:
+        for first in range(0, len(rows), ROWS):
+            block = rows[first : first + ROWS]
+            last = first + len(block)
+            labels[offsets[first] : offsets[last]] = split.positives(block).values
+            columns = {"uid": split.uids(block), "text": split.texts(block)}
+            writer.write_table(pa.table(columns, schema=_QUERY_SCHEMA), row_group_size=ROWS)
+    labels.flush()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xmcray.retrieval.shards import merge
-from xmcray.types import TopLabels
+from xmcray.types import Float32Array, TopLabels
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,16 @@ class Neighbours:
         labels: labels by source id. With a memory these are keys: labels of the export.
         joined: labels that joined after the export, by source id. They are no keys, see
             `votes.joined_weights`. None if no label joined, left or is filtered out.
-        fallback: labels that follow if fewer than k labels got votes; None means `labels`.
+        fallback: labels that follow if fewer than k labels got votes; None means `labels`. In a
+            fused bundle these are the nearest labels that may be answered.
+        vectors: the query vectors, float32 [B, D], if labels are scored again after the search.
     """
 
     queries: TopLabels
     labels: TopLabels
     joined: TopLabels | None = None
     fallback: TopLabels | None = None
+    vectors: Float32Array | None = None
 
     @staticmethod
     def merged(parts: Sequence[Neighbours]) -> Neighbours:
@@ -36,6 +39,8 @@ class Neighbours:
             merge([part.labels for part in parts]),
             _merge_optional([part.joined for part in parts]),
             _merge_optional([part.fallback for part in parts]),
+            # All subsets searched the same queries.
+            parts[0].vectors,
         )
 
     def __len__(self) -> int:
@@ -49,6 +54,7 @@ class Neighbours:
             self.labels.slice(start, stop),
             self.joined and self.joined.slice(start, stop),
             self.fallback and self.fallback.slice(start, stop),
+            None if self.vectors is None else self.vectors[start:stop],
         )
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from xmcray.errors import ConfigError
-from xmcray.retrieval.answers import Voters, VotingQuery
+from xmcray.retrieval.answers import AllReasons, Reasons, named_voters
 from xmcray.retrieval.label_index import LabelIndex
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
@@ -29,7 +29,7 @@ from xmcray.types import Float32Array, Ragged, TopLabels
 
 
 class Predictor(Protocol):
-    """Scores labels for query vectors. A weighted sum of predictors would itself be a predictor."""
+    """Scores labels for queries. The weighted sum of several (fused.py) is a predictor too."""
 
     def find(self, query_BD: Float32Array, k: int, scope: SearchScope) -> Neighbours:
         """Searches what `rank` needs for k answers.
@@ -40,14 +40,29 @@ class Predictor(Protocol):
             scope: what to search.
         """
 
-    def rank(self, neighbours: Neighbours, k: int, exclude: Ragged | None = None) -> TopLabels:
-        """The k best labels [B, k] by source id, with scores; equal scores by lower id."""
+    def rank(
+        self,
+        neighbours: Neighbours,
+        k: int,
+        exclude: Ragged | None = None,
+        texts: Sequence[str] | None = None,
+    ) -> TopLabels:
+        """The k best labels [B, k] by source id, with scores; equal scores by lower id.
 
-    def voters(self, neighbours: Neighbours, top: TopLabels) -> Voters:
-        """The training queries behind each answer in `top`, the largest weight first.
+        Args:
+            neighbours: what `find` found.
+            k: answers per query.
+            exclude: B lists of source label ids that are no answers.
+            texts: the queries' texts, if a part of the bundle compares words.
+        """
+
+    def explain(
+        self, neighbours: Neighbours, top: TopLabels, texts: Sequence[str] | None = None
+    ) -> AllReasons:
+        """Why each label in `top` is an answer.
 
         Raises:
-            ConfigError: training queries do not vote.
+            ConfigError: there is nothing to tell, because training queries do not vote.
         """
 
 
@@ -62,12 +77,20 @@ class LabelPredictor:
         top = self.labels.search(query_BD, k, scope)
         return Neighbours(queries=TopLabels.empty(len(query_BD)), labels=top)
 
-    def rank(self, neighbours: Neighbours, k: int, exclude: Ragged | None = None) -> TopLabels:
+    def rank(
+        self,
+        neighbours: Neighbours,
+        k: int,
+        exclude: Ragged | None = None,
+        texts: Sequence[str] | None = None,
+    ) -> TopLabels:
         """See `Predictor.rank`."""
         return neighbours.labels
 
-    def voters(self, neighbours: Neighbours, top: TopLabels) -> Voters:
-        """See `Predictor.voters`."""
+    def explain(
+        self, neighbours: Neighbours, top: TopLabels, texts: Sequence[str] | None = None
+    ) -> AllReasons:
+        """See `Predictor.explain`."""
         raise no_memory()
 
 
@@ -103,7 +126,13 @@ class MemoryPredictor:
         fallback = self.labels.search(query_BD, k, scope)
         return Neighbours(queries, keys, joined, fallback)
 
-    def rank(self, neighbours: Neighbours, k: int, exclude: Ragged | None = None) -> TopLabels:
+    def rank(
+        self,
+        neighbours: Neighbours,
+        k: int,
+        exclude: Ragged | None = None,
+        texts: Sequence[str] | None = None,
+    ) -> TopLabels:
         """See `Predictor.rank`."""
         num_labels = self.labels.settings.num_labels
         tops = []
@@ -124,8 +153,10 @@ class MemoryPredictor:
             tops.append(rank_votes(votes, self.config.weight, k, fallback, num_labels))
         return TopLabels.concatenate(tops, k)
 
-    def voters(self, neighbours: Neighbours, top: TopLabels) -> Voters:
-        """See `Predictor.voters`."""
+    def explain(
+        self, neighbours: Neighbours, top: TopLabels, texts: Sequence[str] | None = None
+    ) -> AllReasons:
+        """See `Predictor.explain`."""
         query_weight_BK, _ = key_weights(neighbours, self.config)
         weight_BK = self.config.weight * query_weight_BK
         votes = []
@@ -142,8 +173,8 @@ class MemoryPredictor:
                         rows.add(row)
             votes.append([by_label[label_id] for label_id in label_ids])
         # One look-up of names for all queries: reading a block of the file is what costs.
-        names = self.memory.uids_and_texts(rows)
-        return [[_named(answer, names) for answer in answers] for answers in votes]
+        names = self.memory.queries.names(rows)
+        return [[Reasons(named_voters(answer, names)) for answer in answers] for answers in votes]
 
 
 def no_memory() -> ConfigError:
@@ -151,9 +182,3 @@ def no_memory() -> ConfigError:
     return ConfigError(
         "this bundle has no memory of training queries; make one with `xmcray memory`"
     )
-
-
-def _named(
-    votes: Sequence[tuple[int, float]], names: dict[int, tuple[str, str]]
-) -> tuple[VotingQuery, ...]:
-    return tuple(VotingQuery(*names[row], weight) for row, weight in votes)

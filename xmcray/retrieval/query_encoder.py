@@ -46,7 +46,7 @@ class QueryEncoder:
 
         Args:
             bundle: local folder of the bundle.
-            settings: its settings. With a memory, vectors get length 1.
+            settings: its settings. With a memory or several parts, vectors get length 1.
             device: where texts are encoded.
             precision: "float32", "bfloat16" or "int8", see nn/compact.py.
         Raises:
@@ -68,7 +68,7 @@ class QueryEncoder:
                 f"{bundle}: its tokenizer has {tokenizer.vocab_size} token ids, its encoder {num_rows}"
                 " rows; export again"
             )
-        return cls(encoder, head, tokenizer, normalised=settings.has_memory)
+        return cls(encoder, head, tokenizer, normalised=settings.normalises)
 
     @property
     def dim(self) -> int:

@@ -1,6 +1,8 @@
 """A bundle that answers. Needs neither Ray nor training code; evaluation and serving both call it.
 
 texts -> QueryEncoder -> vectors -> Predictor.find -> neighbours -> Predictor.rank -> labels
+
+A fused bundle also compares the words of the texts, in Predictor.rank.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import ConfigError
 from xmcray.retrieval.answers import FoundLabel, named_answers
 from xmcray.retrieval.bundle import KIND, Settings, read_settings
+from xmcray.retrieval.fused import FusedPredictor, Fusion, fixed_parts
 from xmcray.retrieval.label_index import BoolArray, LabelIndex
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
@@ -37,6 +41,7 @@ class Retriever:
         query_encoder: makes query vectors.
         labels: the label vectors, their names, and which may be answered.
         memory: training queries that vote for labels, or None: the nearest labels are the answers.
+        fusion: how several parts add up, or None.
         sha256: names the bundle's content.
     """
 
@@ -44,6 +49,7 @@ class Retriever:
     labels: LabelIndex
     memory: Memory | None = None
     sha256: str = ""
+    fusion: Fusion | None = None
 
     @classmethod
     def load(
@@ -80,11 +86,15 @@ class Retriever:
         memory = None
         if settings.has_memory:
             memory = Memory.load(folder, settings, num_threads, subset)
+        fusion = None
+        if settings.is_fused:
+            joined = np.arange(settings.first_added or settings.num_labels, settings.num_labels)
+            fusion = Fusion.load(folder, settings).with_labels(labels.texts(joined))
         if torch_device.type != "cpu":
             labels.rows.move_to(torch_device)
             if memory is not None:
                 memory.rows.move_to(torch_device)
-        return cls(query_encoder, labels, memory, manifest.sha256)
+        return cls(query_encoder, labels, memory, manifest.sha256, fusion)
 
     @property
     def settings(self) -> Settings:
@@ -105,6 +115,16 @@ class Retriever:
     def is_exact(self) -> bool:
         """Whether every search compares a query with all vectors."""
         return self.labels.rows.is_exact and (self.memory is None or self.memory.rows.is_exact)
+
+    @property
+    def needs_texts(self) -> bool:
+        """Whether answers depend on words that token ids and vectors do not tell."""
+        return self.fusion is not None and self.fusion.words is not None
+
+    @property
+    def explains(self) -> bool:
+        """Whether an answer can say why it is one."""
+        return self.memory is not None or self.fusion is not None
 
     def encode(self, queries: Sequence[str] | Ragged) -> Float32Array:
         """Query vectors float32 [B, D] of B texts or rows of token ids; an empty text is legal."""
@@ -133,18 +153,18 @@ class Retriever:
                 "search was given one string, expected a list of texts; write search([text])"
             )
         self._check_k(k)
-        if explain and self.memory is None:
+        if explain and not self.explains:
             raise no_memory()
         answers: list[list[FoundLabel]] = []
         for start in range(0, len(texts), CHUNK):
-            query_BD = self.encode(texts[start : start + CHUNK])
-            neighbours = self.find_neighbours(query_BD, k, memory=memory)
-            answers += self.name_answers(neighbours, k, memory=memory, explain=explain)
+            chunk = texts[start : start + CHUNK]
+            neighbours = self.find_neighbours(self.encode(chunk), k, memory=memory)
+            answers += self.name_answers(neighbours, k, memory=memory, explain=explain, texts=chunk)
         return answers
 
     def top_labels(
         self,
-        queries: Ragged | Float32Array,
+        queries: Sequence[str] | Ragged | Float32Array,
         k: int,
         *,
         exclude: Ragged | None = None,
@@ -154,29 +174,37 @@ class Retriever:
         """The k best labels as source ids with scores; equal scores by lower source id.
 
         Args:
-            queries: B rows of token ids, or query vectors float32 [B, D].
+            queries: B texts, rows of token ids, or query vectors float32 [B, D]. A bundle that
+                compares words needs texts.
             k: answers per query, 1 .. L.
             exclude: B lists of source label ids that are masked before the k best are taken.
             exact: compare all rows, whatever the index. This tells the index's error from the
                 model's.
             memory: how training queries vote, in place of the bundle's own settings.
         Raises:
-            ConfigError: k is not in 1 .. L, or there is no memory.
+            ConfigError: k is not in 1 .. L, there is no memory, or texts are needed.
         """
-        if not isinstance(queries, Ragged):
-            scope = SearchScope(exclude, exact)
-            neighbours = self.find_neighbours(queries, k, scope=scope, memory=memory)
-            return self._predictor(memory).rank(neighbours, k, exclude)
         self._check_k(k)
+        predictor = self._predictor(memory)
         tops = []
         for start in range(0, len(queries), CHUNK):
             stop = min(start + CHUNK, len(queries))
-            query_BD = self.encode(queries.slice(start, stop))
-            chunk_exclude = None if exclude is None else exclude.slice(start, stop)
-            tops.append(
-                self.top_labels(query_BD, k, exclude=chunk_exclude, exact=exact, memory=memory)
-            )
+            scope = SearchScope(None if exclude is None else exclude.slice(start, stop), exact)
+            query_BD, texts = self._chunk(queries, start, stop)
+            neighbours = predictor.find(query_BD, k, scope)
+            tops.append(predictor.rank(neighbours, k, scope.exclude, texts))
         return TopLabels.concatenate(tops, k)
+
+    def _chunk(
+        self, queries: Sequence[str] | Ragged | Float32Array, start: int, stop: int
+    ) -> tuple[Float32Array, Sequence[str] | None]:
+        """Vectors of some queries, and their texts if those are given."""
+        if isinstance(queries, Ragged):
+            return self.encode(queries.slice(start, stop)), None
+        if isinstance(queries, np.ndarray):
+            return queries[start:stop], None
+        texts = queries[start:stop]
+        return self.encode(texts), texts
 
     def find_neighbours(
         self,
@@ -197,12 +225,13 @@ class Retriever:
         *,
         memory: MemoryConfig | None = None,
         explain: bool = False,
+        texts: Sequence[str] | None = None,
     ) -> list[list[FoundLabel]]:
-        """The k best labels among neighbours, as `search` returns them."""
+        """The k best labels among the neighbours of some texts, as `search` returns them."""
         predictor = self._predictor(memory)
-        top = predictor.rank(neighbours, k)
-        voters = predictor.voters(neighbours, top) if explain else None
-        return named_answers(top, self.labels, voters)
+        top = predictor.rank(neighbours, k, texts=texts)
+        reasons = predictor.explain(neighbours, top, texts) if explain else None
+        return named_answers(top, self.labels, reasons)
 
     def restricted(self, allowed: BoolArray) -> Retriever:
         """A view that answers only some labels; in a memory all keys go on to vote.
@@ -220,8 +249,13 @@ class Retriever:
         """What ranks the labels of a request.
 
         Raises:
-            ConfigError: the request has settings of a memory, and there is none.
+            ConfigError: the request has settings of a memory, and there is none, or its settings
+                were chosen together with those of other parts.
         """
+        if self.fusion is not None:
+            if memory_config is not None:
+                raise fixed_parts()
+            return FusedPredictor(self.fusion, self.labels, self.memory)
         if self.memory is not None:
             config = memory_config or self.memory.config
             return MemoryPredictor(self.memory, self.labels, config)

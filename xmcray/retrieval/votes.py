@@ -33,7 +33,7 @@ BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
 
 VOTE_QUERIES = 128  # queries whose votes are counted at once
-_MAX_POWER = 700.0  # exp of more is no float64
+MAX_POWER = 700.0  # exp of more is no float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +111,15 @@ def key_weights(neighbours: Neighbours, config: MemoryConfig) -> tuple[Float64Ar
     label_BK = neighbours.labels.scores
     if config.weight in (0, 1) or not config.joint:
         # Two separate softmaxes, of which weight 0 or 1 switches one off.
-        query_weight_BK = _softmax(query_BK, config)
-        label_weight_BK = _softmax(label_BK, config)
+        query_weight_BK = softmax_weights(query_BK, config)
+        label_weight_BK = softmax_weights(label_BK, config)
         if config.weight == 0:
             query_weight_BK = np.zeros_like(query_weight_BK)
         if config.weight == 1:
             label_weight_BK = np.zeros_like(label_weight_BK)
         return query_weight_BK, label_weight_BK
     # One softmax over both kinds of keys, which is then cut in two again.
-    weight_BK = _softmax(np.concatenate([query_BK, label_BK], axis=1), config)
+    weight_BK = softmax_weights(np.concatenate([query_BK, label_BK], axis=1), config)
     num_queries = query_BK.shape[1]
     return weight_BK[:, :num_queries], weight_BK[:, num_queries:]
 
@@ -157,7 +157,7 @@ def joined_weights(neighbours: Neighbours, joined: TopLabels, config: MemoryConf
     best_BJ = np.where(votes_BJ, best_B1, 0)
     distance_BJ = joined_BJ - best_BJ
     # The best key has the largest weight, so exp(distance / tau) of it is what the softmax gives.
-    power_BJ = np.minimum(distance_BJ / config.temperature, _MAX_POWER)
+    power_BJ = np.minimum(distance_BJ / config.temperature, MAX_POWER)
     weight_BJ = weight_BK.max(axis=1, keepdims=True) * np.exp(power_BJ)
     return np.where(votes_BJ, weight_BJ, 0.0)
 
@@ -277,8 +277,8 @@ def sweep(
         yield config, rank_votes(votes, config.weight, k, neighbours.labels, num_labels)
 
 
-def _softmax(score_BK: npt.NDArray[np.floating], config: MemoryConfig) -> Float64Array:
-    """softmax(score / tau) over the b largest of each row, zero elsewhere."""
+def softmax_weights(score_BK: npt.NDArray[np.floating], config: MemoryConfig) -> Float64Array:
+    """softmax(score / tau) over the b largest of each row, zero elsewhere; float64 [B, K]."""
     # Stable, so that of equal scores the first keys are taken.
     order_BK = np.argsort(-score_BK, axis=1, kind="stable")
     best_Bb = order_BK[:, : config.keys]

@@ -70,7 +70,7 @@ class SearchRequest(Schema):
         k: answers per text; fewer come back where fewer labels pass the filter.
         fields: of each answer.
         model: name of the bundle where several are served; the first one if not given.
-        explain: name the training queries that voted (memory bundles).
+        explain: name the training queries that voted, and of a fused bundle what each part gave.
         timeout_ms: answer within that time or with 503.
     """
 
@@ -99,6 +99,7 @@ class Answer(BaseModel):
         score: as `Retriever.search` gives it.
         completed: true where a memory had no vote for the label and it only completes the list.
         voters: with `explain`.
+        parts: with `explain`, how much each part of a fused bundle added to the score.
     """
 
     uid: str | None = None
@@ -108,6 +109,7 @@ class Answer(BaseModel):
     attributes: Attributes | None = None
     completed: bool | None = None
     voters: list[Voter] | None = None
+    parts: dict[str, float] | None = None
 
 
 class Result(BaseModel):

@@ -58,7 +58,14 @@ class Voter(_message.Message):
     def __init__(self, uid: _Optional[str] = ..., text: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("uid", "text", "label_id", "score", "attributes", "completed", "voters")
+    __slots__ = ("uid", "text", "label_id", "score", "attributes", "completed", "voters", "parts")
+    class PartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     UID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LABEL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +73,7 @@ class Answer(_message.Message):
     ATTRIBUTES_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     VOTERS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     uid: str
     text: str
     label_id: int
@@ -73,7 +81,8 @@ class Answer(_message.Message):
     attributes: _struct_pb2.Struct
     completed: bool
     voters: _containers.RepeatedCompositeFieldContainer[Voter]
-    def __init__(self, uid: _Optional[str] = ..., text: _Optional[str] = ..., label_id: _Optional[int] = ..., score: _Optional[float] = ..., attributes: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., completed: _Optional[bool] = ..., voters: _Optional[_Iterable[_Union[Voter, _Mapping]]] = ...) -> None: ...
+    parts: _containers.ScalarMap[str, float]
+    def __init__(self, uid: _Optional[str] = ..., text: _Optional[str] = ..., label_id: _Optional[int] = ..., score: _Optional[float] = ..., attributes: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., completed: _Optional[bool] = ..., voters: _Optional[_Iterable[_Union[Voter, _Mapping]]] = ..., parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("answers", "truncated")

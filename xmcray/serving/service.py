@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from xmcray.retrieval.answers import FoundLabel
+from xmcray.retrieval.fused import fixed_parts
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.shards import ALL_SHARDS, SearchScope, ShardSubset
 from xmcray.serving import schema
@@ -250,7 +251,7 @@ class Service:
         retriever = snapshot.view(request.filter)
         memory = snapshot.memory_config(request.memory)
         all_labels = retriever.name_answers(
-            hits.neighbours, k, memory=memory, explain=request.explain
+            hits.neighbours, k, memory=memory, explain=request.explain, texts=request.texts
         )
         results = []
         for labels, truncated in zip(all_labels, hits.truncated, strict=True):
@@ -269,12 +270,14 @@ class Service:
                 f"{len(request.texts)} texts times k {request.k} is {num_answers:,}, expected at most"
                 f" {self.config.max_answers:,}; send fewer texts at once",
             )
-        uses_memory = request.explain or request.memory is not None
-        if uses_memory and snapshot.retriever.memory is None:
+        retriever = snapshot.retriever
+        if (request.explain or request.memory is not None) and not retriever.explains:
             raise ProblemError(
                 "invalid",
                 "this model has no memory of training queries; leave `explain` and `memory` out",
             )
+        if request.memory is not None and retriever.fusion is not None:
+            raise ProblemError("invalid", str(fixed_parts()))
         conditions = request.filter.attributes if request.filter else {}
         # Otherwise a typing error would look like a filter that no label passes.
         unknown = conditions.keys() - set(snapshot.attributes.names)
@@ -378,7 +381,7 @@ def _answers(
     labels: Sequence[FoundLabel], snapshot: Snapshot, fields: set[schema.FieldName]
 ) -> list[schema.Answer]:
     """One text's labels with the fields that the request names."""
-    has_memory = snapshot.retriever.memory is not None
+    has_votes_alone = snapshot.retriever.settings.predictor["kind"] == "memory"
     all_attributes: list[schema.Attributes] = []
     if "attributes" in fields:
         all_attributes = snapshot.attributes.of([label.label_id for label in labels])
@@ -389,7 +392,7 @@ def _answers(
             setattr(answer, name, getattr(label, name))
         if all_attributes:
             answer.attributes = all_attributes[place]
-        if has_memory:
+        if has_votes_alone:
             # Votes are probabilities. A label without votes that only fills the list has its inner
             # product minus 2 as its score, which is negative.
             answer.completed = label.score < 0
@@ -398,5 +401,7 @@ def _answers(
                 schema.Voter(uid=voter.uid, text=voter.text, weight=voter.weight)
                 for voter in label.voters
             ]
+        if label.parts is not None:
+            answer.parts = dict(label.parts)
         answers.append(answer)
     return answers

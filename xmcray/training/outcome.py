@@ -114,8 +114,9 @@ def searcher(retriever: Retriever, corpus: Corpus, split: str, exact: bool = Fal
     width = min(SEARCH_K, retriever.num_labels)
 
     def search(rows: Int64Array) -> TopLabels:
+        texts_or_tokens = queries.texts(rows) if retriever.needs_texts else queries.tokens(rows)
         return retriever.top_labels(
-            queries.tokens(rows), width, exclude=queries.filters(rows), exact=exact
+            texts_or_tokens, width, exclude=queries.filters(rows), exact=exact
         )
 
     return search

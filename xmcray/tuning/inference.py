@@ -23,7 +23,7 @@ import yaml
 
 from xmcray import config as configs
 from xmcray import storage
-from xmcray.data.batches import DataConfig, TrainingData
+from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
 from xmcray.evaluation.evaluate import SEARCH_K
@@ -37,6 +37,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import VOTE_QUERIES, MemoryConfig, sweep
 from xmcray.training.export import index_spec, sample_rows
+from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import check_fits
 from xmcray.training.run import OPTIONAL_SECTIONS
 from xmcray.tuning.proposals import RandomProposals
@@ -236,26 +237,10 @@ def sweep_bundle(
 def _open(path: str, corpus: Corpus) -> _HeldOut:
     """Loads a bundle and the queries that its run held out."""
     folder, manifest = storage.open_artifact(path, bundles.KIND, contents=False)
-    if manifest.about.get("corpus_sha256", corpus.sha256) != corpus.sha256:
-        raise DataError(
-            f"bundle {path} was made from another corpus than {corpus.path};"
-            " name that one with --data"
-        )
+    data = held_out_by(path, manifest.about, corpus)
     run_settings = manifest.about.get("config", {})
-    config = configs.build(DataConfig, run_settings.get("data") or {}, "data.")
-    if not config.validation:
-        raise ConfigError(
-            f"bundle {path} was trained on all training queries (data.validation=0), so none is"
-            " left to choose by; name RUN/selection of its run if that was made with --refit,"
-            " or train with data.validation=0.05"
-        )
     retriever = Retriever.load(path)
     check_fits(retriever, corpus)
-    data = TrainingData(corpus, config)
-    if not len(data.validation_rows):
-        raise ConfigError(
-            f"no query with a positive is held out of {corpus.path}; raise data.validation"
-        )
     train = corpus.split("train")
     return _HeldOut(
         folder=folder,

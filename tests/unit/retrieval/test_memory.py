@@ -258,7 +258,7 @@ def test_texts_of_voters_come_from_several_blocks(
     assert memory is not None
     train = corpus.split("train")
     kept = np.flatnonzero(train.num_positives())
-    found = memory.uids_and_texts([0, 15, 16, len(kept) - 1, 16])
+    found = memory.queries.names([0, 15, 16, len(kept) - 1, 16])
     assert found == {
         row: (train.uids(kept[[row]])[0], train.texts(kept[[row]])[0])
         for row in (0, 15, 16, len(kept) - 1)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from bundles import DIM, TEXTS, write_bundle_of, write_memory, write_transformer
+from bundles import DIM, TEXTS, write_bundle_of, write_fused, write_memory, write_transformer
 from served import ADMIN, TOKEN, Served, served
 
 from xmcray.retrieval.labels import remove_labels
@@ -23,7 +23,8 @@ from xmcray.serving import security
 from xmcray.serving.service import PendingSearch, find_hits
 from xmcray.serving.snapshot import SnapshotReference
 
-KINDS = ("texts", "rowsIVF", "both", "prototypes", "memory")
+KINDS = ("texts", "rowsIVF", "both", "prototypes")
+EXPLAINED = ("memory", "fused")
 TOKEN_HEADER = f"Bearer {TOKEN}".encode()
 ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
 
@@ -31,8 +32,9 @@ ASKED = ["matrix vector norm", "", "sort sort join", "w3x1 w4x2"]
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("served")
-    made = {kind: write_bundle_of(folder / kind, kind) for kind in KINDS if kind != "memory"}
-    return {**made, "memory": write_memory(folder)}
+    made = {kind: write_bundle_of(folder / kind, kind) for kind in KINDS}
+    memory = write_memory(folder)
+    return {**made, "memory": memory, "fused": write_fused(memory)}
 
 
 @pytest.fixture
@@ -57,17 +59,21 @@ def test_answers_are_the_retrievers(bundles: dict[str, Path], serving: Callable[
     async def test(one: Served) -> None:
         for kind, path in bundles.items():
             fields = ["uid", "text", "label_id", "score"]
-            body = await one.search(ASKED, k=7, model=kind, fields=fields, explain=kind == "memory")
-            wanted = Retriever.load(path, threads=1).search(ASKED, 7, explain=kind == "memory")
+            explain = kind in EXPLAINED
+            body = await one.search(ASKED, k=7, model=kind, fields=fields, explain=explain)
+            wanted = Retriever.load(path, threads=1).search(ASKED, 7, explain=explain)
             assert body["model"] == kind
             for result, answers in zip(body["results"], wanted, strict=True):
                 assert [a["uid"] for a in result["answers"]] == [a.uid for a in answers]
                 assert [a["label_id"] for a in result["answers"]] == [a.label_id for a in answers]
                 scores = [[a["score"] for a in result["answers"]], [a.score for a in answers]]
                 np.testing.assert_allclose(*scores, atol=1e-6)
-                if kind == "memory":
+                if explain:
+                    parts = [a.parts for a in answers]
+                    assert [a.get("parts") for a in result["answers"]] == parts
                     voters = [[v.uid for v in a.voters or ()] for a in answers]
                     assert [[v["uid"] for v in a["voters"]] for a in result["answers"]] == voters
+                if kind == "memory":
                     assert [a["completed"] for a in result["answers"]] == [
                         a.score < 0 for a in answers
                     ]
@@ -109,7 +115,11 @@ def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
             np.testing.assert_allclose(encoded["vectors"], wanted.encode(ASKED), atol=1e-6)
         assert sent == ["bert", "bert"]
 
-    paths = {"static": bundles["texts"], "bert": write_transformer(tmp_path)}
+    paths = {
+        "static": bundles["texts"],
+        "fused": bundles["fused"],
+        "bert": write_transformer(tmp_path),
+    }
     serving(test, paths)
 
 

@@ -21,7 +21,7 @@ from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import TwoHeads
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import Index, IndexSpec
-from xmcray.retrieval.memory import Memory
+from xmcray.retrieval.memory import Memory, RememberedQueries
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardedIndex, VectorShard
 from xmcray.retrieval.votes import MemoryConfig
@@ -72,7 +72,7 @@ def without_held_out(retriever: Retriever, data: TrainingData) -> Retriever:
     vectors = torch.from_numpy(retriever.encode(train.tokens(kept)))
     rows = ShardedIndex((VectorShard(0, len(kept), False, 1),), (Index(vectors, None),))
     return dataclasses.replace(
-        retriever, memory=Memory(MemoryConfig(), rows, train.positives(kept))
+        retriever, memory=Memory(MemoryConfig(), rows, RememberedQueries(train.positives(kept)))
     )
 
 

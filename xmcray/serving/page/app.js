@@ -62,12 +62,19 @@ function condition(text, kind) {
   });
 }
 
+const PARTS = {
+  labels: "label vectors",
+  memory: "training queries with near vectors",
+  words: "training queries with similar words",
+  texts: "the words of the label’s own text",
+};
 const votes = (model) => model.predictor === "memory";
+const explains = (model) => votes(model) || model.predictor === "fused";
 const filtered = () => settings.attribute !== "" && settings.value.trim() !== "";
 
 function request(model) {
   const body = { texts: [settings.query], k: settings.k, model: model.model, fields: ["uid", "text", "score"] };
-  if (votes(model)) body.explain = true;
+  if (explains(model)) body.explain = true;
   if (model.attributes.length) body.fields.push("attributes");
   if (filtered()) {
     const { attribute: name, value: text } = settings;
@@ -221,14 +228,18 @@ function explain(place, answer) {
     const line = element("li", "", "");
     const uid = element("span", "uid", "");
     uid.append(...breakable(name));
-    line.append(element("span", "weight", percent(weight)), ...(name ? [uid, " "] : []), element("span", "", text));
+    // Votes of a memory are shares of a probability, those of a fused bundle parts of a sum.
+    const share = answer.parts ? weight.toFixed(3) : percent(weight);
+    line.append(element("span", "weight", share), ...(name ? [uid, " "] : []), element("span", "", text));
     return line;
   };
   const lines = all.slice(0, VOTERS).map((one) => voter(one.weight, one.uid, one.text));
   const rest = all.slice(VOTERS).reduce((total, one) => total + one.weight, 0);
   if (all.length > VOTERS) lines.push(voter(rest, "", `${all.length - VOTERS} more, together`));
   const own = answer.score - sum;
-  if (own > 5e-5 && answer.score <= 1) lines.push(voter(own, "", "the label’s own text"));
+  const parts = Object.entries(answer.parts ?? {});
+  lines.unshift(...parts.map(([name, gain]) => voter(gain, "", `from ${PARTS[name] ?? name}`)));
+  if (!answer.parts && own > 5e-5 && answer.score <= 1) lines.push(voter(own, "", "the label’s own text"));
   place.querySelector("ul").replaceChildren(...lines);
 }
 

@@ -7,15 +7,12 @@ Letters of axes: B queries, N training queries, V terms, L labels, P pairs of qu
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import scipy.sparse as sp
-from scipy.sparse.linalg import norm
 
+from xmcray.retrieval.terms import TermCounts, Vocabulary, words_and_pairs
 from xmcray.types import Float32Array, Ragged, TopLabels
 
 NEIGHBOURS = 10
@@ -34,14 +31,9 @@ class NearestQueries:
     """
 
     def __init__(self, texts: Sequence[str], positives: Ragged, num_labels: int) -> None:
-        all_terms = itertools.chain.from_iterable(map(_terms, texts))
-        # Sorted, so that the columns do not depend on the order of the texts.
-        self._columns = {term: column for column, term in enumerate(sorted(set(all_terms)))}
-        counts = self._counts(texts)
-        # A term counts once for each text, however often it occurs there.
-        num_documents = np.bincount(counts.indices, minlength=len(self._columns))
-        self._idf = np.log(len(texts) / num_documents) + 1
-        self._train = self._tfidf(counts)
+        counts = TermCounts.of(texts, words_and_pairs)
+        self._vocabulary = Vocabulary.of(counts)
+        self._train = self._vocabulary.vectors(counts)
         # [N, L], 1 for a query's label: a product with it sums the cosines of each label's queries.
         ones = np.ones(len(positives.values))
         self._labels = sp.csr_matrix(
@@ -71,7 +63,7 @@ class NearestQueries:
 
     def _scores(self, texts: Sequence[str]) -> Float32Array:
         """float32 [queries, labels]."""
-        query_BV = self._tfidf(self._counts(texts))
+        query_BV = self._vocabulary.vectors(TermCounts.of(texts, words_and_pairs))
         # Rows have length 1, so products are cosines.
         cosine_BN = (query_BV @ self._train.T).toarray()
         nearest = min(NEIGHBOURS, cosine_BN.shape[1])
@@ -80,39 +72,3 @@ class NearestQueries:
         cosine_BN[cosine_BN < bar_B1] = 0
         score_BL = sp.csr_matrix(cosine_BN) @ self._labels
         return np.asarray(score_BL.toarray(), np.float32)
-
-    def _counts(self, texts: Sequence[str]) -> sp.csr_matrix:
-        """How often each text has each term: int64 [texts, terms].
-
-        Terms that no training query has are left out.
-        """
-        columns: list[int] = []
-        times: list[int] = []
-        offsets = [0]
-        for text in texts:
-            for term, count in Counter(_terms(text)).items():
-                if term in self._columns:
-                    columns.append(self._columns[term])
-                    times.append(count)
-            offsets.append(len(columns))
-        shape = (len(texts), len(self._columns))
-        return sp.csr_matrix((np.array(times, np.int64), columns, offsets), shape=shape)
-
-    def _tfidf(self, counts: sp.csr_matrix) -> sp.csr_matrix:
-        """float64 [texts, terms], rows of length 1.
-
-        Before scaling, a value is (1 + log(count)) * (log(N / documents) + 1).
-        """
-        values = (1 + np.log(counts.data.astype(np.float64))) * self._idf[counts.indices]
-        matrix = sp.csr_matrix((values, counts.indices, counts.indptr), shape=counts.shape)
-        lengths = norm(matrix, axis=1)
-        # A row without any known term stays zero.
-        scale = sp.diags(1 / np.maximum(lengths, 1e-12))
-        return sp.csr_matrix(scale @ matrix)
-
-
-def _terms(text: str) -> list[str]:
-    """Words and pairs of neighbouring words, lower-cased, each as often as it occurs."""
-    words = re.findall(r"\w+", text.lower())
-    pairs = map(" ".join, itertools.pairwise(words))
-    return [*words, *pairs]

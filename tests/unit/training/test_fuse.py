@@ -1,0 +1,289 @@
+"""Fused bundles: their scores are weighted sums, and their weights are earned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import planted_corpus
+
+from xmcray import storage
+from xmcray.data.corpus import Corpus
+from xmcray.errors import BundleError, ConfigError, StorageError
+from xmcray.evaluation.evaluate import compare
+from xmcray.nn.encoder import EncoderConfig, build_encoder
+from xmcray.nn.label_side import load_label_side
+from xmcray.retrieval import retriever as retrievers
+from xmcray.retrieval.bundle import KIND, read_settings
+from xmcray.retrieval.labels import NewLabel, add_labels, with_labels
+from xmcray.retrieval.parts import PARTS, Candidates, PartsConfig, Votes
+from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.terms import words
+from xmcray.retrieval.votes import MemoryConfig
+from xmcray.training.fuse import fuse, write_parts
+from xmcray.training.memory import memory_bundle
+from xmcray.training.outcome import measure_bundle
+from xmcray.training.part_weights import WeightSearch
+from xmcray.types import Ragged, TopLabels
+
+NUM_LABELS = 47
+CONFIG = PartsConfig(
+    labels=1.0,
+    memory=0.5,
+    words=0.75,
+    texts=0.25,
+    label_temperature=0.2,
+    memory_temperature=0.1,
+    memory_keys=6,
+    word_keys=4,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    return planted_corpus(folder, num_queries=301, num_labels=NUM_LABELS)
+
+
+@pytest.fixture(scope="module")
+def source(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of an untrained encoder."""
+    folder = tmp_path_factory.mktemp("source")
+    build_encoder(EncoderConfig(dim=24), corpus.tokenizer(), None, seed=0).save(folder / "encoder")
+    memory_bundle(str(folder / "encoder"), corpus, folder / "memory")
+    return folder / "memory"
+
+
+@pytest.fixture(scope="module")
+def bundle(corpus: Corpus, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fused bundle of all parts."""
+    path = tmp_path_factory.mktemp("bundles") / "all"
+    write_parts(source, corpus, path, CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def retriever(bundle: Path) -> Retriever:
+    return Retriever.load(bundle, threads=1)
+
+
+@pytest.fixture(scope="module")
+def texts(corpus: Corpus) -> list[str]:
+    return corpus.split("test").texts(np.arange(12))
+
+
+def cosines(text: str, others: list[str], everything: list[str]) -> list[float]:
+    """TF-IDF cosines of a text with others, by a plain loop."""
+    frequency = Counter(term for other in everything for term in set(words(other)))
+    limit = 0.2 * len(everything)
+
+    def vector(of: str) -> dict[str, float]:
+        values = {}
+        for term, count in Counter(words(of)).items():
+            if 0 < frequency[term] <= limit:
+                idf = math.log(len(everything) / frequency[term]) + 1
+                values[term] = (1 + math.log(count)) * idf
+        length = math.sqrt(sum(value**2 for value in values.values()))
+        return {term: value / length for term, value in values.items()}
+
+    own = vector(text)
+    return [sum(own.get(term, 0) * v for term, v in vector(other).items()) for other in others]
+
+
+def expected_scores(retriever: Retriever, corpus: Corpus, text: str) -> list[float]:
+    """The score of every label, by plain loops."""
+    train = corpus.split("train")
+    rows = np.flatnonzero(train.num_positives())
+    positives = [set(labels.tolist()) for labels in train.positives(rows)]
+    train_texts = train.texts(rows)
+    label_texts = corpus.label_texts(np.arange(NUM_LABELS))
+    everything = train_texts + label_texts
+    query = retriever.encode([text])[0].astype(float)
+    products = retriever.labels.vectors_of(np.arange(NUM_LABELS)) @ query
+    powers = np.exp((products - products.max()) / CONFIG.label_temperature)
+    scores = [CONFIG.labels * power / powers.sum() for power in powers]
+    near = retriever.encode(train.tokens(rows)) @ query
+    voters = sorted(range(len(rows)), key=lambda row: -near[row])[: CONFIG.memory_keys]
+    votes = np.exp((near[voters] - near.max()) / CONFIG.memory_temperature)
+    for voter, vote in zip(voters, votes / votes.sum(), strict=True):
+        for label in positives[voter]:
+            scores[label] += CONFIG.memory * vote
+    alike = cosines(text, train_texts, everything)
+    voters = sorted(range(len(rows)), key=lambda row: (-alike[row], row))[: CONFIG.word_keys]
+    total = sum(alike[voter] for voter in voters)
+    for voter in voters:
+        for label in positives[voter]:
+            scores[label] += CONFIG.words * alike[voter] / total
+    for label, cosine in enumerate(cosines(text, label_texts, everything)):
+        scores[label] += CONFIG.texts * cosine
+    return scores
+
+
+def test_a_score_is_the_weighted_sum_of_the_parts(
+    retriever: Retriever, corpus: Corpus, texts: list[str]
+) -> None:
+    for text, answers in zip(texts, retriever.search(texts, NUM_LABELS), strict=True):
+        expected = expected_scores(retriever, corpus, text)
+        assert sorted(answer.label_id for answer in answers) == list(range(NUM_LABELS))
+        for answer in answers:
+            assert answer.score == pytest.approx(expected[answer.label_id], abs=1e-5)
+        ranked = [(-answer.score, answer.label_id) for answer in answers]
+        assert ranked == sorted(ranked)
+
+
+def test_an_answer_says_how_much_each_part_gave(retriever: Retriever, texts: list[str]) -> None:
+    for answers in retriever.search(texts, 5, explain=True):
+        for answer in answers:
+            assert answer.parts is not None
+            assert tuple(answer.parts) == PARTS
+            assert sum(answer.parts.values()) == pytest.approx(answer.score, abs=1e-5)
+            assert answer.voters is not None
+            weights = [voter.weight for voter in answer.voters]
+            assert weights == sorted(weights, reverse=True)
+            votes = answer.parts["memory"] + answer.parts["words"]
+            assert sum(weights) == pytest.approx(votes, abs=1e-6)
+    assert retriever.search(texts, 1)[0][0].parts is None
+
+
+def test_answers_do_not_depend_on_the_batch(
+    retriever: Retriever, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = retriever.top_labels(texts, 7)
+    monkeypatch.setattr(retrievers, "CHUNK", 5)
+    apart = retriever.top_labels(texts, 7)
+    np.testing.assert_array_equal(apart.ids, together.ids)
+    np.testing.assert_allclose(apart.scores, together.scores, rtol=1e-6)
+
+
+def test_filters_and_removals_change_no_other_score(retriever: Retriever, texts: list[str]) -> None:
+    everything = retriever.top_labels(texts, NUM_LABELS)
+    allowed = np.arange(NUM_LABELS) % 3 == 0
+    removed = np.flatnonzero(~allowed)
+    for view in (retriever.restricted(allowed), retriever.without(removed)):
+        top = view.top_labels(texts, 10)
+        for query in range(len(texts)):
+            kept = allowed[everything.ids[query]]
+            np.testing.assert_array_equal(top.ids[query], everything.ids[query][kept][:10])
+            np.testing.assert_allclose(
+                top.scores[query], everything.scores[query][kept][:10], rtol=1e-6
+            )
+    exclude = Ragged.from_rows([[int(row[0])] for row in everything.ids])
+    second = retriever.top_labels(texts, 3, exclude=exclude)
+    np.testing.assert_array_equal(second.ids, everything.ids[:, 1:4])
+
+
+def test_a_label_that_joins_is_found_by_its_words(
+    bundle: Path, retriever: Retriever, texts: list[str], tmp_path: Path
+) -> None:
+    before = retriever.top_labels(texts, NUM_LABELS)
+    new = NewLabel("new", texts[0])
+    joined = with_labels(retriever, load_label_side(bundle / "label_side"), [new])
+    after = joined.top_labels(texts, NUM_LABELS + 1)
+    is_old = after.ids < NUM_LABELS
+    assert (is_old.sum(axis=1) == NUM_LABELS).all()
+    np.testing.assert_array_equal(after.ids[is_old].reshape(before.ids.shape), before.ids)
+    kept_scores = after.scores[is_old].reshape(before.ids.shape)
+    np.testing.assert_allclose(kept_scores, before.scores, rtol=1e-6)
+    answers = joined.search(texts[:1], NUM_LABELS + 1, explain=True)[0]
+    parts = next(answer.parts for answer in answers if answer.uid == "new")
+    assert parts is not None
+    assert parts["labels"] > 0
+    assert parts["texts"] == pytest.approx(CONFIG.texts, rel=1e-5)
+    # The changed bundle on disk answers as the view in memory.
+    add_labels(bundle, [new], tmp_path / "grown")
+    stored = Retriever.load(tmp_path / "grown", threads=1).top_labels(texts, 9)
+    np.testing.assert_array_equal(stored.ids, joined.top_labels(texts, 9).ids)
+
+
+def test_requests_that_do_not_fit_are_refused(retriever: Retriever, texts: list[str]) -> None:
+    with pytest.raises(ConfigError, match="chosen together"):
+        retriever.search(texts, 3, memory=MemoryConfig())
+    with pytest.raises(ConfigError, match="needs the queries' texts"):
+        retriever.top_labels(retriever.encode(texts), 3)
+
+
+@pytest.mark.parametrize("name", ["query_rows.npy", "terms.npy", "label_offsets.npy"])
+def test_a_damaged_index_of_words_is_refused_in_one_line(
+    bundle: Path, tmp_path: Path, name: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(bundle, copy)
+    path = copy / "words" / name
+    values = np.load(path)
+    values[0] = values.max() + 10_000
+    np.save(path, values)
+    with pytest.raises(StorageError, match=f"{name} was altered"):
+        Retriever.load(copy)
+    storage.finish_manifest(copy, KIND, {}, {})
+    with pytest.raises(BundleError, match="fuse the bundle again") as error:
+        Retriever.load(copy)
+    assert "\n" not in str(error.value)
+
+
+def test_fusing_chooses_by_held_out_queries_and_is_repeatable(
+    corpus: Corpus, source: Path, tmp_path: Path
+) -> None:
+    choice = fuse(str(source), corpus, tmp_path / "first")
+    fuse(str(source), corpus, tmp_path / "second")
+    manifests = [storage.read_manifest(tmp_path / name, KIND) for name in ("first", "second")]
+    assert manifests[0].sha256 == manifests[1].sha256
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+    assert choice.queries == 15
+    fused = Retriever.load(tmp_path / "first")
+    settings = read_settings(tmp_path / "first")
+    assert settings.predictor["kind"] == "fused"
+    assert fused.fusion is not None
+    assert fused.fusion.config == choice.config
+    # An untrained encoder knows little, and every label is named by words of its queries.
+    unfused = dataclasses.replace(fused, fusion=None, memory=None)
+    better = measure_bundle(fused, corpus, "test")
+    worse = measure_bundle(unfused, corpus, "test")
+    row = next(row for row in compare(better, worse) if row.metric == "P@1")
+    assert row.difference > 0
+    assert row.p_value < 0.01
+    # Files of parts that were left out are gone.
+    files = {name.split("/")[0] for name in manifests[0].files}
+    used = set(choice.config.used())
+    assert ("words" in files) == bool(used & {"words", "texts"})
+    assert settings.has_memory == ("memory" in used)
+
+
+def test_a_part_that_does_not_help_is_left_out(corpus: Corpus) -> None:
+    """Label vectors know half of the answers, words the other half, and texts are noise."""
+    num_queries = 40
+    draw = np.random.default_rng(0)
+    positives = draw.integers(0, NUM_LABELS, num_queries)
+    label_ids = np.tile(np.arange(NUM_LABELS), num_queries)
+    labels = Ragged(label_ids, np.arange(num_queries + 1) * NUM_LABELS)
+    scores = draw.random(len(label_ids), np.float32)
+    is_positive = label_ids == np.repeat(positives, NUM_LABELS)
+    scores[is_positive & (labels.row_ids % 2 == 0)] = 2
+    keys = -np.sort(-scores.reshape(num_queries, -1), axis=1)
+    odd = np.arange(1, num_queries, 2)
+    voters = TopLabels.empty(num_queries, 1)
+    voters.ids[odd] = 0
+    voters.scores[odd] = 1
+    no_votes = np.empty(0, np.int64)
+    words_votes = Votes(voters, odd * NUM_LABELS + positives[odd], odd, np.zeros_like(odd))
+    candidates = Candidates(
+        labels=labels,
+        score_P=scores,
+        key_BK=keys,
+        memory=Votes(TopLabels.empty(num_queries), no_votes, no_votes, no_votes),
+        words=words_votes,
+        text_P=draw.random(len(label_ids), np.float32),
+    )
+    truth = Ragged.from_rows([[int(label)] for label in positives])
+    choice = WeightSearch(corpus, [candidates], truth).choose()
+    assert choice.config.used() == ["labels", "words"]
+    assert choice.metrics["P@1"] == 1
+    assert choice.labels_alone["P@1"] < 0.6
+    tests = {test.part: test for test in choice.tests}
+    assert tests["words"].p_value < 0.01
+    assert tests["memory"].p_value > 0.15
+    assert tests["memory"].weight == 0

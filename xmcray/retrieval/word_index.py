@@ -1,0 +1,196 @@
+"""Training queries and label texts by their words: an exact inverted index. In a bundle:
+
+    words/terms.npy             uint64 [V], ascending: the terms (terms.py)
+    words/idf.npy               float64 [V]: how rare each term is
+    words/query_offsets.npy     int64 [V + 1], where each term's training queries begin
+    words/query_rows.npy        int32, the training queries that have a term, ascending; rows of
+                                the memory (memory.py)
+    words/query_values.npy      float32, the term's part of a training query's vector
+    words/label_offsets.npy     int64 [V + 1] and so on: the same of the labels' texts, by source
+    words/label_rows.npy        id; absent if label texts are no part of the bundle, as the
+    words/label_values.npy      three of the queries are without a part of theirs
+
+A score is a cosine of TF-IDF vectors. The arrays stay on disk, and a search reads the lists of a
+query's own terms. A label that joins later gets its vector from its text, by the same terms and
+rarities, so no other score changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+
+from xmcray.data.checked_files import check_offsets, read_array
+from xmcray.retrieval.readable import readable
+from xmcray.retrieval.terms import TermCounts, Vocabulary, words
+from xmcray.types import Int64Array, TopLabels
+
+FOLDER = "words"
+QUERIES = "query"
+LABELS = "label"
+LARGEST_SHARE = 0.2  # of the texts may have a term; a more frequent term is left out
+
+
+@dataclass(frozen=True, eq=False)
+class WordIndex:
+    """Finds training queries and labels that have words in common with a query.
+
+    Attributes:
+        vocabulary: the terms, and how rare they are.
+        queries: CSR float32 [V, training queries], or None.
+        labels: CSR float32 [V, labels of the export], or None.
+        joined: CSR float32 [V, labels that joined since], their ids follow those of the export.
+    """
+
+    vocabulary: Vocabulary
+    queries: Any = None
+    labels: Any = None
+    joined: Any = None
+
+    @classmethod
+    def load(
+        cls, bundle: Path, num_queries: int, num_labels: int, kinds: Sequence[str]
+    ) -> WordIndex:
+        """Opens the index of a verified bundle; the lists stay on disk.
+
+        Args:
+            bundle: local folder of the bundle.
+            num_queries: rows of the memory.
+            num_labels: labels of the export.
+            kinds: what to open: QUERIES, LABELS or both.
+        Raises:
+            BundleError: a file is missing, malformed, or does not fit the others.
+        """
+        folder = bundle / FOLDER
+        num_rows = {QUERIES: num_queries, LABELS: num_labels}
+        with readable(f"{folder} cannot be read", "fuse the bundle again"):
+            hashes = read_array(folder / "terms.npy", np.uint64, mapped=True)
+            idf = read_array(folder / "idf.npy", np.float64, mapped=True)
+            if len(hashes) != len(idf) or np.any(hashes[1:] <= hashes[:-1]):
+                raise ValueError("expected ascending terms with one rarity each")
+            matrices = {}
+            for kind in kinds:
+                matrices[kind] = _read_postings(folder, kind, len(hashes), num_rows[kind])
+        vocabulary = Vocabulary(hashes, idf)
+        return cls(vocabulary, matrices.get(QUERIES), matrices.get(LABELS))
+
+    def with_labels(self, texts: Sequence[str]) -> WordIndex:
+        """A view with labels that join, in the order of their ids."""
+        if self.labels is None or not texts:
+            return self
+        more = _transposed(self.vectors(texts))
+        if self.joined is not None:
+            more = sp.hstack([self.joined, more], format="csr")
+        return dataclasses.replace(self, joined=more)
+
+    def vectors(self, texts: Sequence[str]) -> Any:
+        """CSR float32 [texts, V] of length 1; a text without a known term has only zeros."""
+        return self.vocabulary.vectors(TermCounts.of(texts, words)).astype(np.float32)
+
+    def nearest_queries(self, query_BV: Any, k: int, hidden: Int64Array | None = None) -> TopLabels:
+        """The k training queries with the largest cosine, equal ones by lower row.
+
+        Args:
+            query_BV: as `vectors` returns it; a bounded number of queries, because all training
+                queries with a word in common are in memory.
+            k: rows per query.
+            hidden: rows that are left out.
+        Returns:
+            Rows [B, k]; -1 where no further training query has a word in common.
+        """
+        cosines = query_BV @ self.queries
+        if hidden is not None:
+            cosines.data[np.isin(cosines.indices, hidden)] = 0
+        return best_columns(cosines, k)
+
+    def label_cosines(self, query_BV: Any) -> Any:
+        """CSR float32 [B, L], cosines of queries and label texts; as `nearest_queries`."""
+        cosines = query_BV @ self.labels
+        if self.joined is not None:
+            cosines = sp.hstack([cosines, query_BV @ self.joined], format="csr")
+        return cosines
+
+
+def best_columns(scores: Any, k: int) -> TopLabels:
+    """The k columns of each row with the largest positive score, equal ones by lower column.
+
+    Args:
+        scores: CSR float32.
+        k: columns per row.
+    """
+    rows = []
+    columns = []
+    values = []
+    for row in range(scores.shape[0]):
+        span = slice(scores.indptr[row], scores.indptr[row + 1])
+        row_values = scores.data[span]
+        lowest = np.float32(0)
+        if len(row_values) > k:
+            # The k-th largest. All that equal it are kept here and ranked by column below.
+            lowest = np.partition(row_values, -k)[-k]
+        kept = np.flatnonzero((row_values >= lowest) & (row_values > 0))
+        rows.append(np.full(len(kept), row))
+        columns.append(scores.indices[span][kept])
+        values.append(row_values[kept])
+    return TopLabels.from_pairs(
+        np.concatenate([np.empty(0, np.int64), *rows]),
+        np.concatenate([np.empty(0, np.int64), *columns]),
+        np.concatenate([np.empty(0, np.float32), *values]),
+        scores.shape[0],
+        k,
+    )
+
+
+def write_word_index(bundle: Path, queries: Sequence[str], labels: Sequence[str]) -> None:
+    """Writes words/ of a bundle.
+
+    Args:
+        bundle: its folder.
+        queries: texts of the training queries, by row of the memory.
+        labels: texts of the labels, by source id.
+    """
+    folder = bundle / FOLDER
+    folder.mkdir()
+    query_counts = TermCounts.of(queries, words)
+    label_counts = TermCounts.of(labels, words)
+    counts = TermCounts.concatenate([query_counts, label_counts])
+    vocabulary = Vocabulary.of(counts, LARGEST_SHARE)
+    np.save(folder / "terms.npy", vocabulary.hashes)
+    np.save(folder / "idf.npy", vocabulary.idf)
+    _write_postings(folder, QUERIES, vocabulary.vectors(query_counts))
+    _write_postings(folder, LABELS, vocabulary.vectors(label_counts))
+
+
+def file_names(kind: str) -> list[str]:
+    """Names of the files of one kind of rows, relative to the bundle."""
+    return [f"{FOLDER}/{kind}_{name}.npy" for name in ("offsets", "rows", "values")]
+
+
+def _write_postings(folder: Path, kind: str, vectors: Any) -> None:
+    postings = _transposed(vectors)
+    np.save(folder / f"{kind}_offsets.npy", postings.indptr.astype(np.int64))
+    np.save(folder / f"{kind}_rows.npy", postings.indices.astype(np.int32))
+    np.save(folder / f"{kind}_values.npy", postings.data.astype(np.float32))
+
+
+def _read_postings(folder: Path, kind: str, num_terms: int, num_rows: int) -> Any:
+    offsets = read_array(folder / f"{kind}_offsets.npy", np.int64, mapped=True)
+    rows = read_array(folder / f"{kind}_rows.npy", np.int32, mapped=True)
+    values = read_array(folder / f"{kind}_values.npy", np.float32, mapped=True)
+    check_offsets(offsets, num_terms, len(values))
+    # A product does not check where it writes.
+    fits = not len(rows) or 0 <= rows.min() <= rows.max() < num_rows
+    if len(rows) != len(values) or not fits or not np.isfinite(values).all():
+        raise ValueError(f"expected rows below {num_rows} with one value each")
+    return sp.csr_matrix((values, rows, offsets), shape=(num_terms, num_rows), copy=False)
+
+
+def _transposed(vectors: Any) -> Any:
+    """CSR [V, rows] of CSR [rows, V]: the rows that have each term, ascending."""
+    return vectors.T.tocsr()

@@ -1,0 +1,43 @@
+"""The training queries that the run of a bundle held out, by which its answers are tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from xmcray import config as configs
+from xmcray.data.batches import DataConfig, TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.errors import ConfigError, DataError
+
+
+def held_out_by(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> TrainingData:
+    """The training split as the run of a bundle saw it, with the same queries held out.
+
+    Args:
+        bundle: its path, for messages.
+        about: `about` of its manifest.
+        corpus: the one that it was made from.
+    Raises:
+        ConfigError: its run held nothing out.
+        DataError: the bundle was made from another corpus.
+    """
+    if about.get("corpus_sha256", corpus.sha256) != corpus.sha256:
+        raise DataError(
+            f"bundle {bundle} was made from another corpus than {corpus.path};"
+            " name that one with --data"
+        )
+    run_settings = about.get("config", {})
+    config = configs.build(DataConfig, run_settings.get("data") or {}, "data.")
+    if not config.validation:
+        raise ConfigError(
+            f"bundle {bundle} was trained on all training queries (data.validation=0), so none is"
+            " left to choose by; name RUN/selection of its run if that was made with --refit,"
+            " or train with data.validation=0.05"
+        )
+    data = TrainingData(corpus, config)
+    if not len(data.validation_rows):
+        raise ConfigError(
+            f"no query with a positive is held out of {corpus.path}; raise data.validation"
+        )
+    return data
