@@ -7,10 +7,10 @@
     python benchmarks/methods.py --set sample --method dexml --quick   # does it work?
 
 Each training is a refit in one process: validation chooses the number of epochs, then all training queries are used.
-Its bundle is measured on the test split, alone and with a memory as `xmcray memory` writes it, whose settings
-`xmcray tune --bundle` chooses on the validation queries. XR-Linear, a TF-IDF memory and their fusion are measured in the
-same run, in an environment of their own, and every row is compared with XR-Linear by a paired test. The row of a set
-with the best validation is its choice.
+Its bundle is measured on the test split: alone; with a memory as `xmcray memory` writes it, whose settings
+`xmcray tune --bundle` chooses on the validation queries; and fused with words and training queries by `xmcray fuse`.
+XR-Linear, a TF-IDF memory and their fusion are measured in the same run, in an environment of their own, and every row
+is compared with XR-Linear by a paired test. The row of a set with the best validation is its choice.
 
 results/methods.json keeps all measurements, for programs too; results/methods.md is the table. A measurement is
 repeated when its preset changes.
@@ -46,6 +46,7 @@ from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, compare
 from xmcray.methods.registry import method_names
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import changed_memory
+from xmcray.training.fuse import fuse
 from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import bundle_of, measure, measure_bundle, stored_answers
 from xmcray.training.records import read_records
@@ -71,6 +72,7 @@ MEMORY_SPACE = data_sets.ROOT / "tune" / "spaces" / "memory.yaml"
 MEMORY_TRIALS = 200
 ALONE = "alone"
 WITH_MEMORY = "with memory"
+FUSED = "fused"
 FLOOR = "floor"
 HEADER = ["set", "method", "validation P@1 / P@5 / PSP@5", *METRICS, "less XR-Linear", "minutes"]
 NOTES = (
@@ -79,6 +81,7 @@ NOTES = (
     "in bold the row that validation chooses (mean of the three metrics)",
     "with memory: the bundle of `xmcray memory RUN`, settings by `xmcray tune --bundle` on the validation queries;"
     " RAE-XMC alone: its encoder without votes",
+    "fused: the bundle of `xmcray fuse RUN`, which chooses the weights of its parts on the same validation queries",
     "less XR-Linear: differences in the three metrics; * if the paired test over queries has p < 0.05",
     "minutes: wall time of both trainings of a refit, or of XR-Linear with its vectors, whatever else the machine did;"
     " a memory trains nothing",
@@ -155,9 +158,10 @@ def stored(store: Path) -> list[Row]:
 
 
 def is_measured(store: Path, name: str, method: str, key: str) -> bool:
-    """Whether a method was measured on a set with these settings."""
-    measurements = [(row["set"], row["method"], row["settings"]) for row in stored(store)]
-    return (name, method, key) in measurements
+    """Whether a method was measured on a set with these settings, in all of its variants."""
+    # The last variant is there only if all of them are.
+    rows = [row for row in stored(store) if row["variant"] == FUSED]
+    return (name, method, key) in [(row["set"], row["method"], row["settings"]) for row in rows]
 
 
 def keep(store: Path, name: str, method: str, new_rows: Sequence[Row]) -> None:
@@ -238,6 +242,7 @@ def variants(run: Run, corpus: Corpus) -> dict[str, Variant]:
     else:
         result[ALONE] = with_memory(run, corpus, {"memory.weight": {"choice": [0.0]}})
     result[WITH_MEMORY] = with_memory(run, corpus, configs.load_yaml(str(MEMORY_SPACE)))
+    result[FUSED] = fused(run, corpus)
     if run.config.method_name == "unidec" and run.config.method.answers == "both":
         for half, variant in enumerate(("texts alone", "rows alone")):
             evaluation = measure(search_by_half(retriever, corpus, half), corpus, "test")
@@ -270,6 +275,16 @@ def with_memory(run: Run, corpus: Corpus, space: Mapping[str, Any]) -> Variant:
     memory_bundle(str(run.path), corpus, bundle, changed_memory(None, overrides))
     evaluation = measure_bundle(Retriever.load(str(bundle)), corpus, "test")
     return evaluation, validation, best.values
+
+
+def fused(run: Run, corpus: Corpus) -> Variant:
+    """A run's bundle fused with the words of training queries and labels, as `xmcray fuse` does."""
+    bundle = run.path / "fused"
+    shutil.rmtree(bundle, ignore_errors=True)
+    choice = fuse(str(run.path), corpus, bundle, metrics=METRICS, threads=torch.get_num_threads())
+    evaluation = measure_bundle(Retriever.load(str(bundle)), corpus, "test")
+    weights = {f"parts.{part}": choice.config.weight(part) for part in choice.config.used()}
+    return evaluation, choice.metrics, weights
 
 
 def search_by_half(retriever: Retriever, corpus: Corpus, half: int) -> Search:

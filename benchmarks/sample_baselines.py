@@ -14,8 +14,8 @@ import numpy as np
 from xmcray.data.formats import BadRow, RawFiles, detect
 from xmcray.data.sample import write_sample
 from xmcray.errors import DataError
-from xmcray.evaluation.baselines import NearestQueries
 from xmcray.evaluation.metrics import Metrics
+from xmcray.retrieval.baselines import NearestQueries
 from xmcray.types import Ragged
 
 PROPENSITY_A = 0.55
