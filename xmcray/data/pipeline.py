@@ -83,10 +83,15 @@ def prepare(
         **asdict(config),
     }
     about["tokenizer"] = short_name(config.tokenizer)
+    tokenizer = None
+    if config.tokenizer != "wordpiece":
+        # Before Ray starts, because the name may be wrong.
+        tokenizer = from_transformer(config.tokenizer, config.max_len, config.label_max_len)
     with ray_session(), new_artifact(out, KIND, about) as folder, progress_bar(progress) as bar:
         pipeline = _Pipeline(source, config, share(parallelism), stall_s, bar)
         writer = CorpusWriter(folder, source, config, name, licence)
-        tokenizer = pipeline.tokenizer()
+        if tokenizer is None:
+            tokenizer = pipeline.trained_tokenizer()
         for shard in pipeline.shards(["labels"], tokenizer, {}, 0):
             writer.add(shard)
         # Queries come after the labels: their label ids are checked against the number of labels.
@@ -117,11 +122,9 @@ class _Pipeline:
     stall_s: float
     bar: Progress
 
-    def tokenizer(self) -> TextTokenizer:
-        """The configured tokenizer; for "wordpiece" a first pass samples texts."""
+    def trained_tokenizer(self) -> TextTokenizer:
+        """A tokenizer trained on a sample of the texts, which a first pass draws."""
         config = self.config
-        if config.tokenizer != "wordpiece":
-            return from_transformer(config.tokenizer, config.max_len, config.label_max_len)
         task = self.bar.add_task("sample", total=None)
         sample: list[str] = []
         read = functools.partial(
