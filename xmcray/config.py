@@ -206,7 +206,10 @@ def unknown(what: str, name: str, choices: Sequence[str]) -> str:
 
 
 def check_range(
-    name: str, value: float, low: float | None = None, high: float | None = None
+    name: str,
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
 ) -> None:
     """Raises ConfigError unless low <= value <= high; NaN is in no range."""
     bounds = []
@@ -255,7 +258,9 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 
 def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], where: str = ""
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    where: str = "",
 ) -> Iterator[str]:
     """What distinguishes two configurations, such as "optim.epochs = 3, now 5"."""
     # Keys of either side, so that a setting that only one of them has is a difference too.

@@ -42,7 +42,13 @@ def uniform_labels(seed: int, step: int, num_labels: int, count: int) -> Int64Ar
 
 
 def keep_mask(
-    seed: int, purpose: str, step: int, start: int, stop: int, width: int, rate: float
+    seed: int,
+    purpose: str,
+    step: int,
+    start: int,
+    stop: int,
+    width: int,
+    rate: float,
 ) -> npt.NDArray[np.bool_]:
     """Dropout mask of global positions start .. stop - 1.
 

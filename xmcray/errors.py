@@ -64,7 +64,9 @@ class BundleError(XmcrayError):
 
 @contextlib.contextmanager
 def readable(
-    failure: str, remedy: str, error_type: type[XmcrayError] = StorageError
+    failure: str,
+    remedy: str,
+    error_type: type[XmcrayError] = StorageError,
 ) -> Iterator[None]:
     """Turns whatever a library raises on a malformed file into one line.
 

@@ -273,7 +273,10 @@ def check_file(path: str | Path) -> None:
 
 
 def finish_manifest(
-    folder: Path, kind: str, about: Mapping[str, Any], hashed_files: Mapping[str, FileEntry]
+    folder: Path,
+    kind: str,
+    about: Mapping[str, Any],
+    hashed_files: Mapping[str, FileEntry],
 ) -> Manifest:
     """Hashes and syncs the files of `folder`, then writes the manifest into it.
 
@@ -409,7 +412,10 @@ def _locked(descriptor: int, folder: Path) -> bool:
 
 
 def link_files(
-    source: Path, manifest: Manifest, folder: Path, without: Collection[str]
+    source: Path,
+    manifest: Manifest,
+    folder: Path,
+    without: Collection[str],
 ) -> dict[str, FileEntry]:
     """Gives `folder` the files of a verified artifact under a second name; never write into those.
 
@@ -557,7 +563,10 @@ def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[P
 
 
 def check_contents(
-    folder: Path, manifest: Manifest, names: Iterable[str], source: str | Path
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    source: str | Path,
 ) -> None:
     """Compares files of an artifact with the hashes of its manifest.
 
@@ -641,7 +650,11 @@ def local_copy(source: str, kind: str) -> Path:
 
 
 def _copy_files(
-    filesystem: Any, root: str, source: str, files: Mapping[str, FileEntry], folder: Path
+    filesystem: Any,
+    root: str,
+    source: str,
+    files: Mapping[str, FileEntry],
+    folder: Path,
 ) -> None:
     """Downloads the files of an artifact into `folder` and compares their hashes."""
     folder.mkdir()

@@ -12,7 +12,10 @@ from xmcray import config
 def add_corpus(verb: argparse.ArgumentParser) -> None:
     """Adds --data, the corpus of the verb."""
     verb.add_argument(
-        "--data", required=True, metavar="CORPUS", help="folder or URL that `xmcray prepare` wrote"
+        "--data",
+        required=True,
+        metavar="CORPUS",
+        help="folder or URL that `xmcray prepare` wrote",
     )
 
 

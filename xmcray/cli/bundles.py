@@ -35,7 +35,10 @@ def memory_options(verb: argparse.ArgumentParser) -> None:
         "encoder", metavar="ENCODER", help="a run, a bundle, the folder of an encoder, or a hub id"
     )
     verb.add_argument(
-        "--data", required=True, metavar="CORPUS", help="corpus whose training queries vote"
+        "--data",
+        required=True,
+        metavar="CORPUS",
+        help="corpus whose training queries vote",
     )
     verb.add_argument("--out", required=True, metavar="BUNDLE", help="folder or URL to write")
     _add_memory(verb)
@@ -274,7 +277,10 @@ def serve_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--mode", help="single, composed or auto (default: by the number of labels)")
     verb.add_argument(
-        "--replicas", type=int, metavar="N", help="processes that answer (default: 1)"
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="processes that answer (default: 1)",
     )
     verb.add_argument("--threads", type=int, metavar="N", help="of each process (default: 1)")
     verb.add_argument(
@@ -288,7 +294,11 @@ def serve_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--upload", metavar="URL", help="keep a copy of the label log there")
     verb.add_argument(
-        "--set", action="append", default=[], metavar="A=B", help="any other setting of the server"
+        "--set",
+        action="append",
+        default=[],
+        metavar="A=B",
+        help="any other setting of the server",
     )
     verb.add_argument(
         "--accept-open-ports",
@@ -361,6 +371,10 @@ class _Renamed(argparse.Action):
     """Refuses --memory A=B and names its new form."""
 
     def __call__(
-        self, parser: object, options: object, value: object, option: object = None
+        self,
+        parser: object,
+        options: object,
+        value: object,
+        option: object = None,
     ) -> None:
         raise ConfigError(f"--memory {value} is now written --set memory.{value}")

@@ -26,7 +26,11 @@ def doctor_options(verb: argparse.ArgumentParser) -> None:
         "--cluster-file", metavar="FILE", help="check a cluster YAML or a Kubernetes manifest"
     )
     verb.add_argument(
-        "--gpus", type=int, default=0, metavar="N", help="with --cluster: GPUs that it must have"
+        "--gpus",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --cluster: GPUs that it must have",
     )
     add_json(verb, "the findings")
 

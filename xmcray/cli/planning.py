@@ -33,12 +33,19 @@ def plan_options(verb: argparse.ArgumentParser) -> None:
         help="average of queries and label texts (default: 16)",
     )
     verb.add_argument(
-        "--positives", type=float, default=5.0, metavar="P", help="labels of a query (default: 5)"
+        "--positives",
+        type=float,
+        default=5.0,
+        metavar="P",
+        help="labels of a query (default: 5)",
     )
     add_config(verb)
     verb.add_argument("--workers", type=int, metavar="W", help="training processes")
     verb.add_argument(
-        "--device", default="cpu", metavar="D", help="cpu (measured here), or one such as a100-80gb"
+        "--device",
+        default="cpu",
+        metavar="D",
+        help="cpu (measured here), or one such as a100-80gb",
     )
     verb.add_argument("--memory-gb", type=float, metavar="M", help="memory of each worker")
     verb.add_argument(
@@ -94,7 +101,10 @@ def _data(options: argparse.Namespace) -> DataSize:
             "the size of the data is not known; give --data CORPUS, or --labels and --queries"
         )
     return data_size.from_numbers(
-        options.labels, options.queries, options.tokens_per_text, options.positives
+        options.labels,
+        options.queries,
+        options.tokens_per_text,
+        options.positives,
     )
 
 

@@ -53,10 +53,16 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--name", help="name in the card (default: that of SRC)")
     verb.add_argument("--licence", default="unknown", help="licence in the card")
     verb.add_argument(
-        "--max-len", type=int, metavar="N", help="tokens kept of a query (default: 128)"
+        "--max-len",
+        type=int,
+        metavar="N",
+        help="tokens kept of a query (default: 128)",
     )
     verb.add_argument(
-        "--label-max-len", type=int, metavar="N", help="tokens kept of a label text (default: 32)"
+        "--label-max-len",
+        type=int,
+        metavar="N",
+        help="tokens kept of a label text (default: 32)",
     )
     verb.add_argument(
         "--tokenizer", metavar="T", help="wordpiece (default), or a model's hub id or folder"
@@ -110,10 +116,16 @@ def train_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--out", required=True, metavar="RUN", help="folder of the run")
     add_config(verb)
     verb.add_argument(
-        "--workers", type=int, metavar="N", help="training processes; 0 trains here, without Ray"
+        "--workers",
+        type=int,
+        metavar="N",
+        help="training processes; 0 trains here, without Ray",
     )
     verb.add_argument(
-        "--resume", choices=("auto", "never"), default="auto", help="never: RUN must be empty"
+        "--resume",
+        choices=("auto", "never"),
+        default="auto",
+        help="never: RUN must be empty",
     )
     verb.add_argument(
         "--restart",
@@ -172,7 +184,11 @@ def evaluate_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--data", required=True, metavar="CORPUS")
     verb.add_argument("--split", default="test", choices=("train", "test"))
     verb.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write metrics.json there, or print it"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write metrics.json there, or print it",
     )
     verb.add_argument(
         "--compare", metavar="OTHER", help="a run, a bundle or predictions (.npz): paired test"

@@ -57,7 +57,10 @@ def tune_options(verb: argparse.ArgumentParser) -> None:
     )
     add_corpus(verb)
     verb.add_argument(
-        "--space", required=True, metavar="FILE", help="YAML: dotted name and distribution"
+        "--space",
+        required=True,
+        metavar="FILE",
+        help="YAML: dotted name and distribution",
     )
     verb.add_argument(
         "--out",
@@ -180,7 +183,9 @@ def _tune_training(options: argparse.Namespace) -> None:
 
 
 def _definition(
-    options: argparse.Namespace, space_file: Mapping[str, Any], settings: RunConfig
+    options: argparse.Namespace,
+    space_file: Mapping[str, Any],
+    settings: RunConfig,
 ) -> SweepConfig:
     """The definition of a sweep, compared with what the settings accept."""
     import dataclasses
@@ -223,7 +228,9 @@ def _definition(
 
 
 def _first_values(
-    options: argparse.Namespace, space: Space, settings: RunConfig
+    options: argparse.Namespace,
+    space: Space,
+    settings: RunConfig,
 ) -> tuple[Values, ...]:
     """The values of the first trials, from the files of --first; equal ones once."""
     from xmcray.training.run import RunConfig
@@ -301,7 +308,13 @@ def _tune_bundle(options: argparse.Namespace) -> None:
                 f"{out} holds {foreign[0]}, not a sweep of a bundle; choose another --out"
             )
         sweep = sweep_bundle(
-            bundle, corpus, space, num_draws, options.seed, options.metric, options.space
+            bundle,
+            corpus,
+            space,
+            num_draws,
+            options.seed,
+            options.metric,
+            options.space,
         )
         sweep.write(out, f"Settings of {Path(options.bundle).name} on {corpus.card.name}")
     if options.json:

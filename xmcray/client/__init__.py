@@ -139,7 +139,11 @@ class _BaseClient(abc.ABC):
         return self._call(path, answer, None, self._timeout_s)
 
     def _post(
-        self, route: _Route[AnswerT], timeout_s: float | None = None, /, **values: object
+        self,
+        route: _Route[AnswerT],
+        timeout_s: float | None = None,
+        /,
+        **values: object,
     ) -> Call[AnswerT]:
         try:
             # Only what was given: the server's own defaults hold for the rest.
@@ -149,7 +153,11 @@ class _BaseClient(abc.ABC):
         return self._call(route.path, route.answer, content, timeout_s or self._timeout_s)
 
     def _call(
-        self, path: str, answer: type[AnswerT], content: bytes | None, timeout_s: float
+        self,
+        path: str,
+        answer: type[AnswerT],
+        content: bytes | None,
+        timeout_s: float,
     ) -> Call[AnswerT]:
         # Before anything is sent: the server would answer 401.
         if path.startswith("/admin/") and self._tokens[1] is None:
@@ -193,7 +201,10 @@ class Client(_BaseClient):
         self._http.close()
 
     def search(
-        self, texts: Sequence[str], k: int = 10, **options: Unpack[SearchOptions]
+        self,
+        texts: Sequence[str],
+        k: int = 10,
+        **options: Unpack[SearchOptions],
     ) -> schema.SearchResponse:
         """The k best labels of each text. All methods except `healthy` raise ClientError.
 
@@ -241,7 +252,10 @@ class Client(_BaseClient):
             return False
 
     def swap(
-        self, bundle: str, timeout_s: float = LONG_S, **options: Unpack[SwapOptions]
+        self,
+        bundle: str,
+        timeout_s: float = LONG_S,
+        **options: Unpack[SwapOptions],
     ) -> schema.SwapResponse:
         """Lets the server answer from another bundle.
 
@@ -266,7 +280,10 @@ class Client(_BaseClient):
         return self._run(self._post(LABELS, operations=operations, model=model))
 
     def compact(
-        self, out: str, timeout_s: float = LONG_S, model: str | None = None
+        self,
+        out: str,
+        timeout_s: float = LONG_S,
+        model: str | None = None,
     ) -> schema.CompactResponse:
         """Writes the labels as they are now into a new bundle at `out`.
 

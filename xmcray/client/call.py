@@ -42,7 +42,11 @@ class ClientError(XmcrayError):
     """
 
     def __init__(
-        self, message: str, kind: str = "", status: int | None = None, request_id: str | None = None
+        self,
+        message: str,
+        kind: str = "",
+        status: int | None = None,
+        request_id: str | None = None,
     ) -> None:
         super().__init__(message)
         self.kind = kind

@@ -113,7 +113,11 @@ class Rejects:
 
 
 def read_chunks(
-    source: RawFiles, split: str, num_labels: int, shard_rows: int, skip: bool
+    source: RawFiles,
+    split: str,
+    num_labels: int,
+    shard_rows: int,
+    skip: bool,
 ) -> Iterator[RawChunk]:
     """All rows of a split (or "labels") in chunks of `shard_rows`.
 
@@ -166,7 +170,11 @@ def _table(rows: list[Row]) -> pa.Table:
 
 
 def survey(
-    source: RawFiles, cap: int, seed: int, skip: bool, block_rows: int
+    source: RawFiles,
+    cap: int,
+    seed: int,
+    skip: bool,
+    block_rows: int,
 ) -> Iterator[tuple[int, list[str]]]:
     """A uniform sample of the texts of labels and training queries, the same for the same seed.
 
@@ -202,7 +210,11 @@ def survey(
 
 
 def pack_chunk(
-    chunk: RawChunk, tokenizer: TextTokenizer, filters: Int64Array, num_labels: int, shard_rows: int
+    chunk: RawChunk,
+    tokenizer: TextTokenizer,
+    filters: Int64Array,
+    num_labels: int,
+    shard_rows: int,
 ) -> PackedShard:
     """Tokenises a chunk, takes filter pairs out of its positives and packs its files.
 
@@ -268,7 +280,9 @@ def _filter_pairs(rows: pa.Table, filters: Int64Array) -> Int64Array:
 
 
 def _not_filtered(
-    raw_positives: Ragged, pairs: Int64Array, num_labels: int
+    raw_positives: Ragged,
+    pairs: Int64Array,
+    num_labels: int,
 ) -> npt.NDArray[np.bool_]:
     """bool per raw positive: whether it is no filter pair."""
     # One number per (row, label) pair makes membership a single look-up. Neither array has a row

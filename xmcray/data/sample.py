@@ -246,7 +246,9 @@ def _plain(text: str) -> str:
 
 
 def _resolve(
-    item: Documented, objects: dict[str, Documented], aliases: dict[str, str]
+    item: Documented,
+    objects: dict[str, Documented],
+    aliases: dict[str, str],
 ) -> list[str]:
     """Names of the objects that the See Also section means, sorted.
 

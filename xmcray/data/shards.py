@@ -34,7 +34,11 @@ def shard_stem(shard: int) -> str:
 
 
 def pack(
-    shard: int, texts: pa.Table, tokens: Ragged, vocab_size: int, labels: Ragged | None
+    shard: int,
+    texts: pa.Table,
+    tokens: Ragged,
+    vocab_size: int,
+    labels: Ragged | None,
 ) -> dict[str, bytes]:
     """The files of one shard, by name.
 

@@ -34,7 +34,10 @@ def stream_of(items: Iterable[Any]) -> Any:
 
 
 def mapped(
-    rows: Any, function: Callable[[Any], Iterator[Any]], cpus: float, concurrency: int | None = None
+    rows: Any,
+    function: Callable[[Any], Iterator[Any]],
+    cpus: float,
+    concurrency: int | None = None,
 ) -> Any:
     """A Ray Data stage that turns each item into the items that `function` yields.
 
@@ -58,7 +61,11 @@ def mapped(
 
     compute = ray.data.TaskPoolStrategy(size=concurrency)
     return rows.map_batches(
-        stage, batch_size=1, num_cpus=cpus, compute=compute, batch_format="pyarrow"
+        stage,
+        batch_size=1,
+        num_cpus=cpus,
+        compute=compute,
+        batch_format="pyarrow",
     )
 
 

@@ -261,7 +261,9 @@ def _blocks(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 def from_transformer(
-    name_or_path: str, max_len: int, label_max_len: int = LABEL_MAX_LEN
+    name_or_path: str,
+    max_len: int,
+    label_max_len: int = LABEL_MAX_LEN,
 ) -> TextTokenizer:
     """The tokenizer of a transformer: a local folder, a model in the local cache, or a hub id.
 
@@ -282,7 +284,11 @@ def from_transformer(
         tokenizer.save_pretrained(folder)
         files = _library_files(Path(folder))
     return TextTokenizer(
-        files, kind="transformer", pad_id=pad_id, max_len=max_len, label_max_len=label_max_len
+        files,
+        kind="transformer",
+        pad_id=pad_id,
+        max_len=max_len,
+        label_max_len=label_max_len,
     )
 
 

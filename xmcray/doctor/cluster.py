@@ -185,7 +185,10 @@ def _answers_without_token(root: str) -> bool:
 
 
 def _ask_head(
-    address: str, host_and_port: tuple[str, int], token: RayToken, environment: Mapping[str, str]
+    address: str,
+    host_and_port: tuple[str, int],
+    token: RayToken,
+    environment: Mapping[str, str],
 ) -> Cluster:
     """Asks the head itself, in another process, because Ray aborts a process without a token."""
     # Ray itself tries for long before it says that nothing answers.

@@ -185,7 +185,12 @@ def _measure(
 
 
 def compare(
-    a: Evaluation, b: Evaluation, *, resamples: int = 1000, permutations: int = 4999, seed: int = 0
+    a: Evaluation,
+    b: Evaluation,
+    *,
+    resamples: int = 1000,
+    permutations: int = 4999,
+    seed: int = 0,
 ) -> list[ComparisonRow]:
     """Paired test of two evaluations of the same queries, one row per main metric.
 
@@ -215,7 +220,10 @@ def compare(
 
 
 def _bootstrap(
-    gain_QM: npt.NDArray[np.floating], divisor_QM: Float32Array, resamples: int, seed: int
+    gain_QM: npt.NDArray[np.floating],
+    divisor_QM: Float32Array,
+    resamples: int,
+    seed: int,
 ) -> list[list[float]]:
     """The 95 % interval of sum(gain) / sum(divisor) over queries drawn with replacement.
 
@@ -329,7 +337,12 @@ def _deciles(metrics: Metrics) -> list[dict[str, Any]]:
 
 
 def _index_recall(
-    search: Search, exact: Search, num_queries: int, sample: int, seed: int, chunk: int
+    search: Search,
+    exact: Search,
+    num_queries: int,
+    sample: int,
+    seed: int,
+    chunk: int,
 ) -> dict[str, float]:
     """Share of the exact first k answers among the index's own first k, on a seeded sample."""
     generator = np.random.default_rng(seed)

@@ -58,7 +58,10 @@ class QueryValues:
 
 
 def inverse_propensity(
-    train_counts: Int64Array, num_train: int, a: float, b: float
+    train_counts: Int64Array,
+    num_train: int,
+    a: float,
+    b: float,
 ) -> Float64Array:
     """1 / p_l = 1 + C exp(-A log(N_l + B)) with C = (log N - 1) (B + 1)^A.
 
@@ -98,7 +101,12 @@ class Metrics:
     """
 
     def __init__(
-        self, train_counts: Int64Array, num_train: int, a: float, b: float, num_labels: int
+        self,
+        train_counts: Int64Array,
+        num_train: int,
+        a: float,
+        b: float,
+        num_labels: int,
     ) -> None:
         if len(train_counts) != num_labels:
             raise DataError(

@@ -123,7 +123,10 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
 
 
 def predictions_to_top_labels(
-    matrix: sparse.csr_matrix, rows: Int64Array, k: int, exclude: Ragged | None = None
+    matrix: sparse.csr_matrix,
+    rows: Int64Array,
+    k: int,
+    exclude: Ragged | None = None,
 ) -> TopLabels:
     """The k best stored answers of some rows, ties by the lower label id.
 

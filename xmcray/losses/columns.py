@@ -105,7 +105,10 @@ class _LogSumExp(torch.autograd.Function):
         grad_query_GD = torch.zeros_like(query_GD)
         grad_column_UD = torch.empty_like(column_UD)
         for start, column_CD, score_GC in _column_blocks(
-            query_GD, column_UD, ctx.skipped, ctx.scale
+            query_GD,
+            column_UD,
+            ctx.skipped,
+            ctx.scale,
         ):
             # d logsumexp / d score is the softmax, exp(score - logsumexp).
             grad_GC = score_GC.sub_(shift_G1).exp_().mul_(ctx.scale * grad_G1)
@@ -198,7 +201,10 @@ def _solve(score_RU: Tensor, k: float, alpha: float) -> Tensor:
 
 
 def _column_blocks(
-    query_GD: Tensor, column_UD: Tensor, skipped: Pairs, scale: float
+    query_GD: Tensor,
+    column_UD: Tensor,
+    skipped: Pairs,
+    scale: float,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Blocks of columns: first column, columns [C, D], scores [G, C] with -inf for skipped pairs."""
     width = max(1, BLOCK_FLOATS // max(1, len(query_GD)))
@@ -213,7 +219,11 @@ def _column_blocks(
 
 
 def _row_blocks(
-    query_GD: Tensor, column_UD: Tensor, skipped: Pairs, scale: float, height: int
+    query_GD: Tensor,
+    column_UD: Tensor,
+    skipped: Pairs,
+    scale: float,
+    height: int,
 ) -> Iterator[tuple[int, Tensor]]:
     """Blocks of `height` queries: first query, scores [R, U] with -inf for skipped pairs."""
     skipped_blocks = skipped.row_blocks(height, len(query_GD), query_GD.device)

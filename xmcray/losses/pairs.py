@@ -99,7 +99,11 @@ def pair_scores(query_GD: Tensor, row_UD: Tensor, query_P: Tensor, row_P: Tensor
 class _PairScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query_GD: Tensor, row_UD: Tensor, query_P: Tensor, row_P: Tensor
+        ctx: Any,
+        query_GD: Tensor,
+        row_UD: Tensor,
+        query_P: Tensor,
+        row_P: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(query_GD, row_UD, query_P, row_P)
         query_PD = query_GD.index_select(0, query_P)
@@ -114,13 +118,21 @@ class _PairScores(torch.autograd.Function):
         # The transposed product needs the pairs sorted by row.
         order_P = torch.argsort(row_P, stable=True)
         grad_row_UD = _sparse_product(
-            row_P[order_P], query_P[order_P], grad_P[order_P], len(row_UD), query_GD
+            row_P[order_P],
+            query_P[order_P],
+            grad_P[order_P],
+            len(row_UD),
+            query_GD,
         )
         return grad_query_GD, grad_row_UD, None, None
 
 
 def _sparse_product(
-    rows: Tensor, columns: Tensor, values: Tensor, num_rows: int, dense: Tensor
+    rows: Tensor,
+    columns: Tensor,
+    values: Tensor,
+    num_rows: int,
+    dense: Tensor,
 ) -> Tensor:
     """The sparse matrix with `values` at (rows, columns), times `dense`; rows ascending."""
     # Not `bincount`, which asks the device for the largest row, and so makes the host wait.
@@ -129,5 +141,10 @@ def _sparse_product(
     starts = counts.cumsum(0)
     # A weighted embedding bag computes the same as a sparse product and was the fastest way.
     return F.embedding_bag(
-        columns, dense, starts, mode="sum", per_sample_weights=values, include_last_offset=True
+        columns,
+        dense,
+        starts,
+        mode="sum",
+        per_sample_weights=values,
+        include_last_offset=True,
     )

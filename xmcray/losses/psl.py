@@ -125,7 +125,10 @@ def _to_queries(
 
 
 def _weights(
-    count_P: Tensor, anchor_weight: float, dtype: torch.dtype, normaliser: Normaliser
+    count_P: Tensor,
+    anchor_weight: float,
+    dtype: torch.dtype,
+    normaliser: Normaliser,
 ) -> Tensor:
     """Weight of each positive: its anchor's, with "paln" shared by the positives of the anchor."""
     weight_P = torch.full_like(count_P, anchor_weight, dtype=dtype)

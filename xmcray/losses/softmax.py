@@ -21,7 +21,11 @@ _LINEAR = 40.0
 
 
 def decoupled_softmax(
-    query_GD: Tensor, column_UD: Tensor, positives: Pairs, not_negatives: Pairs, scale: float
+    query_GD: Tensor,
+    column_UD: Tensor,
+    positives: Pairs,
+    not_negatives: Pairs,
+    scale: float,
 ) -> Tensor:
     """Sum over positives of -log(e^s / (e^s + sum over negatives of e^s')).
 

@@ -90,7 +90,13 @@ class MethodContext:
         return query_BD, label_UD
 
     def keep_mask(
-        self, purpose: str, step: int, start: int, stop: int, width: int, rate: float
+        self,
+        purpose: str,
+        step: int,
+        start: int,
+        stop: int,
+        width: int,
+        rate: float,
     ) -> Tensor | None:
         """Dropout mask of positions start .. stop - 1 of the global batch or of a label pool.
 
@@ -106,7 +112,13 @@ class MethodContext:
         return keep_BD
 
     def keep_factors(
-        self, purpose: str, step: int, start: int, stop: int, width: int, rate: float
+        self,
+        purpose: str,
+        step: int,
+        start: int,
+        stop: int,
+        width: int,
+        rate: float,
     ) -> Tensor | None:
         """`keep_mask` as factors: 0 for what is dropped, 1 / (1 - rate) for what is kept."""
         keep = self.keep_mask(purpose, step, start, stop, width, rate)

@@ -144,7 +144,10 @@ class Dexml(DualEncoder):
         return {"cache": self.cache.vector_SD}
 
     def _loss_with_cache(
-        self, batch: Batch, positives: Ragged, cache: EmbeddingCache
+        self,
+        batch: Batch,
+        positives: Ragged,
+        cache: EmbeddingCache,
     ) -> CacheOutput:
         """Loss over the positives and the labels whose cached vectors have the largest gradients.
 
@@ -205,7 +208,12 @@ class Dexml(DualEncoder):
         return cache.hardest(gradient_SD, batch_pool.ids, self.config.cache_hard)
 
     def _dropped_total(
-        self, query_BD: Tensor, label_UD: Tensor, batch: Batch, positives: Ragged, pool: LabelPool
+        self,
+        query_BD: Tensor,
+        label_UD: Tensor,
+        batch: Batch,
+        positives: Ragged,
+        pool: LabelPool,
     ) -> Tensor:
         """This rank's sum of the configured loss, with dropout on the embeddings.
 
@@ -228,7 +236,12 @@ class Dexml(DualEncoder):
         """
         num_rows, width = vector_BD.shape
         keep_BD = self.context.keep_factors(
-            f"dropout {purpose}", step, first, first + num_rows, width, self.config.dropout
+            f"dropout {purpose}",
+            step,
+            first,
+            first + num_rows,
+            width,
+            self.config.dropout,
         )
         return vector_BD if keep_BD is None else vector_BD * keep_BD
 
@@ -242,7 +255,12 @@ class Dexml(DualEncoder):
         return LabelPool.of(partition, positives, hard)
 
     def _total(
-        self, query_GD: Tensor, column_UD: Tensor, batch: Batch, positives: Ragged, pool: LabelPool
+        self,
+        query_GD: Tensor,
+        column_UD: Tensor,
+        batch: Batch,
+        positives: Ragged,
+        pool: LabelPool,
     ) -> Tensor:
         """This rank's sum of the configured loss over its columns.
 
@@ -297,7 +315,10 @@ class EmbeddingCache:
     def __init__(self, context: MethodContext) -> None:
         self.partition: LabelPartition = context.partition
         self.vector_SD = torch.zeros(
-            self.partition.size, context.dim, dtype=context.dtype, device=context.device
+            self.partition.size,
+            context.dim,
+            dtype=context.dtype,
+            device=context.device,
         )
 
     def hardest(self, gradient_SD: Tensor, exclude: Int64Array, count: int) -> Int64Array:

@@ -74,7 +74,10 @@ def _text_vectors(context: MethodContext, head: Head) -> Tensor:
 
 
 def encoded_blocks(
-    context: MethodContext, ids: Int64Array, tokens_of: Callable[[Int64Array], Ragged], head: Head
+    context: MethodContext,
+    ids: Int64Array,
+    tokens_of: Callable[[Int64Array], Ragged],
+    head: Head,
 ) -> Iterator[tuple[Int64Array, Tensor]]:
     """Blocks of ids with the vectors of their texts, on every rank; collective.
 

@@ -102,7 +102,12 @@ class OneVsAll(Method):
         """Dropout by position in the global batch: a query has the same mask on every rank."""
         width = query_BD.shape[1]
         keep = self.context.keep_mask(
-            "dropout", batch.step, batch.start, batch.stop, width, self.dropout
+            "dropout",
+            batch.step,
+            batch.start,
+            batch.stop,
+            width,
+            self.dropout,
         )
         if keep is None:
             return query_BD

@@ -174,7 +174,10 @@ class Prime(Method):
         self.bundle_spec = BundleSpec(LabelSide(prototypes=self.network), cluster_state="clusters")
         size = context.partition.size
         self.centroid_SD = torch.zeros(
-            size, context.dim, dtype=context.dtype, device=context.device
+            size,
+            context.dim,
+            dtype=context.dtype,
+            device=context.device,
         )
         self.cluster_S = torch.zeros(size, dtype=torch.int64, device=context.device)
         self.draw_weight_L = _draw_weights(config, context)
@@ -236,7 +239,10 @@ class Prime(Method):
             hinge=config.regulariser_hinge,
         )
         return PrimeOutput(
-            total, divisor=1, query_vectors=query_BD.detach(), query_GD=query_GD.detach()
+            total,
+            divisor=1,
+            query_vectors=query_BD.detach(),
+            query_GD=query_GD.detach(),
         )
 
     def after_step(self, batch: Batch, output: StepOutput) -> None:
@@ -322,7 +328,10 @@ class Prime(Method):
         local_ids = torch.from_numpy(self.context.partition.to_local(label_ids))
         (local_U,) = to_device([local_ids], self.context.device)
         prototype_UD: Tensor = self.network(
-            text_UD, self.centroid_SD[local_U], self.cluster_S[local_U], keep
+            text_UD,
+            self.centroid_SD[local_U],
+            self.cluster_S[local_U],
+            keep,
         )
         return prototype_UD
 

@@ -248,7 +248,12 @@ class Unidec(Method):
         return _Pools(text_pool, LabelPool.of(partition, more_drawn, hard))
 
     def _psl(
-        self, query_GE: Tensor, column_UE: Tensor, batch: Batch, pool: LabelPool, balance: float
+        self,
+        query_GE: Tensor,
+        column_UE: Tensor,
+        batch: Batch,
+        pool: LabelPool,
+        balance: float,
     ) -> Tensor:
         # Labels of the pool that no query of the batch has are negatives only, and no anchors.
         is_positive = np.isin(pool.ids, batch.positives.values)

@@ -214,7 +214,10 @@ class VersionFolder:
         """Gives an int32 [num_query_ids, width] file of -1, to be filled in the block."""
         with storage.whole_file(self.path / _SHORTLIST) as temporary:
             labels: ShortlistFile = np.lib.format.open_memmap(
-                temporary, mode="w+", dtype=np.int32, shape=(num_query_ids, width)
+                temporary,
+                mode="w+",
+                dtype=np.int32,
+                shape=(num_query_ids, width),
             )
             # Without reserved space, a full disk would end the process by a signal when the map is
             # written.
@@ -365,7 +368,10 @@ class Ledger:
         return folder
 
     def _start_again(
-        self, folder: VersionFolder, names: Sequence[str], inputs: Mapping[str, str]
+        self,
+        folder: VersionFolder,
+        names: Sequence[str],
+        inputs: Mapping[str, str],
     ) -> None:
         """Starts the next attempt at a version with the query blocks that a checkpoint lists."""
         attempt = self._start(folder.version, folder.attempt + 1)

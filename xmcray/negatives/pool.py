@@ -69,7 +69,12 @@ class IndexCoordinator:
     """An actor that starts the searches of a published version, then merges and completes it."""
 
     def __init__(
-        self, run_id: str, corpus: CorpusSource, data: DataConfig, spec: RefreshSpec, nice: int
+        self,
+        run_id: str,
+        corpus: CorpusSource,
+        data: DataConfig,
+        spec: RefreshSpec,
+        nice: int,
     ) -> None:
         os.nice(nice)
         self.data = TrainingData(open_on_node(corpus), data)

@@ -27,7 +27,10 @@ class Publisher:
     """
 
     def __init__(
-        self, ledger: Ledger, index_rows: Callable[[], Tensor] | None, first_label: int
+        self,
+        ledger: Ledger,
+        index_rows: Callable[[], Tensor] | None,
+        first_label: int,
     ) -> None:
         self.ledger = ledger
         self.index_rows = index_rows

@@ -149,7 +149,11 @@ def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -
 
 
 def _merge_block(
-    labels: ShortlistFile, folder: VersionFolder, block: str, data: TrainingData, spec: RefreshSpec
+    labels: ShortlistFile,
+    folder: VersionFolder,
+    block: str,
+    data: TrainingData,
+    spec: RefreshSpec,
 ) -> None:
     """Fills the rows of one query block with the best labels that are allowed."""
     ids = folder.read_queries(block).ids
@@ -164,12 +168,19 @@ def _merge_block(
     score_BC = np.concatenate(shard_scores, axis=1)
     forbidden = [data.positives(ids), data.excluded(ids)]
     labels[ids] = best_allowed(
-        candidate_BC, score_BC, forbidden, data.num_labels, spec.negatives.hard
+        candidate_BC,
+        score_BC,
+        forbidden,
+        data.num_labels,
+        spec.negatives.hard,
     )
 
 
 def _cluster_queries(
-    folder: VersionFolder, blocks: list[str], num_query_ids: int, spec: RefreshSpec
+    folder: VersionFolder,
+    blocks: list[str],
+    num_query_ids: int,
+    spec: RefreshSpec,
 ) -> npt.NDArray[np.int32]:
     """Returns int32 [num_query_ids], the cluster of each collected query, -1 for others.
 

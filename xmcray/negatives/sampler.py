@@ -110,7 +110,10 @@ def gather_candidates(
 
 
 def capped_positives(
-    batch: Batch, cap: int, seed: int, unbiased: bool
+    batch: Batch,
+    cap: int,
+    seed: int,
+    unbiased: bool,
 ) -> tuple[Ragged, Float64Array | None]:
     """Draws at most `cap` positives of each query uniformly.
 
@@ -132,7 +135,10 @@ def capped_positives(
 
 
 def draw_from_rows(
-    rows: Ragged, count: int, generator: np.random.Generator, weight_T: Float64Array | None = None
+    rows: Ragged,
+    count: int,
+    generator: np.random.Generator,
+    weight_T: Float64Array | None = None,
 ) -> Ragged:
     """Draws at most `count` values of each row without replacement, and keeps them in their old
     order.

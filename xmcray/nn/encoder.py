@@ -156,7 +156,10 @@ class Encoder(nn.Module, abc.ABC):
         return []
 
     def remember(
-        self, folder: Path, num_texts: int, tokens_of: Callable[[Int64Array], Ragged]
+        self,
+        folder: Path,
+        num_texts: int,
+        tokens_of: Callable[[Int64Array], Ragged],
     ) -> None:
         """Passes the texts of the training to the encoder before the first step; collective.
 
@@ -186,7 +189,10 @@ class EncoderKind:
 
 
 def build_encoder(
-    config: EncoderConfig, tokenizer: TextTokenizer, token_counts: Int64Array | None, seed: int
+    config: EncoderConfig,
+    tokenizer: TextTokenizer,
+    token_counts: Int64Array | None,
+    seed: int,
 ) -> Encoder:
     """The encoder a training run starts from.
 
@@ -270,7 +276,10 @@ def principal_axes(centred_VH: Tensor, dim: int) -> Tensor:
 
 
 def _build_static(
-    config: EncoderConfig, tokenizer: TextTokenizer, token_counts: Int64Array | None, seed: int
+    config: EncoderConfig,
+    tokenizer: TextTokenizer,
+    token_counts: Int64Array | None,
+    seed: int,
 ) -> Encoder:
     from xmcray.nn.static import StaticEncoder  # it is built on this file
 

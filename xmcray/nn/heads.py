@@ -97,7 +97,11 @@ class TwoHeads(Head):
     kind = "unidec"
 
     def __init__(
-        self, dim: int, head_dim: int, answer_by: str = "both", text_share: float = 0.5
+        self,
+        dim: int,
+        head_dim: int,
+        answer_by: str = "both",
+        text_share: float = 0.5,
     ) -> None:
         super().__init__(dim)
         self.head_dim = head_dim

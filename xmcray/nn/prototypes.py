@@ -57,7 +57,11 @@ class PrototypeNetwork(nn.Module):
         return ["bank.weight"]
 
     def forward(
-        self, text_UD: Tensor, centroid_UD: Tensor, cluster_U: Tensor, keep: Tensor | None = None
+        self,
+        text_UD: Tensor,
+        centroid_UD: Tensor,
+        cluster_U: Tensor,
+        keep: Tensor | None = None,
     ) -> Tensor:
         """Prototypes [U, D] of length 1.
 
@@ -88,7 +92,11 @@ class PrototypeNetwork(nn.Module):
 
 
 def move_centroids(
-    centroid_SD: Tensor, label_T: Tensor, query_GD: Tensor, query_T: Tensor, momentum: float
+    centroid_SD: Tensor,
+    label_T: Tensor,
+    query_GD: Tensor,
+    query_T: Tensor,
+    momentum: float,
 ) -> None:
     """c <- momentum c + (1 - momentum) h_q in place, once for each entry, in the order of the entries.
 

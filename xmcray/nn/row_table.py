@@ -271,7 +271,12 @@ class RowTable:
         return bits_BD.view(torch.float32).bfloat16()
 
     def _step(
-        self, where: Where, rows_BD: Tensor, grad_BD: Tensor, lr: float, decay: float = 1.0
+        self,
+        where: Where,
+        rows_BD: Tensor,
+        grad_BD: Tensor,
+        lr: float,
+        decay: float = 1.0,
     ) -> None:
         """The update of a block of rows, and of their state; in place if `where` is a slice.
 
@@ -305,7 +310,12 @@ class RowTable:
             self.last_step_S.index_fill_(0, where, self.num_steps)
 
     def _adam(
-        self, where: Where, rows_BD: Tensor, grad_BD: Tensor, lr: float, state: Mapping[str, Tensor]
+        self,
+        where: Where,
+        rows_BD: Tensor,
+        grad_BD: Tensor,
+        lr: float,
+        state: Mapping[str, Tensor],
     ) -> None:
         """Adam with the bias correction of each row's own number of touches."""
         config = self.config
@@ -410,7 +420,10 @@ def _put(tensor: Tensor, where: Where, rows: Tensor) -> None:
 
 
 def sum_by_row(
-    ids_T: Tensor, source_T: Tensor, dense_BD: Tensor, weight_T: Tensor | None = None
+    ids_T: Tensor,
+    source_T: Tensor,
+    dense_BD: Tensor,
+    weight_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Adds up the vectors of each row in the order of the entries: equal bits on every call.
 

@@ -151,7 +151,11 @@ class StaticEncoder(Encoder):
         return tokens, nothing, nothing
 
     def _weights(
-        self, token_T: Tensor, place_T: Tensor, first_R: Tensor, second_R: Tensor
+        self,
+        token_T: Tensor,
+        place_T: Tensor,
+        first_R: Tensor,
+        second_R: Tensor,
     ) -> Tensor:
         """The weight of each table row of each text.
 
@@ -245,7 +249,12 @@ class _WeightedBag(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, table_VD: Tensor, row_T: Tensor, start_B: Tensor, text_T: Tensor, weight_T: Tensor
+        ctx: Any,
+        table_VD: Tensor,
+        row_T: Tensor,
+        start_B: Tensor,
+        text_T: Tensor,
+        weight_T: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(row_T, text_T, weight_T)
         ctx.shape = table_VD.shape
@@ -257,7 +266,11 @@ class _WeightedBag(torch.autograd.Function):
         ids_U, sum_UD = sum_by_row(row_T, text_T, grads[0], weight_T)
         # The ids are distinct and sorted, which `is_coalesced` promises without a check.
         grad_VD = torch.sparse_coo_tensor(
-            ids_U[None], sum_UD, ctx.shape, is_coalesced=True, check_invariants=False
+            ids_U[None],
+            sum_UD,
+            ctx.shape,
+            is_coalesced=True,
+            check_invariants=False,
         )
         return grad_VD, None, None, None, None
 

@@ -130,7 +130,10 @@ class TransformerEncoder(Encoder):
         return self
 
     def remember(
-        self, folder: Path, num_texts: int, tokens_of: Callable[[Int64Array], Ragged]
+        self,
+        folder: Path,
+        num_texts: int,
+        tokens_of: Callable[[Int64Array], Ragged],
     ) -> None:
         """A frozen transformer encodes each text of the training once."""
         if self.frozen:
@@ -463,7 +466,9 @@ def find(name: str) -> Path:
 
 
 def open_model(
-    folder: Path, error_type: type[ConfigError | BundleError], dropout: float | None = None
+    folder: Path,
+    error_type: type[ConfigError | BundleError],
+    dropout: float | None = None,
 ) -> TransformerEncoder:
     """Reads the model and the sentence-transformers parts of a folder.
 

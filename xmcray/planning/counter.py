@@ -88,7 +88,11 @@ class Counter(TorchDispatchMode):
         self.operations.append(Operation(kind=kind, moved_bytes=moved_bytes, **sizes))
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs one operation; called by torch."""
         start = time.thread_time()

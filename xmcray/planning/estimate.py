@@ -191,7 +191,10 @@ def _on_line(few: Any, more: Any, distance: float) -> Any:
 
 
 def _worker_bytes(
-    config: RunConfig, data: DataSize, rates: Rates, traced: Trace
+    config: RunConfig,
+    data: DataSize,
+    rates: Rates,
+    traced: Trace,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of one worker by part, on its device and in its process."""
     num_query_ids = data.num_train + (data.num_labels if config.data.augment_with_labels else 0)
@@ -234,7 +237,11 @@ def _epochs(config: RunConfig) -> int:
 
 
 def _run_seconds(
-    config: RunConfig, data: DataSize, rates: Rates, workers: int, traced: Trace
+    config: RunConfig,
+    data: DataSize,
+    rates: Rates,
+    workers: int,
+    traced: Trace,
 ) -> dict[str, float]:
     """Seconds of everything that is larger than a step."""
     log = config.log
@@ -260,7 +267,12 @@ def _run_seconds(
 
 
 def _refresh_seconds(
-    config: RunConfig, data: DataSize, rates: Rates, workers: int, dim: int, training_s: float
+    config: RunConfig,
+    data: DataSize,
+    rates: Rates,
+    workers: int,
+    dim: int,
+    training_s: float,
 ) -> dict[str, float]:
     """Seconds of a version of the negatives, while an epoch trains; nothing without versions."""
     if not config.negatives.refreshed:
@@ -285,7 +297,11 @@ def _refresh_seconds(
 
 
 def _validation_s(
-    config: RunConfig, data: DataSize, rates: Rates, workers: int, traced: Trace
+    config: RunConfig,
+    data: DataSize,
+    rates: Rates,
+    workers: int,
+    traced: Trace,
 ) -> float:
     """Held-out queries against all labels; a method may answer with encoded label texts."""
     num_queries = data.num_train * config.data.validation

@@ -70,7 +70,11 @@ def _needed(needs: str, parts: dict[str, int], limit_bytes: int) -> str:
 
 
 def _changes(
-    planned: Plan, config: RunConfig, data: DataSize, rates: Rates, memory_bytes: int | None
+    planned: Plan,
+    config: RunConfig,
+    data: DataSize,
+    rates: Rates,
+    memory_bytes: int | None,
 ) -> Iterator[str]:
     """Changes with each of which a worker fits."""
     parts = planned.worker_parts

@@ -90,7 +90,11 @@ class Refresh:
 
 
 def shared_cores_s(
-    work_s: float, epoch_s: float, rates: Rates, workers: int, niceness: int
+    work_s: float,
+    epoch_s: float,
+    rates: Rates,
+    workers: int,
+    niceness: int,
 ) -> float:
     """Seconds that an actor's work takes on the cores that trainers leave, until those wait for it.
 

@@ -117,7 +117,12 @@ class _Rank:
             encoder = planned_encoder(config.encoder, size.vocab_size, on_gpu)
             self.encoder = encoder.to(config.optim.dtype)
             setup = assemble(
-                config, data, self.encoder, META, self.partition, self._encode_without_graph
+                config,
+                data,
+                self.encoder,
+                META,
+                self.partition,
+                self._encode_without_graph,
             )
         self.method = setup.method
         self.stepper = setup.stepper

@@ -19,7 +19,9 @@ from xmcray.ray_adapter.switches import UNPICKLING
 
 
 def start_ray(
-    num_cpus: int | None = None, object_store_bytes: int | None = None, dashboard: bool = False
+    num_cpus: int | None = None,
+    object_store_bytes: int | None = None,
+    dashboard: bool = False,
 ) -> bool:
     """Joins the cluster in RAY_ADDRESS, or starts a local one. Does nothing in a process that is
     connected.

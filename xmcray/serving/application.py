@@ -88,7 +88,11 @@ def build(args: Mapping[str, Any], address: Address | None = None) -> Applicatio
             searcher = _deployment(config, SearcherDeployment, f"Searcher{i}")
             searchers.append(searcher.bind(config, coordinator, ShardSubset(i, count)))
     application: Application = _ingress(config, address).bind(
-        config, coordinator, encoder, searchers, address
+        config,
+        coordinator,
+        encoder,
+        searchers,
+        address,
     )
     return application
 
@@ -215,7 +219,10 @@ class SearcherDeployment(_FollowingReplica):
     """Searches a subset of the index shards."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: ServeConfig, coordinator: Handle, subset: ShardSubset
+        self,
+        config: ServeConfig,
+        coordinator: Handle,
+        subset: ShardSubset,
     ) -> None:
         find = functools.partial(find_hits, max_tokens=config.max_tokens, subset=subset)
         thread = ThreadPoolExecutor(1, "search")
@@ -233,7 +240,10 @@ class SearcherDeployment(_FollowingReplica):
         snapshot = await self._follower.referenced(reference, self._config.deadline_ms / 1000)
         search = PendingSearch(snapshot, request, k, query_BD)
         return await self._batcher.run(
-            search.batch_key, len(request.texts), search, search.num_answers
+            search.batch_key,
+            len(request.texts),
+            search,
+            search.num_answers,
         )
 
 

@@ -72,7 +72,10 @@ class SnapshotCoordinator(SnapshotSource):
             await asyncio.to_thread(model.snapshot.probe, model.snapshot.probes)
 
     async def follow(
-        self, replica: str, states: Mapping[str, ReplicaState], wait_s: float
+        self,
+        replica: str,
+        states: Mapping[str, ReplicaState],
+        wait_s: float,
     ) -> dict[str, Update]:
         """The updates that a replica lacks, as soon as there are any; none after `wait_s`.
 
@@ -147,10 +150,18 @@ class SnapshotCoordinator(SnapshotSource):
             )
         seconds = round(time.monotonic() - begin, 3)
         log.info(
-            "model %s: %.12s replaced %.12s in %.1f s", model.name, version, old.version, seconds
+            "model %s: %.12s replaced %.12s in %.1f s",
+            model.name,
+            version,
+            old.version,
+            seconds,
         )
         return schema.SwapResponse(
-            model=model.name, previous=old.version, version=version, recall=recall, seconds=seconds
+            model=model.name,
+            previous=old.version,
+            version=version,
+            recall=recall,
+            seconds=seconds,
         )
 
     async def _switch(self, model: _ServedModel, request: schema.SwapRequest) -> float:
@@ -163,7 +174,11 @@ class SnapshotCoordinator(SnapshotSource):
         floor = self._config.recall_floor if request.recall_floor is None else request.recall_floor
         # Before replicas load it: a wrong bundle costs them nothing.
         recall = await asyncio.to_thread(
-            check_successor, model.snapshot, snapshot, request.version, floor
+            check_successor,
+            model.snapshot,
+            snapshot,
+            request.version,
+            floor,
         )
         old = model.decision
         await self._decide(model, Decision(old.bundle, old.version, (bundle, version)))
@@ -201,7 +216,10 @@ class SnapshotCoordinator(SnapshotSource):
         with _refusing():
             version = await asyncio.to_thread(write_compacted, snapshot, out, self._config.threads)
         return schema.CompactResponse(
-            model=name, bundle=out, version=version, label_log=snapshot.number
+            model=name,
+            bundle=out,
+            version=version,
+            label_log=snapshot.number,
         )
 
     async def metrics_text(self) -> str:

@@ -79,7 +79,11 @@ async def local_gateway(config: ServeConfig) -> AsyncIterator[LocalGateway]:
 
 
 def serve_local(
-    config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]
+    config: ServeConfig,
+    host: str,
+    port: int,
+    grpc_port: int,
+    ready: Callable[[str], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT; see `run.serve_forever`."""
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # uvloop where it is installed
@@ -87,7 +91,11 @@ def serve_local(
 
 
 async def _serve(
-    config: ServeConfig, host: str, port: int, grpc_port: int, ready: Callable[[str], None]
+    config: ServeConfig,
+    host: str,
+    port: int,
+    grpc_port: int,
+    ready: Callable[[str], None],
 ) -> None:
     stop = asyncio.Event()
     async with local_gateway(config) as gateway:
@@ -106,7 +114,10 @@ async def _serve(
 
 @contextlib.asynccontextmanager
 async def listening(
-    gateway: Gateway, host: str, port: int, grpc_port: int
+    gateway: Gateway,
+    host: str,
+    port: int,
+    grpc_port: int,
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Answers HTTP and, if a port is given, gRPC in this process; yields the server's task.
 

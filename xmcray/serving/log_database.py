@@ -252,5 +252,9 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     # A writer does not wait for readers outside: they only put off that the WAL is emptied.
     timeout_s = 5.0 if mode == "ro" else 0.0
     return sqlite3.connect(
-        uri, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
+        uri,
+        uri=True,
+        timeout=timeout_s,
+        isolation_level=None,
+        check_same_thread=False,
     )

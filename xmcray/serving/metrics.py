@@ -53,7 +53,10 @@ class ServingMetrics:
             registry=registry,
         )
         self.texts = Counter(
-            "xmcray_texts", "Texts that were searched for.", ["model"], registry=registry
+            "xmcray_texts",
+            "Texts that were searched for.",
+            ["model"],
+            registry=registry,
         )
         self.working = Gauge(
             "xmcray_requests_in_flight", "Requests that are being worked on.", registry=registry
@@ -71,7 +74,10 @@ class ServingMetrics:
             registry=registry,
         )
         self.labels = Gauge(
-            "xmcray_labels", "Labels that can be answered.", ["model"], registry=registry
+            "xmcray_labels",
+            "Labels that can be answered.",
+            ["model"],
+            registry=registry,
         )
 
     def update(self, models: Sequence[Model]) -> None:

@@ -71,7 +71,11 @@ class MicroBatcher(Generic[Item, Result]):
             Exception: whatever the function raises for this item alone.
         """
         entry: _Entry[Item, Result] = _Entry(
-            key, num_texts, num_answers, item, time.monotonic() + num_answers / ANSWERS_PER_S
+            key,
+            num_texts,
+            num_answers,
+            item,
+            time.monotonic() + num_answers / ANSWERS_PER_S,
         )
         with self._lock:
             self._queue.append(entry)

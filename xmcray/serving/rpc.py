@@ -62,7 +62,9 @@ async def search(gateway: Gateway, request: SearchRequest, context: Any) -> Sear
 
 
 async def _search(
-    gateway: Gateway, request: SearchRequest, metadata: dict[str, str]
+    gateway: Gateway,
+    request: SearchRequest,
+    metadata: dict[str, str],
 ) -> schema.SearchResponse:
     if not gateway.tokens.accept(metadata.get("authorization")):
         raise ProblemError("unauthorized", "expected metadata `authorization: Bearer TOKEN`")

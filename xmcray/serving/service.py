@@ -107,7 +107,10 @@ class Service:
     """
 
     def __init__(
-        self, config: ServeConfig, served: SnapshotSource, backend: SearchBackend | None = None
+        self,
+        config: ServeConfig,
+        served: SnapshotSource,
+        backend: SearchBackend | None = None,
     ) -> None:
         self.config = config
         self.served = served
@@ -148,7 +151,10 @@ class Service:
             if self._backend is None:
                 search = PendingSearch(snapshot, request, k)
                 results = await self._batcher.run(
-                    search.batch_key, len(request.texts), search, search.num_answers
+                    search.batch_key,
+                    len(request.texts),
+                    search,
+                    search.num_answers,
                 )
             else:
                 hits = await self._find(self._backend, snapshot, request, k)
@@ -225,7 +231,11 @@ class Service:
         return schema.ModelsResponse(models=models)
 
     async def _find(
-        self, backend: SearchBackend, snapshot: Snapshot, request: schema.SearchRequest, k: int
+        self,
+        backend: SearchBackend,
+        snapshot: Snapshot,
+        request: schema.SearchRequest,
+        k: int,
     ) -> SearchHits:
         """Searches in the composed mode."""
         if snapshot.retriever.query_encoder.is_static:
@@ -245,13 +255,21 @@ class Service:
         return all_results
 
     def _results(
-        self, snapshot: Snapshot, request: schema.SearchRequest, k: int, hits: SearchHits
+        self,
+        snapshot: Snapshot,
+        request: schema.SearchRequest,
+        k: int,
+        hits: SearchHits,
     ) -> list[schema.Result]:
         self._refuse_truncated(hits.truncated)
         retriever = snapshot.view(request.filter)
         memory = snapshot.memory_config(request.memory)
         all_labels = retriever.name_answers(
-            hits.neighbours, k, memory=memory, explain=request.explain, texts=request.texts
+            hits.neighbours,
+            k,
+            memory=memory,
+            explain=request.explain,
+            texts=request.texts,
         )
         results = []
         for labels, truncated in zip(all_labels, hits.truncated, strict=True):
@@ -339,7 +357,9 @@ def _pinned(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def find_hits(
-    searches: Sequence[PendingSearch], max_tokens: int, subset: ShardSubset = ALL_SHARDS
+    searches: Sequence[PendingSearch],
+    max_tokens: int,
+    subset: ShardSubset = ALL_SHARDS,
 ) -> list[SearchHits]:
     """Searches for a batch of requests with equal keys; texts without vectors are encoded here.
 
@@ -378,7 +398,9 @@ def find_hits(
 
 
 def _answers(
-    labels: Sequence[FoundLabel], snapshot: Snapshot, fields: set[schema.FieldName]
+    labels: Sequence[FoundLabel],
+    snapshot: Snapshot,
+    fields: set[schema.FieldName],
 ) -> list[schema.Answer]:
     """One text's labels with the fields that the request names."""
     has_votes_alone = snapshot.retriever.settings.predictor["kind"] == "memory"

@@ -67,7 +67,10 @@ class StateFolder:
         """Opens the log; see `LabelLog`."""
         upload_url = f"{self._upload.rstrip('/')}/{self._name}" if self._upload else None
         return LabelLog(
-            self._path / "labels", self._model, start_after=start_after, upload_url=upload_url
+            self._path / "labels",
+            self._model,
+            start_after=start_after,
+            upload_url=upload_url,
         )
 
 

@@ -161,7 +161,11 @@ def load_weights(checkpoint: Checkpoint, stepper: Stepper, partition: LabelParti
     _load_modules(checkpoint.path, stepper)
     for name, table in stepper.method.tables.items():
         for first, tensors in row_blocks(
-            checkpoint.path, name, partition.start, partition.stop, only="weight"
+            checkpoint.path,
+            name,
+            partition.start,
+            partition.stop,
+            only="weight",
         ):
             with _readable(checkpoint.path):
                 weight = tensors["weight"]
@@ -194,7 +198,11 @@ def collected(checkpoint: Checkpoint) -> list[dict[str, np.ndarray[Any, Any]]]:
 
 
 def row_blocks(
-    path: Path, name: str, start: int, stop: int, only: str | None = None
+    path: Path,
+    name: str,
+    start: int,
+    stop: int,
+    only: str | None = None,
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Rows start .. stop - 1 of a table or of the method's state, a file at a time.
 

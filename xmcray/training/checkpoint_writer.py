@@ -72,7 +72,11 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, folder: Path, stepper: Stepper, partition: LabelPartition, keep: int
+        self,
+        folder: Path,
+        stepper: Stepper,
+        partition: LabelPartition,
+        keep: int,
     ) -> None:
         self._folder = folder
         self._stepper = stepper

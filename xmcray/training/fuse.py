@@ -36,7 +36,11 @@ from xmcray.types import Float32Array, Int64Array, Ragged
 
 # By these the candidates are found among which weights are chosen.
 ALL_PARTS = PartsConfig(
-    memory=1.0, words=1.0, texts=1.0, memory_keys=MEMORY_KEYS, word_keys=max(WORD_KEYS)
+    memory=1.0,
+    words=1.0,
+    texts=1.0,
+    memory_keys=MEMORY_KEYS,
+    word_keys=max(WORD_KEYS),
 )
 _SETTINGS = "settings.json"
 _CHUNK = 1024  # held-out queries that are encoded at once

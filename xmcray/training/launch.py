@@ -119,7 +119,10 @@ def train(
 
 
 def clipped(
-    config: RunConfig, num_train: int, num_labels: int, num_without_text: int = 0
+    config: RunConfig,
+    num_train: int,
+    num_labels: int,
+    num_without_text: int = 0,
 ) -> Iterator[str]:
     """Yields a warning for each setting that exceeds what the corpus has; training then takes what
     is there.
@@ -212,7 +215,9 @@ def _train_one(run: Run, corpus: Corpus, watch: FitContext) -> None:
 
 
 def train_here(
-    run: Run, corpus: Corpus, on_step: Callable[[int], None] | None = None
+    run: Run,
+    corpus: Corpus,
+    on_step: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Trains in this process, without Ray; the index is built in a thread."""
     cluster = run.config.cluster

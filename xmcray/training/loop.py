@@ -166,10 +166,16 @@ class Loop:
             setup.partition.start,
         )
         self.checkpoints = CheckpointWriter(
-            run.checkpoints, setup.stepper, setup.partition, run.config.log.keep
+            run.checkpoints,
+            setup.stepper,
+            setup.partition,
+            run.config.log.keep,
         )
         self.batches = BatchPrefetcher(
-            setup.sampler, collectives.rank(), collectives.num_ranks(), self.last_step
+            setup.sampler,
+            collectives.rank(),
+            collectives.num_ranks(),
+            self.last_step,
         )
         self.records = Records(run.path / "metrics.jsonl", on_record)
 
@@ -312,7 +318,10 @@ class Loop:
         if not len(self.setup.data.validation_rows):
             return
         metrics = validate(
-            self.setup.stepper.encoder, self.setup.method, self.setup.data, self.setup.partition
+            self.setup.stepper.encoder,
+            self.setup.method,
+            self.setup.data,
+            self.setup.partition,
         )
         if collectives.rank() == 0:
             epoch = (step - 1) // self.steps_per_epoch

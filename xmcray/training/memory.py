@@ -57,7 +57,10 @@ def memory_bundle(
     model, head = open_encoder(encoder, corpus)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     query_encoder = QueryEncoder(
-        model.to(device), head.to(device), corpus.tokenizer(), normalised=True
+        model.to(device),
+        head.to(device),
+        corpus.tokenizer(),
+        normalised=True,
     )
     encode = _CountingEncoder(query_encoder, progress)
     blocks = _label_blocks(corpus.card.num_labels)

@@ -116,7 +116,10 @@ def searcher(retriever: Retriever, corpus: Corpus, split: str, exact: bool = Fal
     def search(rows: Int64Array) -> TopLabels:
         texts_or_tokens = queries.texts(rows) if retriever.needs_texts else queries.tokens(rows)
         return retriever.top_labels(
-            texts_or_tokens, width, exclude=queries.filters(rows), exact=exact
+            texts_or_tokens,
+            width,
+            exclude=queries.filters(rows),
+            exact=exact,
         )
 
     return search
@@ -158,7 +161,10 @@ def check_fits(retriever: Retriever, corpus: Corpus) -> None:
 
 
 def finish(
-    run: Run, corpus: Corpus, evaluate_test: bool = True, progress: Progress | None = None
+    run: Run,
+    corpus: Corpus,
+    evaluate_test: bool = True,
+    progress: Progress | None = None,
 ) -> Evaluation | None:
     """Writes RUN/bundle, RUN/metrics.json if there is a test split, and RUN/report.html."""
     bundle = bundle_of(run, corpus)

@@ -193,7 +193,10 @@ def _words(each: Resources) -> str:
 
 
 def _index_options(
-    cluster: ClusterConfig, nodes: Nodes, num_shards: int, use_gpu: bool
+    cluster: ClusterConfig,
+    nodes: Nodes,
+    num_shards: int,
+    use_gpu: bool,
 ) -> dict[str, Any]:
     """Returns the options of index actors. Each has a GPU if the workers leave as many as there are
     actors.

@@ -58,7 +58,11 @@ class BatchPrefetcher:
         key = (step, version)
         if key not in self._pending:
             self._pending[key] = self._thread.submit(
-                self._sampler.batch, step, self._rank, self._num_ranks, clusters
+                self._sampler.batch,
+                step,
+                self._rank,
+                self._num_ranks,
+                clusters,
             )
         return self._pending[key]
 

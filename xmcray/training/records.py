@@ -94,7 +94,9 @@ def following(path: Path, on_record: Callable[[Record], None]) -> Iterator[None]
 
 @contextlib.contextmanager
 def tailing(
-    path: Path, on_record: Callable[[Record], None], num_seen: int | None = None
+    path: Path,
+    on_record: Callable[[Record], None],
+    num_seen: int | None = None,
 ) -> Iterator[None]:
     """Calls `on_record`, in a thread, for each record that is added while the block runs.
 
@@ -116,7 +118,10 @@ def tailing(
 
 
 def _tail(
-    path: Path, on_record: Callable[[Record], None], num_seen: int, stop: threading.Event
+    path: Path,
+    on_record: Callable[[Record], None],
+    num_seen: int,
+    stop: threading.Event,
 ) -> None:
     """Calls `on_record` for each record after the first ones, until `stop`, and then once more."""
     last_size = -1

@@ -149,7 +149,10 @@ class RunConfig:
 
     @classmethod
     def resolve(
-        cls, method_name: str, values: Mapping[str, Any], overrides: Sequence[str] = ()
+        cls,
+        method_name: str,
+        values: Mapping[str, Any],
+        overrides: Sequence[str] = (),
     ) -> RunConfig:
         """A configuration from YAML values and dotted overrides.
 

@@ -23,7 +23,10 @@ _K = 10  # the largest k of these metrics
 
 
 def validate(
-    encoder: Encoder, method: Method, data: TrainingData, partition: LabelPartition
+    encoder: Encoder,
+    method: Method,
+    data: TrainingData,
+    partition: LabelPartition,
 ) -> dict[str, float]:
     """Metrics on `data.validation_rows`; collective, the same result on every rank."""
     label_SD = method.answer_rows()

@@ -285,7 +285,10 @@ def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
         query_BD = held_out.query_BD[start:stop]
         excluded = held_out.excluded.slice(start, stop)
         labels = held_out.retriever.find_neighbours(
-            query_BD, held_out.k, scope=SearchScope(exclude=excluded), memory=labels_only
+            query_BD,
+            held_out.k,
+            scope=SearchScope(exclude=excluded),
+            memory=labels_only,
         ).labels
         neighbours = Neighbours(memory.rows.search(query_BD, width, names=names), labels)
         results = sweep(
@@ -343,7 +346,10 @@ def _sweep_fusion(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
         factors = np.array([text_factor, row_factor], np.float32)
         query_BD = held_out.query_BD * np.repeat(factors, head.head_dim)
         top = held_out.retriever.top_labels(
-            query_BD, held_out.k, exclude=held_out.excluded, exact=True
+            query_BD,
+            held_out.k,
+            exclude=held_out.excluded,
+            exact=True,
         )
         measured.append(MeasuredSetting(values, held_out.measure(top)))
     return measured

@@ -90,7 +90,11 @@ class OptunaProposals(Proposals):
     """
 
     def __init__(
-        self, space: Space, seed: int, check: Check, past: Iterable[tuple[Values, float | None]]
+        self,
+        space: Space,
+        seed: int,
+        check: Check,
+        past: Iterable[tuple[Values, float | None]],
     ) -> None:
         super().__init__(space, check)
         self._optuna = _import_optuna()
@@ -148,7 +152,10 @@ class OptunaProposals(Proposals):
             step = round(distribution.step) or 1
             return kinds.IntDistribution(low, high, log=distribution.log, step=step)
         return kinds.FloatDistribution(
-            low, high, log=distribution.log, step=distribution.step or None
+            low,
+            high,
+            log=distribution.log,
+            step=distribution.step or None,
         )
 
     def _encoded(self, name: str, value: Any) -> Any:

@@ -64,7 +64,12 @@ class _Line:
 
 
 def write_report(
-    path: Path, title: str, metric: str, space: Space, trials: Sequence[Trial], notes: str = ""
+    path: Path,
+    title: str,
+    metric: str,
+    space: Space,
+    trials: Sequence[Trial],
+    notes: str = "",
 ) -> None:
     """Writes the page, whole or not at all.
 
@@ -87,7 +92,16 @@ def write_report(
         shown=shown,
         shares=importance(space, trials),
         frame=Frame(
-            0, len(space), 0, 1, width=1080, height=380, left=90, right=990, top=20, base=324
+            0,
+            len(space),
+            0,
+            1,
+            width=1080,
+            height=380,
+            left=90,
+            right=990,
+            top=20,
+            base=324,
         ),
         axes=_axes(metric, space, scores),
         lines=_lines(metric, space, trials, scores),
@@ -132,7 +146,9 @@ def shown(value: Value) -> str:
 
 
 def _explained_variance(
-    distribution: Distribution, values: Sequence[Value], score_N: Float64Array
+    distribution: Distribution,
+    values: Sequence[Value],
+    score_N: Float64Array,
 ) -> float:
     """Adjusted R squared of a least-squares fit of the scores to one setting."""
     if isinstance(distribution, Choice):
@@ -181,7 +197,10 @@ def _axes(metric: str, space: Space, scores: Sequence[float]) -> list[_Axis]:
 
 
 def _lines(
-    metric: str, space: Space, trials: Sequence[Trial], scores: Sequence[float]
+    metric: str,
+    space: Space,
+    trials: Sequence[Trial],
+    scores: Sequence[float],
 ) -> list[_Line]:
     """One line for each trial that has a score."""
     lines: list[_Line] = []

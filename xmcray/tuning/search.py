@@ -70,7 +70,11 @@ class Share:
 
 
 def run_sweep(
-    sweep: Sweep, num_trials: int, keep: int, cluster: ClusterConfig, on_end: OnEnd
+    sweep: Sweep,
+    num_trials: int,
+    keep: int,
+    cluster: ClusterConfig,
+    on_end: OnEnd,
 ) -> None:
     """Runs the trials below `num_trials` that have not ended.
 
@@ -299,7 +303,10 @@ class Guide(Searcher):
             self.problem = error
 
     def on_trial_complete(
-        self, trial_id: str, result: Mapping[str, Any] | None = None, error: bool = False
+        self,
+        trial_id: str,
+        result: Mapping[str, Any] | None = None,
+        error: bool = False,
     ) -> None:
         """Records that a trial has finished, was stopped, or failed."""
         number = self._running.pop(trial_id, None)

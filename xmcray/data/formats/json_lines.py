@@ -69,7 +69,10 @@ class RowParser:
     """
 
     def __init__(
-        self, fields: Fields, num_labels: int | None, label_rows: Callable[[], dict[str, int]]
+        self,
+        fields: Fields,
+        num_labels: int | None,
+        label_rows: Callable[[], dict[str, int]],
     ) -> None:
         self._fields = fields
         self._num_labels = num_labels
