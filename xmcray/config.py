@@ -38,8 +38,7 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """
     # Annotations are texts in modules that postpone them; this resolves them to types.
     hints = typing.get_type_hints(kind)
-    fields = dataclasses.fields(cast(Any, kind))
-    names = [field.name for field in fields]
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, kind))}
     # A renamed field stays in its section, a moved one has a full dotted name.
     renamed = getattr(kind, "RENAMED", {})
     new_names = {old_name: where + new_name for old_name, new_name in renamed.items()}
@@ -49,16 +48,15 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
         name = f"{where}{key}"
         if key in new_names:
             raise ConfigError(f"setting {name!r} is now called {new_names[key]!r}; rename it")
-        if key not in names:
-            choices = [where + field_name for field_name in names]
+        if key not in fields:
+            choices = [where + field_name for field_name in fields]
             raise ConfigError(unknown("setting", name, choices))
         arguments[key] = _convert(hints[key], value, name)
-    for field in fields:
-        if field.name in arguments:
-            continue
+    for name, field in fields.items():
         # A default can also come from a factory, as for a section.
-        if field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"setting {where + field.name!r} is required and was not given")
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and name not in arguments:
+            raise ConfigError(f"setting {where + name!r} is required and was not given")
     return kind(**arguments)
 
 
@@ -144,6 +142,7 @@ def load_yaml(source: str) -> dict[str, Any]:
 
 
 def _preset_text(name: str) -> str:
+    """The content of a preset."""
     files = _preset_files()
     if name not in files:
         raise ConfigError(unknown("preset", name, presets()))
@@ -208,21 +207,37 @@ def unknown(what: str, name: str, choices: Sequence[str]) -> str:
 def check_range(
     name: str,
     value: float,
-    low: float | None = None,
+    low: float,
     high: float | None = None,
 ) -> None:
     """Raises ConfigError unless low <= value <= high; NaN is in no range."""
-    bounds = []
-    is_inside = True
-    # Comparisons with NaN are false, so it is outside whichever bound is checked.
-    if low is not None:
-        bounds.append(f"at least {low:g}")
-        is_inside = low <= value
+    expected = f"at least {low:g}"
+    # Comparisons with NaN are false, so it is outside of every range.
+    is_inside = low <= value
     if high is not None:
-        bounds.append(f"at most {high:g}")
+        expected += f" and at most {high:g}"
         is_inside = is_inside and value <= high
     if not is_inside:
-        raise ConfigError(f"{name} is {value}, expected {' and '.join(bounds)}")
+        raise ConfigError(f"{name} is {value}, expected {expected}")
+
+
+def check_ranges(
+    settings: Any,
+    section: str = "",
+    /,
+    **bounds: float | tuple[float, float],
+) -> None:
+    """Raises ConfigError unless each of some fields lies within its bounds.
+
+    Args:
+        settings: an instance of a settings class.
+        section: dotted name of the section, for messages; "" leaves it out.
+        bounds: by name of the field, its lowest value, or its lowest and its highest one.
+    """
+    prefix = f"{section}." if section else ""
+    for name, bound in bounds.items():
+        low, high = bound if isinstance(bound, tuple) else (bound, None)
+        check_range(f"{prefix}{name}", getattr(settings, name), low, high)
 
 
 def check_decay(rate_name: str, lr: float, decay_name: str, weight_decay: float) -> None:
@@ -247,7 +262,11 @@ def check_choices(settings: Any, section: str = "") -> None:
     prefix = f"{section}." if section else ""
     for name, hint in typing.get_type_hints(type(settings)).items():
         if typing.get_origin(hint) is typing.Literal:
-            check_choice(f"{prefix}{name}", getattr(settings, name), typing.get_args(hint))
+            check_choice(
+                f"{prefix}{name}",
+                getattr(settings, name),
+                choices=typing.get_args(hint),
+            )
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
@@ -296,7 +315,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             raise ConfigError(f"{name} is {value!r}, expected a section with settings")
         return build(cast(type[Any], hint), value, f"{name}.")
     if origin is tuple:
-        items = value if isinstance(value, list | tuple) else [value]  # one item needs no brackets
+        # One item needs no brackets.
+        items = value if isinstance(value, list | tuple) else [value]
         return tuple(_convert(inner[0], item, name) for item in items)
     is_mapping = isinstance(origin, type) and issubclass(origin, Mapping)
     if is_mapping and isinstance(value, Mapping):

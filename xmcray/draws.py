@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-import numpy.typing as npt
 
-from xmcray.types import Int64Array
+from xmcray.types import BoolArray, Int64Array
 
 _WORDS_PER_BLOCK = 4  # a Philox block has 4 words of 64 bits
 _LANES_PER_BLOCK = 16  # a lane has 16 bits
@@ -49,7 +48,7 @@ def keep_mask(
     stop: int,
     width: int,
     rate: float,
-) -> npt.NDArray[np.bool_]:
+) -> BoolArray:
     """Dropout mask of global positions start .. stop - 1.
 
     A position has the same mask on every rank, because each has its own blocks of the stream.
@@ -73,7 +72,7 @@ def keep_mask(
     words = np.asarray(stream.random_raw(num_rows * blocks_per_row * _WORDS_PER_BLOCK))
     # Each word of 64 bits gives four lanes of 16 bits; the last block of a row may be too wide.
     lanes = words.view(np.uint16).reshape(num_rows, blocks_per_row * _LANES_PER_BLOCK)
-    kept: npt.NDArray[np.bool_] = lanes[:, :width] >= round(rate * _LANE_RANGE)
+    kept: BoolArray = lanes[:, :width] >= round(rate * _LANE_RANGE)
     return kept
 
 

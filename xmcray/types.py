@@ -26,11 +26,15 @@ if TYPE_CHECKING:  # code that only reads or writes a corpus does not import tor
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Int64Array:
     """int64 [rows + 1]: where each row starts in a flat array of rows of these lengths, and its end."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    first_start = np.zeros(1, np.int64)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.concatenate([first_start, ends])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,8 @@ class Ragged:
     def take(self, rows: Int64Array) -> Ragged:
         """The chosen rows in the chosen order; of memory-mapped values only these are read."""
         starts = np.asarray(self.offsets[rows], dtype=np.int64)
-        stops = np.asarray(self.offsets[np.asarray(rows) + 1], dtype=np.int64)
+        next_rows = np.asarray(rows) + 1
+        stops = np.asarray(self.offsets[next_rows], dtype=np.int64)
         lengths = stops - starts
         offsets = offsets_of(lengths)
         # A value at position p of the result lies at p + (start of its row here - there).
@@ -95,7 +100,9 @@ class Ragged:
         """Rows start .. stop - 1."""
         first = int(self.offsets[start])
         last = int(self.offsets[stop])
-        return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
+        # A row more than there are rows: the last offset is the end.
+        offsets = self.offsets[start : stop + 1]
+        return Ragged(self.values[first:last], offsets - first)
 
     @staticmethod
     def concatenate(parts: Sequence[Ragged]) -> Ragged:

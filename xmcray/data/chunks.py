@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from xmcray.data.formats import BadRow, RawFiles, Row
 from xmcray.data.shards import pack
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError
-from xmcray.types import Int64Array, Ragged, offsets_of
+from xmcray.types import BoolArray, Int64Array, Ragged, offsets_of
 
 MAX_PENDING = 500_000  # rejected rows of one chunk, which are in memory with their reasons
 SAMPLE_CHARACTERS = 2_000  # of one text, when the vocabulary is trained
@@ -271,7 +270,8 @@ def _filter_pairs(rows: pa.Table, filters: Int64Array) -> Int64Array:
         return NO_PAIRS
     # Pairs and rows of the chunk are both sorted by row of the raw file, so two searches find the
     # pairs of the chunk among those of the whole split.
-    first, last = np.searchsorted(filters[:, 0], [file_rows[0], file_rows[-1] + 1])
+    first = np.searchsorted(filters[:, 0], file_rows[0], side="left")
+    last = np.searchsorted(filters[:, 0], file_rows[-1], side="right")
     nearby = filters[first:last]
     places = np.searchsorted(file_rows, nearby[:, 0])
     # A rejected row has no place in the chunk, and its pairs go with it.
@@ -283,7 +283,7 @@ def _not_filtered(
     raw_positives: Ragged,
     pairs: Int64Array,
     num_labels: int,
-) -> npt.NDArray[np.bool_]:
+) -> BoolArray:
     """bool per raw positive: whether it is no filter pair."""
     # One number per (row, label) pair makes membership a single look-up. Neither array has a row
     # or label out of range, so no two pairs have the same number.
@@ -296,7 +296,7 @@ def _with_relevance(
     table: pa.Table,
     rows: pa.Table,
     raw_positives: Ragged,
-    keep: npt.NDArray[np.bool_],
+    keep: BoolArray,
     positives: Ragged,
 ) -> pa.Table:
     """`table` with the relevance of each remaining positive, if any row of the chunk has it."""
@@ -305,7 +305,11 @@ def _with_relevance(
         return table
     # In a row without relevance each positive counts as 1.
     values = np.ones(len(keep), np.float32)
-    is_graded = np.asarray(relevance.is_valid())
-    values[np.repeat(is_graded, raw_positives.lengths)] = np.asarray(relevance.flatten())
-    column = pa.LargeListArray.from_arrays(pa.array(positives.offsets), pa.array(values[keep]))
+    is_graded_row = np.asarray(relevance.is_valid())
+    is_graded = np.repeat(is_graded_row, raw_positives.lengths)
+    values[is_graded] = np.asarray(relevance.flatten())
+    column = pa.LargeListArray.from_arrays(
+        pa.array(positives.offsets),
+        pa.array(values[keep]),
+    )
     return table.append_column("relevance", column)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from xmcray.evaluation.metrics import Float64Array
 from xmcray.evaluation.pages import render
+from xmcray.types import Float64Array
 
 MAX_POINTS = 300  # a longer line is drawn as means over equal stretches
 MAX_LABELLED_BARS = 12  # with more bars, their values would overlap
@@ -93,12 +93,12 @@ def short_number(value: float) -> str:
     return f"{value:,.4g}"
 
 
-def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """About `count` round numbers within [low, high].
+def ticks(low: float, high: float) -> list[float]:
+    """About six round numbers within [low, high].
 
     They are 1, 2 or 5 times a power of ten apart.
     """
-    smallest_step = (high - low) / count
+    smallest_step = (high - low) / 6
     power = 10.0 ** math.floor(math.log10(smallest_step))
     # 0.999 and 1e-9 forgive rounding errors, so that a step or an end that fits exactly is kept.
     step = next(

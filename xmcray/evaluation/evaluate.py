@@ -17,13 +17,11 @@ from xmcray.evaluation.metrics import (
     F1_CUTOFF,
     MAIN_METRICS,
     SEGMENTS,
-    BoolArray,
-    Float64Array,
     Metrics,
     QueryValues,
     segment_range,
 )
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragged, TopLabels
 
 SEARCH_K = 100  # answers per query (R@100), clipped to the number of labels
 _INTERVAL = [0.025, 0.975]  # quantiles that leave 5 % out
@@ -201,7 +199,9 @@ def compare(
     Raises:
         DataError: the evaluations are of other queries or other propensities.
     """
-    if not np.array_equal(a.query_ids, b.query_ids) or (a.a, a.b) != (b.a, b.b):
+    same_queries = np.array_equal(a.query_ids, b.query_ids)
+    same_constants = (a.a, a.b) == (b.a, b.b)
+    if not same_queries or not same_constants:
         raise DataError(
             f"found {a.queries} and {b.queries} queries with propensity A, B = {a.a}, {a.b} and {b.a}, {b.b}, "
             "expected the same queries and constants; evaluate both on one corpus and split"
@@ -214,8 +214,16 @@ def compare(
     for name, (low, high), p_value in zip(MAIN_METRICS, intervals, p_values, strict=True):
         value_a = a.metrics[name]
         value_b = b.metrics[name]
-        difference = value_a - value_b
-        rows.append(ComparisonRow(name, value_a, value_b, difference, low, high, float(p_value)))
+        row = ComparisonRow(
+            name,
+            value_a,
+            value_b,
+            value_a - value_b,
+            low,
+            high,
+            float(p_value),
+        )
+        rows.append(row)
     return rows
 
 
@@ -349,15 +357,21 @@ def _index_recall(
     drawn = generator.choice(num_queries, min(sample, num_queries), replace=False)
     # Sorted, because neighbouring rows are read faster.
     rows = np.sort(drawn).astype(np.int64)
-    chunks = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
-    index_BK = np.concatenate([search(chunk_rows).ids for chunk_rows in chunks])
-    exact_BK = np.concatenate([exact(chunk_rows).ids for chunk_rows in chunks])
+    index_ids = []
+    exact_ids = []
+    for start in range(0, len(rows), chunk):
+        chunk_rows = rows[start : start + chunk]
+        index_ids.append(search(chunk_rows).ids)
+        exact_ids.append(exact(chunk_rows).ids)
+    index_BK = np.concatenate(index_ids)
+    exact_BK = np.concatenate(exact_ids)
     recall: dict[str, float] = {"queries": len(rows)}
     for k in (1, 10, 100):
         if k <= exact_BK.shape[1]:
             exact_pairs = _pairs(exact_BK[:, :k])
-            was_found = np.isin(exact_pairs, _pairs(index_BK[:, :k]))
-            recall[f"recall@{k}"] = int(was_found.sum()) / max(len(exact_pairs), 1)
+            index_pairs = _pairs(index_BK[:, :k])
+            num_hits = int(np.isin(exact_pairs, index_pairs).sum())
+            recall[f"recall@{k}"] = num_hits / max(len(exact_pairs), 1)
     return recall
 
 

@@ -22,13 +22,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from xmcray.errors import DataError
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
-
-Float64Array = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
+from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragged, TopLabels
 
 CUTOFFS = (1, 3, 5, 10)
 RECALL_CUTOFFS = (1, 3, 5, 10, 100)
@@ -165,7 +161,9 @@ class Metrics:
                 f"none of {self.left_out} queries has a positive left, expected at least one;"
                 " choose another split"
             )
-        values = {name: gain / self._divisors[name] for name, gain in self._gains.items()}
+        values = {}
+        for name, gain in self._gains.items():
+            values[name] = gain / self._divisors[name]
         # F1 = 2 TP / (2 TP + FP + FN), and 2 TP + FP + FN = answers + positives.
         # A label with neither is in no segment's mean; 1 keeps its division defined.
         answers_and_positives = np.maximum(self.answered + self.positives, 1)
@@ -192,6 +190,7 @@ class Metrics:
         return QueryValues(np.stack(gains, axis=1), np.stack(divisors, axis=1))
 
     def _check_labels(self, label_ids: Int64Array, what: str) -> None:
+        """Raises DataError for a label id that is not one of the L labels."""
         largest = label_ids.max(initial=-1)
         if largest >= self.num_labels:
             raise DataError(
@@ -258,8 +257,10 @@ class Metrics:
         place = truth.places
         width = max(CUTOFFS)
         ideal = np.zeros((len(truth), width))
-        first = place < width
-        ideal[truth.row_ids[first], place[first]] = weights[order][first]
+        is_first = place < width
+        rows = truth.row_ids[is_first]
+        sorted_weights = weights[order]
+        ideal[rows, place[is_first]] = sorted_weights[is_first]
         return ideal
 
     def _record(self, name: str, gains: Float64Array, best: Float64Array | None = None) -> None:

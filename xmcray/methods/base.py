@@ -86,7 +86,8 @@ class MethodContext:
             Vectors of the queries [B, D] and of the label texts [U, D], with a graph.
         """
         tokens = Ragged.concatenate([batch.tokens, self.label_tokens(label_ids)])
-        query_BD, label_UD = self.encode(tokens).split([len(batch.tokens), len(label_ids)])
+        sizes = [len(batch.tokens), len(label_ids)]
+        query_BD, label_UD = self.encode(tokens).split(sizes)
         return query_BD, label_UD
 
     def keep_mask(

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from xmcray.config import check_choices, check_range
+from xmcray.config import check_choices, check_ranges
 from xmcray.errors import ConfigError
 from xmcray.losses.bce import full_bce
 from xmcray.losses.softmax import decoupled_softmax, soft_top_k, softmax
@@ -76,13 +76,17 @@ class DexmlConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, "method")
-        check_range("method.hard_per_query", self.hard_per_query, low=1)
-        check_range("method.cache_hard", self.cache_hard, low=1)
-        check_range("method.num_positives", self.num_positives, low=0)
-        check_range("method.temperature", self.temperature, low=1e-4)
-        check_range("method.dropout", self.dropout, 0, 0.99)
-        check_range("method.top_k", self.top_k, low=1)
-        check_range("method.alpha", self.alpha, low=1e-3)
+        check_ranges(
+            self,
+            "method",
+            hard_per_query=1,
+            cache_hard=1,
+            num_positives=0,
+            temperature=1e-4,
+            dropout=(0, 0.99),
+            top_k=1,
+            alpha=1e-3,
+        )
 
 
 @dataclass(frozen=True, slots=True)

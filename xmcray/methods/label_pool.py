@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from xmcray.losses.pairs import Pairs
 from xmcray.parallel.partition import LabelPartition, share
-from xmcray.types import Int64Array, Ragged
-
-BoolArray = npt.NDArray[np.bool_]
+from xmcray.types import BoolArray, Int64Array, Ragged
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from xmcray import draws
-from xmcray.config import check_choices, check_range
+from xmcray.config import check_choices, check_ranges
 from xmcray.losses.bce import full_bce
 from xmcray.methods.base import BundleSpec, Method, MethodContext
 from xmcray.methods.initialisation import label_centroids
@@ -51,9 +51,13 @@ class OneVsAllConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, "method")
-        check_range("method.dropout", self.dropout, 0, 0.99)
-        check_range("method.init_std", self.init_std, low=0)
-        check_range("method.chunk_labels", self.chunk_labels, low=1)
+        check_ranges(
+            self,
+            "method",
+            dropout=(0, 0.99),
+            init_std=0,
+            chunk_labels=1,
+        )
 
 
 class OneVsAll(Method):

@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from xmcray import draws
-from xmcray.config import check_choices, check_range
+from xmcray.config import check_choices, check_ranges
 from xmcray.errors import ConfigError
 from xmcray.evaluation.metrics import inverse_propensity
 from xmcray.losses.pairs import Pairs
@@ -50,7 +49,7 @@ from xmcray.nn.prototypes import PrototypeNetwork, move_centroids
 from xmcray.parallel import collectives
 from xmcray.parallel.collectives import gather_parts, gather_rows
 from xmcray.parallel.transfers import to_device
-from xmcray.types import Batch, Int64Array, Ragged, Shortlist, StepOutput
+from xmcray.types import Batch, Float64Array, Int64Array, Ragged, Shortlist, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -105,19 +104,23 @@ class PrimeConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, "method")
-        check_range("method.num_positives", self.num_positives, low=1)
-        check_range("method.feed_forward", self.feed_forward, low=1)
-        check_range("method.hard_per_query", self.hard_per_query, low=1)
-        check_range("method.free_vectors", self.free_vectors, low=1)
-        check_range("method.num_negatives", self.num_negatives, low=0)
-        check_range("method.query_to_text", self.query_to_text, low=0)
-        check_range("method.text_to_query", self.text_to_query, low=0)
-        check_range("method.regulariser", self.regulariser, low=0)
-        check_range("method.gamma_min", self.gamma_min, low=0)
-        check_range("method.centroid_momentum", self.centroid_momentum, 0, 1)
-        check_range("method.dropout", self.dropout, 0, 0.99)
-        check_range("method.gamma_max", self.gamma_max, low=self.gamma_min)
-        check_range("method.weight_temperature", self.weight_temperature, low=1e-4)
+        check_ranges(
+            self,
+            "method",
+            num_positives=1,
+            feed_forward=1,
+            hard_per_query=1,
+            free_vectors=1,
+            num_negatives=0,
+            query_to_text=0,
+            text_to_query=0,
+            regulariser=0,
+            gamma_min=0,
+            centroid_momentum=(0, 1),
+            dropout=(0, 0.99),
+            gamma_max=self.gamma_min,
+            weight_temperature=1e-4,
+        )
         # A power of two has a single bit, and none is left when its lowest bit is cleared.
         if self.free_vectors & (self.free_vectors - 1):
             below = 1 << self.free_vectors.bit_length() - 1
@@ -369,7 +372,7 @@ class Prime(Method):
         return torch.cat(gathered)[context.partition.start : context.partition.stop]
 
 
-def _draw_weights(config: PrimeConfig, context: MethodContext) -> npt.NDArray[np.float64]:
+def _draw_weights(config: PrimeConfig, context: MethodContext) -> Float64Array:
     """float64 [L], weights that positives are drawn with."""
     corpus = context.data.corpus
     if config.positives == "uniform":

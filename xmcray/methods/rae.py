@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xmcray.config import check_range
+from xmcray.config import check_ranges
 from xmcray.losses.pairs import Pairs
 from xmcray.losses.softmax import decoupled_softmax
 from xmcray.methods.base import (
@@ -54,8 +54,12 @@ class RaeConfig:
     temperature: float = 0.04
 
     def __post_init__(self) -> None:
-        check_range("method.hard_per_query", self.hard_per_query, low=1)
-        check_range("method.temperature", self.temperature, low=1e-4)
+        check_ranges(
+            self,
+            "method",
+            hard_per_query=1,
+            temperature=1e-4,
+        )
 
 
 class Rae(DualEncoder):
@@ -145,7 +149,8 @@ def sharing_queries(positives: Ragged, start: int, stop: int) -> Pairs:
 
     # Queries that share several labels must give one pair: a pair is one number.
     width = max(stop - start, 1)
-    keys = np.unique(queries[positions] * width + np.repeat(own.row_ids, length))
+    column_queries = np.repeat(own.row_ids, length)
+    keys = np.unique(queries[positions] * width + column_queries)
     rows, columns = np.divmod(keys, width)
     return Pairs(torch.from_numpy(rows), torch.from_numpy(columns))
 

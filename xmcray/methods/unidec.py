@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xmcray.config import check_choices, check_range
+from xmcray.config import check_choices, check_ranges
 from xmcray.errors import ConfigError
 from xmcray.losses.psl import Normaliser, Picked, Reduction, pick_some_labels
 from xmcray.methods.base import (
@@ -93,17 +93,21 @@ class UnidecConfig:
     answer_by: Literal["both", "text", "classifier"] = "both"
 
     def __post_init__(self) -> None:
-        check_range("method.num_positives", self.num_positives, low=0)
-        check_range("method.hard_per_query", self.hard_per_query, low=0)
-        check_range("method.classifier_positives", self.classifier_positives, low=0)
-        check_range("method.head_dim", self.head_dim, low=0)
-        check_range("method.head_lr", self.head_lr, low=0)
-        check_range("method.init_std", self.init_std, low=0)
-        check_range("method.balance", self.balance, 0, 1)
-        check_range("method.balance_encoder", self.balance_encoder, 0, 1)
-        check_range("method.balance_classifier", self.balance_classifier, 0, 1)
-        check_range("method.temperature", self.temperature, low=1e-4)
-        check_range("method.dropout", self.dropout, 0, 0.99)
+        check_ranges(
+            self,
+            "method",
+            num_positives=0,
+            hard_per_query=0,
+            classifier_positives=0,
+            head_dim=0,
+            head_lr=0,
+            init_std=0,
+            balance=(0, 1),
+            balance_encoder=(0, 1),
+            balance_classifier=(0, 1),
+            temperature=1e-4,
+            dropout=(0, 0.99),
+        )
         check_choices(self, "method")
         if self.answer_by not in ("both", self.answers):
             raise ConfigError(

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from xmcray.config import check_choices, check_range
+from xmcray.config import check_choices, check_range, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +53,22 @@ class NegativesConfig:
     recall_queries: int = 200
 
     def __post_init__(self) -> None:
-        check_range("negatives.uniform", self.uniform, low=0)
-        check_range("negatives.uniform_epochs", self.uniform_epochs, low=0)
-        check_range("negatives.hard", self.hard, 0, 10_000)
-        check_range("negatives.cluster_size", self.cluster_size, low=0)
+        check_ranges(
+            self,
+            "negatives",
+            uniform=0,
+            uniform_epochs=0,
+            hard=(0, 10_000),
+            cluster_size=0,
+            start_epoch=2,
+            refresh_every=1,
+            curriculum=0,
+            wait_s=0,
+            max_age=1,
+            recall_queries=0,
+        )
         check_range("negatives.cluster_doubles", min(self.cluster_doubles, default=1), low=1)
-        check_range("negatives.start_epoch", self.start_epoch, low=2)
-        check_range("negatives.refresh_every", self.refresh_every, low=1)
-        check_range("negatives.curriculum", self.curriculum, low=0)
         check_choices(self, "negatives")
-        check_range("negatives.wait_s", self.wait_s, low=0)
-        check_range("negatives.max_age", self.max_age, low=1)
-        check_range("negatives.recall_queries", self.recall_queries, low=0)
 
     @property
     def refreshed(self) -> bool:

@@ -9,16 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from xmcray import draws
 from xmcray.parallel.partition import LabelPartition
 from xmcray.parallel.transfers import to_device
-from xmcray.types import Batch, Int64Array, Ragged, offsets_of
-
-Float64Array = npt.NDArray[np.float64]
+from xmcray.types import Batch, Float64Array, Int64Array, Ragged, offsets_of
 
 
 @dataclass(frozen=True, slots=True)

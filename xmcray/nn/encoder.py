@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmcray.config import check_choices, check_range
+from xmcray.config import check_choices, check_range, check_ranges
 from xmcray.errors import BundleError, ConfigError
 from xmcray.parallel import collectives
 from xmcray.types import Int64Array, Ragged
@@ -86,10 +86,14 @@ class EncoderConfig:
     vectors_folder: str = ""
 
     def __post_init__(self) -> None:
-        check_range("encoder.dim", self.dim, low=1 if self.name == "static" else 0)
-        check_range("encoder.position_decay", self.position_decay, low=0)
-        check_range("encoder.bigram_buckets", self.bigram_buckets, low=0)
-        check_range("encoder.init_share", self.init_share, 0, 1)
+        check_ranges(
+            self,
+            "encoder",
+            dim=1 if self.name == "static" else 0,
+            position_decay=0,
+            bigram_buckets=0,
+            init_share=(0, 1),
+        )
         if self.dropout is not None:
             check_range("encoder.dropout", self.dropout, low=0, high=1)
         check_choices(self, "encoder")
@@ -268,7 +272,8 @@ def fit_width(table_VH: Tensor, dim: int) -> Tensor:
 def principal_axes(centred_VH: Tensor, dim: int) -> Tensor:
     """[H, dim], the orthonormal directions in which centred rows vary most; needs dim <= H."""
     # eigh sorts eigenvalues in ascending order, so the principal axes are the last ones.
-    axes: Tensor = torch.linalg.eigh(centred_VH.T @ centred_VH).eigenvectors[:, -dim:]
+    covariance_HH = centred_VH.T @ centred_VH
+    axes: Tensor = torch.linalg.eigh(covariance_HH).eigenvectors[:, -dim:]
     # An axis has no sign of its own: the entry of largest magnitude is made positive, so that
     # every machine has the same axes.
     largest = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))

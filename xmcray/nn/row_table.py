@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xmcray.config import check_choices, check_decay, check_range
+from xmcray.config import check_choices, check_decay, check_ranges
 
 # Multipliers of splitmix64 as signed 64-bit integers; products wrap around.
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
@@ -58,12 +58,15 @@ class RowOptimConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_range("lr", self.lr, low=0)
-        check_range("weight_decay", self.weight_decay, low=0)
-        check_range("momentum", self.momentum, 0, 0.9999)
-        check_range("beta1", self.beta1, 0, 0.999_999)
-        check_range("beta2", self.beta2, 0, 0.999_999)
-        check_range("eps", self.eps, low=1e-30)
+        check_ranges(
+            self,
+            lr=0,
+            weight_decay=0,
+            momentum=(0, 0.9999),
+            beta1=(0, 0.999_999),
+            beta2=(0, 0.999_999),
+            eps=1e-30,
+        )
         check_decay("lr", self.lr, "weight_decay", self.weight_decay)
 
 

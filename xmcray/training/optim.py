@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from xmcray.config import check_choices, check_decay, check_range
+from xmcray.config import check_choices, check_decay, check_ranges
 from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
 from xmcray.parallel import collectives
 
@@ -62,18 +62,22 @@ class OptimConfig:
     matmul: Literal["float32", "bf16"] = "float32"
 
     def __post_init__(self) -> None:
-        check_range("optim.epochs", self.epochs, low=1)
-        check_range("optim.stop_epoch", self.stop_epoch, low=0)
-        check_range("optim.batch_size", self.batch_size, low=1)
-        check_range("optim.lr", self.lr, low=0)
-        check_range("optim.token_lr", self.token_lr, low=0)
-        check_range("optim.weight_decay", self.weight_decay, low=0)
-        check_range("optim.warmup_steps", self.warmup_steps, low=0)
-        check_range("optim.beta1", self.beta1, 0, _BELOW_ONE)
-        check_range("optim.beta2", self.beta2, 0, _BELOW_ONE)
-        check_range("optim.eps", self.eps, low=_ABOVE_ZERO)
-        check_range("optim.micro_batch", self.micro_batch, low=0)
-        check_range("optim.seed", self.seed, low=0)
+        check_ranges(
+            self,
+            "optim",
+            epochs=1,
+            stop_epoch=0,
+            batch_size=1,
+            lr=0,
+            token_lr=0,
+            weight_decay=0,
+            warmup_steps=0,
+            beta1=(0, _BELOW_ONE),
+            beta2=(0, _BELOW_ONE),
+            eps=_ABOVE_ZERO,
+            micro_batch=0,
+            seed=0,
+        )
         check_decay("optim.lr", self.lr, "optim.weight_decay", self.weight_decay)
         check_choices(self, "optim")
 

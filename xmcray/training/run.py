@@ -32,7 +32,7 @@ import yaml
 
 from xmcray import config as configs
 from xmcray import errors, storage
-from xmcray.config import check_choices, check_range
+from xmcray.config import check_choices, check_ranges
 from xmcray.data.batches import DataConfig
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, XmcrayError, readable
@@ -90,16 +90,20 @@ class ClusterConfig:
     copy_corpus: bool = False
 
     def __post_init__(self) -> None:
-        check_range("cluster.workers", self.workers, 0, 65_536)
-        check_range("cluster.min_workers", self.min_workers, 0, self.workers)
-        check_range("cluster.resize_every_s", self.resize_every_s, low=0)
-        check_range("cluster.wait_s", self.wait_s, low=0)
+        check_ranges(
+            self,
+            "cluster",
+            workers=(0, 65_536),
+            min_workers=(0, self.workers),
+            resize_every_s=0,
+            wait_s=0,
+            cpus_per_worker=0,
+            threads_per_process=0,
+            max_failures=0,
+            stall_s=1,
+            index_nice=(0, 19),
+        )
         check_choices(self, "cluster")
-        check_range("cluster.cpus_per_worker", self.cpus_per_worker, low=0)
-        check_range("cluster.threads_per_process", self.threads_per_process, low=0)
-        check_range("cluster.max_failures", self.max_failures, low=0)
-        check_range("cluster.stall_s", self.stall_s, low=1)
-        check_range("cluster.index_nice", self.index_nice, 0, 19)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +125,14 @@ class LogConfig:
     track: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ()
 
     def __post_init__(self) -> None:
-        check_range("log.every", self.every, low=1)
-        check_range("log.checkpoint_every", self.checkpoint_every, low=0)
-        check_range("log.keep", self.keep, low=1)
-        check_range("log.validate_every", self.validate_every, low=0)
+        check_ranges(
+            self,
+            "log",
+            every=1,
+            checkpoint_every=0,
+            keep=1,
+            validate_every=0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from xmcray.evaluation.charts import Frame, short_number
 from xmcray.evaluation.pages import render
 from xmcray.storage import write_text
 from xmcray.tuning.space import Choice, Distribution, NumberRange, Space, Value
 from xmcray.tuning.sweep import State, Trial
-
-Float64Array = npt.NDArray[np.float64]
+from xmcray.types import Float64Array
 
 # Colours of the lowest, a middle and the highest score. From dark to bright, so that readers who
 # confuse colours can tell the lines apart.
@@ -172,12 +170,16 @@ def _explained_variance(
 
 
 def _summary(trials: Sequence[Trial]) -> str:
+    """How many trials there are, how they ended, and how much they trained."""
     counts = Counter(trial.state for trial in trials)
     num_steps = sum(trial.steps for trial in trials)
     ended = [f"{counts[state]} {state}" for state in ENDED if counts[state]]
+    endings = ", ".join(ended) or "none ended"
+    summary = f"{len(trials)} trials ({endings})"
     # The sweep of a bundle trains nothing.
-    trained = f", {num_steps:,} training steps" if num_steps else ""
-    return f"{len(trials)} trials ({', '.join(ended) or 'none ended'}){trained}"
+    if num_steps:
+        summary += f", {num_steps:,} training steps"
+    return summary
 
 
 def _axes(metric: str, space: Space, scores: Sequence[float]) -> list[_Axis]:
@@ -192,7 +194,9 @@ def _axes(metric: str, space: Space, scores: Sequence[float]) -> list[_Axis]:
             ends = (short_number(samples[0]), short_number(samples[-1]))
         axes.append(_Axis(name, section, *ends))
     if scores:
-        axes.append(_Axis(metric, "", _percent(min(scores)), _percent(max(scores))))
+        lowest = _percent(min(scores))
+        highest = _percent(max(scores))
+        axes.append(_Axis(metric, "", lowest, highest))
     return axes
 
 
@@ -227,5 +231,7 @@ def _percent(score: float) -> str:
 
 def _colour(share: float) -> str:
     """A colour of the scale, 0 to 1, as #rrggbb."""
-    channels = [round(np.interp(share, SCALE, channel)) for channel in zip(*COLOURS, strict=True)]
-    return "#" + bytes(channels).hex()
+    # Red, green and blue, each with its values along the scale.
+    channels = zip(*COLOURS, strict=True)
+    rgb = [round(np.interp(share, SCALE, values)) for values in channels]
+    return "#" + bytes(rgb).hex()
