@@ -53,6 +53,41 @@ class Operation:
     count: float = 0.0
 
 
+@dataclass
+class _Call:
+    """A call of an operation, as torch hands it over.
+
+    Attributes:
+        func: The overload that is called.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
+    """
+
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Name of the operation without its overload: "add" of "add.Tensor"."""
+        return str(self.func._overloadpacket.__name__)
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return _tensors((self.args, self.kwargs))
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that the result is asked for on; None if no argument names one."""
+        device = self.kwargs.get("device")
+        return None if device is None else torch.device(device)
+
+    def run(self) -> Any:
+        """The operation's own result."""
+        return self.func(*self.args, **self.kwargs)
+
+
 class Counter(TorchDispatchMode):
     """Runs operations on tensors without values and records them.
 
@@ -85,7 +120,8 @@ class Counter(TorchDispatchMode):
         self.calls = 0
 
     def _add(self, kind: str, moved_bytes: float, **sizes: float) -> None:
-        self.operations.append(Operation(kind=kind, moved_bytes=moved_bytes, **sizes))
+        operation = Operation(kind=kind, moved_bytes=moved_bytes, **sizes)
+        self.operations.append(operation)
 
     def __torch_dispatch__(
         self,
@@ -96,85 +132,76 @@ class Counter(TorchDispatchMode):
     ) -> Any:
         """Runs one operation; called by torch."""
         start = time.thread_time()
-        result = self._run(func, args, dict(kwargs or {}))
+        call = _Call(func, args, dict(kwargs or {}))
+        result = self._run(call)
         self.inside_s += time.thread_time() - start
         self.calls += 1
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        name = func._overloadpacket.__name__
-        operands = _tensors((args, kwargs))
-        if func.namespace == "c10d":
-            self._count_collective(name, operands)
-            return func(*args, **kwargs)
-        if "coo" in name or any(tensor.is_sparse for tensor in operands):
-            return self._run_sparse(func, name, args, kwargs)
-        if name in _INDEXED:
-            args = (args[0], _without_masks(args[1]), *args[2:])
-        if _is_meta(kwargs.get("device")) and _makes_integers(args, kwargs):
-            kwargs["device"] = torch.device("cpu")
-        result = self._compute(func, name, args, kwargs)
-        self._count(func, name, args, kwargs, result)
+    def _run(self, call: _Call) -> Any:
+        """Runs an operation, records it, and follows the tensors that it returns."""
+        if call.func.namespace == "c10d":
+            self._count_collective(call)
+            return call.run()
+        if "coo" in call.name or any(tensor.is_sparse for tensor in call.operands):
+            return self._run_sparse(call)
+        if call.name in _INDEXED:
+            table, indices, *others = call.args
+            call.args = (table, _without_masks(indices), *others)
+        if _is_meta(call.device) and _makes_integers(call):
+            call.kwargs["device"] = torch.device("cpu")
+        result = _compute(call)
+        self._count(call, result)
         for tensor in _tensors(result):
             self._track(tensor)
         return result
 
-    def _compute(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The operation's result: sizes where an operand has only sizes, else values."""
-        operands = _tensors((args, kwargs))
-        if not any(tensor.is_meta for tensor in operands):
-            return func(*args, **kwargs)
-        if name == "_local_scalar_dense":
-            return 1.0
-        device = kwargs.get("device")
-        if name == "_to_copy" and device is not None and not _is_meta(device):
-            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        if func._schema.is_mutable and not operands[0].is_meta and "out" not in kwargs:
-            return args[0]  # a tensor of the host takes in values that do not exist
-        args, kwargs = tree_map_only(Tensor, _to_meta, (args, kwargs))
-        return tree_map_only(Tensor, _integers_with_values, func(*args, **kwargs))
-
-    def _run_sparse(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run_sparse(self, call: _Call) -> Any:
         """Sparse gradients: one row of values for each index."""
-        if "coo" in name:
-            indices, values = _tensors(args)
-            (shape,) = (arg for arg in args if isinstance(arg, (list, torch.Size)))
+        if "coo" in call.name:
+            indices, values = _tensors(call.args)
+            (shape,) = (arg for arg in call.args if isinstance(arg, (list, torch.Size)))
             self._sparse[torch.Size(shape)] = indices, values
-            return func(*tree_map_only(Tensor, _to_meta, args), **kwargs)
-        shape = args[0].shape
+            return _on_meta(call).run()
+        shape = call.args[0].shape
         indices, values = self._sparse[shape]
-        if name in ("_indices", "indices"):
-            return indices
-        if name in ("_values", "values"):
-            return values
-        if name == "_coalesce":
-            distinct = indices.unique()[None]
-            summed = values.new_empty(distinct.shape[1], *values.shape[1:])
-            self._add("sort", indices.nbytes, count=indices.numel())
-            self._add("pass", values.nbytes + summed.nbytes)
-            self._sparse[shape] = distinct, summed
-            return args[0]
-        if name == "clone":
-            self._add("pass", 2 * values.nbytes)
-            self._sparse[shape] = indices, torch.empty_like(values)
-        return func(*args, **kwargs)
+        match call.name:
+            case "_indices" | "indices":
+                return indices
+            case "_values" | "values":
+                return values
+            case "_coalesce":
+                # Rows of equal indices are added up, which takes a sort of the indices.
+                distinct = indices.unique()[None]
+                summed = values.new_empty(distinct.shape[1], *values.shape[1:])
+                self._add("sort", indices.nbytes, count=indices.numel())
+                self._add("pass", values.nbytes + summed.nbytes)
+                self._sparse[shape] = distinct, summed
+                return call.args[0]
+            case "clone":
+                self._add("pass", 2 * values.nbytes)
+                self._sparse[shape] = indices, torch.empty_like(values)
+        return call.run()
 
     # -- what it costs -----------------------------------------------------------------------------
 
-    def _count(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        operands = _tensors((args, kwargs))
+    def _count(self, call: _Call, result: Any) -> None:
+        """Records an operation under the rate that bounds it."""
+        name = call.name
+        operands = call.operands
         results = _tensors(result)
         if "empty" in name or not (operands or results):
             return
         storages = {_storage(tensor) for tensor in operands}
         is_view = any(_storage(tensor) in storages for tensor in results)
-        if is_view and not func._schema.is_mutable:
+        if is_view and not call.func._schema.is_mutable:
             return
         moved_bytes = sum(map(_read_bytes, operands + results))
+        num_elements = operands[0].numel() if operands else 0
         # The registry has addmm, but not addmm_.
         packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
         if packet in flop_registry:
-            flop = flop_registry[packet](*args, **kwargs, out_val=result)
+            flop = flop_registry[packet](*call.args, **call.kwargs, out_val=result)
             is_half = results[0].dtype in (torch.bfloat16, torch.float16)
             kind = "half product" if is_half else "product"
             self._add(kind, moved_bytes, flop=flop)
@@ -182,38 +209,45 @@ class Counter(TorchDispatchMode):
             self._count_rows(name, operands, results)
         elif name in SORTS:
             share = _SELECTION_SHARE if name == "topk" else 1.0
-            self._add("sort", moved_bytes, count=share * operands[0].numel())
+            self._add("sort", moved_bytes, count=share * num_elements)
         else:
             kind = "slow pass" if name in SLOW_PASSES else "pass"
-            self._add(kind, moved_bytes, count=operands[0].numel() if operands else 0)
+            self._add(kind, moved_bytes, count=num_elements)
 
     def _count_rows(self, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         """Rows of the first operand, at the places that the second one lists."""
         table = operands[0]
-        if name in ("index_put", "index_copy"):  # without the underscore the table is copied first
+        if name in ("index_put", "index_copy"):
+            # Without the underscore the table is copied first.
             self._add("pass", 2 * table.nbytes)
-        if name == "_embedding_bag":  # it reads more rows than it returns
-            self._add("row read", operands[1].numel() * table[:1].nbytes)
+        if name == "_embedding_bag":
+            # It reads more rows than it returns: the sum of those of a bag.
+            places = operands[1]
+            self._add("row read", places.numel() * table[:1].nbytes)
         elif name in ROW_READS:
             self._add("row read", results[0].nbytes)
         elif name == "embedding_dense_backward":
-            self._add("row write", operands[0].nbytes)
+            # Its first operand is no table, but the gradients of the rows.
+            self._add("row write", table.nbytes)
         else:
-            self._add("row write", operands[-1].nbytes)
+            new_rows = operands[-1]
+            self._add("row write", new_rows.nbytes)
 
-    def _count_collective(self, name: str, operands: list[Tensor]) -> None:
+    def _count_collective(self, call: _Call) -> None:
         """This rank sends its part to each of the others."""
         num_ranks = dist.get_world_size()
-        own_bytes: float = min(tensor.nbytes for tensor in operands)
+        num_others = num_ranks - 1
+        sizes = [tensor.nbytes for tensor in call.operands]
+        own_bytes: float = min(sizes)
         rounds = 1
-        if name == "allreduce_":
+        if call.name == "allreduce_":
             # A ring reduces and gathers: each rank sends its share of the tensor to all others, twice.
             own_bytes /= num_ranks
             rounds = 2
         for _ in range(rounds):
-            self._add("collective", (num_ranks - 1) * own_bytes)
-        if name in _COPIED_BY_GLOO and not self._on_gpu:
-            self._note_peak(more_bytes=max(tensor.nbytes for tensor in operands))
+            self._add("collective", num_others * own_bytes)
+        if call.name in _COPIED_BY_GLOO and not self._on_gpu:
+            self._note_peak(more_bytes=max(sizes))
 
     # -- what lives --------------------------------------------------------------------------------
 
@@ -248,36 +282,68 @@ class Counter(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + array_bytes + more_bytes)
 
 
+def _compute(call: _Call) -> Any:
+    """The operation's result: sizes where an operand has only sizes, else values."""
+    operands = call.operands
+    if not any(tensor.is_meta for tensor in operands):
+        return call.run()
+    if call.name == "_local_scalar_dense":
+        return 1.0
+    if call.name == "_to_copy" and call.device is not None and not _is_meta(call.device):
+        # Values that do not exist are copied to the host: zeros stand for them.
+        dtype = call.kwargs.get("dtype") or operands[0].dtype
+        return torch.zeros(operands[0].shape, dtype=dtype)
+    is_mutable = call.func._schema.is_mutable
+    if is_mutable and not operands[0].is_meta and "out" not in call.kwargs:
+        return call.args[0]  # a tensor of the host takes in values that do not exist
+    result = _on_meta(call).run()
+    return tree_map_only(Tensor, _integers_with_values, result)
+
+
+def _on_meta(call: _Call) -> _Call:
+    """The same call with tensors that have only sizes."""
+    args, kwargs = tree_map_only(Tensor, _to_meta, (call.args, call.kwargs))
+    return _Call(call.func, args, kwargs)
+
+
 def _tensors(values: Any) -> list[Tensor]:
     """The tensors among nested arguments or results."""
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def _is_meta(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "meta"
+def _is_meta(device: torch.device | None) -> bool:
+    return device is not None and device.type == "meta"
 
 
 def _to_meta(tensor: Tensor) -> Tensor:
+    """The shape, strides and type of a tensor, without its values."""
     if tensor.is_meta:
         return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device="meta",
+    )
 
 
 def _integers_with_values(tensor: Tensor) -> Tensor:
     """Integers computed from values that do not exist: 0, and True, which selects everything."""
     if tensor.is_floating_point() or not tensor.is_meta:
         return tensor
-    return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype)
+    value = tensor.dtype == torch.bool
+    return torch.full(tensor.shape, value, dtype=tensor.dtype)
 
 
-def _makes_integers(args: Any, kwargs: dict[str, Any]) -> bool:
+def _makes_integers(call: _Call) -> bool:
     """Whether a result has no fractions: by its type, or by the operand or number it is made of."""
-    dtype = kwargs.get("dtype")
+    dtype = call.kwargs.get("dtype")
     if dtype is not None:
         return not dtype.is_floating_point
-    if isinstance(args[0], Tensor):
-        return not args[0].is_floating_point()
-    return isinstance(args[-1], int)
+    first = call.args[0]
+    if isinstance(first, Tensor):
+        return not first.is_floating_point()
+    return isinstance(call.args[-1], int)
 
 
 def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
@@ -292,6 +358,7 @@ def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _storage(tensor: Tensor) -> int:
+    """A number that all views of the same memory have in common."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from xmcray import draws
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
-from xmcray.types import Ragged
+from xmcray.types import Float64Array, Ragged
 
-Float64Array = npt.NDArray[np.float64]
 _SAMPLED = 20_000  # texts that frequencies of tokens are taken of
 _VOCAB = 32_000  # what `prepare` trains at most
 DEFAULT_TOKENS = 16.0
@@ -36,10 +34,10 @@ class DataSize:
 
     num_labels: int
     num_train: int
-    vocab_size: int = _VOCAB
-    tokens_per_query: float = 16.0
-    tokens_per_label: float = 16.0
-    positives_per_query: float = 5.0
+    vocab_size: int
+    tokens_per_query: float
+    tokens_per_label: float
+    positives_per_query: float
     token_share_V: Float64Array
     label_share_L: Float64Array | None = None
     assumptions: tuple[str, ...] = ()
@@ -50,7 +48,6 @@ def from_numbers(
     num_train: int,
     tokens_per_text: float | None = None,
     positives_per_query: float = 5.0,
-    vocab_size: int = _VOCAB,
 ) -> DataSize:
     """A data set that is not there yet.
 
@@ -59,7 +56,7 @@ def from_numbers(
         num_train: N.
         tokens_per_text: average of queries and label texts; 16 if not given.
         positives_per_query: average.
-        vocab_size: V.
+
     Raises:
         ConfigError: a number below one.
     """
@@ -74,19 +71,19 @@ def from_numbers(
         if not value >= 1:
             raise ConfigError(f"{name} is {value:g}, expected at least 1")
     # Zipf-Mandelbrot with the usual constants of a language.
-    share_V = 1.0 / (np.arange(vocab_size) + 2.7)
+    share_V = 1.0 / (np.arange(_VOCAB) + 2.7)
     default = "" if tokens_per_text is not None else " (no --tokens-per-text was given)"
     return DataSize(
         num_labels=int(num_labels),
         num_train=int(num_train),
-        vocab_size=vocab_size,
+        vocab_size=_VOCAB,
         tokens_per_query=tokens,
         tokens_per_label=tokens,
         positives_per_query=positives_per_query,
         token_share_V=share_V / share_V.sum(),
         assumptions=(
             f"{positives_per_query:g} positives per query, all labels equally frequent",
-            f"{tokens:g} tokens in each text{default}, of a vocabulary of {vocab_size:,} by Zipf's law",
+            f"{tokens:g} tokens in each text{default}, of a vocabulary of {_VOCAB:,} by Zipf's law",
         ),
     )
 

@@ -38,7 +38,14 @@ def plan(
         ConfigError: settings or an encoder that do not go together.
         ResourceError: a worker needs more memory than it has; the message names what to change.
     """
-    planned = estimate(config, data, rates, workers, memory_bytes, price_per_hour)
+    planned = estimate(
+        config,
+        data,
+        rates,
+        workers,
+        memory_bytes,
+        price_per_hour,
+    )
     if not planned.fits:
         changes = _changes(planned, config, data, rates, memory_bytes)
         # Each change of a setting costs a trace: the first three are enough.
@@ -61,11 +68,14 @@ def plan(
 def _needed(needs: str, parts: dict[str, int], limit_bytes: int) -> str:
     """The sum and its largest part, in words."""
     changeable = [part for part in parts if part not in ("process", "CUDA")]
-    largest = max(changeable, key=lambda part: parts[part])
-    total = f"{sum(parts.values()) / _GB:.1f} GB"
-    limit = max(limit_bytes, 0) / _GB
+    largest = max(changeable, key=parts.__getitem__)
+    total_gb = sum(parts.values()) / _GB
+    largest_gb = parts[largest] / _GB
+    limit_gb = max(limit_bytes, 0) / _GB
     return (
-        f"{needs} {total}, of which {largest} {parts[largest] / _GB:.1f} GB, and has {limit:.1f} GB"
+        f"{needs} {total_gb:.1f} GB,"
+        f" of which {largest} {largest_gb:.1f} GB,"
+        f" and has {limit_gb:.1f} GB"
     )
 
 

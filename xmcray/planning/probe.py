@@ -112,7 +112,12 @@ def _measure_machine() -> Rates:
 
 
 def _seconds(function: Callable[[], object], touched_bytes: int = _OUTER) -> float:
-    """Median seconds of a call; as in a step, other bytes are touched between two calls."""
+    """Median seconds of a call; as in a step, other bytes are touched between two calls.
+
+    Args:
+        function: What is measured.
+        touched_bytes: Bytes that take its data's place in the caches.
+    """
     function()
     others = torch.zeros(touched_bytes // 4)
     measured = []
@@ -121,6 +126,7 @@ def _seconds(function: Callable[[], object], touched_bytes: int = _OUTER) -> flo
         start = time.perf_counter()
         function()
         measured.append(time.perf_counter() - start)
+    # The median leaves out calls that another process has held up.
     return float(np.median(measured))
 
 
@@ -128,14 +134,17 @@ def _product(dtype: torch.dtype) -> float:
     """Floating-point operations per second of query vectors times label rows."""
     query_BD = torch.randn(_QUERIES, _DIM, dtype=dtype)
     label_CD = torch.randn(_LABELS, _DIM, dtype=dtype)
-    return 2.0 * _QUERIES * _LABELS * _DIM / _seconds(lambda: query_BD @ label_CD.T)
+    product_s = _seconds(lambda: query_BD @ label_CD.T)
+    # A multiplication and an addition for each pair of factors.
+    return 2.0 * _QUERIES * label_CD.numel() / product_s
 
 
 def _pass() -> float:
     """Bytes per second of adding an array to another: two reads and a write."""
     array = torch.zeros(_ARRAY)
     others = torch.ones(_ARRAY)
-    return 3 * array.nbytes / _seconds(lambda: array.add_(others))
+    pass_s = _seconds(lambda: array.add_(others))
+    return 3 * array.nbytes / pass_s
 
 
 def _row_read() -> float:
@@ -151,13 +160,15 @@ def _row_read() -> float:
 def _slow_pass() -> float:
     """Seconds for an element of a softplus."""
     scores = torch.randn(_QUERIES, _LABELS)
-    return _seconds(lambda: nn.functional.softplus(scores)) / scores.numel()
+    pass_s = _seconds(lambda: nn.functional.softplus(scores))
+    return pass_s / scores.numel()
 
 
 def _sort() -> float:
     """Seconds for an element of a stable sort."""
     numbers = np.random.default_rng(0).integers(1 << 20, size=_SORTED)
-    return _seconds(lambda: np.argsort(numbers, kind="stable")) / _SORTED
+    sort_s = _seconds(lambda: np.argsort(numbers, kind="stable"))
+    return sort_s / _SORTED
 
 
 def _call() -> float:
@@ -171,7 +182,9 @@ def _call() -> float:
         nn.functional.softplus(scores).sum()
         rows.mul_(0.5).addcmul_(values, values).sqrt().add_(1.0)
 
-    return _seconds(chain, touched_bytes=_INNER) / 11
+    chain_s = _seconds(chain, touched_bytes=_INNER)
+    # The chain has eleven operations.
+    return chain_s / 11
 
 
 def _disk() -> float:
@@ -200,19 +213,28 @@ def _process_bytes(more_imports: str) -> int:
 
     Not by getrusage: its value starts with the memory of the process that started this one.
     """
-    code = "\n".join([_FIRST_STEP, more_imports, "print(open('/proc/self/status').read())"])
-    command = [sys.executable, "-c", code]
-    status = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    print_status = "print(open('/proc/self/status').read())"
+    code = "\n".join([_FIRST_STEP, more_imports, print_status])
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # A line such as "VmHWM:   123456 kB".
+    _, _, rest = finished.stdout.partition("VmHWM:")
+    return 1024 * int(rest.split()[0])
 
 
 def _collectives() -> tuple[float, float]:
     """Seconds of a small all-gather after work, and bytes per second of a large one."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_exchange, (folder,), nprocs=2)  # type: ignore[attr-defined]
-        times = json.loads((Path(folder) / "times").read_text(encoding="utf-8"))
-    work_s, small_s, large_s = times
-    return max(0.0, small_s - work_s), _SENT / max(large_s - small_s, 1e-9)
+        content = (Path(folder) / "times").read_text(encoding="utf-8")
+    work_s, small_s, large_s = json.loads(content)
+    exchange_s = max(0.0, small_s - work_s)
+    sent_s = max(large_s - small_s, 1e-9)
+    return exchange_s, _SENT / sent_s
 
 
 def _exchange(rank: int, folder: str) -> None:
@@ -231,14 +253,17 @@ def _exchange(rank: int, folder: str) -> None:
         start = time.perf_counter()
         for call in calls * _EXCHANGES:
             call()
-        times.append((time.perf_counter() - start) / _EXCHANGES)
+        elapsed_s = time.perf_counter() - start
+        times.append(elapsed_s / _EXCHANGES)
     if rank == 0:
         (Path(folder) / "times").write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
 def _processor() -> str:
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    """The model of the processor, or its architecture if the kernel does not list it."""
+    description = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = re.search(r"model name\s*: (.*)", description)
     return model[1] if model else platform.machine()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.planning.data_size import DataSize
 from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
@@ -19,14 +21,15 @@ def corpus_bytes(data: DataSize, num_query_ids: int) -> int:
     token_bytes = 2 if data.vocab_size <= 1 << 16 else 4
     query_tokens = data.num_train * data.tokens_per_query
     label_tokens = data.num_labels * data.tokens_per_label
-    texts = token_bytes * (query_tokens + label_tokens)
+    num_bytes = token_bytes * (query_tokens + label_tokens)
     # Offsets of the tokens and of the positives of each query, and of the tokens of each label.
-    offsets = ID * (2 * data.num_train + data.num_labels)
-    positives = VALUE * data.num_train * data.positives_per_query
+    num_bytes += ID * (2 * data.num_train + data.num_labels)
+    # Label ids of the positives.
+    num_bytes += VALUE * data.num_train * data.positives_per_query
     # label_order, label_rank and train_counts; sampled ids, their order, and the next epoch's.
-    orders = 3 * ID * (data.num_labels + num_query_ids)
-    tokenizer = _TOKENIZER_BYTES * data.vocab_size
-    return int(texts + offsets + positives + orders + tokenizer)
+    num_bytes += 3 * ID * (data.num_labels + num_query_ids)
+    num_bytes += _TOKENIZER_BYTES * data.vocab_size
+    return int(num_bytes)
 
 
 def object_store_bytes(threads: int, data: DataSize) -> int:
@@ -49,27 +52,42 @@ def shortlist_bytes(config: NegativesConfig, num_query_ids: int) -> int:
 
 
 def ledger_bytes(config: NegativesConfig, labels: int, queries: int, dim: int, workers: int) -> int:
-    """Files of one version at its largest, and of the one in use."""
+    """Files of one version at its largest, and of the one in use.
+
+    Args:
+        config: Section `negatives`.
+        labels: L.
+        queries: Queries of an epoch.
+        dim: Width of the vectors.
+        workers: Number of workers, each with a shard of the labels.
+    """
     if not config.refreshed:
         return 0
     vector_bytes = dim * VALUE
-    version = queries * (vector_bytes + 2 * ID)
+    # The vector of each query, its id, and the number of labels that are no negatives of it.
+    num_bytes = queries * (vector_bytes + 2 * ID)
     if config.hard:
-        version += labels * vector_bytes
+        num_bytes += labels * vector_bytes
         # Every shard keeps ids and scores of its candidates until they are merged.
         num_candidates = config.hard + CANDIDATES
-        version += queries * workers * num_candidates * (ID + VALUE)
-    return version + 2 * shortlist_bytes(config, queries)
+        num_bytes += queries * workers * num_candidates * (ID + VALUE)
+    num_bytes += 2 * shortlist_bytes(config, queries)
+    return num_bytes
 
 
 def index_actor_bytes(factory: str, rows: int, dim: int) -> int:
     """An index actor while it builds: its rows, a copy without the longest, index, k-means' sample.
 
     Rows are read in blocks and joined, so that they exist twice before the index does.
+
+    Args:
+        factory: FAISS factory string, or "auto".
+        rows: Labels of a shard.
+        dim: Width of the vectors.
     """
     sample_rows = min(rows, TRAIN_ROWS_PER_LIST * num_lists(factory, rows))
-    vectors = (2 * rows + sample_rows) * dim * VALUE
-    return vectors + index_bytes(factory, rows, dim)
+    num_vectors = 2 * rows + sample_rows
+    return num_vectors * dim * VALUE + index_bytes(factory, rows, dim)
 
 
 def index_bytes(factory: str, rows: int, dim: int) -> int:
@@ -82,15 +100,13 @@ def index_bytes(factory: str, rows: int, dim: int) -> int:
         code_bytes = 2 * dim
     elif "SQ8" in factory:
         code_bytes = dim
-    entries = rows * (code_bytes + ID)
-    centroids = num_lists(factory, rows) * dim * VALUE
-    return entries + centroids
+    num_bytes = rows * (code_bytes + ID)
+    # Centroids of the lists.
+    num_bytes += num_lists(factory, rows) * dim * VALUE
+    return num_bytes
 
 
 def num_lists(factory: str, rows: int) -> int:
-    """Inverted lists of an index; 0 without."""
-    coarse, _, _ = resolve_factory(factory, rows).partition(",")
-    number = coarse.removeprefix("IVF")
-    if coarse == number or not number.isdigit():
-        return 0
-    return int(number)
+    """Inverted lists of an index, such as 4096 of "IVF4096,SQfp16"; 0 without."""
+    match = re.match(r"IVF(\d+)(,|$)", resolve_factory(factory, rows))
+    return int(match[1]) if match else 0

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.table import Column, Table
 
 from xmcray.planning.estimate import Plan
 
-Units = tuple[tuple[float, str], ...]  # from large to small
 Rows = list[tuple[str, str]]
-_BYTES = (
-    (1e12, "TB"),
-    (1e9, "GB"),
-    (1e6, "MB"),
-    (1e3, "kB"),
-)
-_SECONDS = (
-    (86_400, "days"),
-    (3600, "h"),
-    (60, "min"),
-    (1, "s"),
-    (1e-3, "ms"),
-    (1e-6, "µs"),
-)
+# Units from large to small.
+_BYTES = {
+    "TB": 1e12,
+    "GB": 1e9,
+    "MB": 1e6,
+    "kB": 1e3,
+}
+_SECONDS = {
+    "days": 86_400,
+    "h": 3600,
+    "min": 60,
+    "s": 1,
+    "ms": 1e-3,
+    "µs": 1e-6,
+}
 
 
 def sections(plan: Plan) -> dict[str, Rows]:
@@ -47,15 +49,18 @@ def sections(plan: Plan) -> dict[str, Rows]:
 
 def _memory(plan: Plan) -> dict[str, int]:
     """Bytes by what holds them."""
-    num_bytes = {}
-    for name, part in plan.device_bytes.items():
-        num_bytes[f"device: {name}"] = part
-    num_bytes["device: in all"] = sum(plan.device_bytes.values())
-    for name, part in plan.host_bytes.items():
-        num_bytes[f"process: {name}"] = part
-    num_bytes["process: in all"] = sum(plan.host_bytes.values())
-    num_bytes["an index actor of each worker"] = plan.index_bytes
-    num_bytes["Ray's object store, only while preparing"] = plan.object_store
+    return {
+        **_with_sum("device", plan.device_bytes),
+        **_with_sum("process", plan.host_bytes),
+        "an index actor of each worker": plan.index_bytes,
+        "Ray's object store, only while preparing": plan.object_store,
+    }
+
+
+def _with_sum(place: str, parts: dict[str, int]) -> dict[str, int]:
+    """Bytes by part, and their sum, under names that begin with the place."""
+    num_bytes = {f"{place}: {name}": part for name, part in parts.items()}
+    num_bytes[f"{place}: in all"] = sum(parts.values())
     return num_bytes
 
 
@@ -73,9 +78,15 @@ def _disk(plan: Plan) -> dict[str, int]:
 def tables(plan: Plan) -> list[Table | str]:
     """A heading, a table for each section, and what is assumed."""
     sizes = f"{plan.labels:,} labels, {plan.queries:,} queries, D = {plan.dim}"
-    parts: list[Table | str] = [f"{plan.method}: {sizes}; {plan.source}"]
+    heading = f"{plan.method}: {sizes}; {plan.source}"
+    parts: list[Table | str] = [heading]
     for title, rows in sections(plan).items():
-        table = Table("", Column(justify="right"), title=title, show_header=False)
+        table = Table(
+            "",
+            Column(justify="right"),
+            title=title,
+            show_header=False,
+        )
         for name, value in rows:
             table.add_row(name, value)
         parts.append(table)
@@ -83,7 +94,7 @@ def tables(plan: Plan) -> list[Table | str]:
     return parts
 
 
-def _rows(values: dict[str, int] | dict[str, float], units: Units) -> Rows:
+def _rows(values: Mapping[str, float], units: dict[str, float]) -> Rows:
     """The values that are not 0, as texts."""
     rows = []
     for name, value in values.items():
@@ -92,9 +103,10 @@ def _rows(values: dict[str, int] | dict[str, float], units: Units) -> Rows:
     return rows
 
 
-def _text(value: float, units: Units) -> str:
-    """A value in the largest unit of which it has at least one."""
-    for unit, name in units:
+def _text(value: float, units: dict[str, float]) -> str:
+    """A value in the largest unit that it reaches, otherwise in the smallest one."""
+    for name, unit in units.items():
         if value >= unit:
             return f"{value / unit:.3g} {name}"
-    return f"{value / unit:.2g} {name}"  # of the smallest unit
+    # The loop has ended at the smallest unit.
+    return f"{value / unit:.2g} {name}"

@@ -132,11 +132,19 @@ class _Rank:
     def _encode_without_graph(self, tokens: Ragged) -> Tensor:
         """Vectors of texts that no step trains on, without the encoder's work."""
         self.encoded_texts += len(tokens)
-        dtype = self.config.optim.dtype
-        return torch.empty(len(tokens), self.encoder.dim, dtype=dtype, device=META)
+        return torch.empty(
+            len(tokens),
+            self.encoder.dim,
+            dtype=self.config.optim.dtype,
+            device=META,
+        )
 
     def step(self, number: int) -> float:
-        """Runs one step and counts it; returns its seconds outside the counter."""
+        """Runs one step and counts it.
+
+        Returns:
+            Seconds of the step outside the counter.
+        """
         self.data.entries = 0
         batch = self.data.batch(self.config, number, self.workers)
         # The stand-in also answers as a shortlist.
@@ -149,7 +157,11 @@ class _Rank:
         return elapsed_s - self.counter.inside_s
 
     def host_s(self, entry_s: float | None) -> float:
-        """The host's seconds of a step, at so many seconds an entry of the batch, or measured."""
+        """The host's seconds of a step.
+
+        Args:
+            entry_s: Seconds for a token or label of the batch. None measures this machine.
+        """
         if entry_s is not None:
             self.step(2)
             return self.data.entries * entry_s
@@ -165,11 +177,21 @@ class _Rank:
         self.counter.restart()
         self.encoder.eval()
         with self.counter, torch.no_grad():
-            self.encoder(self.data.tokens(self.data.query_ids[:_FORWARD_TEXTS]))
-        return sum(rates.step_seconds(self.counter.operations).values()) / _FORWARD_TEXTS
+            query_ids = self.data.query_ids[:_FORWARD_TEXTS]
+            tokens = self.data.tokens(query_ids)
+            self.encoder(tokens)
+        seconds = rates.step_seconds(self.counter.operations)
+        return sum(seconds.values()) / _FORWARD_TEXTS
 
     def peak_of(self, make_rows: Callable[[], Tensor]) -> tuple[int, int]:
-        """Width of the rows that a method makes, and the bytes that exist while it does."""
+        """Runs a part of a method and counts its memory.
+
+        Args:
+            make_rows: Returns [S, D], rows of the labels of this rank.
+
+        Returns:
+            D, and the most bytes that exist while the rows are made.
+        """
         self.counter.restart()
         before = self.counter.live_bytes
         with self.counter:
@@ -212,6 +234,20 @@ def _last_step_bytes(tables: Mapping[str, row_table.RowTable]) -> int:
     return sum(table.last_step_S.nbytes for table in tables.values())
 
 
+def on_line(few: Any, more: Any, distance: float) -> Any:
+    """The value on the straight line through one value and another, not below 0.
+
+    Args:
+        few: Value at 0: a number, or numbers by name.
+        more: Value at 1.
+        distance: Where the line is read.
+    """
+    if isinstance(few, dict):
+        return {key: on_line(few.get(key, 0), more[key], distance) for key in more}
+    value = few + (more - few) * distance
+    return type(few)(max(value, 0))
+
+
 def _counter_overhead_s() -> float:
     """Seconds that entering the counter adds to an operation."""
     tensor = torch.empty(4, device=META)
@@ -230,18 +266,32 @@ def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
     few = _few_start_bytes(config, size, ranks, _START_LABELS)
     more = _few_start_bytes(config, size, ranks, 2 * _START_LABELS)
     num_labels = size.num_labels * ranks / workers  # with as many labels for each rank
-    return int(few + (more - few) * (num_labels / _START_LABELS - 1))
+    start_bytes: int = on_line(few, more, num_labels / _START_LABELS - 1)
+    return start_bytes
 
 
 def _few_start_bytes(config: RunConfig, size: DataSize, ranks: int, num_labels: int) -> int:
-    """What initial values of so many labels take for a moment, arrays of the host included."""
-    few = dataclasses.replace(size, num_labels=num_labels, num_train=num_labels, label_share_L=None)
+    """What initial values take for a moment, arrays of the host included.
+
+    Args:
+        config: Settings of the training.
+        size: Its data.
+        ranks: Number of ranks.
+        num_labels: Number of labels and of queries, in place of those of `size`.
+    """
+    few = dataclasses.replace(
+        size,
+        num_labels=num_labels,
+        num_train=num_labels,
+        label_share_L=None,
+    )
     data = dataclasses.replace(config.data, augment_with_labels=False)
+    config = dataclasses.replace(config, data=data)
     # Clusters are split in chunks of a fixed size, here in chunks of the same share of all rows.
     chunk = clusters.ELEMENTS_AT_ONCE * num_labels // size.num_labels
     with (
         mock.patch.object(clusters, "ELEMENTS_AT_ONCE", chunk),
-        _rank(dataclasses.replace(config, data=data), few, ranks, on_gpu=False) as rank,
+        _rank(config, few, ranks, on_gpu=False) as rank,
     ):
 
         def start() -> Tensor:
