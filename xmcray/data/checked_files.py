@@ -62,13 +62,15 @@ def array_header(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -
         read_header = _HEADER_READERS[np.lib.format.read_magic(file)]
         shape, is_fortran, dtype = read_header(file)
         start = file.tell()
-    is_wanted = dtype in [np.dtype(wanted) for wanted in dtypes]
-    if not is_wanted or len(shape) != ndim or is_fortran:
-        wanted_names = " or ".join(str(np.dtype(wanted)) for wanted in dtypes)
+    wanted = [np.dtype(accepted) for accepted in dtypes]
+    if dtype not in wanted or len(shape) != ndim or is_fortran:
+        wanted_names = " or ".join(map(str, wanted))
         raise ValueError(f"found {dtype} {shape}, expected {wanted_names} with {ndim} axes")
     num_bytes = path.stat().st_size - start
+    expected_bytes = math.prod(shape) * dtype.itemsize
     # A negative number of rows would be taken for "as many as there are".
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != num_bytes:
+    is_negative = min(shape, default=0) < 0
+    if is_negative or expected_bytes != num_bytes:
         raise ValueError(f"found {num_bytes} bytes of values, expected {shape} of {dtype}")
     return ArrayHeader(shape, dtype, start)
 
@@ -89,17 +91,19 @@ def read_texts(path: Path, names: tuple[str, ...], num_rows: int) -> pa.Table:
     """
     with pq.ParquetFile(path, memory_map=True) as file:
         # Types are compared before values are read: a dictionary could unpack to any size.
-        found = file.schema_arrow
+        schema = file.schema_arrow
         for name in names:
-            kind = found.field(name).type
+            kind = schema.field(name).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise ValueError(f"column {name} holds {kind}, expected text")
         if file.metadata.num_rows != num_rows:
             raise ValueError(f"found {file.metadata.num_rows} rows, expected {num_rows}")
         table = file.read(columns=list(names))
-    table = table.cast(pa.schema([(name, pa.large_string()) for name in names]))
+    large_texts = pa.schema([(name, pa.large_string()) for name in names])
+    table = table.cast(large_texts)
     # Arrow's reader does not look at the bytes of a text.
     table.validate(full=True)
-    if table.num_rows != num_rows or any(column.null_count for column in table.columns):
+    has_nulls = any(column.null_count for column in table.columns)
+    if has_nulls or table.num_rows != num_rows:
         raise ValueError(f"found nulls or {table.num_rows} rows, expected {num_rows} texts")
     return table

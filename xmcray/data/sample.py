@@ -27,11 +27,18 @@ from types import ModuleType
 PACKAGES = ("numpy", "scipy", "pandas")
 TEST_SHARE = 0.205
 MAX_DESCRIPTION = 600  # characters
+# Modules that are private, or of no interest to a user of the package.
 _HIDDEN = re.compile(r"(^|\.)(_|tests?$|testing$|conftest|setup|core$|f2py|distutils|io\.)")
+# A heading of a docstring: a line that is underlined.
 _SECTION = re.compile(r"^(?P<title>[A-Z][A-Za-z ]+)\n[-=]{3,}[ ]*$", re.MULTILINE)
+# An entry of a See Also section: names, separated by commas, and perhaps " : description".
 _ENTRY = re.compile(r"^(?P<names>[:`~\w.]+(?:[ ]*,[ ]*[:`~\w.]+)*)[ ]*,?[ ]*(?::(?:[ ]|$)|$)")
+# A role such as :func:`numpy.sum`, a literal, or a directive. The groups are what a reader sees.
 _MARKUP = re.compile(
-    r":\w+:`~?([^`<]*)(?:<[^>]*>)?`|`{1,2}([^`]*)`{1,2}|^\.\. \w+::.*$", re.MULTILINE
+    r":\w+:`~?([^`<]*)(?:<[^>]*>)?`"
+    r"|`{1,2}([^`]*)`{1,2}"
+    r"|^\.\. \w+::.*$",
+    re.MULTILINE,
 )
 # Ufuncs and compiled functions have their signature in the docstring.
 _SIGNATURE = re.compile(r"^(?:[\w.]+\(.*\)(?: ->.*)?\n+)+")
@@ -78,20 +85,21 @@ def write_sample(folder: Path) -> None:
     objects, aliases = collect()
     related: dict[str, list[str]] = {}
     splits: dict[str, list[Documented]] = {"train": [], "test": []}
-    for name in sorted(objects):
-        related[name] = _resolve(objects[name], objects, aliases)
+    for name, item in sorted(objects.items()):
+        related[name] = _resolve(item, objects, aliases)
         split = "test" if _is_test(name) else "train"
-        splits[split].append(objects[name])
+        splits[split].append(item)
     # Labels that only the test split has are left out.
     labels: set[str] = set()
     for item in splits["train"]:
         labels.update(related[item.name])
-    label_ids = {label: row for row, label in enumerate(sorted(labels))}
-    folder.mkdir(parents=True, exist_ok=True)
+    label_ids: dict[str, int] = {}
     label_rows = []
-    for label in label_ids:
+    for label in sorted(labels):
+        label_ids[label] = len(label_ids)
         text = f"{label} {objects[label].sentence}"
         label_rows.append({"uid": label, "text": text})
+    folder.mkdir(parents=True, exist_ok=True)
     _write_json_lines(folder / "labels.jsonl", label_rows)
     for split, items in splits.items():
         _write_queries(folder, split, items, related, label_ids)
@@ -123,17 +131,25 @@ def _write_queries(
 def _is_test(name: str) -> bool:
     """A pseudo-random choice that depends on the name alone, so a new object moves no other one."""
     digest = hashlib.sha256(f"xmcray-sample:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < TEST_SHARE
+    # Eight bytes are a number below 2^64: divided by that, a point between 0 and 1.
+    point = int.from_bytes(digest[:8], "big") / 2**64
+    return point < TEST_SHARE
 
 
 def _write_json_lines(path: Path, rows: Iterable[object]) -> None:
+    """Writes each row as JSON, a line each."""
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            line = json.dumps(row, ensure_ascii=False)
+            file.write(line + "\n")
 
 
 def collect() -> tuple[dict[str, Documented], dict[str, str]]:
-    """All documented public objects by name, and the name of the object behind each path."""
+    """Finds the documented public objects of all packages.
+
+    Returns:
+        The objects by name, and for each path that leads to one the object's name.
+    """
     objects: dict[str, Documented] = {}
     aliases: dict[str, str] = {}
     name_of: dict[tuple[str, str], str] = {}
@@ -143,10 +159,12 @@ def collect() -> tuple[dict[str, Documented], dict[str, str]]:
             continue
         # Equal docstring and place of definition: one object that is reached on several paths. The
         # first path, which is the preferred one, names it.
-        name = name_of.setdefault((docstring, _qualname(item) or path), path)
+        identity = (docstring, _qualname(item) or path)
+        name = name_of.setdefault(identity, path)
         aliases[path] = name
         if name == path:
             objects[name] = Documented.parse(name, docstring)
+    # A docstring may consist of sections alone.
     described = {name: item for name, item in objects.items() if item.description}
     return described, aliases
 
@@ -155,6 +173,7 @@ def _preference(entry: tuple[str, object]) -> tuple[int, bool, int, str]:
     """Fewest parts first, then the class that defines a method, then the shortest name."""
     path, item = entry
     is_inherited = not path.endswith(f".{_qualname(item)}")
+    # Last the path itself, so that the order is always the same.
     return path.count("."), is_inherited, len(path), path
 
 
@@ -170,8 +189,11 @@ def _public_objects() -> Iterator[tuple[str, object]]:
     for module in _public_modules():
         for name in getattr(module, "__all__", None) or dir(module):
             item = getattr(module, name, None)
+            if name.startswith("_") or not callable(item):
+                continue
+            # A module also offers what it imports from other packages.
             home = getattr(item, "__module__", None) or module.__name__
-            if name.startswith("_") or not callable(item) or not str(home).startswith(PACKAGES):
+            if not str(home).startswith(PACKAGES):
                 continue
             path = f"{module.__name__}.{name}"
             yield path, item
@@ -179,17 +201,20 @@ def _public_objects() -> Iterator[tuple[str, object]]:
 
 
 def _members(path: str, item: object) -> Iterator[tuple[str, object]]:
+    """Public methods and properties of a class, and those of its accessors."""
     if not inspect.isclass(item):
         return
     for name in dir(item):
         if name.startswith("_"):
             continue
+        member_path = f"{path}.{name}"
         member = inspect.getattr_static(item, name)
         # Methods and properties are descriptors; a table of coefficients is not.
         if hasattr(member, "__get__"):
-            yield f"{path}.{name}", member
+            yield member_path, member
         # An accessor such as pandas.Series.str is a class with members of its own.
-        yield from _members(f"{path}.{name}", getattr(member, "_accessor", None))
+        accessor = getattr(member, "_accessor", None)
+        yield from _members(member_path, accessor)
 
 
 def _public_modules() -> Iterator[ModuleType]:
@@ -222,8 +247,10 @@ def _module_names(package: str) -> Iterator[str]:
 def _description(docstring: str) -> str:
     """The first three paragraphs before the first section, without signature and markup."""
     head = _SECTION.split(docstring, 1)[0].strip()
-    paragraphs = _SIGNATURE.sub("", head).split("\n\n")[:3]
-    words = _plain("\n\n".join(paragraphs)).split()
+    paragraphs = _SIGNATURE.sub("", head).split("\n\n")
+    text = "\n\n".join(paragraphs[:3])
+    # Line breaks become spaces.
+    words = _plain(text).split()
     return " ".join(words)[:MAX_DESCRIPTION]
 
 
@@ -231,13 +258,20 @@ def _see_also(docstring: str) -> tuple[str, ...]:
     """The names in the See Also section, each once, in their order."""
     # `split` returns the text before the first section, then title and body of each section.
     _, *parts = _SECTION.split(docstring)
-    sections = dict(zip(parts[::2], parts[1::2], strict=True))
-    names: list[str] = []
+    titles = parts[::2]
+    bodies = parts[1::2]
+    sections = dict(zip(titles, bodies, strict=True))
+    # A dictionary keeps the order of its keys and drops repeated ones.
+    names: dict[str, None] = {}
     for line in sections.get("See Also", "").splitlines():
-        if entry := _ENTRY.match(line):
-            names += entry["names"].split(",")
-    plain_names = [_plain(name).strip(" :") for name in names]
-    return tuple(dict.fromkeys(filter(None, plain_names)))
+        entry = _ENTRY.match(line)
+        if entry is None:
+            continue
+        for written_name in entry["names"].split(","):
+            name = _plain(written_name).strip(" :")
+            if name:
+                names[name] = None
+    return tuple(names)
 
 
 def _plain(text: str) -> str:
@@ -254,14 +288,18 @@ def _resolve(
 
     A name counts as written, or as seen from the object's class and modules, innermost first.
     """
-    parts = item.name.split(".")
-    scopes = [".".join(parts[:depth]) + "." for depth in range(len(parts) - 1, 0, -1)]
+    # Prefixes: none, then "numpy.linalg." and "numpy." for the object numpy.linalg.norm.
+    prefixes = [""]
+    scope = item.name
+    while "." in scope:
+        scope, _, _ = scope.rpartition(".")
+        prefixes.append(f"{scope}.")
     related = set()
     for written_name in item.see_also:
         package, dot, rest = written_name.partition(".")
         package = _ABBREVIATIONS.get(package, package)
-        for scope in ("", *scopes):
-            target = aliases.get(f"{scope}{package}{dot}{rest}")
+        for prefix in prefixes:
+            target = aliases.get(f"{prefix}{package}{dot}{rest}")
             if target in objects and target != item.name:
                 related.add(target)
                 break

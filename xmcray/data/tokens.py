@@ -103,7 +103,8 @@ class TextTokenizer:
         for block in _blocks(texts, ENCODE_BLOCK):
             rows += [encoding.ids for encoding in backend.encode_batch_fast(list(block))]
         offsets = offsets_of([len(row) for row in rows])
-        values = np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(offsets[-1]))
+        token_ids = itertools.chain.from_iterable(rows)
+        values = np.fromiter(token_ids, np.int64, count=int(offsets[-1]))
         # Special tokens have ids of their own in tokenizer.json, which need not be in the vocabulary.
         if len(values) and values.max() >= self.vocab_size:
             raise BundleError(

@@ -91,12 +91,15 @@ class CorpusWriter:
         self.num_tokens[split] += shard.num_tokens
         self.odd += shard.odd
         self.rejected += [(split, bad) for bad in shard.rejected]
-        if split != "labels":
-            if split not in self.counts:
-                self.counts[split] = np.zeros(self.num_rows["labels"], np.int64)
-            # add.at counts a label once for each of its queries; += would count it once in all.
-            np.add.at(self.counts[split], shard.label_ids, 1)
-            self.filters.setdefault(split, []).append(shard.filters)
+        if split == "labels":
+            return
+        if split not in self.counts:
+            # All labels have arrived, so their number is final.
+            self.counts[split] = np.zeros(self.num_rows["labels"], np.int64)
+            self.filters[split] = []
+        # add.at counts a label once for each of its queries; += would count it once in all.
+        np.add.at(self.counts[split], shard.label_ids, 1)
+        self.filters[split].append(shard.filters)
 
     def finish(self, tokenizer: TextTokenizer) -> None:
         """Writes everything that needs the counts: label order, filters, rejected rows, card.
@@ -112,27 +115,31 @@ class CorpusWriter:
         tokenizer.save(self.folder / "tokenizer")
         # The survey draws from [seed, 1]: the two streams have nothing in common.
         rng = np.random.default_rng([self.config.seed, 0])
-        np.save(self.folder / "label_order.npy", rng.permutation(self.num_rows["labels"]))
+        label_order = rng.permutation(self.num_rows["labels"])
+        np.save(self.folder / "label_order.npy", label_order)
         np.save(self.folder / "train_counts.npy", self.counts["train"])
         filter_folder = self.folder / "filters"
-        for split, pairs in self.filters.items():
-            filter_folder.mkdir(exist_ok=True)
-            np.save(filter_folder / f"{split}.npy", sorted_pairs(np.concatenate(pairs)))
+        filter_folder.mkdir(exist_ok=True)
+        for split, shards in self.filters.items():
+            pairs = sorted_pairs(np.concatenate(shards))
+            np.save(filter_folder / f"{split}.npy", pairs)
         self._write_rejected()
         self._count_unseen_labels()
         self._card(tokenizer).save(self.folder / "card.yaml")
 
     def _write_rejected(self) -> None:
+        """Writes the rows that were left out, with the reasons, if there are any."""
         if not self.rejected:
             return
         # Shards arrive in any order, but the corpus must not depend on it.
-        self.rejected.sort(key=lambda item: (item[0], item[1].file, item[1].line, item[1].reason))
+        self.rejected.sort(key=_split_and_place)
         with (self.folder / "rejected.jsonl").open("w", encoding="utf-8") as file:
             for split, bad in self.rejected:
                 record = {"split": split, **asdict(bad), "file": Path(bad.file).name}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def _count_unseen_labels(self) -> None:
+        """Counts labels without a training query among the odd rows."""
         unseen = self.counts["train"] == 0
         if "test" in self.counts:
             # A label of the test split is no mistake of the corpus, but no method can learn it.
@@ -142,6 +149,7 @@ class CorpusWriter:
         self.odd["labels: never seen"] = int(unseen.sum())
 
     def _card(self, tokenizer: TextTokenizer) -> Card:
+        """What the corpus says of itself."""
         config = self.config
         num_train = self.num_rows["train"]
         num_labels = self.num_rows["labels"]
@@ -172,10 +180,16 @@ class CorpusWriter:
                 "tokens per label": self.num_tokens["labels"] / num_labels,
             },
             frequency=frequency_histogram(self.counts["train"]),
-            odd={reason: count for reason, count in sorted(self.odd.items()) if count},
-            # Sorted, so that equal corpora have equal cards.
+            # Sorted, so that equal corpora have equal cards. Adding a positive count drops zeros.
+            odd=dict(sorted((+self.odd).items())),
             rejected=dict(sorted(rejected_by_split.items())),
         )
+
+
+def _split_and_place(rejected: tuple[str, BadRow]) -> tuple[str, str, int, str]:
+    """By what rejected rows are sorted."""
+    split, bad = rejected
+    return split, bad.file, bad.line, bad.reason
 
 
 def short_name(tokenizer: str) -> str:

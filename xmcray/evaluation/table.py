@@ -22,26 +22,29 @@ def percent(value: float | None, digits: int = 2) -> str:
     return f"{100 * value:.{digits}f}"
 
 
-def metrics_table(runs: Mapping[str, StoredMetrics], title: str = "Metrics, in percent") -> Table:
+def metrics_table(runs: Mapping[str, StoredMetrics]) -> Table:
     """One row per metric, one column per run.
 
     Args:
         runs: metrics.json by the run's name; the first is the one measured, others are baselines.
             Intervals are printed for runs that have them.
-        title: printed above the table.
     """
-    table = _table(title, "metric", *runs)
+    table = _table("Metrics, in percent", "metric", *runs)
     for metric in metric_names(*runs.values()):
         cells = [_with_interval(run, metric) for run in runs.values()]
         table.add_row(Text(metric), *cells)
     # Runs of other people may use other constants; then their PSP is another number.
     constants = []
     for run in runs.values():
-        constants.append(f"{run['A']:g}, {run['B']:g}" if "A" in run else "-")
+        constant = "-"
+        if "A" in run:
+            constant = f"{run['A']:g}, {run['B']:g}"
+        constants.append(constant)
         # The first run that counts its queries is the one measured.
         if table.caption is None and "queries" in run:
             # Short lines: a caption wraps at the width of its table, which may be narrow.
-            table.caption = Text(f"{num_queries(run, 'queries')}\n[95 % bootstrap interval]")
+            counted = num_queries(run, "queries")
+            table.caption = Text(f"{counted}\n[95 % bootstrap interval]")
     table.add_row("A, B of PSP", *constants)
     return table
 
@@ -69,8 +72,12 @@ def segment_table(run: StoredMetrics) -> Table:
     title = "Labels by training frequency, in percent"
     table = _table(title, "segment", *_GROUP_COLUMNS, "macro-F1@5")
     for row in run.get("segments") or ():
-        cells = _group_cells(row)
-        table.add_row(Text(row["name"]), Text(row["range"]), *cells, percent(row["macroF1@5"]))
+        table.add_row(
+            Text(row["name"]),
+            Text(row["range"]),
+            *_group_cells(row),
+            percent(row["macroF1@5"]),
+        )
     return table
 
 
@@ -177,12 +184,19 @@ def _printable(text: str) -> str:
     letters = []
     for letter in text:
         is_control = unicodedata.category(letter) in ("Cc", "Cs")
-        letters.append(letter.encode("unicode_escape").decode() if is_control else letter)
+        if is_control:
+            letter = letter.encode("unicode_escape").decode()
+        letters.append(letter)
     return "".join(letters)
 
 
 def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left")
+    """An empty table with a first column of names and others of numbers."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+    )
     table.add_column(Text(first))
     for name in others:
         # Text, not str: a run called "[bold]" is a name, not markup.
@@ -194,15 +208,18 @@ def metric_names(*runs: StoredMetrics) -> list[str]:
     """The metrics that some run has: the main ones, then macro-F1 of each segment."""
     present = set().union(*runs)
     main = [name for name in MAIN_METRICS if name in present]
-    return main + sorted(name for name in present if name.startswith("macroF1"))
+    of_segments = [name for name in present if name.startswith("macroF1")]
+    return main + sorted(of_segments)
 
 
 def _with_interval(run: StoredMetrics, metric: str) -> str:
+    """A metric in percent, with its interval if the run has one."""
     value = percent(run.get(metric))
     interval = (run.get("intervals") or {}).get(metric)
     if not interval:
         return value
-    return f"{value}  [{percent(interval[0])}, {percent(interval[1])}]"
+    low, high = interval
+    return f"{value}  [{percent(low)}, {percent(high)}]"
 
 
 def _group_cells(row: Mapping[str, Any]) -> tuple[str, ...]:

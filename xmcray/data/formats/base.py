@@ -301,7 +301,11 @@ def read_filters(folder: Path, split: str, shape: Callable[[], tuple[int, int]])
                 f"{path}:{number}: found {start!r}, expected a row and a label id"
             ) from None
         sizes = sizes or shape()
-        for what, index, size in (("row", row, sizes[0]), ("label", label, sizes[1])):
+        num_rows, num_labels = sizes
+        for what, index, size in (
+            ("row", row, num_rows),
+            ("label", label, num_labels),
+        ):
             if not 0 <= index < size:
                 raise DataError(
                     f"{path}:{number}: names {what} {index}, but there are only {size}, counted from 0; "

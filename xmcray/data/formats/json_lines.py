@@ -93,7 +93,8 @@ class RowParser:
         uid = self.uid(record, row)
         text = self.text(record)
         # One test for nearly all rows; `check_text` then finds what is wrong with the others.
-        if len(text) > MAX_TEXT or len(uid) > MAX_TEXT or not (text.isascii() and uid.isascii()):
+        is_short = len(text) <= MAX_TEXT and len(uid) <= MAX_TEXT
+        if not (is_short and text.isascii() and uid.isascii()):
             check_text(text)
             check_text(uid, self._fields.uid)
         label_ids: tuple[int, ...] = ()
