@@ -361,8 +361,15 @@ def _progress(trial: Trial, metric: str, trials: Sequence[Trial], num_trials: in
 def _show_trials(trials: Sequence[Trial], space: Space, metric: str) -> None:
     rows = []
     for trial in trials:
-        row = [trial.name, trial.state, trial.score_text, trial.epoch_text, f"{trial.steps:,}"]
-        rows.append(row + _cells(trial.values, space))
+        row = [
+            trial.name,
+            trial.state,
+            trial.score_text,
+            trial.epoch_text,
+            f"{trial.steps:,}",
+            *_cells(trial.values, space),
+        ]
+        rows.append(row)
     columns = ["trial", "state", metric, "epoch", "steps", *space]
     show_table("Trials, the best first", columns, rows)
 

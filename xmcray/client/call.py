@@ -193,7 +193,9 @@ class Call(Generic[AnswerT]):
 
     def _renew_token(self) -> bool:
         """Reads the token's file again, once in a call; whether it has another token now."""
-        if self._token is None or self._renewed or not self._token.renewed(self._sent):
+        if self._token is None or self._renewed:
+            return False
+        if not self._token.renewed(self._sent):
             return False
         self._renewed = True
         self._authorize()
@@ -227,7 +229,8 @@ class Call(Generic[AnswerT]):
 
     def _wait_s(self, error: ClientError, at_least: float = 0.0) -> float:
         # The bound doubles with each attempt; its exponent is limited against overflow.
-        bound = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** min(self._attempts - 1, 10))
+        doublings = min(self._attempts - 1, 10)
+        bound = min(MAX_WAIT_S, FIRST_WAIT_S * 2**doublings)
         # Full jitter: clients that failed at the same time come back at different times.
         wait_s = at_least + random.uniform(0.0, bound)
         has_retries = self.retries is None or self._attempts <= self.retries
@@ -241,8 +244,10 @@ class Call(Generic[AnswerT]):
         )
 
     def _error(self, reason: str, kind: str, status: int | None = None) -> ClientError:
-        tried = f", {self._attempts} attempts" if self._attempts > 1 else ""
-        message = f"{self._method} {self.url[:200]}: {reason[:1000]} (request {self._request_id[:100]}{tried})"
+        request = f"request {self._request_id[:100]}"
+        if self._attempts > 1:
+            request += f", {self._attempts} attempts"
+        message = f"{self._method} {self.url[:200]}: {reason[:1000]} ({request})"
         # The other side may have written the token into its answer.
         for secret in (self._sent, *(token.value for token in self.tokens if token)):
             if secret:
@@ -253,7 +258,8 @@ class Call(Generic[AnswerT]):
 def first_error(error: ValidationError) -> str:
     """The first error of a validation, without the value, which may be long or secret."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'value'}: {first['msg'][:200]}"
+    place = ".".join(map(str, first["loc"]))
+    return f"{place or 'value'}: {first['msg'][:200]}"
 
 
 def _first_word(path: Path, name: str) -> str:

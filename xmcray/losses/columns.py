@@ -21,7 +21,7 @@ BLOCK_FLOATS = 1 << 23  # scores that are in memory at a time
 _BISECTIONS = 60  # halve a bracket of a few hundred down to the last digits of float64
 
 
-def log_sum_exp(query_GD: Tensor, column_UD: Tensor, skipped: Pairs, scale: float = 1.0) -> Tensor:
+def log_sum_exp(query_GD: Tensor, column_UD: Tensor, skipped: Pairs, scale: float) -> Tensor:
     """log sum_c exp(scale * <q_i, c>) over the columns of all ranks; collective.
 
     Args:
@@ -43,7 +43,7 @@ def top_k_threshold(
     skipped: Pairs,
     k: float,
     alpha: float,
-    scale: float = 1.0,
+    scale: float,
     *,
     widest: int,
 ) -> Tensor:

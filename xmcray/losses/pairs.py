@@ -72,11 +72,13 @@ class Pairs:
         # A stable sort keeps the order of the pairs within a block, and so the order of sums.
         sorted_P, order_P = torch.sort(block_P, stable=True)
         ends = torch.searchsorted(sorted_P, torch.arange(num_blocks), right=True).tolist()
-        in_blocks = Pairs(self.rows[order_P] - sorted_P * size, self.columns[order_P]).to(device)
+        # The first row of block b is b * size.
+        row_in_block_P = self.rows[order_P] - sorted_P * size
+        pairs = Pairs(row_in_block_P, self.columns[order_P]).to(device)
         blocks = []
         start = 0
         for end in ends:
-            blocks.append(Pairs(in_blocks.rows[start:end], in_blocks.columns[start:end]))
+            blocks.append(Pairs(pairs.rows[start:end], pairs.columns[start:end]))
             start = end
         return blocks
 

@@ -52,13 +52,15 @@ def triplet(
     gap_PK = positive_P1 - negative_PK
     margin_PK = gap_PK.detach().abs().clamp(gamma_min, gamma_max)
     if inverted:
-        gap_PK = torch.where((gap_PK > 0) & (gap_PK < gamma_min), -gap_PK, gap_PK)
+        is_small_PK = (gap_PK > 0) & (gap_PK < gamma_min)
+        gap_PK = torch.where(is_small_PK, -gap_PK, gap_PK)
     # Between gamma_min and gamma_max the margin is the gap, so the term is 0 and must not move the
     # scores (Eq. 3, 14). The derivative of relu at 0 is 0; that of clamp_min would be 1.
     term_PK = F.relu(margin_PK - gap_PK)
     if temperature is None:
         # An anchor with fewer than K negatives has scores of -inf, which do not count.
-        loss_P = term_PK.sum(dim=1) / negative_PK.isfinite().sum(dim=1).clamp_min(1)
+        num_negatives_P = negative_PK.isfinite().sum(dim=1).clamp_min(1)
+        loss_P = term_PK.sum(dim=1) / num_negatives_P
     else:
         hardness_PK = negative_PK.detach() if detached else negative_PK
         loss_P = (term_PK * _weights(term_PK, hardness_PK, temperature)).sum(1)
@@ -107,7 +109,9 @@ def regulariser(
     else:
         counts = torch.tensor([len(near_P), len(far_N)], device=near_P.device)
     counts = collectives.sum_over_ranks(counts.to(prototype_AC.dtype)).clamp_min(1)
-    return 0.5 * (near_P.sum() / counts[0] + far_N.sum() / counts[1])
+    near_mean = near_P.sum() / counts[0]
+    far_mean = far_N.sum() / counts[1]
+    return 0.5 * (near_mean + far_mean)
 
 
 def hardest(score_AC: Tensor, not_negatives: Pairs, count: int) -> tuple[Tensor, Tensor]:

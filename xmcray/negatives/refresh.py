@@ -289,10 +289,10 @@ def run_version(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) ->
     merge_shards(folder, data, spec)
 
 
-def wait_published(folder: VersionFolder, poll_s: float = 0.05) -> None:
+def wait_published(folder: VersionFolder) -> None:
     """Waits until all ranks have written their part, or the version is withdrawn or complete."""
     while not (folder.withdrawn or folder.complete or folder.published):
-        time.sleep(poll_s)
+        time.sleep(0.05)
 
 
 def _sample(folder: VersionFolder, count: int, seed: int) -> Float32Array:

@@ -21,7 +21,7 @@ def classifier_rows(
     config: RowOptimConfig,
     *,
     init_std: float = 0.02,
-    seed: int = 0,
+    seed: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> RowTable:

@@ -11,6 +11,7 @@ not depend on the ranks, so neither does a bit of the vectors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,7 +72,8 @@ class EncodedTexts:
     def sample(self, count: int) -> Tensor:
         """float64 [at most count, H], vectors of texts spread evenly over all of them."""
         num_texts = len(self._order)
-        step = max(1, -(-num_texts // count))
+        # Rounded up, so that there are not more than `count`.
+        step = max(1, math.ceil(num_texts / count))
         rows = []
         for number, vectors in enumerate(self._vectors):
             # The first row of this file whose number among all texts is a multiple of the step.
@@ -108,21 +110,26 @@ def text_keys(tokens: Ragged) -> npt.NDArray[np.uint64]:
     numbers = tokens.values << 20 | tokens.places
     # 0 would be mixed into 0, as if the token were not there.
     mixed = numbers.astype(np.uint64) + np.uint64(1)
-    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    mixed = mixed ^ mixed >> np.uint64(31)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
     # The hash of a text is the sum of its tokens' numbers: a difference of running sums, mod 2^64.
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed)])
+    no_tokens = np.zeros(1, np.uint64)
+    sums = np.concatenate([no_tokens, np.cumsum(mixed)])
     sums_at_offsets = sums[tokens.offsets]
     keys: npt.NDArray[np.uint64] = np.diff(sums_at_offsets)
     return keys
 
 
 def _write(path: Path, tokens: Ragged, encode: Callable[[Ragged], Tensor]) -> None:
+    """Encodes the texts of a file, chunk by chunk, and writes their vectors."""
     vectors = []
     for first in range(0, len(tokens), TEXTS_AT_ONCE):
         stop = min(first + TEXTS_AT_ONCE, len(tokens))
         chunk = tokens.slice(first, stop)
         vectors.append(encode(chunk).float().cpu())
+    pooled_BH = torch.cat(vectors).numpy()
     with storage.whole_file(path) as temporary, temporary.open("wb") as file:
-        np.save(file, torch.cat(vectors).numpy())
+        np.save(file, pooled_BH)

@@ -90,7 +90,8 @@ def try_on(model: Any) -> bool:
     table = model.get_input_embeddings().weight
     token_T = torch.arange(8, device=table.device) % len(table)
     token_TH = table[token_T].detach()
-    mask_BT = torch.from_numpy(np.arange(3) < lengths[:, None]).to(table.device)
+    is_filled_BT = np.arange(3) < lengths[:, None]
+    mask_BT = torch.from_numpy(is_filled_BT).to(table.device)
     padded_BTH = token_TH.new_zeros(3, 3, token_TH.shape[1])
     padded_BTH[mask_BT] = token_TH
     model.eval()

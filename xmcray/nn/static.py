@@ -77,7 +77,7 @@ class StaticEncoder(Encoder):
             nn.init.zeros_(self.out.weight)
             nn.init.zeros_(self.out.bias)
 
-    def start_from(self, table_VD: Tensor, share: float = 1.0) -> None:
+    def start_from(self, table_VD: Tensor, share: float) -> None:
         """Mixes a table into the random rows of tokens; both sides start equal.
 
         What the table means and what tells a token from all others are independent directions, so

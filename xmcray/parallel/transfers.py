@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -20,15 +21,18 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """
     if device.type == "cpu":
         return list(tensors)
-    moved: dict[int, Tensor] = {}
-    for dtype in {tensor.dtype for tensor in tensors}:
-        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        flat = torch.cat([tensors[i].reshape(-1) for i in places])
+    places_of: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        places_of[tensor.dtype].append(place)
+    results = list(tensors)
+    for places in places_of.values():
+        flat = torch.cat([tensors[place].reshape(-1) for place in places])
         # The host waits for a copy from pageable memory. It does not for one from pinned memory,
         # which the allocator does not hand out again before the copy is done.
         if device.type == "cuda":
             flat = flat.pin_memory()
-        pieces = flat.to(device, non_blocking=True).split([tensors[i].numel() for i in places])
-        for i, piece in zip(places, pieces, strict=True):
-            moved[i] = piece.view(tensors[i].shape)
-    return [moved[i] for i in range(len(tensors))]
+        flat = flat.to(device, non_blocking=True)
+        sizes = [tensors[place].numel() for place in places]
+        for place, piece in zip(places, flat.split(sizes), strict=True):
+            results[place] = piece.view(tensors[place].shape)
+    return results

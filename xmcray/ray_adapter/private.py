@@ -73,12 +73,11 @@ def alive_actor_names() -> list[str]:
     return [actor["Name"] or actor["ActorClassName"] for actor in actors]
 
 
-def nodes_of_head(address: str, timeout_s: float = 10) -> list[dict[str, Any]]:
+def nodes_of_head(address: str) -> list[dict[str, Any]]:
     """Asks a Ray head for its living nodes without joining its cluster.
 
     Args:
         address: HOST:PORT of the head's GCS.
-        timeout_s: how long to wait for the answer.
     Returns:
         For each node its address, whether it is the head, and its resources.
 
@@ -88,7 +87,7 @@ def nodes_of_head(address: str, timeout_s: float = 10) -> list[dict[str, Any]]:
     from ray import _raylet
 
     raylet: Any = _raylet  # compiled, without types
-    infos = raylet.GcsClient(address=address).get_all_node_info(timeout=timeout_s).values()
+    infos = raylet.GcsClient(address=address).get_all_node_info(timeout=10).values()
     return [
         {
             "address": info.node_manager_address,

@@ -32,8 +32,11 @@ def check_successor(old: Snapshot, new: Snapshot, version: str | None, floor: fl
             " serve it by another name",
         )
     recalls = []
-    for best, answered in zip(old.probe(old.probes), new.probe(old.probes), strict=True):
-        recalls.append(len(best & answered) / max(1, len(best)))
+    expected_labels = old.probe(old.probes)
+    found_labels = new.probe(old.probes)
+    for best, answered in zip(expected_labels, found_labels, strict=True):
+        num_hits = len(best & answered)
+        recalls.append(num_hits / max(1, len(best)))
     recall = float(np.mean(recalls))
     if recall < floor:
         raise ProblemError(

@@ -225,9 +225,10 @@ def row_blocks(
             # The part of the file that lies within start .. stop - 1.
             low = max(start - file_start, 0)
             high = min(stop - file_start, height)
-            tensors = {key: rows[low:high] for key, rows in slices.items()} if low < high else {}
-        if tensors:
-            yield file_start + low - start, tensors
+            if low >= high:
+                continue
+            tensors = {key: rows[low:high] for key, rows in slices.items()}
+        yield file_start + low - start, tensors
 
 
 def _load_modules(path: Path, stepper: Stepper) -> None:

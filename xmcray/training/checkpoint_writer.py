@@ -251,7 +251,8 @@ class CheckpointWriter:
         """Writes the manifest, moves the folder to its final name, and removes old checkpoints."""
         entries: dict[str, FileEntry] = {}
         for note in sorted(unfinished.glob(_NOTE)):
-            for name, (size, sha256) in json.loads(note.read_text(encoding="utf-8")).items():
+            written = json.loads(note.read_text(encoding="utf-8"))
+            for name, (size, sha256) in written.items():
                 entries[name] = FileEntry(size, sha256)
             note.unlink()
         storage.finish_manifest(unfinished, checkpoints.KIND, {"step": step}, entries)
@@ -288,7 +289,8 @@ def _write_blocks(
     height = max(1, checkpoints.ROW_BLOCK_BYTES // max(1, row_bytes))
     for low in range(0, partition.size, height):
         file = folder / f"{name}-{partition.start + low:010d}.safetensors"
-        block = {key: tensor[low : low + height].contiguous() for key, tensor in tensors.items()}
+        rows = slice(low, low + height)
+        block = {key: tensor[rows].contiguous() for key, tensor in tensors.items()}
         save_file(block, file)
         _add_entry(file, entries)
 

@@ -35,7 +35,6 @@ def memory_bundle(
     out: str | Path,
     config: MemoryConfig | None = None,
     *,
-    threads: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Writes a bundle in which training queries and label texts vote; trains nothing.
@@ -46,7 +45,6 @@ def memory_bundle(
         corpus: its training queries and labels are encoded.
         out: folder or URL that does not exist yet.
         config: how they vote if a request does not say otherwise.
-        threads: of building an index.
         progress: called with the number of texts encoded so far.
     Raises:
         ConfigError: no such encoder.
@@ -86,8 +84,8 @@ def memory_bundle(
         },
         method="memory",
         queries=encode(train.tokens(_sample_rows(len(train)))),
-        predictor=remember(train, encode, config or MemoryConfig(), spec, threads),
-        threads=threads,
+        predictor=remember(train, encode, config or MemoryConfig(), spec, threads=1),
+        threads=1,
     )
 
 

@@ -241,15 +241,24 @@ def _cpu_node_options(nodes: Nodes) -> dict[str, Any]:
 
 
 def _room(node_counts: Iterable[tuple[Resources, int]], each: Resources) -> int:
+    """How many processes the nodes have room for.
+
+    Args:
+        node_counts: resources of a node, and how many nodes have them.
+        each: what a process needs.
+    """
     needs = {resource: amount for resource, amount in each.items() if amount > 0}
     if not needs:
         return _UNLIMITED
     room = 0
     for has, count in node_counts:
+        fits = []
+        for resource, amount in needs.items():
+            # The small term makes room for three times 0.1 in 0.3, whose quotient is
+            # 2.9999999999999996.
+            quotient = has.get(resource, 0) / amount
+            fits.append(int(quotient + 1e-9))
         # The scarcest resource of a node limits it.
-        # The small term makes room for three times 0.1 in 0.3, whose quotient is
-        # 2.9999999999999996.
-        fits = [int(has.get(resource, 0) / amount + 1e-9) for resource, amount in needs.items()]
         room += count * min(fits)
     return room
 

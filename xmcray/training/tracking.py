@@ -204,7 +204,10 @@ def _read_positions(run: Run) -> dict[str, Position]:
     path = trackers.folder_of(run) / "positions.json"
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-        return {name: Position(int(step), Kind(kind)) for name, (step, kind) in body.items()}
+        positions = {}
+        for name, (step, kind) in body.items():
+            positions[name] = Position(int(step), Kind(kind))
+        return positions
     # Without the file a tracker gets all records once more, which is better than no training.
     except (FileNotFoundError, ValueError, TypeError, AttributeError):
         return {}

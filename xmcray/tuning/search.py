@@ -158,7 +158,9 @@ def share(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> Share:
     node_resources = [node["Resources"] for node in nodes if node["Alive"]]
     num_gpus = sum(resources.get("GPU", 0) for resources in node_resources)
     num_processes = max(cluster.workers, 1)
-    needs_gpu = cluster.device == "gpu" or (cluster.device == "auto" and num_gpus >= num_processes)
+    needs_gpu = cluster.device == "gpu"
+    if cluster.device == "auto":
+        needs_gpu = num_gpus >= num_processes
     process_needs = {"CPU": cluster.cpus_per_worker or 1.0}
     if needs_gpu:
         process_needs["GPU"] = 1.0
@@ -166,6 +168,7 @@ def share(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> Share:
     num_places = 0
     for resources in node_resources:
         fits = [resources.get(name, 0) // amount for name, amount in process_needs.items()]
+        # The scarcest resource of a node limits it.
         num_places += int(min(fits))
     if num_places < num_processes:
         available = "; ".join(_amounts(process_needs, resources) for resources in node_resources)

@@ -47,14 +47,17 @@ class NumberRange:
     def draw(self, generator: np.random.Generator) -> float | int:
         """Samples a value."""
         if self.step:
-            return self.on_grid(int(generator.integers(0, self.num_steps, endpoint=True)))
+            number = generator.integers(0, self.num_steps, endpoint=True)
+            return self.on_grid(int(number))
         if self.log:
             return self._draw_log(generator)
         if self.whole:
-            return int(generator.integers(round(self.low), round(self.high), endpoint=True))
+            low, high = self.values_to_check()
+            return int(generator.integers(low, high, endpoint=True))
         return float(generator.uniform(self.low, self.high))
 
     def _draw_log(self, generator: np.random.Generator) -> float | int:
+        """Samples a value uniformly in the logarithm."""
         # Half an integer more on either side, so that an end is as likely as its neighbour.
         margin = 0.5 if self.whole else 0.0
         log_low = math.log(self.low - margin)
@@ -107,7 +110,8 @@ class Choice:
 
     def draw(self, generator: np.random.Generator) -> Value:
         """Samples a value."""
-        return self.values[int(generator.integers(len(self.values)))]
+        number = generator.integers(len(self.values))
+        return self.values[int(number)]
 
     def nearest(self, value: Value) -> Value:
         """The choice that equals a value or, if all are numbers, is nearest to it.
@@ -164,7 +168,10 @@ def parse_space(values: Mapping[str, Any], where: str) -> Space:
             f"{where} names no setting,"
             " expected lines such as optim.lr: {log_uniform: [1e-4, 1e-2]}"
         )
-    return {str(name): _parse(body, f"{where}: {name}") for name, body in values.items()}
+    space = {}
+    for name, body in values.items():
+        space[str(name)] = _parse(body, f"{where}: {name}")
+    return space
 
 
 def check_space(space: Space, check: Check, where: str) -> None:
@@ -264,6 +271,7 @@ def _parse(body: Any, where: str) -> Distribution:
 
 
 def _parse_range(kind: str, bounds: Any, step: Any, where: str) -> NumberRange:
+    """A range from its bounds and the width of its grid, as YAML reads them."""
     log, whole = RANGES[kind]
     if not isinstance(bounds, list) or len(bounds) != 2:
         raise ConfigError(f"{where}: {kind} is {bounds!r}, expected [lowest, highest]")

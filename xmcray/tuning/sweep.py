@@ -247,7 +247,8 @@ class Sweep:
     def trials(self) -> list[Trial]:
         """All trials that have values, by number."""
         entries = (self.path / "ledger").glob("[0-9]*.json")
-        return [self.trial(number) for number in sorted(int(path.stem) for path in entries)]
+        numbers = sorted(int(path.stem) for path in entries)
+        return [self.trial(number) for number in numbers]
 
     def trial(self, number: int) -> Trial:
         """A trial that has values."""
@@ -330,7 +331,8 @@ class Sweep:
 
     def _entry(self, number: int) -> dict[str, Any]:
         """A trial's file of the ledger."""
-        entry: dict[str, Any] = json.loads(self._entry_path(number).read_text(encoding="utf-8"))
+        content = self._entry_path(number).read_text(encoding="utf-8")
+        entry: dict[str, Any] = json.loads(content)
         return entry
 
 
@@ -344,7 +346,8 @@ def score_of(record: Mapping[str, Any], metric: str) -> float | None:
 
 def _identity(config: SweepConfig) -> dict[str, Any]:
     """What must be equal for a sweep to continue, as JSON reads it."""
-    body: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    content = json.dumps(dataclasses.asdict(config))
+    body: dict[str, Any] = json.loads(content)
     del body["corpus"]  # it may have moved; its hash stays
     for section in _NOT_COMPARED:
         body["settings"].pop(section, None)

@@ -53,7 +53,8 @@ def run_trial(task: Mapping[str, Any]) -> None:
         config = sweep.config.resolve(sweep.trial(number).values, task["cluster"])
         train(sweep.config.corpus, path, config, watch=reporter.watch)
     except XmcrayError as error:
-        tune.report({TIME: 0, SCORE: float("nan"), MISTAKE: [type(error).__name__, str(error)]})
+        mistake = [type(error).__name__, str(error)]
+        tune.report({TIME: 0, SCORE: float("nan"), MISTAKE: mistake})
         return
     except Exception:
         with contextlib.suppress(OSError):
