@@ -28,8 +28,9 @@ def make(full: bool) -> Claim:
             ),
         ],
         setup=f"{corpus}, trainings as in claim 1.",
-        reason="the sample has 574 test queries, and the interval of ten seeds is a point wide. A difference of a"
-        " third of a point cannot be told from none; the paper's are 0.7 to 3.5 points, with over 100,000 labels.",
+        reason="ten seeds on the 574 test queries of the sample give an interval that is more than one point wide, and"
+        " cannot separate a third of a point from no difference. The paper's differences are 0.7 to 3.5 points, on data"
+        " sets with over 100,000 labels.",
         seeds=10,
         metrics=("P@1", "P@5", "PSP@5"),
     )
