@@ -20,7 +20,7 @@ from typing import NoReturn
 from xmcray import __version__, config, credentials, logs
 from xmcray.cli import bundles, doctor, planning, training, tuning
 from xmcray.errors import ConfigError, XmcrayError
-from xmcray.training.preemption import EXIT_CODE, Terminated, handling
+from xmcray.training.preemption import EXIT_CODE, Terminated, handling, signals_are_kept
 
 __all__ = ["VERBS", "Verb", "main", "parser"]
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     sigterm = _Sigterm()
     try:
-        with handling(signal.SIGTERM, sigterm), logs.on_stderr():
+        with handling(signal.SIGTERM, sigterm), signals_are_kept(), logs.on_stderr():
             return _run(arguments, sigterm)
     except ConfigError as error:  # from logs.on_stderr: the variable that sets the log format
         print(f"error: {error}", file=sys.stderr)

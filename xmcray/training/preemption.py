@@ -12,13 +12,16 @@ name for a minute.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 EXIT_CODE = 128 + signal.SIGTERM
+_AGAIN_S = 0.1  # until a signal is sent again
 
 
 class Terminated(KeyboardInterrupt):
@@ -86,6 +89,30 @@ def handling(number: signal.Signals, handler: Callable[..., Any]) -> Iterator[No
         yield
     finally:
         signal.signal(number, before or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def signals_are_kept() -> Iterator[None]:
+    """Sends SIGINT or SIGTERM again if Python drops the exception of its handler.
+
+    A handler runs wherever the main thread is. In a callback, such as that of an import's lock, its
+    exception has no caller: Python reports it as unraisable and goes on.
+    """
+    report = sys.unraisablehook
+
+    def send_again(dropped: sys.UnraisableHookArgs) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            report(dropped)
+            return
+        number = signal.SIGTERM if issubclass(dropped.exc_type, Terminated) else signal.SIGINT
+        # Later, because here the callback still runs.
+        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
+
+    sys.unraisablehook = send_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
 
 
 def terminated(run: Path) -> Terminated:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,31 @@ def test_sigterm_outside_of_training_ends_a_command_with_its_line(
     )
     assert cli.main(["labels"]) == 143
     assert capsys.readouterr().err == "terminated; the same command starts it again\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_within_a_callback_ends_a_command_too(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python drops exceptions of callbacks, among them those of each import's lock."""
+
+    class Owner: ...
+
+    def send(_: object) -> None:
+        signal.raise_signal(number)
+
+    def run(_: object) -> None:
+        owner = Owner()
+        reference = weakref.ref(owner, send)
+        del owner
+        threading.Event().wait(30)
+        assert reference() is None
+
+    monkeypatch.setitem(cli.VERBS, "labels", cli.Verb(run, lambda _: None, "x", ""))
+    with handling(signal.SIGINT, signal.default_int_handler):
+        assert cli.main(["labels"]) == code
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:6379"])
