@@ -27,7 +27,13 @@ ADMIN = "admin" * 4
 
 
 class Served(LocalGateway):
-    """A gateway whose tokens are known, and clients with and without rights."""
+    """A gateway whose tokens are known, and clients with and without rights.
+
+    Attributes:
+        visible_s: seconds within which answers have an acknowledged operation.
+    """
+
+    visible_s = 10.0
 
     def __init__(
         self, config: ServeConfig, models: SnapshotSource, coordinator: SnapshotCoordinator
@@ -68,7 +74,7 @@ class Served(LocalGateway):
 
     async def reached(self, number: int) -> None:
         """Waits until answers have an operation."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(self.visible_s):
             while self.models.current(None).number < number:
                 await asyncio.sleep(0.001)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from served import Served
 from serving_machine import ServingMachine
 from training_machine import TrainingMachine
 
@@ -65,5 +66,6 @@ def test_an_operation_that_is_acknowledged_and_not_written_is_noticed(
         return number + 1
 
     monkeypatch.setattr(LabelLog, "append", forget_the_last)
+    monkeypatch.setattr(Served, "visible_s", 1.0)
     machine.run_sequence(SERVING_SEEDS[0])
     assert machine.tally.faults
