@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from bundles import WORDS, write_bundle_of, write_memory
+from bundles import WORDS, write_bundle_of, write_fused, write_memory
 from corpora import planted_corpus
 from operations import BATCHES, add
 
@@ -90,7 +90,7 @@ class Outcome:
 
 
 def write_artifacts(folder: Path) -> dict[str, Artifact]:
-    """A corpus, three bundles, a run and a state folder."""
+    """A corpus, bundles, a run and a state folder."""
     corpus = planted_corpus(folder / "c", num_queries=60, num_labels=23)
     plain = write_bundle_of(folder / "plain", "textsIVF", shard_rows=300)
     annotate_labels(plain, {"u1": {"price": 1.5, "kind": "a"}, "u2": {"new": True}}, folder / "a")
@@ -118,6 +118,7 @@ def write_artifacts(folder: Path) -> dict[str, Artifact]:
         "bundle": Artifact.of("bundle", folder / "texts", search_bundle),
         "prototypes": Artifact.of("prototypes", folder / "prototypes", search_bundle),
         "memory": Artifact.of("memory", memory, search_bundle),
+        "fused": Artifact.of("fused", write_fused(memory), search_bundle),
         "run": Artifact.of("run", folder / "run", export),
         "state": Artifact.of("state", state, lambda path: open_state(path, plain)),
     }
@@ -319,9 +320,13 @@ def _npy(data: bytes, draw: random.Random) -> bytes:
         with np.errstate(all="ignore"):
             return _npy_bytes(array.astype(draw.choice(kinds)))
     if way == "value" and array.size:
-        info = np.iinfo(array.dtype)
+        if array.dtype.kind == "f":
+            values = [np.nan, np.inf, -1.0, 1e30, 0.0]
+        else:
+            info = np.iinfo(array.dtype)
+            values = [info.min, info.max, info.max // 2, 0, len(array)]
         place = draw.randrange(array.size)
-        array.flat[place] = draw.choice((info.min, info.max, info.max // 2, 0, len(array)))
+        array.flat[place] = draw.choice(values)
         return _npy_bytes(array)
     if way == "length":
         return _npy_bytes(draw.choice((array[:-1], array[:0], np.concatenate([array, array]))))

@@ -148,9 +148,17 @@ class Candidates:
 
     def top(self, config: PartsConfig, k: int) -> TopLabels:
         """The k best candidates of each query, equal scores by lower source id."""
-        score_P = (self.parts(config) @ config.weights()).astype(np.float32)
+        score_P = weighted_sums(self.parts(config), config)
         query_P = self.labels.row_ids
         return TopLabels.from_pairs(query_P, self.labels.values, score_P, len(self.labels), k)
+
+
+def weighted_sums(part_PF: Float64Array, config: PartsConfig) -> Float32Array:
+    """float32 [P], the scores of candidates.
+
+    Not a matrix product, whose last bits may depend on the number of candidates.
+    """
+    return (part_PF * config.weights()).sum(axis=1).astype(np.float32)
 
 
 def label_shares(

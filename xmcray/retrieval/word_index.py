@@ -72,7 +72,8 @@ class WordIndex:
         with readable(f"{folder} cannot be read", "fuse the bundle again"):
             hashes = read_array(folder / "terms.npy", np.uint64, mapped=True)
             idf = read_array(folder / "idf.npy", np.float64, mapped=True)
-            if len(hashes) != len(idf) or np.any(hashes[1:] <= hashes[:-1]):
+            is_ascending = bool(np.all(hashes[1:] > hashes[:-1]))
+            if len(hashes) != len(idf) or not is_ascending or not np.isfinite(idf).all():
                 raise ValueError("expected ascending terms with one rarity each")
             matrices = {}
             for kind in kinds:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.evaluate import sign_flip
 from xmcray.evaluation.metrics import MAIN_METRICS, Metrics
-from xmcray.retrieval.parts import PARTS, Candidates, PartsConfig
-from xmcray.types import Ragged, TopLabels
+from xmcray.retrieval.parts import PARTS, Candidates, PartsConfig, weighted_sums
+from xmcray.types import Float32Array, Ragged, TopLabels
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -34,6 +34,7 @@ MEMORY_KEYS = 50
 # free weight is expected to help on new queries (Akaike's criterion).
 LARGEST_P_VALUE = 0.157
 PERMUTATIONS = 4999
+DEPTH = 10  # answers per query that are measured, as many as the metrics look at
 _START = 0.5  # of the weights
 _ROUNDS = 6
 
@@ -142,11 +143,9 @@ class WeightSearch:
 
     def measure(self, config: PartsConfig) -> _Measured:
         """Answers all queries with some settings."""
-        weights = config.weights()
         tops = []
         for candidates, part_PF in zip(self.candidates, self._parts(config), strict=True):
-            tops.append(_top(candidates.labels, part_PF @ weights))
-        width = max(top.width for top in tops)
+            tops.append(_top(candidates.labels, weighted_sums(part_PF, config)))
         card = self.corpus.card
         metrics = Metrics(
             self.corpus.train_counts,
@@ -155,7 +154,7 @@ class WeightSearch:
             card.propensity_b,
             card.num_labels,
         )
-        metrics.update(TopLabels.concatenate(tops, width), self.truth)
+        metrics.update(TopLabels.concatenate(tops, DEPTH), self.truth)
         values = metrics.result()
         per_query = metrics.per_query()
         columns = [MAIN_METRICS.index(name) for name in self.metrics]
@@ -249,16 +248,13 @@ class WeightSearch:
         return {name: measured.metrics[name] for name in self.metrics}
 
 
-def _top(labels: Ragged, score_P: Float64Array) -> TopLabels:
-    """The 10 best candidates of each query, equal scores by lower id.
-
-    The scores are rounded as those of an answer.
-    """
+def _top(labels: Ragged, score_P: Float32Array) -> TopLabels:
+    """The 10 best candidates of each query, equal scores by lower id."""
     width = int(labels.lengths.max(initial=0))
-    score_BC = np.full((len(labels), max(width, 10)), -np.inf, np.float32)
+    score_BC = np.full((len(labels), max(width, DEPTH)), -np.inf, np.float32)
     score_BC[labels.row_ids, labels.places] = score_P
     # Candidates ascend in their ids, and a stable sort keeps equal scores in that order.
-    place_BK = np.argsort(-score_BC, axis=1, kind="stable")[:, :10]
+    place_BK = np.argsort(-score_BC, axis=1, kind="stable")[:, :DEPTH]
     id_BC = np.full(score_BC.shape, -1, np.int64)
     id_BC[labels.row_ids, labels.places] = labels.values
     ids = np.take_along_axis(id_BC, place_BK, axis=1)

@@ -30,6 +30,7 @@ from xmcray.evaluation.evaluate import SEARCH_K
 from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.heads import TwoHeads, load_head
 from xmcray.retrieval import bundle as bundles
+from xmcray.retrieval.fused import fixed_parts
 from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
@@ -241,6 +242,8 @@ def _open(path: str, corpus: Corpus) -> _HeldOut:
     run_settings = manifest.about.get("config", {})
     retriever = Retriever.load(path)
     check_fits(retriever, corpus)
+    if retriever.fusion is not None:
+        raise fixed_parts()
     train = corpus.split("train")
     return _HeldOut(
         folder=folder,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bundles import DIM, TEXTS, WORDS, write_bundle_of, write_memory
+from bundles import DIM, TEXTS, WORDS, write_bundle_of, write_fused, write_memory
 
 from xmcray import cli, storage
 from xmcray.data.tokens import train_wordpiece
@@ -45,9 +45,12 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def bundle(kind: str) -> Path:
         if kind not in made:
-            made[kind] = (
-                write_memory(folder) if kind == "memory" else write_bundle_of(folder / kind, kind)
-            )
+            if kind == "memory":
+                made[kind] = write_memory(folder)
+            elif kind == "fused":
+                made[kind] = write_fused(bundle("memory"))
+            else:
+                made[kind] = write_bundle_of(folder / kind, kind)
         return made[kind]
 
     return bundle
@@ -55,9 +58,13 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def queries_of(retriever: Retriever, new: list[NewLabel]) -> Any:
     """So many queries that lists are scanned; fewer are answered by FAISS one by one."""
-    return retriever.encode(
-        [*TEXTS[:250], *(label.text for label in new), *(f"w{i}x0 w{i}x1" for i in range(20))]
-    )
+    return retriever.encode(texts_of_queries(new))
+
+
+def texts_of_queries(new: list[NewLabel]) -> list[str]:
+    """Texts of labels, of labels that join, and of planted queries."""
+    planted = [f"w{i}x0 w{i}x1" for i in range(20)]
+    return [*TEXTS[:250], *(label.text for label in new), *planted]
 
 
 def bits(top: TopLabels) -> list[list[tuple[int, bytes]]]:
@@ -291,25 +298,27 @@ def test_the_command(bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)[0]["answers"][0]["uid"] != "n"
 
 
-@pytest.mark.parametrize("kind", ["texts", "rowsIVF", "memory"])
+@pytest.mark.parametrize("kind", ["texts", "rowsIVF", "memory", "fused"])
 def test_parts_of_the_shards_find_together_what_one_search_finds(
     kind: str, bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ROOM", 2)
-    new = PLANTED if kind == "memory" else NEW
+    new = PLANTED if kind in ("memory", "fused") else NEW
     add_labels(bundles(kind), new[:2], tmp_path / "b")
     for start in (2, 4, 6):
         add_labels(tmp_path / "b", new[start : start + 2])
     retriever = Retriever.load(tmp_path / "b", threads=1)
     assert len(retriever.settings.shards) == 5
-    query_BD = queries_of(retriever, NEW)
-    wanted = retriever.name_answers(retriever.find_neighbours(query_BD, K), K)
+    texts = texts_of_queries(NEW)
+    query_BD = retriever.encode(texts)
+    wanted = retriever.name_answers(retriever.find_neighbours(query_BD, K), K, texts=texts)
     for count in (2, 3, 9):
         parts = []
         for i in range(count):
             subset = ShardSubset(i, count)
             parts.append(retriever.find_neighbours(query_BD, K, scope=SearchScope(subset=subset)))
-        assert retriever.name_answers(Neighbours.merged(parts), K) == wanted
+        merged = Neighbours.merged(parts)
+        assert retriever.name_answers(merged, K, texts=texts) == wanted
 
 
 def test_shards_searched_in_parallel_answer_alike(
