@@ -263,6 +263,8 @@ def _counter_overhead_s() -> float:
 def _start_bytes(config: RunConfig, size: DataSize, workers: int) -> int:
     """What initial values take for a moment: on a straight line through those of few labels."""
     ranks = min(workers, _START_RANKS)
+    if ranks == 3:
+        ranks = 2  # which have whole blocks of labels each, as one and four have
     few = _few_start_bytes(config, size, ranks, _START_LABELS)
     more = _few_start_bytes(config, size, ranks, 2 * _START_LABELS)
     num_labels = size.num_labels * ranks / workers  # with as many labels for each rank

@@ -139,6 +139,11 @@ def test_ranks_exchange_vectors_and_share_the_work() -> None:
     assert not torch.distributed.is_initialized()
 
 
+def test_three_ranks_have_a_plan() -> None:
+    config = RunConfig.resolve("prime", {}, ["encoder.dim=16"])
+    assert trace(config, from_numbers(9_000, 9_000, 8), ON_CPU, 3).copy_bytes > 0
+
+
 def test_integers_keep_their_values_and_floats_only_sizes() -> None:
     counter = Counter()
     with counter:
