@@ -1,0 +1,62 @@
+"""What each released version has stored still opens, answers as it did, and goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+RELEASES = Path(__file__).parents[1] / "releases"
+sys.path.insert(0, str(RELEASES))
+
+from write import answers_of, train_command  # noqa: E402
+
+from xmcray import cli  # noqa: E402
+from xmcray.data.corpus import Corpus  # noqa: E402
+from xmcray.errors import XmcrayError  # noqa: E402
+
+VERSIONS = sorted(path.name for path in RELEASES.iterdir() if (path / "answers.json").is_file())
+
+
+@pytest.fixture(params=VERSIONS)
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of what a version has stored."""
+    return Path(shutil.copytree(RELEASES / request.param, tmp_path / "stored"))
+
+
+def test_a_bundle_answers_as_it_did(stored: Path) -> None:
+    expected = json.loads((stored / "answers.json").read_text())
+    for answers, then in zip(answers_of(stored / "bundle"), expected, strict=True):
+        assert [uid for uid, _ in answers] == [uid for uid, _ in then]
+        scores = [score for _, score in answers]
+        np.testing.assert_allclose(scores, [score for _, score in then], atol=1e-6)
+
+
+def test_a_run_goes_on_with_its_corpus(stored: Path) -> None:
+    assert Corpus.open(stored / "corpus").card.num_labels == 20
+    before = (stored / "run" / "metrics.jsonl").read_bytes()
+    command = train_command(str(stored / "corpus"), str(stored / "run"))
+    assert cli.main(command) == 0
+    records = (stored / "run" / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(records[-1])
+    then = json.loads(before.splitlines()[-1])
+    assert last["step"] == then["step"]
+    assert json.loads((stored / "run" / "metrics.json").read_text())
+    results = answers_of(stored / "run" / "bundle")
+    assert [answers[0][0] for answers in results[:2]] == [
+        answers[0][0] for answers in answers_of(stored / "bundle")[:2]
+    ]
+
+
+@pytest.mark.parametrize("file", ["corpus/manifest.json", "bundle/manifest.json"])
+def test_what_a_later_version_has_stored_is_refused_with_advice(stored: Path, file: str) -> None:
+    manifest = json.loads((stored / file).read_text())
+    manifest["schema_version"] += 1
+    (stored / file).write_text(json.dumps(manifest))
+    opened = Corpus.open if file.startswith("corpus") else answers_of
+    with pytest.raises(XmcrayError, match="use the release that wrote it"):
+        opened((stored / file).parent)
