@@ -91,7 +91,7 @@ def compared(
     test = corpus.split("test")
     found: dict[str, list[list[float]]] = {}
     candidates = np.unique(test.positives(np.arange(len(test))).values)
-    candidates = candidates[corpus.num_label_tokens()[candidates] > 0]
+    candidates = np.setdiff1d(candidates, corpus.labels_without_tokens())
     for draw in range(arguments.draws):
         held = np.random.default_rng(draw).choice(candidates, arguments.labels, replace=False)
         variants = {

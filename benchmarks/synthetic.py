@@ -60,6 +60,24 @@ def corpus(
     return Corpus.open(target, verify=False)
 
 
+def words_of(vocab_size: int) -> list[str]:
+    """The words of a vocabulary; token t is the word "wt"."""
+    return [PAD, UNKNOWN, *(f"w{i}" for i in range(2, vocab_size))]
+
+
+def word_tokenizer(vocab_size: int, tokens_per_text: int) -> TextTokenizer:
+    """A tokenizer that knows these words alone."""
+    word_ids = {word: i for i, word in enumerate(words_of(vocab_size))}
+    backend = Tokenizer(models.WordPiece(word_ids, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return TextTokenizer(
+        {"tokenizer.json": backend.to_str()},
+        kind="wordpiece",
+        pad_id=0,
+        max_len=4 * tokens_per_text,
+    )
+
+
 def _write(
     folder: Path,
     name: str,
@@ -69,18 +87,8 @@ def _write(
     positives: int,
     vocab_size: int,
 ) -> None:
-    words = [PAD, UNKNOWN, *(f"w{i}" for i in range(2, vocab_size))]
-    backend = Tokenizer(
-        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN)
-    )
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = TextTokenizer(
-        {"tokenizer.json": backend.to_str()},
-        kind="wordpiece",
-        pad_id=0,
-        max_len=4 * tokens_per_text,
-    )
-    word_V = pa.array(words)
+    tokenizer = word_tokenizer(vocab_size, tokens_per_text)
+    word_V = pa.array(words_of(vocab_size))
     generator = np.random.default_rng(0)
     mass_V = np.cumsum(1 / (np.arange(2, vocab_size) + 0.7))
 
@@ -111,7 +119,7 @@ def _write(
                 }
             )
             files = pack(number, texts, tokens, vocab_size, labels)
-            shard = PackedShard(split, files, size, len(tokens.values), [], Counter())
+            shard = PackedShard(split, number, files, size, len(tokens.values), [], Counter())
             if labels is not None:
                 shard.label_ids = labels.values
             yield shard

@@ -131,6 +131,7 @@ def read_corpus(path: Path) -> str:
     parts: list[Any] = [
         corpus.card,
         corpus.label_order.tolist(),
+        corpus.label_rank.tolist(),
         corpus.train_counts.tolist(),
         corpus.label_texts(labels),
         corpus.label_uids(labels),
@@ -142,7 +143,7 @@ def read_corpus(path: Path) -> str:
         rows = np.arange(len(split))
         for ragged in (split.tokens(rows), split.positives(rows), split.filters(rows)):
             parts += [ragged.values.tolist(), ragged.offsets.tolist()]
-        parts += [split.texts(rows), split.uids(rows), split.num_tokens().tolist()]
+        parts += [split.texts(rows), split.uids(rows), split.rows_without_tokens.tolist()]
     return _fingerprint(parts)
 
 

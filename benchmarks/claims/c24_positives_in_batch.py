@@ -73,11 +73,11 @@ def query_clusters(run: Run, data: TrainingData, seed: int) -> QueryClusters:
     """Clusters of the training queries by the vectors of the run's encoder."""
     last_checkpoint = max(run.checkpoints.glob("step-*"))
     encoder = load_encoder(last_checkpoint / "encoder")
-    query_ND = encode_without_graph(encoder, data.tokens(data.query_ids)).float().numpy()
+    query_ND = encode_without_graph(encoder, data.tokens(data.query_ids[:])).float().numpy()
     # The largest power of two with clusters of at least so many queries.
     num_clusters = 2 ** int(np.log2(len(query_ND) // CLUSTER_SIZE))
     cluster = np.full(data.num_query_ids, -1, np.int32)
-    cluster[data.query_ids] = balanced_clusters(query_ND, num_clusters, seed)
+    cluster[data.query_ids[:]] = balanced_clusters(query_ND, num_clusters, seed)
     return QueryClusters(0, num_clusters, cluster)
 
 

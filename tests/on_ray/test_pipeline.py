@@ -26,7 +26,7 @@ TRAIN = [
     for i in range(70)
 ]
 TEST = [{"uid": f"t{i}", "text": f"test {i}", "labels": [i, 22]} for i in range(5)]
-SMALL: dict[str, Any] = {"name": "small", "shard_rows": 16}
+SMALL: dict[str, Any] = {"name": "small", "shard_rows": 16, "array_rows": 32}
 
 
 def write(folder: Path, **files: list[Any]) -> Path:

@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOUNDATION = {"types", "errors", "config", "storage", "draws", "logs", "credentials"}
+FOUNDATION = {
+    "types",
+    "errors",
+    "config",
+    "storage",
+    "draws",
+    "permutations",
+    "logs",
+    "credentials",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "": set(),
     **{module: set() for module in FOUNDATION},

@@ -47,7 +47,11 @@ def quickstart(options: argparse.Namespace) -> None:
 
 def prepare_options(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    verb.add_argument("source", metavar="SRC", help="folder of raw files")
+    verb.add_argument(
+        "source",
+        metavar="SRC",
+        help="folder of raw files, or a corpus of an older release to write with few large files",
+    )
     verb.add_argument("--out", required=True, metavar="CORPUS", help="folder or URL to write")
     verb.add_argument("--format", metavar="F", help="layout of the raw files (default: detected)")
     verb.add_argument("--name", help="name in the card (default: that of SRC)")
@@ -85,15 +89,17 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
 
 def prepare(options: argparse.Namespace) -> None:
     """Turns raw files into a corpus."""
-    import dataclasses
-
     from xmcray.data.formats import detect
+    from xmcray.data.regroup import is_corpus
     from xmcray.storage import refuse_existing
 
+    if is_corpus(Path(options.source)):
+        _regroup(options)
+        return
     source = detect(options.source, options.format)
     refuse_existing(options.out)
     # Ray is imported once the arguments are known to be right.
-    from xmcray.data.pipeline import prepare, statistics_table
+    from xmcray.data.pipeline import prepare
 
     settings = given(options, PREPARE_OPTIONS)
     if options.propensity:
@@ -102,6 +108,27 @@ def prepare(options: argparse.Namespace) -> None:
     # The absolute path, because "." has no name.
     name = options.name or source.path.absolute().name
     corpus = prepare(source, options.out, name=name, licence=options.licence, **settings)
+    _show_corpus(options, corpus)
+
+
+def _regroup(options: argparse.Namespace) -> None:
+    """Writes a corpus of an older release with few large files."""
+    from xmcray.data.regroup import regroup
+
+    settings = given(options, ("format", "name", *PREPARE_OPTIONS))
+    if settings:
+        option = next(iter(settings)).replace("_", "-")
+        raise ConfigError(
+            f"--{option} is for raw files, but {options.source} is a corpus; leave it out"
+        )
+    _show_corpus(options, regroup(Path(options.source), options.out))
+
+
+def _show_corpus(options: argparse.Namespace, corpus: Corpus) -> None:
+    import dataclasses
+
+    from xmcray.data.writer import statistics_table
+
     if options.json:
         show_json({**dataclasses.asdict(corpus.card), "sha256": corpus.sha256})
         return

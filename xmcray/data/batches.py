@@ -16,8 +16,15 @@ import numpy.typing as npt
 from xmcray import draws
 from xmcray.config import check_range
 from xmcray.data.corpus import Corpus
+from xmcray.data.kept_ids import KeptIds
 from xmcray.errors import DataError
 from xmcray.parallel.partition import share
+from xmcray.permutations import (
+    Permutation,
+    StoredPermutation,
+    random_permutation,
+    random_sample,
+)
 from xmcray.types import Batch, Int64Array, Ragged
 
 _COUNTED_TEXTS = 200_000  # sample that document frequencies are estimated from
@@ -52,34 +59,38 @@ class TrainingData:
     Attributes:
         corpus: the corpus.
         config: section `data`.
-        query_ids: int64, ids that are sampled: training rows with a positive, then label texts that
-            have a token.
+        query_ids: ids that are sampled: training rows with a positive, then label texts that have
+            a token.
+        training_rows: those of them that are rows.
         validation_rows: int64, held-out training rows with a positive, ascending.
     """
 
     corpus: Corpus
     config: DataConfig
-    query_ids: Int64Array = field(init=False)
+    query_ids: KeptIds = field(init=False)
+    training_rows: KeptIds = field(init=False)
     validation_rows: Int64Array = field(init=False)
 
     def __post_init__(self) -> None:
-        rows = np.flatnonzero(self.corpus.split("train").num_positives())
+        empty_rows = self.corpus.split("train").rows_without_positives
         # The split is drawn over all rows, so it does not depend on which have positives.
         num_held_out = round(self.config.validation * self.num_train)
-        shuffled = draws.generator(self.config.seed, "validation").permutation(self.num_train)
-        is_held_out = np.isin(rows, shuffled[:num_held_out])
-        query_ids = rows[~is_held_out]
-        if not len(query_ids):
+        generator = draws.generator(self.config.seed, "validation")
+        held_out = np.sort(random_sample(generator, self.num_train, num_held_out))
+        left_out = np.union1d(empty_rows, held_out)
+        if len(left_out) == self.num_train:
             raise DataError(
                 f"{self.corpus.path} has no training query with a positive; check the label ids"
             )
+        training_rows = KeptIds(self.num_train, left_out)
         if self.config.augment_with_labels:
-            num_tokens = self.corpus.num_label_tokens()[self.corpus.label_order]
-            label_query_ids = self.num_train + np.flatnonzero(num_tokens)
-            query_ids = np.concatenate([query_ids, label_query_ids])
-        # The class is frozen for its users; these two fields follow from the others.
-        object.__setattr__(self, "query_ids", query_ids)
-        object.__setattr__(self, "validation_rows", rows[is_held_out])
+            empty_labels = self.corpus.label_rank[self.corpus.labels_without_tokens()]
+            left_out = np.concatenate([left_out, self.num_train + np.sort(empty_labels)])
+        # The class is frozen for its users; these fields follow from the others.
+        object.__setattr__(self, "query_ids", KeptIds(self.num_query_ids, left_out))
+        object.__setattr__(self, "training_rows", training_rows)
+        validation_rows = np.setdiff1d(held_out, empty_rows, assume_unique=True)
+        object.__setattr__(self, "validation_rows", validation_rows)
 
     @property
     def num_labels(self) -> int:
@@ -131,6 +142,8 @@ class TrainingData:
         def of_labels(labels: Int64Array) -> Ragged:
             return Ragged.empty(len(labels))
 
+        if not self.corpus.split("train").has_filters:
+            return Ragged.empty(len(query_ids))
         return self._merge(query_ids, of_rows, of_labels)
 
     def to_internal(self, source: Ragged) -> Ragged:
@@ -144,7 +157,7 @@ class TrainingData:
         """int64 [vocab_size], number of texts with each token, in a seeded sample of queries."""
         generator = draws.generator(self.config.seed, "token_counts")
         # Sorted rows are read faster, because rows of one shard are neighbours.
-        positions = generator.permutation(len(self.query_ids))[:_COUNTED_TEXTS]
+        positions = random_sample(generator, len(self.query_ids), _COUNTED_TEXTS)
         sample = np.sort(self.query_ids[positions])
         counts = np.zeros(vocab_size, np.int64)
         for start in range(0, len(sample), _COUNTED_AT_ONCE):
@@ -201,7 +214,7 @@ class BatchSampler:
     batch_size: int
     seed: int
     # The order of the current epoch, by (epoch, version of the clusters); holds one entry.
-    _order: dict[tuple[int, int], Int64Array] = field(default_factory=dict, compare=False)
+    _order: dict[tuple[int, int], Permutation] = field(default_factory=dict, compare=False)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -221,19 +234,25 @@ class BatchSampler:
             self._order.clear()
             self._order[key] = self._epoch_order(epoch, clusters)
         start = position * self.batch_size
-        return self._order[key][start : start + self.batch_size]
+        stop = min(start + self.batch_size, len(self.data.query_ids))
+        chosen = self._order[key].take(np.arange(start, stop))
+        return self.data.query_ids[chosen]
 
-    def _epoch_order(self, epoch: int, clusters: QueryClusters | None) -> Int64Array:
+    def _epoch_order(self, epoch: int, clusters: QueryClusters | None) -> Permutation:
+        """The order of the queries of an epoch, by their positions in `data.query_ids`."""
+        num_queries = len(self.data.query_ids)
         generator = draws.generator(self.seed, "order", epoch)
-        ids = generator.permutation(self.data.query_ids)
+        random_order = random_permutation(generator, num_queries)
         if clusters is None:
-            return ids
+            return random_order
         # The extra entry at the end is the place of cluster -1, queries in none: it is the last
         # place.
         shuffled = generator.permutation(clusters.num_clusters)
         place = np.append(shuffled, clusters.num_clusters)
-        order = np.argsort(place[clusters.cluster[ids]], kind="stable")
-        return ids[order]
+        shuffled_queries = random_order.take(np.arange(num_queries))
+        cluster = clusters.cluster[self.data.query_ids[shuffled_queries]]
+        by_cluster = np.argsort(place[cluster], kind="stable")
+        return StoredPermutation(shuffled_queries[by_cluster])
 
     def batch(
         self, step: int, rank: int, num_ranks: int, clusters: QueryClusters | None = None

@@ -57,6 +57,7 @@ class PackedShard:
 
     Attributes:
         split: "labels", "train" or "test".
+        number: of the shard within the split.
         files: contents by file name.
         num_rows: rows of the shard.
         num_tokens: tokens of all its rows.
@@ -67,6 +68,7 @@ class PackedShard:
     """
 
     split: str
+    number: int
     files: dict[str, bytes]
     num_rows: int
     num_tokens: int
@@ -228,6 +230,7 @@ def pack_chunk(
     num_empty = sum(not text.strip() for text in texts)
     shard = PackedShard(
         split=chunk.split,
+        number=chunk.shard,
         files={},
         num_rows=len(texts),
         num_tokens=len(tokens.values),

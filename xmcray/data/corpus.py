@@ -4,11 +4,14 @@
     {train,test,labels}/NNNNN.*       token ids, positives (not in labels/) and texts; see data/shards.py
     filters/{train,test}.npy          int64 [pairs, 2]: row, source label id; sorted
     label_order.npy                   int64 [L]: internal id -> source id, a seeded permutation
+    label_rank.npy                    int64 [L]: source id -> internal id, its inverse
     train_counts.npy                  int64 [L] by source id: training queries that carry the label
     tokenizer/                        see data/tokens.py
 
 A *source* label id is the label's place in the raw files. The reader opens a shard when one of its
-rows is read first.
+rows is read first. Arrays with a value for each row or label are mapped, so the processes of a
+machine share one copy. Older corpora, without label_rank.npy and with one array file for each
+shard of texts, are read too.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ FREQUENCY_BINS = {
     1001: ">1000",
 }
 OPEN_TEXT_SHARDS = 8
+_LABELS_AT_ONCE = 1 << 20  # whose order is checked at once
 # More than any corpus has: a card with more is damaged.
 MAX_ROWS = 1 << 40
 MAX_VOCAB = 1 << 32
@@ -64,7 +68,8 @@ class Card:
         tokenizer: "wordpiece" or "transformer".
         tokenizer_name: the tokenizer as the user named it.
         seed: of the label permutation and the vocabulary sample.
-        shard_rows: rows of every shard but a split's last.
+        shard_rows: rows of every file of texts but a split's last.
+        array_rows: the same of files of token and label ids; 0 in older corpora: as shard_rows.
         averages: labels per query, queries per label, tokens per query and per label.
         frequency: number of labels by number of training queries, bins as "2-5".
         odd: kept rows that are legal but unusual, by reason.
@@ -88,6 +93,7 @@ class Card:
     pad_id: int
     seed: int
     shard_rows: int
+    array_rows: int = 0
     averages: dict[str, float]
     frequency: dict[str, int]
     odd: dict[str, int]
@@ -112,8 +118,14 @@ class Card:
                 check_range(name, getattr(card, name), 0, MAX_ROWS)
             check_range("num_labels", card.num_labels, 1, MAX_ROWS)
             check_range("shard_rows", card.shard_rows, 1)
+            check_range("array_rows", card.array_rows, 0)
             check_range("vocab_size", card.vocab_size, 1, MAX_VOCAB)
         return card
+
+    @property
+    def rows_per_array_file(self) -> int:
+        """Rows of every file of token or label ids but a split's last."""
+        return self.array_rows or self.shard_rows
 
 
 class Corpus:
@@ -136,10 +148,11 @@ class Corpus:
         self.card = Card.load(path / "card.yaml")
         num_labels = self.card.num_labels
         with _readable(path / "label_order.npy"):
-            self.label_order: Int64Array = read_array(path / "label_order.npy", np.int64)
-            self.label_rank: Int64Array = _inverse(self.label_order, num_labels)
+            self.label_order = _mapped(path / "label_order.npy")
+        with _readable(path / "label_rank.npy"):
+            self.label_rank = _label_rank(path, self.label_order, num_labels)
         with _readable(path / "train_counts.npy"):
-            self.train_counts: Int64Array = read_array(path / "train_counts.npy", np.int64)
+            self.train_counts = _mapped(path / "train_counts.npy")
             if self.train_counts.shape != (num_labels,) or self.train_counts.min() < 0:
                 raise ValueError(f"expected {num_labels} counts")
         self._labels = Split(path, "labels", self.card)
@@ -179,9 +192,9 @@ class Corpus:
         """Token ids of label texts."""
         return self._labels.tokens(source_ids)
 
-    def num_label_tokens(self) -> Int64Array:
-        """int64 [L] by source id, tokens of every label text."""
-        return self._labels.num_tokens()
+    def labels_without_tokens(self) -> Int64Array:
+        """int64, source ids of labels whose text has no token, ascending."""
+        return self._labels.rows_without_tokens
 
     def label_texts(self, source_ids: Int64Array) -> list[str]:
         """Texts of labels."""
@@ -213,11 +226,12 @@ class Split:
         self._num_labels = card.num_labels
         self._shard_rows = card.shard_rows
         folder = corpus / name
+        array_rows = card.rows_per_array_file
         self._tokens = ShardedRows(
-            folder, "token", self._num_rows, card.shard_rows, limit=card.vocab_size
+            folder, "token", self._num_rows, array_rows, limit=card.vocab_size
         )
         self._labels = ShardedRows(
-            folder, "label", self._num_rows, card.shard_rows, limit=card.num_labels
+            folder, "label", self._num_rows, array_rows, limit=card.num_labels
         )
         # A cache of its own: a shard of texts is large, so only the last few stay open.
         self._table = functools.lru_cache(maxsize=OPEN_TEXT_SHARDS)(self._read_table)
@@ -229,23 +243,37 @@ class Split:
         """Token ids of rows, in the order of `rows`."""
         return self._tokens.take(rows)
 
-    def num_tokens(self) -> Int64Array:
-        """int64 [rows], tokens of every row, without reading them."""
-        return self._tokens.lengths()
-
     def num_positives(self) -> Int64Array:
         """int64 [rows], positives of every row, without reading them."""
         return self._labels.lengths()
 
+    @functools.cached_property
+    def rows_without_tokens(self) -> Int64Array:
+        """int64, rows whose text has no token, ascending."""
+        return self._tokens.empty_rows()
+
+    @functools.cached_property
+    def rows_without_positives(self) -> Int64Array:
+        """int64, rows without a positive, ascending."""
+        return self._labels.empty_rows()
+
     def positives(self, rows: Int64Array) -> Ragged:
         """Source label ids of rows, ascending, without filter pairs."""
         return self._labels.take(rows)
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether any row has a filter."""
+        filtered_U, _ = self._filters
+        return len(filtered_U) > 0
 
     def filters(self, rows: Int64Array) -> Ragged:
         """Source ids of labels that must not be answered for these rows, ascending.
 
         Such a label is the query itself.
         """
+        if not self.has_filters:
+            return Ragged.empty(len(rows))
         filtered_U, labels_U = self._filters
         places = np.searchsorted(filtered_U, rows)
         is_filtered = np.isin(rows, filtered_U)
@@ -303,18 +331,45 @@ def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
     return readable(f"{path} cannot be read", "prepare the corpus again", DataError)
 
 
-def _inverse(order: Int64Array, size: int) -> Int64Array:
+def _mapped(path: Path) -> Int64Array:
+    """An int64 array whose pages all processes of the machine share."""
+    return np.asarray(read_array(path, np.int64, mapped=True))
+
+
+def _label_rank(folder: Path, label_order: Int64Array, num_labels: int) -> Int64Array:
+    """The inverse of a corpus' label order: mapped, or computed where an older corpus has none.
+
+    Raises:
+        ValueError, IndexError, OSError: the order is no permutation, or the file not its inverse.
+    """
+    if label_order.shape != (num_labels,) or label_order.min() < 0:
+        raise ValueError(f"expected a permutation of {num_labels} numbers in label_order.npy")
+    path = folder / "label_rank.npy"
+    if not path.is_file():
+        return inverse_permutation(label_order)
+    label_rank = _mapped(path)
+    if label_rank.shape != (num_labels,):
+        raise ValueError(f"expected {num_labels} numbers")
+    # Numbers that have an inverse are distinct, so both arrays are permutations.
+    for start in range(0, num_labels, _LABELS_AT_ONCE):
+        source_ids = label_order[start : start + _LABELS_AT_ONCE]
+        internal_ids = np.arange(start, start + len(source_ids))
+        if not np.array_equal(label_rank[source_ids], internal_ids):
+            raise ValueError("expected the inverse of label_order.npy")
+    return label_rank
+
+
+def inverse_permutation(order: Int64Array) -> Int64Array:
     """The inverse of a permutation. Sorting would take longer, and there may be millions of labels.
 
     Raises:
-        ValueError, IndexError: it is no permutation of `size` numbers.
+        ValueError, IndexError: a number occurs twice or is out of range.
     """
-    rank = np.full(size, -1, np.int64)
-    if order.shape == (size,) and order.min() >= 0:
-        rank[order] = np.arange(size)
+    rank = np.full(len(order), -1, np.int64)
+    rank[order] = np.arange(len(order))
     # A number that occurs twice leaves another one out.
     if rank.min() < 0:
-        raise ValueError(f"expected a permutation of {size} numbers")
+        raise ValueError(f"expected a permutation of {len(order)} numbers")
     return rank
 
 

@@ -35,13 +35,12 @@ from xmcray.data.writer import (
     PrepareConfig,
     short_name,
     sorted_pairs,
-    statistics_table,
 )
 from xmcray.ray_adapter.session import get_object, put_object, ray_session
 from xmcray.storage import new_artifact
 from xmcray.types import Int64Array
 
-__all__ = ["PrepareConfig", "prepare", "statistics_table"]
+__all__ = ["PrepareConfig", "prepare"]
 
 SAMPLE_TEXTS = 200_000  # texts the vocabulary is trained on
 

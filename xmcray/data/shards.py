@@ -4,12 +4,15 @@
     NNNNN.labels.npy, NNNNN.label_offsets.npy    int32 source label ids, int64 offsets
     NNNNN.parquet                                uid, text and, if the raw files have it, relevance
 
-All shards of a split but the last hold the same number of rows. The same rows give the same bytes.
+All files of a kind but the last of a split hold the same number of rows. The same rows give the
+same bytes. `pack` makes the files of one shard; `array_files.py` joins the arrays of many shards
+into one file, so that few files are mapped.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from xmcray.data.checked_files import array_header, check_offsets
+from xmcray.data.checked_files import array_header
 from xmcray.errors import DataError, readable
 from xmcray.types import Int64Array, Ragged, offsets_of
 
 Array = npt.NDArray[Any]
 MAX_UINT16_VOCAB = 1 << 16
+# What follows the number of a shard in the names of its array files.
+VALUE_SUFFIXES = ("tokens", "labels")
+OFFSET_SUFFIXES = ("token_offsets", "label_offsets")
+ARRAY_SUFFIXES = (*VALUE_SUFFIXES, *OFFSET_SUFFIXES)
 VALUE_TYPES = (np.uint16, np.uint32, np.int32)  # of token and label ids on disk
+_ROWS_AT_ONCE = 1 << 20  # whose lengths are computed at once
 
 
 def shard_stem(shard: int) -> str:
@@ -72,13 +80,13 @@ def _npy(array: Array) -> bytes:
 
 
 class ShardedRows:
-    """Ragged rows of one split; a shard is opened when one of its rows is read first.
+    """Ragged rows of one split; a file is opened when one of its rows is read first.
 
     Args:
         folder: of the split.
         kind: "token" or "label".
         num_rows: rows of the split.
-        shard_rows: rows of every shard but the last.
+        shard_rows: rows of every file but the last.
         limit: every value is below.
     """
 
@@ -101,11 +109,16 @@ class ShardedRows:
         pieces = by_shard(ids[order], self._num_rows, self._shard_rows)
         starts = np.empty(len(ids), np.int64)
         stops = np.empty(len(ids), np.int64)
+        num_values = np.empty(len(ids), np.int64)
         for piece in pieces:
-            shard_offsets = self._shard(piece.shard).offsets
-            starts[piece.span] = shard_offsets[piece.local_rows]
-            stops[piece.span] = shard_offsets[piece.local_rows + 1]
+            shard = self._shard(piece.shard)
+            starts[piece.span] = shard.offsets[piece.local_rows]
+            stops[piece.span] = shard.offsets[piece.local_rows + 1]
+            num_values[piece.span] = len(shard.values)
         lengths = stops - starts
+        # Here and not when a file is opened, which would read all of it.
+        if np.any(starts < 0) or np.any(lengths < 0) or np.any(stops > num_values):
+            raise self._damaged("offsets that are not those of its rows")
         offsets = offsets_of(lengths)
         # Place of every value within its shard: the row's start there plus the place in the row.
         shifts = np.repeat(starts - offsets[:-1], lengths)
@@ -116,20 +129,39 @@ class ShardedRows:
             last = offsets[piece.span.stop]
             shard_values = self._shard(piece.shard).values
             values[first:last] = shard_values[places[first:last]]
-        # Here and not when a shard is opened, which would read all of it.
         if len(values) and not 0 <= values.min() <= values.max() < self._limit:
-            raise DataError(
-                f"{self._folder} has {self._kind} ids outside 0 to {self._limit - 1}; prepare the corpus again"
-            )
+            raise self._damaged(f"{self._kind} ids outside 0 to {self._limit - 1}")
         # The rows were read in ascending order; put them back into the caller's.
         inverse = np.argsort(order)
         return Ragged(values, offsets).take(inverse)
 
     def lengths(self) -> Int64Array:
         """int64 [rows], length of every row."""
+        lengths = np.empty(self._num_rows, np.int64)
+        for start, block in self._length_blocks():
+            lengths[start : start + len(block)] = block
+        return lengths
+
+    def empty_rows(self) -> Int64Array:
+        """int64, rows without a value, ascending; needs no array of all rows."""
+        empty_rows = [np.empty(0, np.int64)]
+        for start, block in self._length_blocks():
+            empty_rows.append(start + np.flatnonzero(block == 0))
+        return np.concatenate(empty_rows)
+
+    def _length_blocks(self) -> Iterator[tuple[int, Int64Array]]:
+        """The first row of each block of rows, and the lengths of its rows."""
         num_shards = -(-self._num_rows // self._shard_rows)
-        lengths = [self._shard(shard).lengths for shard in range(num_shards)]
-        return np.concatenate([np.empty(0, np.int64), *lengths])
+        for shard in range(num_shards):
+            offsets = self._shard(shard).offsets
+            for start in range(0, len(offsets) - 1, _ROWS_AT_ONCE):
+                lengths = np.diff(offsets[start : start + _ROWS_AT_ONCE + 1])
+                if lengths.min() < 0:
+                    raise self._damaged("offsets that are not those of its rows")
+                yield shard * self._shard_rows + start, lengths
+
+    def _damaged(self, what: str) -> DataError:
+        return DataError(f"{self._folder} has {what}; prepare the corpus again")
 
     def _shard(self, number: int) -> Ragged:
         """The mapped rows of one shard; its values keep the type that they are stored in."""
@@ -140,7 +172,10 @@ class ShardedRows:
                 values = _map(Path(f"{stem}s.npy"), VALUE_TYPES)
                 offsets = _map(Path(f"{stem}_offsets.npy"), (np.int64,))
                 num_rows = rows_of_shard(number, self._num_rows, self._shard_rows)
-                check_offsets(offsets, num_rows, len(values))
+                # Only the ends: the offsets in between are checked where rows are read.
+                is_complete = offsets.shape == (num_rows + 1,) and offsets[0] == 0
+                if not is_complete or offsets[-1] != len(values):
+                    raise ValueError(f"the offsets are not those of {num_rows} rows")
             shard = Ragged(values, offsets)
             self._open_shards[number] = shard
         return shard

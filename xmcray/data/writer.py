@@ -12,8 +12,9 @@ import numpy as np
 from rich.table import Table
 
 from xmcray.config import check_choices, check_range
+from xmcray.data.array_files import ArrayFiles
 from xmcray.data.chunks import PackedShard
-from xmcray.data.corpus import Card, frequency_histogram
+from xmcray.data.corpus import Card, frequency_histogram, inverse_permutation
 from xmcray.data.formats import BadRow, RawFiles
 from xmcray.data.tokens import LABEL_MAX_LEN, MAX_VOCAB, TextTokenizer
 from xmcray.errors import DataError
@@ -32,7 +33,8 @@ class PrepareConfig:
         on_error: "fail" stops at the first malformed row, "skip" writes them to rejected.jsonl.
         seed: of the label permutation and the vocabulary sample.
         propensity: constants A and B (Jain et al., KDD 2016).
-        shard_rows: rows per shard.
+        shard_rows: rows per shard, the unit of work; a file of texts holds one shard.
+        array_rows: rows per file of token or label ids, rounded down to whole shards.
     """
 
     max_len: int = 128
@@ -43,10 +45,18 @@ class PrepareConfig:
     seed: int = 0
     propensity: tuple[float, float] = (0.55, 1.5)
     shard_rows: int = 16_384
+    # Four mapped files for 16 million rows keep 10^9 rows far below a system's limit of mappings.
+    array_rows: int = 1 << 24
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_range("shard_rows", self.shard_rows, low=1)
+        check_range("array_rows", self.array_rows, low=1)
+
+    @property
+    def shards_per_array_file(self) -> int:
+        """Shards whose token or label ids are in one file."""
+        return max(1, self.array_rows // self.shard_rows)
 
 
 @dataclass(slots=True)
@@ -65,6 +75,7 @@ class CorpusWriter:
         rejected: split and reason of every row left out.
         filters: by split, filter pairs of each shard.
         counts: by split, int64 [L]: queries that carry each label.
+        arrays: by split, its files of token and label ids.
     """
 
     folder: Path
@@ -78,14 +89,23 @@ class CorpusWriter:
     rejected: list[tuple[str, BadRow]] = field(default_factory=list)
     filters: dict[str, list[Int64Array]] = field(default_factory=dict)
     counts: dict[str, Int64Array] = field(default_factory=dict)
+    arrays: dict[str, ArrayFiles] = field(default_factory=dict)
 
     def add(self, shard: PackedShard) -> None:
         """Writes a shard's files; all shards of "labels" come before those of other splits."""
         split = shard.split
         target = self.folder / split
         target.mkdir(exist_ok=True)
+        if split not in self.arrays:
+            self.arrays[split] = ArrayFiles(target, self.config.shards_per_array_file)
+        arrays = {}
         for name, content in shard.files.items():
-            (target / name).write_bytes(content)
+            if name.endswith(".npy"):
+                arrays[name] = content
+            else:
+                (target / name).write_bytes(content)
+        if arrays:
+            self.arrays[split].add(shard.number, arrays)
         # Shards arrive in any order, on which sums do not depend.
         self.num_rows[split] += shard.num_rows
         self.num_tokens[split] += shard.num_tokens
@@ -112,11 +132,14 @@ class CorpusWriter:
                 raise DataError(
                     f"{self.source.path}: split {split!r} has no row; expected at least one"
                 )
+        for array_files in self.arrays.values():
+            array_files.finish()
         tokenizer.save(self.folder / "tokenizer")
         # The survey draws from [seed, 1]: the two streams have nothing in common.
         rng = np.random.default_rng([self.config.seed, 0])
         label_order = rng.permutation(self.num_rows["labels"])
         np.save(self.folder / "label_order.npy", label_order)
+        np.save(self.folder / "label_rank.npy", inverse_permutation(label_order))
         np.save(self.folder / "train_counts.npy", self.counts["train"])
         filter_folder = self.folder / "filters"
         filter_folder.mkdir(exist_ok=True)
@@ -173,6 +196,7 @@ class CorpusWriter:
             pad_id=tokenizer.pad_id,
             seed=config.seed,
             shard_rows=config.shard_rows,
+            array_rows=config.shards_per_array_file * config.shard_rows,
             averages={
                 "labels per training query": num_positives / num_train,
                 "training queries per label": num_positives / num_labels,

@@ -133,7 +133,9 @@ def mappings(file: Path = Path("/proc/sys/vm/max_map_count")) -> Finding:
         return Finding("mapped files", "ok", "no limit is known")
     text = f"at most {limit}"
     if limit < MIN_MAPPINGS:
-        remedy = f"run `sysctl vm.max_map_count={MIN_MAPPINGS}`; a corpus maps four files per shard"
+        remedy = (
+            f"run `sysctl vm.max_map_count={MIN_MAPPINGS}`; a corpus may map thousands of files"
+        )
         return Finding("mapped files", "warning", text, remedy)
     return Finding("mapped files", "ok", text)
 

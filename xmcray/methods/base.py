@@ -56,7 +56,8 @@ class MethodContext:
 
     def check_label_texts(self, method: str) -> None:
         """Raises DataError if no label has a text, for methods that encode label texts."""
-        if not self.data.corpus.num_label_tokens().any():
+        num_without_tokens = len(self.data.corpus.labels_without_tokens())
+        if num_without_tokens == self.data.num_labels:
             path = self.data.corpus.path
             raise DataError(
                 f"{path} has no label text, expected some for {method}; train astra instead"

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xmcray.data.kept_ids import KeptIds
 from xmcray.methods.base import MethodContext
 from xmcray.nn.row_table import sum_by_row
 from xmcray.parallel import collectives
@@ -36,9 +37,8 @@ def label_centroids(context: MethodContext, head: Head = _identity) -> Tensor:
 
     centroid_SD = torch.zeros_like(text_SD)
     count_S = torch.zeros(partition.size, dtype=torch.int64, device=device)
-    # Ids from num_train on are label texts that were added as queries.
-    training_queries = data.query_ids[data.query_ids < data.num_train]
-    for query_ids, query_BD in encoded_blocks(context, training_queries, data.tokens, head):
+    # Label texts that were added as queries do not count.
+    for query_ids, query_BD in encoded_blocks(context, data.training_rows, data.tokens, head):
         # Every rank sees all queries, and adds up those of its own labels.
         positives = data.positives(query_ids)
         is_own = partition.owns(positives.values)
@@ -75,7 +75,7 @@ def _text_vectors(context: MethodContext, head: Head) -> Tensor:
 
 def encoded_blocks(
     context: MethodContext,
-    ids: Int64Array,
+    ids: Int64Array | KeptIds,
     tokens_of: Callable[[Int64Array], Ragged],
     head: Head,
 ) -> Iterator[tuple[Int64Array, Tensor]]:
@@ -85,7 +85,7 @@ def encoded_blocks(
 
     Args:
         context: Of the method.
-        ids: int64, of queries or labels.
+        ids: of queries or labels.
         tokens_of: Tokens of the texts of some ids.
         head: What follows the encoder.
     """

@@ -18,6 +18,7 @@ from xmcray.nn.classifier import classifier_rows
 from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.row_table import RowOptimConfig
+from xmcray.permutations import random_sample
 from xmcray.types import Batch
 
 _PRIOR_QUERIES = 10_000  # training queries whose positives are counted for the logit prior
@@ -138,8 +139,8 @@ class OneVsAll(Method):
         data = self.context.data
         # The seed is that of the run, so all ranks draw the same sample and exchange nothing.
         generator = draws.generator(self.context.seed, "prior")
-        order = generator.permutation(len(data.query_ids))
-        sample = data.query_ids[order[:_PRIOR_QUERIES]]
+        positions = random_sample(generator, len(data.query_ids), _PRIOR_QUERIES)
+        sample = data.query_ids[positions]
         num_positives = float(data.positives(sample).lengths.mean())
         clipped = max(min(num_negatives, data.num_labels), 1.0)
         return math.log(num_positives / clipped)

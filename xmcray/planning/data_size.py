@@ -9,6 +9,7 @@ import numpy as np
 from xmcray import draws
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
+from xmcray.permutations import random_sample
 from xmcray.types import Float64Array, Ragged
 
 _SAMPLED = 20_000  # texts that frequencies of tokens are taken of
@@ -92,8 +93,8 @@ def from_corpus(corpus: Corpus) -> DataSize:
     """Counts on a prepared corpus; averages and frequencies from a seeded sample."""
     card = corpus.card
     generator = draws.generator(0, "plan")
-    rows = np.sort(generator.permutation(card.num_train)[:_SAMPLED])
-    labels = np.sort(generator.permutation(card.num_labels)[:_SAMPLED])
+    rows = np.sort(random_sample(generator, card.num_train, _SAMPLED))
+    labels = np.sort(random_sample(generator, card.num_labels, _SAMPLED))
     texts = Ragged.concatenate([corpus.split("train").tokens(rows), corpus.label_tokens(labels)])
     counts_V = np.bincount(texts.values, minlength=card.vocab_size).astype(float)
     counts_L = corpus.train_counts.astype(float)

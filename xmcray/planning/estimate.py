@@ -254,7 +254,7 @@ def _host_bytes(training: _Training, traced: Trace) -> dict[str, int]:
     static_bytes, transformer_bytes = training.rates.process_bytes
     host = {
         "process": static_bytes if config.encoder.name == "static" else transformer_bytes,
-        "tokens": sizes.corpus_bytes(data, num_query_ids),
+        "tokens": sizes.corpus_bytes(data, num_query_ids, config.negatives.cluster_size > 0),
         "negatives": sizes.shortlist_bytes(config.negatives, num_query_ids),
     }
     snapshot_bytes = traced.shared_state + traced.label_state

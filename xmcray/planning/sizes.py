@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from xmcray.negatives.plan import NegativesConfig
+from xmcray.permutations import MAX_STORED_SIZE
 from xmcray.planning.data_size import DataSize
 from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
 from xmcray.retrieval.index import resolve_factory
@@ -16,8 +17,14 @@ _TOKENIZER_BYTES = 1500  # of a token in the tokenizer's tables
 _SHARD_TEXTS = 16_384  # of the corpus' files
 
 
-def corpus_bytes(data: DataSize, num_query_ids: int) -> int:
-    """The corpus as a worker maps it, and its orders of labels and of the queries it samples."""
+def corpus_bytes(data: DataSize, num_query_ids: int, in_clusters: bool) -> int:
+    """The corpus as a worker maps it, and its orders of labels and of the queries it samples.
+
+    Args:
+        data: The data set in numbers.
+        num_query_ids: Queries and label texts that are sampled.
+        in_clusters: Whether batches are made of clusters of queries.
+    """
     token_bytes = 2 if data.vocab_size <= 1 << 16 else 4
     query_tokens = data.num_train * data.tokens_per_query
     label_tokens = data.num_labels * data.tokens_per_label
@@ -26,8 +33,12 @@ def corpus_bytes(data: DataSize, num_query_ids: int) -> int:
     num_bytes += ID * (2 * data.num_train + data.num_labels)
     # Label ids of the positives.
     num_bytes += VALUE * data.num_train * data.positives_per_query
-    # label_order, label_rank and train_counts; sampled ids, their order, and the next epoch's.
-    num_bytes += 3 * ID * (data.num_labels + num_query_ids)
+    # label_order, label_rank and train_counts.
+    num_bytes += 3 * ID * data.num_labels
+    # The order of an epoch while the next is made. That of many queries is computed and takes no
+    # memory, unless they are sorted by cluster.
+    if in_clusters or num_query_ids <= MAX_STORED_SIZE:
+        num_bytes += 2 * ID * num_query_ids
     num_bytes += _TOKENIZER_BYTES * data.vocab_size
     return int(num_bytes)
 

@@ -45,6 +45,7 @@ class StandInData:
             self._label_sums = np.cumsum(size.label_share_L)
         num_sampled = min(_SAMPLED_IDS, self.num_query_ids)
         self.query_ids = self._random_ids(num_sampled)
+        self.training_rows = self.query_ids[self.query_ids < self.num_train]
         self.corpus = _corpus(size)
 
     def tokens(self, query_ids: Int64Array) -> Ragged:
@@ -153,7 +154,7 @@ def _corpus(size: DataSize) -> SimpleNamespace:
         card=card,
         label_order=slice(None),
         train_counts=one_per_label,
-        num_label_tokens=lambda: one_per_label,
+        labels_without_tokens=lambda: np.empty(0, np.int64),
     )
 
 

@@ -97,7 +97,7 @@ def train(
     credentials.refuse(stored_texts, "what the run would keep")
     path = Path(out).absolute()
     opened = Corpus.open(corpus)
-    num_without_text = int((opened.num_label_tokens() == 0).sum())
+    num_without_text = len(opened.labels_without_tokens())
     card = opened.card
     for warning in clipped(config, card.num_train, card.num_labels, num_without_text):
         logger.warning(warning)

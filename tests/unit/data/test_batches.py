@@ -26,8 +26,8 @@ def rows_of(ragged: Ragged) -> list[list[int]]:
 def test_held_out_queries_are_not_trained_on(corpus: Corpus) -> None:
     data = TrainingData(corpus, DataConfig(validation=0.2, augment_with_labels=False))
     with_positive = np.flatnonzero(corpus.split("train").num_positives())
-    assert not set(data.query_ids) & set(data.validation_rows)
-    both = np.union1d(data.query_ids, data.validation_rows)
+    assert not set(data.query_ids[:]) & set(data.validation_rows)
+    both = np.union1d(data.query_ids[:], data.validation_rows)
     assert both.tolist() == with_positive.tolist()
     # 20 of 101 rows, of which a few have no positive.
     assert 15 <= len(data.validation_rows) <= 20
@@ -42,7 +42,7 @@ def test_an_epoch_has_every_query_once_in_an_order_of_its_own(corpus: Corpus) ->
     for epoch in range(2):
         steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
         ids = np.concatenate([sampler.query_ids(step) for step in steps])
-        assert np.array_equal(np.sort(ids), data.query_ids)
+        assert np.array_equal(np.sort(ids), data.query_ids[:])
         epochs.append(ids)
     assert not np.array_equal(epochs[0], epochs[1])
     other_seed = BatchSampler(data, 16, seed=1).query_ids(0)
@@ -105,7 +105,7 @@ def test_a_token_counts_once_for_each_text(
     vocab_size = corpus.card.vocab_size
     expected = np.zeros(vocab_size, np.int64)
     repeats = 0
-    for query_id in data.query_ids:
+    for query_id in data.query_ids[:]:
         tokens = data.tokens(np.array([query_id])).values
         repeats += len(tokens) - len(set(tokens))
         expected[list(set(tokens))] += 1

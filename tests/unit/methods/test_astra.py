@@ -142,7 +142,7 @@ def test_the_prior_is_the_log_odds_among_the_labels_that_count(
     corpus: Corpus, settings: list[str], num_negatives: int
 ) -> None:
     setup, method = made(corpus, "method.logit_prior=prior", *settings)
-    num_positives = setup.data.positives(setup.data.query_ids).lengths.mean()
+    num_positives = setup.data.positives(setup.data.query_ids[:]).lengths.mean()
     assert method.logit_prior == pytest.approx(math.log(num_positives / num_negatives))
 
 

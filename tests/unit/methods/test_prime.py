@@ -58,9 +58,9 @@ def start_vectors(setup: Setup, ids: Any) -> torch.Tensor:
 def test_centroids_start_as_means_and_move_with_every_query(corpus: Corpus) -> None:
     setup, method = built(corpus, "optim.lr=0", "optim.token_lr=0", "data.validation=0.4")
     data, part = setup.data, setup.partition
-    positives = data.positives(data.query_ids)
+    positives = data.positives(data.query_ids[:])
     expected = start_vectors(setup, data.label_query_ids(0, part.num_labels))
-    vectors = start_vectors(setup, data.query_ids)
+    vectors = start_vectors(setup, data.query_ids[:])
     for label in range(part.num_labels):
         queries = positives.row_ids[positives.values == label]
         if len(queries):

@@ -126,7 +126,7 @@ def test_an_epoch_goes_through_clusters_one_by_one_and_ends_with_queries_of_none
     cluster = np.random.default_rng(0).integers(-1, 16, sampler.data.num_query_ids).astype(np.int32)
     clusters = QueryClusters(0, 16, cluster)
     ids = order(sampler, 1, clusters)
-    assert np.sort(ids).tolist() == np.sort(sampler.data.query_ids).tolist()
+    assert np.sort(ids).tolist() == np.sort(sampler.data.query_ids[:]).tolist()
     passed = cluster[ids]
     starts = np.flatnonzero(np.diff(passed, prepend=-2))
     assert len(starts) == 17, "each cluster once"
@@ -166,15 +166,15 @@ def test_clusters_come_with_each_version_and_hold_alike_queries(
         (2, 8),
     ]
     for epoch in range(5):
-        assert sorted(watched.epoch(epoch)) == watched.setup.data.query_ids.tolist()
+        assert sorted(watched.epoch(epoch)) == watched.setup.data.query_ids[:].tolist()
     assert watched.versions[10] == 0
     clusters = watched.loop.feed.clusters
     assert clusters is not None
-    sizes = np.bincount(clusters.cluster[watched.setup.data.query_ids])
+    sizes = np.bincount(clusters.cluster[watched.setup.data.query_ids[:]])
     assert sizes.max() - sizes.min() <= 1
     data, stepper = watched.setup.data, watched.setup.stepper
-    unit = torch.nn.functional.normalize(stepper.encoder(data.tokens(data.query_ids))).detach()
-    group = torch.from_numpy(clusters.cluster[data.query_ids])
+    unit = torch.nn.functional.normalize(stepper.encoder(data.tokens(data.query_ids[:]))).detach()
+    group = torch.from_numpy(clusters.cluster[data.query_ids[:]])
     alike, similarity = group[:, None] == group, unit @ unit.T
     assert similarity[alike].mean() > similarity[~alike].mean() + 0.1
 
@@ -230,7 +230,7 @@ def test_eager_changes_the_order_only_where_an_epoch_starts(
         1
     ] * 5
     for epoch in range(5):
-        assert sorted(whole.epoch(epoch)) == whole.setup.data.query_ids.tolist()
+        assert sorted(whole.epoch(epoch)) == whole.setup.data.query_ids[:].tolist()
     with pytest.raises(CutError):
         eager(tmp_path / "cut", cut).train()
     resumed = eager(tmp_path / "cut").train()
@@ -276,7 +276,7 @@ def test_altered_clusters_are_refused(corpus: Corpus, tmp_path: Path) -> None:
 def test_clusters_do_not_depend_on_how_the_blocks_were_cut(corpus: Corpus, tmp_path: Path) -> None:
     data = sampler_of(corpus).data
     config = RunConfig.resolve("dexml", {}, SETTINGS).negatives
-    num_queries = len(data.query_ids)
+    num_queries = len(data.query_ids[:])
     vectors = np.random.default_rng(0).standard_normal((num_queries, 4)).astype(np.float32)
     shuffled = np.random.default_rng(1).permutation(num_queries)
     blocks = {"one": [np.arange(num_queries)], "three": np.split(shuffled, [40, 90])}

@@ -39,7 +39,7 @@ def test_a_version_has_the_best_labels_that_are_allowed(
     data: TrainingData, tmp_path: Path, num_shards: int
 ) -> None:
     """Each query is closest to the labels that it may not have."""
-    ids = data.query_ids
+    ids = data.query_ids[:]
     rows_LD = np.eye(data.num_labels, dtype=np.float32)
     random = np.random.default_rng(0)
     vectors = random.random((len(ids), data.num_labels)).astype(np.float32)

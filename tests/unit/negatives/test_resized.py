@@ -22,10 +22,10 @@ def published(path: Path, data: TrainingData) -> VersionFolder:
     folder = Ledger(path).version(0)
     rows, vectors = (
         rng.normal(size=(labels, 8)).astype("f"),
-        rng.normal(size=(len(data.query_ids), 8)).astype("f"),
+        rng.normal(size=(len(data.query_ids[:]), 8)).astype("f"),
     )
     for rank, (ids, part) in enumerate(
-        zip(np.array_split(data.query_ids, 2), np.array_split(vectors, 2), strict=True)
+        zip(np.array_split(data.query_ids[:], 2), np.array_split(vectors, 2), strict=True)
     ):
         extra = data.positives(ids).lengths + data.excluded(ids).lengths
         folder.write_queries(7, rank, QueryBlock(ids, part, extra))

@@ -182,7 +182,7 @@ def test_a_shortlist_holds_no_positive_and_no_filter_pair(corpus: Corpus, tmp_pa
     loop.train()
     shortlist = loop.feed.current
     assert shortlist is not None
-    ids = setup.data.query_ids
+    ids = setup.data.query_ids[:]
     hard = shortlist.take(ids, 4)
     assert (hard.lengths == 4).all()
     for forbidden in (setup.data.positives(ids), setup.data.excluded(ids)):

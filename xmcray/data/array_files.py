@@ -1,0 +1,105 @@
+"""Joins the arrays of finished shards into files of many shards.
+
+A process that reads a split maps every array file of it, and a system limits the mappings of a
+process. A shard is a unit of work of `prepare` and is small, so its arrays are no files to read.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from xmcray.data.checked_files import array_header, read_array
+from xmcray.data.shards import ARRAY_SUFFIXES, OFFSET_SUFFIXES, VALUE_TYPES, shard_stem
+
+_PARTS = "parts"
+
+
+class ArrayFiles:
+    """The array files of one split, made from shards that come in any order.
+
+    The arrays of a shard wait in a folder of their own until all shards of their file are there.
+
+    Args:
+        folder: of the split.
+        shards_per_file: shards whose arrays become one file.
+    """
+
+    def __init__(self, folder: Path, shards_per_file: int) -> None:
+        self._folder = folder
+        self._parts = folder / _PARTS
+        self._shards_per_file = shards_per_file
+        # Shards of each file that are not complete yet, by the file's number.
+        self._waiting: dict[int, list[int]] = {}
+
+    def add(self, shard: int, arrays: Mapping[str, bytes]) -> None:
+        """Takes the array files of one shard, by the names that `pack` gives them."""
+        self._parts.mkdir(parents=True, exist_ok=True)
+        for name, content in arrays.items():
+            (self._parts / name).write_bytes(content)
+        number = shard // self._shards_per_file
+        shards = self._waiting.setdefault(number, [])
+        shards.append(shard)
+        if len(shards) == self._shards_per_file:
+            self._join(number)
+
+    def finish(self) -> None:
+        """Writes the files that are left: the last of the split, which may have fewer shards."""
+        for number in sorted(self._waiting):
+            self._join(number)
+        if self._parts.is_dir():
+            self._parts.rmdir()
+
+    def _join(self, number: int) -> None:
+        shards = sorted(self._waiting.pop(number))
+        for suffix in ARRAY_SUFFIXES:
+            parts = [self._parts / f"{shard_stem(shard)}.{suffix}.npy" for shard in shards]
+            # Label texts have no labels.
+            if not parts[0].is_file():
+                continue
+            out = self._folder / f"{shard_stem(number)}.{suffix}.npy"
+            if suffix in OFFSET_SUFFIXES:
+                _join_offsets(parts, out)
+            else:
+                _join_values(parts, out)
+            for part in parts:
+                part.unlink()
+
+
+def _join_values(parts: list[Path], out: Path) -> None:
+    """Writes the values of all parts, one part after another."""
+    headers = [array_header(part, VALUE_TYPES) for part in parts]
+    num_values = sum(header.shape[0] for header in headers)
+    with out.open("wb") as file:
+        _write_header(file, headers[0].dtype, num_values)
+        for part, header in zip(parts, headers, strict=True):
+            with part.open("rb") as source:
+                source.seek(header.start)
+                shutil.copyfileobj(source, file)
+
+
+def _join_offsets(parts: list[Path], out: Path) -> None:
+    """Writes the offsets of the rows of all parts: those of a part count from its first value."""
+    num_rows = sum(array_header(part, (np.int64,)).shape[0] - 1 for part in parts)
+    with out.open("wb") as file:
+        _write_header(file, np.dtype(np.int64), num_rows + 1)
+        num_values = 0
+        file.write(np.zeros(1, np.int64).tobytes())
+        for part in parts:
+            ends = read_array(part, np.int64)[1:] + num_values
+            file.write(ends.tobytes())
+            num_values = int(ends[-1])
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
+    """Writes the header of an .npy file with one axis, as `pack` does."""
+    header = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": (length,),
+    }
+    np.lib.format.write_array_header_1_0(file, header)
