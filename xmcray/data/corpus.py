@@ -141,20 +141,24 @@ class Corpus:
             not count.
     """
 
-    def __init__(self, origin: str, path: Path, sha256: str) -> None:
+    def __init__(self, origin: str, path: Path, sha256: str, verify: bool = False) -> None:
         self.origin = origin
         self.path = path
         self.sha256 = sha256
         self.card = Card.load(path / "card.yaml")
         num_labels = self.card.num_labels
-        with _readable(path / "label_order.npy"):
-            self.label_order = _mapped(path / "label_order.npy")
-        with _readable(path / "label_rank.npy"):
-            self.label_rank = _label_rank(path, self.label_order, num_labels)
-        with _readable(path / "train_counts.npy"):
-            self.train_counts = _mapped(path / "train_counts.npy")
-            if self.train_counts.shape != (num_labels,) or self.train_counts.min() < 0:
-                raise ValueError(f"expected {num_labels} counts")
+        self.label_order = _label_array(path / "label_order.npy", num_labels)
+        self.train_counts = _label_array(path / "train_counts.npy", num_labels)
+        rank_path = path / "label_rank.npy"
+        if not rank_path.is_file():
+            with _readable(path / "label_order.npy"):
+                self.label_rank = inverse_permutation(self.label_order)
+        else:
+            self.label_rank = _label_array(rank_path, num_labels)
+            if verify:
+                _check_inverse(self.label_order, self.label_rank, path)
+        if verify and self.train_counts.min() < 0:
+            raise DataError(f"{path}/train_counts.npy has a negative count; prepare it again")
         self._labels = Split(path, "labels", self.card)
         self._splits: dict[str, Split] = {}
 
@@ -171,7 +175,7 @@ class Corpus:
         # A URL is copied to the cache first; the origin stays the URL, which every node can open.
         folder, manifest = open_artifact(path, KIND, contents=verify)
         origin = str(path) if is_url(path) else str(folder)
-        return cls(origin, folder, manifest.sha256)
+        return cls(origin, folder, manifest.sha256, verify)
 
     def split(self, name: str) -> Split:
         """The rows of "train" or "test".
@@ -331,32 +335,27 @@ def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
     return readable(f"{path} cannot be read", "prepare the corpus again", DataError)
 
 
-def _mapped(path: Path) -> Int64Array:
-    """An int64 array whose pages all processes of the machine share."""
-    return np.asarray(read_array(path, np.int64, mapped=True))
+def _label_array(path: Path, num_labels: int) -> Int64Array:
+    """An int64 number for each label, in pages that all processes of the machine share."""
+    with _readable(path):
+        array = read_array(path, np.int64, mapped=True)
+        if array.shape != (num_labels,):
+            raise ValueError(f"found {array.shape}, expected {num_labels} numbers")
+    return np.asarray(array)
 
 
-def _label_rank(folder: Path, label_order: Int64Array, num_labels: int) -> Int64Array:
-    """The inverse of a corpus' label order: mapped, or computed where an older corpus has none.
-
-    Raises:
-        ValueError, IndexError, OSError: the order is no permutation, or the file not its inverse.
-    """
-    if label_order.shape != (num_labels,) or label_order.min() < 0:
-        raise ValueError(f"expected a permutation of {num_labels} numbers in label_order.npy")
-    path = folder / "label_rank.npy"
-    if not path.is_file():
-        return inverse_permutation(label_order)
-    label_rank = _mapped(path)
-    if label_rank.shape != (num_labels,):
-        raise ValueError(f"expected {num_labels} numbers")
-    # Numbers that have an inverse are distinct, so both arrays are permutations.
+def _check_inverse(order: Int64Array, rank: Int64Array, folder: Path) -> None:
+    """Raises DataError unless two arrays of equal length are permutations, each the other's inverse."""
+    num_labels = len(order)
     for start in range(0, num_labels, _LABELS_AT_ONCE):
-        source_ids = label_order[start : start + _LABELS_AT_ONCE]
-        internal_ids = np.arange(start, start + len(source_ids))
-        if not np.array_equal(label_rank[source_ids], internal_ids):
-            raise ValueError("expected the inverse of label_order.npy")
-    return label_rank
+        numbers = order[start : start + _LABELS_AT_ONCE]
+        is_in_range = 0 <= numbers.min() <= numbers.max() < num_labels
+        # Numbers that have an inverse are distinct.
+        places = np.arange(start, start + len(numbers))
+        if not is_in_range or not np.array_equal(rank[numbers], places):
+            raise DataError(
+                f"{folder}: label_rank.npy is not the inverse of label_order.npy; prepare it again"
+            )
 
 
 def inverse_permutation(order: Int64Array) -> Int64Array:
@@ -366,7 +365,8 @@ def inverse_permutation(order: Int64Array) -> Int64Array:
         ValueError, IndexError: a number occurs twice or is out of range.
     """
     rank = np.full(len(order), -1, np.int64)
-    rank[order] = np.arange(len(order))
+    if order.min() >= 0:
+        rank[order] = np.arange(len(order))
     # A number that occurs twice leaves another one out.
     if rank.min() < 0:
         raise ValueError(f"expected a permutation of {len(order)} numbers")

@@ -39,7 +39,7 @@ def regroup(path: Path, out: str | Path) -> Corpus:
         StorageError: it was altered, `out` exists, or the disk is full.
     """
     folder, manifest = open_artifact(path, KIND)
-    old = Corpus(str(path), folder, manifest.sha256)
+    old = Corpus(str(path), folder, manifest.sha256, verify=True)
     if old.card.array_rows:
         raise DataError(
             f"{path} has large files already, expected a corpus of an older release; use it as it is"

@@ -11,7 +11,9 @@ into one file, so that few files are mapped.
 
 from __future__ import annotations
 
+import ctypes
 import io
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,7 @@ VALUE_SUFFIXES = ("tokens", "labels")
 OFFSET_SUFFIXES = ("token_offsets", "label_offsets")
 ARRAY_SUFFIXES = (*VALUE_SUFFIXES, *OFFSET_SUFFIXES)
 VALUE_TYPES = (np.uint16, np.uint32, np.int32)  # of token and label ids on disk
-_ROWS_AT_ONCE = 1 << 20  # whose lengths are computed at once
+_ROWS_AT_ONCE = 1 << 16  # whose offsets fit into a processor's cache
 
 
 def shard_stem(shard: int) -> str:
@@ -138,27 +140,44 @@ class ShardedRows:
     def lengths(self) -> Int64Array:
         """int64 [rows], length of every row."""
         lengths = np.empty(self._num_rows, np.int64)
-        for start, block in self._length_blocks():
-            lengths[start : start + len(block)] = block
+        for start, offsets in self._offset_blocks():
+            lengths[start : start + len(offsets) - 1] = self._lengths_of(offsets)
         return lengths
 
     def empty_rows(self) -> Int64Array:
         """int64, rows without a value, ascending; needs no array of all rows."""
         empty_rows = [np.empty(0, np.int64)]
-        for start, block in self._length_blocks():
-            empty_rows.append(start + np.flatnonzero(block == 0))
+        for start, offsets in self._offset_blocks():
+            # One pass over the offsets of the many blocks that have no such row.
+            if not np.all(offsets[:-1] < offsets[1:]):
+                empty_rows.append(start + np.flatnonzero(self._lengths_of(offsets) == 0))
         return np.concatenate(empty_rows)
 
-    def _length_blocks(self) -> Iterator[tuple[int, Int64Array]]:
-        """The first row of each block of rows, and the lengths of its rows."""
+    def _offset_blocks(self) -> Iterator[tuple[int, Int64Array]]:
+        """The first row of each block of rows, and int64 [rows + 1], the offsets of its rows.
+
+        They are read instead of mapped: a mapping expects to be read here and there.
+        """
         num_shards = -(-self._num_rows // self._shard_rows)
         for shard in range(num_shards):
-            offsets = self._shard(shard).offsets
-            for start in range(0, len(offsets) - 1, _ROWS_AT_ONCE):
-                lengths = np.diff(offsets[start : start + _ROWS_AT_ONCE + 1])
-                if lengths.min() < 0:
-                    raise self._damaged("offsets that are not those of its rows")
-                yield shard * self._shard_rows + start, lengths
+            num_rows = len(self._shard(shard))  # and the ends of its offsets are right
+            path = Path(f"{self._stem(shard)}_offsets.npy")
+            first_byte = array_header(path, (np.int64,)).start
+            for start in range(0, num_rows, _ROWS_AT_ONCE):
+                count = min(_ROWS_AT_ONCE, num_rows - start) + 1
+                place = first_byte + start * np.dtype(np.int64).itemsize
+                offsets = np.fromfile(path, np.int64, count, offset=place)
+                yield shard * self._shard_rows + start, offsets
+
+    def _lengths_of(self, offsets: Int64Array) -> Int64Array:
+        lengths = np.diff(offsets)
+        if lengths.min() < 0:
+            raise self._damaged("offsets that are not those of its rows")
+        return lengths
+
+    def _stem(self, number: int) -> str:
+        """What the paths of a file of values and of its offsets begin with."""
+        return f"{self._folder}/{shard_stem(number)}.{self._kind}"
 
     def _damaged(self, what: str) -> DataError:
         return DataError(f"{self._folder} has {what}; prepare the corpus again")
@@ -167,7 +186,7 @@ class ShardedRows:
         """The mapped rows of one shard; its values keep the type that they are stored in."""
         shard = self._open_shards.get(number)
         if shard is None:
-            stem = f"{self._folder}/{shard_stem(number)}.{self._kind}"
+            stem = self._stem(number)
             with readable(f"{stem}s.npy cannot be read", "prepare the corpus again", DataError):
                 values = _map(Path(f"{stem}s.npy"), VALUE_TYPES)
                 offsets = _map(Path(f"{stem}_offsets.npy"), (np.int64,))
@@ -229,8 +248,8 @@ def by_shard(sorted_rows: Int64Array, num_rows: int, shard_rows: int) -> list[Sh
 def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...]) -> Array:
     """A read-only view of an .npy file that keeps no file descriptor.
 
-    `numpy.memmap` holds one descriptor per file. Thousands of shards may be open at once, and the
-    usual limit is 1,024 descriptors.
+    `numpy.memmap` holds one descriptor per file. Thousands of shards of an older corpus may be open
+    at once, and the usual limit is 1,024 descriptors.
 
     Args:
         dtypes: the types that are accepted.
@@ -240,7 +259,21 @@ def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...]) -> Array:
     shape, dtype, start = array_header(path, dtypes)
     size = path.stat().st_size
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
+    _advise_random(data)
     view: Array = data[start:].view(dtype).reshape(shape)
     # Writing into the private mapping would change this process's copy only, unnoticed.
     view.flags.writeable = False
     return view
+
+
+def _advise_random(data: Array) -> None:
+    """Tells the system that a mapping is read here and there.
+
+    Otherwise each access reads megabytes ahead, and a corpus that is larger than the memory pushes
+    itself out of it.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None:
+        address = ctypes.c_void_p(data.ctypes.data)
+        # It is advice alone, so its failure changes no result.
+        madvise(address, ctypes.c_size_t(data.nbytes), mmap.MADV_RANDOM)

@@ -106,7 +106,7 @@ def test_label_orders_that_do_not_belong_together_are_refused(
         order = np.load(folder / name)
         order[[3, 4]] = order[[4, 3]]
         np.save(folder / name, order)
-    with pytest.raises(DataError, match="expected the inverse"):
+    with pytest.raises(DataError, match="not the inverse"):
         Corpus.open(tmp_path / "c")
 
 
