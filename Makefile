@@ -4,13 +4,14 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 LOCK := requirements.lock
 SBOM := build/sbom.json
+WHEELS := dist
 SBOM_TOOL := build/sbom/bin/cyclonedx-py
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 # From slow to quick: the tests of the Ray cluster keep one of two processes busy while the other does the rest.
 TIER_P := $(wildcard $(addprefix tests/,on_ray behaviour ranks browser unit golden oracle repo gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check site soak claims golden lock sbom clean
+.PHONY: help setup quickstart test check site soak claims golden lock sbom wheel clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -72,6 +73,12 @@ $(SBOM_TOOL): constraints.txt
 
 sbom: $(SBOM_TOOL)  ## write build/sbom.json: what requirements.lock installs, in the format of CycloneDX
 	$(SBOM_TOOL) requirements --pyproject pyproject.toml --output-reproducible -o $(SBOM) $(LOCK)
+
+# The time stamps in a wheel are those of the newest commit, so that two builds are equal.
+wheel: setup  ## build the wheel, the same bytes on every machine
+	rm -rf build/lib build/bdist.*
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m pip wheel --quiet --disable-pip-version-check \
+		--no-deps --no-build-isolation -w $(WHEELS) .
 
 clean:  ## remove .venv, caches and build output (never runs or data)
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -96,3 +97,16 @@ def test_licences_are_permissive() -> None:
             continue
         assert ACCEPTED.search(licence), f"{name}: {licence!r}"
         assert not REFUSED.search(licence), f"{name}: {licence!r}"
+
+
+def test_two_builds_of_the_wheel_are_equal(tmp_path: Path) -> None:
+    hashes = set()
+    for build in ("first", "second"):
+        subprocess.run(
+            ["make", "wheel", f"WHEELS={tmp_path / build}", "--old-file", ".venv/.installed"],
+            cwd=ROOT,
+            check=True,
+        )
+        (wheel,) = (tmp_path / build).iterdir()
+        hashes.add(hashlib.sha256(wheel.read_bytes()).hexdigest())
+    assert len(hashes) == 1
