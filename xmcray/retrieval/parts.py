@@ -158,7 +158,8 @@ def weighted_sums(part_PF: Float64Array, config: PartsConfig) -> Float32Array:
 
     Not a matrix product, whose last bits may depend on the number of candidates.
     """
-    return (part_PF * config.weights()).sum(axis=1).astype(np.float32)
+    score_P: Float32Array = (part_PF * config.weights()).sum(axis=1).astype(np.float32)
+    return score_P
 
 
 def label_shares(
