@@ -119,7 +119,7 @@ class CandidateFinder:
         hidden = self.labels.hidden_labels
         if hidden is not None:
             may_be &= ~hidden[pairs % self._num_labels]
-        if exclude is not None:
+        if exclude is not None and len(exclude.values):
             excluded = exclude.row_ids * self._num_labels + exclude.values
             may_be &= ~np.isin(pairs, excluded)
         return may_be
@@ -149,11 +149,16 @@ class CandidateFinder:
 
 def _for_candidates(votes: Votes, pairs: Int64Array) -> Votes:
     """The votes for candidates, with the place of each vote's pair among all pairs."""
-    # A vote for a label that may not be answered has no pair.
-    counts = np.isin(votes.pair_E, pairs)
+    place_E = np.searchsorted(pairs, votes.pair_E)
+    # A vote for a label that may not be answered has no pair. One beyond the last pair would be out
+    # of range; it fails the comparison instead.
+    place_E = np.minimum(place_E, max(0, len(pairs) - 1))
+    counts = np.zeros(len(place_E), bool)
+    if len(pairs):
+        counts = pairs[place_E] == votes.pair_E
     return Votes(
         voters=votes.voters,
-        pair_E=np.searchsorted(pairs, votes.pair_E[counts]),
+        pair_E=place_E[counts],
         query_E=votes.query_E[counts],
         place_E=votes.place_E[counts],
     )

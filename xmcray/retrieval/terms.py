@@ -137,14 +137,17 @@ class Vocabulary:
         idf = np.log(len(counts) / num_texts[kept]) + 1
         return cls(hashes[kept], idf)
 
-    def vectors(self, counts: TermCounts) -> Any:
+    def vectors(self, counts: TermCounts, dtype: npt.DTypeLike = np.float64) -> Any:
         """TF-IDF vectors of length 1; terms that are not in the vocabulary are left out.
 
         Before scaling, a value is (1 + log(count)) * idf. A text without any known term has a
         vector of zeros.
 
+        Args:
+            counts: the terms of the texts.
+            dtype: of the values.
         Returns:
-            scipy CSR float64 [texts, V], columns ascending.
+            scipy CSR [texts, V], columns ascending.
         """
         columns = np.searchsorted(self.hashes, counts.hashes)
         # A hash beyond the last one would be out of range; it fails the comparison instead.
@@ -152,13 +155,15 @@ class Vocabulary:
         is_known = np.zeros(len(columns), bool)
         if len(self.hashes):
             is_known = self.hashes[columns] == counts.hashes
-        columns = columns[is_known]
-        values = (1 + np.log(counts.counts[is_known])) * self.idf[columns]
         # The number of known terms before each text's first one.
         offsets = offsets_of(is_known)[counts.offsets]
+        columns = columns[is_known]
         rows = Ragged(columns, offsets).row_ids
+        # By text, then by column.
+        order = np.lexsort((columns, rows))
+        columns = columns[order]
+        values = (1 + np.log(counts.counts[is_known][order])) * self.idf[columns]
         lengths = np.sqrt(np.bincount(rows, values**2, len(counts)))
         values = values / np.maximum(lengths, _TINY)[rows]
-        vectors = sp.csr_matrix((values, columns, offsets), shape=(len(counts), len(self.hashes)))
-        vectors.sort_indices()
-        return vectors
+        shape = (len(counts), len(self.hashes))
+        return sp.csr_matrix((values.astype(dtype), columns, offsets), shape=shape)

@@ -92,7 +92,7 @@ class WordIndex:
 
     def vectors(self, texts: Sequence[str]) -> Any:
         """CSR float32 [texts, V] of length 1; a text without a known term has only zeros."""
-        return self.vocabulary.vectors(TermCounts.of(texts, words)).astype(np.float32)
+        return self.vocabulary.vectors(TermCounts.of(texts, words), np.float32)
 
     def nearest_queries(self, query_BV: Any, k: int, hidden: Int64Array | None = None) -> TopLabels:
         """The k training queries with the largest cosine, equal ones by lower row.
