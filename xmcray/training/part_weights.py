@@ -132,7 +132,9 @@ class WeightSearch:
                 break
             tests[weakest] = dataclasses.replace(tests[weakest], weight=0.0)
             best = shorter[weakest]
-        labels_alone = self.measure(PartsConfig())
+        # Alone, a temperature changes no order, unless it is so low that shares become zero.
+        temperature = self._start().label_temperature
+        labels_alone = self.measure(PartsConfig(label_temperature=temperature))
         return Choice(
             config=best.config,
             metrics=self._named(best),

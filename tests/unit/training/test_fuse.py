@@ -283,7 +283,7 @@ def test_a_part_that_does_not_help_is_left_out(corpus: Corpus) -> None:
     choice = WeightSearch(corpus, [candidates], truth).choose()
     assert choice.config.used() == ["labels", "words"]
     assert choice.metrics["P@1"] == 1
-    assert choice.labels_alone["P@1"] < 0.6
+    assert 0.5 <= choice.labels_alone["P@1"] < 0.6
     tests = {test.part: test for test in choice.tests}
     assert tests["words"].p_value < 0.01
     assert tests["memory"].p_value > 0.15
