@@ -2,7 +2,7 @@
 
     python benchmarks/results_plot.py
 
-Nothing is measured. A method's dot is the row with the better validation, alone or with a memory.
+Nothing is measured. A method's dot is the row with the better validation, alone, with a memory or fused.
 """
 
 from __future__ import annotations
