@@ -117,6 +117,9 @@ class WeightSearch:
         """The best settings, without the parts that do not earn their place."""
         best = self._best(self._start(), PARTS)
         tests: dict[str, PartTest] = {}
+        for part in set(PARTS) - set(best.config.used()):
+            # Its best weight is 0, so nothing is lost without it.
+            tests[part] = PartTest(part, 0.0, self._named(best), 1.0)
         while True:
             used = best.config.used()
             shorter = {part: self._best(best.config.without(part), used) for part in used}
