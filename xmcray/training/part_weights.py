@@ -117,34 +117,38 @@ class WeightSearch:
         """The best settings, without the parts that do not earn their place."""
         best = self._best(self._start(), PARTS)
         tests: dict[str, PartTest] = {}
-        for part in set(PARTS) - set(best.config.used()):
-            # Its best weight is 0, so nothing is lost without it.
+        for part in PARTS:
+            # Nothing is lost without a part whose best weight is 0.
             tests[part] = PartTest(part, 0.0, self._named(best), 1.0)
-        while True:
-            used = best.config.used()
-            shorter = {part: self._best(best.config.without(part), used) for part in used}
-            if len(used) == 1:
-                shorter = {}
-            p_values = {part: self._p_value(best, other) for part, other in shorter.items()}
+        while shorter := self._without_each_part(best):
             for part, other in shorter.items():
-                metrics = self._named(other)
-                weight = best.config.weight(part)
-                tests[part] = PartTest(part, weight, metrics, p_values[part])
-            weakest = max(p_values, key=lambda part: p_values[part], default=None)
-            if weakest is None or p_values[weakest] < LARGEST_P_VALUE:
+                p_value = self._p_value(best, other)
+                tests[part] = PartTest(part, 0.0, self._named(other), p_value)
+            weakest = max(shorter, key=lambda part: tests[part].p_value)
+            if tests[weakest].p_value < LARGEST_P_VALUE:
                 break
-            tests[weakest] = dataclasses.replace(tests[weakest], weight=0.0)
             best = shorter[weakest]
         # Alone, a temperature changes no order, unless it is so low that shares become zero.
         temperature = self._start().label_temperature
         labels_alone = self.measure(PartsConfig(label_temperature=temperature))
+        weighted_tests = []
+        for part, test in tests.items():
+            weight = best.config.weight(part)
+            weighted_tests.append(dataclasses.replace(test, weight=weight))
         return Choice(
             config=best.config,
             metrics=self._named(best),
             labels_alone=self._named(labels_alone),
-            tests=[tests[part] for part in PARTS if part in tests],
+            tests=weighted_tests,
             queries=len(self.truth),
         )
+
+    def _without_each_part(self, best: _Measured) -> dict[str, _Measured]:
+        """The best answers without each of the parts that are used; the last part stays."""
+        used = best.config.used()
+        if len(used) == 1:
+            return {}
+        return {part: self._best(best.config.without(part), used) for part in used}
 
     def measure(self, config: PartsConfig) -> _Measured:
         """Answers all queries with some settings."""
