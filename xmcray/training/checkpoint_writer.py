@@ -88,6 +88,11 @@ class CheckpointWriter:
         self._cancelled = threading.Event()
         self._error: str | None = None
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
     def save(
         self,
         step: int,
