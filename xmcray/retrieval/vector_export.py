@@ -70,7 +70,9 @@ def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
         attributes = pq.read_table(folder / ATTRIBUTES)
     with new_artifact(out, KIND, about) as made:
         target = ExportTarget(made, settings.dim, attributes and attributes.schema, [])
-        if settings.has_memory or settings.is_fused:
+        if settings.is_fused:
+            target.notes.append(vector_readme.FUSED)
+        elif settings.has_memory:
             target.notes.append(vector_readme.MEMORY)
         SYSTEMS[system](target, _blocks(folder, settings, labels, answers, attributes))
         text = vector_readme.readme(system, num_labels, settings.dim, target.notes)

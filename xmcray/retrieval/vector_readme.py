@@ -9,6 +9,11 @@ MEMORY = (
     " those of `xmcray search --set memory.weight=0`, not those of the bundle's own settings."
 )
 
+FUSED = (
+    "The bundle adds up several parts; these are the vectors of its labels alone, so answers are those of its label"
+    " vectors, not those of the bundle."
+)
+
 _HEAD = """# LABELS label vectors of width DIM
 
 A label's score is the inner product of its vector with the query's. A query's vector is made by the bundle:

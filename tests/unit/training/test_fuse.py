@@ -24,6 +24,7 @@ from xmcray.retrieval.labels import NewLabel, add_labels, with_labels
 from xmcray.retrieval.parts import PARTS, Candidates, PartsConfig, Votes
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.terms import words
+from xmcray.retrieval.vector_export import export_vectors
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.fuse import fuse, write_parts
 from xmcray.training.memory import memory_bundle
@@ -288,3 +289,10 @@ def test_a_part_that_does_not_help_is_left_out(corpus: Corpus) -> None:
     assert tests["words"].p_value < 0.01
     assert tests["memory"].p_value > 0.15
     assert tests["memory"].weight == 0
+
+
+def test_an_export_of_vectors_says_that_other_parts_are_missing(
+    bundle: Path, tmp_path: Path
+) -> None:
+    export_vectors(bundle, tmp_path / "vectors", "parquet")
+    assert "adds up several parts" in (tmp_path / "vectors" / "README.md").read_text()
