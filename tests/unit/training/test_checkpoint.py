@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,6 +166,26 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     loop.train()
     assert may_publish.is_set()
     assert checkpoints.newest(tmp_path / "checkpoints") is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_steps_go_first_where_a_checkpoint_wants_the_same_core(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    niceness: list[int] = []
+    publish = storage.publish
+
+    def publish_and_look(folder: Path, destination: Path) -> None:
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        publish(folder, destination)
+
+    monkeypatch.setattr(storage, "publish", publish_and_look)
+    _, setup = loop_in(tmp_path, corpus)
+    writer = CheckpointWriter(tmp_path / "checkpoints", setup.stepper, setup.partition, keep=1)
+    writer.save(3, {})
+    writer.finish()
+    training = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert niceness == [training + 10]
 
 
 def test_what_a_kill_left_of_a_checkpoint_is_not_used(corpus: Corpus, tmp_path: Path) -> None:
