@@ -100,17 +100,19 @@ class KeyedPermutation:
         return words
 
     def _network(self, words: _Words) -> _Words:
-        base = self._left_base
-        other_base = self._right_base
-        other, digit = np.divmod(words, base)
-        for key in self._keys:
+        bases = (self._left_base, self._right_base)
+        other, digit = np.divmod(words, self._left_base)
+        for round_number, key in enumerate(self._keys):
+            base = bases[round_number % 2]
             digit += _hash_below(other ^ key, base)
             # The sum of two digits is below twice the base, so this is the remainder.
             digit -= base * (digit >= base)
-            digit, other = other, digit
-            base, other_base = other_base, base
+            # The next round adds to the other digit.
+            changed = digit
+            digit = other
+            other = changed
         # The number of rounds is even: each digit has its first base again.
-        return other * base + digit
+        return other * self._left_base + digit
 
 
 def _hash_below(words: _Words, bound: np.uint64) -> _Words:
