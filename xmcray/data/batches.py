@@ -104,12 +104,11 @@ class TrainingData:
 
     @property
     def num_query_ids(self) -> int:
-        """Size of the id space: N, or N + L with label texts."""
-        return self.num_train + (self.num_labels if self.config.augment_with_labels else 0)
+        """Size of the id space: N, or N + L with label texts.
 
-    def label_query_ids(self, start: int, stop: int) -> Int64Array:
-        """Query ids that stand for the texts of internal labels start .. stop - 1."""
-        return np.arange(self.num_train + start, self.num_train + stop, dtype=np.int64)
+        The text of internal label l is query N + l.
+        """
+        return self.num_train + (self.num_labels if self.config.augment_with_labels else 0)
 
     def label_tokens(self, labels: Int64Array) -> Ragged:
         """Token ids of the texts of internal labels, in the given order."""

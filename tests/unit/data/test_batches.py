@@ -76,7 +76,7 @@ def test_rows_and_label_texts_come_in_the_order_asked_for(corpus: Corpus) -> Non
 def test_a_label_text_is_a_query_of_its_label(corpus: Corpus) -> None:
     data = TrainingData(corpus, DataConfig(augment_with_labels=True))
     for label in (0, 5, 22):
-        query_id = data.label_query_ids(label, label + 1)
+        query_id = np.array([data.num_train + label])
         source_id = corpus.label_order[[label]]
         assert rows_of(data.tokens(query_id)) == rows_of(corpus.label_tokens(source_id))
         assert rows_of(data.positives(query_id)) == [[label]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ def built(data: TrainingData, *extra: str) -> tuple[Setup, Dexml, Batch]:
 def test_dropout_falls_on_the_embeddings_before_they_are_normalised(data: TrainingData) -> None:
     setup, method, batch = built(data, "method.dropout=0.25", "method.loss=softmax")
     encoder = setup.stepper.encoder
-    label_ids = data.label_query_ids(0, data.num_labels)
+    label_ids = data.num_train + np.arange(data.num_labels)
     vectors = {"queries": encoder(batch.tokens), "labels": encoder(data.tokens(label_ids))}
     dropped = {}
     for name, vector_BD in vectors.items():

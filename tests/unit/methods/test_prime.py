@@ -59,7 +59,7 @@ def test_centroids_start_as_means_and_move_with_every_query(corpus: Corpus) -> N
     setup, method = built(corpus, "optim.lr=0", "optim.token_lr=0", "data.validation=0.4")
     data, part = setup.data, setup.partition
     positives = data.positives(data.query_ids[:])
-    expected = start_vectors(setup, data.label_query_ids(0, part.num_labels))
+    expected = start_vectors(setup, data.num_train + np.arange(part.num_labels))
     vectors = start_vectors(setup, data.query_ids[:])
     for label in range(part.num_labels):
         queries = positives.row_ids[positives.values == label]
