@@ -51,6 +51,8 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
         if key not in fields:
             choices = [where + field_name for field_name in fields]
             raise ConfigError(unknown("setting", name, choices))
+        if isinstance(value, Mapping):
+            value = _over_default(fields[key], value)
         arguments[key] = _convert(hints[key], value, name)
     for name, field in fields.items():
         # A default can also come from a factory, as for a section.
@@ -58,6 +60,16 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
         if is_required and name not in arguments:
             raise ConfigError(f"setting {where + name!r} is required and was not given")
     return kind(**arguments)
+
+
+def _over_default(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of a section over those that its owner gives it by default."""
+    if field.default_factory is dataclasses.MISSING:
+        return values
+    default = field.default_factory()
+    if not dataclasses.is_dataclass(default):
+        return values
+    return {**dump(default), **values}
 
 
 def merge(base: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

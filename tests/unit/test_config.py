@@ -55,6 +55,20 @@ def test_dotted_overrides_become_the_annotated_types(tmp_path: Path) -> None:
     assert config.build(Outer, config.load_yaml(str(tmp_path / "c.yaml"))).inner.rate == 1e-4
 
 
+def test_a_setting_of_a_section_leaves_what_its_owner_gives_it_by_default() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Owner:
+        inner: Inner = field(default_factory=lambda: Inner(count=9, mode="exact"))
+
+    # Annotations are texts here, which are looked up in the module.
+    Owner.__annotations__["inner"] = Inner
+    assert config.build(Owner, {"inner": {"rate": 0.1}}).inner == Inner(
+        rate=0.1, count=9, mode="exact"
+    )
+    unidec = RunConfig.resolve("unidec", {}, ["method.classifier.lr=0.01"])
+    assert unidec.method.classifier.kind == "adam"
+
+
 def test_overrides_win_over_files_and_leave_the_rest() -> None:
     base = {"name": "x", "inner": {"rate": 0.1, "count": 5}}
     merged = config.merge(
