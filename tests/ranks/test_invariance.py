@@ -207,12 +207,22 @@ def test_ranks_train_the_same_model_with_every_method(
     corpus: Path, tmp_path: Path, name: str
 ) -> None:
     method, steps, settings = OTHERS[name]
-    check_ranks(corpus, tmp_path, ["optim.precision=float64", *settings], method, steps)
+    # A variant takes the way of its method, and three ranks divide neither labels nor queries.
+    counts = (3,) if "," in name else (2, 3, 4)
+    settings = ["optim.precision=float64", *settings]
+    check_ranks(corpus, tmp_path, settings, method, steps, counts)
 
 
-def check_ranks(corpus: Path, folder: Path, settings: list[str], method: str, steps: int) -> None:
+def check_ranks(
+    corpus: Path,
+    folder: Path,
+    settings: list[str],
+    method: str,
+    steps: int,
+    counts: tuple[int, ...] = (2, 3, 4),
+) -> None:
     losses, parameters = trained(corpus, folder / "1", 1, settings, method, steps)
-    for num_ranks in (2, 3, 4):
+    for num_ranks in counts:
         others, found = trained(corpus, folder / str(num_ranks), num_ranks, settings, method, steps)
         np.testing.assert_allclose(others, losses, rtol=1e-9)
         for name, value in parameters.items():
