@@ -7,7 +7,7 @@
 
     kills     20,000 searches, a replica of some part killed every 10 s; single and composed mode
     swaps     20 hot swaps under load; every answer must be wholly of one version
-    labels    2,000 random adds, updates and deletes over HTTP, the server killed every 20 s and started again
+    labels    2,000 random adds, updates and deletes over HTTP, the server killed 30 times and started again
     writers   50 writers of one label log killed at random moments; the log and its copy must hold what was acknowledged
     damage    600 flipped bits and every truncation of a label log: read exactly, or refused with a reason
     bodies    5,000 requests: random ones that OpenAPI allows, and good ones with some bytes replaced
@@ -56,6 +56,8 @@ LEDGER = data_sets.CACHE / "serve" / "soak.jsonl"
 ROUND = 500  # bodies between two looks at the memory
 WRITERS = 2
 PACE_S = 0.15
+SERVER_KILLS = 30
+SERVER_KILL_S = 8.0  # about half of it is the next start
 VISIBLE_S = 5.0
 TWO = {"num_replicas": 2}
 
@@ -381,8 +383,11 @@ def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
         url = f"http://127.0.0.1:{server.port}"
         clients = [client_of(url, state) for _ in range(WRITERS)]
         writers = [Writer(client, i, seed=left + i) for i, client in enumerate(clients)]
-        killer = Killer(server.running, 20.0)
-        while sum(writer.acknowledged for writer in writers) < left and time.monotonic() < deadline:
+        killer = Killer(server.running, SERVER_KILL_S)
+        while time.monotonic() < deadline:
+            acknowledged = sum(writer.acknowledged for writer in writers)
+            if acknowledged >= left and len(killer.killed) >= SERVER_KILLS:
+                break
             server.revive()
             time.sleep(0.2)
         killer.close()
