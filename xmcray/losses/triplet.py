@@ -43,7 +43,7 @@ def triplet(
         num_negatives: The hardest negatives of each anchor that count; 0 for all.
         temperature: The terms of a positive are weighted with the softmax of s_n / temperature
             over those that violate the margin, and summed (the authors' code). None takes the mean
-            over all negatives.
+            over those that count.
         detached: The weights carry no gradient. They do in the authors' code.
     """
     positive_P1 = score_AC[positives.rows, positives.columns][:, None]

@@ -171,11 +171,13 @@ def estimate(
     dim = traced.index_dim
     negatives = config.negatives
     actor_bytes = 0
-    index_bytes = 0
-    if negatives.hard:
-        actor_bytes = sizes.index_actor_bytes(negatives.index, training.rows, dim)
+    file_bytes = 0
+    if negatives.refreshed:
+        # Clusters alone are made by the same actors, without an index.
         actor_bytes += rates.process_bytes[0]
-        index_bytes = sizes.index_bytes(negatives.index, training.rows, dim)
+    if negatives.hard:
+        actor_bytes += sizes.index_actor_bytes(negatives.index, training.rows, dim)
+        file_bytes = sizes.index_bytes(negatives.index, training.rows, dim)
     limit_bytes = memory_bytes
     if limit_bytes is None:
         limit_bytes = int(SPARE * rates.memory_bytes)
@@ -199,7 +201,7 @@ def estimate(
         device_bytes=_device_bytes(training, traced),
         host_bytes=_host_bytes(training, traced),
         index_bytes=actor_bytes,
-        index_on_disk=index_bytes * workers,
+        index_on_disk=file_bytes * workers,
         object_store=sizes.object_store_bytes(rates.threads, data),
         ledger=sizes.ledger_bytes(negatives, data.num_labels, training.queries, dim, workers),
         checkpoint=traced.shared_state + traced.label_state * data.num_labels // training.rows,

@@ -142,7 +142,8 @@ def write_bundle(
         spec: how each shard is indexed.
         about: what made the bundle, for its manifest.
         method: see Settings.
-        label_side: makes vectors of labels that join later; as of a query if not given.
+        label_side: makes vectors of labels that join later; if not given, the encoder makes them as
+            it does those of queries.
         queries: float32 [Q, D], query vectors by which the index is tuned; noisy rows if not given.
         predictor: writes the files of a memory and returns `Settings.predictor`.
         shard_rows: rows per file.

@@ -55,6 +55,7 @@ class CandidateFinder:
         near_votes = self._votes(neighbours.queries)
         word_votes = self._votes(TopLabels.empty(num_queries))
         cosine_BL = None
+        # In a fused bundle these are the nearest labels; `labels` are the keys of the softmax alone.
         proposals = [self._pairs(neighbours.fallback)]
         if self.words is not None:
             query_BV = self.words.vectors(texts)

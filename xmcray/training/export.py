@@ -61,6 +61,7 @@ def export_run(
     check_corpus(run, corpus)
     data = TrainingData(corpus, run.config.data)
     num_labels = corpus.card.num_labels
+    # The encoder is whole in it; other blocks of labels are read one after the other below.
     first_block = LabelPartition(num_labels, _num_blocks(num_labels), 0)
     setup = _trained(run, last, data, first_block)
     bundle_spec = setup.method.bundle_spec

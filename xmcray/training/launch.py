@@ -110,11 +110,12 @@ def train(
                 _restart_if_damaged(selection)
             _train_one(selection, opened, watch)
             config = refit_config(selection)
+        # With resume="never" the folder was empty but for the selection.
         run = open_or_create(path, config, opened, "auto")
         if restart:
             _restart_if_damaged(run)
         _train_one(run, opened, watch)
-        run.remove_vectors()
+        run.remove_vectors()  # the selection has used the same folder
     return run
 
 

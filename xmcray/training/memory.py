@@ -65,7 +65,8 @@ def memory_bundle(
     label_order = corpus.label_order
     train = corpus.split("train")
     spec = IndexSpec()
-    # The generators below read texts only while the bundle is written, so memory stays bounded.
+    # The generators read a block at a time while the bundle is written, so memory stays bounded.
+    # Uids and texts are by source id, vectors by internal id.
     bundles.write_bundle(
         out,
         query_encoder.encoder,

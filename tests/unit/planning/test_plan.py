@@ -302,6 +302,14 @@ def test_the_first_refresh_visits_more_lists() -> None:
     assert work.build_s() > 0
 
 
+def test_clusters_alone_have_actors_without_an_index() -> None:
+    settings = ["negatives.hard=0", "negatives.uniform=100"]
+    alone = made("astra", *settings, "negatives.cluster_size=4", labels=2000)
+    assert alone.index_bytes == A100.process_bytes[0]
+    assert alone.index_on_disk == 0
+    assert made("astra", *settings, labels=2000).index_bytes == 0
+
+
 def test_actors_without_cores_wait_for_the_trainers() -> None:
     def seconds(cores: int) -> float:
         rates = dataclasses.replace(ON_CPU, cores=cores)
