@@ -53,6 +53,11 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
         help="folder of raw files, or a corpus of an older release to write with few large files",
     )
     verb.add_argument("--out", required=True, metavar="CORPUS", help="folder or URL to write")
+    verb.add_argument(
+        "--append",
+        metavar="CORPUS",
+        help="put the rows of SRC after those of this corpus; labels are matched by uid",
+    )
     verb.add_argument("--format", metavar="F", help="layout of the raw files (default: detected)")
     verb.add_argument("--name", help="name in the card (default: that of SRC)")
     verb.add_argument("--licence", default="unknown", help="licence in the card")
@@ -93,6 +98,9 @@ def prepare(options: argparse.Namespace) -> None:
     from xmcray.data.regroup import is_corpus
     from xmcray.storage import refuse_existing
 
+    if options.append:
+        _append(options)
+        return
     if is_corpus(Path(options.source)):
         _regroup(options)
         return
@@ -109,6 +117,27 @@ def prepare(options: argparse.Namespace) -> None:
     name = options.name or source.path.absolute().name
     corpus = prepare(source, options.out, name=name, licence=options.licence, **settings)
     _show_corpus(options, corpus)
+
+
+def _append(options: argparse.Namespace) -> None:
+    """Writes a corpus that has the rows of another one and those of new raw files."""
+    from xmcray.data.corpus import KIND, Corpus
+    from xmcray.data.formats import detect
+    from xmcray.storage import open_artifact, refuse_existing
+
+    kept = ("name", *(name for name in PREPARE_OPTIONS if name != "on_error"))
+    settings = given(options, kept)
+    if settings:
+        option = next(iter(settings)).replace("_", "-")
+        raise ConfigError(f"--{option} is as in {options.append} with --append; leave it out")
+    source = detect(options.source, options.format)
+    refuse_existing(options.out)
+    folder, manifest = open_artifact(options.append, KIND)
+    corpus = Corpus(options.append, folder, manifest.sha256, verify=True)
+    from xmcray.data.pipeline import append
+
+    settings = given(options, ("on_error",))
+    _show_corpus(options, append(corpus, manifest, source, options.out, **settings))
 
 
 def _regroup(options: argparse.Namespace) -> None:

@@ -14,7 +14,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from xmcray.data.checked_files import array_header, read_array
-from xmcray.data.shards import ARRAY_SUFFIXES, OFFSET_SUFFIXES, VALUE_TYPES, shard_stem
+from xmcray.data.shards import (
+    ARRAY_SUFFIXES,
+    OFFSET_SUFFIXES,
+    VALUE_SUFFIXES,
+    VALUE_TYPES,
+    shard_stem,
+)
 
 _PARTS = "parts"
 
@@ -46,6 +52,37 @@ class ArrayFiles:
         shards.append(shard)
         if len(shards) == self._shards_per_file:
             self._join(number)
+
+    def keep(self, folder: Path, num_shards: int, shard_rows: int) -> None:
+        """Takes the rows of the first shards from the array files of another split.
+
+        Files that these shards fill are not touched: they stay as they are and can be linked.
+
+        Args:
+            folder: of the other split.
+            num_shards: full shards to take.
+            shard_rows: rows of each.
+        """
+        number = num_shards // self._shards_per_file
+        first_shard = number * self._shards_per_file
+        num_rows = (num_shards - first_shard) * shard_rows
+        if num_rows == 0:
+            return
+        self._parts.mkdir(parents=True, exist_ok=True)
+        for value_suffix, offset_suffix in zip(VALUE_SUFFIXES, OFFSET_SUFFIXES, strict=True):
+            path = folder / f"{shard_stem(number)}.{value_suffix}.npy"
+            # Label texts have no labels.
+            if not path.is_file():
+                continue
+            offset_path = folder / f"{shard_stem(number)}.{offset_suffix}.npy"
+            offsets = read_array(offset_path, np.int64, mapped=True)[: num_rows + 1]
+            dtype = array_header(path, VALUE_TYPES).dtype
+            values = read_array(path, dtype, mapped=True)[: offsets[-1]]
+            stem = shard_stem(first_shard)
+            np.save(self._parts / f"{stem}.{offset_suffix}.npy", offsets)
+            np.save(self._parts / f"{stem}.{value_suffix}.npy", values)
+        # They are one part, so the file is complete when all shards are there: at the end.
+        self._waiting[number] = [first_shard]
 
     def finish(self) -> None:
         """Writes the files that are left: the last of the split, which may have fewer shards."""

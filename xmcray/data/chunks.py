@@ -128,10 +128,11 @@ def read_chunks(
         DataError: a malformed row that is not to be skipped, or files that cannot be read.
     """
     rejects = Rejects(skip)
+    first_shard = source.first_shard(split, shard_rows)
     rows = _rows_of(source, split, num_labels, rejects)
     if split == "labels":
-        rows = _without_holes(rows, rejects)
-    for shard in itertools.count():
+        rows = _without_holes(rows, rejects, first_shard * shard_rows)
+    for shard in itertools.count(first_shard):
         # A chunk is in memory as a whole; the reader goes on when the next one is wanted.
         block = list(itertools.islice(rows, shard_rows))
         if block or rejects.pending:
@@ -146,9 +147,9 @@ def _rows_of(source: RawFiles, split: str, num_labels: int, rejects: Rejects) ->
     return source.queries(split, num_labels, rejects)
 
 
-def _without_holes(labels: Iterator[Row], rejects: Rejects) -> Iterator[Row]:
+def _without_holes(labels: Iterator[Row], rejects: Rejects, first_row: int) -> Iterator[Row]:
     """The labels, with an empty one in the place of each rejected one."""
-    expected_row = 0
+    expected_row = first_row
     num_valid = 0
     for label in labels:
         for row in range(expected_row, label.row):
@@ -157,7 +158,7 @@ def _without_holes(labels: Iterator[Row], rejects: Rejects) -> Iterator[Row]:
         expected_row = label.row + 1
         num_valid += 1
     # Rejected labels at the end of the file.
-    for row in range(expected_row, num_valid + rejects.count):
+    for row in range(expected_row, first_row + num_valid + rejects.count):
         yield _rejected_label(row)
 
 

@@ -13,10 +13,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.progress import Progress
 
+from xmcray.data.append import (
+    AppendedFiles,
+    changed_files,
+    continued_writer,
+    match_labels,
+    settings_of,
+)
 from xmcray.data.chunks import NO_PAIRS, PackedShard, RawChunk, pack_chunk, read_chunks, survey
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import RawFiles
@@ -37,10 +44,10 @@ from xmcray.data.writer import (
     sorted_pairs,
 )
 from xmcray.ray_adapter.session import get_object, put_object, ray_session
-from xmcray.storage import new_artifact
+from xmcray.storage import FileEntry, Manifest, link_files, new_artifact, refuse_existing
 from xmcray.types import Int64Array
 
-__all__ = ["PrepareConfig", "prepare"]
+__all__ = ["PrepareConfig", "append", "prepare"]
 
 SAMPLE_TEXTS = 200_000  # texts the vocabulary is trained on
 
@@ -91,14 +98,63 @@ def prepare(
         writer = CorpusWriter(folder, source, config, name, licence)
         if tokenizer is None:
             tokenizer = pipeline.trained_tokenizer()
-        for shard in pipeline.shards(["labels"], tokenizer, {}, 0):
-            writer.add(shard)
-        # Queries come after the labels: their label ids are checked against the number of labels.
-        num_labels = writer.num_rows["labels"]
-        filters = {split: sorted_pairs(source.filters(split)) for split in source.splits}
-        for shard in pipeline.shards(source.splits, tokenizer, filters, num_labels):
-            writer.add(shard)
-        writer.finish(tokenizer)
+        pipeline.write_rows(writer, tokenizer)
+    return Corpus.open(out, verify=False)
+
+
+def append(
+    corpus: Corpus,
+    manifest: Manifest,
+    new: RawFiles,
+    out: str | Path,
+    *,
+    on_error: Literal["fail", "skip"] = "fail",
+    parallelism: int | None = None,
+    stall_s: float = 60.0,
+    progress: bool = True,
+) -> Corpus:
+    """Writes the corpus `out`: the rows of a corpus, and after them those of new raw files.
+
+    Its contents are those of a preparation of all raw files with the tokenizer of the corpus. Files
+    that do not change are linked.
+
+    Args:
+        corpus: local and verified; stays as it is.
+        manifest: of the corpus.
+        new: the new raw files. Their labels are matched with those of the corpus by uid.
+        out: folder or URL that does not exist yet.
+        on_error: what to do with malformed rows; see `PrepareConfig`.
+        parallelism: as for `prepare`.
+        stall_s: as for `prepare`.
+        progress: as for `prepare`.
+
+    Raises:
+        DataError: as for `prepare`, or a label of the corpus has another text in the new files.
+        ResourceError: as for `prepare`.
+        StorageError: as for `prepare`.
+    """
+    refuse_existing(out)
+    config = settings_of(corpus.card, on_error)
+    tokenizer = corpus.tokenizer()
+    label_ids = match_labels(corpus, new, on_error == "skip")
+    source = AppendedFiles(
+        format=corpus.card.format,
+        path=Path(corpus.card.source),
+        splits=new.splits,
+        new=new,
+        corpus=corpus.path,
+        card=corpus.card,
+        label_ids=label_ids,
+    )
+    about = {**manifest.about, "appended": new.path.absolute().name, "appended_to": manifest.sha256}
+    linked: dict[str, FileEntry] = {}
+    with ray_session(), new_artifact(out, KIND, about, linked) as folder:
+        changed = set(changed_files(manifest.files, source, config))
+        linked.update(link_files(corpus.path, manifest, folder, changed))
+        writer = continued_writer(folder, corpus, source, config)
+        with progress_bar(progress) as bar:
+            pipeline = _Pipeline(source, config, share(parallelism), stall_s, bar)
+            pipeline.write_rows(writer, tokenizer)
     return Corpus.open(out, verify=False)
 
 
@@ -142,6 +198,18 @@ class _Pipeline:
         tokenizer = train_wordpiece(sample, config.vocab_size, config.max_len, config.label_max_len)
         self.bar.remove_task(task)
         return tokenizer
+
+    def write_rows(self, writer: CorpusWriter, tokenizer: TextTokenizer) -> None:
+        """Reads, tokenises and writes all rows of the source, and finishes the corpus."""
+        source = self.source
+        for shard in self.shards(["labels"], tokenizer, {}, 0):
+            writer.add(shard)
+        # Queries come after the labels: their label ids are checked against the number of labels.
+        num_labels = writer.num_rows["labels"]
+        filters = {split: sorted_pairs(source.filters(split)) for split in source.splits}
+        for shard in self.shards(source.splits, tokenizer, filters, num_labels):
+            writer.add(shard)
+        writer.finish(tokenizer)
 
     def shards(
         self,

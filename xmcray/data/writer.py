@@ -109,7 +109,7 @@ class CorpusWriter:
         # Shards arrive in any order, on which sums do not depend.
         self.num_rows[split] += shard.num_rows
         self.num_tokens[split] += shard.num_tokens
-        self.odd += shard.odd
+        self.odd.update(shard.odd)
         self.rejected += [(split, bad) for bad in shard.rejected]
         if split == "labels":
             return

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from xmcray.config import unknown
 from xmcray.data.formats.base import BadRow, Format, OnBad, Row, find, read_filters
-from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON
+from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON, Records
 from xmcray.data.formats.tables import HUGGINGFACE, PARQUET
 from xmcray.data.formats.texts import BOW, DEXML, PECOS, RENEE, SPARSE
 from xmcray.errors import ConfigError, DataError
@@ -49,6 +49,15 @@ class RawFiles:
     format: str
     path: Path
     splits: tuple[str, ...]
+
+    @property
+    def has_uids(self) -> bool:
+        """Whether rows have names of their own; else their numbers are their names."""
+        return isinstance(FORMATS[self.format], Records)
+
+    def first_shard(self, split: str, shard_rows: int) -> int:
+        """Number of the shard that the first row of a split (or of "labels") belongs to."""
+        return 0
 
     def labels(self, on_bad: OnBad) -> Iterator[Row]:
         """All valid labels in file order; `on_bad` is called for each other one and may raise.

@@ -1,0 +1,155 @@
+"""`prepare --append`: the corpus of old and new raw files, without preparing the old ones again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xmcray.cli import main
+from xmcray.data.corpus import KIND, Corpus
+from xmcray.data.formats import detect
+from xmcray.data.pipeline import append, prepare
+from xmcray.data.writer import CorpusWriter
+from xmcray.errors import DataError
+from xmcray.storage import open_artifact
+
+pytestmark = pytest.mark.usefixtures("cluster")
+SMALL: dict[str, Any] = {"name": "small", "shard_rows": 16, "array_rows": 32}
+NUM_OLD = {"labels": 20, "train": 70, "test": 5}
+
+
+def label(number: int) -> dict[str, Any]:
+    return {"uid": f"l{number}", "text": f"label number {number % 7}" if number % 9 else ""}
+
+
+def query(number: int) -> dict[str, Any]:
+    labels = sorted({number % 20, (3 * number) % 20}) if number % 11 else []
+    row = {"uid": f"q{number}", "text": f"query {number % 5} about number {number % 11}"}
+    return {**row, "labels": [f"l{n}" for n in labels], "relevance": [1 + n % 2 for n in labels]}
+
+
+ALL = {
+    "labels": [label(n) for n in range(27)],
+    "train": [query(n) for n in range(70)]
+    + [{**query(n), "labels": ["l26", f"l{n % 20}"], "relevance": [2, 1]} for n in range(70, 103)],
+    "test": [query(n) for n in range(200, 211)],
+}
+OLD = {name: rows[: NUM_OLD[name]] for name, rows in ALL.items()}
+NEW = {name: rows[NUM_OLD[name] :] for name, rows in ALL.items()}
+# Labels that new queries name but the corpus has: in another order, and one without its text.
+REPEATED = [label(n) for n in range(19, 0, -1)] + [{"uid": "l0"}]
+NEW["labels"] = [*REPEATED, *NEW["labels"]]
+
+
+def write(folder: Path, files: dict[str, list[dict[str, Any]]], filters: str = "") -> Path:
+    folder.mkdir()
+    for name, rows in files.items():
+        lines = [json.dumps(row) for row in rows]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "filter_labels_train.txt").write_text(filters)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> Corpus:
+    folder = tmp_path_factory.mktemp("old")
+    raw = write(folder / "raw", OLD, "3 9\n3 3\n69 9\n")
+    return prepare(detect(raw), folder / "c", **SMALL)
+
+
+def appended(old: Corpus, new: Path, out: Path, **options: Any) -> Corpus:
+    _, manifest = open_artifact(old.path, KIND)
+    return append(old, manifest, detect(new), out, **options)
+
+
+def test_it_equals_a_preparation_of_everything_and_links_full_shards(
+    old: Corpus, tmp_path: Path
+) -> None:
+    # Filter pairs count rows of their own files: row 2 of the new queries is row 72 of all.
+    # Line 19 of the new label file is label l0, and line 26 is label l26.
+    new = write(tmp_path / "new", NEW, "2 19\n2 26\n")
+    corpus = appended(old, new, tmp_path / "c2")
+    everything = write(tmp_path / "all", ALL, "3 9\n3 3\n69 9\n72 0\n72 26\n")
+    # Both have the vocabulary of the old rows.
+    with pytest.MonkeyPatch.context() as patch:
+        trained = "xmcray.data.pipeline._Pipeline.trained_tokenizer"
+        patch.setattr(trained, lambda self: old.tokenizer())
+        expected = prepare(detect(everything), tmp_path / "expected", **SMALL)
+    names = {path.relative_to(expected.path) for path in expected.path.rglob("*") if path.is_file()}
+    names -= {Path("manifest.json"), Path("card.yaml")}
+    assert len(names) > 30
+    for name in names:
+        assert (corpus.path / name).read_bytes() == (expected.path / name).read_bytes(), name
+    assert corpus.card.odd == expected.card.odd
+    assert corpus.card.averages == expected.card.averages
+    assert corpus.card.frequency == expected.card.frequency
+    assert (corpus.card.num_train, corpus.card.num_labels) == (103, 27)
+    for name in ("train/00003.parquet", "train/00001.tokens.npy", "labels/00000.parquet"):
+        assert (corpus.path / name).samefile(old.path / name), name
+    assert not (corpus.path / "train/00004.parquet").samefile(old.path / "train/00004.parquet")
+    Corpus.open(old.path)
+    Corpus.open(corpus.path)
+
+
+@pytest.mark.parametrize(
+    ("split", "row", "message"),
+    [
+        ("labels", {"uid": "l3", "text": "changed"}, "label 'l3' has another text than in"),
+        ("train", {"uid": "q69", "text": "x"}, "uid 'q69' is that of a query of the corpus"),
+        ("train", {"uid": "x", "labels": ["l5"]}, "'l5' is not the uid of a label"),
+    ],
+)
+def test_one_rule_for_each_contradiction(
+    old: Corpus, tmp_path: Path, split: str, row: dict[str, Any], message: str
+) -> None:
+    files = {"labels": [label(9), label(30)], "train": [{"text": "x", "labels": ["l9"]}]}
+    files[split].append(row)
+    new = write(tmp_path / "new", files)
+    with pytest.raises(DataError, match=message) as caught:
+        appended(old, new, tmp_path / "c2")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_nothing_is_left_behind_where_it_fails(
+    old: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = write(tmp_path / "new", NEW)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CorpusWriter, "finish", fail)
+    with pytest.raises(KeyboardInterrupt):
+        appended(old, new, tmp_path / "c2")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    Corpus.open(old.path)
+
+
+def test_skipped_rows_and_a_split_that_stays(old: Corpus, tmp_path: Path) -> None:
+    files = {"labels": [label(9), label(30)], "train": [query(69), query(99)]}
+    files["train"][1] = {"uid": "new", "text": "x", "labels": [0, 1]}
+    new = write(tmp_path / "new", files)
+    corpus = appended(old, new, tmp_path / "c2", on_error="skip")
+    assert corpus.card.rejected == {"train": 1}
+    assert corpus.split("train").uids(np.array([70])) == ["new"]
+    # Integers are lines of the new label file: l9, and a label that is new.
+    assert corpus.split("train").positives(np.array([70])).values.tolist() == [9, 20]
+    assert corpus.label_uids(np.array([9, 20])) == ["l9", "l30"]
+    name = "test/00000.parquet"
+    assert (corpus.path / name).samefile(old.path / name)
+    assert corpus.card.num_test == 5
+
+
+def test_options_of_the_corpus_cannot_change(
+    old: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = write(tmp_path / "new", NEW)
+    command = ["prepare", "--append", str(old.path), str(new), "--out", str(tmp_path / "c2")]
+    assert main([*command, "--tokenizer", "bert-base-uncased"]) == 2
+    assert "--tokenizer is as in" in capsys.readouterr().err
+    assert not (tmp_path / "c2").exists()

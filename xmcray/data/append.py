@@ -1,0 +1,326 @@
+"""New raw files after the rows of a corpus: what `prepare --append` reads and what it keeps.
+
+Rows keep their places and labels their ids: new rows follow the old ones. Files whose shards are
+full are linked. The last shard of a split, which may have room, is packed again: its rows come
+first in what `AppendedFiles` reads, and the new rows follow.
+
+A label of the new files is the one of the corpus that has its uid, or a new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from xmcray.data.array_files import ArrayFiles
+from xmcray.data.checked_files import read_array
+from xmcray.data.chunks import Rejects
+from xmcray.data.corpus import Card, Corpus, Split
+from xmcray.data.formats import BadRow, OnBad, RawFiles, Row
+from xmcray.data.shards import ARRAY_SUFFIXES, shard_stem
+from xmcray.data.writer import CorpusWriter, PrepareConfig
+from xmcray.errors import DataError, readable
+from xmcray.types import Int64Array
+
+_ROWS_AT_ONCE = 65_536
+_SPLITS = ("labels", "train", "test")
+# Counts of odd rows that depend on all queries; the writer counts them anew.
+_COUNTED_ANEW = ("labels: never seen", "labels: seen only in test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendedFiles(RawFiles):
+    """Reads the rows of unfinished shards of a corpus, then the new raw files.
+
+    What it inherits says where the corpus came from: its card keeps that.
+
+    Attributes:
+        new: the new raw files.
+        corpus: local folder of the corpus.
+        card: of the corpus.
+        label_ids: int64, source id of each row of the new label file.
+    """
+
+    new: RawFiles
+    corpus: Path
+    card: Card
+    label_ids: Int64Array
+
+    def num_old(self, split: str) -> int:
+        """Rows that the corpus has."""
+        card = self.card
+        return {"labels": card.num_labels, "train": card.num_train, "test": card.num_test}[split]
+
+    def first_shard(self, split: str, shard_rows: int) -> int:
+        """Number of the first shard to pack: those before it are full."""
+        return self.num_old(split) // shard_rows
+
+    def labels(self, on_bad: OnBad) -> Iterator[Row]:
+        """The labels of the unfinished shard and the new ones; `row` is the source id."""
+        corpus = self._open()
+        old_ids = self.unfinished("labels")
+        uids = corpus.label_uids(old_ids)
+        texts = corpus.label_texts(old_ids)
+        for row, uid, text in zip(old_ids.tolist(), uids, texts, strict=True):
+            yield Row(uid, text, row=row)
+        for label in self.new.labels(on_bad):
+            source_id = int(self.label_ids[label.row])
+            if source_id >= self.card.num_labels:
+                yield dataclasses.replace(label, row=source_id)
+
+    def queries(self, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
+        """The queries of the unfinished shard, with negative rows, and the new ones."""
+        num_old = self.num_old(split)
+        seen_uids: set[int] = set()
+        if num_old:
+            old = self._open().split(split)
+            yield from self._unfinished_rows(old)
+            seen_uids = _uid_hashes(old) if self.new.has_uids else set()
+        # Rows without names are named by their numbers in all raw files, one after the other.
+        first_number = num_old + self.card.rejected.get(split, 0)
+        for query in self.new.queries(split, len(self.label_ids), on_bad):
+            if hash(query.uid) in seen_uids:
+                reason = f"uid {query.uid[:80]!r} is that of a query of the corpus"
+                on_bad(BadRow(str(self.new.path / split), query.row + 1, reason))
+                continue
+            uid = query.uid if self.new.has_uids else str(first_number + query.row)
+            yield self._with_source_ids(dataclasses.replace(query, uid=uid))
+
+    def filters(self, split: str) -> Int64Array:
+        """int64 [pairs, 2]: row of the split's new file, source label id."""
+        pairs = self.new.filters(split)
+        return np.stack([pairs[:, 0], self.label_ids[pairs[:, 1]]], axis=1)
+
+    def _open(self) -> Corpus:
+        # In a task of Ray Data this is another process than the one that has verified the corpus.
+        return Corpus.open(self.corpus, verify=False)
+
+    def unfinished(self, split: str) -> Int64Array:
+        """Rows of the corpus in the shard that is not full, ascending."""
+        shard_rows = self.card.shard_rows
+        first_row = self.first_shard(split, shard_rows) * shard_rows
+        return np.arange(first_row, self.num_old(split))
+
+    def _unfinished_rows(self, split: Split) -> Iterator[Row]:
+        """The queries of the shard that is not full."""
+        rows = self.unfinished(split.name)
+        if not len(rows):
+            return
+        shard = self.first_shard(split.name, self.card.shard_rows)
+        path = self.corpus / split.name / f"{shard_stem(shard)}.parquet"
+        has_relevance = "relevance" in pq.read_schema(path).names
+        relevance: list[list[float] | None] = [None] * len(rows)
+        if has_relevance:
+            relevance = pq.read_table(path, columns=["relevance"])["relevance"].to_pylist()
+        uids = split.uids(rows)
+        texts = split.texts(rows)
+        positives = split.positives(rows)
+        for place, (uid, text) in enumerate(zip(uids, texts, strict=True)):
+            grades = relevance[place]
+            is_graded = grades is not None and any(grade != 1 for grade in grades)
+            yield Row(
+                uid,
+                text,
+                tuple(positives[place].tolist()),
+                tuple(grades) if grades is not None and is_graded else None,
+                # Before the first row of the new file, so that no filter pair of it fits.
+                row=place - len(rows),
+            )
+
+    def _with_source_ids(self, query: Row) -> Row:
+        """A query of the new files whose label ids are those of the corpus, ascending."""
+        source_ids = self.label_ids[np.asarray(query.label_ids, np.int64)]
+        order = np.argsort(source_ids)
+        relevance = query.relevance
+        if relevance is not None:
+            relevance = tuple(relevance[place] for place in order)
+        return dataclasses.replace(
+            query, label_ids=tuple(source_ids[order].tolist()), relevance=relevance
+        )
+
+
+def match_labels(corpus: Corpus, new: RawFiles, skip: bool) -> Int64Array:
+    """The source id of each row of the new label file.
+
+    A row with the uid of a label of the corpus is that label. All others, malformed ones included,
+    get the ids after those of the corpus, in their order.
+
+    Args:
+        skip: leave malformed rows out instead of raising an error.
+    Raises:
+        DataError: a label of the corpus has another text in the new file, or a row is malformed.
+    """
+    rejects = Rejects(skip)
+    new_labels = {label.uid: label for label in new.labels(rejects)}
+    label_ids = np.full(len(new_labels) + rejects.count, -1, np.int64)
+    num_labels = corpus.card.num_labels
+    for start in range(0, num_labels, _ROWS_AT_ONCE):
+        source_ids = np.arange(start, min(start + _ROWS_AT_ONCE, num_labels))
+        for source_id, uid in zip(source_ids.tolist(), corpus.label_uids(source_ids), strict=True):
+            label = new_labels.get(uid)
+            if label is not None:
+                label_ids[label.row] = source_id
+    _check_texts(corpus, new, new_labels, label_ids)
+    is_new = label_ids < 0
+    label_ids[is_new] = np.arange(num_labels, num_labels + is_new.sum())
+    return label_ids
+
+
+def _check_texts(
+    corpus: Corpus,
+    new: RawFiles,
+    new_labels: dict[str, Row],
+    label_ids: Int64Array,
+) -> None:
+    """Raises DataError if a label that the corpus has comes with another text; it may have none."""
+    repeated = [label for label in new_labels.values() if label_ids[label.row] >= 0 and label.text]
+    source_ids = label_ids[[label.row for label in repeated]]
+    for label, text in zip(repeated, corpus.label_texts(source_ids), strict=True):
+        if label.text != text:
+            raise DataError(
+                f"{new.path}: label {label.uid[:80]!r} has another text than in {corpus.path},"
+                " expected the same or none; give a label with a new text a new uid"
+            )
+
+
+def _uid_hashes(split: Split) -> set[int]:
+    """Hashes of the uids of all rows, which take a third of the memory of the uids."""
+    hashes: set[int] = set()
+    for start in range(0, len(split), _ROWS_AT_ONCE):
+        rows = np.arange(start, min(start + _ROWS_AT_ONCE, len(split)))
+        hashes.update(map(hash, split.uids(rows)))
+    return hashes
+
+
+def settings_of(card: Card, on_error: Literal["fail", "skip"]) -> PrepareConfig:
+    """The settings that a corpus was prepared with."""
+    return PrepareConfig(
+        max_len=card.max_len,
+        label_max_len=card.label_max_len,
+        tokenizer=card.tokenizer_name,
+        vocab_size=card.vocab_size,
+        on_error=on_error,
+        seed=card.seed,
+        propensity=(card.propensity_a, card.propensity_b),
+        shard_rows=card.shard_rows,
+        array_rows=card.rows_per_array_file,
+    )
+
+
+def changed_files(
+    names: Iterable[str], source: AppendedFiles, config: PrepareConfig
+) -> Iterator[str]:
+    """Names of the files of the corpus that cannot be linked: all but those of full shards."""
+    for name in names:
+        split, _, file_name = name.partition("/")
+        number, _, suffix = file_name.partition(".")
+        if split not in _SPLITS:
+            yield name
+            continue
+        if split not in ("labels", *source.splits):
+            continue
+        num_full = source.first_shard(split, config.shard_rows)
+        if suffix.removesuffix(".npy") in ARRAY_SUFFIXES:
+            num_full //= config.shards_per_array_file
+        if int(number) >= num_full:
+            yield name
+
+
+def continued_writer(
+    folder: Path, corpus: Corpus, source: AppendedFiles, config: PrepareConfig
+) -> CorpusWriter:
+    """A writer that has counted all rows of the corpus but those that are packed again.
+
+    Args:
+        folder: of the new corpus.
+        corpus: the corpus whose rows come first.
+        source: what will be added.
+        config: settings of the corpus.
+    """
+    card = corpus.card
+    writer = CorpusWriter(folder, source, config, card.name, card.licence)
+    writer.odd = Counter(card.odd)
+    for reason in _COUNTED_ANEW:
+        writer.odd.pop(reason, None)
+    writer.rejected = _rejected_rows(corpus.path)
+    for split in _SPLITS:
+        num_old = source.num_old(split)
+        if split not in ("labels", *source.splits):
+            # All its files are linked.
+            writer.num_rows[split] = num_old
+            continue
+        num_shards = source.first_shard(split, card.shard_rows)
+        (folder / split).mkdir(exist_ok=True)
+        writer.arrays[split] = ArrayFiles(folder / split, config.shards_per_array_file)
+        writer.arrays[split].keep(corpus.path / split, num_shards, card.shard_rows)
+        writer.num_rows[split] = num_shards * card.shard_rows
+        writer.num_tokens[split] = _num_tokens(corpus, split, writer.num_rows[split])
+        writer.odd.subtract(_odd_rows(corpus, split, source.unfinished(split)))
+    num_labels = max(card.num_labels, int(source.label_ids.max()) + 1)
+    for split in ("train", "test"):
+        if source.num_old(split):
+            writer.counts[split] = np.zeros(num_labels, np.int64)
+            _count_positives(writer.counts[split], corpus.split(split), writer.num_rows[split])
+            writer.filters[split] = [_filter_pairs(corpus.path, split)]
+    return writer
+
+
+def _odd_rows(corpus: Corpus, split: str, rows: Int64Array) -> Counter[str]:
+    """What the packing of some rows of a corpus counts as odd."""
+    odd: Counter[str] = Counter()
+    texts = corpus.label_texts(rows) if split == "labels" else []
+    if split != "labels" and len(rows):
+        queries = corpus.split(split)
+        texts = queries.texts(rows)
+        odd[f"{split}: no positives"] = int((queries.positives(rows).lengths == 0).sum())
+    odd[f"{split}: no text"] = sum(not text.strip() for text in texts)
+    return odd
+
+
+def _filter_pairs(folder: Path, split: str) -> Int64Array:
+    """int64 [pairs, 2], the filter pairs of a split of a corpus."""
+    path = folder / "filters" / f"{split}.npy"
+    with readable(f"{path} cannot be read", "prepare the corpus again", DataError):
+        return np.asarray(read_array(path, np.int64, ndim=2))
+
+
+def _num_tokens(corpus: Corpus, split: str, num_rows: int) -> int:
+    """Tokens of the first rows of a split; 0 of test queries, which the card does not count."""
+    card = corpus.card
+    if split == "labels":
+        total = round(card.averages["tokens per label"] * card.num_labels)
+        rest = corpus.label_tokens(np.arange(num_rows, card.num_labels))
+    elif split == "train":
+        total = round(card.averages["tokens per training query"] * card.num_train)
+        rest = corpus.split("train").tokens(np.arange(num_rows, card.num_train))
+    else:
+        return 0
+    return total - len(rest.values)
+
+
+def _count_positives(counts: Int64Array, split: Split, num_rows: int) -> None:
+    """Adds to `counts` the first rows of a split that carry each label."""
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        rows = np.arange(start, min(start + _ROWS_AT_ONCE, num_rows))
+        counts += np.bincount(split.positives(rows).values, minlength=len(counts))
+
+
+def _rejected_rows(folder: Path) -> list[tuple[str, BadRow]]:
+    """The rows that were left out of a corpus."""
+    path = folder / "rejected.jsonl"
+    if not path.is_file():
+        return []
+    rejected = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        split = record.pop("split")
+        rejected.append((split, BadRow(**record)))
+    return rejected
