@@ -149,6 +149,25 @@ def broadcast(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class Channel:
+    """Exchanges that run in the background, next to those of the functions of this module.
+
+    All ranks start them in the same order. That order and the order of the other exchanges are
+    independent of each other. Collective.
+    """
+
+    def __init__(self) -> None:
+        assert dist.group.WORLD is not None
+        # A rank that hangs has to be noticed here as soon as in other exchanges.
+        options = dist.group.WORLD._get_backend(_device()).options
+        # The ranks of a plan, which exist on paper only, have no options.
+        self._group = dist.new_group(timeout=options._timeout if options else None)
+
+    def start_sum(self, tensor: Tensor) -> dist.Work:
+        """Starts to sum a tensor over ranks in place; `wait` of the result ends when it is done."""
+        return cast(dist.Work, dist.all_reduce(tensor, group=self._group, async_op=True))
+
+
 class _GatherRows(torch.autograd.Function):
     """See `gather_rows`. The shares follow from the total, so no counts are exchanged."""
 

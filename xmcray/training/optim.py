@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from xmcray.config import check_choices, check_decay, check_ranges
 from xmcray.nn.row_table import RowOptimConfig, RowTable, sum_by_row
 from xmcray.parallel import collectives
+from xmcray.training.gradients import GradientSum
 
-_BUCKET = 8_000_000  # elements reduced together
 # Adam divides by 1 - beta, and by eps where a gradient is 0.
 _BELOW_ONE = 0.999_999
 _ABOVE_ZERO = 1e-30
@@ -123,6 +123,7 @@ class EncoderOptimizer:
     Attributes:
         dense: Parameters of AdamW, by name.
         tables: Token tables and other parameters of which a step touches few rows, by name.
+        sums: Sums the gradients of `dense`.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class EncoderOptimizer:
             parameter = self.dense.pop(name)
             self._sparse[name] = parameter
             self.tables[name] = RowTable(parameter.detach(), row_config)
+        self.sums = GradientSum(list(self.dense.values()))
         self._adam = torch.optim.AdamW(
             self._groups(lr_factors or {}),
             lr=config.lr,
@@ -199,7 +201,7 @@ class EncoderOptimizer:
         Args:
             factor: Share of the peak learning rates.
         """
-        self._sum_dense()
+        self.sums.finish()
         for group in self._adam.param_groups:
             group["lr"] = self.config.lr * factor * group["lr_factor"]
         self._adam.step()
@@ -241,41 +243,6 @@ class EncoderOptimizer:
             state = _with_prefix(tensors, f"{name}/")
             state["weight"] = table.weight_SD
             table.load([(0, state)], num_steps)
-
-    def _sum_dense(self) -> None:
-        """Sums dense gradients over ranks, many parameters in one exchange."""
-        parameters = list(self.dense.values())
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if collectives.num_ranks() == 1:
-            return
-        # Few large exchanges are faster than one for each parameter. Every rank fills the buckets
-        # in the same order, so what is summed belongs together.
-        bucket: list[Tensor] = []
-        num_elements = 0
-        for parameter in parameters:
-            assert parameter.grad is not None
-            bucket.append(parameter.grad)
-            num_elements += parameter.numel()
-            if num_elements > _BUCKET:
-                _sum_bucket(bucket)
-                bucket = []
-                num_elements = 0
-        if bucket:
-            _sum_bucket(bucket)
-
-
-def _sum_bucket(gradients: list[Tensor]) -> None:
-    """Sums some gradients over ranks in place, as one flat tensor; collective."""
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    collectives.sum_over_ranks(flat)
-    start = 0
-    for gradient in gradients:
-        stop = start + gradient.numel()
-        summed = flat[start:stop]
-        gradient.copy_(summed.view_as(gradient))
-        start = stop
 
 
 def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -64,6 +64,11 @@ class Embedder:
         self._deferred.append(_Deferred(tokens, leaf, seed))
         return leaf
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether texts were encoded in chunks since the last `finish_backward`."""
+        return bool(self._deferred)
+
     def finish_backward(self) -> None:
         """Propagates the gradients of chunked vectors through the encoder."""
         for deferred in self._deferred:
@@ -162,6 +167,8 @@ class Stepper:
         self.optimizer.zero_grad()
         output = self.method.loss(batch, shortlist)
         mean_loss = output.total / output.divisor
+        if not self.embedder.is_deferred:
+            self.optimizer.sums.overlap()
         mean_loss.backward()
         self.embedder.finish_backward()
         factor = lr_factor(self.config, batch.step, self.total_steps)
