@@ -22,6 +22,8 @@ PREPARE_OPTIONS = (
     "max_len",
     "label_max_len",
     "tokenizer",
+    "query_prompt",
+    "label_prompt",
     "vocab_size",
     "propensity",
     "on_error",
@@ -75,6 +77,16 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--tokenizer", metavar="T", help="wordpiece (default), or a model's hub id or folder"
+    )
+    verb.add_argument(
+        "--query-prompt",
+        metavar="TEXT",
+        help="put before each query (default: what the model of --tokenizer declares)",
+    )
+    verb.add_argument(
+        "--label-prompt",
+        metavar="TEXT",
+        help="put before each label text (default: what the model of --tokenizer declares)",
     )
     verb.add_argument("--vocab-size", type=int, metavar="N", help="largest vocabulary to train")
     verb.add_argument(

@@ -227,7 +227,7 @@ def pack_chunk(
     # Labels have a length limit of their own and neither positives nor filter pairs.
     texts: list[str] = chunk.rows["text"].to_pylist()
     is_labels = chunk.split == "labels"
-    tokens = tokenizer.encode(texts, tokenizer.label_max_len if is_labels else tokenizer.max_len)
+    tokens = tokenizer.encode_labels(texts) if is_labels else tokenizer.encode(texts)
     num_empty = sum(not text.strip() for text in texts)
     shard = PackedShard(
         split=chunk.split,

@@ -92,7 +92,13 @@ def prepare(
     tokenizer = None
     if config.tokenizer != "wordpiece":
         # Before Ray starts, because the name may be wrong.
-        tokenizer = from_transformer(config.tokenizer, config.max_len, config.label_max_len)
+        tokenizer = from_transformer(
+            config.tokenizer,
+            config.max_len,
+            config.label_max_len,
+            config.query_prompt,
+            config.label_prompt,
+        )
     with ray_session(), new_artifact(out, KIND, about) as folder, progress_bar(progress) as bar:
         pipeline = _Pipeline(source, config, share(parallelism), stall_s, bar)
         writer = CorpusWriter(folder, source, config, name, licence)

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.errors import BundleError, ConfigError, one_line, readable
+from xmcray.storage import read_json
 from xmcray.types import Ragged, offsets_of
 
 PAD = "[PAD]"
@@ -37,6 +38,10 @@ LABEL_MAX_LEN = 32
 MAX_LEN = 1 << 20
 ENCODE_BLOCK = 1024  # texts
 SETTINGS = "xmcray.json"
+# Of a sentence-transformers folder: its prompts and its similarity.
+SENTENCE_SETTINGS = "config_sentence_transformers.json"
+# Names that such folders give the prompt of what is found, the first before the others.
+_LABEL_PROMPTS = ("document", "passage", "corpus")
 _LIBRARY_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -48,6 +53,8 @@ class _Settings:
     pad_id: int
     max_len: int
     label_max_len: int = LABEL_MAX_LEN
+    query_prompt: str = ""
+    label_prompt: str = ""
 
 
 class TextTokenizer:
@@ -63,6 +70,8 @@ class TextTokenizer:
         pad_id: the id that fills up a padded row.
         max_len: tokens kept of a query, special tokens included.
         label_max_len: tokens kept of a label text; at most `max_len`.
+        query_prompt: put before each query that is not empty; its tokens count as the query's.
+        label_prompt: the same for label texts.
     """
 
     def __init__(
@@ -73,6 +82,8 @@ class TextTokenizer:
         pad_id: int,
         max_len: int,
         label_max_len: int = LABEL_MAX_LEN,
+        query_prompt: str = "",
+        label_prompt: str = "",
     ) -> None:
         check_range("max_len", max_len, 1, MAX_LEN)
         check_range("label_max_len", label_max_len, 1, MAX_LEN)
@@ -82,6 +93,8 @@ class TextTokenizer:
         self.pad_id = pad_id
         self.max_len = max_len
         self.label_max_len = min(label_max_len, max_len)
+        self.query_prompt = query_prompt
+        self.label_prompt = label_prompt
         backend = self._backend(max_len)
         ids = backend.get_vocab(with_added_tokens=True).values()
         # Ids may have gaps, in which case the largest one counts.
@@ -89,18 +102,27 @@ class TextTokenizer:
         check_range("pad_id", pad_id, 0)
 
     def encode(self, texts: Sequence[str], max_len: int | None = None) -> Ragged:
-        """Token ids of each text; an empty text has none, or only special tokens.
+        """Token ids of each query; an empty one has none, or only special tokens.
 
         Args:
             max_len: tokens kept per text; None keeps the tokenizer's `max_len`.
         """
+        return self._encode(texts, max_len or self.max_len, self.query_prompt)
+
+    def encode_labels(self, texts: Sequence[str]) -> Ragged:
+        """As `encode`, for the texts of labels."""
+        return self._encode(texts, self.label_max_len, self.label_prompt)
+
+    def _encode(self, texts: Sequence[str], max_len: int, prompt: str) -> Ragged:
         if not texts:
             return Ragged.empty(0)
-        backend = self._backend(max_len or self.max_len)
+        backend = self._backend(max_len)
         # A block at a time: an encoding takes some kilobytes per text, and the ids are a small
         # part.
         rows: list[list[int]] = []
         for block in _blocks(texts, ENCODE_BLOCK):
+            if prompt:
+                block = [prompt + text if text else "" for text in block]
             rows += [encoding.ids for encoding in backend.encode_batch_fast(list(block))]
         offsets = offsets_of([len(row) for row in rows])
         token_ids = itertools.chain.from_iterable(rows)
@@ -112,6 +134,20 @@ class TextTokenizer:
                 " make the artifact again"
             )
         return Ragged(values, offsets)
+
+    def check_prompts(self) -> None:
+        """Raises ConfigError if a prompt leaves no room for the text."""
+        sides = (
+            ("max_len", self.query_prompt, self.max_len),
+            ("label_max_len", self.label_prompt, self.label_max_len),
+        )
+        for setting, prompt, max_len in sides:
+            num_tokens = len(self._backend(MAX_LEN).encode(prompt).ids) if prompt else 0
+            if num_tokens >= max_len:
+                raise ConfigError(
+                    f"{setting} is {max_len}, but the prompt {prompt!r} alone has {num_tokens} tokens;"
+                    f" raise {setting} or shorten the prompt"
+                )
 
     def tokens(self, text: str) -> list[str]:
         """The tokens of one text as strings, for people."""
@@ -141,6 +177,10 @@ class TextTokenizer:
             "max_len": self.max_len,
             "label_max_len": self.label_max_len,
         }
+        # Left out where there is none, so that files of such tokenizers stay as they were.
+        if self.query_prompt or self.label_prompt:
+            settings["query_prompt"] = self.query_prompt
+            settings["label_prompt"] = self.label_prompt
         return {**self._files, SETTINGS: json.dumps(settings, indent=1, sort_keys=True)}
 
     @classmethod
@@ -265,15 +305,25 @@ def from_transformer(
     name_or_path: str,
     max_len: int,
     label_max_len: int = LABEL_MAX_LEN,
+    query_prompt: str | None = None,
+    label_prompt: str | None = None,
 ) -> TextTokenizer:
     """The tokenizer of a transformer: a local folder, a model in the local cache, or a hub id.
+
+    Args:
+        name_or_path: of the transformer.
+        max_len: tokens kept of a query.
+        label_max_len: tokens kept of a label text.
+        query_prompt: put before each query; None is the one that a sentence-transformers folder
+            declares.
+        label_prompt: the same for label texts.
 
     Raises:
         ConfigError: nothing has this name, the hub is out of reach, or the tokenizer has no fast
             form.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    tokenizer = _load_transformer_tokenizer(name_or_path)
+    tokenizer, prompts = _load_transformer_tokenizer(name_or_path)
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ConfigError(
             f"tokenizer {name_or_path!r} has no fast form (tokenizer.json); choose another model"
@@ -284,23 +334,49 @@ def from_transformer(
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = _library_files(Path(folder))
-    return TextTokenizer(
+    made = TextTokenizer(
         files,
         kind="transformer",
         pad_id=pad_id,
         max_len=max_len,
         label_max_len=label_max_len,
+        query_prompt=prompts["query"] if query_prompt is None else query_prompt,
+        label_prompt=prompts["document"] if label_prompt is None else label_prompt,
     )
+    made.check_prompts()
+    return made
 
 
-def _load_transformer_tokenizer(name_or_path: str) -> Any:
-    """Looks at local files first: a model that is cached needs no network."""
+def declared_prompts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The prompts of "query" and "document" in the settings of a sentence-transformers folder."""
+    prompts = settings.get("prompts") or {}
+    document = ""
+    # The first of these names that the folder has, as in sentence-transformers' encode_document.
+    for name in reversed(_LABEL_PROMPTS):
+        document = prompts.get(name, document)
+    return {"query": prompts.get("query") or "", "document": document or ""}
+
+
+def _load_transformer_tokenizer(name_or_path: str) -> tuple[Any, dict[str, str]]:
+    """The tokenizer and the prompts that its folder declares.
+
+    Looks at local files first: a model that is cached needs no network.
+    """
     import transformers
+    from transformers.utils import cached_file
 
-    def load(local: bool) -> Any:
-        return transformers.AutoTokenizer.from_pretrained(
+    def load(local: bool) -> tuple[Any, dict[str, str]]:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             name_or_path, local_files_only=local, trust_remote_code=False
         )
+        path = cached_file(
+            name_or_path,
+            SENTENCE_SETTINGS,
+            local_files_only=local,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return tokenizer, declared_prompts({} if path is None else read_json(Path(path)))
 
     load_errors = (OSError, ValueError, KeyError, ImportError)
     try:

@@ -17,7 +17,7 @@ from xmcray.data.chunks import PackedShard
 from xmcray.data.corpus import Card, frequency_histogram, inverse_permutation
 from xmcray.data.formats import BadRow, RawFiles
 from xmcray.data.tokens import LABEL_MAX_LEN, MAX_VOCAB, TextTokenizer
-from xmcray.errors import DataError
+from xmcray.errors import ConfigError, DataError
 from xmcray.types import Int64Array
 
 
@@ -29,6 +29,9 @@ class PrepareConfig:
         max_len: tokens kept of a query.
         label_max_len: tokens kept of a label text.
         tokenizer: "wordpiece", or a transformer's hub id or folder.
+        query_prompt: put before each query; None is what the transformer's sentence-transformers
+            folder declares, if it is one.
+        label_prompt: the same for label texts.
         vocab_size: largest vocabulary to train.
         on_error: "fail" stops at the first malformed row, "skip" writes them to rejected.jsonl.
         seed: of the label permutation and the vocabulary sample.
@@ -40,6 +43,8 @@ class PrepareConfig:
     max_len: int = 128
     label_max_len: int = LABEL_MAX_LEN
     tokenizer: str = "wordpiece"
+    query_prompt: str | None = None
+    label_prompt: str | None = None
     vocab_size: int = MAX_VOCAB
     on_error: Literal["fail", "skip"] = "fail"
     seed: int = 0
@@ -50,6 +55,11 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        if self.tokenizer == "wordpiece" and (self.query_prompt or self.label_prompt):
+            raise ConfigError(
+                "a prompt is set, which the vocabulary of the corpus knows nothing of; name the"
+                " model that it belongs to with --tokenizer, or leave it out"
+            )
         check_range("shard_rows", self.shard_rows, low=1)
         check_range("array_rows", self.array_rows, low=1)
 

@@ -91,9 +91,20 @@ class Int8Encoder(Encoder):
         for row in np.flatnonzero(tokens.lengths).tolist():
             states = self._session.run(None, {"ids": tokens[row][None]})[0]
             state_TH = torch.from_numpy(states[0])
-            pooled_BH[row] = state_TH[0] if self.pooling == "cls" else state_TH.mean(dim=0)
+            pooled_BH[row] = self._pooled(state_TH)
         query_BD = pooled_BH if self.projection is None else self.projection(pooled_BH)
         return F.normalize(query_BD, dim=-1) if self.normalize else query_BD
+
+    def _pooled(self, state_TH: Tensor) -> Tensor:
+        """[H], one vector of the states of a text's tokens."""
+        if self.pooling == "cls":
+            return state_TH[0]
+        if self.pooling == "last_token":
+            return state_TH[-1]
+        if self.pooling == "weighted_mean":
+            weight_T = torch.arange(1, len(state_TH) + 1, dtype=state_TH.dtype)
+            state_TH = state_TH * (weight_T / weight_T.mean())[:, None]
+        return state_TH.mean(dim=0)
 
     def save(self, folder: Path) -> None:
         """Raises ConfigError: the bundle holds the float32 encoder that this one was made from."""

@@ -42,8 +42,9 @@ class EncoderConfig:
             start.
         dim: width of the vectors. For a transformer 0 keeps its own width; any other width adds a
             bias-free projection.
-        pooling: transformer only; "auto" is what the folder declares, or the mean if it declares
-            nothing.
+        pooling: transformer only; "mean" over the tokens, "weighted_mean" by their place in the
+            text, "cls" (the first token) or "last_token"; "auto" is what the folder declares, or
+            the mean if it declares nothing.
         idf: static only; weigh tokens by inverse document frequency.
         residual: static only; a two-layer network added to the bag.
         position_decay: static only; the first token of a text weighs 1 + position_decay times as
@@ -71,7 +72,7 @@ class EncoderConfig:
 
     name: str = "static"
     dim: int = 256
-    pooling: Literal["auto", "mean", "cls"] = "auto"
+    pooling: Literal["auto", "mean", "cls", "last_token", "weighted_mean"] = "auto"
     idf: bool = True
     residual: bool = True
     position_decay: float = 0.0

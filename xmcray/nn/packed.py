@@ -44,33 +44,56 @@ def _spans(lengths: Int64Array) -> _Spans:
     return _Spans((widths * counts).tolist(), widths.tolist())
 
 
-def run(model: Any, token_TH: Tensor, lengths: Int64Array) -> Tensor:
+def run(model: Any, token_TH: Tensor, lengths: Int64Array, causal: bool = False) -> Tensor:
     """Last hidden states [T, H] of texts given by their input embeddings, one text after another.
 
     Args:
         token_TH: input embeddings of all tokens.
         lengths: int64 [B] > 0, tokens of each text, ascending.
+        causal: what `is_causal` says of the model.
     """
     starts = np.cumsum(lengths) - lengths
     position = np.arange(len(token_TH)) - np.repeat(starts, lengths)
     (position_T,) = to_device([torch.from_numpy(position)], token_TH.device)
+    inputs = {"inputs_embeds": token_TH[None], "position_ids": position_T[None]}
+    if causal:
+        # A mask of four dimensions reaches attention as it is, where nothing reads it. Without one,
+        # a decoder makes a mask of all pairs of tokens.
+        inputs["attention_mask"] = token_TH.new_zeros(1, 1, 1, 1)
     # To the model, all texts are one row; attention cuts it by `packed_spans`.
-    output = model(
-        inputs_embeds=token_TH[None],
-        position_ids=position_T[None],
-        packed_spans=_spans(lengths),
-    )
+    output = model(**inputs, packed_spans=_spans(lengths))
     state_TH: Tensor = output.last_hidden_state[0]
     return state_TH
 
 
-def means(state_TH: Tensor, lengths: Int64Array) -> Tensor:
-    """[B, H], the mean state of each text; `lengths` as for `run`."""
+def is_causal(model: Any) -> bool:
+    """Whether a model is a decoder, in which a token attends to those before it alone."""
+    return any(getattr(module, "is_causal", False) for module in model.modules())
+
+
+def longest_text(model: Any) -> int:
+    """Tokens up to which a text lies within every attention window of the model."""
+    # Attention does not see which layers have a window, so texts beyond it are padded instead.
+    window = getattr(model.config, "sliding_window", None)
+    return int(window or np.iinfo(np.int64).max)
+
+
+def means(state_TH: Tensor, lengths: Int64Array, weighted: bool = False) -> Tensor:
+    """[B, H], the mean state of each text.
+
+    Args:
+        state_TH: as `run` returns it.
+        lengths: as for `run`.
+        weighted: the n-th token of a text weighs n times as much as the first.
+    """
     spans = _spans(lengths)
     means = []
     for states, width in zip(state_TH.split(spans.sizes), spans.widths, strict=True):
         # Texts of one length are a rectangle: [texts, width, H].
         text_states = states.unflatten(0, (-1, width))
+        if weighted:
+            weight_T = torch.arange(1, width + 1, device=states.device, dtype=states.dtype)
+            text_states = text_states * (weight_T / weight_T.mean())[:, None]
         means.append(text_states.mean(dim=1))
     return torch.cat(means)
 
@@ -100,7 +123,8 @@ def try_on(model: Any) -> bool:
             output = model(inputs_embeds=padded_BTH, attention_mask=mask_BT.long())
             expected = output.last_hidden_state[mask_BT]
             model.set_attn_implementation(NAME)
-            difference = (run(model, token_TH, lengths) - expected).abs().max()
+            states = run(model, token_TH, lengths, is_causal(model))
+            difference = (states - expected).abs().max()
             largest = expected.abs().max()
             is_same = bool(difference <= _TOLERANCE * largest)
     except _UNSUPPORTED:  # some part of the model cannot handle such rows
@@ -128,6 +152,9 @@ def _attend(
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **others)
     # split, not slices: the backward of a slice fills a tensor of the whole row with zeros, once
     # for each length.
+    is_causal = bool(getattr(module, "is_causal", False))
+    # Several heads of queries may share the keys and values of one head.
+    shares_heads = query.shape[1] != key.shape[1]
     queries = query[0].split(packed_spans.sizes, dim=1)
     keys = key[0].split(packed_spans.sizes, dim=1)
     values = value[0].split(packed_spans.sizes, dim=1)
@@ -138,7 +165,9 @@ def _attend(
             _by_text(k, width),
             _by_text(v, width),
             dropout_p=dropout,
+            is_causal=is_causal,
             scale=scaling,
+            enable_gqa=shares_heads,
         )
         # [texts, heads, width, d] -> [texts * width, heads, d]
         outputs.append(output.transpose(1, 2).flatten(0, 1))

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -28,11 +28,23 @@ from xmcray.nn.frozen import EncodedTexts
 from xmcray.nn.module_files import save_settings, save_weights
 from xmcray.parallel import collectives
 from xmcray.parallel.transfers import to_device
+from xmcray.storage import read_json
 from xmcray.types import Int64Array, Ragged, offsets_of, to_torch
 
 if TYPE_CHECKING:
     from xmcray.data.tokens import TextTokenizer
 
+# Prompts and similarity of a sentence-transformers folder; data/tokens.py reads the prompts too.
+SENTENCE_SETTINGS = "config_sentence_transformers.json"
+# Similarities that an inner product stands for, perhaps of normalised vectors.
+SIMILARITIES = (None, "cosine", "dot", "dot_product")
+# How sentence-transformers names the ways of pooling.
+POOLINGS = {
+    "mean": "mean",
+    "cls": "cls",
+    "last_token": "lasttoken",
+    "weighted_mean": "weightedmean",
+}
 # How sentence-transformers 6 names the parts of a folder.
 MODULES = {
     "Transformer": "sentence_transformers.base.modules.transformer.Transformer",
@@ -69,13 +81,18 @@ class TransformerEncoder(Encoder):
     Args:
         model: a transformers model with `last_hidden_state`, without pooler.
         tokenizer: the model's own tokenizer; only saved with it.
-        pooling: "mean" over the text's tokens, or "cls": the first token.
+        pooling: "mean" over the text's tokens, "weighted_mean", in which the n-th token weighs n
+            times as much as the first, "cls": the first token, or "last_token".
         projection: bias-free linear layer, or None.
         normalize: divide by the length, as a sentence-transformers folder may require.
         autocast: as in EncoderConfig.
 
     Attributes:
         frozen: only the projection learns.
+        prompts: by name ("query", "document"), for other programs that read the saved folder; here
+            the corpus' tokenizer puts them before the texts.
+        similarity: by which vectors are meant to be compared; None is sentence-transformers'
+            default, the cosine.
         projection_is_new: it was not loaded, so it may be fitted to the texts of the training.
         encoded_texts: of a frozen encoder, the vectors of the texts that are trained with.
     """
@@ -98,7 +115,11 @@ class TransformerEncoder(Encoder):
         self.autocast = autocast
         hidden = int(model.config.hidden_size)
         self.dim = hidden if projection is None else projection.out_features
+        self.is_causal = packed.is_causal(model)
         self.packed = packed.try_on(model)
+        self.longest_packed = packed.longest_text(model)
+        self.prompts: Mapping[str, str] = {}
+        self.similarity: str | None = None
         self.frozen = False
         self.projection_is_new = False
         self.encoded_texts: EncodedTexts | None = None
@@ -175,7 +196,8 @@ class TransformerEncoder(Encoder):
             return self.encoded_texts(tokens).to(lookup.weight)
         device: torch.device = lookup.weight.device
         call_tokens, max_tokens = self.call_costs(device)
-        if self.packed:
+        is_packed = self.packed and tokens.lengths.max(initial=0) <= self.longest_packed
+        if is_packed:
             batches = token_batches(tokens.lengths, max_tokens)
         else:
             batches = micro_batches(tokens.lengths, call_tokens, max_tokens)
@@ -197,7 +219,8 @@ class TransformerEncoder(Encoder):
             # The tokens of a micro-batch lie one after another, as `order` put them.
             lengths = tokens.lengths[rows]
             stop = first + int(lengths.sum())
-            pooled.append(self._pooled(token_TH[first:stop], lengths))
+            pool = self._pooled_packed if is_packed else self._pooled_padded
+            pooled.append(pool(token_TH[first:stop], lengths))
             first = stop
         pooled_BH = torch.cat(pooled)
         # Back to the caller's order; texts without tokens are in no batch and stay zero.
@@ -214,23 +237,20 @@ class TransformerEncoder(Encoder):
             return 4096, 131072
         return (64, 8192) if self.training else (32, 2048)
 
-    def _pooled(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
-        """[B, H], pooled states of one micro-batch of texts, each with a token."""
-        if self.packed:
-            return self._pooled_packed(token_TH, lengths)
-        return self._pooled_padded(token_TH, lengths)
-
     def _pooled_packed(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
+        """[B, H], pooled states of one micro-batch of texts, each with a token."""
         with self._autocast(token_TH.device):
-            state_TH = packed.run(self.model, token_TH, lengths)
+            state_TH = packed.run(self.model, token_TH, lengths, self.is_causal)
         state_TH = _at_least_float32(state_TH)
-        if self.pooling == "cls":
-            first_tokens = np.cumsum(lengths) - lengths
-            (first_B,) = to_device([to_torch(first_tokens)], token_TH.device)
-            return state_TH[first_B]
-        return packed.means(state_TH, lengths)
+        if self.pooling in ("cls", "last_token"):
+            ends = np.cumsum(lengths)
+            places = ends - lengths if self.pooling == "cls" else ends - 1
+            (place_B,) = to_device([to_torch(places)], token_TH.device)
+            return state_TH[place_B]
+        return packed.means(state_TH, lengths, weighted=self.pooling == "weighted_mean")
 
     def _pooled_padded(self, token_TH: Tensor, lengths: Int64Array) -> Tensor:
+        """As `_pooled_packed`, with padding after each text, which a decoder never looks at."""
         device = token_TH.device
         # True where a text has a token: its first `length` cells.
         mask = np.arange(lengths.max()) < lengths[:, None]
@@ -250,10 +270,18 @@ class TransformerEncoder(Encoder):
         state_BTH = _at_least_float32(output.last_hidden_state)
         if self.pooling == "cls":
             return state_BTH[:, 0]
-        if attention_BT is None:
+        if self.pooling == "last_token":
+            (last_B,) = to_device([to_torch(lengths - 1)], device)
+            return state_BTH[torch.arange(len(lengths), device=device), last_B]
+        if self.pooling == "weighted_mean":
+            # Padding keeps the weight 0.
+            weight_BT = mask_BT.to(state_BTH.dtype).cumsum(dim=1) * mask_BT
+        elif attention_BT is None:
             return state_BTH.mean(dim=1)
-        sum_BH = (state_BTH * mask_BT[..., None]).sum(dim=1)
-        return sum_BH / mask_BT.sum(dim=1, keepdim=True)
+        else:
+            weight_BT = mask_BT
+        sum_BH = (state_BTH * weight_BT[..., None]).sum(dim=1)
+        return sum_BH / weight_BT.sum(dim=1, keepdim=True)
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         enabled = self.autocast == "bf16"
@@ -287,7 +315,7 @@ class TransformerEncoder(Encoder):
 
         pooling = {
             "embedding_dimension": hidden,
-            "pooling_mode": self.pooling,
+            "pooling_mode": POOLINGS[self.pooling],
             "include_prompt": True,
         }
         add_part("Pooling", pooling)
@@ -307,6 +335,14 @@ class TransformerEncoder(Encoder):
             module = {"idx": number, "name": str(number), "path": name, "type": MODULES[kind]}
             modules.append(module)
         save_settings(folder / "modules.json", modules)
+        sentence_settings: dict[str, Any] = {}
+        if any(self.prompts.values()):
+            sentence_settings["prompts"] = dict(self.prompts)
+        if self.similarity is not None:
+            sentence_settings["similarity_fn_name"] = self.similarity
+        if sentence_settings:
+            sentence_settings["model_type"] = "SentenceTransformer"
+            save_settings(folder / SENTENCE_SETTINGS, sentence_settings)
 
 
 def _at_least_float32(states: Tensor) -> Tensor:
@@ -406,6 +442,8 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
     encoder.autocast = config.autocast
     encoder.normalize = False  # the method decides whether vectors have length 1
     encoder.tokenizer.model_max_length = tokenizer.max_len
+    # What the corpus was prepared with, which need not be what the model's folder declares.
+    encoder.prompts = {"query": tokenizer.query_prompt, "document": tokenizer.label_prompt}
     if config.frozen:
         encoder.freeze()
     return encoder.train()
@@ -479,6 +517,9 @@ def open_model(
     """
     try:
         parts = _read_parts(folder, error_type)
+        sentence_settings = {}
+        if (folder / SENTENCE_SETTINGS).is_file():
+            sentence_settings = read_json(folder / SENTENCE_SETTINGS)
         model = _load_model(folder, dropout)
         with _quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -492,8 +533,17 @@ def open_model(
         raise error_type(
             f"encoder in {folder} cannot be loaded ({one_line(error)}); it needs config.json and {WEIGHTS}"
         ) from None
-    pooling = parts["Pooling"]["pooling_mode"]
-    return TransformerEncoder(model, tokenizer, pooling, projection, "Normalize" in parts)
+    by_name = {name: pooling for pooling, name in POOLINGS.items()}
+    pooling = by_name[parts["Pooling"]["pooling_mode"]]
+    encoder = TransformerEncoder(model, tokenizer, pooling, projection, "Normalize" in parts)
+    encoder.prompts = sentence_settings.get("prompts") or {}
+    encoder.similarity = sentence_settings.get("similarity_fn_name")
+    if encoder.similarity not in SIMILARITIES:
+        raise error_type(
+            f"encoder in {folder} compares vectors by {encoder.similarity}, expected cosine or dot;"
+            " choose another model"
+        )
+    return encoder
 
 
 def _load_model(folder: Path, dropout: float | None) -> Any:
@@ -507,6 +557,7 @@ def _load_model(folder: Path, dropout: float | None) -> Any:
     # An unused pooler would have parameters without a gradient.
     if model_class and "add_pooling_layer" in inspect.signature(model_class).parameters:
         options["add_pooling_layer"] = False
+    supports_sdpa = getattr(model_class, "_supports_sdpa", True)
     with _quiet():
         model = transformers.AutoModel.from_pretrained(
             folder,
@@ -514,9 +565,12 @@ def _load_model(folder: Path, dropout: float | None) -> Any:
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=False,
-            attn_implementation="sdpa",
+            attn_implementation="sdpa" if supports_sdpa else "eager",
             **options,
         )
+    if packed.is_causal(model):
+        # A text is read once, so keys and values need not be kept for tokens to come.
+        model.config.use_cache = False
     _fill_constants(model)
     return model
 
@@ -558,8 +612,8 @@ def _read_parts(
         if kind not in MODULES or not _is_supported(kind, settings):
             raise error_type(
                 f"encoder in {folder} has a part {kind} {settings.get('pooling_mode', '')} that is not supported;"
-                " expected mean or cls pooling, and at most a bias-free dense layer without activation and a"
-                " normalisation"
+                f" expected pooling by {', '.join(POOLINGS.values())} with the prompt's tokens, and at most a"
+                " bias-free dense layer without activation and a normalisation"
             )
         parts[kind] = {**settings, "path": module["path"]}
     return parts
@@ -568,15 +622,19 @@ def _read_parts(
 def _old_pooling_mode(settings: dict[str, Any]) -> str:
     """The pooling of older folders, which have a switch per mode; several may be on."""
     modes = []
-    for mode, switch in (("cls", "cls_token"), ("mean", "mean_tokens"), ("max", "max_tokens")):
-        if settings.get(f"pooling_mode_{switch}"):
-            modes.append(mode)
+    for key, is_on in settings.items():
+        prefix, _, mode = key.partition("pooling_mode_")
+        if mode and not prefix and is_on:
+            modes.append(mode.removesuffix("_tokens").removesuffix("_token"))
     return "+".join(modes)
 
 
 def _is_supported(kind: str, settings: dict[str, Any]) -> bool:
     if kind == "Pooling":
-        return settings["pooling_mode"] in ("mean", "cls")
+        # Without `include_prompt`, the tokens of the prompt would be left out of the mean.
+        return settings["pooling_mode"] in POOLINGS.values() and settings.get(
+            "include_prompt", True
+        )
     if kind == "Dense":
         is_linear = str(settings.get("activation_function", "")).endswith("Identity")
         return is_linear and not settings.get("bias", True)

@@ -82,7 +82,7 @@ def _transformer(config: EncoderConfig, folder: Path, is_half: bool) -> Encoder:
         def cast_model(**inputs: Any) -> Any:
             return torch.func.functional_call(model, weights, (), inputs)
 
-        state_TH = packed.run(cast_model, token_TH.to(dtype), lengths)
+        state_TH = packed.run(cast_model, token_TH.to(dtype), lengths, encoder.is_causal)
         return packed.means(state_TH.to(token_TH.dtype), lengths)
 
     def encoded_texts(tokens: Ragged) -> Tensor:
@@ -90,7 +90,7 @@ def _transformer(config: EncoderConfig, folder: Path, is_half: bool) -> Encoder:
         return torch.zeros(len(tokens), hidden, device="cpu")
 
     encoder.packed = True
-    encoder._pooled = pooled  # type: ignore[method-assign]
+    encoder._pooled_packed = pooled  # type: ignore[method-assign]
     if config.frozen:
         encoder.freeze()
         encoder.encoded_texts = encoded_texts  # type: ignore[assignment]

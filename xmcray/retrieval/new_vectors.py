@@ -30,8 +30,7 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
     Raises:
         DataError: a text has no token.
     """
-    tokenizer = retriever.tokenizer
-    tokens = tokenizer.encode(texts, tokenizer.label_max_len)
+    tokens = retriever.tokenizer.encode_labels(texts)
     if not tokens.lengths.all():
         empty_text = texts[int(tokens.lengths.argmin())]
         raise DataError(f"text {empty_text[:80]!r} of a label has no token; reword it")
@@ -116,7 +115,7 @@ def _known_labels(
     generator = np.random.default_rng(0)
     sample = generator.choice(exported, min(SAMPLE, exported), replace=False)
     texts = retriever.labels.texts(sample)
-    tokens = retriever.tokenizer.encode(texts, retriever.tokenizer.label_max_len)
+    tokens = retriever.tokenizer.encode_labels(texts)
     with_text = np.flatnonzero(tokens.lengths)
     if not len(with_text):
         raise DataError(

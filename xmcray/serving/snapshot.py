@@ -168,8 +168,7 @@ class Snapshot:
 
     def has_tokens(self, text: str) -> bool:
         """Whether a label's text has any token, without which it has no vector."""
-        tokenizer = self.retriever.tokenizer
-        return bool(tokenizer.encode([text], tokenizer.label_max_len).lengths[0])
+        return bool(self.retriever.tokenizer.encode_labels([text]).lengths[0])
 
     def encode(self, texts: Sequence[str], max_tokens: int) -> EncodedTexts:
         """Vectors of texts, of which at most `max_tokens` tokens are read.

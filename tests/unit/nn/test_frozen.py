@@ -64,7 +64,7 @@ def test_vectors_come_from_the_files_and_only_the_projection_learns(
     expected = plain.eval()(tokens)
     assert [path.name for path in files_of(tmp_path)] == ["00000000.npy", "00000001.npy"]
     restarted = make(folder, tokenizer)
-    monkeypatch.setattr(TransformerEncoder, "_pooled", never)
+    monkeypatch.setattr(TransformerEncoder, "call_costs", never)
     restarted.remember(tmp_path, len(TEXTS), tokens.take)
     order = np.array([5, 1, 3, 0, 2, 4, 3])
     restarted.train()

@@ -1,0 +1,158 @@
+"""Families of encoders: vectors equal those of transformers, with prompts, pooling and padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from models import as_sentence_transformer, write_bert, write_family
+from torch import Tensor
+
+from xmcray.data.tokens import TextTokenizer, from_transformer
+from xmcray.errors import BundleError, ConfigError
+from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
+from xmcray.nn.transformer import TransformerEncoder
+
+WORDS = ["sort", "an", "array", "of", "numbers", "find", "the", "largest", "element", "query", "in"]
+LONG_TEXT = " ".join([*WORDS, *reversed(WORDS)])
+TEXTS = ["sort an array", "find", LONG_TEXT, "the largest element in an array", "numbers"]
+PROMPTS = {"query": "find the query ", "document": "in "}
+# How the settings of a folder name the pooling of each family under test.
+POOLINGS = {
+    "bert": "cls_token",
+    "roberta": "weightedmean_tokens",
+    "mpnet": "mean_tokens",
+    "modernbert": "mean_tokens",
+    "qwen3": "lasttoken",
+}
+
+
+@pytest.fixture(scope="module", params=POOLINGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentence-transformers folder of one family, named after it."""
+    path = write_family(tmp_path_factory.mktemp("models") / request.param, WORDS, request.param)
+    as_sentence_transformer(path, POOLINGS[request.param], PROMPTS)
+    return path
+
+
+def pooled(states_BTH: Tensor, mask_BT: Tensor, pooling: str) -> Tensor:
+    """Pooled states, by the definition of each way of pooling; padding may be on either side."""
+    vectors = []
+    for states_TH, is_token_T in zip(states_BTH, mask_BT.bool(), strict=True):
+        tokens_TH = states_TH[is_token_T]
+        places_T = torch.arange(1, len(tokens_TH) + 1)
+        vectors.append(
+            {
+                "cls_token": tokens_TH[0],
+                "lasttoken": tokens_TH[-1],
+                "mean_tokens": tokens_TH.mean(dim=0),
+                "weightedmean_tokens": (places_T[:, None] * tokens_TH).sum(0) / places_T.sum(),
+            }[pooling]
+        )
+    return torch.stack(vectors)
+
+
+def vectors_of_transformers(folder: Path, prompt: str) -> Tensor:
+    """Vectors of `TEXTS` by the transformers library, padded on the tokenizer's own side."""
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer([prompt + text for text in TEXTS], padding=True, return_tensors="pt")
+    assert tokenizer.padding_side == ("left" if folder.name == "qwen3" else "right")
+    # Positions are counted from the first token; generation does the same to a padded prompt.
+    options = {}
+    if folder.name == "qwen3":
+        options["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
+    with torch.no_grad():
+        output = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **options
+        )
+    pooled_BH = pooled(output.last_hidden_state, batch["attention_mask"], POOLINGS[folder.name])
+    return F.normalize(pooled_BH, dim=-1)
+
+
+def test_vectors_with_prompts_are_those_of_transformers(folder: Path) -> None:
+    tokenizer = from_transformer(str(folder), max_len=64, label_max_len=64)
+    encoder = load_encoder(folder)
+    with torch.no_grad():
+        queries = encoder(tokenizer.encode(TEXTS))
+        labels = encoder(tokenizer.encode_labels(TEXTS))
+    for vectors, prompt in ((queries, PROMPTS["query"]), (labels, PROMPTS["document"])):
+        expected = vectors_of_transformers(folder, prompt)
+        assert F.cosine_similarity(vectors, expected).min() >= 0.99999
+        torch.testing.assert_close(vectors, expected, rtol=0, atol=1e-5)
+
+
+def test_packed_and_padded_texts_have_the_same_vectors_and_gradients(folder: Path) -> None:
+    tokenizer = from_transformer(str(folder), max_len=64)
+    results = []
+    for packs in (True, False):
+        encoder = load_encoder(folder)
+        assert isinstance(encoder, TransformerEncoder)
+        assert encoder.packed == (folder.name in ("bert", "modernbert", "qwen3"))
+        encoder.packed &= packs
+        vectors = encoder(tokenizer.encode(TEXTS))
+        vectors[:, 0].sum().backward()
+        gradients = [weight.grad for weight in encoder.parameters() if weight.grad is not None]
+        results.append([vectors.detach(), *gradients])
+    for packed_result, padded_result in zip(*results, strict=True):
+        torch.testing.assert_close(packed_result, padded_result, rtol=1e-4, atol=2e-5)
+
+
+def test_saved_folder_keeps_pooling_prompts_and_similarity(folder: Path, tmp_path: Path) -> None:
+    tokenizer = from_transformer(str(folder), max_len=64)
+    load_encoder(folder).save(tmp_path)
+    tokens = tokenizer.encode(TEXTS)
+    assert torch.equal(load_encoder(tmp_path)(tokens), load_encoder(folder)(tokens))
+    again = from_transformer(str(tmp_path), max_len=64)
+    assert (again.query_prompt, again.label_prompt) == tuple(PROMPTS.values())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT without files of sentence-transformers."""
+    return write_bert(tmp_path_factory.mktemp("bert"), WORDS)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last_token", "weighted_mean"])
+def test_pooling_is_a_setting(plain: Path, pooling: str) -> None:
+    tokenizer = from_transformer(str(plain), max_len=64)
+    config = EncoderConfig(name=str(plain), dim=0, pooling=pooling)  # type: ignore[arg-type]
+    encoder = build_encoder(config, tokenizer, None, seed=0).eval()
+    assert isinstance(encoder, TransformerEncoder)
+    tokens = tokenizer.encode(TEXTS)
+    packed = encoder(tokens)
+    encoder.packed = False
+    torch.testing.assert_close(encoder(tokens), packed, rtol=0, atol=1e-5)
+    states_TH = encoder.model(torch.from_numpy(tokens[0])[None]).last_hidden_state[0]
+    names = {"mean": "mean_tokens", "cls": "cls_token", "last_token": "lasttoken"}
+    mask_T = torch.ones(len(states_TH))
+    expected = pooled(states_TH[None], mask_T[None], names.get(pooling, "weightedmean_tokens"))
+    torch.testing.assert_close(packed[:1], expected, rtol=0, atol=1e-5)
+
+
+def test_prompts_that_are_set_replace_those_of_the_folder(plain: Path, tmp_path: Path) -> None:
+    tokenizer = from_transformer(str(plain), 64, query_prompt="find ", label_prompt="sort ")
+    tokenizer.save(tmp_path)
+    again = TextTokenizer.load(tmp_path)
+    without = from_transformer(str(plain), 64)
+    assert "query_prompt" not in without.to_files()["xmcray.json"]
+    for queries, expected in (
+        (again.encode(["an array"]), without.encode(["find an array"])),
+        (again.encode_labels(["an array"]), without.encode(["sort an array"])),
+        # A label without text stays one: its prompt alone would be an answer to anything.
+        (again.encode_labels([""]), without.encode([""])),
+    ):
+        np.testing.assert_array_equal(queries.values, expected.values)
+    with pytest.raises(ConfigError, match="label_max_len is 4, but the prompt"):
+        from_transformer(str(plain), 64, 4, label_prompt="sort an array ")
+
+
+def test_a_similarity_without_inner_product_is_refused(tmp_path: Path) -> None:
+    write_bert(tmp_path, WORDS)
+    as_sentence_transformer(tmp_path, "mean_tokens", PROMPTS, similarity="manhattan")
+    with pytest.raises(BundleError, match="compares vectors by manhattan, expected cosine or dot"):
+        load_encoder(tmp_path)
