@@ -10,7 +10,8 @@
     labels    2,000 random adds, updates and deletes over HTTP, the server killed 30 times and started again
     writers   50 writers of one label log killed at random moments; the log and its copy must hold what was acknowledged
     damage    600 flipped bits and every truncation of a label log: read exactly, or refused with a reason
-    bodies    5,000 requests: random ones that OpenAPI allows, and good ones with some bytes replaced
+    bodies    15,000 requests: random ones that OpenAPI allows, and good ones with some bytes replaced
+    heads     5,000 requests over sockets, whose request line and headers have pieces put in at random
 
 What each call did is one line in a ledger in the benchmarks' cache; the table sums the lines. Correctness only: it
 may run on a busy machine.
@@ -48,7 +49,7 @@ sys.path.insert(
     0, str(data_sets.ROOT / "tests")
 )  # what the tests do a little of, with the same means
 from bundles import TEXTS, write_bundle_of, write_transformer
-from fuzz import ROUTES, ask_described, ask_mutated
+from fuzz import ROUTES, ask_described, ask_heads, ask_mutated
 from operations import ALL, COMMITS, flipped, interrupted, kill_writers, opened, written
 from replicas import Askers, Killer, client_of, insist, known_answers, replicas
 
@@ -476,10 +477,7 @@ def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     memory = list[float]()
     with serving(config, "127.0.0.1", free_port()) as url:
         before = everyone()
-
-        def headers(path: str) -> dict[str, str]:
-            name = "admin-token" if path.startswith("/admin") else "token"
-            return {"Authorization": f"Bearer {(state / name).read_text().strip()}"}
+        headers = partial(token_of, state)
 
         while piece.done < left and time.monotonic() < deadline:
             for ask in [
@@ -511,6 +509,39 @@ def bodies(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
     return piece
 
 
+def heads(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:
+    """Rounds of 500 against a server that listens itself."""
+    state = folder / "state"
+    server = Server(write_bundle_of(folder / "bundle", "texts"), state)
+    seen = Counter[int]()
+    try:
+        before_mib = resident_mib(server.process.pid)
+        while piece.done < left and time.monotonic() < deadline:
+            number = min(ROUND, left - piece.done)
+            try:
+                seen += ask_heads(
+                    f"http://127.0.0.1:{server.port}", partial(token_of, state), number, piece.done
+                )
+            except AssertionError as error:
+                piece.wrong[str(error)[:200]] += 1
+            piece.done += number
+        with client_of(f"http://127.0.0.1:{server.port}", state) as client:
+            num_answers = len(client.search(["matrix"]).results[0].answers)
+        piece.wrong["no answer afterwards"] += num_answers != 10
+        after_mib = resident_mib(server.process.pid)
+    finally:
+        server.close()
+    statuses = ", ".join(f"{number} x {status}" for status, number in sorted(seen.items()))
+    piece.notes = f"{statuses} (0: no answer); {before_mib:.0f} MiB before, {after_mib:.0f} after"
+    return piece
+
+
+def token_of(state: Path, path: str) -> dict[str, str]:
+    """The header with the token that a path wants."""
+    name = "admin-token" if path.startswith("/admin") else "token"
+    return {"Authorization": f"Bearer {(state / name).read_text().strip()}"}
+
+
 def everyone() -> list[int]:
     """Processes of all replicas."""
     return [pid for name in ("Gateway", "Coordinator") for pid in replicas(name)]
@@ -529,7 +560,8 @@ PARTS: dict[str, tuple[Run, int, str, str]] = {
     "labels": (labels, 2_000, "adds, updates and deletes of labels", "kills"),
     "writers": (writers, 50, "writers of a label log", "kills"),
     "damage": (damage, 600, "label logs with a flipped bit", "truncations"),
-    "bodies": (bodies, 5_000, "random and mutated requests", "restarts"),
+    "bodies": (bodies, 15_000, "random and mutated requests", "restarts"),
+    "heads": (heads, 5_000, "requests with mutated heads", "restarts"),
 }
 
 

@@ -1,9 +1,10 @@
-"""Requests that the description allows, and bodies that no description allows, against a server that is running."""
+"""Requests that the description allows, and bodies and heads that none allows, against a server that is running."""
 
 from __future__ import annotations
 
 import json
 import random
+import socket
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,21 @@ PIECES = [
     b'"', b"{", b"]", b"\xff\xfe", b"NaN", b"Infinity", b"-1", b"1e999", b"9" * 400, b"null", b"true", b"[" * 3000,
     b'"\\ud800"', b"\x00", b'"a":' * 50, b"[[]]", b'{"gte":"x"}', b"0.5",
 ]  # fmt: skip
+
+HEADS = [
+    b"GET /healthz HTTP/1.1\r\nHost: x\r\n",
+    b"POST /v1/search HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 15\r\n",
+    b"POST /admin/v1/labels HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n",
+    b"GET /v1/labels/u1?model=a HTTP/1.1\r\nHost: x\r\nX-Request-Id: 7\r\nExpect: 100-continue\r\n",
+]
+HEAD_PIECES = [
+    b"\r\n", b"\n", b"\r", b":", b" ", b"\t", b"\x00", b"\xff\xfe", b"%", b"%00", b"%ff", b"/../", b"//", b"?", b"#",
+    b"HTTP/9.9", b"HTTP/1.0", b"Content-Length: -1\r\n", b"Content-Length: 1e3\r\n", b"Content-Length: 99\r\n",
+    b"Transfer-Encoding: chunked\r\n", b"Transfer-Encoding: gzip\r\n", b"Upgrade: websocket\r\nConnection: upgrade\r\n",
+    b"Authorization: Basic \xff\r\n", b"Cookie: " + b"a" * 3000 + b"\r\n", b"A" * 40_000, b"Host: [\r\n", b"PRI * HTTP/2.0",
+    b"Content-Encoding: gzip\r\n", b"Accept: \xc3\x28\r\n", b"Range: bytes=9-1\r\n", "²".encode(),
+]  # fmt: skip
+ANSWER_S = 0.3  # no answer is due to a head that promises more than it sends
 
 
 def ask_described(
@@ -102,3 +118,46 @@ def ask_mutated(address: str, headers: Headers, number: int, seed_: int = 0) -> 
                     bytes(data[:200]),
                 )
     return seen
+
+
+def ask_heads(address: str, headers: Headers, number: int, seed_: int = 0) -> Counter[int]:
+    """So many heads with pieces put in at random, over sockets; returns the statuses.
+
+    Status 0 is a connection that was closed, or not answered for a moment: some heads are unfinished.
+
+    Raises:
+        AssertionError: a mistake of the server (5xx), or an answer that is not HTTP.
+    """
+    draw = random.Random(seed_)
+    seen = Counter[int]()
+    url = httpx.URL(address)
+    for _ in range(number):
+        head = bytearray(draw.choice(HEADS))
+        path = head.split(b" ")[1].decode()
+        token = headers(path)["Authorization"].encode()
+        head += b"Authorization: " + token + b"\r\nConnection: close\r\n"
+        for _ in range(draw.randint(1, 3)):
+            # Few pieces fall into the first line by chance, and most rules concern it.
+            end = len(head) if draw.random() < 0.5 else head.index(b"\r\n")
+            place = draw.randrange(end + 1)
+            head[place : place + draw.choice((0, 0, 1, 5))] = draw.choice(HEAD_PIECES)
+        with socket.create_connection((url.host, url.port), timeout=30) as connection:
+            answer = answer_to(connection, bytes(head) + b'\r\n{"texts":["a"]}')
+        if not answer:
+            seen[0] += 1
+            continue
+        assert answer.startswith((b"HTTP/1.1 ", b"HTTP/1.0 ")), (answer[:100], bytes(head[:300]))
+        status = int(answer.split(b" ")[1])
+        assert status < 500 or status == 503, (status, bytes(head[:300]))
+        seen[status] += 1
+    return seen
+
+
+def answer_to(connection: socket.socket, request: bytes) -> bytes:
+    """The beginning of the answer; empty if the connection is closed or silent."""
+    try:
+        connection.sendall(request)
+        connection.settimeout(ANSWER_S)
+        return connection.recv(4096)
+    except (TimeoutError, ConnectionError):
+        return b""

@@ -19,6 +19,8 @@ from uvicorn.loops.auto import auto_loop_factory
 from xmcray.serving import metrics, rpc
 from xmcray.serving.connections import (
     BACKLOG,
+    HEAD_S,
+    MAX_HEAD,
     ConnectionRoom,
     LimitedProtocol,
     check_open_files,
@@ -32,6 +34,7 @@ from xmcray.serving.service import Service
 from xmcray.serving.settings import ServeConfig, authority
 
 STOP_S = 5  # for requests that are being answered when the server is stopped
+GRPC_IDLE_S = 300.0  # a connection of gRPC without calls is closed, and opened again by its client
 
 
 class LocalGateway:
@@ -142,6 +145,8 @@ async def listening(
             ws="none",
             backlog=BACKLOG,
             log_config=None,  # as all other logs
+            # A warning for each malformed request would let anyone fill the log.
+            log_level="error",
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=STOP_S,
@@ -167,8 +172,21 @@ async def _grpc(gateway: Gateway, host: str, port: int) -> AsyncIterator[None]:
     if not port:
         yield
         return
-    # Otherwise another server could share the port unnoticed.
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    limits = gateway.service.config
+    server = grpc.aio.server(
+        options=[
+            # Otherwise another server could share the port unnoticed.
+            ("grpc.so_reuseport", 0),
+            # A message that is a little too large still gets our own answer.
+            ("grpc.max_receive_message_length", 2 * limits.max_body),
+            ("grpc.absolute_max_metadata_size", MAX_HEAD),
+            # A connection that says nothing, at its beginning and later.
+            ("grpc.server_handshake_timeout_ms", int(1000 * HEAD_S)),
+            ("grpc.max_connection_idle_ms", int(1000 * GRPC_IDLE_S)),
+            ("grpc.max_concurrent_streams", limits.in_flight),
+        ],
+        maximum_concurrent_rpcs=2 * limits.in_flight,
+    )
     add_RetrieverServicer_to_server(_Servicer(gateway), server)
     server.add_insecure_port(authority(host, port))
     await server.start()

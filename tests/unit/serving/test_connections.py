@@ -9,14 +9,17 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+import grpc
 import pytest
 from served import ADMIN, TOKEN
 
 from xmcray.errors import ResourceError
-from xmcray.serving import connections
+from xmcray.serving import connections, local
 from xmcray.serving.connections import MAX_HEAD, check_open_files
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.local import LocalGateway, listening
+from xmcray.serving.search_pb2 import SearchRequest
+from xmcray.serving.search_pb2_grpc import RetrieverStub
 from xmcray.serving.security import new_token_file
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
@@ -46,18 +49,22 @@ class Server:
         return reader, writer
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextlib.asynccontextmanager
-async def server_with(folder: Path, **settings: int) -> AsyncIterator[Server]:
+async def server_with(folder: Path, grpc_port: int = 0, **settings: int) -> AsyncIterator[Server]:
     for name, token in (("token", TOKEN), ("admin-token", ADMIN)):
         new_token_file(folder / name).write_text(token)
     config = ServeConfig(bundles={"a": "none"}, state_dir=str(folder), **settings)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     gateway = LocalGateway(config, NoModels(config))
     async with (
         asyncio.timeout(20),
-        listening(gateway, "127.0.0.1", port, 0),
+        listening(gateway, "127.0.0.1", port, grpc_port),
         contextlib.AsyncExitStack() as closing,
     ):
         yield Server(port, closing)
@@ -168,3 +175,40 @@ def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyP
     check_open_files(512)
     with pytest.raises(ResourceError, match="may open 1024 files, expected 1025 for 513"):
         check_open_files(513)
+
+
+def test_malformed_requests_do_not_fill_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with server_with(tmp_path) as server:
+            reader, _ = await server.connect(b"\x00\x01\r\n\r\n")
+            assert await status_of(reader) == 400
+
+    asyncio.run(main())
+    assert not caplog.records
+
+
+def test_connections_of_grpc_are_limited_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "HEAD_S", 0.5)
+    port = free_port()
+
+    async def main() -> None:
+        async with server_with(tmp_path, grpc_port=port):
+            silent, writer = await asyncio.open_connection("127.0.0.1", port)
+            # The server says hello, and ends the connection of a client that does not.
+            await ended(silent)
+            writer.close()
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                call = RetrieverStub(channel).Search
+                large = [("x", "a" * 2 * MAX_HEAD)]
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call(SearchRequest(texts=["a"]), metadata=large)
+                assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call(SearchRequest(texts=["a" * 5_000_000]))
+                assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    asyncio.run(main())

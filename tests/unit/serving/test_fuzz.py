@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from bundles import write_bundle_of
-from fuzz import ROUTES, ask_described, ask_mutated
+from fuzz import ROUTES, ask_described, ask_heads, ask_mutated
 from served import ADMIN, TOKEN, listening
 
 MUTATIONS = 200
+HEADS = 150
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +36,9 @@ def test_what_no_description_allows(address: str) -> None:
     assert ask_mutated(address, headers, MUTATIONS)[422] > MUTATIONS // 2
     answer = httpx.post(f"{address}/v1/search", json={"texts": ["matrix"]}, headers=headers("/"))
     assert len(answer.json()["results"][0]["answers"]) == 10
+
+
+def test_heads_that_no_protocol_allows(address: str) -> None:
+    seen = ask_heads(address, headers, HEADS)
+    assert seen[400] > HEADS // 10
+    assert httpx.get(f"{address}/healthz").status_code == 200
