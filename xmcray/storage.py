@@ -19,6 +19,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from xmcray.errors import StorageError, XmcrayError, one_line, readable
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+HASH_THREADS = min(8, os.cpu_count() or 1)  # files that are hashed at the same time
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_PATH = 3_900  # of Linux, 4,095, less what artifacts add
 _LONGEST_NAME = 230  # of Linux, 255, less what temporary names add
@@ -578,8 +580,12 @@ def check_contents(
     Raises:
         StorageError: naming the file that was altered.
     """
-    for name in names:
-        if hash_file(folder / name) != manifest.files[name]:
+    checked_names = list(names)
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        entries = pool.map(lambda name: hash_file(folder / name), checked_names)
+        for name, entry in zip(checked_names, entries, strict=True):
+            if entry == manifest.files[name]:
+                continue
             raise StorageError(
                 f"{source}/{name} was altered (SHA-256 differs from the manifest); make the"
                 f" {manifest.kind} again"

@@ -128,7 +128,7 @@ def write_bundle(
     shard_rows: int = SHARD_ROWS,
     threads: int = 1,
 ) -> None:
-    """Writes a bundle with one shard of vectors in memory; on failure nothing is left there.
+    """Writes a bundle with few shards of vectors in memory; on failure nothing is left there.
 
     Args:
         destination: folder or URL that does not exist yet.
@@ -158,7 +158,7 @@ def write_bundle(
         _write_model(folder, encoder, head, tokenizer, label_side or LabelSide())
         _write_labels(folder / "labels.parquet", label_uids, label_texts, num_labels)
         np.save(folder / "label_order.npy", np.asarray(label_order, np.int64))
-        shards, dim = write_shards(folder, vectors, spec, queries, shard_rows, threads)
+        shards, dim = write_shards(folder, vectors, num_labels, spec, queries, shard_rows, threads)
         settings = Settings(
             num_labels=num_labels,
             dim=dim,

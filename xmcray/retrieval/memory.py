@@ -196,7 +196,7 @@ def remember(
     def write(bundle: Path) -> Mapping[str, Any]:
         folder = bundle / "memory"
         vectors = (encode(split.tokens(block)) for block in blocks)
-        shards, _ = write_shards(folder, vectors, spec, threads=threads)
+        shards, _ = write_shards(folder, vectors, len(rows), spec, threads=threads)
         write_queries(folder, split, rows)
         return {
             "kind": "memory",

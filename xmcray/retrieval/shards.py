@@ -7,9 +7,12 @@ index/00000.faiss           the FAISS index over the same rows; absent if all ro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 SHARD_ROWS = 1_000_000
+BUILD_FLOATS = 1 << 30  # vectors whose indexes are built at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,16 +251,18 @@ def merge(parts: Sequence[TopLabels]) -> TopLabels:
 def write_shards(
     folder: Path,
     blocks: Iterable[Float32Array],
+    num_rows: int,
     spec: IndexSpec,
     queries: Float32Array | None = None,
     shard_rows: int = SHARD_ROWS,
     threads: int = 1,
 ) -> tuple[tuple[VectorShard, ...], int]:
-    """Writes vectors/ and index/ with one shard in memory at a time.
+    """Writes vectors/ and index/; some indexes are built at the same time, in bounded memory.
 
     Args:
         folder: where vectors/ and index/ are made.
         blocks: float32 [n, D] each, the rows in order.
+        num_rows: how many rows that is; a guess is enough.
         spec: how each shard is indexed.
         queries: float32 [Q, D], a sample of query vectors by which the index is tuned.
         shard_rows: rows per file.
@@ -265,20 +271,69 @@ def write_shards(
         The shards, and D.
     """
     (folder / "vectors").mkdir(parents=True)
-    shards: list[VectorShard] = []
-    dim = 0
+    (folder / "index").mkdir()
+    groups = _regrouped(blocks, shard_rows)
+    first_group = next(groups, np.empty((0, 1), np.float32))
+    dim = first_group.shape[1]
+    at_once = min(
+        math.ceil(num_rows / shard_rows),
+        max(1, BUILD_FLOATS // (shard_rows * dim)),
+        threads,
+    )
+    builds: list[Future[VectorShard]] = []
     start = 0
-    for number, rows in enumerate(_regrouped(blocks, shard_rows)):
-        dim = rows.shape[1]
-        stop = start + len(rows)
-        save_vectors(folder, number, rows, start)
-        index = build_index(rows, spec, threads=threads, queries=queries)
-        if not index.is_exact:
-            (folder / "index").mkdir(exist_ok=True)
-            index.save(folder / _index_name(number))
-        shards.append(VectorShard(start, stop, not index.is_exact, index.candidates))
-        start = stop
-    return tuple(shards), dim
+    with _build_pool(at_once, threads // at_once) as pool:
+        for number, rows in enumerate(itertools.chain([first_group], groups)):
+            save_vectors(folder, number, rows, start)
+            shard = VectorShard(start, start + len(rows), indexed=False, candidates=1)
+            if number >= at_once:
+                # Vectors are not made faster than they are indexed.
+                builds[number - at_once].result()
+            arguments = (folder, number, shard, dim, spec, queries, threads // at_once)
+            builds.append(pool.submit(_write_index, *arguments))
+            start = shard.stop
+        shards = tuple(build.result() for build in builds)
+    if not any(shard.indexed for shard in shards):
+        (folder / "index").rmdir()
+    return shards, dim
+
+
+@contextlib.contextmanager
+def _build_pool(at_once: int, index_threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that build an index each, with a few threads of torch of their own.
+
+    A thread on each shard takes less time than all threads on one shard after another.
+    """
+    threads_before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(
+            at_once,
+            thread_name_prefix="xmcray-build",
+            initializer=torch.set_num_threads,
+            initargs=(index_threads,),
+        ) as pool:
+            yield pool
+    finally:
+        # The number of one thread becomes the default of threads that start later.
+        torch.set_num_threads(threads_before)
+
+
+def _write_index(
+    folder: Path,
+    number: int,
+    shard: VectorShard,
+    dim: int,
+    spec: IndexSpec,
+    queries: Float32Array | None,
+    threads: int,
+) -> VectorShard:
+    """Builds the index of a shard whose vectors are written; returns the shard with its index."""
+    rows = _read_vectors(folder / vectors_name(number), len(shard), dim).numpy()
+    index = build_index(rows, spec, threads=threads, queries=queries)
+    if index.is_exact:
+        return shard
+    index.save(folder / _index_name(number))
+    return dataclasses.replace(shard, indexed=True, candidates=index.candidates)
 
 
 def save_vectors(folder: Path, number: int, rows: Float32Array, start: int) -> None:

@@ -148,7 +148,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def load(checkpoint: Checkpoint, stepper: Stepper, partition: LabelPartition) -> None:
     """Restores encoder, optimisers and this rank's rows, whatever number of ranks saved them."""
-    _load_modules(checkpoint.path, stepper)
+    load_encoder_weights(checkpoint, stepper)
+    _load_other_modules(checkpoint.path, stepper)
     stepper.optimizer.load(load_file(checkpoint.path / "optimizer.safetensors"), checkpoint.step)
     for name, table in stepper.method.tables.items():
         blocks = row_blocks(checkpoint.path, name, partition.start, partition.stop)
@@ -156,9 +157,17 @@ def load(checkpoint: Checkpoint, stepper: Stepper, partition: LabelPartition) ->
     _load_state(checkpoint.path, stepper, partition)
 
 
-def load_weights(checkpoint: Checkpoint, stepper: Stepper, partition: LabelPartition) -> None:
-    """Restores what answers queries, and nothing of the optimisers."""
-    _load_modules(checkpoint.path, stepper)
+def load_encoder_weights(checkpoint: Checkpoint, stepper: Stepper) -> None:
+    """Restores the encoder."""
+    path = checkpoint.path / "encoder"
+    state = load_encoder(path).state_dict()
+    with _readable(path):
+        stepper.encoder.load_state_dict(state)
+
+
+def load_method(checkpoint: Checkpoint, stepper: Stepper, partition: LabelPartition) -> None:
+    """Restores what answers queries besides the encoder, and nothing of the optimisers."""
+    _load_other_modules(checkpoint.path, stepper)
     for name, table in stepper.method.tables.items():
         for first, tensors in row_blocks(
             checkpoint.path,
@@ -231,10 +240,7 @@ def row_blocks(
         yield file_start + low - start, tensors
 
 
-def _load_modules(path: Path, stepper: Stepper) -> None:
-    state = load_encoder(path / "encoder").state_dict()
-    with _readable(path / "encoder"):
-        stepper.encoder.load_state_dict(state)
+def _load_other_modules(path: Path, stepper: Stepper) -> None:
     others = other_modules(stepper)
     if not others:
         return

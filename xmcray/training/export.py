@@ -22,7 +22,7 @@ from xmcray.retrieval.memory import remember
 from xmcray.storage import is_url
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
-from xmcray.training.loop import Setup, build
+from xmcray.training.loop import Setup, assemble, build
 from xmcray.training.run import Run
 from xmcray.training.step import encode_queries
 from xmcray.types import Float32Array, Int64Array, Ragged
@@ -188,7 +188,7 @@ def _num_blocks(num_labels: int) -> int:
 
 
 def _trained(run: Run, last: Checkpoint, data: TrainingData, partition: LabelPartition) -> Setup:
-    """The trained method with a block of the labels, as one of many ranks would hold it."""
+    """Encoder and method with a block of the labels, as one of many ranks would hold it."""
     # The checkpoint's weights replace those that training started from: the transformer that gave
     # them is no longer needed.
     encoder = dataclasses.replace(
@@ -197,7 +197,8 @@ def _trained(run: Run, last: Checkpoint, data: TrainingData, partition: LabelPar
     config = dataclasses.replace(run.config, encoder=encoder)
     use_gpu = torch.cuda.is_available() and config.cluster.device != "cpu"
     setup = build(config, data, torch.device("cuda" if use_gpu else "cpu"), partition)
-    checkpoints.load_weights(last, setup.stepper, partition)
+    checkpoints.load_encoder_weights(last, setup.stepper)
+    checkpoints.load_method(last, setup.stepper, partition)
     return setup
 
 
@@ -213,9 +214,12 @@ def _label_vectors(
         first: The method with the first block of labels.
     """
     num_blocks = _num_blocks(data.num_labels)
+    encoder = first.stepper.encoder
+    device = next(encoder.parameters()).device
     for block in range(num_blocks):
         setup = first
         if block > 0:
             partition = LabelPartition(data.num_labels, num_blocks, block)
-            setup = _trained(run, last, data, partition)
+            setup = assemble(run.config, data, encoder, device, partition)
+            checkpoints.load_method(last, setup.stepper, partition)
         yield setup.method.answer_rows().detach().float().cpu().numpy()

@@ -12,6 +12,7 @@ from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage import read_manifest
 from xmcray.types import Ragged
 
 LABELS, DIM = 300, 8
@@ -115,6 +116,16 @@ def test_approximate_index_and_exact(parts, tmp_path):
     np.testing.assert_allclose(
         found.scores, np.take_along_axis(queries @ vectors.T, found.ids, 1), rtol=1e-5
     )
+
+
+def test_indexes_built_at_the_same_time_have_the_same_bytes(parts, tmp_path):
+    spec = IndexSpec(factory="IVF4,SQfp16")
+    hashes = set()
+    for threads in (1, 3):
+        path = make(parts, tmp_path / str(threads), spec=spec, shard_rows=60, threads=threads)
+        hashes.add(read_manifest(path, "bundle").sha256)
+    assert len(list((path / "index").glob("*.faiss"))) == 5
+    assert len(hashes) == 1
 
 
 def test_search_gives_uids_and_texts(parts, bundle):

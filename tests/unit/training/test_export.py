@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, StorageError
-from xmcray.nn.encoder import load_encoder
+from xmcray.nn.encoder import Encoder, build_encoder, load_encoder
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
@@ -110,6 +111,24 @@ def test_it_is_the_same_whatever_ranks_wrote_the_checkpoint(run: Run, tmp_path: 
         read_manifest(tmp_path / "a", "bundle").sha256
         == read_manifest(tmp_path / "b", "bundle").sha256
     )
+
+
+def test_blocks_of_labels_share_one_encoder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_run(run, tmp_path / "whole")
+    encoders: list[Encoder] = []
+
+    def counted(*arguments: Any) -> Encoder:
+        encoders.append(build_encoder(*arguments))
+        return encoders[-1]
+
+    monkeypatch.setattr("xmcray.training.loop.build_encoder", counted)
+    monkeypatch.setattr("xmcray.training.export._ROWS", 9)  # 23 labels are three blocks
+    export_run(run, tmp_path / "blocks")
+    assert len(encoders) == 1
+    hashes = {read_manifest(tmp_path / name, "bundle").sha256 for name in ("whole", "blocks")}
+    assert len(hashes) == 1
 
 
 def test_only_the_last_step_of_a_finished_run_is_exported(
