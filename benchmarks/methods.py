@@ -281,7 +281,7 @@ def fused(run: Run, corpus: Corpus) -> Variant:
     """A run's bundle fused with the words of training queries and labels, as `xmcray fuse` does."""
     bundle = run.path / "fused"
     shutil.rmtree(bundle, ignore_errors=True)
-    choice = fuse(str(run.path), corpus, bundle, metrics=METRICS, threads=torch.get_num_threads())
+    choice = fuse([str(run.path)], corpus, bundle, metrics=METRICS, threads=torch.get_num_threads())
     evaluation = measure_bundle(Retriever.load(str(bundle)), corpus, "test")
     weights = {f"parts.{part}": choice.config.weight(part) for part in choice.config.used()}
     return evaluation, choice.metrics, weights

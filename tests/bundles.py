@@ -16,7 +16,7 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
-from xmcray.retrieval.parts import PartsConfig
+from xmcray.retrieval.parts import MemberConfig, PartsConfig
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.fuse import write_parts
 from xmcray.training.memory import memory_bundle
@@ -35,15 +35,24 @@ IVF = IndexSpec(factory="IVF8,Flat", nprobe=2, candidates=1)
 def write_memory(folder: Path) -> Path:
     """A bundle with a memory of planted training queries: folder/memory; 47 labels, b = 25."""
     corpus = planted_corpus(folder, num_queries=300, num_labels=47)
-    build_encoder(EncoderConfig(dim=DIM), corpus.tokenizer(), None, seed=0).save(folder / "encoder")
-    memory_bundle(str(folder / "encoder"), corpus, folder / "memory", MemoryConfig(keys=25))
-    return folder / "memory"
+    return write_memory_of(corpus, folder / "memory", DIM, seed=0)
+
+
+def write_memory_of(corpus: Corpus, path: Path, dim: int, seed: int) -> Path:
+    """A bundle of an untrained encoder whose training queries vote; b = 25."""
+    encoder = path.with_name(f"{path.name}-encoder")
+    build_encoder(EncoderConfig(dim=dim), corpus.tokenizer(), None, seed=seed).save(encoder)
+    memory_bundle(str(encoder), corpus, path, MemoryConfig(keys=25))
+    return path
 
 
 def write_fused(memory: Path) -> Path:
-    """The bundle of `write_memory` with all parts of a fused one, next to it: folder/fused."""
-    config = PartsConfig(memory=0.5, words=0.5, texts=0.5, memory_keys=10)
-    write_parts(memory, Corpus.open(memory.parent / "corpus"), memory.parent / "fused", config)
+    """The bundle of `write_memory` and one more member, with all parts: folder/fused."""
+    corpus = Corpus.open(memory.parent / "corpus")
+    second = write_memory_of(corpus, memory.parent / "second", DIM - 4, seed=1)
+    members = (MemberConfig(name="first", memory=0.5), MemberConfig(name="second", memory=0.25))
+    config = PartsConfig(members=members, words=0.5, texts=0.5, memory_keys=10)
+    write_parts([memory, second], corpus, memory.parent / "fused", config)
     return memory.parent / "fused"
 
 

@@ -170,7 +170,7 @@ def test_fuse_writes_a_bundle_and_says_what_each_part_is_worth(
     data = ["--data", folder / "corpus"]
     out = tmp_path / "fused"
     printed = shell.run("fuse", folder / "run", *data, "--out", out, "--metric", "P@1")
-    assert "label vectors alone" in printed
+    assert "labels alone" in printed
     assert "without words" in printed
     answers = json.loads(shell.run("search", out, "w1 w2", "--explain", "--json"))[0]["answers"]
     parts = answers[0]["parts"]

@@ -65,10 +65,13 @@ def memory(options: argparse.Namespace) -> None:
 def fuse_options(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     verb.add_argument(
-        "path", metavar="BUNDLE", help="a run, or a bundle whose run held queries out"
+        "paths",
+        metavar="RUN",
+        nargs="+",
+        help="runs, or bundles whose runs held the same queries out",
     )
     verb.add_argument(
-        "--data", required=True, metavar="CORPUS", help="the corpus that it was trained on"
+        "--data", required=True, metavar="CORPUS", help="the corpus that they were trained on"
     )
     verb.add_argument("--out", required=True, metavar="NEW", help="folder or URL to write")
     verb.add_argument(
@@ -91,14 +94,14 @@ def fuse(options: argparse.Namespace) -> None:
     corpus = Corpus.open(options.data)
     metrics = options.metric.split("+")
     with counting("training queries", corpus.card.num_train) as progress:
-        choice = fuse(options.path, corpus, options.out, metrics=metrics, progress=progress)
+        choice = fuse(options.paths, corpus, options.out, metrics=metrics, progress=progress)
     if options.json:
         show_json(choice.plain())
         return
     from xmcray.evaluation.table import parts_table
 
     rows = [(test.part, test.weight, test.without, test.p_value) for test in choice.tests]
-    show(parts_table(rows, choice.metrics, choice.labels_alone, choice.queries))
+    show(parts_table(rows, choice.metrics, choice.alone, choice.queries))
     show_next(["xmcray", "evaluate", options.out, "--data", options.data])
 
 

@@ -133,7 +133,7 @@ def comparison_table(rows: Sequence[ComparisonRow], a: str, b: str) -> Table:
 def parts_table(
     tests: Sequence[tuple[str, float, Mapping[str, float], float]],
     fused: Mapping[str, float],
-    labels_alone: Mapping[str, float],
+    alone: Mapping[str, Mapping[str, float]],
     num_queries: int,
 ) -> Table:
     """The parts of a fused bundle, and what the answers lose without each of them.
@@ -142,17 +142,17 @@ def parts_table(
         tests: name, weight, metrics without the part and p-value of each part; a part of weight 0
             was left out.
         fused: metrics of the fused answers.
-        labels_alone: metrics of the label vectors alone.
+        alone: metrics of single parts by their names.
         num_queries: held-out queries on which all of this was measured.
     """
     title = f"{num_queries:,} held-out queries"
     table = _table(title, "answers", "weight", *(f"{name} %" for name in fused), "p")
     table.add_row("fused", "", *map(percent, fused.values()), "")
-    table.add_row("label vectors alone", "", *map(percent, labels_alone.values()), "")
+    for part, values in alone.items():
+        table.add_row(f"{part} alone", "", *map(percent, values.values()), "")
     for part, weight, without, p_value in tests:
         kept = f"{weight:g}" if weight else "left out"
-        values = map(percent, without.values())
-        table.add_row(f"without {part}", kept, *values, f"{p_value:.4f}")
+        table.add_row(f"without {part}", kept, *map(percent, without.values()), f"{p_value:.4f}")
     return table
 
 

@@ -18,6 +18,8 @@
     memory/                     training queries that vote for their labels, if any (memory.py)
     words/                      the words of training queries and labels, if they count
                                 (word_index.py)
+    members/NAME/               encoder, head, label side, tokenizer, order and vectors of a further
+                                trained model of a fused bundle, and its memory/vectors (fused.py)
     settings.json               how to search (Settings)
     manifest.json               sizes and SHA-256 (storage.py)
 
@@ -236,21 +238,31 @@ def read_labels(folder: Path, settings: Settings) -> tuple[pa.Table, Int64Array,
     removed = np.empty(0, np.int64)
     with readable(f"{folder}: labels cannot be read"):
         labels = read_texts(folder / "labels.parquet", ("uid", "text"), num_labels)
-        row_labels = read_array(folder / "label_order.npy", np.int64)
         if (folder / "removed.npy").is_file():
             removed = read_array(folder / "removed.npy", np.int64)
-        used = row_labels[row_labels >= 0]
         ascending = np.unique(removed.clip(0, num_labels - 1))
-        fits = (
-            row_labels.shape == (settings.num_rows,)
-            and _names_each_once(used, num_labels)
-            and np.array_equal(removed, ascending)
-        )
-    if not fits:
+    if not np.array_equal(removed, ascending):
         raise BundleError(
-            f"{folder}: labels.parquet, label_order.npy or removed.npy does not hold {num_labels} labels; export again"
+            f"{folder}: removed.npy does not name labels of {num_labels}; export again"
         )
-    return labels, row_labels, removed
+    return labels, read_row_labels(folder, settings), removed
+
+
+def read_row_labels(folder: Path, settings: Settings) -> Int64Array:
+    """Reads int64 [rows], the source id of each row, or -1.
+
+    Raises:
+        BundleError: the file is malformed or of another number of labels.
+    """
+    with readable(f"{folder}: labels cannot be read"):
+        row_labels = read_array(folder / "label_order.npy", np.int64)
+        used = row_labels[row_labels >= 0]
+        has_each = _names_each_once(used, settings.num_labels)
+    if row_labels.shape != (settings.num_rows,) or not has_each:
+        raise BundleError(
+            f"{folder}: label_order.npy does not hold {settings.num_labels} labels; export again"
+        )
+    return row_labels
 
 
 def _names_each_once(label_ids: Int64Array, num_labels: int) -> bool:

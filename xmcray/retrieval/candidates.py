@@ -15,7 +15,7 @@ import numpy as np
 from xmcray.retrieval.label_index import LabelIndex
 from xmcray.retrieval.memory import RememberedQueries
 from xmcray.retrieval.neighbours import Neighbours
-from xmcray.retrieval.parts import KEYS, Candidates, PartsConfig, Votes
+from xmcray.retrieval.parts import KEYS, Candidates, MemberScores, PartsConfig, Votes
 from xmcray.retrieval.word_index import WordIndex, best_columns
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, offsets_of
 
@@ -28,13 +28,13 @@ class CandidateFinder:
 
     Attributes:
         config: settings of the parts.
-        labels: the labels, and which may be answered.
+        members: the label vectors of each member.
         queries: the training queries that vote, or None.
         words: the index of words, or None.
     """
 
     config: PartsConfig
-    labels: LabelIndex
+    members: Sequence[LabelIndex]
     queries: RememberedQueries | None
     words: WordIndex | None
 
@@ -49,14 +49,18 @@ class CandidateFinder:
             k: answers per query.
             exclude: B lists of source label ids that are no answers.
         """
-        assert neighbours.fallback is not None
-        assert neighbours.vectors is not None
         num_queries = len(neighbours)
-        near_votes = self._votes(neighbours.queries)
         word_votes = self._votes(TopLabels.empty(num_queries))
         cosine_BL = None
-        # In a fused bundle these are the nearest labels; `labels` are the keys of the softmax alone.
-        proposals = [self._pairs(neighbours.fallback)]
+        proposals = []
+        near_votes = []
+        for near in neighbours.by_member:
+            votes = self._votes(near.queries)
+            near_votes.append(votes)
+            proposals.append(votes.pair_E)
+            # The nearest labels; `near.labels` are the keys of the softmax alone.
+            assert near.fallback is not None
+            proposals.append(self._pairs(near.fallback))
         if self.words is not None:
             query_BV = self.words.vectors(texts)
             if self.words.queries is not None:
@@ -64,16 +68,22 @@ class CandidateFinder:
             if self.words.labels is not None:
                 cosine_BL = self.words.label_cosines(query_BV)
                 proposals.append(self._pairs(self._similar_labels(cosine_BL, k)))
-        proposals.append(near_votes.pair_E)
         proposals.append(word_votes.pair_E)
         pairs = np.unique(np.concatenate(proposals))
         pairs = pairs[self._may_be_answered(pairs, exclude)]
         labels = self._by_query(pairs, num_queries)
+        scores = []
+        for member, near, votes in zip(self.members, neighbours.by_member, near_votes, strict=True):
+            assert near.vectors is not None
+            own_scores = MemberScores(
+                score_P=_label_scores(member, near.vectors, labels),
+                key_BK=near.labels.scores[:, :KEYS],
+                votes=_for_candidates(votes, pairs),
+            )
+            scores.append(own_scores)
         return Candidates(
             labels=labels,
-            score_P=self._label_scores(neighbours.vectors, labels),
-            key_BK=neighbours.labels.scores[:, :KEYS],
-            memory=_for_candidates(near_votes, pairs),
+            members=tuple(scores),
             words=_for_candidates(word_votes, pairs),
             text_P=_entries(cosine_BL, labels),
         )
@@ -86,7 +96,7 @@ class CandidateFinder:
 
     def _similar_labels(self, cosine_BL: Any, k: int) -> TopLabels:
         """The labels with the most similar words, among those that may be answered."""
-        hidden = self.labels.hidden_labels
+        hidden = self._labels.hidden_labels
         if hidden is not None:
             cosine_BL = cosine_BL.copy()
             cosine_BL.data[hidden[cosine_BL.indices]] = 0
@@ -117,7 +127,7 @@ class CandidateFinder:
     def _may_be_answered(self, pairs: Int64Array, exclude: Ragged | None) -> Any:
         """bool, one per pair."""
         may_be = np.ones(len(pairs), bool)
-        hidden = self.labels.hidden_labels
+        hidden = self._labels.hidden_labels
         if hidden is not None:
             may_be &= ~hidden[pairs % self._num_labels]
         if exclude is not None and len(exclude.values):
@@ -131,21 +141,27 @@ class CandidateFinder:
         lengths = np.bincount(query_P, minlength=num_queries)
         return Ragged(label_P, offsets_of(lengths))
 
-    def _label_scores(self, query_BD: Float32Array, labels: Ragged) -> Float32Array:
-        """float32 [P], inner products of queries and their candidates."""
-        rows = labels.row_ids
-        places = labels.places
-        width = int(labels.lengths.max(initial=0))
-        label_BC = np.full((len(labels), width), -1, np.int64)
-        label_BC[rows, places] = labels.values
-        score_BC = self.labels.scores_of(np.ascontiguousarray(query_BD), label_BC)
-        score_P: Float32Array = score_BC[rows, places]
-        return score_P
+    @property
+    def _labels(self) -> LabelIndex:
+        """The labels, and which may be answered: the same in each member."""
+        return self.members[0]
 
     @property
     def _num_labels(self) -> int:
         """L, also of labels that were removed."""
-        return self.labels.settings.num_labels
+        return self._labels.settings.num_labels
+
+
+def _label_scores(member: LabelIndex, query_BD: Float32Array, labels: Ragged) -> Float32Array:
+    """float32 [P], inner products of queries and their candidates."""
+    rows = labels.row_ids
+    places = labels.places
+    width = int(labels.lengths.max(initial=0))
+    label_BC = np.full((len(labels), width), -1, np.int64)
+    label_BC[rows, places] = labels.values
+    score_BC = member.scores_of(np.ascontiguousarray(query_BD), label_BC)
+    score_P: Float32Array = score_BC[rows, places]
+    return score_P
 
 
 def _for_candidates(votes: Votes, pairs: Int64Array) -> Votes:

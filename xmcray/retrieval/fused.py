@@ -1,5 +1,9 @@
 """A predictor that is the weighted sum of several: the answers of a fused bundle (parts.py).
 
+The bundle's own vectors are those of its first member. A further member is a folder members/NAME
+with what it does not share: encoder, head, tokenizer, label side, the order and vectors of labels,
+the vectors of training queries. A query's vector is the vectors of all members, one after another.
+
 The search of vectors may run in several processes. Words are compared where the answers are ranked,
 because their index is not sharded and takes part of a millisecond.
 """
@@ -10,8 +14,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from xmcray import config as configs
+import numpy as np
+
 from xmcray.errors import ConfigError
 from xmcray.retrieval.answers import AllReasons, Reasons
 from xmcray.retrieval.bundle import Settings
@@ -27,6 +33,7 @@ from xmcray.retrieval.votes import MemoryConfig
 from xmcray.retrieval.word_index import LABELS, QUERIES, WordIndex
 from xmcray.types import Float32Array, Ragged, TopLabels
 
+MEMBERS = "members"  # folder of the members after the first
 CHUNK = 64  # queries whose candidates are in memory at once
 NO_TEXTS = (
     "this bundle also compares words, so it needs the queries' texts, not their tokens or vectors"
@@ -56,13 +63,13 @@ class Fusion:
         """
         section = settings.predictor
         with readable(f"{bundle}/settings.json is malformed", "fuse the bundle again"):
-            config = configs.build(PartsConfig, section["parts"], "parts.")
+            config = PartsConfig.read(section["parts"])
             num_queries = int(section["num_queries"])
             if not config.used():
                 raise ValueError("no part has a weight")
         used = config.used()
         queries = None
-        if "memory" in used or "words" in used:
+        if config.has_voters:
             queries = RememberedQueries.load(bundle, num_queries, settings.num_labels)
         kinds = []
         if "words" in used:
@@ -82,33 +89,65 @@ class Fusion:
         return dataclasses.replace(self, words=self.words.with_labels(texts))
 
 
+class Member(Protocol):
+    """A trained model of a fused bundle."""
+
+    @property
+    def labels(self) -> LabelIndex:
+        """The labels, with the member's vectors of them."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """The vectors of training queries, or None."""
+
+
 @dataclass(frozen=True, eq=False)
 class FusedPredictor:
     """Adds up the scores of parts. Implements `Predictor`.
 
     Attributes:
         fusion: the parts.
-        labels: the labels.
-        memory: the vectors of training queries, or None.
+        members: the trained models.
     """
 
     fusion: Fusion
-    labels: LabelIndex
-    memory: Memory | None
+    members: Sequence[Member]
 
     def find(self, query_BD: Float32Array, k: int, scope: SearchScope) -> Neighbours:
         """See `Predictor.find`."""
+        neighbours = []
+        start = 0
+        for member in self.members:
+            # The vectors of all members follow one another.
+            stop = start + member.labels.settings.dim
+            own_BD = np.ascontiguousarray(query_BD[:, start:stop])
+            neighbours.append(self._find(member, own_BD, k, scope))
+            start = stop
+        if start != query_BD.shape[1]:
+            raise ConfigError(
+                f"query vectors have {query_BD.shape[1]} numbers, expected {start}: those of all"
+                " members; encode texts with this bundle"
+            )
+        return dataclasses.replace(neighbours[0], others=tuple(neighbours[1:]))
+
+    def _find(
+        self, member: Member, query_BD: Float32Array, k: int, scope: SearchScope
+    ) -> Neighbours:
+        """What one member finds."""
+        labels = member.labels
         queries = TopLabels.empty(len(query_BD))
-        if self.memory is not None:
+        if member.memory is not None:
             keys = MemoryConfig(weight=1.0, keys=self.fusion.config.memory_keys)
-            queries = self.memory.search(query_BD, keys, scope)
+            queries = member.memory.search(query_BD, keys, scope)
         # The widths do not depend on the number of labels, so that sums keep their bits when a
         # label joins.
-        nearest = self.labels.search(query_BD, max(k, DEPTH), scope)
+        nearest = labels.search(query_BD, max(k, DEPTH), scope)
         label_keys = nearest
-        if self.labels.changed or self.labels.allowed is not None:
-            # The softmax always is over labels of the export, so that no other score changes.
-            label_keys = self.labels.search_exported(query_BD, max(k, KEYS), scope)
+        excludes = scope.exclude is not None and len(scope.exclude.values) > 0
+        if labels.changed or labels.allowed is not None or excludes:
+            # The softmax always is over all labels of the export, so that no other score changes.
+            everything = dataclasses.replace(scope, exclude=None)
+            label_keys = labels.search_exported(query_BD, max(k, KEYS), everything)
         return Neighbours(queries, label_keys, fallback=nearest, vectors=query_BD)
 
     def rank(
@@ -157,13 +196,27 @@ class FusedPredictor:
         fusion = self.fusion
         if texts is None and fusion.words is not None:
             raise ConfigError(NO_TEXTS)
-        finder = CandidateFinder(fusion.config, self.labels, fusion.queries, fusion.words)
+        labels = [member.labels for member in self.members]
+        finder = CandidateFinder(fusion.config, labels, fusion.queries, fusion.words)
         for start in range(0, len(neighbours), CHUNK):
             chunk = neighbours.slice(start, min(start + CHUNK, len(neighbours)))
             stop = start + len(chunk)
             chunk_texts = [] if texts is None else texts[start:stop]
             chunk_exclude = None if exclude is None else exclude.slice(start, stop)
             yield finder.find(chunk, chunk_texts, k, chunk_exclude)
+
+
+def other_members(bundle: Path, settings: Settings) -> list[Path]:
+    """Folders of the members after the first.
+
+    Args:
+        bundle: local folder of the bundle.
+        settings: its settings.
+    """
+    if not settings.is_fused:
+        return []
+    members = PartsConfig.read(settings.predictor["parts"]).members
+    return [bundle / MEMBERS / member.name for member in members[1:]]
 
 
 def fixed_parts() -> ConfigError:

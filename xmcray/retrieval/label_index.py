@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from xmcray.retrieval.bundle import LABEL_SCHEMA, Settings, read_labels
+from xmcray.retrieval.bundle import LABEL_SCHEMA, Settings, read_labels, read_row_labels
 from xmcray.retrieval.index import FLAT_ROWS, Index
 from xmcray.retrieval.shards import EVERYTHING, SearchScope, ShardedIndex, ShardSubset
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
@@ -46,7 +46,12 @@ class LabelIndex:
 
     @classmethod
     def load(
-        cls, bundle: Path, settings: Settings, threads: int, subset: ShardSubset
+        cls,
+        bundle: Path,
+        settings: Settings,
+        threads: int,
+        subset: ShardSubset,
+        same_labels: LabelIndex | None = None,
     ) -> LabelIndex:
         """Reads the labels of a verified bundle; vectors stay on disk.
 
@@ -55,10 +60,16 @@ class LabelIndex:
             settings: its settings.
             threads: threads of a search.
             subset: the shards that are going to be searched; the indexes of others are not read.
+            same_labels: other vectors of the same labels, if the folder holds no names of its own.
         Raises:
             BundleError: a file is malformed, or does not fit the settings.
         """
-        table, row_labels, removed = read_labels(bundle, settings)
+        if same_labels is None:
+            table, row_labels, removed = read_labels(bundle, settings)
+        else:
+            table = same_labels.table
+            removed = same_labels.removed
+            row_labels = read_row_labels(bundle, settings)
         rows = ShardedIndex.load(bundle, settings.shards, settings.dim, threads, subset)
         return cls(settings, rows, row_labels, table, removed)
 

@@ -33,7 +33,15 @@ from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_recor
 from xmcray.errors import ConfigError, DataError
 from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import LabelAttributes, Scalar, attribute_set
-from xmcray.retrieval.bundle import KIND, LABEL_BLOCK, LABEL_SCHEMA, read_attributes, write_settings
+from xmcray.retrieval.bundle import (
+    KIND,
+    LABEL_BLOCK,
+    LABEL_SCHEMA,
+    Settings,
+    read_attributes,
+    write_settings,
+)
+from xmcray.retrieval.fused import other_members
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import VectorShard, save_vectors, vectors_name
@@ -141,7 +149,8 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
             raise DataError(
                 f"label {min(taken)!r} is in {bundle} already; remove it first, or choose another uid"
             )
-        changed = with_labels(retriever, load_label_side(source.folder / "label_side"), new)
+        label_sides = load_label_sides(source.folder, retriever.settings)
+        changed = with_labels(retriever, label_sides, new)
         # New labels are numbered from L on, in their order.
         numbered = enumerate(new, start=retriever.settings.num_labels)
         rows = {label_id: label.attributes for label_id, label in numbered if label.attributes}
@@ -205,16 +214,35 @@ def _known_ids(retriever: Retriever, uids: Iterable[str], bundle: str | Path) ->
     return ids
 
 
-def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) -> Retriever:
+def load_label_sides(bundle: Path, settings: Settings) -> list[LabelSide]:
+    """The label side of each member of a verified bundle (fused.py).
+
+    Raises:
+        BundleError: a file is missing, as in bundles of earlier releases, or damaged.
+    """
+    folders = [bundle, *other_members(bundle, settings)]
+    return [load_label_side(folder / "label_side") for folder in folders]
+
+
+def with_labels(
+    retriever: Retriever, label_sides: Sequence[LabelSide], new: Sequence[NewLabel]
+) -> Retriever:
     """A view of a bundle with labels that join, numbered from L on; their rows are held in memory.
 
+    Args:
+        retriever: the bundle.
+        label_sides: how the method of each member makes a label's vector.
+        new: the labels.
     Raises:
         DataError: a text has no token.
     """
+    others = []
+    for other, label_side in zip(retriever.others, label_sides[1:], strict=True):
+        others.append(with_labels(other, [label_side], new))
     labels = retriever.labels
     settings = labels.settings
     texts = [label.text for label in new]
-    vectors = new_vectors(retriever, side, texts)
+    vectors = new_vectors(retriever, label_sides[0], texts)
     rows, shards = _rows_for(len(new), labels.row_labels, settings.shards)
     num_rows = shards[-1].stop
     # Rows of a further shard are unused until a label gets them.
@@ -243,7 +271,7 @@ def with_labels(retriever: Retriever, side: LabelSide, new: Sequence[NewLabel]) 
     )
     more_labels = labels.with_rows(grown, names, row_labels, changed)
     fusion = retriever.fusion and retriever.fusion.with_labels(texts)
-    return dataclasses.replace(retriever, labels=more_labels, fusion=fusion)
+    return dataclasses.replace(retriever, labels=more_labels, fusion=fusion, others=tuple(others))
 
 
 def _rows_for(
@@ -269,16 +297,31 @@ def write_changes(before: Retriever, after: Retriever, target: Path) -> set[str]
     if after.settings != before.settings:
         names_file = target / "labels.parquet"
         pq.write_table(labels.table, names_file, row_group_size=LABEL_BLOCK, compression="zstd")
-        np.save(target / "label_order.npy", labels.row_labels)
-        write_settings(target, after.settings)
-        written |= {"labels.parquet", "label_order.npy", "settings.json"}
+        written.add("labels.parquet")
     if len(labels.removed):
         np.save(target / "removed.npy", labels.removed)
         written.add("removed.npy")
-    (target / "vectors").mkdir(exist_ok=True)
-    for number in labels.rows.new_shards(before.labels.rows):
+    written |= _write_rows(before, after, target)
+    members = other_members(target, after.settings)
+    for old, new, folder in zip(before.others, after.others, members, strict=True):
+        folder.mkdir(parents=True, exist_ok=True)
+        prefix = folder.relative_to(target).as_posix()
+        written |= {f"{prefix}/{name}" for name in _write_rows(old, new, folder)}
+    return written
+
+
+def _write_rows(before: Retriever, after: Retriever, folder: Path) -> set[str]:
+    """Writes what changed in one member's rows; returns names relative to its folder."""
+    written: set[str] = set()
+    if after.settings != before.settings:
+        np.save(folder / "label_order.npy", after.labels.row_labels)
+        write_settings(folder, after.settings)
+        written |= {"label_order.npy", "settings.json"}
+    rows = after.labels.rows
+    (folder / "vectors").mkdir(exist_ok=True)
+    for number in rows.new_shards(before.labels.rows):
         start = after.settings.shards[number].start
-        save_vectors(target, number, labels.rows.vectors(number), start)
+        save_vectors(folder, number, rows.vectors(number), start)
         written.add(vectors_name(number))
     return written
 

@@ -124,6 +124,7 @@ class Memory:
         settings: Settings,
         threads: int,
         subset: ShardSubset = ALL_SHARDS,
+        queries: RememberedQueries | None = None,
     ) -> Memory:
         """Opens the memory of a verified bundle; vectors and positives stay on disk.
 
@@ -132,6 +133,7 @@ class Memory:
             settings: its settings.
             threads: threads of a search.
             subset: the shards that are going to be searched; the indexes of others are not read.
+            queries: the training queries, if the folder holds only their vectors.
         Raises:
             BundleError: a file is malformed, or does not fit the settings.
         """
@@ -143,8 +145,9 @@ class Memory:
             num_queries = int(predictor["num_queries"])
             sections = [configs.build(VectorShard, values) for values in predictor["shards"]]
             shards = checked_shards(tuple(sections), num_queries)
-        queries = RememberedQueries.load(bundle, num_queries, settings.num_labels)
-        if not shards:
+        if queries is None:
+            queries = RememberedQueries.load(bundle, num_queries, settings.num_labels)
+        if not shards or len(queries.positives) != num_queries:
             raise BundleError(
                 f"{bundle}: the files of its memory do not fit settings.json; make it again"
             )

@@ -23,6 +23,7 @@ class Neighbours:
         fallback: labels that follow if fewer than k labels got votes; None means `labels`. In a
             fused bundle these are the nearest labels that may be answered.
         vectors: the query vectors, float32 [B, D], if labels are scored again after the search.
+        others: what the further members of a fused bundle found, in their order (fused.py).
     """
 
     queries: TopLabels
@@ -30,6 +31,12 @@ class Neighbours:
     joined: TopLabels | None = None
     fallback: TopLabels | None = None
     vectors: Float32Array | None = None
+    others: tuple[Neighbours, ...] = ()
+
+    @property
+    def by_member(self) -> tuple[Neighbours, ...]:
+        """What each member of a fused bundle found; any other bundle is one member."""
+        return (self, *self.others)
 
     @staticmethod
     def merged(parts: Sequence[Neighbours]) -> Neighbours:
@@ -41,6 +48,7 @@ class Neighbours:
             _merge_optional([part.fallback for part in parts]),
             # All subsets searched the same queries.
             parts[0].vectors,
+            _merge_others(parts),
         )
 
     def __len__(self) -> int:
@@ -55,7 +63,14 @@ class Neighbours:
             self.joined and self.joined.slice(start, stop),
             self.fallback and self.fallback.slice(start, stop),
             None if self.vectors is None else self.vectors[start:stop],
+            tuple(other.slice(start, stop) for other in self.others),
         )
+
+
+def _merge_others(parts: Sequence[Neighbours]) -> tuple[Neighbours, ...]:
+    # The same member of every part is merged.
+    by_member = zip(*[part.others for part in parts], strict=True)
+    return tuple(Neighbours.merged(of_member) for of_member in by_member)
 
 
 def _merge_optional(parts: Sequence[TopLabels | None]) -> TopLabels | None:

@@ -8,14 +8,7 @@ import numpy as np
 
 from xmcray.retrieval.answers import Reasons, named_voters
 from xmcray.retrieval.memory import RememberedQueries
-from xmcray.retrieval.parts import (
-    PARTS,
-    Candidates,
-    PartsConfig,
-    Votes,
-    memory_shares,
-    word_shares,
-)
+from xmcray.retrieval.parts import Candidates, PartsConfig, Votes, memory_shares, word_shares
 from xmcray.retrieval.votes import Float64Array
 from xmcray.types import Int64Array, TopLabels
 
@@ -45,7 +38,7 @@ class PartReasons:
             rows |= weights.get(place, {}).keys()
         # One look-up of names for all queries: reading a block of the file is what costs.
         names = {} if self.queries is None else self.queries.names(rows)
-        gain_PF = self.candidates.parts(self.config) * self.config.weights()
+        gains = self.candidates.gains(self.config)
         all_reasons = []
         for places in place_BK.tolist():
             reasons = []
@@ -54,8 +47,8 @@ class PartReasons:
                     reasons.append(Reasons())
                     continue
                 voters = _by_weight(weights.get(place, {}))
-                gains = self._gains(gain_PF[place])
-                reasons.append(Reasons(named_voters(voters, names), gains))
+                own_gains = {part: float(gain_P[place]) for part, gain_P in gains.items()}
+                reasons.append(Reasons(named_voters(voters, names), own_gains))
             all_reasons.append(reasons)
         return all_reasons
 
@@ -69,17 +62,13 @@ class PartReasons:
         place_BK = np.searchsorted(pairs, query_B1 * stride + top.ids)
         return np.where(top.ids >= 0, place_BK, -1)
 
-    def _gains(self, gain_F: Float64Array) -> dict[str, float]:
-        """What each part that is used gave to one candidate."""
-        gains = dict(zip(PARTS, gain_F.tolist(), strict=True))
-        return {part: gains[part] for part in self.config.used()}
-
     def _weights_of_voters(self) -> dict[int, VoterWeights]:
-        """Weight of each voter by candidate; a training query may vote by vector and by words."""
+        """Weight of each voter by candidate; a training query may vote by vectors and by words."""
         weights: dict[int, VoterWeights] = {}
-        near = self.candidates.memory
-        near_BK = self.config.memory * memory_shares(near.voters, self.config)
-        _add_votes(weights, near, near_BK)
+        for scores, member in zip(self.candidates.members, self.config.members, strict=True):
+            votes = scores.votes
+            shares_BK = memory_shares(votes.voters, member, self.config.memory_keys)
+            _add_votes(weights, votes, member.memory * shares_BK)
         similar = self.candidates.words
         similar_BK = self.config.words * word_shares(similar.voters, self.config)
         _add_votes(weights, similar, similar_BK)

@@ -17,7 +17,7 @@ from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.nn.heads import Head, load_head
 from xmcray.nn.static import StaticEncoder
 from xmcray.retrieval.bundle import Settings
-from xmcray.types import Float32Array, Ragged
+from xmcray.types import BoolArray, Float32Array, Ragged
 
 CHUNK = 1024  # queries encoded at once
 
@@ -92,6 +92,21 @@ class QueryEncoder:
             float32 [B, D].
         """
         return np.concatenate([np.empty((0, self.dim), np.float32), *self.encode_chunks(queries)])
+
+    def encode_start(self, texts: Sequence[str], max_tokens: int) -> tuple[Float32Array, BoolArray]:
+        """Encodes texts, of which at most `max_tokens` tokens are read.
+
+        Returns:
+            float32 [B, D], and bool [B]: whether only the start of the text was read.
+        """
+        limit = min(max_tokens, self.tokenizer.max_len)
+        tokens = self.tokenizer.encode(texts, limit)
+        truncated = tokens.lengths >= limit
+        # A text of exactly `limit` tokens is not truncated. One token more shows which those are.
+        full_texts = [texts[i] for i in np.flatnonzero(truncated).tolist()]
+        if full_texts:
+            truncated[truncated] = self.tokenizer.encode(full_texts, limit + 1).lengths > limit
+        return self.encode(tokens), truncated
 
     def encode_labels(self, tokens: Ragged) -> Float32Array:
         """As `encode`, for the texts of labels."""

@@ -19,7 +19,7 @@ from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import ConfigError
 from xmcray.retrieval.answers import FoundLabel, named_answers
 from xmcray.retrieval.bundle import KIND, Settings, read_settings
-from xmcray.retrieval.fused import FusedPredictor, Fusion, fixed_parts
+from xmcray.retrieval.fused import NO_TEXTS, FusedPredictor, Fusion, fixed_parts, other_members
 from xmcray.retrieval.label_index import BoolArray, LabelIndex
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
@@ -43,6 +43,7 @@ class Retriever:
         memory: training queries that vote for labels, or None: the nearest labels are the answers.
         fusion: how several parts add up, or None.
         sha256: names the bundle's content.
+        others: the further members of a fused bundle: other trained models of the same labels.
     """
 
     query_encoder: QueryEncoder
@@ -50,6 +51,7 @@ class Retriever:
     memory: Memory | None = None
     sha256: str = ""
     fusion: Fusion | None = None
+    others: tuple[Retriever, ...] = ()
 
     @classmethod
     def load(
@@ -80,21 +82,40 @@ class Retriever:
         num_threads = threads or torch.get_num_threads()
         torch_device = _device(device)
         folder, manifest = open_artifact(path, KIND)
+
+        def opened(folder: Path, first: Retriever | None, fusion: Fusion | None) -> Retriever:
+            """One trained model; members after the first have names and positives of the first."""
+            settings = read_settings(folder)
+            same_labels = None if first is None else first.labels
+            labels = LabelIndex.load(folder, settings, num_threads, subset, same_labels)
+            query_encoder = QueryEncoder.load(folder, settings, torch_device, precision)
+            memory = None
+            if settings.has_memory:
+                queries = None if fusion is None else fusion.queries
+                memory = Memory.load(folder, settings, num_threads, subset, queries)
+            if torch_device.type != "cpu":
+                labels.rows.move_to(torch_device)
+                if memory is not None:
+                    memory.rows.move_to(torch_device)
+            return cls(query_encoder, labels, memory, manifest.sha256)
+
         settings = read_settings(folder)
-        labels = LabelIndex.load(folder, settings, num_threads, subset)
-        query_encoder = QueryEncoder.load(folder, settings, torch_device, precision)
-        memory = None
-        if settings.has_memory:
-            memory = Memory.load(folder, settings, num_threads, subset)
-        fusion = None
-        if settings.is_fused:
-            joined = np.arange(settings.first_added or settings.num_labels, settings.num_labels)
-            fusion = Fusion.load(folder, settings).with_labels(labels.texts(joined))
-        if torch_device.type != "cpu":
-            labels.rows.move_to(torch_device)
-            if memory is not None:
-                memory.rows.move_to(torch_device)
-        return cls(query_encoder, labels, memory, manifest.sha256, fusion)
+        if not settings.is_fused:
+            return opened(folder, None, None)
+        fusion = Fusion.load(folder, settings)
+        first = opened(folder, None, fusion)
+        others = [opened(member, first, fusion) for member in other_members(folder, settings)]
+        joined = np.arange(settings.first_added or settings.num_labels, settings.num_labels)
+        fusion = fusion.with_labels(first.labels.texts(joined))
+        return dataclasses.replace(first, fusion=fusion, others=tuple(others))
+
+    @property
+    def members(self) -> tuple[Retriever, ...]:
+        """The trained models of a fused bundle, each alone; any other bundle is one."""
+        if not self.others:
+            return (self,)
+        first = dataclasses.replace(self, fusion=None, others=())
+        return (first, *self.others)
 
     @property
     def settings(self) -> Settings:
@@ -114,12 +135,27 @@ class Retriever:
     @property
     def is_exact(self) -> bool:
         """Whether every search compares a query with all vectors."""
-        return self.labels.rows.is_exact and (self.memory is None or self.memory.rows.is_exact)
+        for member in self.members:
+            memory = member.memory
+            if not member.labels.rows.is_exact or not (memory is None or memory.rows.is_exact):
+                return False
+        return True
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a query's vector: in all members together."""
+        return sum(member.settings.dim for member in self.members)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether texts are encoded by table look-ups; see `QueryEncoder.is_static`."""
+        return all(member.query_encoder.is_static for member in self.members)
 
     @property
     def needs_texts(self) -> bool:
-        """Whether answers depend on words that token ids and vectors do not tell."""
-        return self.fusion is not None and self.fusion.words is not None
+        """Whether token ids do not say enough: words count too, or members have own tokenizers."""
+        compares_words = self.fusion is not None and self.fusion.words is not None
+        return compares_words or len(self.members) > 1
 
     @property
     def explains(self) -> bool:
@@ -127,8 +163,33 @@ class Retriever:
         return self.memory is not None or self.fusion is not None
 
     def encode(self, queries: Sequence[str] | Ragged) -> Float32Array:
-        """Query vectors float32 [B, D] of B texts or rows of token ids; an empty text is legal."""
-        return self.query_encoder.encode(queries)
+        """Query vectors float32 [B, D] of B texts or rows of token ids; an empty text is legal.
+
+        Raises:
+            ConfigError: these are token ids, and there are several members.
+        """
+        if isinstance(queries, Ragged) and len(self.members) > 1:
+            raise ConfigError(NO_TEXTS)
+        vectors = [member.query_encoder.encode(queries) for member in self.members]
+        return np.concatenate(vectors, axis=1)
+
+    def encode_start(self, texts: Sequence[str], max_tokens: int) -> tuple[Float32Array, BoolArray]:
+        """Query vectors of texts, of which at most `max_tokens` tokens are read.
+
+        Returns:
+            float32 [B, D], and bool [B]: whether a member reads only the start of the text.
+        """
+        vectors = []
+        truncated = np.zeros(len(texts), bool)
+        for member in self.members:
+            own_vectors, own_truncated = member.query_encoder.encode_start(texts, max_tokens)
+            vectors.append(own_vectors)
+            truncated |= own_truncated
+        return np.concatenate(vectors, axis=1), truncated
+
+    def has_tokens(self, text: str) -> bool:
+        """Whether a label's text has any token for each member; without one it has no vector."""
+        return all(member.tokenizer.encode_labels([text]).lengths[0] for member in self.members)
 
     def search(
         self,
@@ -239,11 +300,13 @@ class Retriever:
         Args:
             allowed: bool [L] by source id; none at all is legal.
         """
-        return dataclasses.replace(self, labels=self.labels.restricted(allowed))
+        others = tuple(other.restricted(allowed) for other in self.others)
+        return dataclasses.replace(self, labels=self.labels.restricted(allowed), others=others)
 
     def without(self, label_ids: Int64Array) -> Retriever:
         """A view in which some labels are no answers any more."""
-        return dataclasses.replace(self, labels=self.labels.without(label_ids))
+        others = tuple(other.without(label_ids) for other in self.others)
+        return dataclasses.replace(self, labels=self.labels.without(label_ids), others=others)
 
     def _predictor(self, memory_config: MemoryConfig | None) -> Predictor:
         """What ranks the labels of a request.
@@ -255,7 +318,7 @@ class Retriever:
         if self.fusion is not None:
             if memory_config is not None:
                 raise fixed_parts()
-            return FusedPredictor(self.fusion, self.labels, self.memory)
+            return FusedPredictor(self.fusion, self.members)
         if self.memory is not None:
             config = memory_config or self.memory.config
             return MemoryPredictor(self.memory, self.labels, config)

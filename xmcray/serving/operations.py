@@ -35,7 +35,7 @@ def check_operations(operations: Sequence[Operation], snapshot: Snapshot) -> Non
         exists_now[uid] = operation.op != "delete"
     # Last: finding tokens takes longest.
     for operation in operations:
-        if operation.text is not None and not snapshot.has_tokens(operation.text):
+        if operation.text is not None and not snapshot.retriever.has_tokens(operation.text):
             raise DataError(
                 f"the text of label {operation.uid[:80]!r} has no token, expected some:"
                 " its vector is made of it; reword it"

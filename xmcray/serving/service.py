@@ -177,7 +177,7 @@ class Service:
         self._check_number(request.texts)
         async with self._admitted(None) as deadline:
             # A static encoder takes less time than a call.
-            if self._backend is None or snapshot.retriever.query_encoder.is_static:
+            if self._backend is None or snapshot.retriever.is_static:
                 max_tokens = self.config.max_tokens
                 encoded = await self._run(deadline, snapshot.encode, request.texts, max_tokens)
             else:
@@ -223,7 +223,7 @@ class Service:
                 method=settings.method,
                 predictor=str(settings.predictor["kind"]),
                 num_labels=snapshot.retriever.num_labels,
-                dim=settings.dim,
+                dim=snapshot.retriever.dim,
                 max_len=snapshot.retriever.tokenizer.max_len,
                 attributes=list(snapshot.attributes.names),
             )
@@ -238,7 +238,7 @@ class Service:
         k: int,
     ) -> SearchHits:
         """Searches in the composed mode."""
-        if snapshot.retriever.query_encoder.is_static:
+        if snapshot.retriever.is_static:
             # Encoding takes less time than a call: the searchers do it themselves.
             return await backend.find(snapshot.reference, request, k, None)
         encoded = await backend.encode(snapshot.reference, request.texts)

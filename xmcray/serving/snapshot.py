@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from xmcray import storage
-from xmcray.nn.label_side import LabelSide, load_label_side
+from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.bundle import KIND, read_attributes
 from xmcray.retrieval.label_index import BoolArray
-from xmcray.retrieval.labels import NewLabel, with_labels
+from xmcray.retrieval.labels import NewLabel, load_label_sides, with_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
@@ -73,7 +73,7 @@ class Snapshot:
         model: name of the model.
         retriever: searches the labels.
         attributes: values by which labels are filtered.
-        label_side: computes vectors of new labels.
+        label_sides: compute vectors of new labels, one per member of the bundle.
         folder: the bundle's local folder.
         number: number of the last operation that is applied.
         changed_ids: ids of the labels that were changed since the export, by uid; None if deleted.
@@ -83,7 +83,7 @@ class Snapshot:
     model: str
     retriever: Retriever
     attributes: LabelAttributes
-    label_side: LabelSide
+    label_sides: Sequence[LabelSide]
     folder: Path
     number: int
     changed_ids: Mapping[str, int | None] = field(default_factory=dict)
@@ -114,8 +114,8 @@ class Snapshot:
         folder, manifest = storage.open_artifact(bundle, KIND, contents=False)
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)
-        label_side = load_label_side(folder / "label_side")
-        return cls(model, retriever, attributes, label_side, folder, number)
+        label_sides = load_label_sides(folder, retriever.settings)
+        return cls(model, retriever, attributes, label_sides, folder, number)
 
     @property
     def version(self) -> str:
@@ -141,7 +141,7 @@ class Snapshot:
         retriever = self.retriever
         # First join, then leave: a label that joined may leave in the same sequence.
         if changes.joining:
-            retriever = with_labels(retriever, self.label_side, changes.joining)
+            retriever = with_labels(retriever, self.label_sides, changes.joining)
         if changes.leaving:
             retriever = retriever.without(np.array(changes.leaving, np.int64))
         num_labels = retriever.settings.num_labels
@@ -166,10 +166,6 @@ class Snapshot:
         """Text of a label."""
         return self.retriever.labels.texts(np.array([label_id]))[0]
 
-    def has_tokens(self, text: str) -> bool:
-        """Whether a label's text has any token, without which it has no vector."""
-        return bool(self.retriever.tokenizer.encode_labels([text]).lengths[0])
-
     def encode(self, texts: Sequence[str], max_tokens: int) -> EncodedTexts:
         """Vectors of texts, of which at most `max_tokens` tokens are read.
 
@@ -177,15 +173,8 @@ class Snapshot:
             texts: B texts.
             max_tokens: tokens of a text that are read.
         """
-        tokenizer = self.retriever.tokenizer
-        limit = min(max_tokens, tokenizer.max_len)
-        tokens = tokenizer.encode(texts, limit)
-        truncated = tokens.lengths >= limit
-        # A text of exactly `limit` tokens is not truncated. One token more shows which those are.
-        full_texts = [texts[i] for i in np.flatnonzero(truncated).tolist()]
-        if full_texts:
-            truncated[truncated] = tokenizer.encode(full_texts, limit + 1).lengths > limit
-        return EncodedTexts(self.retriever.encode(tokens), truncated.tolist())
+        query_BD, truncated = self.retriever.encode_start(texts, max_tokens)
+        return EncodedTexts(query_BD, truncated.tolist())
 
     def view(self, label_filter: schema.Filter | None) -> Retriever:
         """A retriever that answers only labels that pass the filter; the last views are kept.
@@ -293,7 +282,7 @@ class _LabelChanges:
             self.leaving.append(old_id)
         # Recorded even for a label without tokens: it hides the exported label of this uid.
         self.ids[uid] = None
-        if deletes or not self._snapshot.has_tokens(text):
+        if deletes or not self._snapshot.retriever.has_tokens(text):
             return
         new_id = self._first_new_id + len(self.joining)
         self.ids[uid] = new_id

@@ -23,8 +23,8 @@ def check_successor(old: Snapshot, new: Snapshot, version: str | None, floor: fl
     """
     if version is not None and new.version != version:
         raise ProblemError("refused", f"the bundle has SHA-256 {new.version}, expected {version}")
-    width = new.retriever.settings.dim
-    expected = old.retriever.settings.dim
+    width = new.retriever.dim
+    expected = old.retriever.dim
     if width != expected:
         raise ProblemError(
             "refused",

@@ -1,10 +1,16 @@
-"""Writes a bundle that answers by the weighted sum of several parts (retrieval/parts.py)."""
+"""Writes a bundle that answers by the weighted sum of several parts (retrieval/parts.py).
+
+Each member's bundle is written with a memory first, and the words of the corpus once. The trial by
+which weights are chosen and the fused bundle are then put together from these files, which are
+linked and not copied.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +23,11 @@ from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
 from xmcray.evaluation.metrics import MAIN_METRICS
-from xmcray.retrieval.bundle import KIND, read_settings, write_settings
-from xmcray.retrieval.fused import FusedPredictor
+from xmcray.retrieval.bundle import KIND, Settings, read_settings, write_settings
+from xmcray.retrieval.fused import MEMBERS, FusedPredictor
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.memory import remember, remembered_rows
-from xmcray.retrieval.parts import Candidates, PartsConfig
+from xmcray.retrieval.parts import Candidates, MemberConfig, PartsConfig
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import SearchScope
@@ -34,21 +40,23 @@ from xmcray.training.part_weights import MEMORY_KEYS, METRICS, WORD_KEYS, Choice
 from xmcray.training.run import SELECTION, Run
 from xmcray.types import Float32Array, Int64Array, Ragged
 
-# By these the candidates are found among which weights are chosen.
-ALL_PARTS = PartsConfig(
-    memory=1.0,
-    words=1.0,
-    texts=1.0,
-    memory_keys=MEMORY_KEYS,
-    word_keys=max(WORD_KEYS),
-)
+MOST_QUERIES = 5000  # held-out queries by which weights are chosen
 _SETTINGS = "settings.json"
+# Files of a member that a fused bundle has once.
+_SHARED = (
+    "labels.parquet",
+    "removed.npy",
+    "attributes.parquet",
+    "memory/labels.npy",
+    "memory/label_offsets.npy",
+    "memory/queries.parquet",
+)
 _CHUNK = 1024  # held-out queries that are encoded at once
 Progress = Callable[[int], None]
 
 
 def fuse(
-    path: str,
+    paths: Sequence[str],
     corpus: Corpus,
     out: str | Path,
     *,
@@ -59,93 +67,154 @@ def fuse(
     """Chooses the weights of the parts on held-out queries, and writes the fused bundle.
 
     Args:
-        path: a run, or a bundle whose run held queries out. Of a run with --refit the weights are
+        paths: runs, or bundles whose runs held queries out. Of a run with --refit the weights are
             chosen with RUN/selection, which has not seen the held-out queries, and the parts are
             those of the refit.
-        corpus: the one that it was made from. Its training queries vote by vectors and words.
+        corpus: the one that they were made from. Its training queries vote by vectors and words.
         out: folder or URL that does not exist yet.
         metrics: the metrics whose mean is maximised.
         threads: of building indexes.
-        progress: called with the number of training queries encoded so far.
+        progress: called with the number of training queries encoded so far for a member.
     Returns:
         The weights, and why.
     Raises:
-        ConfigError: no query was held out, or an unknown metric.
-        DataError: bundle and corpus do not belong together.
+        ConfigError: no query was held out by all runs, or an unknown metric.
+        DataError: bundles and corpus do not belong together.
         StorageError: `out` is not empty, or the disk is full.
     """
     storage.refuse_existing(out)
     for name in metrics:
         if name not in MAIN_METRICS:
             raise ConfigError(configs.unknown("metric", name, list(MAIN_METRICS)))
-    selected, final = _sources(path, corpus)
+    sources = [_source(path, corpus) for path in paths]
+    held_out = _held_out([source.selected for source in sources], corpus)
     parent = None if storage.is_url(out) else Path(out).absolute().parent
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fusing.", dir=parent) as folder:
-        trial = Path(folder) / "selected"
-        write_parts(selected, corpus, trial, ALL_PARTS, threads, progress)
-        choice = _choose(trial, selected, corpus, metrics)
-        made = trial
-        if final != selected:
-            made = Path(folder) / "final"
-            write_parts(final, corpus, made, ALL_PARTS, threads, progress)
-        _write_chosen(made, out, choice)
+    with tempfile.TemporaryDirectory(prefix=".fusing.", dir=parent) as name:
+        folder = Path(name)
+        words = _write_words(corpus, folder / WORDS)
+        selected: list[Path] = []
+        for number, source in enumerate(sources):
+            member = folder / f"selected-{number}"
+            selected.append(_write_member(source.selected, corpus, member, threads, progress))
+        start = _all_parts(selected)
+        _put_together(selected, words, folder / "trial", start, {})
+        choice = _choose(folder / "trial", corpus, held_out, metrics, start)
+        final = dict(zip((member.name for member in start.members), selected, strict=True))
+        for number, (source, member) in enumerate(zip(sources, start.members, strict=True)):
+            if source.final != source.selected:
+                target = folder / f"final-{number}"
+                final[member.name] = _write_member(source.final, corpus, target, threads, progress)
+        members = [final[member.name] for member in choice.config.members]
+        _put_together(members, words, out, choice.config, {"fused": choice.plain()})
     return choice
 
 
-def _sources(path: str, corpus: Corpus) -> tuple[str, str]:
-    """The bundle by which weights are chosen, and the bundle whose parts are fused."""
+@dataclass(frozen=True)
+class _Source:
+    """A trained model that is to be a member.
+
+    Attributes:
+        selected: the bundle by which weights are chosen.
+        final: the bundle whose parts are fused.
+    """
+
+    selected: str
+    final: str
+
+
+def _source(path: str, corpus: Corpus) -> _Source:
     folder = Path(path)
     if not (folder / "run.json").is_file():
-        return path, path
+        return _Source(path, path)
     final = bundle_of(Run.open(folder), corpus)
     if (folder / SELECTION / "run.json").is_file():
-        return bundle_of(Run.open(folder / SELECTION), corpus), final
-    return final, final
+        return _Source(bundle_of(Run.open(folder / SELECTION), corpus), final)
+    return _Source(final, final)
+
+
+def _held_out(bundles: Sequence[str], corpus: Corpus) -> Int64Array:
+    """Rows of the training split that no bundle was trained on, ascending; at most MOST_QUERIES.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    rows = remembered_rows(corpus.split("train"))
+    for bundle in bundles:
+        _, manifest = storage.open_artifact(bundle, KIND, contents=False)
+        if manifest.about.get("members"):
+            raise ConfigError(f"bundle {bundle} has several members; name their runs instead")
+        rows = np.intersect1d(rows, held_out_by(bundle, manifest.about, corpus).validation_rows)
+    if not len(rows):
+        raise ConfigError(
+            "each training query was used by one of the runs, so none is left to choose weights by;"
+            " train them with equal data.validation and data.seed"
+        )
+    if len(rows) > MOST_QUERIES:
+        # Evenly spread, so that the same runs give the same bundle.
+        places = np.linspace(0, len(rows) - 1, MOST_QUERIES).astype(np.int64)
+        rows = rows[places]
+    return rows
 
 
 def write_parts(
-    source: str | Path,
-    corpus: Corpus,
-    target: str | Path,
-    config: PartsConfig,
-    threads: int = 1,
-    progress: Progress | None = None,
+    sources: Sequence[str | Path], corpus: Corpus, target: str | Path, config: PartsConfig
 ) -> None:
-    """Writes a fused bundle with the files of all parts.
+    """Writes a fused bundle with given weights.
 
     Args:
-        source: a bundle. A memory of its own is made anew.
-        corpus: the one that it was made from.
+        sources: a bundle per member. A memory of its own is made anew.
+        corpus: the one that they were made from.
         target: folder or URL that does not exist yet.
         config: weights and settings.
-        threads: of building indexes.
-        progress: called with the number of training queries encoded so far.
     """
+    with tempfile.TemporaryDirectory(prefix=".fusing.") as name:
+        folder = Path(name)
+        members: list[Path] = []
+        for number, source in enumerate(sources):
+            members.append(_write_member(source, corpus, folder / str(number)))
+        _put_together(members, _write_words(corpus, folder / WORDS), target, config, {})
+
+
+def _write_words(corpus: Corpus, target: Path) -> Path:
+    """Writes the words of training queries and labels; returns their folder."""
+    train = corpus.split("train")
+    query_texts = train.texts(remembered_rows(train))
+    label_texts = corpus.label_texts(np.arange(corpus.card.num_labels))
+    with storage.new_artifact(target, WORDS, {}) as made:
+        write_word_index(made, query_texts, label_texts)
+    return target
+
+
+def _write_member(
+    source: str | Path,
+    corpus: Corpus,
+    target: Path,
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes a bundle with a memory, as a part of a fused bundle; returns its folder."""
     folder, manifest = storage.open_artifact(source, KIND)
     settings = read_settings(folder)
     check_fits(Retriever.load(folder), corpus)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoder = QueryEncoder.load(folder, settings, device, "float32")
     encode = _Encoder(dataclasses.replace(encoder, normalised=True), progress)
-    train = corpus.split("train")
     # A memory or words that the bundle has already are written anew.
     replaced = [name for name in manifest.files if name.startswith(("memory/", f"{WORDS}/"))]
     linked: dict[str, storage.FileEntry] = {}
     with storage.new_artifact(target, KIND, manifest.about, linked) as made:
+        train = corpus.split("train")
         memory = remember(train, encode, MemoryConfig(), IndexSpec(), threads)(made)
-        query_texts = train.texts(remembered_rows(train))
-        label_texts = corpus.label_texts(np.arange(corpus.card.num_labels))
-        write_word_index(made, query_texts, label_texts)
         predictor = {
             "kind": "fused",
-            "parts": configs.dump(config),
             "num_queries": memory["num_queries"],
             "shards": memory["shards"],
         }
         write_settings(made, dataclasses.replace(settings, predictor=predictor))
         linked |= storage.link_files(folder, manifest, made, [*replaced, _SETTINGS])
+    return target
 
 
 @dataclass
@@ -165,24 +234,53 @@ class _Encoder:
         return vectors
 
 
-def _choose(trial: Path, source: str, corpus: Corpus, metrics: Sequence[str]) -> Choice:
-    """Chooses weights on the queries that the run of `source` held out."""
-    folder, manifest = storage.open_artifact(trial, KIND, contents=False)
-    rows = held_out_by(source, manifest.about, corpus).validation_rows
-    retriever = _without_voters(Retriever.load(folder), corpus, rows)
+def _all_parts(members: Sequence[Path]) -> PartsConfig:
+    """Every part of some members; by these the candidates are found among which is chosen."""
+    names = _names([read_settings(member).method for member in members])
+    return PartsConfig(
+        members=tuple(MemberConfig(name=name, memory=1.0) for name in names),
+        words=1.0,
+        texts=1.0,
+        memory_keys=MEMORY_KEYS,
+        word_keys=max(WORD_KEYS),
+    )
+
+
+def _names(methods: Sequence[str]) -> list[str]:
+    """A name per member: its method, with a number if another member has the same."""
+    if len(methods) == 1:
+        return [""]
+    names = []
+    seen: Counter[str] = Counter()
+    for method in methods:
+        kind = method or "model"
+        seen[kind] += 1
+        names.append(kind if seen[kind] == 1 else f"{kind}-{seen[kind]}")
+    return names
+
+
+def _choose(
+    trial: Path,
+    corpus: Corpus,
+    rows: Int64Array,
+    metrics: Sequence[str],
+    start: PartsConfig,
+) -> Choice:
+    """Chooses weights by the answers of a trial bundle to held-out queries."""
+    retriever = _without_voters(Retriever.load(trial), corpus, rows)
     assert retriever.fusion is not None
-    predictor = FusedPredictor(retriever.fusion, retriever.labels, retriever.memory)
+    predictor = FusedPredictor(retriever.fusion, retriever.members)
     train = corpus.split("train")
     candidates: list[Candidates] = []
-    for start in range(0, len(rows), _CHUNK):
-        chunk = rows[start : start + _CHUNK]
+    for first in range(0, len(rows), _CHUNK):
+        chunk = rows[first : first + _CHUNK]
         texts = train.texts(chunk)
         filters = train.filters(chunk)
         query_BD = retriever.encode(texts)
         # Ten answers are enough for every metric that is chosen by.
         neighbours = predictor.find(query_BD, 1, SearchScope(filters))
         candidates += predictor.all_candidates(neighbours, 1, filters, texts)
-    return WeightSearch(corpus, candidates, train.positives(rows), metrics).choose()
+    return WeightSearch(corpus, candidates, train.positives(rows), start, metrics).choose()
 
 
 def _without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Retriever:
@@ -195,44 +293,85 @@ def _without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> R
     """
     assert retriever.fusion is not None
     assert retriever.fusion.queries is not None
-    assert retriever.memory is not None
     # A memory numbers the training queries that have a positive.
     hidden = np.searchsorted(remembered_rows(corpus.split("train")), rows)
     queries = dataclasses.replace(retriever.fusion.queries, hidden=hidden)
-    return dataclasses.replace(
-        retriever,
-        memory=dataclasses.replace(retriever.memory, queries=queries),
-        fusion=dataclasses.replace(retriever.fusion, queries=queries),
-    )
+    members = []
+    for member in retriever.members:
+        assert member.memory is not None
+        memory = dataclasses.replace(member.memory, queries=queries)
+        members.append(dataclasses.replace(member, memory=memory))
+    fusion = dataclasses.replace(retriever.fusion, queries=queries)
+    return dataclasses.replace(members[0], fusion=fusion, others=tuple(members[1:]))
 
 
-def _write_chosen(made: Path, out: str | Path, choice: Choice) -> None:
-    """Writes the bundle with the chosen weights; files of other parts are left out."""
-    folder, manifest = storage.open_artifact(made, KIND, contents=False)
-    settings = read_settings(folder)
-    used = choice.config.used()
-    predictor: dict[str, Any] = {**settings.predictor, "parts": configs.dump(choice.config)}
-    if "memory" not in used:
-        del predictor["shards"]
-    left_out = _unused_files(list(manifest.files), used)
-    about = {**manifest.about, "fused": choice.plain()}
+def _put_together(
+    members: Sequence[Path],
+    words: Path,
+    out: str | Path,
+    config: PartsConfig,
+    about: Mapping[str, Any],
+) -> None:
+    """Writes a fused bundle; files of parts without a weight are left out.
+
+    Args:
+        members: their folders, in the order of `config.members`.
+        words: the folder of the words.
+        out: folder or URL that does not exist yet.
+        config: weights and settings.
+        about: more entries of the manifest.
+    """
+    manifests = [storage.read_manifest(member, KIND) for member in members]
+    about = {**manifests[0].about, **about}
+    if len(members) > 1:
+        names = [member.name for member in config.members]
+        runs = [manifest.about for manifest in manifests]
+        about["members"] = dict(zip(names, runs, strict=True))
     linked: dict[str, storage.FileEntry] = {}
     with storage.new_artifact(out, KIND, about, linked) as target:
-        write_settings(target, dataclasses.replace(settings, predictor=predictor))
-        linked |= storage.link_files(folder, manifest, target, [*left_out, _SETTINGS])
+        for place, member in enumerate(config.members):
+            # The first member is the bundle itself.
+            prefix = f"{MEMBERS}/{member.name}/" if place else ""
+            folder = target / prefix
+            settings = read_settings(members[place])
+            without = _unused_files(list(manifests[place].files), config, place)
+            entries = storage.link_files(members[place], manifests[place], folder, without)
+            linked |= {f"{prefix}{name}": entry for name, entry in entries.items()}
+            write_settings(folder, _member_settings(settings, config, place))
+        manifest = storage.read_manifest(words, WORDS)
+        unused_words = _unused_words(list(manifest.files), config)
+        linked |= storage.link_files(words, manifest, target, unused_words)
 
 
-def _unused_files(names: Sequence[str], used: Sequence[str]) -> list[str]:
-    """Files that no used part reads."""
-    prefixes = []
-    if "memory" not in used:
+def _member_settings(settings: Settings, config: PartsConfig, place: int) -> Settings:
+    """Settings of a member; the first one has those of all parts."""
+    predictor: dict[str, Any] = dict(settings.predictor)
+    if not config.members[place].memory:
+        del predictor["shards"]
+    if place == 0:
+        predictor["parts"] = configs.dump(config)
+    return dataclasses.replace(settings, predictor=predictor)
+
+
+def _unused_files(names: Sequence[str], config: PartsConfig, place: int) -> list[str]:
+    """Files of a member that its parts do not read, or that the first member has for all."""
+    prefixes = [_SETTINGS]
+    if not config.members[place].memory:
         prefixes += ["memory/vectors/", "memory/index/"]
-    if not {"memory", "words"} & set(used):
+    if place > 0:
+        prefixes += _SHARED
+    elif not config.has_voters:
         prefixes.append("memory/")
-    if "words" not in used:
+    return [name for name in names if name.startswith(tuple(prefixes))]
+
+
+def _unused_words(names: Sequence[str], config: PartsConfig) -> list[str]:
+    """Files of words that no used part reads."""
+    prefixes = []
+    if not config.words:
         prefixes += file_names(QUERIES)
-    if "texts" not in used:
+    if not config.texts:
         prefixes += file_names(LABELS)
-    if not {"words", "texts"} & set(used):
+    if not config.words and not config.texts:
         prefixes.append(f"{WORDS}/")
     return [name for name in names if name.startswith(tuple(prefixes))]

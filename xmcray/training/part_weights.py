@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.evaluate import sign_flip
 from xmcray.evaluation.metrics import MAIN_METRICS, Metrics
-from xmcray.retrieval.parts import PARTS, Candidates, PartsConfig, weighted_sums
+from xmcray.retrieval.parts import Candidates, PartsConfig
 from xmcray.types import Float32Array, Ragged, TopLabels
 
 Float64Array = npt.NDArray[np.float64]
@@ -63,14 +63,14 @@ class Choice:
     Attributes:
         config: weights and settings of the parts.
         metrics: on the held-out queries.
-        labels_alone: metrics of the label vectors alone.
+        alone: metrics of the label vectors of each member alone, by the name of the part.
         tests: one per part.
         queries: number of held-out queries.
     """
 
     config: PartsConfig
     metrics: Mapping[str, float]
-    labels_alone: Mapping[str, float]
+    alone: Mapping[str, Mapping[str, float]]
     tests: Sequence[PartTest]
     queries: int
 
@@ -85,39 +85,53 @@ class _Measured:
 
     Attributes:
         config: the setting.
-        metrics: values by name.
         objective: mean of the metrics that decide.
         share_Q: float64 [queries], what each query adds to the objective.
     """
 
     config: PartsConfig
-    metrics: Mapping[str, float]
     objective: float
     share_Q: Float64Array
 
 
-@dataclass
 class WeightSearch:
     """Measures settings on the candidates of held-out queries.
 
-    Attributes:
+    Args:
         corpus: gives the propensities.
         candidates: of all queries, in order.
         truth: positives of the queries.
+        start: names the members, and how many training queries vote by vectors.
         metrics: names of the metrics whose mean is maximised.
     """
 
-    corpus: Corpus
-    candidates: Sequence[Candidates]
-    truth: Ragged
-    metrics: Sequence[str] = METRICS
-    _columns: dict[tuple[Any, ...], list[Float64Array]] = field(default_factory=dict, init=False)
+    def __init__(
+        self,
+        corpus: Corpus,
+        candidates: Sequence[Candidates],
+        truth: Ragged,
+        start: PartsConfig,
+        metrics: Sequence[str] = METRICS,
+    ) -> None:
+        self.candidates = candidates
+        self.truth = truth
+        self.metrics = metrics
+        self._hits = HitValues(corpus, truth, metrics)
+        self._tables = []
+        first = 0
+        for chunk in candidates:
+            stop = first + len(chunk.labels)
+            self._tables.append(_Table(chunk, self._hits.between(first, stop)))
+            first = stop
+        self._spreads = [_spread(candidates, place) for place in range(len(start.members))]
+        self._start = self._equal_weights(start)
+        self._measured: dict[PartsConfig, _Measured] = {}
 
     def choose(self) -> Choice:
         """The best settings, without the parts that do not earn their place."""
-        best = self._best(self._start(), PARTS)
+        best = self._best(self._start)
         tests: dict[str, PartTest] = {}
-        for part in PARTS:
+        for part in self._start.parts:
             # Nothing is lost without a part whose best weight is 0.
             tests[part] = PartTest(part, 0.0, self._named(best), 1.0)
         while shorter := self._without_each_part(best):
@@ -128,17 +142,14 @@ class WeightSearch:
             if tests[weakest].p_value < LARGEST_P_VALUE:
                 break
             best = shorter[weakest]
-        # Alone, a temperature changes no order, unless it is so low that shares become zero.
-        temperature = self._start().label_temperature
-        labels_alone = self.measure(PartsConfig(label_temperature=temperature))
         weighted_tests = []
         for part, test in tests.items():
             weight = best.config.weight(part)
             weighted_tests.append(dataclasses.replace(test, weight=weight))
         return Choice(
-            config=best.config,
+            config=best.config.only_used_members(),
             metrics=self._named(best),
-            labels_alone=self._named(labels_alone),
+            alone=self._each_member_alone(),
             tests=weighted_tests,
             queries=len(self.truth),
         )
@@ -148,68 +159,62 @@ class WeightSearch:
         used = best.config.used()
         if len(used) == 1:
             return {}
-        return {part: self._best(best.config.without(part), used) for part in used}
+        return {part: self._best(best.config.without(part)) for part in used}
+
+    def _each_member_alone(self) -> dict[str, Mapping[str, float]]:
+        """Metrics of the label vectors of each member alone, by the name of the part."""
+        alone = {}
+        for member in self._start.members:
+            config = self._start
+            part = member.full("labels")
+            # Alone, a temperature changes no order, unless it is so low that shares become zero.
+            for other in config.used():
+                if other != part:
+                    config = config.without(other)
+            alone[part] = self._named(self.measure(config))
+        return alone
 
     def measure(self, config: PartsConfig) -> _Measured:
-        """Answers all queries with some settings."""
-        tops = []
-        for candidates, part_PF in zip(self.candidates, self._parts(config), strict=True):
-            tops.append(_top(candidates.labels, weighted_sums(part_PF, config)))
-        card = self.corpus.card
-        metrics = Metrics(
-            self.corpus.train_counts,
-            card.num_train,
-            card.propensity_a,
-            card.propensity_b,
-            card.num_labels,
-        )
-        metrics.update(TopLabels.concatenate(tops, DEPTH), self.truth)
-        values = metrics.result()
-        per_query = metrics.per_query()
-        columns = [MAIN_METRICS.index(name) for name in self.metrics]
-        divisors = per_query.divisor_QM[:, columns].astype(np.float64).sum(axis=0)
-        share_QM = per_query.gain_QM[:, columns] / divisors
-        share_Q = share_QM.mean(axis=1)
-        return _Measured(config, values, float(share_Q.sum()), share_Q)
+        """Answers all queries with some settings; settings that were measured are remembered."""
+        if config not in self._measured:
+            shares = [table.shares(config) for table in self._tables]
+            share_Q = np.concatenate(shares)
+            self._measured[config] = _Measured(config, float(share_Q.sum()), share_Q)
+        return self._measured[config]
 
-    def _start(self) -> PartsConfig:
-        """Equal weights, and a temperature that fits the size of the inner products."""
+    def _equal_weights(self, start: PartsConfig) -> PartsConfig:
+        """Equal weights of all parts, and temperatures that fit the size of the inner products."""
+        members = []
+        for member, spread in zip(start.members, self._spreads, strict=True):
+            equal = dataclasses.replace(
+                member,
+                # Only the ratios of weights matter, so the first weight stays as it is.
+                labels=_START if members else 1.0,
+                memory=_START,
+                label_temperature=spread * 0.35,
+            )
+            members.append(equal)
         return PartsConfig(
-            labels=1.0,
-            memory=_START,
+            members=tuple(members),
             words=_START,
             texts=_START,
-            label_temperature=self._spread() * 0.35,
-            memory_keys=MEMORY_KEYS,
+            memory_keys=start.memory_keys,
         )
 
-    def _spread(self) -> float:
-        """The median distance between the best and the tenth inner product."""
-        distances = []
-        for candidates in self.candidates:
-            keys = candidates.key_BK
-            tenth = min(9, keys.shape[1] - 1)
-            distances.append(keys[:, 0] - keys[:, tenth])
-        distance = float(np.median(np.concatenate(distances)))
-        return max(distance, 1e-3)
-
-    def _best(self, start: PartsConfig, parts: Sequence[str]) -> _Measured:
+    def _best(self, start: PartsConfig) -> _Measured:
         """The best settings that a search along one setting at a time reaches.
 
         Args:
             start: where it begins. A part of weight 0 stays out.
-            parts: parts whose weights may change.
         """
-        used = [part for part in parts if start.weight(part) > 0]
-        grid = self._grid(used)
+        grid = self._grid(start)
         best = self.measure(start)
         for _ in range(_ROUNDS):
             before = best.objective
             for name, values in grid.items():
                 for value in values:
-                    change: dict[str, Any] = {name: value}
-                    config = dataclasses.replace(best.config, **change)
-                    if config == best.config or not config.used():
+                    config = best.config.changed(name, value)
+                    if not config.used():
                         continue
                     measured = self.measure(config)
                     if measured.objective > best.objective + 1e-9:
@@ -218,33 +223,22 @@ class WeightSearch:
                 break
         return best
 
-    def _grid(self, used: Sequence[str]) -> dict[str, Sequence[float | int]]:
+    def _grid(self, start: PartsConfig) -> dict[str, Sequence[float]]:
         """The values of each setting that changes an answer."""
-        grid: dict[str, Sequence[float | int]] = {}
+        used = start.used()
+        grid: dict[str, Sequence[float]] = {}
         # Only the ratios of weights matter, so the first weight stays as it is.
         for part in used[1:]:
             grid[part] = WEIGHTS
-        if "labels" in used and len(used) > 1:
-            spread = self._spread()
-            grid["label_temperature"] = [share * spread for share in LABEL_TEMPERATURES]
-        if "memory" in used:
-            grid["memory_temperature"] = MEMORY_TEMPERATURES
-        if "words" in used:
+        for member, spread in zip(start.members, self._spreads, strict=True):
+            if member.labels and len(used) > 1:
+                temperatures = [share * spread for share in LABEL_TEMPERATURES]
+                grid[member.full("label_temperature")] = temperatures
+            if member.memory:
+                grid[member.full("memory_temperature")] = MEMORY_TEMPERATURES
+        if start.words:
             grid["word_keys"] = WORD_KEYS
         return grid
-
-    def _parts(self, config: PartsConfig) -> list[Float64Array]:
-        """What each part gives to the candidates, before the weights; kept for the next weights."""
-        key = (
-            config.label_temperature,
-            config.memory_temperature,
-            config.memory_keys,
-            config.word_keys,
-        )
-        if key not in self._columns:
-            self._columns.clear()
-            self._columns[key] = [candidates.parts(config) for candidates in self.candidates]
-        return self._columns[key]
 
     def _p_value(self, better: _Measured, other: _Measured) -> float:
         """Of the paired test that both are equally good; 1 if the other is not worse."""
@@ -254,17 +248,123 @@ class WeightSearch:
         return float(sign_flip(difference_Q1, PERMUTATIONS, seed=0)[0])
 
     def _named(self, measured: _Measured) -> dict[str, float]:
-        return {name: measured.metrics[name] for name in self.metrics}
+        """The metrics that decide, by name."""
+        tops = [candidates.top(measured.config, DEPTH) for candidates in self.candidates]
+        metrics = self._hits.metrics_of(TopLabels.concatenate(tops, DEPTH), self.truth)
+        values = metrics.result()
+        return {name: values[name] for name in self.metrics}
 
 
-def _top(labels: Ragged, score_P: Float32Array) -> TopLabels:
-    """The 10 best candidates of each query, equal scores by lower id."""
-    width = int(labels.lengths.max(initial=0))
-    score_BC = np.full((len(labels), max(width, DEPTH)), -np.inf, np.float32)
-    score_BC[labels.row_ids, labels.places] = score_P
-    # Candidates ascend in their ids, and a stable sort keeps equal scores in that order.
-    place_BK = np.argsort(-score_BC, axis=1, kind="stable")[:, :DEPTH]
-    id_BC = np.full(score_BC.shape, -1, np.int64)
-    id_BC[labels.row_ids, labels.places] = labels.values
-    ids = np.take_along_axis(id_BC, place_BK, axis=1)
-    return TopLabels(ids, np.take_along_axis(score_BC, place_BK, axis=1))
+class HitValues:
+    """What an answer that is a positive adds to the mean of some metrics, by its rank.
+
+    Every metric that decides is a sum over the hits among the first answers, so a setting is
+    measured by the ranks of the positives alone.
+
+    Attributes:
+        truth: positives of the queries.
+        value_HR: float64 [positives, DEPTH + 1]; 0 in the last column, for any later rank.
+    """
+
+    def __init__(self, corpus: Corpus, truth: Ragged, metrics: Sequence[str]) -> None:
+        self.corpus = corpus
+        self.truth = truth
+        columns = [MAIN_METRICS.index(name) for name in metrics]
+        num_hits = len(truth.values)
+        # Each positive as the only answer to its query, at one rank after another.
+        of_each = truth.take(truth.row_ids)
+        self.value_HR = np.zeros((num_hits, DEPTH + 1))
+        for rank in range(DEPTH):
+            answer = TopLabels.empty(num_hits, rank + 1)
+            answer.ids[:, rank] = truth.values
+            gain_HM = self.metrics_of(answer, of_each).per_query().gain_QM[:, columns]
+            self.value_HR[:, rank] = (gain_HM.astype(np.float64) / self._divisors(columns)).mean(1)
+
+    def _divisors(self, columns: Sequence[int]) -> Float64Array:
+        """float64 [M], the sum of each metric's divisors over all queries."""
+        no_answers = TopLabels.empty(len(self.truth), DEPTH)
+        per_query = self.metrics_of(no_answers, self.truth).per_query()
+        divisor_M: Float64Array = per_query.divisor_QM[:, columns].astype(np.float64).sum(axis=0)
+        return divisor_M
+
+    def metrics_of(self, top: TopLabels, truth: Ragged) -> Metrics:
+        """All metrics of some answers."""
+        card = self.corpus.card
+        metrics = Metrics(
+            self.corpus.train_counts,
+            card.num_train,
+            card.propensity_a,
+            card.propensity_b,
+            card.num_labels,
+        )
+        metrics.update(top, truth)
+        return metrics
+
+    def between(self, start: int, stop: int) -> tuple[Ragged, Float64Array]:
+        """Positives of the queries start .. stop - 1, and their values."""
+        first = self.truth.offsets[start]
+        last = self.truth.offsets[stop]
+        return self.truth.slice(start, stop), self.value_HR[first:last]
+
+
+class _Table:
+    """Candidates of some queries as a matrix, in which positives have ranks.
+
+    Args:
+        candidates: of B queries.
+        positives: labels that are right answers to the queries, and their values by rank.
+    """
+
+    def __init__(self, candidates: Candidates, positives: tuple[Ragged, Float64Array]) -> None:
+        self._candidates = candidates
+        labels = candidates.labels
+        self._cells = labels.row_ids, labels.places
+        width = max(DEPTH, int(labels.lengths.max(initial=0)))
+        self._shape = len(labels), width
+        # Missing candidates come last. Of equal scores the lower id, which is the earlier column,
+        # comes first: the step is smaller than what float32 tells apart.
+        self._start_BC = np.full(self._shape, -np.inf)
+        self._start_BC[self._cells] = -1e-10 * labels.places
+        truth, values = positives
+        stride = int(max(labels.values.max(initial=0), truth.values.max(initial=0))) + 1
+        pairs = labels.row_ids * stride + labels.values
+        true_pairs = truth.row_ids * stride + truth.values
+        # A positive that is no candidate has no rank.
+        is_candidate = np.isin(true_pairs, pairs)
+        place = np.searchsorted(pairs, true_pairs[is_candidate])
+        self._hit_cells = labels.row_ids[place], labels.places[place]
+        self._value_HR = values[is_candidate]
+        self._columns: dict[tuple[Any, ...], Float32Array] = {}
+
+    def shares(self, config: PartsConfig) -> Float64Array:
+        """float64 [B], what each query adds to the mean of the metrics."""
+        score_BC = self._start_BC.copy()
+        for part in config.used():
+            score_BC += config.weight(part) * self._column(part, config)
+        best_BK = np.partition(score_BC, -DEPTH, axis=1)[:, -DEPTH:]
+        query_H = self._hit_cells[0]
+        score_H1 = score_BC[self._hit_cells][:, None]
+        rank_H = (best_BK[query_H] > score_H1).sum(axis=1)
+        # A positive after the first answers has rank DEPTH, whose value is 0.
+        value_H = self._value_HR[np.arange(len(rank_H)), rank_H]
+        return np.bincount(query_H, value_H, self._shape[0])
+
+    def _column(self, part: str, config: PartsConfig) -> Float32Array:
+        """float32 [B, C]: what one part gives to each candidate, before its weight."""
+        key = (part, *config.settings_of(part))
+        if key not in self._columns:
+            column = np.zeros(self._shape, np.float32)
+            column[self._cells] = self._candidates.part(part, config)
+            self._columns[key] = column
+        return self._columns[key]
+
+
+def _spread(candidates: Sequence[Candidates], place: int) -> float:
+    """The median distance between the best and the tenth inner product of a member."""
+    distances = []
+    for chunk in candidates:
+        keys = chunk.members[place].key_BK
+        tenth = min(9, keys.shape[1] - 1)
+        distances.append(keys[:, 0] - keys[:, tenth])
+    distance = float(np.median(np.concatenate(distances)))
+    return max(distance, 1e-3)

@@ -10,39 +10,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bundles import write_memory_of
 from corpora import planted_corpus
 
 from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import BundleError, ConfigError, StorageError
 from xmcray.evaluation.evaluate import compare
-from xmcray.nn.encoder import EncoderConfig, build_encoder
-from xmcray.nn.label_side import load_label_side
 from xmcray.retrieval import retriever as retrievers
 from xmcray.retrieval.bundle import KIND, read_settings
-from xmcray.retrieval.labels import NewLabel, add_labels, with_labels
-from xmcray.retrieval.parts import PARTS, Candidates, PartsConfig, Votes
+from xmcray.retrieval.labels import NewLabel, add_labels, load_label_sides, with_labels
+from xmcray.retrieval.parts import Candidates, MemberConfig, MemberScores, PartsConfig, Votes
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.terms import words
 from xmcray.retrieval.vector_export import export_vectors
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.fuse import fuse, write_parts
-from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import measure_bundle
 from xmcray.training.part_weights import WeightSearch
 from xmcray.types import Ragged, TopLabels
 
 NUM_LABELS = 47
-CONFIG = PartsConfig(
-    labels=1.0,
-    memory=0.5,
-    words=0.75,
-    texts=0.25,
-    label_temperature=0.2,
-    memory_temperature=0.1,
-    memory_keys=6,
-    word_keys=4,
-)
+FIRST = MemberConfig(name="first", labels=1.0, memory=0.5, label_temperature=0.2)
+SECOND = MemberConfig(name="second", labels=0.5, memory=0.25, memory_temperature=0.1)
+CONFIG = PartsConfig(members=(FIRST, SECOND), words=0.75, texts=0.25, memory_keys=6, word_keys=4)
+ALONE = dataclasses.replace(CONFIG, members=(dataclasses.replace(FIRST, name=""),))
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +44,25 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def source(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of an untrained encoder."""
+def sources(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Bundles of two untrained encoders."""
     folder = tmp_path_factory.mktemp("source")
-    build_encoder(EncoderConfig(dim=24), corpus.tokenizer(), None, seed=0).save(folder / "encoder")
-    memory_bundle(str(folder / "encoder"), corpus, folder / "memory")
-    return folder / "memory"
+    first = write_memory_of(corpus, folder / "first", dim=24, seed=0)
+    second = write_memory_of(corpus, folder / "second", dim=16, seed=1)
+    return [first, second]
 
 
-@pytest.fixture(scope="module")
-def bundle(corpus: Corpus, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[ALONE, CONFIG], ids=["one member", "two members"])
+def bundle(
+    request: pytest.FixtureRequest,
+    corpus: Corpus,
+    sources: list[Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """A fused bundle of all parts."""
     path = tmp_path_factory.mktemp("bundles") / "all"
-    write_parts(source, corpus, path, CONFIG)
+    config: PartsConfig = request.param
+    write_parts(sources[: len(config.members)], corpus, path, config)
     return path
 
 
@@ -96,6 +94,11 @@ def cosines(text: str, others: list[str], everything: list[str]) -> list[float]:
     return [sum(own.get(term, 0) * v for term, v in vector(other).items()) for other in others]
 
 
+def config_of(retriever: Retriever) -> PartsConfig:
+    assert retriever.fusion is not None
+    return retriever.fusion.config
+
+
 def expected_scores(retriever: Retriever, corpus: Corpus, text: str) -> list[float]:
     """The score of every label, by plain loops."""
     train = corpus.split("train")
@@ -104,16 +107,19 @@ def expected_scores(retriever: Retriever, corpus: Corpus, text: str) -> list[flo
     train_texts = train.texts(rows)
     label_texts = corpus.label_texts(np.arange(NUM_LABELS))
     everything = train_texts + label_texts
-    query = retriever.encode([text])[0].astype(float)
-    products = retriever.labels.vectors_of(np.arange(NUM_LABELS)) @ query
-    powers = np.exp((products - products.max()) / CONFIG.label_temperature)
-    scores = [CONFIG.labels * power / powers.sum() for power in powers]
-    near = retriever.encode(train.tokens(rows)) @ query
-    voters = sorted(range(len(rows)), key=lambda row: -near[row])[: CONFIG.memory_keys]
-    votes = np.exp((near[voters] - near.max()) / CONFIG.memory_temperature)
-    for voter, vote in zip(voters, votes / votes.sum(), strict=True):
-        for label in positives[voter]:
-            scores[label] += CONFIG.memory * vote
+    scores = [0.0] * NUM_LABELS
+    for member, config in zip(retriever.members, config_of(retriever).members, strict=True):
+        query = member.encode([text])[0].astype(float)
+        products = member.labels.vectors_of(np.arange(NUM_LABELS)) @ query
+        powers = np.exp((products - products.max()) / config.label_temperature)
+        for label, power in enumerate(powers / powers.sum()):
+            scores[label] += config.labels * power
+        near = member.encode(train.tokens(rows)) @ query
+        voters = sorted(range(len(rows)), key=lambda row: -near[row])[: CONFIG.memory_keys]
+        votes = np.exp((near[voters] - near.max()) / config.memory_temperature)
+        for voter, vote in zip(voters, votes / votes.sum(), strict=True):
+            for label in positives[voter]:
+                scores[label] += config.memory * vote
     alike = cosines(text, train_texts, everything)
     voters = sorted(range(len(rows)), key=lambda row: (-alike[row], row))[: CONFIG.word_keys]
     total = sum(alike[voter] for voter in voters)
@@ -141,12 +147,13 @@ def test_an_answer_says_how_much_each_part_gave(retriever: Retriever, texts: lis
     for answers in retriever.search(texts, 5, explain=True):
         for answer in answers:
             assert answer.parts is not None
-            assert tuple(answer.parts) == PARTS
+            assert list(answer.parts) == config_of(retriever).parts
             assert sum(answer.parts.values()) == pytest.approx(answer.score, abs=1e-5)
             assert answer.voters is not None
             weights = [voter.weight for voter in answer.voters]
             assert weights == sorted(weights, reverse=True)
-            votes = answer.parts["memory"] + answer.parts["words"]
+            voting = [gain for part, gain in answer.parts.items() if "memory" in part]
+            votes = sum(voting) + answer.parts["words"]
             assert sum(weights) == pytest.approx(votes, abs=1e-6)
     assert retriever.search(texts, 1)[0][0].parts is None
 
@@ -183,7 +190,7 @@ def test_a_label_that_joins_is_found_by_its_words(
 ) -> None:
     before = retriever.top_labels(texts, NUM_LABELS)
     new = NewLabel("new", texts[0])
-    joined = with_labels(retriever, load_label_side(bundle / "label_side"), [new])
+    joined = with_labels(retriever, load_label_sides(bundle, retriever.settings), [new])
     after = joined.top_labels(texts, NUM_LABELS + 1)
     is_old = after.ids < NUM_LABELS
     assert (is_old.sum(axis=1) == NUM_LABELS).all()
@@ -194,7 +201,7 @@ def test_a_label_that_joins_is_found_by_its_words(
     answers = joined.search(texts[:1], NUM_LABELS + 1, explain=True)[0]
     parts = next(answer.parts for answer in answers if answer.uid == "new")
     assert parts is not None
-    assert parts["labels"] > 0
+    assert all(gain > 0 for part, gain in parts.items() if "labels" in part)
     assert parts["texts"] == pytest.approx(CONFIG.texts, rel=1e-5)
     # The changed bundle on disk answers as the view in memory.
     add_labels(bundle, [new], tmp_path / "grown")
@@ -228,10 +235,10 @@ def test_a_damaged_index_of_words_is_refused_in_one_line(
 
 
 def test_fusing_chooses_by_held_out_queries_and_is_repeatable(
-    corpus: Corpus, source: Path, tmp_path: Path
+    corpus: Corpus, sources: list[Path], tmp_path: Path
 ) -> None:
-    choice = fuse(str(source), corpus, tmp_path / "first")
-    fuse(str(source), corpus, tmp_path / "second")
+    choice = fuse([str(sources[0])], corpus, tmp_path / "first")
+    fuse([str(sources[0])], corpus, tmp_path / "second")
     manifests = [storage.read_manifest(tmp_path / name, KIND) for name in ("first", "second")]
     assert manifests[0].sha256 == manifests[1].sha256
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
@@ -265,6 +272,7 @@ def test_a_part_that_does_not_help_is_left_out(corpus: Corpus) -> None:
     scores = draw.random(len(label_ids), np.float32)
     is_positive = label_ids == np.repeat(positives, NUM_LABELS)
     scores[is_positive & (labels.row_ids % 2 == 0)] = 2
+    noise = draw.random(len(label_ids), np.float32)
     keys = -np.sort(-scores.reshape(num_queries, -1), axis=1)
     odd = np.arange(1, num_queries, 2)
     voters = TopLabels.empty(num_queries, 1)
@@ -272,23 +280,61 @@ def test_a_part_that_does_not_help_is_left_out(corpus: Corpus) -> None:
     voters.scores[odd] = 1
     no_votes = np.empty(0, np.int64)
     words_votes = Votes(voters, odd * NUM_LABELS + positives[odd], odd, np.zeros_like(odd))
+    nobody = Votes(TopLabels.empty(num_queries), no_votes, no_votes, no_votes)
     candidates = Candidates(
         labels=labels,
-        score_P=scores,
-        key_BK=keys,
-        memory=Votes(TopLabels.empty(num_queries), no_votes, no_votes, no_votes),
+        # The second member's vectors are noise.
+        members=(MemberScores(scores, keys, nobody), MemberScores(noise, keys, nobody)),
         words=words_votes,
         text_P=draw.random(len(label_ids), np.float32),
     )
     truth = Ragged.from_rows([[int(label)] for label in positives])
-    choice = WeightSearch(corpus, [candidates], truth).choose()
-    assert choice.config.used() == ["labels", "words"]
+    choice = WeightSearch(corpus, [candidates], truth, CONFIG).choose()
+    assert choice.config.used() == ["first.labels", "words"]
+    assert [member.name for member in choice.config.members] == ["first"]
     assert choice.metrics["P@1"] == 1
-    assert 0.5 <= choice.labels_alone["P@1"] < 0.6
+    assert 0.5 <= choice.alone["first.labels"]["P@1"] < 0.6
     tests = {test.part: test for test in choice.tests}
     assert tests["words"].p_value < 0.01
-    assert tests["memory"].p_value > 0.15
-    assert tests["memory"].weight == 0
+    assert tests["first.memory"].p_value > 0.15
+    assert tests["first.memory"].weight == 0
+    assert tests["second.labels"].weight == 0
+
+
+def test_members_that_earn_their_place_are_one_bundle(
+    corpus: Corpus, sources: list[Path], tmp_path: Path
+) -> None:
+    choice = fuse([str(source) for source in sources], corpus, tmp_path / "both")
+    assert [test.part for test in choice.tests][:2] == ["memory.labels", "memory.memory"]
+    assert list(choice.alone) == ["memory.labels", "memory-2.labels"]
+    fused = Retriever.load(tmp_path / "both")
+    assert config_of(fused) == choice.config
+    assert len(fused.members) == len(choice.config.members)
+    # Nothing outside the bundle is read, and files of other members are gone.
+    names = {path.name for path in (tmp_path / "both" / "members").glob("*")}
+    assert names == {member.name for member in choice.config.members[1:]}
+    write_parts(sources, corpus, tmp_path / "all", CONFIG)
+    with pytest.raises(ConfigError, match="several members"):
+        fuse([str(tmp_path / "all")], corpus, tmp_path / "again")
+
+
+def test_runs_that_held_out_other_queries_are_refused(
+    corpus: Corpus, sources: list[Path], tmp_path: Path
+) -> None:
+    shutil.copytree(sources[1], tmp_path / "other")
+    about = {"config": {"data": {"seed": 1, "validation": 0.01}}}
+    storage.finish_manifest(tmp_path / "other", KIND, about, {})
+    with pytest.raises(ConfigError, match="train them with equal") as error:
+        fuse([str(sources[0]), str(tmp_path / "other")], corpus, tmp_path / "fused")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "fused").exists()
+
+
+def test_settings_of_an_earlier_release_are_those_of_a_single_member() -> None:
+    flat = {**dataclasses.asdict(ALONE), **dataclasses.asdict(ALONE.members[0])}
+    del flat["members"]
+    del flat["name"]
+    assert PartsConfig.read(flat) == ALONE
 
 
 def test_an_export_of_vectors_says_that_other_parts_are_missing(
