@@ -27,6 +27,9 @@ class FakeSource:
     def __init__(self, **rows: list[Row | None]) -> None:
         self.rows = rows
 
+    def first_shard(self, split: str, shard_rows: int) -> int:
+        return 0
+
     def labels(self, on_bad: Any) -> Iterator[Row]:
         return self._rows("labels", on_bad)
 
