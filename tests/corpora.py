@@ -7,12 +7,19 @@ from typing import Any
 
 from planted import write_planted
 
+from xmcray.data.append import (
+    appended_files,
+    changed_files,
+    continued_writer,
+    match_labels,
+    settings_of,
+)
 from xmcray.data.chunks import NO_PAIRS, pack_chunk, read_chunks, survey
 from xmcray.data.corpus import KIND, Corpus
-from xmcray.data.formats import detect
-from xmcray.data.tokens import train_wordpiece
+from xmcray.data.formats import RawFiles, detect
+from xmcray.data.tokens import TextTokenizer, train_wordpiece
 from xmcray.data.writer import CorpusWriter, PrepareConfig, sorted_pairs
-from xmcray.storage import new_artifact
+from xmcray.storage import FileEntry, link_files, new_artifact, open_artifact
 
 
 def planted_corpus(
@@ -32,11 +39,32 @@ def corpus_of(raw: Path, out: Path, **settings: Any) -> Corpus:
         *_, (_, texts) = survey(source, cap=100_000, seed=0, skip=False, block_rows=1000)
         tokenizer = train_wordpiece(texts, config.vocab_size, config.max_len)
         writer = CorpusWriter(folder, source, config, "planted", "none")
-        for split in ("labels", *source.splits):
-            pairs = NO_PAIRS if split == "labels" else sorted_pairs(source.filters(split))
-            num_labels = writer.num_rows["labels"]
-            for chunk in read_chunks(source, split, num_labels, config.shard_rows, skip=False):
-                shard = pack_chunk(chunk, tokenizer, pairs, num_labels, config.shard_rows)
-                writer.add(shard)
-        writer.finish(tokenizer)
+        write_rows(writer, source, tokenizer)
     return Corpus.open(out)
+
+
+def appended(corpus: Corpus, raw: Path, out: Path) -> Corpus:
+    """`corpus` with the rows of new raw files, as `prepare --append` writes it."""
+    _, manifest = open_artifact(corpus.path, KIND)
+    new = detect(raw)
+    source = appended_files(corpus, new, match_labels(corpus, new, skip=False))
+    config = settings_of(corpus.card, "fail")
+    tokenizer = corpus.tokenizer()
+    linked: dict[str, FileEntry] = {}
+    with new_artifact(out, KIND, {"made_by": "tests"}, linked) as folder:
+        changed = set(changed_files(manifest.files, source, config))
+        linked.update(link_files(corpus.path, manifest, folder, changed))
+        writer = continued_writer(folder, corpus, source, config)
+        write_rows(writer, source, tokenizer)
+    return Corpus.open(out)
+
+
+def write_rows(writer: CorpusWriter, source: RawFiles, tokenizer: TextTokenizer) -> None:
+    """Packs and writes all rows, and finishes the corpus."""
+    shard_rows = writer.config.shard_rows
+    for split in ("labels", *source.splits):
+        pairs = NO_PAIRS if split == "labels" else sorted_pairs(source.filters(split))
+        num_labels = writer.num_rows["labels"]
+        for chunk in read_chunks(source, split, num_labels, shard_rows, skip=False):
+            writer.add(pack_chunk(chunk, tokenizer, pairs, num_labels, shard_rows))
+    writer.finish(tokenizer)

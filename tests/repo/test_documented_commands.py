@@ -204,7 +204,7 @@ def is_quick(command: Command) -> bool:
         return False
     if verb == "tune" and "--bundle" not in command.words:
         return False
-    if any(mark in line for mark in ("://", "$", "/mnt/", "log.track", "encoder.name")):
+    if any(mark in line for mark in ("://", "$", "/mnt/", "log.track", "encoder.name", "--from")):
         return False
     try:
         return parse(command) is not None

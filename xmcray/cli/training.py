@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xmcray.cli.arguments import add_config, add_corpus, add_json, given, merged_settings
 from xmcray.cli.output import show, show_json, show_metrics, show_next
 from xmcray.cli.paths import bundle_at, kind_of
+from xmcray.config import overlay
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
 
 if TYPE_CHECKING:
     from xmcray.data.corpus import Corpus
     from xmcray.evaluation.evaluate import Evaluation
+    from xmcray.training.run import Run
 
 VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa")
 # Settings of `prepare` that have an option of their own.
@@ -205,6 +207,12 @@ def train_options(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="then train on all of train for the best number of epochs",
     )
+    verb.add_argument(
+        "--from",
+        dest="source",
+        metavar="RUN",
+        help="go on from this finished run, with its settings; labels are matched by uid",
+    )
     verb.add_argument("--no-evaluate", action="store_true", help="leave the test split alone")
     add_json(verb, "the metrics")
 
@@ -215,8 +223,11 @@ def train(options: argparse.Namespace) -> None:
     check_method_name(options.method)
     overrides = [] if options.workers is None else [f"cluster.workers={options.workers}"]
     values = merged_settings(options, overrides)
-    from xmcray.training.run import RunConfig
+    from xmcray.training.run import Run, RunConfig
 
+    source = Run.open(options.source) if options.source else None
+    if source is not None:
+        values = overlay(_settings_from(source, options), values)
     settings = RunConfig.resolve(options.method, values)
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting, watch_training
@@ -230,6 +241,7 @@ def train(options: argparse.Namespace) -> None:
         resume=options.resume,
         refit=options.refit,
         restart=options.restart,
+        source=source,
         watch=watch_training,
     )
     corpus = Corpus.open(options.data, verify=False)  # `train` has compared every byte
@@ -244,6 +256,14 @@ def train(options: argparse.Namespace) -> None:
         show_metrics({Path(options.out).name: metrics})
     show(f"bundle {options.out}/bundle, report {options.out}/report.html")
     show_next(["xmcray", "search", f"{options.out}/bundle", "TEXT"])
+
+
+def _settings_from(source: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the run that --from names."""
+    from xmcray.data.corpus import Corpus
+    from xmcray.training.start import settings_from
+
+    return settings_from(source, options.method, Corpus.open(options.data, verify=False))
 
 
 def evaluate_options(verb: argparse.ArgumentParser) -> None:

@@ -147,6 +147,26 @@ class AppendedFiles(RawFiles):
         )
 
 
+def appended_files(corpus: Corpus, new: RawFiles, label_ids: Int64Array) -> AppendedFiles:
+    """What is read to append new raw files to a corpus.
+
+    Args:
+        corpus: the corpus.
+        new: the new raw files.
+        label_ids: see `match_labels`.
+    """
+    card = corpus.card
+    return AppendedFiles(
+        format=card.format,
+        path=Path(card.source),
+        splits=new.splits,
+        new=new,
+        corpus=corpus.path,
+        card=card,
+        label_ids=label_ids,
+    )
+
+
 def match_labels(corpus: Corpus, new: RawFiles, skip: bool) -> Int64Array:
     """The source id of each row of the new label file.
 

@@ -40,15 +40,19 @@ class DataConfig:
         validation: share of the training queries held out for model selection; 0 trains on all of
             them.
         augment_with_labels: label texts are training queries of their own label.
+        validation_from: first training query that may be held out; those before it were trained on
+            by the run that this one goes on from (`--from`).
         seed: of the validation split; the same split for every method and setting.
     """
 
     validation: float = 0.05
+    validation_from: int = 0
     augment_with_labels: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_range("data.validation", self.validation, 0, 0.5)
+        check_range("data.validation_from", self.validation_from, low=0)
         check_range("data.seed", self.seed, low=0)
 
 
@@ -74,9 +78,10 @@ class TrainingData:
     def __post_init__(self) -> None:
         empty_rows = self.corpus.split("train").rows_without_positives
         # The split is drawn over all rows, so it does not depend on which have positives.
-        num_held_out = round(self.config.validation * self.num_train)
+        first = min(self.config.validation_from, self.num_train)
+        num_held_out = round(self.config.validation * (self.num_train - first))
         generator = draws.generator(self.config.seed, "validation")
-        held_out = np.sort(random_sample(generator, self.num_train, num_held_out))
+        held_out = first + np.sort(random_sample(generator, self.num_train - first, num_held_out))
         left_out = np.union1d(empty_rows, held_out)
         if len(left_out) == self.num_train:
             raise DataError(

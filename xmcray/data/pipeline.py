@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rich.progress import Progress
 
 from xmcray.data.append import (
-    AppendedFiles,
+    appended_files,
     changed_files,
     continued_writer,
     match_labels,
@@ -143,15 +143,7 @@ def append(
     config = settings_of(corpus.card, on_error)
     tokenizer = corpus.tokenizer()
     label_ids = match_labels(corpus, new, on_error == "skip")
-    source = AppendedFiles(
-        format=corpus.card.format,
-        path=Path(corpus.card.source),
-        splits=new.splits,
-        new=new,
-        corpus=corpus.path,
-        card=corpus.card,
-        label_ids=label_ids,
-    )
+    source = appended_files(corpus, new, label_ids)
     about = {**manifest.about, "appended": new.path.absolute().name, "appended_to": manifest.sha256}
     linked: dict[str, FileEntry] = {}
     with ray_session(), new_artifact(out, KIND, about, linked) as folder:

@@ -240,6 +240,7 @@ class MethodEntry:
         label_counts: Settings that count labels. A value above L is clipped, with a warning.
         uses_label_texts: Label vectors are made of label texts, so labels without text have none.
         sections: Which of the optional sections `memory` and `fusion` the method has.
+        in_force: The settings as they take effect with a number of labels.
     """
 
     config_type: type[Any]
@@ -248,6 +249,7 @@ class MethodEntry:
     label_counts: tuple[str, ...] = ()
     uses_label_texts: bool = False
     sections: tuple[str, ...] = ()
+    in_force: Callable[[Any, int], Any] = lambda config, num_labels: config
 
 
 def dual_encoder_defaults(hard: int = 0) -> Mapping[str, Mapping[str, Any]]:

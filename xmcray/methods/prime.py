@@ -17,6 +17,7 @@ encoder, is an ASTRA run that starts from this run's encoder with `optim.lr=0`.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -162,10 +163,7 @@ class Prime(Method):
         super().__init__(NormalisedHead(context.dim))
         self.config = config
         self.context = context
-        num_labels = context.data.num_labels
-        # More vectors than labels would stay unused, and clusters come in powers of two.
-        largest_power = 1 << num_labels.bit_length() - 1
-        self.num_vectors = min(config.free_vectors, largest_power)
+        self.num_vectors = _in_force(config, context.data.num_labels).free_vectors
         network = PrototypeNetwork(
             context.dim,
             config.feed_forward,
@@ -372,6 +370,13 @@ class Prime(Method):
         return torch.cat(gathered)[context.partition.start : context.partition.stop]
 
 
+def _in_force(config: PrimeConfig, num_labels: int) -> PrimeConfig:
+    """The settings with the size of the bank for a number of labels."""
+    # More vectors than labels would stay unused, and clusters come in powers of two.
+    largest_power = 1 << num_labels.bit_length() - 1
+    return dataclasses.replace(config, free_vectors=min(config.free_vectors, largest_power))
+
+
 def _draw_weights(config: PrimeConfig, context: MethodContext) -> Float64Array:
     """float64 [L], weights that positives are drawn with."""
     corpus = context.data.corpus
@@ -389,4 +394,5 @@ ENTRY = MethodEntry(
     defaults=dual_encoder_defaults(),
     label_counts=("hard_per_query",),
     uses_label_texts=True,
+    in_force=_in_force,
 )

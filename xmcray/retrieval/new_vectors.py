@@ -30,11 +30,7 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
     Raises:
         DataError: a text has no token.
     """
-    tokens = retriever.tokenizer.encode_labels(texts)
-    if not tokens.lengths.all():
-        empty_text = texts[int(tokens.lengths.argmin())]
-        raise DataError(f"text {empty_text[:80]!r} of a label has no token; reword it")
-    vectors = retriever.query_encoder.encode_labels(tokens)
+    vectors = _text_vectors(retriever, texts)
     if side.prototypes is not None:
         return _prototypes(retriever, side, vectors)
     if side.row_columns:
@@ -44,6 +40,33 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
     return vectors
 
 
+def nearest_clusters(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> torch.Tensor:
+    """PRIME's clusters of labels that join, int64 [n].
+
+    Raises:
+        DataError: a text has no token.
+    """
+    return _nearest_clusters(retriever, side, _text_vectors(retriever, texts))
+
+
+def _text_vectors(retriever: Retriever, texts: Sequence[str]) -> Float32Array:
+    """What the encoder makes of the texts of labels, float32 [n, D]."""
+    tokens = retriever.tokenizer.encode_labels(texts)
+    if not tokens.lengths.all():
+        empty_text = texts[int(tokens.lengths.argmin())]
+        raise DataError(f"text {empty_text[:80]!r} of a label has no token; reword it")
+    return retriever.query_encoder.encode_labels(tokens)
+
+
+def _nearest_clusters(retriever: Retriever, side: LabelSide, text_UD: Float32Array) -> torch.Tensor:
+    """The cluster of the label whose prototype is nearest to each text, int64 [n]."""
+    assert side.cluster_L is not None
+    nearest = retriever.labels.search_exported(text_UD, 1).ids[:, 0]
+    # Clusters are listed by row, not by source id.
+    nearest_rows = retriever.labels.label_rows[nearest]
+    return side.cluster_L[torch.from_numpy(nearest_rows)]
+
+
 def _prototypes(retriever: Retriever, side: LabelSide, text_UD: Float32Array) -> Float32Array:
     """PRIME's prototypes of new labels.
 
@@ -51,11 +74,7 @@ def _prototypes(retriever: Retriever, side: LabelSide, text_UD: Float32Array) ->
     the cluster, and so gets the free vector, of the label whose prototype is nearest to its text.
     """
     assert side.prototypes is not None
-    assert side.cluster_L is not None
-    nearest = retriever.labels.search_exported(text_UD, 1).ids[:, 0]
-    # Clusters are listed by row, not by source id.
-    nearest_rows = retriever.labels.label_rows[nearest]
-    cluster_U = side.cluster_L[torch.from_numpy(nearest_rows)]
+    cluster_U = _nearest_clusters(retriever, side, text_UD)
     texts = torch.from_numpy(text_UD).to(side.prototypes.bank.weight)
     with torch.inference_mode():
         prototypes: Float32Array = side.prototypes(texts, texts, cluster_U).float().numpy()

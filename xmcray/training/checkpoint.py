@@ -148,13 +148,31 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def load(checkpoint: Checkpoint, stepper: Stepper, partition: LabelPartition) -> None:
     """Restores encoder, optimisers and this rank's rows, whatever number of ranks saved them."""
-    load_encoder_weights(checkpoint, stepper)
-    _load_other_modules(checkpoint.path, stepper)
-    stepper.optimizer.load(load_file(checkpoint.path / "optimizer.safetensors"), checkpoint.step)
+    load_shared(checkpoint, stepper, checkpoint.step)
     for name, table in stepper.method.tables.items():
         blocks = row_blocks(checkpoint.path, name, partition.start, partition.stop)
         table.load(blocks, checkpoint.step)
     _load_state(checkpoint.path, stepper, partition)
+
+
+def load_shared(checkpoint: Checkpoint, stepper: Stepper, num_steps: int) -> None:
+    """Restores what all ranks have: encoder, other modules and the state of their optimiser.
+
+    Args:
+        num_steps: Steps done, from the view of the run that goes on.
+    """
+    load_encoder_weights(checkpoint, stepper)
+    _load_other_modules(checkpoint.path, stepper)
+    stepper.optimizer.load(load_file(checkpoint.path / "optimizer.safetensors"), num_steps)
+
+
+def module_shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Shapes of the tensors of modules besides the encoder, by "module/tensor"."""
+    path = checkpoint.path / "modules.safetensors"
+    if not path.is_file():
+        return {}
+    with _readable(path), safe_open(path, framework="pt") as file:
+        return {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
 
 
 def load_encoder_weights(checkpoint: Checkpoint, stepper: Stepper) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -67,6 +68,7 @@ def train(
     resume: str = "auto",
     refit: bool = False,
     restart: bool = False,
+    source: Run | None = None,
     watch: FitContext = contextlib.nullcontext,  # type: ignore[assignment]
 ) -> Run:
     """Trains a run to its end, continuing an interrupted one.
@@ -79,6 +81,7 @@ def train(
         refit: train with validation first (in out/selection), then once more on all training
             queries for the number of epochs that was best.
         restart: start over if all checkpoints of an interrupted run are damaged.
+        source: finished run to go on from, on this corpus.
         watch: context around each training, for a progress bar.
     Raises:
         XmcrayError: the user's mistakes.
@@ -105,17 +108,29 @@ def train(
         if resume == "never":
             refuse_contents(path)
         if refit:
-            selection = open_or_create(path / SELECTION, config, opened, "auto")
+            selection = _begin(path / SELECTION, config, opened, source)
             if restart:
                 _restart_if_damaged(selection)
             _train_one(selection, opened, watch)
             config = refit_config(selection)
         # With resume="never" the folder was empty but for the selection.
-        run = open_or_create(path, config, opened, "auto")
+        run = _begin(path, config, opened, source)
         if restart:
             _restart_if_damaged(run)
         _train_one(run, opened, watch)
         run.remove_vectors()  # the selection has used the same folder
+    return run
+
+
+def _begin(path: Path, config: RunConfig, corpus: Corpus, source: Run | None) -> Run:
+    """A new run, which may go on from another one, or the one that was interrupted."""
+    if source is None:
+        return open_or_create(path, config, corpus, "auto")
+    from xmcray.training import start  # it is built on what exports a run
+
+    write = functools.partial(start.write_start, path, source, config, corpus)
+    run = open_or_create(path, config, corpus, "auto", source, write)
+    start.check_start(run)
     return run
 
 

@@ -35,7 +35,7 @@ from xmcray.training.optim import lr_factor
 from xmcray.training.preemption import StopFlag
 from xmcray.training.prefetch import BatchPrefetcher
 from xmcray.training.records import Record, Records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import START, Run, RunConfig
 from xmcray.training.step import Embedder, Stepper, encode_without_graph
 from xmcray.training.validation import validate
 from xmcray.training.watch import Watch
@@ -240,6 +240,9 @@ class Loop:
         if is_first:
             checkpoints.remove_unfinished(self.run.checkpoints)
         checkpoint = checkpoints.newest(self.run.checkpoints)
+        if checkpoint is None:
+            # A run that goes on from another one begins with a checkpoint of step 0.
+            checkpoint = checkpoints.newest(self.run.path / START)
         negatives_state: Mapping[str, Any] = {}
         collected: list[dict[str, np.ndarray[Any, Any]]] = []
         if checkpoint is None:

@@ -12,6 +12,7 @@ RUN/metrics.json      its evaluation, for programs
 RUN/report.html       its evaluation, for people
 RUN/selection/        of a refit: the run with validation that chose the number of epochs
 RUN/trackers/         files of TensorBoard and W&B, and what each tracker has received
+RUN/start/            with --from: the checkpoint of step 0, made of another run (start.py)
 RUN/vectors/          vectors of all texts by a frozen encoder (nn/frozen.py), until the run ends
 RUN/lock              held by the process that trains
 """
@@ -23,7 +24,7 @@ import dataclasses
 import fcntl
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +47,7 @@ from xmcray.training.optim import OptimConfig
 _MISTAKE = "mistake.json"
 OPTIONAL_SECTIONS: Mapping[str, type[Any]] = {"memory": MemoryConfig, "fusion": FusionConfig}
 SELECTION, VECTORS = "selection", "vectors"
+START = "start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +216,8 @@ class Run:
         config: Resolved configuration.
         corpus: Absolute path or URL of the data.
         corpus_sha256: Hash of the corpus that the run was started with.
+        start: The run that this one goes on from, with the hashes of checkpoints; None if it
+            starts anew.
     """
 
     path: Path
@@ -221,17 +225,27 @@ class Run:
     config: RunConfig
     corpus: str
     corpus_sha256: str
+    start: Mapping[str, Any] | None = None
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, corpus: Corpus) -> Run:
-        """Starts a folder, which must not exist or must hold nothing but a lock."""
-        run = cls(path.absolute(), secrets.token_hex(6), config, corpus.origin, corpus.sha256)
+    def create(
+        cls,
+        path: Path,
+        config: RunConfig,
+        corpus: Corpus,
+        start: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Starts a folder, which must not exist or must hold nothing but a lock and a start."""
+        run_id = secrets.token_hex(6)
+        run = cls(path.absolute(), run_id, config, corpus.origin, corpus.sha256, start)
         body = {
             "id": run.id,
             "config": config.to_dict(),
             "corpus": run.corpus,
             "corpus_sha256": run.corpus_sha256,
         }
+        if start is not None:
+            body["start"] = dict(start)
         # First, because with it alone the folder already is a run.
         storage.write_json(path / "run.json", body)
         run.write_config()
@@ -249,7 +263,9 @@ class Run:
             body = storage.read_json(folder / "run.json")
             values = body["config"]
             config = RunConfig.resolve(values["method_name"], values)
-            return cls(folder, body["id"], config, str(body["corpus"]), body["corpus_sha256"])
+            corpus = str(body["corpus"])
+            start = body.get("start")
+            return cls(folder, body["id"], config, corpus, body["corpus_sha256"], start)
         except (FileNotFoundError, NotADirectoryError):
             raise RunError(
                 f"{path} is not a run: it has no run.json; train with --out {path} first"
@@ -302,7 +318,14 @@ class Run:
             return {**result, "steps": int(result["steps"])}
 
 
-def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -> Run:
+def open_or_create(
+    path: Path,
+    config: RunConfig,
+    corpus: Corpus,
+    resume: str,
+    source: Run | None = None,
+    write_start: Callable[[], Mapping[str, Any]] | None = None,
+) -> Run:
     """The run to train: a new one, or the one that was interrupted. The caller holds the lock.
 
     Args:
@@ -311,6 +334,8 @@ def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -
         corpus: What is trained on.
         resume: "auto" continues a run of the same corpus and configuration; "never" demands an
             empty folder.
+        source: The run to go on from, if any.
+        write_start: With `source`, writes the start of a new run and returns what run.json says.
 
     Raises:
         RunError: not empty under "never", not a run, or a run of another corpus or configuration.
@@ -321,10 +346,16 @@ def open_or_create(path: Path, config: RunConfig, corpus: Corpus, resume: str) -
     for name in ("run.json", "config.yaml"):
         for temporary in path.glob(f".{name}.*"):
             temporary.unlink()
-    if _contents(path) <= {SELECTION, VECTORS}:
+    if _contents(path) <= {SELECTION, VECTORS, START}:
         path.mkdir(parents=True, exist_ok=True)
-        return Run.create(path, config, corpus)
+        shutil.rmtree(path / START, ignore_errors=True)
+        start = write_start() if write_start else None
+        return Run.create(path, config, corpus, start)
     run = Run.open(path)
+    source_id = source.id if source else None
+    if source_id != (run.start or {}).get("id"):
+        first_run = "without --from" if run.start is None else f"--from {run.start['run']}"
+        raise RunError(f"{path} was started {first_run}; say so again or choose another --out")
     if run.corpus_sha256 != corpus.sha256:
         raise RunError(f"{path} was trained on another corpus ({run.corpus}); choose another --out")
     for change in sorted(configs.differences(run.config.to_dict(), config.to_dict())):
@@ -351,6 +382,7 @@ def discard(run: Run) -> None:
         return
     clear_progress(run)
     run.remove_vectors()
+    shutil.rmtree(run.path / START, ignore_errors=True)
     for name in ("run.json", "config.yaml"):
         (run.path / name).unlink(missing_ok=True)
     if not any(run.path.iterdir()):

@@ -1,0 +1,221 @@
+"""`train --from`: a run goes on from another one on a corpus with more queries and labels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import appended, corpus_of
+from planted import write_planted
+from safetensors.torch import load_file
+
+from xmcray.cli import main
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.methods.registry import method_names
+from xmcray.retrieval.labels import NewLabel, add_labels
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.checkpoint import row_blocks
+from xmcray.training.run import Run
+from xmcray.training.step import Stepper
+
+NUM_OLD = 15  # labels
+SETTINGS = {
+    "encoder.dim": 16,
+    "optim.batch_size": 32,
+    "optim.epochs": 2,
+    "negatives.hard": 4,
+    "negatives.uniform": 8,
+    "cluster.threads_per_process": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, Corpus]:
+    """A corpus, and the one that has more queries and labels."""
+    folder = tmp_path_factory.mktemp("start")
+    write_planted(folder / "all", 150, 23, only_in_test=0, filtered=0)
+    rows = {}
+    for name in ("labels", "train", "test"):
+        lines = (folder / "all" / f"{name}.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
+    for query in (*rows["train"], *rows["test"]):
+        query["labels"] = [f"label{label}" for label in query["labels"]]
+    is_old = [all(int(x[5:]) < NUM_OLD for x in query["labels"]) for query in rows["train"]]
+    old = {**rows, "labels": rows["labels"][:NUM_OLD]}
+    old["train"] = [query for query, keep in zip(rows["train"], is_old, strict=True) if keep]
+    del old["test"]
+    new = {**rows}
+    new["train"] = [query for query, keep in zip(rows["train"], is_old, strict=True) if not keep]
+    for name, files in (("old", old), ("new", new)):
+        (folder / name).mkdir()
+        for split, queries in files.items():
+            text = "".join(json.dumps(query) + "\n" for query in queries)
+            (folder / name / f"{split}.jsonl").write_text(text)
+    first = corpus_of(folder / "old", folder / "first")
+    return first, appended(first, folder / "new", folder / "second")
+
+
+def command(method: str, corpus: Corpus, out: Path, *more: str, **settings: Any) -> list[str]:
+    words = ["train", method, "--data", str(corpus.path), "--out", str(out), "--workers", "0"]
+    for name, value in settings.items():
+        words += ["--set", f"{name}={value}"]
+    return [*words, *more]
+
+
+@pytest.fixture(scope="module")
+def astra(corpora: tuple[Corpus, Corpus], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("astra") / "first"
+    assert main(command("astra", corpora[0], out, **SETTINGS)) == 0
+    return Run.open(out)
+
+
+def rows_by_uid(run: Run, corpus: Corpus, folder: str, name: str) -> dict[str, dict[str, Any]]:
+    """Tensors of each label in the newest checkpoint of a folder, by uid."""
+    newest = sorted((run.path / folder).glob("step-*"))[-1]
+    uids = corpus.label_uids(corpus.label_order)
+    rows = {}
+    for first, tensors in row_blocks(newest, name, 0, len(uids)):
+        for place in range(len(next(iter(tensors.values())))):
+            row = {key: tensor[place].numpy() for key, tensor in tensors.items()}
+            rows[uids[first + place]] = row
+    return rows
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_every_method_goes_on_from_its_rows(
+    method: str, corpora: tuple[Corpus, Corpus], tmp_path: Path
+) -> None:
+    old, new = corpora
+    assert main(command(method, old, tmp_path / "a", **SETTINGS)) == 0
+    assert main(command(method, new, tmp_path / "b", "--from", str(tmp_path / "a"))) == 0
+    first = Run.open(tmp_path / "a")
+    second = Run.open(tmp_path / "b")
+    assert second.start is not None
+    assert second.start["id"] == first.id
+    assert second.config.encoder == first.config.encoder
+    compared = 0
+    for name in ("classifier", "state"):
+        trained = rows_by_uid(first, old, "checkpoints", name)
+        started = rows_by_uid(second, new, "start", name)
+        for uid, tensors in trained.items():
+            for key, row in tensors.items():
+                assert np.array_equal(started[uid][key], row), (uid, key)
+                compared += 1
+        for uid in started.keys() - trained.keys():
+            assert all(np.isfinite(row).all() for row in started[uid].values())
+            assert name == "state" or np.abs(started[uid]["weight"]).max() > 0
+    assert compared or method in ("dexml", "rae")
+    [before] = (tmp_path / "a/checkpoints").glob(f"step-{first.result()['steps']:08d}")  # type: ignore[index]
+    for name in ("optimizer.safetensors", "encoder/model.safetensors"):
+        tensors = load_file(before / name)
+        for key, tensor in load_file(tmp_path / "b/start/step-00000000" / name).items():
+            assert torch.equal(tensor, tensors[key]), key
+    assert (tmp_path / "b/metrics.json").is_file()
+
+
+def test_new_labels_and_queries_are_new_to_the_run(
+    corpora: tuple[Corpus, Corpus], astra: Run, tmp_path: Path
+) -> None:
+    old, new = corpora
+    words = command("astra", new, tmp_path / "b", "--from", str(astra.path), "--no-evaluate")
+    assert main([*words, "--set", "data.validation=0.2"]) == 0
+    config = Run.open(tmp_path / "b").config
+    # New labels start with the rows that they would get in the bundle of the first run.
+    new_ids = np.arange(NUM_OLD, new.card.num_labels)
+    uids = new.label_uids(new_ids)
+    added = map(NewLabel, uids, new.label_texts(new_ids))
+    add_labels(astra.path / "bundle", list(added), tmp_path / "added")
+    vectors = Retriever.load(tmp_path / "added").labels.vectors_of(new_ids)
+    started = rows_by_uid(Run.open(tmp_path / "b"), new, "start", "classifier")
+    rows = np.stack([started[uid]["weight"] for uid in uids])
+    assert np.allclose(rows, vectors, rtol=1e-3, atol=1e-4 * np.abs(rows).max())
+    held_out = TrainingData(new, config.data).validation_rows
+    assert len(held_out) > 0
+    assert held_out.min() >= old.card.num_train
+
+
+@pytest.mark.parametrize("moment", ["start", "early", "late"])
+def test_a_run_that_was_killed_ends_with_the_same_bytes(
+    corpora: tuple[Corpus, Corpus],
+    astra: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+) -> None:
+    def words(name: str) -> list[str]:
+        end = ["--from", str(astra.path), "--no-evaluate", "--set", "log.checkpoint_every=3"]
+        return command("astra", corpora[1], tmp_path / name, *end)
+
+    class KilledError(BaseException):
+        pass
+
+    whole_step = Stepper.step
+    num_steps = 0
+
+    def step(self: Stepper, *arguments: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == {"early": 2, "late": 5}[moment]:
+            raise KilledError
+        return whole_step(self, *arguments)
+
+    def created(*_: Any) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        if moment == "start":
+            patch.setattr(Run, "create", created)
+        else:
+            patch.setattr(Stepper, "step", step)
+        with pytest.raises(KilledError):
+            main(words("killed"))
+    assert main(words("killed")) == 0
+    assert main(words("whole")) == 0
+    [killed] = sorted((tmp_path / "killed/checkpoints").glob("step-*"))[-1:]
+    compared = sorted(killed.rglob("*.safetensors"))
+    assert len(compared) == 3
+    for path in compared:
+        other = tmp_path / "whole" / path.relative_to(tmp_path / "killed")
+        assert path.read_bytes() == other.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("renee", {}, "was trained with astra, which cannot go on as renee"),
+        ("astra", {"encoder.dim": 8}, "was trained with encoder.dim = 16, now 8, which cannot"),
+        ("astra", {"method.classifier.kind": "adam"}, "other settings of its classifier rows"),
+        ("astra", {"optim.precision": "float64"}, "was trained with optim.precision"),
+    ],
+)
+def test_what_cannot_carry_over_is_refused_in_one_line(
+    corpora: tuple[Corpus, Corpus],
+    astra: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+    settings: dict[str, Any],
+    message: str,
+) -> None:
+    words = command(method, corpora[1], tmp_path / "b", "--from", str(astra.path), **settings)
+    assert main(words) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_run_keeps_its_start(
+    corpora: tuple[Corpus, Corpus],
+    astra: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = command("astra", corpora[1], tmp_path / "b", "--no-evaluate", **SETTINGS)
+    assert main([*words, "--from", str(astra.path)]) == 0
+    assert main(words) == 2
+    assert f"was started --from {astra.path}" in capsys.readouterr().err

@@ -1,0 +1,294 @@
+"""The start of a run that goes on from another one, whose corpus had fewer queries and labels.
+
+RUN/start/ is a checkpoint of step 0 in the labels of the new corpus. The driver writes it before
+the run begins, so workers read it as any checkpoint, on any number of ranks:
+
+    encoder, modules, optimiser   those of the other run's last checkpoint
+    rows of labels                by uid, with the state of their optimiser
+    rows of new labels            what the label side of the other run's bundle makes of their texts
+    other state of new labels     the method's own start, with the trained encoder
+
+Hard negatives are not taken over: their index is built anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xmcray import config as configs
+from xmcray import storage
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.errors import ConfigError, DataError
+from xmcray.methods.registry import method_entry
+from xmcray.nn.label_side import load_label_side
+from xmcray.parallel.partition import LabelPartition
+from xmcray.retrieval.new_vectors import nearest_clusters, new_vectors
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training import checkpoint as checkpoints
+from xmcray.training.checkpoint import Checkpoint
+from xmcray.training.checkpoint_writer import CheckpointWriter
+from xmcray.training.export import last_checkpoint, open_corpus
+from xmcray.training.loop import Setup, build
+from xmcray.training.outcome import bundle_of
+from xmcray.training.run import SELECTION, START, Run, RunConfig
+from xmcray.types import Float32Array, Int64Array
+
+_ROWS_AT_ONCE = 65_536
+_SOME_LABELS = 1024
+# Settings of the encoder that do not decide what its trained weights mean.
+_FREE_SETTINGS = ("encoder.autocast", "encoder.dropout", "encoder.init_", "encoder.vectors_folder")
+_Names = Callable[[Int64Array], list[str]]
+
+
+def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, Any]:
+    """The settings of a finished run, for one that goes on from it on a corpus.
+
+    Queries that the run was trained on are not held out. Of a refit the settings are those of the
+    run that chose its number of epochs.
+
+    Raises:
+        ConfigError: the run was trained with another method.
+        RunError: its corpus is gone.
+    """
+    if source.config.method_name != method_name:
+        raise ConfigError(
+            f"{source.path} was trained with {source.config.method_name}, which cannot go on as"
+            f" {method_name}; name {source.config.method_name}, or train without --from"
+        )
+    selection = source.path / SELECTION
+    config = Run.open(selection).config if selection.is_dir() else source.config
+    old = open_corpus(source)
+    # With as many labels as it had: otherwise more labels would change the shapes of modules.
+    in_force = method_entry(config.method_name).in_force
+    method = in_force(config.method, old.card.num_labels)
+    encoder = dataclasses.replace(
+        config.encoder, init_from="", init_vectors="distilled", init_share=1.0
+    )
+    values = dataclasses.replace(config, method=method, encoder=encoder).to_dict()
+    num_old = old.card.num_train
+    queries = corpus.split("train")
+    if _begins_with(queries.uids, old.split("train").uids, num_old, len(queries)):
+        values["data"]["validation_from"] = num_old
+    return values
+
+
+def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+    """Writes the start of a run; the caller holds the run's lock.
+
+    Args:
+        path: folder of the run that begins.
+        source: finished run to go on from.
+        config: settings of the run that begins.
+        corpus: its corpus, verified.
+    Returns:
+        What run.json says of the start.
+    Raises:
+        ConfigError: a setting cannot carry over.
+        DataError: the corpus has another vocabulary, or no label of the run.
+        RunError: `source` is not finished, or its corpus is gone.
+    """
+    last = last_checkpoint(source)
+    old = open_corpus(source)
+    _check_settings(source, config)
+    _check_corpus(source, old, corpus)
+    old_ids = _old_label_ids(old, corpus)
+    if not np.any(old_ids >= 0):
+        raise DataError(f"{corpus.path} has no label of {source.path}; train without --from")
+    partition = LabelPartition(corpus.card.num_labels, 1, 0)
+    use_gpu = torch.cuda.is_available() and config.cluster.device != "cpu"
+    device = torch.device("cuda" if use_gpu else "cpu")
+    setup = build(config, TrainingData(corpus, config.data), device, partition)
+    _check_shapes(source, last, setup)
+    checkpoints.load_shared(last, setup.stepper, 0)
+    # With the trained encoder. Afterwards the rows of labels that were trained replace what it made.
+    setup.method.start()
+    num_old = old.card.num_labels
+    for name, table in setup.method.tables.items():
+        _carry(source, last, name, table.tensors(), old_ids, num_old)
+    state = setup.method.state_tensors()
+    if state:
+        _carry(source, last, checkpoints.STATE, state, old_ids, num_old)
+    _start_new_labels(source, old, corpus, setup, np.flatnonzero(old_ids < 0))
+    folder = path / START
+    # A process that was killed may have left a part.
+    shutil.rmtree(folder, ignore_errors=True)
+    writer = CheckpointWriter(folder, setup.stepper, partition, keep=1)
+    writer.save(0, {"epoch": 0, "negatives": {}})
+    writer.finish()
+    return {
+        "run": str(source.path),
+        "id": source.id,
+        "step": last.step,
+        "checkpoint_sha256": storage.read_manifest(last.path, checkpoints.KIND).sha256,
+        "start_sha256": _start_sha256(folder),
+    }
+
+
+def check_start(run: Run) -> None:
+    """Raises StorageError unless the start of a run is the one that run.json names."""
+    if run.start is None or run.result() is not None:
+        return
+    folder = run.path / START
+    if _start_sha256(folder) != run.start["start_sha256"]:
+        raise ConfigError(
+            f"{folder} is not the start of {run.path}; train again with another --out"
+        )
+
+
+def _start_sha256(folder: Path) -> str:
+    return storage.read_manifest(checkpoints.step_folder(folder, 0), checkpoints.KIND).sha256
+
+
+def _check_settings(source: Run, config: RunConfig) -> None:
+    """Raises ConfigError for settings that decide what the trained tensors mean."""
+    for change in configs.differences(source.config.to_dict(), config.to_dict()):
+        is_encoder = change.startswith("encoder.") and not change.startswith(_FREE_SETTINGS)
+        if is_encoder or change.startswith("optim.precision"):
+            raise ConfigError(
+                f"{source.path} was trained with {change}, which cannot carry over;"
+                " leave that setting out, or train without --from"
+            )
+
+
+def _check_corpus(source: Run, old: Corpus, corpus: Corpus) -> None:
+    """Raises DataError unless both corpora have the same token ids."""
+    if old.tokenizer().to_files() != corpus.tokenizer().to_files():
+        raise DataError(
+            f"{corpus.path} has another vocabulary than the corpus of {source.path};"
+            " make it with `xmcray prepare --append`, or train without --from"
+        )
+
+
+def _check_shapes(source: Run, last: Checkpoint, setup: Setup) -> None:
+    """Raises ConfigError if a module of the method has tensors of other shapes than before."""
+    old_shapes = checkpoints.module_shapes(last)
+    for module_name, module in checkpoints.other_modules(setup.stepper).items():
+        for name, tensor in module.state_dict().items():
+            key = f"{module_name}/{name}"
+            shape = list(tensor.shape)
+            if old_shapes.get(key) != shape:
+                raise ConfigError(
+                    f"{source.path} was trained with {key} of shape {old_shapes.get(key)}, now {shape};"
+                    " use its settings method.*, or train without --from"
+                )
+
+
+def _old_label_ids(old: Corpus, corpus: Corpus) -> Int64Array:
+    """int64 [L], by internal id: the label's internal id in the old corpus, -1 if it is new."""
+    num_old = old.card.num_labels
+    source_ids = np.full(corpus.card.num_labels, -1, np.int64)
+    if _begins_with(corpus.label_uids, old.label_uids, num_old, len(source_ids)):
+        source_ids[:num_old] = np.arange(num_old)
+    else:
+        id_of_uid: dict[str, int] = {}
+        for ids in _blocks(num_old):
+            id_of_uid.update(zip(old.label_uids(ids), ids.tolist(), strict=True))
+        for ids in _blocks(len(source_ids)):
+            source_ids[ids] = [id_of_uid.get(uid, -1) for uid in corpus.label_uids(ids)]
+    in_order = source_ids[corpus.label_order]
+    return np.where(in_order >= 0, old.label_rank[in_order], -1)
+
+
+def _begins_with(names: _Names, old_names: _Names, num_old: int, num_rows: int) -> bool:
+    """Whether the first rows have the names of all old rows, in their order."""
+    if num_rows < num_old:
+        return False
+    return all(names(ids) == old_names(ids) for ids in _blocks(num_old))
+
+
+def _blocks(num_rows: int) -> Iterator[Int64Array]:
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        yield np.arange(start, min(start + _ROWS_AT_ONCE, num_rows))
+
+
+def _carry(
+    source: Run,
+    last: Checkpoint,
+    name: str,
+    own: Mapping[str, Tensor],
+    old_ids: Int64Array,
+    num_old: int,
+) -> None:
+    """Writes the rows of labels that were trained into tensors [L, ...].
+
+    Args:
+        source: the run that they come from.
+        last: its last checkpoint.
+        name: of the table.
+        own: the tensors by name, changed in place.
+        old_ids: int64 [L], row of each label in the checkpoint; -1 for new ones.
+        num_old: rows in the checkpoint.
+    """
+    # By their rows in the checkpoint, so that each of its files is read once.
+    rows = np.flatnonzero(old_ids >= 0)
+    rows = rows[np.argsort(old_ids[rows])]
+    sorted_ids = old_ids[rows]
+    for first, tensors in checkpoints.row_blocks(last.path, name, 0, num_old):
+        shapes = {key: (tensor.dtype, tensor.shape[1:]) for key, tensor in tensors.items()}
+        if shapes != {key: (tensor.dtype, tensor.shape[1:]) for key, tensor in own.items()}:
+            raise ConfigError(
+                f"{source.path} was trained with other settings of its {name} rows (optimiser,"
+                " storage or width), which cannot carry over; leave them out, or train without --from"
+            )
+        height = len(next(iter(tensors.values())))
+        low, high = np.searchsorted(sorted_ids, [first, first + height])
+        places = rows[low:high]
+        block_rows = sorted_ids[low:high] - first
+        for key, tensor in own.items():
+            tensor[places] = tensors[key][block_rows].to(tensor.device)
+
+
+def _start_new_labels(
+    source: Run, old: Corpus, corpus: Corpus, setup: Setup, new_ids: Int64Array
+) -> None:
+    """Gives new labels the rows that the label side of the run's bundle makes of their texts.
+
+    Labels without a text keep the method's own start, and so do rows that are no classifier's.
+
+    Args:
+        source: the run to go on from.
+        old: its corpus.
+        corpus: the new corpus.
+        setup: what is trained.
+        new_ids: int64, internal ids of the new labels.
+    """
+    spec = setup.method.bundle_spec
+    columns = spec.label_side.row_columns
+    new_ids = new_ids[setup.data.label_tokens(new_ids).lengths > 0]
+    has_texts = len(old.labels_without_tokens()) < old.card.num_labels
+    if not (len(new_ids) and has_texts and (columns or spec.cluster_state)):
+        return
+    bundle, _ = storage.open_artifact(bundle_of(source, old), "bundle", contents=False)
+    retriever = Retriever.load(bundle)
+    side = load_label_side(bundle / "label_side")
+    texts = corpus.label_texts(corpus.label_order[new_ids])
+    if spec.cluster_state:
+        clusters = setup.method.state_tensors()[spec.cluster_state]
+        clusters[new_ids] = nearest_clusters(retriever, side, texts).to(clusters)
+        return
+    row_UD = torch.from_numpy(new_vectors(retriever, side, texts)[:, -columns:])
+    bundle_lengths = np.linalg.norm(_some_vectors(retriever, old)[:, -columns:], axis=1)
+    for table in setup.method.tables.values():
+        if table.weight_SD.shape[1] != columns:
+            continue
+        if np.ptp(bundle_lengths) < 1e-3 * bundle_lengths.max():
+            # A bundle may hold rows of one length, such as UniDEC's; trained ones have lengths.
+            known = np.setdiff1d(np.arange(len(table.weight_SD)), new_ids)
+            length = float(table.weight_SD[known].float().norm(dim=1).mean())
+            row_UD *= length / bundle_lengths.mean()
+        table.weight_SD[new_ids] = row_UD.to(table.weight_SD)
+
+
+def _some_vectors(retriever: Retriever, old: Corpus) -> Float32Array:
+    """Vectors of the first labels of a bundle, float32 [n, D]."""
+    num_labels = min(old.card.num_labels, _SOME_LABELS)
+    return retriever.labels.vectors_of(np.arange(num_labels))
