@@ -39,6 +39,7 @@ from xmcray.retrieval.batch_predict import (
 )
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import Settings, read_labels, read_settings
+from xmcray.retrieval.calibration import check_min_probability, has_calibration
 from xmcray.retrieval.fused import fixed_parts
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig, changed_memory
@@ -62,6 +63,7 @@ class _Job:
         k: answers per query.
         memory: how training queries vote; None without a memory.
         texts: whether the queries' texts are written.
+        min_probability: of answers; None for all.
         chunk_rows: queries of a chunk.
     """
 
@@ -71,6 +73,7 @@ class _Job:
     k: int
     memory: MemoryConfig | None
     texts: bool
+    min_probability: float | None
     chunk_rows: int
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +84,7 @@ class _Job:
             "k": self.k,
             "memory": self.memory and configs.dump(self.memory),
             "texts": self.texts,
+            "min_probability": self.min_probability,
             "chunk_rows": self.chunk_rows,
         }
 
@@ -93,6 +97,7 @@ def predict(
     *,
     settings: Sequence[str] = (),
     texts: bool = False,
+    min_probability: float | None = None,
     workers: int | None = None,
     chunk_rows: int = CHUNK_ROWS,
     stall_s: float = 60.0,
@@ -108,6 +113,7 @@ def predict(
         k: answers per query.
         settings: such as memory.weight=0.3, in place of those of the bundle's memory.
         texts: also write the queries' texts.
+        min_probability: leave out answers that are less probable.
         workers: processes that answer; as many as there are free CPUs, at most 8, if not given.
         chunk_rows: queries of a chunk: what a kill of all processes loses at most per worker.
         stall_s: seconds without a sign of life after which to give up.
@@ -116,7 +122,7 @@ def predict(
         The number of queries.
     Raises:
         DataError: no queries, or a malformed row.
-        ConfigError: k is not in 1 .. L, or there is no memory.
+        ConfigError: k is not in 1 .. L, or there is no memory, or there are no probabilities.
         RunError: there is unfinished work of another bundle, input or setting.
         StorageError: `out` exists, the bundle is damaged, or the disk is full.
         ResourceError: no node had a CPU for the pipeline.
@@ -125,7 +131,7 @@ def predict(
     if workers is not None:
         check_range("workers", workers, 1)
     files = find_queries(queries)
-    job, num_labels = _job(bundle, files, k, settings, texts, chunk_rows)
+    job, num_labels = _job(bundle, files, k, settings, texts, min_probability, chunk_rows)
     about: dict[str, Any] = {**job.to_json(), "command": "predict", "num_labels": num_labels}
     with PredictionWork.opened(out, job.to_json()) as work:
         try:
@@ -148,6 +154,7 @@ def _job(
     k: int | None,
     settings: Sequence[str],
     texts: bool,
+    min_probability: float | None,
     chunk_rows: int,
 ) -> tuple[_Job, int]:
     """The job, and the number of source label ids of the bundle."""
@@ -159,13 +166,18 @@ def _job(
         k = min(ANSWERS, num_labels)
     if not 1 <= k <= num_labels:
         raise ConfigError(f"k is {k}, expected 1 .. {num_labels} (the number of labels)")
+    memory = _memory(stored, settings)
+    if min_probability is not None:
+        own_settings = memory is None or memory == _memory(stored, ())
+        check_min_probability(min_probability, own_settings and has_calibration(folder))
     job = _Job(
         bundle=str(bundle) if storage.is_url(bundle) else str(Path(bundle).absolute()),
         sha256=manifest.sha256,
         query_hashes=[storage.hash_file(file).sha256 for file in files],
         k=k,
-        memory=_memory(stored, settings),
+        memory=memory,
         texts=texts,
+        min_probability=min_probability,
         chunk_rows=max(1, min(chunk_rows, CHUNK_ANSWERS // k)),
     )
     return job, stored.num_labels
@@ -229,7 +241,10 @@ def _answer_all(
 def _answers(chunk: QueryChunk, job: _Job, threads: int) -> tuple[int, pa.Table]:
     """In a task: number and answers of a chunk."""
     retriever = _retriever(job.bundle, job.sha256, threads)
-    return chunk.number, answer_chunk(retriever, chunk, job.k, job.memory, job.texts)
+    answers = answer_chunk(
+        retriever, chunk, job.k, job.memory, job.texts, min_probability=job.min_probability
+    )
+    return chunk.number, answers
 
 
 @functools.lru_cache(maxsize=1)

@@ -191,10 +191,13 @@ class TopLabels:
     Attributes:
         ids: int64 [B, K], best first; -1 where there is no further answer.
         scores: float32 [B, K], inner products; -inf where there is no further answer.
+        probabilities: float32 [B, K], that the label is relevant; 0 where there is no further
+            answer. None if the bundle is not calibrated.
     """
 
     ids: Int64Array
     scores: Float32Array
+    probabilities: Float32Array | None = None
 
     @classmethod
     def empty(cls, num_queries: int, k: int = 0) -> TopLabels:
@@ -205,9 +208,13 @@ class TopLabels:
     @classmethod
     def concatenate(cls, parts: Sequence[TopLabels], k: int) -> TopLabels:
         """The answers to the queries of all parts, which have width k; `parts` may be empty."""
+        probabilities = [part.probabilities for part in parts if part.probabilities is not None]
+        # Either all parts have probabilities or none has.
+        all_probabilities = np.concatenate(probabilities) if probabilities else None
         parts = [cls.empty(0, k), *parts]
         ids = np.concatenate([part.ids for part in parts])
-        return cls(ids, np.concatenate([part.scores for part in parts]))
+        scores = np.concatenate([part.scores for part in parts])
+        return cls(ids, scores, all_probabilities)
 
     @classmethod
     def from_pairs(
@@ -248,7 +255,27 @@ class TopLabels:
 
     def slice(self, start: int, stop: int) -> TopLabels:
         """Those of queries start .. stop - 1."""
-        return TopLabels(self.ids[start:stop], self.scores[start:stop])
+        probabilities = self.probabilities
+        if probabilities is not None:
+            probabilities = probabilities[start:stop]
+        return TopLabels(self.ids[start:stop], self.scores[start:stop], probabilities)
+
+    def first(self, k: int) -> TopLabels:
+        """The first k answers to each query."""
+        probabilities = self.probabilities
+        if probabilities is not None:
+            probabilities = probabilities[:, :k]
+        return TopLabels(self.ids[:, :k], self.scores[:, :k], probabilities)
+
+    def at_least(self, min_probability: float) -> TopLabels:
+        """The answers of at least this probability; others become missing, at their places."""
+        assert self.probabilities is not None, "these answers have no probabilities"
+        too_low = self.probabilities < min_probability
+        return TopLabels(
+            np.where(too_low, -1, self.ids),
+            np.where(too_low, np.float32(-np.inf), self.scores),
+            np.where(too_low, np.float32(0), self.probabilities),
+        )
 
 
 def to_torch(array: npt.NDArray[np.generic]) -> Tensor:

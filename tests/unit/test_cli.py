@@ -159,6 +159,12 @@ def test_refit_trains_on_everything_for_the_best_number_of_epochs(
     refitted = contents(tmp_path / "r" / "bundle")
     fused = contents(out)
     assert all(refitted[name] == fused[name] for name in refitted if name.startswith("vectors/"))
+    # So are the probabilities of the refit's own bundle.
+    curves = "calibration/curves.json"
+    assert refitted[curves] == contents(tmp_path / "r" / "selection" / "bundle")[curves]
+    assert refitted[curves] != fused[curves]
+    shell.run("calibrate", tmp_path / "r", *data, "--out", tmp_path / "again")
+    assert contents(tmp_path / "again")[curves] == refitted[curves]
     error = shell.error("fuse", tmp_path / "r" / "bundle", *data, "--out", tmp_path / "x")
     assert "was trained on all training queries" in error
     assert not (tmp_path / "x").exists()
@@ -182,6 +188,25 @@ def test_fuse_writes_a_bundle_and_says_what_each_part_is_worth(
     error = shell.error("fuse", folder / "run", *data, "--out", tmp_path / "x", "--metric", "P@2")
     assert "unknown metric 'P@2'" in error
     assert "is not empty" in shell.error("fuse", folder / "run", *data, "--out", out)
+
+
+def test_answers_have_probabilities_once_a_bundle_is_calibrated(
+    folder: Path, shell: Shell, tmp_path: Path
+) -> None:
+    data = ["--data", folder / "corpus"]
+    bundle = tmp_path / "memory"
+    shell.run("memory", folder / "run", *data, "--out", bundle)
+    search = ["search", bundle, "w1 w2", "--json"]
+    assert "probability" not in json.loads(shell.run(*search))[0]["answers"][0]
+    error = shell.error(*search, "--min-probability", "0.5")
+    assert "xmcray calibrate" in error
+    assert "5 held-out queries" in shell.run("calibrate", bundle, *data)
+    answers = json.loads(shell.run(*search))[0]["answers"]
+    level = max(answer["probability"] for answer in answers)
+    probable = json.loads(shell.run(*search, "--min-probability", level))[0]["answers"]
+    assert probable == [answer for answer in answers if answer["probability"] >= level]
+    assert "Probabilities, in percent: ECE@1" in shell.run("evaluate", bundle, *data)
+    assert "ECE@5" in json.loads(shell.run("evaluate", bundle, *data, "--json"))["calibration"]
 
 
 def test_evaluate_measures_run_bundle_and_predictions_alike(

@@ -203,6 +203,12 @@ VERBS = {
         "let label vectors, training queries and words answer together, with weights by validation",
         "xmcray fuse runs/a --data corpora/msdocs --out bundles/a-fused",
     ),
+    "calibrate": Verb(
+        bundles.calibrate,
+        bundles.calibrate_options,
+        "give the answers of a bundle probabilities, by queries that its run held out",
+        "xmcray calibrate bundles/a --data corpora/msdocs",
+    ),
     "labels": Verb(
         bundles.labels,
         bundles.labels_options,

@@ -1,4 +1,4 @@
-"""The verbs that use a bundle: memory, fuse, labels, search, predict, serve."""
+"""The verbs that use a bundle: memory, fuse, calibrate, labels, search, predict, serve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xmcray import config
-from xmcray.cli.arguments import add_json, given
+from xmcray.cli.arguments import add_corpus, add_json, given
 from xmcray.cli.output import show, show_json, show_next
 from xmcray.cli.paths import bundle_at
 from xmcray.errors import ConfigError
@@ -105,6 +105,30 @@ def fuse(options: argparse.Namespace) -> None:
     show_next(["xmcray", "evaluate", options.out, "--data", options.data])
 
 
+def calibrate_options(verb: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the verb."""
+    verb.add_argument(
+        "path",
+        metavar="BUNDLE",
+        help="a run, or a bundle whose run held queries out; changes at one moment",
+    )
+    add_corpus(verb)
+    verb.add_argument(
+        "--out", metavar="NEW", help="write another bundle, folder or URL, and leave it as it is"
+    )
+
+
+def calibrate(options: argparse.Namespace) -> None:
+    """Gives the answers of a bundle probabilities."""
+    from xmcray.data.corpus import Corpus
+    from xmcray.training.calibrate import calibrate
+
+    calibration = calibrate(options.path, Corpus.open(options.data), options.out)
+    bundle = options.out or options.path
+    show(f"{bundle}: probabilities fitted on {calibration.curves.queries:,} held-out queries")
+    show_next(["xmcray", "evaluate", bundle, "--data", options.data])
+
+
 def labels_options(verb: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     verb.add_argument(
@@ -161,6 +185,7 @@ def search_options(verb: argparse.ArgumentParser) -> None:
         help="name the training queries that voted, and what each part gave",
     )
     _add_memory(verb)
+    _add_min_probability(verb)
     add_json(verb, "the answers")
 
 
@@ -179,6 +204,7 @@ def search(options: argparse.Namespace) -> None:
         min(DEFAULT_K, retriever.num_labels) if options.k is None else options.k,
         memory=changed_memory(base, options.set) if options.set else None,
         explain=options.explain,
+        min_probability=options.min_probability,
     )
     results = list(zip(options.texts, answers_by_text, strict=True))
     if options.json:
@@ -194,7 +220,10 @@ def search(options: argparse.Namespace) -> None:
     for text, answers in results:
         rows = []
         for answer in answers:
-            rows.append((answer.score, answer.uid, answer.text))
+            shown = answer.score
+            if answer.probability is not None:
+                shown = answer.probability
+            rows.append((shown, answer.uid, answer.text))
             # What each part added to the score comes first.
             for part, gain in (answer.parts or {}).items():
                 rows.append((gain, f"  {part}", ""))
@@ -205,13 +234,13 @@ def search(options: argparse.Namespace) -> None:
 
 
 def _plain(answer: FoundLabel) -> dict[str, Any]:
-    """An answer as JSON; without reasons if they were not requested, or are not there."""
+    """An answer as JSON, without what was not requested or is not there."""
     import dataclasses
 
     values = dataclasses.asdict(answer)
-    for reason in ("voters", "parts"):
-        if values[reason] is None:
-            del values[reason]
+    for name in ("probability", "voters", "parts"):
+        if values[name] is None:
+            del values[name]
     return values
 
 
@@ -231,6 +260,7 @@ def predict_options(verb: argparse.ArgumentParser) -> None:
     )
     _add_k(verb, "query")
     _add_memory(verb)
+    _add_min_probability(verb)
     verb.add_argument("--texts", action="store_true", help="also write the queries' texts")
     verb.add_argument(
         "--workers",
@@ -251,6 +281,7 @@ def predict(options: argparse.Namespace) -> None:
         options.k,
         settings=options.set,
         texts=options.texts,
+        min_probability=options.min_probability,
         workers=options.workers,
     )
     show(
@@ -355,6 +386,15 @@ def _add_k(verb: argparse.ArgumentParser, per: str) -> None:
         type=int,
         metavar="N",
         help=f"answers per {per} (default: {DEFAULT_K}, or all labels if fewer)",
+    )
+
+
+def _add_min_probability(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--min-probability",
+        type=float,
+        metavar="P",
+        help="leave out answers of a calibrated bundle that are less probable",
     )
 
 

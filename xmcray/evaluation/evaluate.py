@@ -21,6 +21,7 @@ from xmcray.evaluation.metrics import (
     QueryValues,
     segment_range,
 )
+from xmcray.evaluation.reliability import Reliability
 from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragged, TopLabels
 
 SEARCH_K = 100  # answers per query (R@100), clipped to the number of labels
@@ -44,6 +45,7 @@ class Evaluation:
         segments: per frequency segment its labels, positives, recall, macro-F1 and share of P@5.
         deciles: ten equal groups of labels from rare to frequent, and the share of P@5 of each.
         index_recall: answers of the index against exact search on a sample of queries, or None.
+        calibration: how right the probabilities of the answers are (reliability.py), or None.
         query_ids: int64 [queries], rows of the split that counted.
         per_query: what those queries add to the main metrics.
     """
@@ -57,12 +59,13 @@ class Evaluation:
     segments: list[dict[str, Any]]
     deciles: list[dict[str, Any]]
     index_recall: dict[str, float] | None
+    calibration: dict[str, Any] | None
     query_ids: Int64Array = field(repr=False)
     per_query: QueryValues = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """The content of metrics.json, which has no values per query."""
-        return {
+        content = {
             **self.metrics,
             "queries": self.queries,
             "left_out": self.left_out,
@@ -73,6 +76,9 @@ class Evaluation:
             "deciles": self.deciles,
             "index_recall": self.index_recall,
         }
+        if self.calibration is not None:
+            content["calibration"] = self.calibration
+        return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,8 @@ def evaluate(
         DataError: no query has a positive, or the answers do not fit the corpus.
     """
     metrics = Metrics(train_counts, num_train, a, b, len(train_counts))
-    query_ids = _measure(metrics, search, truth, num_queries, chunk, progress)
+    reliability = Reliability(len(train_counts))
+    query_ids = _measure(metrics, reliability, search, truth, num_queries, chunk, progress)
     values = metrics.result()
     per_query = metrics.per_query()
     index_recall = None
@@ -152,6 +159,7 @@ def evaluate(
         segments=_segments(metrics, values),
         deciles=_deciles(metrics),
         index_recall=index_recall,
+        calibration=reliability.result(),
         query_ids=query_ids,
         per_query=per_query,
     )
@@ -159,6 +167,7 @@ def evaluate(
 
 def _measure(
     metrics: Metrics,
+    reliability: Reliability,
     search: Search,
     truth: Truth,
     num_queries: int,
@@ -175,7 +184,9 @@ def _measure(
             raise DataError(
                 f"the search returned {top.width} answers per query, expected {width}; raise its k"
             )
-        counted = metrics.update(top, truth(rows))
+        positives = truth(rows)
+        counted = metrics.update(top, positives)
+        reliability.update(top, positives)
         counted_rows.append(rows[counted])
         if progress is not None:
             progress(int(rows[-1]) + 1)

@@ -199,7 +199,7 @@ class Metrics:
 
     def _add(self, ids_BK: Int64Array, truth: Ragged) -> None:
         """Adds queries that all have a positive."""
-        is_hit_BK = self._is_hit(ids_BK, truth)
+        is_hit_BK = relevant(ids_BK, truth, self.num_labels)
         # For macro-F1: how often each label was answered, rightly or not.
         first_ids = ids_BK[:, :F1_CUTOFF]
         is_first_hit = is_hit_BK[:, :F1_CUTOFF]
@@ -234,20 +234,6 @@ class Metrics:
             ideal_dcg = ideal_gains @ discount / attainable
             self._record(f"PSnDCG@{k}", dcg, ideal_dcg)
 
-    def _is_hit(self, ids_BK: Int64Array, truth: Ragged) -> BoolArray:
-        """bool [B, K]: whether an answer is a positive of its query."""
-        # One number per pair of query and label: a look-up among the sorted true pairs.
-        true_pairs = np.sort(truth.row_ids * self.num_labels + truth.values)
-        row_B1 = np.arange(len(ids_BK))[:, None]
-        pair_BK = row_B1 * self.num_labels + ids_BK
-        # A pair beyond the last one would be out of range; it fails the comparison instead.
-        place_BK = np.searchsorted(true_pairs, pair_BK)
-        place_BK = np.minimum(place_BK, len(true_pairs) - 1)
-        is_true_BK = true_pairs[place_BK] == pair_BK
-        # Id -1 of a missing answer makes the pair of the previous row's last label.
-        is_hit_BK: BoolArray = is_true_BK & (ids_BK >= 0)
-        return is_hit_BK
-
     def _ideal_gain(self, truth: Ragged) -> Float64Array:
         """float64 [B, max(CUTOFFS)]: the largest 1/p_l of each query's positives, then zeros."""
         weights = self.weights[truth.values]
@@ -272,6 +258,29 @@ class Metrics:
         if name in MAIN_METRICS:
             self._gain_chunks[name].append(gains.astype(np.float32))
             self._divisor_chunks[name].append(divisors.astype(np.float32))
+
+
+def relevant(ids_BK: Int64Array, truth: Ragged, num_labels: int) -> BoolArray:
+    """Which answers are positives of their queries.
+
+    Args:
+        ids_BK: int64 [B, K], label ids of answers; -1 for a missing one.
+        truth: positives of the same queries, at least one in all.
+        num_labels: L.
+    Returns:
+        bool [B, K].
+    """
+    # One number per pair of query and label: a look-up among the sorted true pairs.
+    true_pairs = np.sort(truth.row_ids * num_labels + truth.values)
+    row_B1 = np.arange(len(ids_BK))[:, None]
+    pair_BK = row_B1 * num_labels + ids_BK
+    # A pair beyond the last one would be out of range; it fails the comparison instead.
+    place_BK = np.searchsorted(true_pairs, pair_BK)
+    place_BK = np.minimum(place_BK, len(true_pairs) - 1)
+    is_true_BK = true_pairs[place_BK] == pair_BK
+    # Id -1 of a missing answer makes the pair of the previous row's last label.
+    is_hit_BK: BoolArray = is_true_BK & (ids_BK >= 0)
+    return is_hit_BK
 
 
 def segment_range(low: int, high: int | None) -> str:

@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from xmcray.evaluation.charts import Series, bar_chart, line_chart
 from xmcray.evaluation.pages import render
+from xmcray.evaluation.reliability import DIAGRAM_CUTOFF
 from xmcray.evaluation.table import metric_names, num_queries, percent, propensity_note
 from xmcray.storage import write_text
 
@@ -70,6 +71,7 @@ def write_report(
         _segment_chart(measured.get("segments") or ()),
         _decile_chart(measured.get("deciles") or ()),
     ]
+    probability_charts = _probability_charts(measured.get("calibration") or {})
     page = render(
         "run_report.html.j2",
         title=title,
@@ -78,6 +80,7 @@ def write_report(
         # A chart without values is empty text and is left out.
         training_charts=list(filter(None, training_charts)),
         label_charts=list(filter(None, label_charts)),
+        probability_charts=probability_charts,
         metric_rows=_metric_rows(measured),
         propensity_note=propensity_note(measured),
         facts=facts,
@@ -168,6 +171,36 @@ def _decile_chart(deciles: Sequence[Record]) -> Markup:
         x_title="tenths of the labels, rare to frequent",
         show=_three_digits,
     )
+
+
+def _probability_charts(calibration: Record) -> list[Markup]:
+    """The reliability diagram, and what a least probability lets through; none without any."""
+    if not calibration:
+        return []
+    bins = calibration["bins"]
+    expected = np.array([row["probability"] for row in bins])
+    precision = np.array([row["precision"] for row in bins])
+    error = percent(calibration[f"ECE@{DIAGRAM_CUTOFF}"], 1)
+    thresholds = calibration["thresholds"]
+    levels = np.array([row["min_probability"] for row in thresholds])
+    passing = {name: np.array(_percents(thresholds, name)) for name in ("precision", "coverage")}
+    return [
+        line_chart(
+            f"Reliability of the first {DIAGRAM_CUTOFF} answers, ECE {error} %",
+            [
+                Series("precision", expected, 100 * precision),
+                Series("probability", expected, 100 * expected),
+            ],
+            y_title="percent",
+            x_title="probability",
+        ),
+        line_chart(
+            "What min_probability lets through",
+            [Series(name, levels, values) for name, values in passing.items()],
+            y_title="percent",
+            x_title="min_probability",
+        ),
+    ]
 
 
 def _percents(rows: Sequence[Record], key: str) -> list[float]:

@@ -106,6 +106,21 @@ def index_table(run: StoredMetrics) -> Table:
     return table
 
 
+def calibration_table(run: StoredMetrics) -> Table:
+    """How right probabilities are, and what a least probability lets through."""
+    calibration = run["calibration"]
+    errors = []
+    for name, value in calibration.items():
+        if name.startswith("ECE@"):
+            errors.append(f"{name} {percent(value)}")
+    title = f"Probabilities, in percent: {', '.join(errors)}"
+    table = _table(title, "at least", "precision", "queries with such an answer")
+    for row in calibration["thresholds"]:
+        level = percent(row["min_probability"], 0)
+        table.add_row(level, percent(row["precision"]), percent(row["coverage"]))
+    return table
+
+
 def comparison_table(rows: Sequence[ComparisonRow], a: str, b: str) -> Table:
     """Run `a` against run `b` on the same queries.
 

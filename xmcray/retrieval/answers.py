@@ -38,6 +38,8 @@ class FoundLabel:
         score: inner product of query and label vector. With a memory the probability; above 1 for a
             label that joined later and is nearer than all keys; the inner product minus 2 for a
             label without votes, which follows those with votes.
+        probability: that the label is relevant (calibration.py); None if the bundle is not
+            calibrated.
         voters: with `explain`, the training queries that voted for the label, the largest weight
             first. The vote of the label's own text is the rest of the probability.
         parts: with `explain`, how much each part of a fused bundle added to the score; None for
@@ -48,6 +50,7 @@ class FoundLabel:
     uid: str
     text: str
     score: float
+    probability: float | None = None
     voters: tuple[VotingQuery, ...] | None = None
     parts: Mapping[str, float] | None = None
 
@@ -81,7 +84,7 @@ def named_answers(
     """Gives the answers to each query their names.
 
     Args:
-        top: source ids and scores of B queries.
+        top: source ids, scores and maybe probabilities of B queries.
         labels: knows uids and texts.
         reasons: why each answer is one; None if that is not wanted.
     """
@@ -90,12 +93,14 @@ def named_answers(
     uids, texts = labels.uids_and_texts(np.maximum(top.ids, 0).ravel())
     names = zip(uids, texts, strict=True)
     scores = top.scores.tolist()
+    probabilities = None if top.probabilities is None else top.probabilities.tolist()
     answers: list[list[FoundLabel]] = []
     for query, label_ids in enumerate(top.ids.tolist()):
         answers.append([])
         for place, label_id in enumerate(label_ids):
             uid, text = next(names)
-            label = FoundLabel(label_id, uid, text, scores[query][place])
+            probability = None if probabilities is None else probabilities[query][place]
+            label = FoundLabel(label_id, uid, text, scores[query][place], probability)
             if reasons is not None:
                 why = reasons[query][place]
                 label = dataclasses.replace(label, voters=why.voters, parts=why.parts)

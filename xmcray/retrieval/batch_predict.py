@@ -167,6 +167,7 @@ def answer_chunk(
     k: int,
     memory: MemoryConfig | None = None,
     texts: bool = False,
+    min_probability: float | None = None,
 ) -> pa.Table:
     """Answers a chunk.
 
@@ -176,10 +177,15 @@ def answer_chunk(
         k: answers per query; lists are shorter where there are fewer.
         memory: how training queries vote, in place of the bundle's own settings.
         texts: also return the queries' texts.
+        min_probability: leave out answers that are less probable.
     Returns:
-        A row per query: uid, maybe text, and lists label_id, label_uid and score.
+        A row per query: uid, maybe text, and lists label_id, label_uid, score and, if the bundle is
+        calibrated, probability.
     """
+    retriever.check_min_probability(min_probability, memory)
     top = retriever.top_labels(chunk.texts, k, memory=memory)
+    if min_probability is not None:
+        top = top.at_least(min_probability)
     is_answer = top.ids >= 0
     label_ids = pa.array(top.ids[is_answer])
     label_uids = retriever.labels.table["uid"].take(label_ids).combine_chunks()
@@ -191,6 +197,9 @@ def answer_chunk(
     columns["label_id"] = pa.ListArray.from_arrays(offsets, label_ids)
     columns["label_uid"] = pa.ListArray.from_arrays(offsets, label_uids)
     columns["score"] = pa.ListArray.from_arrays(offsets, pa.array(top.scores[is_answer]))
+    if top.probabilities is not None:
+        probabilities = pa.array(top.probabilities[is_answer])
+        columns["probability"] = pa.ListArray.from_arrays(offsets, probabilities)
     return pa.table(columns)
 
 

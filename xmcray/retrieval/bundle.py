@@ -16,6 +16,8 @@
                                 in the metadata
     index/00000.faiss           the FAISS index over the same rows; absent if all rows are searched
     memory/                     training queries that vote for their labels, if any (memory.py)
+    calibration/                the probabilities of answers, if the bundle is calibrated
+                                (calibration.py)
     words/                      the words of training queries and labels, if they count
                                 (word_index.py)
     members/NAME/               encoder, head, label side, tokenizer, order and vectors of a further
@@ -52,6 +54,7 @@ from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.attributes import LabelAttributes
+from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.readable import readable
 from xmcray.retrieval.shards import SHARD_ROWS, VectorShard, checked_shards, write_shards
@@ -129,6 +132,7 @@ def write_bundle(
     predictor: Callable[[Path], Mapping[str, Any]] | None = None,
     shard_rows: int = SHARD_ROWS,
     threads: int = 1,
+    calibration: Callable[[Path], Calibration | None] | None = None,
 ) -> None:
     """Writes a bundle with few shards of vectors in memory; on failure nothing is left there.
 
@@ -150,6 +154,8 @@ def write_bundle(
         predictor: writes the files of a memory and returns `Settings.predictor`.
         shard_rows: rows per file.
         threads: threads that build the indexes.
+        calibration: makes the probabilities of answers, given the folder of the bundle without
+            them.
     Raises:
         StorageError: the destination is not empty, or the disk is full.
         DataError: the numbers of uids, texts and vectors differ from L.
@@ -172,6 +178,9 @@ def write_bundle(
         if settings.num_rows != num_labels:
             raise DataError(f"{settings.num_rows} label vectors were given, expected {num_labels}")
         write_settings(folder, settings)
+        probabilities = calibration and calibration(folder)
+        if probabilities is not None:
+            probabilities.save(folder)
 
 
 def _write_model(

@@ -141,7 +141,7 @@ def add_labels(bundle: str | Path, new: Sequence[NewLabel], out: str | Path | No
         StorageError: the bundle is damaged or being changed, `out` is not empty, or the disk is
             full.
     """
-    with _opened(bundle, out) as source:
+    with open_for_change(bundle, out) as source:
         retriever = source.retriever
         new_uids = {label.uid for label in new}
         taken = new_uids & retriever.labels.ids_by_uid().keys()
@@ -173,7 +173,7 @@ def annotate_labels(
     Raises:
         DataError: a uid is unknown.
     """
-    with _opened(bundle, out) as source:
+    with open_for_change(bundle, out) as source:
         retriever = source.retriever
         ids = _known_ids(retriever, sets, bundle)
         rows = {ids[uid]: attributes for uid, attributes in sets.items()}
@@ -188,7 +188,7 @@ def remove_labels(bundle: str | Path, uids: Sequence[str], out: str | Path | Non
     Raises:
         DataError: a uid is unknown, or no label would be left.
     """
-    with _opened(bundle, out) as source:
+    with open_for_change(bundle, out) as source:
         ids = _known_ids(source.retriever, uids, bundle)
         removed = np.array([ids[uid] for uid in set(uids)], np.int64)
         if len(removed) == len(ids):
@@ -298,6 +298,8 @@ def write_changes(before: Retriever, after: Retriever, target: Path) -> set[str]
         names_file = target / "labels.parquet"
         pq.write_table(labels.table, names_file, row_group_size=LABEL_BLOCK, compression="zstd")
         written.add("labels.parquet")
+    if after.calibration is not None and after.calibration is not before.calibration:
+        written |= after.calibration.save(target)
     if len(labels.removed):
         np.save(target / "removed.npy", labels.removed)
         written.add("removed.npy")
@@ -327,7 +329,7 @@ def _write_rows(before: Retriever, after: Retriever, folder: Path) -> set[str]:
 
 
 @dataclass(frozen=True)
-class _OpenBundle:
+class OpenBundle:
     """A bundle that is being changed.
 
     Attributes:
@@ -345,6 +347,7 @@ class _OpenBundle:
     replacing: bool
 
     def attributes(self) -> LabelAttributes:
+        """The attributes of all labels."""
         return read_attributes(self.folder, self.retriever.settings)
 
     def publish(
@@ -352,7 +355,10 @@ class _OpenBundle:
     ) -> None:
         """Writes the files that changed; the others get a second name.
 
-        The manifest lists what was changed since the export.
+        Args:
+            change: what the manifest says of it, in the list of changes since the export.
+            after: the bundle as it is now.
+            attributes: those of all labels, if they changed.
         """
         about = dict(self.manifest.about)
         # The hash of the bundle that was changed makes the list a chain.
@@ -370,7 +376,7 @@ class _OpenBundle:
 
 
 @contextlib.contextmanager
-def _opened(bundle: str | Path, out: str | Path | None) -> Iterator[_OpenBundle]:
+def open_for_change(bundle: str | Path, out: str | Path | None) -> Iterator[OpenBundle]:
     """Opens a bundle and compares every byte; only this process may change it in the meantime."""
     if out is None and storage.is_url(bundle):
         raise ConfigError(
@@ -382,4 +388,4 @@ def _opened(bundle: str | Path, out: str | Path | None) -> Iterator[_OpenBundle]
     with storage.exclusive(folder) if out is None else contextlib.nullcontext():
         manifest = storage.read_manifest(folder, KIND)
         retriever = Retriever.load(folder)
-        yield _OpenBundle(retriever, folder, manifest, out or bundle, replacing=out is None)
+        yield OpenBundle(retriever, folder, manifest, out or bundle, replacing=out is None)

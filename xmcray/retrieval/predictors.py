@@ -6,6 +6,7 @@ the merged neighbours of all subsets are ranked in one place.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ import numpy as np
 
 from xmcray.errors import ConfigError
 from xmcray.retrieval.answers import AllReasons, Reasons, named_voters
+from xmcray.retrieval.calibration import CONTEXT
 from xmcray.retrieval.label_index import LabelIndex
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
@@ -68,14 +70,30 @@ class Predictor(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LabelPredictor:
-    """Implements `Predictor`: answers with the nearest label vectors; scores are inner products."""
+    """Implements `Predictor`: answers with the nearest label vectors; scores are inner products.
+
+    Attributes:
+        labels: the labels.
+        calibrated: whether answers get probabilities, which take the nearest labels of the export.
+    """
 
     labels: LabelIndex
+    calibrated: bool = False
 
     def find(self, query_BD: Float32Array, k: int, scope: SearchScope) -> Neighbours:
         """See `Predictor.find`."""
-        top = self.labels.search(query_BD, k, scope)
-        return Neighbours(queries=TopLabels.empty(len(query_BD)), labels=top)
+        no_queries = TopLabels.empty(len(query_BD))
+        if not self.calibrated:
+            return Neighbours(no_queries, self.labels.search(query_BD, k, scope))
+        width = min(max(k, CONTEXT), self.labels.settings.num_labels)
+        nearest = self.labels.search(query_BD, width, scope)
+        excludes = scope.exclude is not None and len(scope.exclude.values) > 0
+        if not self.labels.changed and self.labels.allowed is None and not excludes:
+            return Neighbours(no_queries, nearest)
+        # Probabilities compare a score with labels of the export, whatever may be answered.
+        everything = dataclasses.replace(scope, exclude=None)
+        exported = self.labels.search_exported(query_BD, CONTEXT, everything)
+        return Neighbours(no_queries, exported, fallback=nearest)
 
     def rank(
         self,
@@ -85,7 +103,8 @@ class LabelPredictor:
         texts: Sequence[str] | None = None,
     ) -> TopLabels:
         """See `Predictor.rank`."""
-        return neighbours.labels
+        answers = neighbours.fallback or neighbours.labels
+        return answers.first(k)
 
     def explain(
         self, neighbours: Neighbours, top: TopLabels, texts: Sequence[str] | None = None
@@ -115,7 +134,7 @@ class MemoryPredictor:
         queries = self.memory.search(query_BD, self.config, scope)
         num_labels = self.labels.settings.num_labels
         voting_labels = self.config.keys if self.config.weight < 1 else 0
-        width = min(max(k, voting_labels), num_labels)
+        width = min(max(k, voting_labels, CONTEXT), num_labels)
         keys = self.labels.search_exported(query_BD, width, scope)
         if not self.labels.changed and self.labels.allowed is None:
             return Neighbours(queries, keys)

@@ -19,6 +19,7 @@ from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import ConfigError
 from xmcray.retrieval.answers import FoundLabel, named_answers
 from xmcray.retrieval.bundle import KIND, Settings, read_settings
+from xmcray.retrieval.calibration import Calibration, check_min_probability
 from xmcray.retrieval.fused import NO_TEXTS, FusedPredictor, Fusion, fixed_parts, other_members
 from xmcray.retrieval.label_index import BoolArray, LabelIndex
 from xmcray.retrieval.memory import Memory
@@ -42,6 +43,7 @@ class Retriever:
         labels: the label vectors, their names, and which may be answered.
         memory: training queries that vote for labels, or None: the nearest labels are the answers.
         fusion: how several parts add up, or None.
+        calibration: gives answers their probabilities, or None.
         sha256: names the bundle's content.
         others: the further members of a fused bundle: other trained models of the same labels.
     """
@@ -52,6 +54,7 @@ class Retriever:
     sha256: str = ""
     fusion: Fusion | None = None
     others: tuple[Retriever, ...] = ()
+    calibration: Calibration | None = None
 
     @classmethod
     def load(
@@ -77,11 +80,24 @@ class Retriever:
             BundleError: a file is malformed or does not fit the others.
             ConfigError: no such device, or it cannot compute with this precision.
         """
+        folder, manifest = open_artifact(path, KIND)
+        return cls.of_folder(folder, threads, device, subset, precision, manifest.sha256)
+
+    @classmethod
+    def of_folder(
+        cls,
+        folder: Path,
+        threads: int | None = None,
+        device: str | None = None,
+        subset: ShardSubset = ALL_SHARDS,
+        precision: str = "float32",
+        sha256: str = "",
+    ) -> Retriever:
+        """As `load`, of a local folder whose files are verified, or were written by this process."""
         if threads is not None:
             torch.set_num_threads(threads)
         num_threads = threads or torch.get_num_threads()
         torch_device = _device(device)
-        folder, manifest = open_artifact(path, KIND)
 
         def opened(folder: Path, first: Retriever | None, fusion: Fusion | None) -> Retriever:
             """One trained model; members after the first have names and positives of the first."""
@@ -97,17 +113,21 @@ class Retriever:
                 labels.rows.move_to(torch_device)
                 if memory is not None:
                     memory.rows.move_to(torch_device)
-            return cls(query_encoder, labels, memory, manifest.sha256)
+            return cls(query_encoder, labels, memory, sha256)
 
         settings = read_settings(folder)
+        num_exported = settings.first_added or settings.num_labels
+        calibration = Calibration.load(folder, num_exported)
         if not settings.is_fused:
-            return opened(folder, None, None)
+            return dataclasses.replace(opened(folder, None, None), calibration=calibration)
         fusion = Fusion.load(folder, settings)
         first = opened(folder, None, fusion)
         others = [opened(member, first, fusion) for member in other_members(folder, settings)]
-        joined = np.arange(settings.first_added or settings.num_labels, settings.num_labels)
+        joined = np.arange(num_exported, settings.num_labels)
         fusion = fusion.with_labels(first.labels.texts(joined))
-        return dataclasses.replace(first, fusion=fusion, others=tuple(others))
+        return dataclasses.replace(
+            first, fusion=fusion, others=tuple(others), calibration=calibration
+        )
 
     @property
     def members(self) -> tuple[Retriever, ...]:
@@ -198,6 +218,7 @@ class Retriever:
         *,
         memory: MemoryConfig | None = None,
         explain: bool = False,
+        min_probability: float | None = None,
     ) -> list[list[FoundLabel]]:
         """The k best labels of each text, best first.
 
@@ -206,8 +227,10 @@ class Retriever:
             k: answers per query, 1 .. L.
             memory: how training queries vote, in place of the bundle's own settings.
             explain: name the training queries that voted.
+            min_probability: leave out answers that are less probable.
         Raises:
-            ConfigError: k is not in 1 .. L, `texts` is a single string, or there is no memory.
+            ConfigError: k is not in 1 .. L, `texts` is a single string, there is no memory, or
+                there are no probabilities.
         """
         if isinstance(texts, str):
             raise ConfigError(
@@ -216,11 +239,19 @@ class Retriever:
         self._check_k(k)
         if explain and not self.explains:
             raise no_memory()
+        self.check_min_probability(min_probability, memory)
         answers: list[list[FoundLabel]] = []
         for start in range(0, len(texts), CHUNK):
             chunk = texts[start : start + CHUNK]
             neighbours = self.find_neighbours(self.encode(chunk), k, memory=memory)
-            answers += self.name_answers(neighbours, k, memory=memory, explain=explain, texts=chunk)
+            answers += self.name_answers(
+                neighbours,
+                k,
+                memory=memory,
+                explain=explain,
+                texts=chunk,
+                min_probability=min_probability,
+            )
         return answers
 
     def top_labels(
@@ -232,7 +263,9 @@ class Retriever:
         exact: bool = False,
         memory: MemoryConfig | None = None,
     ) -> TopLabels:
-        """The k best labels as source ids with scores; equal scores by lower source id.
+        """The k best labels as source ids, with scores and, if calibrated, probabilities.
+
+        Equal scores are ordered by the lower source id.
 
         Args:
             queries: B texts, rows of token ids, or query vectors float32 [B, D]. A bundle that
@@ -246,14 +279,15 @@ class Retriever:
             ConfigError: k is not in 1 .. L, there is no memory, or texts are needed.
         """
         self._check_k(k)
-        predictor = self._predictor(memory)
+        predictor = self.predictor(memory)
         tops = []
         for start in range(0, len(queries), CHUNK):
             stop = min(start + CHUNK, len(queries))
             scope = SearchScope(None if exclude is None else exclude.slice(start, stop), exact)
             query_BD, texts = self._chunk(queries, start, stop)
             neighbours = predictor.find(query_BD, k, scope)
-            tops.append(predictor.rank(neighbours, k, scope.exclude, texts))
+            top = predictor.rank(neighbours, k, scope.exclude, texts)
+            tops.append(self._with_probabilities(top, neighbours, memory))
         return TopLabels.concatenate(tops, k)
 
     def _chunk(
@@ -277,7 +311,7 @@ class Retriever:
     ) -> Neighbours:
         """The search alone, in all shards or in a subset; `Neighbours.merged` combines subsets."""
         self._check_k(k)
-        return self._predictor(memory).find(query_BD, k, scope)
+        return self.predictor(memory).find(query_BD, k, scope)
 
     def name_answers(
         self,
@@ -287,10 +321,14 @@ class Retriever:
         memory: MemoryConfig | None = None,
         explain: bool = False,
         texts: Sequence[str] | None = None,
+        min_probability: float | None = None,
     ) -> list[list[FoundLabel]]:
         """The k best labels among the neighbours of some texts, as `search` returns them."""
-        predictor = self._predictor(memory)
+        predictor = self.predictor(memory)
         top = predictor.rank(neighbours, k, texts=texts)
+        top = self._with_probabilities(top, neighbours, memory)
+        if min_probability is not None:
+            top = top.at_least(min_probability)
         reasons = predictor.explain(neighbours, top, texts) if explain else None
         return named_answers(top, self.labels, reasons)
 
@@ -308,7 +346,31 @@ class Retriever:
         others = tuple(other.without(label_ids) for other in self.others)
         return dataclasses.replace(self, labels=self.labels.without(label_ids), others=others)
 
-    def _predictor(self, memory_config: MemoryConfig | None) -> Predictor:
+    def check_min_probability(
+        self, min_probability: float | None, memory: MemoryConfig | None = None
+    ) -> None:
+        """Refuses a bound on probabilities where answers have none.
+
+        Raises:
+            ConfigError: the bundle is not calibrated, or the request changes how it answers.
+        """
+        if min_probability is not None:
+            has_probabilities = self.calibration is not None and self._answers_by_itself(memory)
+            check_min_probability(min_probability, has_probabilities)
+
+    def _answers_by_itself(self, memory: MemoryConfig | None) -> bool:
+        """Whether a request leaves the bundle's own settings as they are."""
+        return memory is None or (self.memory is not None and memory == self.memory.config)
+
+    def _with_probabilities(
+        self, top: TopLabels, neighbours: Neighbours, memory: MemoryConfig | None
+    ) -> TopLabels:
+        """Answers with probabilities, if the bundle has any for these settings."""
+        if self.calibration is None or not self._answers_by_itself(memory):
+            return top
+        return self.calibration.with_probabilities(top, neighbours.labels)
+
+    def predictor(self, memory_config: MemoryConfig | None = None) -> Predictor:
         """What ranks the labels of a request.
 
         Raises:
@@ -324,7 +386,7 @@ class Retriever:
             return MemoryPredictor(self.memory, self.labels, config)
         if memory_config is not None:
             raise no_memory()
-        return LabelPredictor(self.labels)
+        return LabelPredictor(self.labels, calibrated=self.calibration is not None)
 
     def _check_k(self, k: int) -> None:
         if not 1 <= k <= self.num_labels:

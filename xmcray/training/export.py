@@ -17,13 +17,16 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.memory import remember
+from xmcray.retrieval.retriever import Retriever
 from xmcray.storage import is_url
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.loop import Setup, assemble, build
-from xmcray.training.run import Run
+from xmcray.training.probability_curves import fit_calibration
+from xmcray.training.run import SELECTION, Run
 from xmcray.training.step import encode_queries
 from xmcray.types import Float32Array, Int64Array, Ragged
 
@@ -95,7 +98,43 @@ def export_run(
         queries=encode(data.tokens(sample)),
         predictor=predictor,
         threads=torch.get_num_threads(),
+        calibration=_calibrator(run, corpus, data),
     )
+
+
+def _calibrator(
+    run: Run, corpus: Corpus, data: TrainingData
+) -> Callable[[Path], Calibration | None]:
+    """Makes the probabilities of a bundle's answers, if there are queries it was not trained on.
+
+    The curves of a run with --refit are those of RUN/selection, which held queries out.
+    """
+
+    def calibration_of(bundle: Path) -> Calibration | None:
+        if len(data.validation_rows):
+            return fit_calibration(Retriever.of_folder(bundle), corpus, data.validation_rows)
+        try:
+            selected = selected_bundle(run, corpus)
+        except RunError:  # its checkpoint was removed
+            return None
+        return None if selected is None else Retriever.load(selected).calibration
+
+    return calibration_of
+
+
+def selected_bundle(run: Run, corpus: Corpus) -> Path | None:
+    """The bundle of RUN/selection, written if it is not there yet; None without --refit.
+
+    Raises:
+        RunError: the selection has no bundle, and its checkpoint is gone.
+    """
+    folder = run.path / SELECTION
+    if not (folder / "run.json").is_file():
+        return None
+    bundle = folder / "bundle"
+    if not (bundle / storage.MANIFEST).exists():
+        export_run(Run.open(folder), bundle, corpus)
+    return bundle
 
 
 def _origin(run: Run, last: Checkpoint, corpus: Corpus) -> dict[str, Any]:

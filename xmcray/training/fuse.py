@@ -24,6 +24,8 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
 from xmcray.evaluation.metrics import MAIN_METRICS
 from xmcray.retrieval.bundle import KIND, Settings, read_settings, write_settings
+from xmcray.retrieval.calibration import FOLDER as CALIBRATION
+from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.fused import MEMBERS, FusedPredictor
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.memory import remember, remembered_rows
@@ -34,9 +36,10 @@ from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.retrieval.word_index import FOLDER as WORDS
 from xmcray.retrieval.word_index import LABELS, QUERIES, file_names, write_word_index
-from xmcray.training.held_out import held_out_by
+from xmcray.training.held_out import held_out_by, without_voters
 from xmcray.training.outcome import bundle_of, check_fits
 from xmcray.training.part_weights import MEMORY_KEYS, METRICS, WORD_KEYS, Choice, WeightSearch
+from xmcray.training.probability_curves import fit_calibration
 from xmcray.training.run import SELECTION, Run
 from xmcray.types import Float32Array, Int64Array, Ragged
 
@@ -102,12 +105,16 @@ def fuse(
         _put_together(selected, words, folder / "trial", start, {})
         choice = _choose(folder / "trial", corpus, held_out, metrics, start)
         final = dict(zip((member.name for member in start.members), selected, strict=True))
+        chosen = [final[member.name] for member in choice.config.members]
+        _put_together(chosen, words, folder / "chosen", choice.config, {})
+        calibration = fit_calibration(Retriever.load(folder / "chosen"), corpus, held_out)
         for number, (source, member) in enumerate(zip(sources, start.members, strict=True)):
             if source.final != source.selected:
                 target = folder / f"final-{number}"
                 final[member.name] = _write_member(source.final, corpus, target, threads, progress)
         members = [final[member.name] for member in choice.config.members]
-        _put_together(members, words, out, choice.config, {"fused": choice.plain()})
+        about = {"fused": choice.plain()}
+        _put_together(members, words, out, choice.config, about, calibration)
     return choice
 
 
@@ -201,8 +208,10 @@ def _write_member(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoder = QueryEncoder.load(folder, settings, device, "float32")
     encode = _Encoder(dataclasses.replace(encoder, normalised=True), progress)
-    # A memory or words that the bundle has already are written anew.
-    replaced = [name for name in manifest.files if name.startswith(("memory/", f"{WORDS}/"))]
+    # A memory or words that the bundle has already are written anew. Its probabilities are those of
+    # other scores.
+    outdated = ("memory/", f"{WORDS}/", f"{CALIBRATION}/")
+    replaced = [name for name in manifest.files if name.startswith(outdated)]
     linked: dict[str, storage.FileEntry] = {}
     with storage.new_artifact(target, KIND, manifest.about, linked) as made:
         train = corpus.split("train")
@@ -267,7 +276,7 @@ def _choose(
     start: PartsConfig,
 ) -> Choice:
     """Chooses weights by the answers of a trial bundle to held-out queries."""
-    retriever = _without_voters(Retriever.load(trial), corpus, rows)
+    retriever = without_voters(Retriever.load(trial), corpus, rows)
     assert retriever.fusion is not None
     predictor = FusedPredictor(retriever.fusion, retriever.members)
     train = corpus.split("train")
@@ -283,34 +292,13 @@ def _choose(
     return WeightSearch(corpus, candidates, train.positives(rows), start, metrics).choose()
 
 
-def _without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Retriever:
-    """A view in which some training queries do not vote.
-
-    Args:
-        retriever: a fused bundle.
-        corpus: its corpus.
-        rows: rows of the training split.
-    """
-    assert retriever.fusion is not None
-    assert retriever.fusion.queries is not None
-    # A memory numbers the training queries that have a positive.
-    hidden = np.searchsorted(remembered_rows(corpus.split("train")), rows)
-    queries = dataclasses.replace(retriever.fusion.queries, hidden=hidden)
-    members = []
-    for member in retriever.members:
-        assert member.memory is not None
-        memory = dataclasses.replace(member.memory, queries=queries)
-        members.append(dataclasses.replace(member, memory=memory))
-    fusion = dataclasses.replace(retriever.fusion, queries=queries)
-    return dataclasses.replace(members[0], fusion=fusion, others=tuple(members[1:]))
-
-
 def _put_together(
     members: Sequence[Path],
     words: Path,
     out: str | Path,
     config: PartsConfig,
     about: Mapping[str, Any],
+    calibration: Calibration | None = None,
 ) -> None:
     """Writes a fused bundle; files of parts without a weight are left out.
 
@@ -320,6 +308,7 @@ def _put_together(
         out: folder or URL that does not exist yet.
         config: weights and settings.
         about: more entries of the manifest.
+        calibration: the probabilities of its answers.
     """
     manifests = [storage.read_manifest(member, KIND) for member in members]
     about = {**manifests[0].about, **about}
@@ -338,6 +327,8 @@ def _put_together(
             entries = storage.link_files(members[place], manifests[place], folder, without)
             linked |= {f"{prefix}{name}": entry for name, entry in entries.items()}
             write_settings(folder, _member_settings(settings, config, place))
+        if calibration is not None:
+            calibration.save(target)
         manifest = storage.read_manifest(words, WORDS)
         unused_words = _unused_words(list(manifest.files), config)
         linked |= storage.link_files(words, manifest, target, unused_words)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from xmcray import config as configs
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
+from xmcray.retrieval.memory import remembered_rows
+from xmcray.retrieval.retriever import Retriever
+from xmcray.types import Int64Array
 
 
 def held_out_by(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> TrainingData:
@@ -41,3 +47,30 @@ def held_out_by(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> Traini
             f"no query with a positive is held out of {corpus.path}; raise data.validation"
         )
     return data
+
+
+def without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Retriever:
+    """A view in which some training queries do not vote.
+
+    Args:
+        retriever: any bundle.
+        corpus: its corpus.
+        rows: rows of the training split.
+    """
+    fusion = retriever.fusion
+    memory = retriever.memory
+    queries = fusion.queries if fusion is not None else memory and memory.queries
+    if queries is None:
+        return retriever
+    # A memory numbers the training queries that have a positive.
+    hidden = np.searchsorted(remembered_rows(corpus.split("train")), rows)
+    queries = dataclasses.replace(queries, hidden=hidden)
+    members: list[Retriever] = []
+    for member in (retriever, *retriever.others):
+        if member.memory is not None:
+            memory = dataclasses.replace(member.memory, queries=queries)
+            member = dataclasses.replace(member, memory=memory)
+        members.append(member)
+    if fusion is not None:
+        fusion = dataclasses.replace(fusion, queries=queries)
+    return dataclasses.replace(members[0], fusion=fusion, others=tuple(members[1:]))

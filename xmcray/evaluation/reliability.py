@@ -1,0 +1,115 @@
+"""Whether probabilities are right: calibration error, reliability, precision and coverage.
+
+    ECE@k        expected calibration error of the first k answers: they are sorted into BINS bins of
+                 equal width by probability; the distances between mean probability and precision
+                 of each bin are averaged, weighted by answers (Guo et al., "On Calibration of Modern
+                 Neural Networks", ICML 2017)
+    precision    share of relevant labels among answers that are at least this probable
+    coverage     share of queries with such an answer
+
+As for the other metrics, queries without a positive do not count. Pure numpy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from xmcray.evaluation.metrics import relevant
+from xmcray.types import BoolArray, Float32Array, Float64Array, Ragged, TopLabels
+
+BINS = 15
+ECE_CUTOFFS = (1, 5, 10)
+DIAGRAM_CUTOFF = 5  # answers of each query in the diagram
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_WIDTH = max(ECE_CUTOFFS)
+
+
+class Reliability:
+    """Collects the probabilities of answers, chunk by chunk.
+
+    Args:
+        num_labels: L.
+    """
+
+    def __init__(self, num_labels: int) -> None:
+        self._num_labels = num_labels
+        self._probabilities: list[Float32Array] = []
+        self._hits: list[BoolArray] = []
+
+    def update(self, top: TopLabels, truth: Ragged) -> None:
+        """Adds a chunk of queries; answers without probabilities are passed over."""
+        rows = np.flatnonzero(truth.lengths > 0)
+        if top.probabilities is None or not len(rows):
+            return
+        ids_BK = top.ids[rows, :_WIDTH]
+        probability_BK = top.probabilities[rows, :_WIDTH]
+        is_hit_BK = relevant(ids_BK, truth.take(rows), self._num_labels)
+        # A missing answer is in no bin.
+        self._probabilities.append(np.where(ids_BK >= 0, probability_BK, np.nan))
+        self._hits.append(is_hit_BK)
+
+    def result(self) -> dict[str, Any] | None:
+        """The section `calibration` of metrics.json; None if no answer had a probability."""
+        if not self._hits:
+            return None
+        probability_QK = np.concatenate(self._probabilities).astype(np.float64)
+        is_hit_QK = np.concatenate(self._hits)
+        errors = {}
+        for k in ECE_CUTOFFS:
+            bins = _bins(probability_QK[:, :k], is_hit_QK[:, :k])
+            errors[f"ECE@{k}"] = _calibration_error(bins)
+        return {
+            **errors,
+            "bins": _bins(probability_QK[:, :DIAGRAM_CUTOFF], is_hit_QK[:, :DIAGRAM_CUTOFF]),
+            "thresholds": [_at(level, probability_QK, is_hit_QK) for level in THRESHOLDS],
+        }
+
+
+def _bins(probability_QK: Float64Array, is_hit_QK: BoolArray) -> list[dict[str, Any]]:
+    """The bins that hold an answer, with mean probability and precision."""
+    is_answer = np.isfinite(probability_QK)
+    probabilities = probability_QK[is_answer]
+    is_hit = is_hit_QK[is_answer]
+    # A probability of 1 belongs to the last bin.
+    numbers = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1)
+    answers = np.bincount(numbers, minlength=BINS)
+    sums = np.bincount(numbers, probabilities, BINS)
+    num_hits = np.bincount(numbers, is_hit, BINS)
+    bins = []
+    for number in np.flatnonzero(answers).tolist():
+        count = int(answers[number])
+        bins.append(
+            {
+                "low": number / BINS,
+                "high": (number + 1) / BINS,
+                "answers": count,
+                "probability": float(sums[number]) / count,
+                "precision": float(num_hits[number]) / count,
+            }
+        )
+    return bins
+
+
+def _calibration_error(bins: list[dict[str, Any]]) -> float:
+    error = 0.0
+    answers = 0
+    for row in bins:
+        error += row["answers"] * abs(row["probability"] - row["precision"])
+        answers += row["answers"]
+    return error / max(answers, 1)
+
+
+def _at(level: float, probability_QK: Float64Array, is_hit_QK: BoolArray) -> dict[str, Any]:
+    """What `min_probability` = `level` lets through of the first answers."""
+    # A missing answer is not a number, which is at least nothing.
+    passes_QK = probability_QK >= level
+    answers = int(passes_QK.sum())
+    num_hits = int((passes_QK & is_hit_QK).sum())
+    return {
+        "min_probability": level,
+        "answers": answers,
+        "precision": num_hits / answers if answers else None,
+        "coverage": float(passes_QK.any(axis=1).mean()),
+    }

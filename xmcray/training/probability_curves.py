@@ -1,0 +1,216 @@
+"""Fits the probabilities of a bundle's answers on held-out queries (retrieval/calibration.py).
+
+Logistic regression makes evidence of an answer's score and its query's nearest labels. Isotonic
+regression turns evidence into probability, first for all labels together, then for each segment of
+labels by training frequency. Each fit has the one before as its prior, which counts as PRIOR
+answers, so a segment with few answers keeps nearly the common curve. A curve runs linearly through
+the centres of the blocks of isotonic regression (centred isotonic regression, Oron and Flournoy,
+"Centered Isotonic Regression", Statistics in Biopharmaceutical Research, 2017).
+
+Letters of axes, in addition to those in types.py: A answers, M answers with labels of
+one segment, G points of a prior, F features, N blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import isotonic_regression, minimize
+from scipy.special import expit
+
+from xmcray.data.corpus import Corpus
+from xmcray.evaluation.metrics import SEGMENTS, relevant
+from xmcray.retrieval.calibration import (
+    BINS,
+    CONTEXT,
+    Calibration,
+    Curve,
+    Curves,
+    features,
+)
+from xmcray.retrieval.retriever import CHUNK, Retriever
+from xmcray.retrieval.shards import SearchScope
+from xmcray.training.held_out import without_voters
+from xmcray.types import BoolArray, Float64Array, Int64Array
+
+ANSWERS = 5  # of each query, as many as P@5 and ECE@5 look at
+MAX_QUERIES = 10_000
+PRIOR = 1000  # answers
+GRID = 65  # points of a prior
+UNSEEN = "unseen"  # labels without a training query, and those that join later
+_RIDGE = 1e-4
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The first answers to held-out queries.
+
+    Attributes:
+        feature_AF: float64, see `calibration.features`.
+        relevant_A: whether the label is a positive of the query.
+        label_A: source ids.
+        place_A: int64, place in the query's list, from 0.
+    """
+
+    feature_AF: Float64Array
+    relevant_A: BoolArray
+    label_A: Int64Array
+    place_A: Int64Array
+
+
+def fit_calibration(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Calibration:
+    """Fits the probabilities of a bundle's answers.
+
+    Args:
+        retriever: the bundle.
+        corpus: the one that it was made from.
+        rows: training queries that no part of the bundle was trained on. They do not vote.
+    """
+    # Evenly spaced, because queries may be sorted by time.
+    rows = rows[:: -(-len(rows) // MAX_QUERIES)]
+    sample = answers_to(without_voters(retriever, corpus, rows), corpus, rows)
+    segment_L = _segments(corpus.train_counts)
+    curves = fit_curves(sample, segment_L[sample.label_A], len(rows))
+    return Calibration(curves, segment_L)
+
+
+def answers_to(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Sample:
+    """The first answers to some training queries, and whether they are right."""
+    train = corpus.split("train")
+    num_labels = corpus.card.num_labels
+    predictor = retriever.predictor()
+    chunks: list[Sample] = []
+    for start in range(0, len(rows), CHUNK):
+        chunk = rows[start : start + CHUNK]
+        texts = train.texts(chunk)
+        filters = train.filters(chunk)
+        query_BD = retriever.encode(texts)
+        k = min(CONTEXT, num_labels)
+        neighbours = predictor.find(query_BD, k, SearchScope(filters))
+        top = predictor.rank(neighbours, k, filters, texts).first(ANSWERS)
+        is_hit_BK = relevant(top.ids, train.positives(chunk), num_labels)
+        feature_BKF = features(top.scores, neighbours.labels.scores)
+        is_answer_BK = top.ids >= 0
+        chunks.append(
+            Sample(
+                feature_AF=feature_BKF[is_answer_BK],
+                relevant_A=is_hit_BK[is_answer_BK],
+                label_A=top.ids[is_answer_BK],
+                place_A=np.nonzero(is_answer_BK)[1],
+            )
+        )
+    return Sample(
+        np.concatenate([chunk.feature_AF for chunk in chunks]),
+        np.concatenate([chunk.relevant_A for chunk in chunks]),
+        np.concatenate([chunk.label_A for chunk in chunks]),
+        np.concatenate([chunk.place_A for chunk in chunks]),
+    )
+
+
+def _segments(train_counts: Int64Array) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """uint8 [L], number of each label's segment: 0 for labels without a training query."""
+    lows = [low for _, low, _ in SEGMENTS]
+    # A segment holds the counts above its low end, up to and including the next one.
+    return np.searchsorted(lows, train_counts, side="left").astype(np.uint8)
+
+
+def fit_curves(sample: Sample, segment_A: Int64Array, num_queries: int) -> Curves:
+    """Fits all of curves.json.
+
+    Args:
+        sample: answers.
+        segment_A: int64, number of the segment of each answer's label.
+        num_queries: of the sample.
+    """
+    weights = _logistic(sample.feature_AF, sample.relevant_A)
+    evidence_A = weights[0] + (sample.feature_AF * weights[1:]).sum(axis=1)
+    grid_G = np.quantile(evidence_A, np.linspace(0.0, 1.0, GRID))
+    common = _curve(evidence_A, sample.relevant_A, grid_G, expit(grid_G))
+    seen: dict[str, Curve] = {}
+    for number, (name, _, _) in enumerate(SEGMENTS, start=1):
+        members = segment_A == number
+        relevant_M = sample.relevant_A[members]
+        seen[name] = _curve(evidence_A[members], relevant_M, grid_G, common.at(grid_G))
+    members = segment_A == 0
+    # Rare labels resemble those without any training query most.
+    rare_G = seen[SEGMENTS[0][0]].at(grid_G)
+    unseen = _curve(evidence_A[members], sample.relevant_A[members], grid_G, rare_G)
+    by_segment = {UNSEEN: unseen, **seen}
+    probability_A = np.empty(len(evidence_A))
+    for number, curve in enumerate(by_segment.values()):
+        members = segment_A == number
+        probability_A[members] = curve.at(evidence_A[members])
+    best = probability_A[sample.place_A == 0]
+    counts, _ = np.histogram(best, BINS, (0.0, 1.0))
+    return Curves(
+        intercept=float(weights[0]),
+        score=float(weights[1]),
+        best=float(weights[2]),
+        tenth=float(weights[3]),
+        by_segment=by_segment,
+        best_answers=tuple((counts / max(len(best), 1)).tolist()),
+        queries=num_queries,
+    )
+
+
+def _logistic(feature_AF: Float64Array, relevant_A: BoolArray) -> Float64Array:
+    """Intercept and factors of a logistic regression, float64 [1 + F].
+
+    The factor of the score, the first feature, is not negative: of two answers to one query, the
+    one with the higher score has no less evidence.
+    """
+    mean_F = feature_AF.mean(axis=0)
+    deviation_F = feature_AF.std(axis=0)
+    # A feature that is always the same tells nothing; its factor stays 0.
+    deviation_F[deviation_F == 0] = 1.0
+    standard_AF = (feature_AF - mean_F) / deviation_F
+    sign_A = np.where(relevant_A, 1.0, -1.0)
+
+    def loss(weights: Float64Array) -> tuple[float, Float64Array]:
+        margin_A = sign_A * (weights[0] + standard_AF @ weights[1:])
+        pull_A = -sign_A * expit(-margin_A) / len(margin_A)
+        gradient = np.concatenate([[pull_A.sum()], pull_A @ standard_AF])
+        value = np.logaddexp(0, -margin_A).mean() + _RIDGE * (weights**2).sum()
+        return float(value), gradient + 2 * _RIDGE * weights
+
+    num_weights = 1 + standard_AF.shape[1]
+    bounds = [(None, None)] * num_weights
+    bounds[1] = (0.0, None)
+    fitted = minimize(loss, np.zeros(num_weights), jac=True, method="L-BFGS-B", bounds=bounds)
+    factors = fitted.x[1:] / deviation_F
+    return np.concatenate([[fitted.x[0] - factors @ mean_F], factors])
+
+
+def _curve(
+    evidence_M: Float64Array,
+    relevant_M: BoolArray,
+    grid_G: Float64Array,
+    prior_G: Float64Array,
+) -> Curve:
+    """Isotonic regression of relevance on evidence.
+
+    Args:
+        evidence_M: of the answers that count.
+        relevant_M: whether they are right.
+        grid_G: evidence that is usual among all answers.
+        prior_G: probabilities that are expected there. Together they weigh as much as PRIOR
+            answers.
+    """
+    evidence = np.concatenate([grid_G, evidence_M])
+    target = np.concatenate([prior_G, relevant_M])
+    weight = np.ones(len(evidence))
+    weight[: len(grid_G)] = PRIOR / len(grid_G)
+    # Equal evidence with falling targets: regression then makes one block of it.
+    order = np.lexsort((-target, evidence))
+    fitted = isotonic_regression(target[order], weights=weight[order]).x
+    value_N, block = np.unique(fitted, return_inverse=True)
+    weight_N = np.bincount(block, weight[order])
+    centre_N = np.bincount(block, weight[order] * evidence[order]) / weight_N
+    # Rounding may give two blocks the same centre.
+    rises = np.diff(centre_N, prepend=-np.inf) > 0
+    probability_N = value_N[rises].clip(0.0, 1.0)
+    return Curve(
+        evidence=tuple(centre_N[rises].tolist()),
+        probability=tuple(probability_N.tolist()),
+    )
