@@ -17,7 +17,7 @@ from xmcray.data.append import (
 from xmcray.data.chunks import NO_PAIRS, pack_chunk, read_chunks, survey
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import RawFiles, detect
-from xmcray.data.tokens import TextTokenizer, train_wordpiece
+from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.data.writer import CorpusWriter, PrepareConfig, sorted_pairs
 from xmcray.storage import FileEntry, link_files, new_artifact, open_artifact
 
@@ -37,7 +37,10 @@ def corpus_of(raw: Path, out: Path, **settings: Any) -> Corpus:
     with new_artifact(out, KIND, {"made_by": "tests"}) as folder:
         # The last result of the survey is the sample of texts.
         *_, (_, texts) = survey(source, cap=100_000, seed=0, skip=False, block_rows=1000)
-        tokenizer = train_wordpiece(texts, config.vocab_size, config.max_len)
+        if config.tokenizer == "wordpiece":
+            tokenizer = train_wordpiece(texts, config.vocab_size, config.max_len)
+        else:
+            tokenizer = from_transformer(config.tokenizer, config.max_len)
         writer = CorpusWriter(folder, source, config, "planted", "none")
         write_rows(writer, source, tokenizer)
     return Corpus.open(out)

@@ -5,8 +5,9 @@ It fails where an operation mixes devices, as CUDA would, and it counts host syn
 for the device), copies and launches. `FakeTensorMode` of torch cannot do this: it has no values, and
 stops where a step needs one.
 
-Limits: there are no kernel times and no NCCL, and a copy from the host inside a backward pass is not
-seen. Launches are upper bounds, because attention is computed by its parts.
+Limits: there are no kernel times, ranks exchange by Gloo what NCCL would, and a copy from the host
+inside a backward pass is not seen. Transformers cannot run in inference mode. Launches are upper
+bounds, because attention is computed by its parts.
 
 Needs the library of stand_in.cpp, preloaded.
 """
@@ -14,12 +15,14 @@ Needs the library of stand_in.cpp, preloaded.
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
@@ -72,6 +75,7 @@ _VIEWS = {
     "view",
 }
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+_PRODUCTS = {"addbmm", "addmm", "baddbmm", "bmm", "mm", "scaled_dot_product_attention"}
 # CUDA accepts indices on the host, and copies them.
 _MAY_MIX = {"_to_copy", "copy_", *_INDEXING}
 
@@ -84,13 +88,40 @@ class Counts:
         launches: Kernels by operation.
         syncs: Host syncs by operation and line of the package. A copy from pageable memory is one.
         copies: Copies from host to device by line of the package.
+        products: Matrix products by type of their numbers.
+        exchanged: Bytes that collectives were given, by collective.
+        live_bytes: Bytes of all tensors of the device.
+        peak_bytes: The most at the same time.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
+    products: Counter[str] = field(default_factory=Counter)
+    exchanged: Counter[str] = field(default_factory=Counter)
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+    def track(self, tensor: Tensor) -> None:
+        """Counts the memory of a new tensor until it is freed."""
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in _tracked:
+            return
+        _tracked.add(key)
+        num_bytes = storage.nbytes()
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._freed, key, num_bytes)
+
+    def _freed(self, key: int, num_bytes: int) -> None:
+        self.live_bytes -= num_bytes
+        _tracked.remove(key)
 
 
+_tracked: set[int] = set()
 counts = Counts()
 
 
@@ -115,6 +146,7 @@ class PretendedTensor(Tensor):
 
     def __init__(self, inner: Tensor) -> None:
         self.inner = inner
+        counts.track(inner)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PretendedTensor({tuple(self.shape)}, {self.dtype})"
@@ -131,6 +163,12 @@ class PretendedTensor(Tensor):
 
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
+
+    def storage(self) -> Any:
+        return self.inner.storage()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
 
     def tolist(self) -> Any:
         counts.syncs[f"tolist {_line()}"] += 1
@@ -181,6 +219,7 @@ def install() -> None:
     }
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
+    dist.get_backend = lambda group=None: dist.Backend("nccl")
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
     torch.__future__.set_swap_module_params_on_conversion(True)
 
@@ -195,6 +234,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         copy = args[0].clone()
         copy.pretended_pinned = True
         return copy
+    if namespace == "c10d":
+        _count_collective(name, tensors)
     goes_to_device = bool(pretended)
     if kwargs.get("device") is not None:
         goes_to_device = torch.device(kwargs["device"]).type == "cuda"
@@ -210,7 +251,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not goes_to_device or name == "_local_scalar_dense":
         return result
     wrapped = tree_map(_wrapped, result)
-    if namespace != "aten":
+    # What comes from the host is a copy, whatever an operation says of views.
+    if namespace != "aten" or not pretended:
         return wrapped
     # An operation in place returns the tensor that it was given.
     if func._schema.is_mutable and name.endswith("_") and isinstance(result, Tensor):
@@ -238,7 +280,17 @@ def _refuse_mixed(name: str, tensors: list[Tensor], args: Sequence[Any]) -> None
         raise MixedDevicesError(f"{name} at {_line()} has tensors on cuda:0 and on the CPU")
 
 
+def _count_collective(name: str, tensors: Sequence[Tensor]) -> None:
+    """NCCL, which the ranks of a GPU run use, moves the memory of devices only."""
+    for tensor in tensors:
+        if not isinstance(tensor, PretendedTensor):
+            raise MixedDevicesError(f"{name} at {_line()} exchanges a tensor of the CPU")
+        counts.exchanged[name] += tensor.nbytes
+
+
 def _count(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], to_device: bool) -> None:
+    if name in _PRODUCTS:
+        counts.products[str(args[0].dtype)] += 1
     if name in ("_to_copy", "copy_"):
         _count_copy(name, args, kwargs, to_device)
     elif name in _SYNCS:

@@ -45,12 +45,18 @@ class Case:
         copies: Copies from the host. The tokens are one, each dropout mask is one, and the listed
             pairs are one for each loss.
         settings: After those of all cases.
+        ranks: How many train together.
+        exchanged: Bytes that collectives of a rank may get.
+        corpus: Name of the corpus.
     """
 
     method: str
     syncs: int
     copies: int
     settings: tuple[str, ...] = ()
+    ranks: int = 1
+    exchanged: int = 0
+    corpus: str = "corpus"
 
 
 CASES = {
@@ -76,6 +82,26 @@ CASES = {
     # The regulariser takes a mean over terms whose number depends on the scores.
     "prime": Case("prime", 6, 8),
     "rae": Case("rae", 1, 4),
+    # Ranks also count the rows of their token tables, and those that all of them touch.
+    "astra, ranks": Case("astra", 3, 4, ranks=3, exchanged=32_000),
+    "dexml, ranks": Case("dexml", 3, 4, ranks=3, exchanged=64_000),
+    "prime, ranks": Case("prime", 11, 8, ranks=3, exchanged=200_000),
+    # All rows of a transformer's token table are updated, so nothing is counted.
+    "transformer": Case("astra", 0, 5, corpus="model-corpus"),
+    "transformer, ranks": Case("astra", 0, 5, ranks=3, exchanged=64_000, corpus="model-corpus"),
+}
+TRANSFORMERS = [name for name, case in CASES.items() if case.corpus == "model-corpus"]
+RANK_OF_EIGHT = (
+    "optim.batch_size=1024",
+    "negatives.hard=10",
+    "negatives.uniform=1000",
+    "data.augment_with_labels=false",
+    "method.init=zeros",
+)
+# The same step with as many labels as public data sets have, and with a hundred times more.
+OF_EIGHT = {
+    "1.3 million labels": ("encoder.dim=64", 1_305_265),
+    "120 million labels": ("encoder.dim=2", 120_000_000),
 }
 
 
@@ -89,18 +115,28 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.skip("this torch has CUDA, so nothing is pretended")
     folder = tmp_path_factory.mktemp("pretended")
     planted_corpus(folder, num_queries=120, num_labels=NUM_LABELS)
-    cases = {name: (case.method, [*COMMON, *case.settings]) for name, case in CASES.items()}
+    trained = {}
+    for name, case in CASES.items():
+        settings = [*COMMON, *case.settings]
+        if name in TRANSFORMERS:
+            settings.append(f"encoder.name={folder / 'model'}")
+        trained[name] = (case.method, settings, case.ranks, case.corpus)
+    of_a_rank = {}
+    for name, (dim, num_labels) in OF_EIGHT.items():
+        of_a_rank[name] = ("astra", [*RANK_OF_EIGHT, dim], num_labels)
+    cases = {"trained": trained, "of a rank": of_a_rank}
     (folder / "cases.json").write_text(json.dumps(cases))
     environment = {
         **os.environ,
         "LD_PRELOAD": str(stand_in(compiler, folder)),
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     subprocess.run(
         [sys.executable, str(HERE / "train_pretended.py"), str(folder)],
         env=environment,
         check=True,
-        timeout=300,
+        timeout=600,
     )
     return json.loads((folder / "results.json").read_text())
 
@@ -143,6 +179,40 @@ def test_a_step_keeps_its_budget_of_syncs_and_copies(results: Any, name: str) ->
     copies = results[name]["copies"]
     assert sum(syncs.values()) <= case.syncs, syncs
     assert sum(copies.values()) <= case.copies, copies
+    assert sum(results[name]["exchanged"].values()) <= case.exchanged, results[name]["exchanged"]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_transformer_computes_in_bfloat16_and_is_updated_by_one_kernel(
+    results: Any, name: str
+) -> None:
+    # Six linear maps of its layer, and two gradients of each. The rest of a step is in float32.
+    assert results[name]["products"]["torch.bfloat16"] == 6 * 3
+    # Parameters with and without weight decay.
+    assert results[name]["launches"]["_fused_adamw_"] == 2
+
+
+def test_a_bundle_answers_on_the_device_as_on_the_host(results: Any) -> None:
+    answers = results["answers"]
+    assert "error" not in answers, answers["error"]
+    assert answers["device"] == "cuda:0"
+    assert answers["labels"] == answers["expected"]
+
+
+@pytest.mark.parametrize("name", OF_EIGHT)
+def test_a_step_of_one_rank_of_eight_takes_the_planned_memory(results: Any, name: str) -> None:
+    rank = results[name]
+    assert "error" not in rank, rank["error"]
+    assert rank["peak_bytes"] == pytest.approx(rank["planned_bytes"], rel=0.15)
+
+
+def test_a_step_costs_the_same_with_a_hundred_times_more_labels(results: Any) -> None:
+    few = results["1.3 million labels"]
+    many = results["120 million labels"]
+    for kind in ("launches", "syncs", "copies"):
+        assert many[kind] == few[kind]
+    # Not even a bit for each label of the rank.
+    assert many["array_bytes"] < 120_000_000 / 8 / 8
 
 
 def test_a_mixture_of_devices_is_refused(results: Any) -> None:

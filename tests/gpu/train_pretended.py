@@ -2,79 +2,203 @@
 
     LD_PRELOAD=stand_in.so python train_pretended.py FOLDER
 
-The folder has a corpus, and cases.json: method and settings of each run, by name. The results are
-written into results.json.
+The folder has a corpus of planted data and cases.json: method, settings, number of ranks and corpus of
+each run, by name. The results are written into results.json.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import traceback
+import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pretended_cuda
 import torch
+import torch.distributed as dist
+from corpora import corpus_of
+from models import write_bert
+from planted import WORDS_PER_LABEL
 from pretended_cuda import PretendedCuda, counts
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.nn.static import StaticEncoder
+from xmcray.parallel.partition import LabelPartition
+from xmcray.planning.data_size import from_numbers
+from xmcray.planning.devices import device_rates
+from xmcray.planning.estimate import estimate
+from xmcray.planning.stand_in import StandInData
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.export import export_run
 from xmcray.training.launch import train_here
-from xmcray.training.run import RunConfig, open_or_create
+from xmcray.training.loop import Loop, assemble, build
+from xmcray.training.run import Run, RunConfig, open_or_create
 from xmcray.training.step import Stepper
 
-_KINDS = ("launches", "syncs", "copies")
+KINDS = ("launches", "syncs", "copies", "products", "exchanged")
+CUDA = torch.device("cuda")
 _uncounted_step = Stepper.step
 
 
-def train(folder: Path, name: str, method: str, settings: list[str]) -> dict[str, Any]:
+def transformer_corpus(folder: Path) -> None:
+    """Writes the corpus once more, with the tokens of a tiny transformer in folder/model."""
+    words = [f"w{label}x{number}" for label in range(40) for number in range(WORDS_PER_LABEL)]
+    model = write_bert(folder / "model", words)
+    corpus_of(folder / "raw", folder / "model-corpus", tokenizer=str(model))
+
+
+def train(
+    folder: Path, name: str, method: str, settings: list[str], ranks: int, corpus_name: str
+) -> dict[str, Any]:
     """Trains one run; returns its steps, and the largest counts of any step but the first."""
-    corpus = Corpus.open(folder / "corpus")
+    corpus = Corpus.open(folder / corpus_name, verify=False)
     config = RunConfig.resolve(method, {}, settings)
     run = open_or_create(folder / "runs" / name, config, corpus, "auto")
+    if ranks == 1:
+        return _counted(lambda: train_here(run, corpus))
+    context = multiprocessing.get_context("fork")
+    results: Any = context.SimpleQueue()
+    processes = []
+    for rank in range(ranks):
+        arguments = (rank, ranks, run, corpus, results)
+        processes.append(context.Process(target=_train_rank, args=arguments, daemon=True))
+    for process in processes:
+        process.start()
+    of_ranks = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    failed = [result for result in of_ranks if "error" in result]
+    return failed[0] if failed else of_ranks[0]
+
+
+def _train_rank(rank: int, ranks: int, run: Run, corpus: Corpus, results: Any) -> None:
+    """Trains one rank of several, whose tensors Gloo exchanges in place of NCCL."""
+    try:
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(run.path / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        dist.barrier()
+
+        def train_loop() -> dict[str, Any]:
+            data = TrainingData(corpus, run.config.data)
+            setup = build(run.config, data, CUDA)
+            refresher = ThreadRefresher(data, RefreshSpec(ranks, run.config.negatives, 0))
+            return Loop(run, setup, refresher).train()
+
+        results.put(_counted(train_loop))
+        dist.destroy_process_group()
+    except BaseException:
+        results.put({"error": traceback.format_exc()})
+
+
+def _counted(train_run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Trains on the device, and counts what each step costs."""
     costs: list[dict[str, Counter[str]]] = []
     devices: set[str] = set()
 
     def counted_step(self: Stepper, *args: Any) -> Any:
-        before = {kind: Counter(getattr(counts, kind)) for kind in _KINDS}
+        before = {kind: Counter(getattr(counts, kind)) for kind in KINDS}
         output = _uncounted_step(self, *args)
-        costs.append({kind: getattr(counts, kind) - before[kind] for kind in _KINDS})
+        costs.append({kind: getattr(counts, kind) - before[kind] for kind in KINDS})
         devices.add(str(output.total.device))
         devices.update(str(table.weight_SD.device) for table in self.method.tables.values())
         return output
 
     Stepper.step = counted_step  # type: ignore[method-assign]
     with PretendedCuda():
-        result = train_here(run, corpus)
+        result = train_run()
     most: dict[str, Any] = {}
-    for kind in _KINDS:
+    for kind in KINDS:
         # The first step also makes the state of the optimiser.
         most[kind] = max((cost[kind] for cost in costs[1:]), key=Counter.total)
     return {"steps": result["steps"], "devices": sorted(devices), **most}
 
 
-def mixture() -> dict[str, str]:
+def answers(folder: Path, name: str) -> dict[str, Any]:
+    """Exports a run on the device, and answers some queries there and on the CPU."""
+    bundle = folder / "bundle"
+    queries = ["w3x0 w3x1", "w5x2", ""]
+    with PretendedCuda():
+        export_run(Run.open(folder / "runs" / name), bundle)
+        on_device = Retriever.load(bundle, device="cuda:0")
+        device = str(on_device.labels.rows.indexes[0].vectors.device)
+        labels = [[label.uid for label in row] for row in on_device.search(queries, 5)]
+    on_host = Retriever.load(bundle, device="cpu")
+    expected = [[label.uid for label in row] for row in on_host.search(queries, 5)]
+    return {"device": device, "labels": labels, "expected": expected}
+
+
+def one_of_eight(method: str, settings: list[str], num_labels: int) -> dict[str, Any]:
+    """Steps of one rank of eight on random data; the others send what this one sends.
+
+    Returns:
+        Counts of the second step, the most bytes of the device during it, those by the plan, and
+        the most bytes of the host's arrays.
+    """
+    config = RunConfig.resolve(method, {}, settings)
+    size = from_numbers(num_labels, num_labels, tokens_per_text=12, positives_per_query=5)
+    data: Any = StandInData(size, config.data.augment_with_labels)
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    live_before = counts.live_bytes
+    with PretendedCuda():
+        encoder = StaticEncoder(torch.ones(size.vocab_size), config.encoder.dim).to(CUDA)
+        setup = assemble(config, data, encoder, CUDA, LabelPartition(num_labels, 8, 0))
+        setup.stepper.step(data.batch(config, 1, 8), data)
+        batch = data.batch(config, 2, 8)
+        before = {kind: Counter(getattr(counts, kind)) for kind in KINDS}
+        counts.peak_bytes = counts.live_bytes
+        tracemalloc.start()
+        setup.stepper.step(batch, data)
+        _, array_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    dist.destroy_process_group()
+    plan = estimate(config, size, device_rates("a100-80gb"), workers=8)
+    planned_bytes = sum(plan.device_bytes.values()) - plan.device_bytes["CUDA"]
+    cost = {kind: sum((getattr(counts, kind) - before[kind]).values()) for kind in KINDS}
+    return {
+        **cost,
+        "peak_bytes": counts.peak_bytes - live_before,
+        "planned_bytes": planned_bytes,
+        "array_bytes": array_bytes,
+    }
+
+
+def mixture() -> None:
     """Adds tensors of two devices, which has to fail."""
     with PretendedCuda():
-        try:
-            torch.ones(2, device="cuda") + torch.ones(2)
-        except pretended_cuda.MixedDevicesError:
-            return {"error": traceback.format_exc()}
-    return {}
+        torch.ones(2, device="cuda") + torch.ones(2)
 
 
 def main() -> None:
-    """Trains the cases; one that fails does not stop the others."""
+    """Runs all cases; one that fails does not stop the others."""
     folder = Path(sys.argv[1])
     pretended_cuda.install()
     cases = json.loads((folder / "cases.json").read_text())
-    results: dict[str, Any] = {"mixture": mixture()}
-    for name, (method, settings) in cases.items():
+    results: dict[str, Any] = {}
+
+    def note(name: str, run_case: Callable[..., Any], *args: Any) -> None:
         try:
-            results[name] = train(folder, name, method, settings)
+            results[name] = run_case(*args)
         except Exception:
             results[name] = {"error": traceback.format_exc()}
+
+    note("mixture", mixture)
+    transformer_corpus(folder)
+    trained = cases["trained"].items()
+    # Ranks are forks of this process, and torch cannot fork after a backward pass.
+    for name, case in sorted(trained, key=lambda item: item[1][2], reverse=True):
+        note(name, train, folder, name, *case)
+    for name, case in cases["of a rank"].items():
+        note(name, one_of_eight, *case)
+    note("answers", answers, folder, "astra")
     (folder / "results.json").write_text(json.dumps(results, indent=1))
 
 

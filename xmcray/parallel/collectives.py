@@ -225,7 +225,8 @@ def _row_counts(tensor: Tensor) -> list[int]:
     """Returns the number of rows of each rank's tensor; needs one exchange of its own."""
     if num_ranks() == 1:
         return [len(tensor)]
-    count = torch.tensor([len(tensor)], device=tensor.device)
+    # Filled on the device: a copy from the host would be one more wait.
+    count = torch.full((1,), len(tensor), dtype=torch.int64, device=tensor.device)
     return _all_gather(count).tolist()
 
 
