@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,33 @@ def appended(corpus: Corpus, raw: Path, out: Path) -> Corpus:
         writer = continued_writer(folder, corpus, source, config)
         write_rows(writer, source, tokenizer)
     return Corpus.open(out)
+
+
+def grown_corpora(folder: Path, num_old: int) -> tuple[Corpus, Corpus]:
+    """A corpus of the first labels of planted data, and one with all labels and queries.
+
+    The second one alone has a test split.
+    """
+    write_planted(folder / "all", 150, 23, only_in_test=0, filtered=0)
+    rows = {}
+    for name in ("labels", "train", "test"):
+        lines = (folder / "all" / f"{name}.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
+    for query in (*rows["train"], *rows["test"]):
+        query["labels"] = [f"label{label}" for label in query["labels"]]
+    is_old = [all(int(x[5:]) < num_old for x in query["labels"]) for query in rows["train"]]
+    old = {**rows, "labels": rows["labels"][:num_old]}
+    old["train"] = [query for query, keep in zip(rows["train"], is_old, strict=True) if keep]
+    del old["test"]
+    new = {**rows}
+    new["train"] = [query for query, keep in zip(rows["train"], is_old, strict=True) if not keep]
+    for name, files in (("old", old), ("new", new)):
+        (folder / name).mkdir()
+        for split, queries in files.items():
+            text = "".join(json.dumps(query) + "\n" for query in queries)
+            (folder / name / f"{split}.jsonl").write_text(text)
+    first = corpus_of(folder / "old", folder / "first")
+    return first, appended(first, folder / "new", folder / "second")
 
 
 def write_rows(writer: CorpusWriter, source: RawFiles, tokenizer: TextTokenizer) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from xmcray import __version__, config, credentials, logs
-from xmcray.cli import bundles, doctor, planning, training, tuning
+from xmcray.cli import bundles, doctor, planning, promotion, training, tuning
 from xmcray.errors import ConfigError, XmcrayError
 from xmcray.training.preemption import EXIT_CODE, Terminated, handling, signals_are_kept
 
@@ -232,6 +232,12 @@ VERBS = {
         bundles.serve_options,
         "answer over HTTP: one process, or Ray Serve",
         "xmcray serve bundles/a --port 8000",
+    ),
+    "promote": Verb(
+        promotion.promote,
+        promotion.promote_options,
+        "swap in a new bundle if it is not worse on the newest queries, or go back to the old one",
+        "xmcray promote runs/a runs/b --data corpora/msdocs-2 --url http://127.0.0.1:8000 --admin-token-file admin",
     ),
     "doctor": Verb(
         doctor.doctor,

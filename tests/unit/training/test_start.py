@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from corpora import appended, corpus_of
-from planted import write_planted
+from corpora import grown_corpora
 from safetensors.torch import load_file
 
 from xmcray.cli import main
@@ -37,27 +35,7 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, Corpus]:
     """A corpus, and the one that has more queries and labels."""
-    folder = tmp_path_factory.mktemp("start")
-    write_planted(folder / "all", 150, 23, only_in_test=0, filtered=0)
-    rows = {}
-    for name in ("labels", "train", "test"):
-        lines = (folder / "all" / f"{name}.jsonl").read_text().splitlines()
-        rows[name] = [json.loads(line) for line in lines]
-    for query in (*rows["train"], *rows["test"]):
-        query["labels"] = [f"label{label}" for label in query["labels"]]
-    is_old = [all(int(x[5:]) < NUM_OLD for x in query["labels"]) for query in rows["train"]]
-    old = {**rows, "labels": rows["labels"][:NUM_OLD]}
-    old["train"] = [query for query, keep in zip(rows["train"], is_old, strict=True) if keep]
-    del old["test"]
-    new = {**rows}
-    new["train"] = [query for query, keep in zip(rows["train"], is_old, strict=True) if not keep]
-    for name, files in (("old", old), ("new", new)):
-        (folder / name).mkdir()
-        for split, queries in files.items():
-            text = "".join(json.dumps(query) + "\n" for query in queries)
-            (folder / name / f"{split}.jsonl").write_text(text)
-    first = corpus_of(folder / "old", folder / "first")
-    return first, appended(first, folder / "new", folder / "second")
+    return grown_corpora(tmp_path_factory.mktemp("start"), NUM_OLD)
 
 
 def command(method: str, corpus: Corpus, out: Path, *more: str, **settings: Any) -> list[str]:

@@ -1,0 +1,168 @@
+"""Whether a new bundle may take the place of the one in use: a paired test on the newest queries.
+
+The two bundles may have other labels: answers are matched with the corpus by uid. An answer that
+the corpus does not have is a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from xmcray.config import unknown
+from xmcray.data.corpus import Corpus
+from xmcray.errors import BundleError, ConfigError
+from xmcray.evaluation.evaluate import SEARCH_K, ComparisonRow, Evaluation, compare, evaluate
+from xmcray.evaluation.metrics import MAIN_METRICS
+from xmcray.retrieval.retriever import Retriever
+from xmcray.types import Int64Array, Ragged, TopLabels, offsets_of
+
+SPLIT = "test"  # no run is trained on it
+LAST = 5_000  # queries
+METRIC = "P@5"
+MARGIN = 0.009  # of the metric; 0.9 points
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A new bundle against the one in use.
+
+    Attributes:
+        comparison: the new bundle less the one in use, one row per metric.
+        metric: by which it is judged.
+        margin: how much worse the new bundle may be, as a fraction.
+        num_queries: queries that counted.
+    """
+
+    comparison: list[ComparisonRow]
+    metric: str
+    margin: float
+    num_queries: int
+
+    @property
+    def row(self) -> ComparisonRow:
+        """The comparison by the metric that decides."""
+        [row] = [row for row in self.comparison if row.metric == self.metric]
+        return row
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the new bundle is not worse: the interval of the difference is above -margin."""
+        return self.row.low > -self.margin
+
+    def check(self) -> None:
+        """Raises BundleError unless the new bundle is accepted."""
+        if self.accepted:
+            return
+        raise BundleError(
+            f"the new bundle is not promoted: {self}, expected the interval above"
+            f" {-100 * self.margin:+.2f}; {self._advice()}"
+        )
+
+    def __str__(self) -> str:
+        row = self.row
+        return (
+            f"{row.metric} {100 * row.difference:+.2f} points (95 % interval {100 * row.low:+.2f} to"
+            f" {100 * row.high:+.2f}, {self.num_queries:,} queries)"
+        )
+
+    def _advice(self) -> str:
+        if self.row.high < 0:
+            return "keep the old one"
+        # The interval holds 0: there are too few queries to tell.
+        return "test with more queries (--last), or keep the old one"
+
+
+def check_metric(metric: str) -> None:
+    """Raises ConfigError for a metric that is not measured."""
+    if metric not in MAIN_METRICS:
+        raise ConfigError(unknown("metric", metric, list(MAIN_METRICS)))
+
+
+def judge(
+    old: Evaluation, new: Evaluation, metric: str = METRIC, margin: float = MARGIN
+) -> Verdict:
+    """Compares two evaluations of the same queries.
+
+    A one-sided test of non-inferiority: the lower end of the difference's 95 % interval, by paired
+    bootstrap over queries, has to be above -margin. A bundle that is worse by the margin passes in
+    2.5 of 100 cases.
+
+    Raises:
+        ConfigError: no such metric.
+        DataError: the evaluations are of other queries.
+    """
+    check_metric(metric)
+    return Verdict(compare(new, old), metric, margin, new.queries)
+
+
+def measure_newest(
+    bundle: str, corpus: Corpus, last: int = LAST, progress: Progress | None = None
+) -> Evaluation:
+    """Evaluates a bundle on the newest test queries, the last ones of the corpus.
+
+    Args:
+        bundle: folder or URL.
+        corpus: may have labels that the bundle lacks, and the other way round.
+        last: queries; all of them if there are fewer.
+        progress: called with the number of queries answered so far.
+    """
+    retriever = Retriever.load(bundle)
+    queries = corpus.split(SPLIT)
+    num_queries = min(last, len(queries))
+    first = len(queries) - num_queries
+    source_ids = _source_ids(retriever, corpus)
+    known = np.flatnonzero(source_ids >= 0)
+    bundle_ids = np.full(corpus.card.num_labels, -1, np.int64)
+    bundle_ids[source_ids[known]] = known
+    width = min(SEARCH_K, corpus.card.num_labels)
+    num_answers = min(width, retriever.num_labels)
+
+    def search(rows: Int64Array) -> TopLabels:
+        rows = first + rows
+        # Texts, as a server gets them: the bundle may have another tokenizer than the corpus.
+        exclude = _renamed(queries.filters(rows), bundle_ids)
+        top = retriever.top_labels(queries.texts(rows), num_answers, exclude=exclude)
+        answers = TopLabels.empty(len(rows), width)
+        # Id -1 of a missing answer stays what it is.
+        answers.ids[:, :num_answers] = np.where(top.ids >= 0, source_ids[top.ids], -1)
+        answers.scores[:, :num_answers] = top.scores
+        return answers
+
+    card = corpus.card
+    return evaluate(
+        search,
+        lambda rows: queries.positives(first + rows),
+        num_queries=num_queries,
+        train_counts=corpus.train_counts,
+        num_train=card.num_train,
+        a=card.propensity_a,
+        b=card.propensity_b,
+        resamples=0,
+        progress=progress,
+    )
+
+
+def _source_ids(retriever: Retriever, corpus: Corpus) -> Int64Array:
+    """int64, the id that each label of a bundle has in the corpus; -1 if it is not there."""
+    ids_by_uid = retriever.labels.ids_by_uid()
+    source_ids = np.full(retriever.settings.num_labels, -1, np.int64)
+    for source_id, uid in enumerate(corpus.label_uids(np.arange(corpus.card.num_labels))):
+        bundle_id = ids_by_uid.get(uid)
+        if bundle_id is not None:
+            source_ids[bundle_id] = source_id
+    return source_ids
+
+
+def _renamed(labels: Ragged, new_ids: Int64Array) -> Ragged:
+    """Lists of labels with other ids, ascending; labels without one are left out."""
+    values = new_ids[labels.values]
+    kept = values >= 0
+    rows = labels.row_ids[kept]
+    values = values[kept]
+    order = np.lexsort((values, rows))
+    return Ragged(values[order], offsets_of(np.bincount(rows, minlength=len(labels))))
