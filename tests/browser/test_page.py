@@ -42,12 +42,14 @@ class Server:
     Attributes:
         bodies: of the searches, as they came.
         ready: whether the models can be listed.
+        fused: whether all models are calibrated fused bundles.
         answers_slow: lets the query `slow` be answered.
     """
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.ready = True
+        self.fused = False
         self.slow_came = threading.Event()
         self.answers_slow = threading.Event()
         self._socket = socket.create_server(
@@ -99,7 +101,9 @@ class Server:
 
         @app.get("/v1/models", response_model=ModelsResponse)
         async def models() -> Any:
-            listed = [{**model, "attributes": ["package", "year"]} for model in RECORDED["models"]]
+            kind = {"predictor": "fused", "calibrated": True} if self.fused else {}
+            facts = {"attributes": ["package", "year"], **kind}
+            listed = [{**model, **facts} for model in RECORDED["models"]]
             return (
                 {"models": listed} if self.ready else problem("not-ready", "no model is loaded yet")
             )
@@ -114,7 +118,8 @@ class Server:
     def _search(self, request: SearchRequest) -> Any:
         self.bodies.append(request.model_dump(exclude_unset=True))
         model = next(model for model in RECORDED["models"] if model["model"] == request.model)
-        assert request.explain == (model["predictor"] == "memory"), "only a memory can explain"
+        explains = self.fused or model["predictor"] == "memory"
+        assert request.explain == explains, "only a memory or a fused bundle can explain"
         text = request.texts[0]
         result = {"answers": [], "truncated": request.texts == ["long"]}
         took_ms = 0.4
@@ -149,6 +154,8 @@ class Server:
                 if not wanted or one["attributes"]["package"] in wanted
             ]
             result["answers"] = kept[: request.k]
+            if self.fused:
+                result["answers"] = fused_answers(kept[: request.k], request.min_probability or 0)
             took_ms = found["took_ms"]
         pinned = {
             "model": model["model"],
@@ -156,6 +163,18 @@ class Server:
             "label_log": model["label_log"],
         }
         return {**pinned, "request_id": "1", "took_ms": took_ms, "results": [result]}
+
+
+def fused_answers(answers: list[dict[str, Any]], min_probability: float) -> list[dict[str, Any]]:
+    """The answers as a calibrated fused bundle gives them: 95 %, 90 % ..., by parts in turn."""
+    changed = []
+    for place, answer in enumerate(answers):
+        probability = 0.95 - 0.05 * place
+        parts = {"dexml.labels": 0.2, "words": 0.1 + 0.2 * (place % 2)}
+        facts = {"probability": probability, "parts": parts, "voters": []}
+        if probability >= min_probability:
+            changed.append({**answer, **facts})
+    return changed
 
 
 def problem(kind: str, detail: str) -> JSONResponse:
@@ -564,3 +583,30 @@ def test_the_api_page_names_every_endpoint_and_field(page: Browser, server: Serv
     assert "SearchRequest" not in page.texts("h3 code")  # described with its route
     page.picture("docs")
     page.picture("docs_dark", scheme="dark")
+
+
+def test_a_calibrated_bundle_shows_probabilities_its_main_part_and_a_slider(
+    page: Browser, server: Server
+) -> None:
+    server.fused = True
+    page.open(server.url(q=PEAKS))
+    page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
+    assert page.texts(".number")[:2] == ["95.0 %", "90.0 %"]
+    assert page.texts(".part")[:2] == [
+        "mostly label vectors (dexml)",
+        "mostly training queries with similar words",
+    ]
+    assert "score" in page.one(".number").get_attribute("title")
+    page.picture("probabilities")
+    assert page.one("#least-shown").text == "any probability"
+    page.one("#least").send_keys(Keys.END)
+    page.until(lambda: len(page.all(".answer")) == 1)
+    assert page.one("#least-shown").text == "95.0 %"
+    assert page.one(".note").text == "Only 1 label reached a probability of 95.0 %."
+    assert "least=0.95" in page.driver.current_url
+    assert server.bodies[-1]["min_probability"] == 0.95
+    server.fused = False
+    page.open(server.url(q=PEAKS, least=0.5))
+    page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
+    assert not page.one("#least-control").is_displayed()
+    assert "min_probability" not in server.bodies[-1]

@@ -62,6 +62,7 @@ class SearchOptions(TypedDict, total=False):
     filter: schema.Filter | None
     memory: schema.MemorySettings | None
     explain: bool
+    min_probability: float | None
     timeout_ms: int | None
 
 

@@ -78,6 +78,15 @@ def named_voters(
     return tuple(VotingQuery(*names[row], weight) for row, weight in votes)
 
 
+def at_least(labels: Sequence[FoundLabel], min_probability: float) -> list[FoundLabel]:
+    """The answers that are probable enough, in their order; one without a probability is not."""
+    return [
+        label
+        for label in labels
+        if label.probability is not None and label.probability >= min_probability
+    ]
+
+
 def named_answers(
     top: TopLabels, labels: LabelIndex, reasons: AllReasons | None
 ) -> list[list[FoundLabel]]:

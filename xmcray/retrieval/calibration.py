@@ -35,6 +35,9 @@ from xmcray.types import Float32Array, Float64Array, Int64Array, TopLabels
 FOLDER = "calibration"
 CONTEXT = 10  # nearest labels of the export that say how much a score is worth
 BINS = 10  # of equal width, in the histogram of the best answers' probabilities
+FEWEST = 100  # queries before a drift can be told
+_MEMORY = 0.999
+_SMALL = 0.005
 _CURVES = "curves.json"
 _SEGMENTS = "segments.npy"
 
@@ -160,6 +163,42 @@ class Calibration:
         exported = (label_ids >= 0) & (label_ids < len(self.segment_L))
         segments[exported] = self.segment_L[label_ids[exported]]
         return segments
+
+
+class Drift:
+    """Compares the best answers to new queries with those to held-out queries.
+
+    New queries count less as further ones come: each has 0.999 of the weight of the next one, so
+    about the last 1,000 count.
+
+    Args:
+        expected: `Curves.best_answers`.
+    """
+
+    def __init__(self, expected: tuple[float, ...]) -> None:
+        self.expected = expected
+        self._queries = 0
+        self._weights = np.zeros(len(expected))
+
+    def add(self, probability: float) -> None:
+        """Notes the probability of a query's best answer."""
+        number = min(int(probability * len(self.expected)), len(self.expected) - 1)
+        self._weights *= _MEMORY
+        self._weights[number] += 1
+        self._queries += 1
+
+    def index(self) -> float | None:
+        """The population stability index; None before FEWEST queries.
+
+        0 is no difference; more than 0.25 is commonly read as another distribution (Siddiqi,
+        "Credit Risk Scorecards", 2006).
+        """
+        if self._queries < FEWEST:
+            return None
+        # Half a percent in every bin keeps the logarithms finite.
+        expected = np.array(self.expected) + _SMALL
+        found = self._weights / self._weights.sum() + _SMALL
+        return float(((found - expected) * np.log(found / expected)).sum())
 
 
 def has_calibration(bundle: Path) -> bool:

@@ -6,7 +6,6 @@ the merged neighbours of all subsets are ranked in one place.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -87,12 +86,10 @@ class LabelPredictor:
             return Neighbours(no_queries, self.labels.search(query_BD, k, scope))
         width = min(max(k, CONTEXT), self.labels.settings.num_labels)
         nearest = self.labels.search(query_BD, width, scope)
-        excludes = scope.exclude is not None and len(scope.exclude.values) > 0
-        if not self.labels.changed and self.labels.allowed is None and not excludes:
+        if not self.labels.changed and self.labels.allowed is None:
             return Neighbours(no_queries, nearest)
         # Probabilities compare a score with labels of the export, whatever may be answered.
-        everything = dataclasses.replace(scope, exclude=None)
-        exported = self.labels.search_exported(query_BD, CONTEXT, everything)
+        exported = self.labels.search_exported(query_BD, CONTEXT, scope)
         return Neighbours(no_queries, exported, fallback=nearest)
 
     def rank(

@@ -158,7 +158,7 @@ class GatewayDeployment(_FollowingReplica):
 
     async def own_metrics(self) -> tuple[str, str]:
         """This replica's name and its metrics."""
-        self.metrics.update(self.service.models().models)
+        self.metrics.update(self.service.models().models, self.service.drifts())
         return serve.get_replica_context().replica_tag, self.metrics.text()
 
     async def metrics_text(self) -> str:

@@ -48,7 +48,7 @@ class LocalGateway:
 
     async def metrics_text(self) -> str:
         """The metrics of this process and of its coordinator."""
-        self.metrics.update(self.service.models().models)
+        self.metrics.update(self.service.models().models, self.service.drifts())
         coordinator_text = await self.admin.metrics_text()
         texts = [("local", self.metrics.text()), ("coordinator", coordinator_text)]
         return metrics.combine_metrics(texts)

@@ -34,6 +34,7 @@ class ServingMetrics:
         version: 1 for the bundle that answers, by model and version.
         number: number of the last label operation in the answers, by model.
         labels: labels that can be answered, by model.
+        drift: how far served probabilities are from those of held-out queries, by model.
     """
 
     def __init__(self) -> None:
@@ -80,10 +81,25 @@ class ServingMetrics:
             registry=registry,
         )
 
-    def update(self, models: Sequence[Model]) -> None:
-        """Sets the gauges to what is served now."""
+        self.drift = Gauge(
+            "xmcray_probability_drift",
+            "Population stability index of the best answers' probabilities.",
+            ["model"],
+            registry=registry,
+        )
+
+    def update(self, models: Sequence[Model], drifts: Mapping[str, float]) -> None:
+        """Sets the gauges to what is served now.
+
+        Args:
+            models: what is served.
+            drifts: see `Service.drifts`.
+        """
         # Otherwise the replaced bundle would stay at 1.
         self.version.clear()
+        self.drift.clear()
+        for name, drift in drifts.items():
+            self.drift.labels(name).set(drift)
         for model in models:
             self.version.labels(model.model, model.version).set(1)
             self.number.labels(model.model).set(model.label_log)

@@ -59,7 +59,7 @@ class MemorySettings(Schema):
     keys: Annotated[int, Field(ge=1, le=10_000)] | None = None
 
 
-FieldName = Literal["uid", "text", "label_id", "score", "attributes"]
+FieldName = Literal["uid", "text", "label_id", "score", "probability", "attributes"]
 
 
 class SearchRequest(Schema):
@@ -71,16 +71,18 @@ class SearchRequest(Schema):
         fields: of each answer.
         model: name of the bundle where several are served; the first one if not given.
         explain: name the training queries that voted, and of a fused bundle what each part gave.
+        min_probability: leave out answers that are less probable; the bundle must be calibrated.
         timeout_ms: answer within that time or with 503.
     """
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
     k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
-    fields: list[FieldName] = ["uid", "text", "score"]
+    fields: list[FieldName] = ["uid", "text", "score", "probability"]
     model: Name | None = None
     filter: Filter | None = None
     memory: MemorySettings | None = None
     explain: bool = False
+    min_probability: Annotated[float, Field(ge=0, le=1)] | None = None
     timeout_ms: Annotated[int, Field(ge=1, le=600_000)] | None = None
 
 
@@ -97,6 +99,7 @@ class Answer(BaseModel):
 
     Attributes:
         score: as `Retriever.search` gives it.
+        probability: that the label is relevant, if the bundle is calibrated and `memory` is not given.
         completed: true where a memory had no vote for the label and it only completes the list.
         voters: with `explain`.
         parts: with `explain`, how much each part of a fused bundle added to the score.
@@ -106,6 +109,7 @@ class Answer(BaseModel):
     text: str | None = None
     label_id: int | None = None
     score: float | None = None
+    probability: float | None = None
     attributes: Attributes | None = None
     completed: bool | None = None
     voters: list[Voter] | None = None
@@ -160,7 +164,7 @@ class LabelResponse(Pinned):
 
 
 class Model(Pinned):
-    """One served bundle."""
+    """One served bundle; `calibrated` if its answers have probabilities."""
 
     method: str
     predictor: str
@@ -168,6 +172,7 @@ class Model(Pinned):
     dim: int
     max_len: int
     attributes: list[str]
+    calibrated: bool = False
 
 
 class ModelsResponse(BaseModel):

@@ -28,7 +28,7 @@ class MemorySettings(_message.Message):
     def __init__(self, weight: _Optional[float] = ..., temperature: _Optional[float] = ..., keys: _Optional[int] = ...) -> None: ...
 
 class SearchRequest(_message.Message):
-    __slots__ = ("texts", "k", "fields", "model", "filter", "memory", "explain", "timeout_ms")
+    __slots__ = ("texts", "k", "fields", "model", "filter", "memory", "explain", "timeout_ms", "min_probability")
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class SearchRequest(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    MIN_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     texts: _containers.RepeatedScalarFieldContainer[str]
     k: int
     fields: _containers.RepeatedScalarFieldContainer[str]
@@ -45,7 +46,8 @@ class SearchRequest(_message.Message):
     memory: MemorySettings
     explain: bool
     timeout_ms: int
-    def __init__(self, texts: _Optional[_Iterable[str]] = ..., k: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., filter: _Optional[_Union[Filter, _Mapping]] = ..., memory: _Optional[_Union[MemorySettings, _Mapping]] = ..., explain: _Optional[bool] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    min_probability: float
+    def __init__(self, texts: _Optional[_Iterable[str]] = ..., k: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., filter: _Optional[_Union[Filter, _Mapping]] = ..., memory: _Optional[_Union[MemorySettings, _Mapping]] = ..., explain: _Optional[bool] = ..., timeout_ms: _Optional[int] = ..., min_probability: _Optional[float] = ...) -> None: ...
 
 class Voter(_message.Message):
     __slots__ = ("uid", "text", "weight")
@@ -58,7 +60,7 @@ class Voter(_message.Message):
     def __init__(self, uid: _Optional[str] = ..., text: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("uid", "text", "label_id", "score", "attributes", "completed", "voters", "parts")
+    __slots__ = ("uid", "text", "label_id", "score", "attributes", "completed", "voters", "parts", "probability")
     class PartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +76,7 @@ class Answer(_message.Message):
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     VOTERS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     uid: str
     text: str
     label_id: int
@@ -82,7 +85,8 @@ class Answer(_message.Message):
     completed: bool
     voters: _containers.RepeatedCompositeFieldContainer[Voter]
     parts: _containers.ScalarMap[str, float]
-    def __init__(self, uid: _Optional[str] = ..., text: _Optional[str] = ..., label_id: _Optional[int] = ..., score: _Optional[float] = ..., attributes: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., completed: _Optional[bool] = ..., voters: _Optional[_Iterable[_Union[Voter, _Mapping]]] = ..., parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    probability: float
+    def __init__(self, uid: _Optional[str] = ..., text: _Optional[str] = ..., label_id: _Optional[int] = ..., score: _Optional[float] = ..., attributes: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., completed: _Optional[bool] = ..., voters: _Optional[_Iterable[_Union[Voter, _Mapping]]] = ..., parts: _Optional[_Mapping[str, float]] = ..., probability: _Optional[float] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("answers", "truncated")

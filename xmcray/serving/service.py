@@ -17,7 +17,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from xmcray.retrieval.answers import FoundLabel
+from xmcray.errors import ConfigError
+from xmcray.retrieval.answers import FoundLabel, at_least
+from xmcray.retrieval.calibration import Drift
 from xmcray.retrieval.fused import fixed_parts
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.shards import ALL_SHARDS, SearchScope, ShardSubset
@@ -117,6 +119,7 @@ class Service:
         self.working = 0  # requests in progress
         self._backend = backend
         self._thread = ThreadPoolExecutor(1, "search")  # torch uses `config.threads` inside
+        self._drifts: dict[str, Drift] = {}
         self._batcher = MicroBatcher[PendingSearch, list[schema.Result]](
             self._thread, self._search_batch, MAX_BATCH_TEXTS
         )
@@ -226,6 +229,7 @@ class Service:
                 dim=snapshot.retriever.dim,
                 max_len=snapshot.retriever.tokenizer.max_len,
                 attributes=list(snapshot.attributes.names),
+                calibrated=snapshot.retriever.calibration is not None,
             )
             models.append(model)
         return schema.ModelsResponse(models=models)
@@ -271,11 +275,43 @@ class Service:
             explain=request.explain,
             texts=request.texts,
         )
+        self._note_probabilities(snapshot, request, all_labels)
         results = []
         for labels, truncated in zip(all_labels, hits.truncated, strict=True):
+            # After the note, which needs the best answers whatever a request leaves out.
+            if request.min_probability is not None:
+                labels = at_least(labels, request.min_probability)
             answers = _answers(labels, snapshot, set(request.fields))
             results.append(schema.Result(answers=answers, truncated=truncated))
         return results
+
+    def _note_probabilities(
+        self,
+        snapshot: Snapshot,
+        request: schema.SearchRequest,
+        all_labels: Sequence[Sequence[FoundLabel]],
+    ) -> None:
+        """Adds the best answers of requests without a filter to what drifts are computed of."""
+        calibration = snapshot.retriever.calibration
+        if calibration is None or request.filter is not None:
+            return
+        drift = self._drifts.get(snapshot.model)
+        # Another bundle begins anew.
+        if drift is None or drift.expected != calibration.curves.best_answers:
+            drift = Drift(calibration.curves.best_answers)
+            self._drifts[snapshot.model] = drift
+        for labels in all_labels:
+            if labels and labels[0].probability is not None:
+                drift.add(labels[0].probability)
+
+    def drifts(self) -> dict[str, float]:
+        """By model, how far the probabilities of best answers are from the held-out queries'."""
+        values: dict[str, float] = {}
+        for name, drift in self._drifts.items():
+            index = drift.index()
+            if index is not None:
+                values[name] = index
+        return values
 
     def _check(self, request: schema.SearchRequest, snapshot: Snapshot) -> None:
         self._check_number(request.texts)
@@ -296,6 +332,11 @@ class Service:
             )
         if request.memory is not None and retriever.fusion is not None:
             raise ProblemError("invalid", str(fixed_parts()))
+        try:
+            memory = snapshot.memory_config(request.memory)
+            retriever.check_min_probability(request.min_probability, memory)
+        except ConfigError as error:
+            raise ProblemError("invalid", str(error)) from None
         conditions = request.filter.attributes if request.filter else {}
         # Otherwise a typing error would look like a filter that no label passes.
         unknown = conditions.keys() - set(snapshot.attributes.names)

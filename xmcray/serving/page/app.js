@@ -10,10 +10,10 @@ const count = (n, one, many = `${one}s`) => `${n.toLocaleString("en")} ${n === 1
 const ms = (time) => `${time < 10 ? time.toFixed(1) : Math.round(time)} ms`;
 
 const box = byId("query"), form = byId("form"), sizes = byId("k"), attribute = byId("attribute"), value = byId("value");
-const compare = byId("compare"), help = byId("help"), singleKeys = byId("single-keys");
+const least = byId("least"), compare = byId("compare"), help = byId("help"), singleKeys = byId("single-keys");
 
 let models = [];
-let settings = { query: "", names: [], k: 10, attribute: "", value: "" }; // `names` are one or two models
+let settings = { query: "", names: [], k: 10, attribute: "", value: "", least: 0 }; // `names` are one or two models
 const kinds = new Map(); // attribute -> its JavaScript type, learned from answers
 const answerOf = new WeakMap(); // <li> -> the answer it shows
 let timer = 0;
@@ -75,6 +75,8 @@ const filtered = () => settings.attribute !== "" && settings.value.trim() !== ""
 function request(model) {
   const body = { texts: [settings.query], k: settings.k, model: model.model, fields: ["uid", "text", "score"] };
   if (explains(model)) body.explain = true;
+  if (model.calibrated) body.fields.push("probability");
+  if (model.calibrated && settings.least) body.min_probability = settings.least;
   if (model.attributes.length) body.fields.push("attributes");
   if (filtered()) {
     const { attribute: name, value: text } = settings;
@@ -161,16 +163,25 @@ function show(side, response, roundTrip) {
   if (held >= 0 && answers.length) focusAnswer(side.list.children[Math.min(held, answers.length - 1)]);
 }
 
+function passing(model) {
+  const passed = [];
+  if (filtered()) passed.push("passed the filter");
+  if (model.calibrated && settings.least) passed.push(`reached a probability of ${percent(settings.least)}`);
+  return passed.join(" and ") || "found";
+}
+
 function remarks(model, found, truncated) {
   const notes = [];
   const some = found ? `Only ${count(found, "label")}` : "No label";
-  if (found < settings.k) notes.push(filtered() ? `${some} passed the filter.` : `${some} found.`);
+  if (found < settings.k) notes.push(`${some} ${passing(model)}.`);
   if (truncated) notes.push(`The model reads ${model.max_len} tokens; the end of this longer query was left out.`);
   return notes.join(" ");
 }
 
-// Scores as parts of the best one. Scores below zero have no such part: then the bars begin at the lowest score.
+// Probabilities, or scores as parts of the best one. Scores below zero have no such part: then the bars begin at the
+// lowest score.
 function shares(answers) {
+  if (answers.some((answer) => answer.probability !== undefined)) return answers.map((answer) => answer.probability ?? 0);
   const scores = answers.filter((answer) => !answer.completed).map((answer) => answer.score);
   const best = Math.max(...scores), low = Math.min(0, ...scores);
   return answers.map((answer) => (answer.completed ? 0 : best > low ? (answer.score - low) / (best - low) : 1));
@@ -203,9 +214,12 @@ function row(model, answer, i, share) {
   part(named ? ".title" : ".text").classList.add("uid");
   const facts = Object.entries(answer.attributes ?? {});
   part(".facts").textContent = facts.map(([name, fact]) => `${name} ${fact}`).join(" · ");
-  const probability = votes(model) && answer.score >= 0 && answer.score <= 1;
-  const score = probability ? percent(answer.score) : answer.score.toFixed(3);
-  part(".number").textContent = answer.completed ? "no vote" : score;
+  part(".part").textContent = answer.parts ? `mostly ${mainPart(answer.parts)}` : "";
+  const shares = votes(model) && answer.score >= 0 && answer.score <= 1;
+  const score = shares ? percent(answer.score) : answer.score.toFixed(3);
+  const known = answer.probability !== undefined;
+  part(".number").textContent = known ? percent(answer.probability) : answer.completed ? "no vote" : score;
+  part(".number").title = known ? `Probability that this label is relevant; score ${answer.score.toFixed(3)}` : "";
   part(".bar > span").style.width = `${100 * share}%`; // set by script, which the CSP allows
   item.tabIndex = i === 0 ? 0 : -1; // one stop of the Tab key for the whole list
   const why = part(".why");
@@ -217,6 +231,17 @@ function row(model, answer, i, share) {
   });
   answerOf.set(item, answer);
   return item;
+}
+
+// A bundle of several trained models names its parts MODEL.PART.
+function partName(name) {
+  const dot = name.lastIndexOf(".");
+  const kind = PARTS[name.slice(dot + 1)] ?? name;
+  return dot < 0 ? kind : `${kind} (${name.slice(0, dot)})`;
+}
+
+function mainPart(parts) {
+  return partName(Object.entries(parts).reduce((best, part) => (part[1] > best[1] ? part : best))[0]);
 }
 
 function explain(place, answer) {
@@ -238,7 +263,7 @@ function explain(place, answer) {
   if (all.length > VOTERS) lines.push(voter(rest, "", `${all.length - VOTERS} more, together`));
   const own = answer.score - sum;
   const parts = Object.entries(answer.parts ?? {});
-  lines.unshift(...parts.map(([name, gain]) => voter(gain, "", `from ${PARTS[name] ?? name}`)));
+  lines.unshift(...parts.map(([name, gain]) => voter(gain, "", `from ${partName(name)}`)));
   if (!answer.parts && own > 5e-5 && answer.score <= 1) lines.push(voter(own, "", "the label’s own text"));
   place.querySelector("ul").replaceChildren(...lines);
 }
@@ -281,13 +306,19 @@ function readHash() {
   const first = known(hash.get("model")) ? hash.get("model") : models[0].model;
   settings = { query: hash.get("q") ?? "", names: known(hash.get("with")) ? [first, hash.get("with")] : [first],
     k: Number.isInteger(k) && k >= 1 && k <= 1000 ? k : 10,
-    attribute: hash.get("where") ?? "", value: hash.get("is") ?? "" };
+    attribute: hash.get("where") ?? "", value: hash.get("is") ?? "", least: probability(hash.get("least")) };
+}
+
+function probability(text) {
+  const value = Number(text);
+  return value > 0 && value <= 1 ? value : 0;
 }
 
 function writeHash() {
   const { query, names, k } = settings;
   const hash = new URLSearchParams({ q: query, model: names[0], ...(names[1] && { with: names[1] }), k });
   if (settings.attribute) { hash.set("where", settings.attribute); hash.set("is", settings.value); }
+  if (settings.least) hash.set("least", settings.least);
   history.replaceState(null, "", `#${hash}`);
   document.title = query.trim() ? `${query.trim()} · xmcray` : "xmcray";
 }
@@ -307,6 +338,9 @@ function arrange() {
   options(attribute, [["", "none"], ...common.map((name) => [name, name])], settings.attribute);
   value.hidden = !settings.attribute;
   if (value.value !== settings.value) value.value = settings.value;
+  byId("least-control").hidden = !chosen.some((model) => model.calibrated);
+  least.value = settings.least;
+  showLeast();
   compare.hidden = models.length < 2;
   compare.setAttribute("aria-pressed", chosen.length === 2);
   document.body.classList.toggle("comparing", chosen.length === 2);
@@ -324,6 +358,10 @@ function arrange() {
   });
   const what = chosen.map((model) => `the ${count(model.num_labels, "label")} of ${model.model}`).join(" and ");
   byId("welcome").textContent = `Start typing, and ${what} are ranked as you go.`;
+}
+
+function showLeast() {
+  byId("least-shown").textContent = settings.least ? percent(settings.least) : "any probability";
 }
 
 function toggleCompare() {
@@ -373,6 +411,11 @@ form.addEventListener("submit", (event) => { event.preventDefault(); change({ qu
 box.addEventListener("input", () => change({ query: box.value }, DEBOUNCE_MS));
 sizes.addEventListener("change", () => change({ k: Number(sizes.value) }));
 value.addEventListener("input", () => change({ value: value.value }, DEBOUNCE_MS));
+least.addEventListener("input", () => {
+  settings.least = Number(least.value);
+  showLeast();
+  change({}, DEBOUNCE_MS);
+});
 attribute.addEventListener("change", () => {
   const had = filtered();
   settings.attribute = attribute.value;
