@@ -31,8 +31,10 @@ def planted_corpus(
     return corpus_of(folder / "raw", folder / "corpus", vocab_size=2000)
 
 
-def corpus_of(raw: Path, out: Path, **settings: Any) -> Corpus:
-    """The corpus of some raw files."""
+def corpus_of(
+    raw: Path, out: Path, tokenizer: TextTokenizer | None = None, **settings: Any
+) -> Corpus:
+    """The corpus of some raw files; without a tokenizer, with a vocabulary of their own."""
     source = detect(raw)
     config = PrepareConfig(**settings)
     with new_artifact(out, KIND, {"made_by": "tests"}) as folder:
@@ -45,6 +47,13 @@ def corpus_of(raw: Path, out: Path, **settings: Any) -> Corpus:
         writer = CorpusWriter(folder, source, config, "planted", "none")
         write_rows(writer, source, tokenizer)
     return Corpus.open(out)
+
+
+def vocabulary_of(source: RawFiles, config: PrepareConfig) -> TextTokenizer:
+    """A vocabulary trained on some raw files."""
+    # The last result of the survey is the sample of texts.
+    *_, (_, texts) = survey(source, cap=100_000, seed=0, skip=False, block_rows=1000)
+    return train_wordpiece(texts, config.vocab_size, config.max_len)
 
 
 def appended(corpus: Corpus, raw: Path, out: Path) -> Corpus:

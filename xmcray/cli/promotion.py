@@ -80,7 +80,8 @@ def _judge(options: argparse.Namespace, old: str, new: str) -> Verdict:
     for bundle in (old, new):
         with counting("newest test queries", options.last) as progress:
             evaluations.append(measure_newest(bundle, corpus, options.last, progress))
-    return judge(*evaluations, options.metric, options.margin / 100)
+    before, after = evaluations
+    return judge(before, after, options.metric, options.margin / 100)
 
 
 def _show(options: argparse.Namespace, verdict: Verdict) -> None:
