@@ -14,6 +14,7 @@ from xmcray.types import Float32Array, Int64Array
 
 TRAIN_ROWS_PER_LIST = 64
 KMEANS_ROUNDS = 8
+GPU_CANDIDATES = 2048  # of a query that an index on a GPU can select
 MAX_LISTS = 1 << 22
 TABLE_BYTES = 1 << 28  # for tables that FAISS computes while reading, which count as well
 
@@ -248,14 +249,26 @@ def to_gpu(faiss_index: Any, gpu: int) -> Any:
         ) from None
 
 
+def most_candidates(faiss_index: Any) -> int | None:
+    """The most candidates of a query that an index can propose; None if there is no limit."""
+    return GPU_CANDIDATES if _is_on_gpu(faiss_index) else None
+
+
+def _is_on_gpu(faiss_index: Any) -> bool:
+    faiss = import_faiss()
+    # FAISS without GPUs lacks the class.
+    return hasattr(faiss, "GpuIndex") and isinstance(faiss_index, faiss.GpuIndex)
+
+
 def write(faiss_index: Any, path: Path) -> None:
     """Writes a FAISS index, also one that lives on a GPU; of a plain graph only the links."""
     faiss = import_faiss()
     if is_plain_graph(faiss_index):
         faiss.write_index(faiss_index, str(path), faiss.IO_FLAG_SKIP_STORAGE)
         return
-    on_gpu = hasattr(faiss, "GpuIndex") and isinstance(faiss_index, faiss.GpuIndex)
-    faiss.write_index(faiss.index_gpu_to_cpu(faiss_index) if on_gpu else faiss_index, str(path))
+    if _is_on_gpu(faiss_index):
+        faiss_index = faiss.index_gpu_to_cpu(faiss_index)
+    faiss.write_index(faiss_index, str(path))
 
 
 def read(path: Path, rows: int, dim: int) -> Any:

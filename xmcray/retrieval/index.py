@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ from xmcray.retrieval.exact import (
 from xmcray.retrieval.inverted_lists import InvertedLists, long_rows
 from xmcray.retrieval.readable import readable
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+
+logger = logging.getLogger(__name__)
 
 # Up to so many rows an exhaustive search costs no more than building, tuning and searching lists.
 FLAT_ROWS = 50_000
@@ -176,6 +179,7 @@ class Index:
         self.threads = threads
         self.long_ids = np.empty(0, np.int64) if long_ids is None else long_ids
         self._faiss = faiss_index
+        self._warned = False
 
     def __len__(self) -> int:
         return len(self.vectors)
@@ -228,6 +232,11 @@ class Index:
         # Hidden rows take places among the candidates, so that many more are proposed.
         most_hidden = int(rows.hidden.lengths.max(initial=0))
         width = (max(k, TUNE_K) + most_hidden) * self.candidates
+        limit = ann.most_candidates(self._faiss)
+        if limit is not None and width > limit:
+            self._warn_of_limit(width, limit)
+            # Fewer candidates for each answer are enough, but not fewer than answers.
+            width = limit if k + most_hidden <= limit else len(self)
         # Candidates that are half of the rows cost more than comparing all rows.
         if width >= len(self) // 2:
             return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
@@ -243,6 +252,17 @@ class Index:
             best = empty_keys(len(short), k)
             keys[short] = exact_keys(self.vectors, queries[short.numpy()], best, short_rows)
         return keys
+
+    def _warn_of_limit(self, width: int, limit: int) -> None:
+        """Says once that a search asked for more candidates than the index can propose."""
+        if not self._warned:
+            logger.warning(
+                "an index on a GPU proposes at most %d candidates of a query, a search needs %d;"
+                " it takes fewer candidates, or compares all rows",
+                limit,
+                width,
+            )
+        self._warned = True
 
     def only(self, rows: Int64Array) -> Index:
         """An exact index that answers only a few rows, of which it holds a copy.

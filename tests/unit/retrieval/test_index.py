@@ -9,7 +9,7 @@ import torch
 
 import xmcray.retrieval.index as index_module
 from xmcray.errors import BundleError, ConfigError, ResourceError
-from xmcray.retrieval import inverted_lists
+from xmcray.retrieval import ann, inverted_lists
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import Index, IndexSpec, build_index, resolve_factory
 from xmcray.types import Ragged
@@ -233,6 +233,32 @@ def test_missing_faiss_names_both_extras(clustered, monkeypatch):
     with pytest.raises(ResourceError, match=r"xmcray\[cpu\].*xmcray\[gpu\]"):
         build_index(clustered[0], IndexSpec(factory="IVF16,Flat"))
     assert build_index(clustered[0], IndexSpec(factory="Flat")).is_exact
+
+
+class IndexOnGpu:
+    """What FAISS's indexes on a GPU do with more candidates than they can select."""
+
+    def __init__(self, faiss_index):
+        self.faiss_index = faiss_index
+
+    def search(self, queries, k):
+        if k > ann.GPU_CANDIDATES:
+            raise RuntimeError("GPU index only supports min/max-K selection up to 2048")
+        return self.faiss_index.search(queries, k)
+
+
+def test_more_candidates_than_a_gpu_selects_are_warned_of_once(clustered, monkeypatch, caplog):
+    rows, queries = clustered
+    monkeypatch.setattr(ann, "GPU_CANDIDATES", 100)
+    monkeypatch.setattr(faiss, "GpuIndex", IndexOnGpu, raising=False)
+    on_host = ann.create(rows, None, "IVF16,Flat", 0, 1)
+    ann.set_search(on_host, 16, 0)
+    index = Index(torch.from_numpy(rows), IndexOnGpu(on_host), candidates=2)
+    for k in (60, 120):  # of 120 and 240 candidates
+        found = index.search(queries, k)
+        np.testing.assert_array_equal(found.ids, exact_search(rows, queries, k).ids)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "proposes at most 100 candidates of a query, a search needs 120" in caplog.text
 
 
 def test_missing_gpu(clustered, monkeypatch):
