@@ -252,15 +252,29 @@ class VersionFolder:
         for folder in ("queries", "rows"):
             shutil.rmtree(self.path / folder, ignore_errors=True)
 
-    def shortlist(self) -> Shortlist:
-        """Opens the finished version, memory-mapped, after comparing its bytes with the hash.
+    def check(self) -> None:
+        """Compares the bytes of the finished version with their hashes.
 
         Raises:
             ShortlistError: altered since it was written.
         """
         about = _read_json(self.path / _COMPLETE)
+        for name, key in ((_SHORTLIST, "sha256"), (_CLUSTERS, "clusters_sha256")):
+            if key in about and storage.hash_file(self.path / name).sha256 != about[key]:
+                raise ShortlistError(
+                    f"{self.path / name} was altered after it was written;"
+                    " resume from an earlier copy of the run"
+                )
+
+    def shortlist(self) -> Shortlist:
+        """Opens the finished version, memory-mapped; `check` compares its bytes.
+
+        Raises:
+            ShortlistError: malformed.
+        """
+        about = _read_json(self.path / _COMPLETE)
         with _readable(self.path / _COMPLETE):
-            labels = self._open_checked(_SHORTLIST, str(about["sha256"]))
+            labels = np.load(self.path / _SHORTLIST, mmap_mode="r")
             snapshot_step = int(about["snapshot_step"])
         return Shortlist(self.version, snapshot_step, labels, about.get("recall"))
 
@@ -278,21 +292,8 @@ class VersionFolder:
         return (self.path / _CLUSTERS).is_file()
 
     def clusters(self) -> npt.NDArray[np.int32]:
-        """Opens the clusters of the finished version, memory-mapped, after checking their hash.
-
-        Raises:
-            ShortlistError: altered since they were written.
-        """
-        about = _read_json(self.path / _COMPLETE)
-        return self._open_checked(_CLUSTERS, str(about["clusters_sha256"]))
-
-    def _open_checked(self, name: str, sha256: str) -> npt.NDArray[np.int32]:
-        path = self.path / name
-        if storage.hash_file(path).sha256 != sha256:
-            raise ShortlistError(
-                f"{path} was altered after it was written; resume from an earlier copy of the run"
-            )
-        values: npt.NDArray[np.int32] = np.load(path, mmap_mode="r")
+        """Opens the clusters of the finished version, memory-mapped; `check` compares its bytes."""
+        values: npt.NDArray[np.int32] = np.load(self.path / _CLUSTERS, mmap_mode="r")
         return values
 
     def _hits_path(self, part: LabelPartition, block: str) -> Path:

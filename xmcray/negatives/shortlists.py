@@ -19,10 +19,11 @@ from torch import Tensor
 
 from xmcray.data.batches import QueryClusters
 from xmcray.errors import ShortlistError
-from xmcray.negatives.ledger import Ledger, QueryBlock, version_of
+from xmcray.negatives.ledger import Ledger, QueryBlock, VersionFolder, version_of
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.publisher import Publisher, to_numpy
 from xmcray.negatives.refresh import Refresher
+from xmcray.negatives.version_checks import VersionChecks
 from xmcray.parallel import collectives
 from xmcray.types import Batch, Shortlist
 
@@ -71,6 +72,7 @@ class ShortlistFeed:
         self.clusters: QueryClusters | None = None
         self.blocked_s = 0.0
         self.broken_at_step: int | None = None
+        self._checks = VersionChecks()
         self._publisher = Publisher(ledger, index_rows if config.hard else None, first_label)
 
     @property
@@ -120,6 +122,7 @@ class ShortlistFeed:
             ends_epoch = (batch.step + 1) % self.steps_per_epoch == 0
             if ends_epoch:
                 folder = self._publisher.publish(version, batch.step)
+                self._checks.expect(VersionFolder(folder))
                 if collectives.rank() == 0:
                     self.refresher.start(folder)
             elif self._publisher.full:
@@ -272,13 +275,13 @@ class ShortlistFeed:
         """Opens the hard negatives of a version unless those in use are as new."""
         current = _NO_VERSION if self.current is None else self.current.version
         if version > current:
-            self.current = self.ledger.version(version).shortlist()
+            self.current = self._checks.checked(self.ledger.version(version)).shortlist()
 
     def _use_clusters(self, version: int, step: int) -> None:
         """Opens the clusters of a version, merged to the size that the epoch of a step wants."""
         if not self.config.cluster_size:
             return
-        smallest = self.ledger.version(version).clusters()
+        smallest = self._checks.checked(self.ledger.version(version)).clusters()
         num_queries = int((smallest >= 0).sum())
         epoch = step // self.steps_per_epoch
         num_clusters = self.config.num_clusters_at(epoch, num_queries)

@@ -8,6 +8,7 @@ gather tensors of one shape only, so rows of different number are padded to the 
 from __future__ import annotations
 
 import json
+import os
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,6 +28,11 @@ def num_ranks() -> int:
 def rank() -> int:
     """Returns the rank of this process; 0 if torch.distributed is not in use."""
     return dist.get_rank() if num_ranks() > 1 else 0
+
+
+def is_first_of_node() -> bool:
+    """Returns whether this rank is the first of its node; each rank is if the node is not known."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
 def on_gpu() -> bool:

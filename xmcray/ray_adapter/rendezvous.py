@@ -88,6 +88,7 @@ def _join(store: str, backend: str, rank: int, num_ranks: int, timeout_s: int) -
     interface = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     os.environ["NCCL_SOCKET_IFNAME"] = interface
+    os.environ["LOCAL_RANK"] = str(rank)  # there is one machine
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, num_ranks),  # type: ignore[attr-defined]  # torch exports it untyped

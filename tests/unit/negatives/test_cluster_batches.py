@@ -270,7 +270,7 @@ def test_altered_clusters_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     path = folder.path / "clusters.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"\7")
     with pytest.raises(ShortlistError, match="altered"):
-        folder.clusters()
+        folder.check()
 
 
 def test_clusters_do_not_depend_on_how_the_blocks_were_cut(corpus: Corpus, tmp_path: Path) -> None:

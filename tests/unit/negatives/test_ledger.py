@@ -75,7 +75,7 @@ def test_an_altered_shortlist_is_refused(tmp_path: Path) -> None:
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(ShortlistError, match="was altered"):
-        folder.shortlist()
+        folder.check()
 
 
 def test_a_restore_keeps_the_blocks_that_the_checkpoint_lists(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Each node hashes a finished version once, while training goes on, before any rank reads it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from xmcray.errors import ShortlistError
+from xmcray.negatives.ledger import VersionFolder
+from xmcray.parallel import collectives
+
+_POLL_S = 1.0  # of what is only looked for
+
+
+class VersionChecks:
+    """Compares versions with their hashes on the first rank of each node."""
+
+    def __init__(self) -> None:
+        self._checks: dict[Path, _Check] = {}
+
+    def expect(self, folder: VersionFolder) -> None:
+        """Checks a version in the background, as soon as it is complete."""
+        if collectives.is_first_of_node():
+            self._checks[folder.path] = _Check(folder)
+
+    def checked(self, folder: VersionFolder) -> VersionFolder:
+        """Returns a complete version after its check; collective.
+
+        Raises:
+            ShortlistError: the version was altered; on every rank, whichever found it.
+        """
+        message = None
+        if collectives.is_first_of_node():
+            if folder.path not in self._checks:
+                self.expect(folder)
+            message = self._checks[folder.path].result()
+        for found in collectives.gather_objects(message):
+            if found is not None:
+                raise ShortlistError(found)
+        return folder
+
+
+class _Check(threading.Thread):
+    """Checks one version once it is complete."""
+
+    def __init__(self, folder: VersionFolder) -> None:
+        # A daemon thread does not keep an interrupted process alive.
+        super().__init__(name="xmcray-version-check", daemon=True)
+        self._folder = folder
+        self._is_due = threading.Event()
+        self._message: str | None = None
+        self.start()
+
+    def result(self) -> str | None:
+        """What is wrong with the version, which is complete; None if nothing is."""
+        self._is_due.set()
+        self.join()
+        return self._message
+
+    def run(self) -> None:
+        while not (self._folder.complete or self._is_due.wait(_POLL_S)):
+            if self._folder.withdrawn:
+                return
+        try:
+            self._folder.check()
+        except (ShortlistError, OSError) as error:
+            self._message = str(error)
