@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,10 +15,25 @@ from xmcray.retrieval.label_index import LabelIndex
 from xmcray.retrieval.memory import RememberedQueries
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.parts import KEYS, Candidates, MemberScores, PartsConfig, Votes
-from xmcray.retrieval.word_index import WordIndex, best_columns
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, offsets_of
+from xmcray.retrieval.word_index import WordIndex, nearest_labels
+from xmcray.types import BoolArray, Float32Array, Int64Array, Ragged, TopLabels, offsets_of
 
 DEPTH = 100  # candidates that label vectors and label texts propose, or k if that is more
+
+
+@dataclass(frozen=True, slots=True)
+class _CommonWords:
+    """What the words of B queries say.
+
+    Attributes:
+        voters: training queries with the most similar words.
+        labels: labels with the most similar words, among those that may be answered.
+        cosine_BL: float32, cosines with the texts of all labels; None if they do not count.
+    """
+
+    voters: TopLabels
+    labels: TopLabels
+    cosine_BL: Float32Array | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,31 +63,22 @@ class CandidateFinder:
             k: answers per query.
             exclude: B lists of source label ids that are no answers.
         """
-        num_queries = len(neighbours)
-        word_votes = self._votes(TopLabels.empty(num_queries))
-        cosine_BL = None
-        proposals = []
-        near_votes = []
-        for near in neighbours.by_member:
-            votes = self._votes(near.queries)
-            near_votes.append(votes)
-            proposals.append(votes.pair_E)
+        by_member = neighbours.by_member
+        common = self._common_words(texts, len(neighbours), k)
+        word_votes = self._votes(common.voters)
+        near_votes = [self._votes(near.queries) for near in by_member]
+        proposals = [word_votes.pair_E, self._pairs(common.labels)]
+        proposals += [votes.pair_E for votes in near_votes]
+        for near in by_member:
             # The nearest labels; `near.labels` are the keys of the softmax alone.
             assert near.fallback is not None
             proposals.append(self._pairs(near.fallback))
-        if self.words is not None:
-            query_BV = self.words.vectors(texts)
-            if self.words.queries is not None:
-                word_votes = self._votes(self._similar_queries(query_BV))
-            if self.words.labels is not None:
-                cosine_BL = self.words.label_cosines(query_BV)
-                proposals.append(self._pairs(self._similar_labels(cosine_BL, k)))
-        proposals.append(word_votes.pair_E)
-        pairs = np.unique(np.concatenate(proposals))
+        pairs = _distinct(np.concatenate(proposals))
         pairs = pairs[self._may_be_answered(pairs, exclude)]
-        labels = self._by_query(pairs, num_queries)
+        query_P, label_P = np.divmod(pairs, self._num_labels)
+        labels = Ragged(label_P, offsets_of(np.bincount(query_P, minlength=len(neighbours))))
         scores = []
-        for member, near, votes in zip(self.members, neighbours.by_member, near_votes, strict=True):
+        for member, near, votes in zip(self.members, by_member, near_votes, strict=True):
             assert near.vectors is not None
             own_scores = MemberScores(
                 score_P=_label_scores(member, near.vectors, labels),
@@ -81,31 +86,33 @@ class CandidateFinder:
                 votes=_for_candidates(votes, pairs),
             )
             scores.append(own_scores)
-        return Candidates(
-            labels=labels,
-            members=tuple(scores),
-            words=_for_candidates(word_votes, pairs),
-            text_P=_entries(cosine_BL, labels),
-        )
+        text_P = np.zeros(len(pairs), np.float32)
+        if common.cosine_BL is not None:
+            text_P = common.cosine_BL[query_P, label_P]
+        return Candidates(labels, tuple(scores), _for_candidates(word_votes, pairs), text_P)
 
-    def _similar_queries(self, query_BV: Any) -> TopLabels:
-        """The training queries with the most similar words."""
-        assert self.words is not None
-        hidden = None if self.queries is None else self.queries.hidden
-        return self.words.nearest_queries(query_BV, self.config.word_keys, hidden)
-
-    def _similar_labels(self, cosine_BL: Any, k: int) -> TopLabels:
-        """The labels with the most similar words, among those that may be answered."""
-        hidden = self._labels.hidden_labels
-        if hidden is not None:
-            cosine_BL = cosine_BL.copy()
-            cosine_BL.data[hidden[cosine_BL.indices]] = 0
-        return best_columns(cosine_BL, max(k, DEPTH))
+    def _common_words(self, texts: Sequence[str], num_queries: int, k: int) -> _CommonWords:
+        """Compares the words of queries with those of training queries and labels."""
+        voters = TopLabels.empty(num_queries)
+        labels = TopLabels.empty(num_queries)
+        cosine_BL = None
+        if self.words is None:
+            return _CommonWords(voters, labels, cosine_BL)
+        terms = self.words.terms(texts)
+        if self.words.queries is not None:
+            hidden_queries = None if self.queries is None else self.queries.hidden
+            voters = self.words.nearest_queries(terms, self.config.word_keys, hidden_queries)
+        if self.words.labels is not None:
+            cosine_BL = self.words.label_cosines(terms)
+            labels = nearest_labels(cosine_BL, max(k, DEPTH), self._labels.hidden_labels)
+        return _CommonWords(voters, labels, cosine_BL)
 
     def _pairs(self, top: TopLabels) -> Int64Array:
         """The pairs of answers."""
-        query_P, place_P = np.nonzero(top.ids >= 0)
-        return query_P * self._num_labels + top.ids[query_P, place_P]
+        query_B1 = np.arange(len(top.ids))[:, None]
+        pair_BK = query_B1 * self._num_labels + top.ids
+        pairs: Int64Array = pair_BK[top.ids >= 0]
+        return pairs
 
     def _votes(self, voters: TopLabels) -> Votes:
         """The votes of training queries for their positives.
@@ -124,7 +131,7 @@ class CandidateFinder:
         pair_E = query_E * self._num_labels + positives.values
         return Votes(voters, pair_E, query_E, place_V[voter_E])
 
-    def _may_be_answered(self, pairs: Int64Array, exclude: Ragged | None) -> Any:
+    def _may_be_answered(self, pairs: Int64Array, exclude: Ragged | None) -> BoolArray:
         """bool, one per pair."""
         may_be = np.ones(len(pairs), bool)
         hidden = self._labels.hidden_labels
@@ -135,12 +142,6 @@ class CandidateFinder:
             may_be &= ~np.isin(pairs, excluded)
         return may_be
 
-    def _by_query(self, pairs: Int64Array, num_queries: int) -> Ragged:
-        """The labels of ascending pairs, a list per query."""
-        query_P, label_P = np.divmod(pairs, self._num_labels)
-        lengths = np.bincount(query_P, minlength=num_queries)
-        return Ragged(label_P, offsets_of(lengths))
-
     @property
     def _labels(self) -> LabelIndex:
         """The labels, and which may be answered: the same in each member."""
@@ -150,6 +151,14 @@ class CandidateFinder:
     def _num_labels(self) -> int:
         """L, also of labels that were removed."""
         return self._labels.settings.num_labels
+
+
+def _distinct(pairs: Int64Array) -> Int64Array:
+    """Each pair once, ascending; `np.unique` takes several times as long for few pairs."""
+    ascending = np.sort(pairs)
+    is_new = np.ones(len(ascending), bool)
+    is_new[1:] = ascending[1:] != ascending[:-1]
+    return ascending[is_new]
 
 
 def _label_scores(member: LabelIndex, query_BD: Float32Array, labels: Ragged) -> Float32Array:
@@ -173,26 +182,11 @@ def _for_candidates(votes: Votes, pairs: Int64Array) -> Votes:
     counts = np.zeros(len(place_E), bool)
     if len(pairs):
         counts = pairs[place_E] == votes.pair_E
+    if counts.all():
+        return Votes(votes.voters, place_E, votes.query_E, votes.place_E)
     return Votes(
         voters=votes.voters,
         pair_E=place_E[counts],
         query_E=votes.query_E[counts],
         place_E=votes.place_E[counts],
     )
-
-
-def _entries(cosine_BL: Any, labels: Ragged) -> Float32Array:
-    """float32 [P], the entries of a CSR matrix at the candidates; zeros without a matrix."""
-    cosine_P = np.zeros(len(labels.values), np.float32)
-    if cosine_BL is None:
-        return cosine_P
-    # One dense row serves all queries: only the entries that were written are cleared again.
-    row_L = np.zeros(cosine_BL.shape[1], np.float32)
-    for query in range(len(labels)):
-        entries = slice(cosine_BL.indptr[query], cosine_BL.indptr[query + 1])
-        columns = cosine_BL.indices[entries]
-        row_L[columns] = cosine_BL.data[entries]
-        span = slice(labels.offsets[query], labels.offsets[query + 1])
-        cosine_P[span] = row_L[labels.values[span]]
-        row_L[columns] = 0
-    return cosine_P

@@ -62,18 +62,18 @@ def best_rows(
     """
     scores = _scores(vectors, query)
     scores[hidden] = -np.inf
-    rows = _reaching_kth(scores, k)
+    rows = reaching_kth(scores, k)
     if len(rows) < min(k, len(scores)) or ids[rows].min(initial=0) < 0:
         # Some of the best rows are no answers. Looking at all ids only then costs nothing usually.
         scores[np.isnan(scores) | (ids < 0)] = -np.inf
-        rows = _reaching_kth(scores, k)
+        rows = reaching_kth(scores, k)
     return BestRows(ids[rows], scores[rows])
 
 
-def _reaching_kth(scores: Float32Array, k: int) -> Int64Array:
-    """Positions of at least the k best scores above -inf, and of few others.
+def reaching_kth(scores: Float32Array, k: int, lowest: float = LOWEST) -> Int64Array:
+    """Positions of at least the k best scores that are not below `lowest`, and of few others.
 
-    There are less than k of them if some of the best scores are NaN or -inf.
+    There are less than k of them if some of the best scores are NaN or lower. They ascend.
     """
     # k groups with a maximum that reaches the bar have at least k scores that do. Maxima are found
     # without a branch per score, in a fraction of the time of a selection among all of them.
@@ -85,7 +85,7 @@ def _reaching_kth(scores: Float32Array, k: int) -> Int64Array:
     place = max(0, len(competing) - k)
     # NaN comes last, as the best.
     kth_best = np.partition(competing, place)[place]
-    return np.flatnonzero(scores >= max(kth_best, LOWEST))
+    return np.flatnonzero(scores >= max(kth_best, lowest))
 
 
 def _scores(vectors: Float32Array, query: Float32Array) -> Float32Array:

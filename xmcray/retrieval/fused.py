@@ -34,7 +34,8 @@ from xmcray.retrieval.word_index import LABELS, QUERIES, WordIndex
 from xmcray.types import Float32Array, Ragged, TopLabels
 
 MEMBERS = "members"  # folder of the members after the first
-CHUNK = 64  # queries whose candidates are in memory at once
+CHUNK = 64  # queries whose candidates are in memory at once, at most
+COSINES = 1 << 24  # cosines of queries and label texts in memory at once, at most
 NO_TEXTS = (
     "this bundle also compares words, so it needs the queries' texts, not their tokens or vectors"
 )
@@ -183,7 +184,7 @@ class FusedPredictor:
         exclude: Ragged | None,
         texts: Sequence[str] | None,
     ) -> Iterator[Candidates]:
-        """The candidates of all queries, at most CHUNK queries at a time.
+        """The candidates of all queries, a bounded number of queries at a time.
 
         Args:
             neighbours: what `find` found.
@@ -198,8 +199,10 @@ class FusedPredictor:
             raise ConfigError(NO_TEXTS)
         labels = [member.labels for member in self.members]
         finder = CandidateFinder(fusion.config, labels, fusion.queries, fusion.words)
-        for start in range(0, len(neighbours), CHUNK):
-            chunk = neighbours.slice(start, min(start + CHUNK, len(neighbours)))
+        num_labels = labels[0].settings.num_labels
+        at_once = min(CHUNK, max(1, COSINES // num_labels))
+        for start in range(0, len(neighbours), at_once):
+            chunk = neighbours.slice(start, min(start + at_once, len(neighbours)))
             stop = start + len(chunk)
             chunk_texts = [] if texts is None else texts[start:stop]
             chunk_exclude = None if exclude is None else exclude.slice(start, stop)

@@ -112,6 +112,25 @@ class TermCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class TermWeights:
+    """Sparse vectors of some texts.
+
+    Attributes:
+        columns: int64 [T], a text's terms as columns of the vocabulary, ascending.
+        values: float64 [T].
+        offsets: int64 [texts + 1], where each text's terms begin.
+    """
+
+    columns: Int64Array
+    values: Float64Array
+    offsets: Int64Array
+
+    def __len__(self) -> int:
+        """Number of texts."""
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True, slots=True)
 class Vocabulary:
     """The terms of some texts, and how rare each of them is.
 
@@ -138,16 +157,18 @@ class Vocabulary:
         return cls(hashes[kept], idf)
 
     def vectors(self, counts: TermCounts, dtype: npt.DTypeLike = np.float64) -> Any:
+        """TF-IDF vectors of length 1 as scipy CSR [texts, V], columns ascending; see `weights`."""
+        terms = self.weights(counts)
+        shape = (len(counts), len(self.hashes))
+        return sp.csr_matrix(
+            (terms.values.astype(dtype), terms.columns, terms.offsets), shape=shape
+        )
+
+    def weights(self, counts: TermCounts) -> TermWeights:
         """TF-IDF vectors of length 1; terms that are not in the vocabulary are left out.
 
         Before scaling, a value is (1 + log(count)) * idf. A text without any known term has a
         vector of zeros.
-
-        Args:
-            counts: the terms of the texts.
-            dtype: of the values.
-        Returns:
-            scipy CSR [texts, V], columns ascending.
         """
         columns = np.searchsorted(self.hashes, counts.hashes)
         # A hash beyond the last one would be out of range; it fails the comparison instead.
@@ -165,5 +186,4 @@ class Vocabulary:
         values = (1 + np.log(counts.counts[is_known][order])) * self.idf[columns]
         lengths = np.sqrt(np.bincount(rows, values**2, len(counts)))
         values = values / np.maximum(lengths, _TINY)[rows]
-        shape = (len(counts), len(self.hashes))
-        return sp.csr_matrix((values.astype(dtype), columns, offsets), shape=shape)
+        return TermWeights(columns, values, offsets)

@@ -27,13 +27,15 @@ import numpy as np
 import scipy.sparse as sp
 
 from xmcray.data.checked_files import check_offsets, read_array
+from xmcray.retrieval.few_queries import reaching_kth
 from xmcray.retrieval.readable import readable
-from xmcray.retrieval.terms import TermCounts, Vocabulary, words
-from xmcray.types import Int64Array, TopLabels
+from xmcray.retrieval.terms import TermCounts, TermWeights, Vocabulary, words
+from xmcray.types import BoolArray, Float32Array, Int64Array, TopLabels
 
 FOLDER = "words"
 QUERIES = "query"
 LABELS = "label"
+_TINY = float(np.finfo(np.float32).tiny)  # the least positive cosine
 LARGEST_SHARE = 0.2  # of the texts may have a term; a more frequent term is left out
 
 
@@ -78,74 +80,101 @@ class WordIndex:
             matrices = {}
             for kind in kinds:
                 matrices[kind] = _read_postings(folder, kind, len(hashes), num_rows[kind])
-        vocabulary = Vocabulary(hashes, idf)
+        # Plain arrays over the same memory: each look-up in a memory map costs microseconds more.
+        vocabulary = Vocabulary(np.asarray(hashes), np.asarray(idf))
         return cls(vocabulary, matrices.get(QUERIES), matrices.get(LABELS))
 
     def with_labels(self, texts: Sequence[str]) -> WordIndex:
         """A view with labels that join, in the order of their ids."""
         if self.labels is None or not texts:
             return self
-        more = _transposed(self.vectors(texts))
+        vectors = self.vocabulary.vectors(TermCounts.of(texts, words), np.float32)
+        more = _transposed(vectors)
         if self.joined is not None:
             more = sp.hstack([self.joined, more], format="csr")
         return dataclasses.replace(self, joined=more)
 
-    def vectors(self, texts: Sequence[str]) -> Any:
-        """CSR float32 [texts, V] of length 1; a text without a known term has only zeros."""
-        return self.vocabulary.vectors(TermCounts.of(texts, words), np.float32)
+    def terms(self, texts: Sequence[str]) -> TermWeights:
+        """The terms of queries, and how much each of them counts."""
+        return self.vocabulary.weights(TermCounts.of(texts, words))
 
-    def nearest_queries(self, query_BV: Any, k: int, hidden: Int64Array | None = None) -> TopLabels:
+    def nearest_queries(
+        self, terms: TermWeights, k: int, hidden: Int64Array | None = None
+    ) -> TopLabels:
         """The k training queries with the largest cosine, equal ones by lower row.
 
         Args:
-            query_BV: as `vectors` returns it; a bounded number of queries, because all training
-                queries with a word in common are in memory.
+            terms: of B queries.
             k: rows per query.
             hidden: rows that are left out.
         Returns:
             Rows [B, k]; -1 where no further training query has a word in common.
         """
-        cosines = query_BV @ self.queries
-        if hidden is not None:
-            cosines.data[np.isin(cosines.indices, hidden)] = 0
-        return best_columns(cosines, k)
+        top = TopLabels.empty(len(terms), k)
+        cosine_N = np.empty(self.queries.shape[1], np.float32)
+        for query in range(len(terms)):
+            cosine_N.fill(0)
+            _add_cosines(self.queries, terms, query, cosine_N)
+            if hidden is not None:
+                cosine_N[hidden] = 0
+            _keep_best(cosine_N, top, query)
+        return top
 
-    def label_cosines(self, query_BV: Any) -> Any:
-        """CSR float32 [B, L], cosines of queries and label texts; as `nearest_queries`."""
-        cosines = query_BV @ self.labels
-        if self.joined is not None:
-            cosines = sp.hstack([cosines, query_BV @ self.joined], format="csr")
-        return cosines
+    def label_cosines(self, terms: TermWeights) -> Float32Array:
+        """float32 [B, L], cosines of B queries and all label texts; for few queries at a time."""
+        num_exported = self.labels.shape[1]
+        num_joined = 0 if self.joined is None else self.joined.shape[1]
+        cosine_BL = np.zeros((len(terms), num_exported + num_joined), np.float32)
+        for query in range(len(terms)):
+            _add_cosines(self.labels, terms, query, cosine_BL[query, :num_exported])
+            if num_joined:
+                _add_cosines(self.joined, terms, query, cosine_BL[query, num_exported:])
+        return cosine_BL
 
 
-def best_columns(scores: Any, k: int) -> TopLabels:
-    """The k columns of each row with the largest positive score, equal ones by lower column.
+def _add_cosines(postings: Any, terms: TermWeights, query: int, cosine_N: Float32Array) -> None:
+    """Adds to each row's cosine with a query, term by term; the order of terms is that of columns.
 
     Args:
-        scores: CSR float32.
-        k: columns per row.
+        postings: CSR float32 [V, N], the rows that have each term.
+        terms: of some queries.
+        query: which of them.
+        cosine_N: float32, zeros at first; changes.
     """
-    rows = []
-    columns = []
-    values = []
-    for row in range(scores.shape[0]):
-        span = slice(scores.indptr[row], scores.indptr[row + 1])
-        row_values = scores.data[span]
-        lowest = np.float32(0)
-        if len(row_values) > k:
-            # The k-th largest. All that equal it are kept here and ranked by column below.
-            lowest = np.partition(row_values, -k)[-k]
-        kept = np.flatnonzero((row_values >= lowest) & (row_values > 0))
-        rows.append(np.full(len(kept), row))
-        columns.append(scores.indices[span][kept])
-        values.append(row_values[kept])
-    return TopLabels.from_pairs(
-        np.concatenate([np.empty(0, np.int64), *rows]),
-        np.concatenate([np.empty(0, np.int64), *columns]),
-        np.concatenate([np.empty(0, np.float32), *values]),
-        scores.shape[0],
-        k,
-    )
+    span = slice(terms.offsets[query], terms.offsets[query + 1])
+    columns = terms.columns[span]
+    weights = terms.values[span].astype(np.float32)
+    starts = postings.indptr[columns].tolist()
+    stops = postings.indptr[columns + 1].tolist()
+    for start, stop, weight in zip(starts, stops, weights, strict=True):
+        # Much faster than `cosine_N[rows] += ...`, and than a product of sparse matrices.
+        np.add.at(cosine_N, postings.indices[start:stop], weight * postings.data[start:stop])
+
+
+def nearest_labels(cosine_BL: Float32Array, k: int, hidden: BoolArray | None = None) -> TopLabels:
+    """The k labels of each query with the largest cosine, equal ones by lower id.
+
+    Args:
+        cosine_BL: cosines with all labels; 0 where no word is common, which is no answer.
+        k: labels per query.
+        hidden: bool [L], labels that are left out.
+    """
+    top = TopLabels.empty(len(cosine_BL), k)
+    for query, cosine_L in enumerate(cosine_BL):
+        if hidden is not None:
+            cosine_L = np.where(hidden, np.float32(0), cosine_L)
+        _keep_best(cosine_L, top, query)
+    return top
+
+
+def _keep_best(cosine_N: Float32Array, top: TopLabels, query: int) -> None:
+    """Writes the best rows with a positive cosine into one row of an answer."""
+    rows = reaching_kth(cosine_N, top.width, lowest=_TINY)
+    cosines = cosine_N[rows]
+    # Rows ascend, and a stable sort keeps equal cosines in that order.
+    order = np.argsort(-cosines, kind="stable")[: top.width]
+    top.ids[query, : len(order)] = rows[order]
+    top.scores[query, : len(order)] = cosines[order]
 
 
 def write_word_index(bundle: Path, queries: Sequence[str], labels: Sequence[str]) -> None:
@@ -189,7 +218,8 @@ def _read_postings(folder: Path, kind: str, num_terms: int, num_rows: int) -> An
     fits = not len(rows) or 0 <= rows.min() <= rows.max() < num_rows
     if len(rows) != len(values) or not fits or not np.isfinite(values).all():
         raise ValueError(f"expected rows below {num_rows} with one value each")
-    return sp.csr_matrix((values, rows, offsets), shape=(num_terms, num_rows), copy=False)
+    arrays = (np.asarray(values), np.asarray(rows), np.asarray(offsets))
+    return sp.csr_matrix(arrays, shape=(num_terms, num_rows), copy=False)
 
 
 def _transposed(vectors: Any) -> Any:

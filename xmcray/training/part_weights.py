@@ -18,7 +18,7 @@ import numpy.typing as npt
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.evaluate import sign_flip
 from xmcray.evaluation.metrics import MAIN_METRICS, Metrics
-from xmcray.retrieval.parts import Candidates, PartsConfig
+from xmcray.retrieval.parts import Candidates, MemberConfig, PartsConfig
 from xmcray.types import Float32Array, Ragged, TopLabels
 
 Float64Array = npt.NDArray[np.float64]
@@ -163,7 +163,7 @@ class WeightSearch:
 
     def _each_member_alone(self) -> dict[str, Mapping[str, float]]:
         """Metrics of the label vectors of each member alone, by the name of the part."""
-        alone = {}
+        alone: dict[str, Mapping[str, float]] = {}
         for member in self._start.members:
             config = self._start
             part = member.full("labels")
@@ -184,7 +184,7 @@ class WeightSearch:
 
     def _equal_weights(self, start: PartsConfig) -> PartsConfig:
         """Equal weights of all parts, and temperatures that fit the size of the inner products."""
-        members = []
+        members: list[MemberConfig] = []
         for member, spread in zip(start.members, self._spreads, strict=True):
             equal = dataclasses.replace(
                 member,
@@ -347,7 +347,7 @@ class _Table:
         rank_H = (best_BK[query_H] > score_H1).sum(axis=1)
         # A positive after the first answers has rank DEPTH, whose value is 0.
         value_H = self._value_HR[np.arange(len(rank_H)), rank_H]
-        return np.bincount(query_H, value_H, self._shape[0])
+        return np.bincount(query_H, value_H, self._shape[0]).astype(np.float64)
 
     def _column(self, part: str, config: PartsConfig) -> Float32Array:
         """float32 [B, C]: what one part gives to each candidate, before its weight."""

@@ -5,10 +5,9 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import scipy.sparse as sp
 
 from xmcray.retrieval.terms import TermCounts, Vocabulary, words, words_and_pairs
-from xmcray.retrieval.word_index import LABELS, QUERIES, WordIndex, best_columns, write_word_index
+from xmcray.retrieval.word_index import LABELS, QUERIES, WordIndex, nearest_labels, write_word_index
 
 TEXTS = ["solve a sparse system", "sparse matrix, sparse vector", "sort rows", "solve rows"]
 
@@ -46,19 +45,21 @@ def test_a_frequent_or_unknown_term_is_left_out() -> None:
 
 
 def test_equal_cosines_are_ranked_by_row() -> None:
-    scores = sp.csr_matrix(np.array([[0.5, 0, 0.75, 0.5, 0.5], [0, 0, 0, 0, 0]], np.float32))
-    assert best_columns(scores, 3).ids.tolist() == [[2, 0, 3], [-1, -1, -1]]
+    cosines = np.array([[0.5, 0, 0.75, 0.5, 0.5], [0, 0, 0, 0, 0]], np.float32)
+    assert nearest_labels(cosines, 3).ids.tolist() == [[2, 0, 3], [-1, -1, -1]]
+    hidden = np.arange(5) == 2
+    assert nearest_labels(cosines, 3, hidden).ids.tolist() == [[0, 3, 4], [-1, -1, -1]]
 
 
 def test_the_index_finds_the_nearest_texts_and_labels_that_join(tmp_path: Path) -> None:
     write_word_index(tmp_path, TEXTS, ["sparse", "sort", "matrix"])
     index = WordIndex.load(tmp_path, len(TEXTS), 3, [QUERIES, LABELS])
-    query_BV = index.vectors(["a sparse vector", "nothing"])
-    assert index.nearest_queries(query_BV, 2).ids.tolist() == [[1, 0], [-1, -1]]
-    assert index.nearest_queries(query_BV, 2, np.array([1])).ids.tolist() == [[0, -1], [-1, -1]]
-    before = index.label_cosines(query_BV).toarray()
+    terms = index.terms(["a sparse vector", "nothing"])
+    assert index.nearest_queries(terms, 2).ids.tolist() == [[1, 0], [-1, -1]]
+    assert index.nearest_queries(terms, 2, np.array([1])).ids.tolist() == [[0, -1], [-1, -1]]
+    before = index.label_cosines(terms)
     grown = index.with_labels(["vector"]).with_labels(["sort", "sparse vector"])
-    after = grown.label_cosines(query_BV).toarray()
+    after = grown.label_cosines(terms)
     np.testing.assert_array_equal(after[:, :3], before)
     assert after[0, 3] > 0
     assert after[0, 4] == 0
