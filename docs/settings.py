@@ -6,13 +6,12 @@ A test compares the committed page with the classes.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from pathlib import Path
 from typing import Any
 
 from xmcray.methods.registry import method_entry, method_names
 from xmcray.training.run import OPTIONAL_SECTIONS, RunConfig
+from xmcray.training.settings_schema import meanings_of
 
 NOT_SHARED = ("method", "method_name", *OPTIONAL_SECTIONS)
 PAGE = Path(__file__).with_name("settings.md")
@@ -51,27 +50,11 @@ def section(name: str, kind: Any, title: str = "") -> str:
             nested.append(section(dotted, type(default)))
             continue
         shown = "(empty)" if default == "" else f"`{default}`"
-        lines.append(f"| `{dotted}` | {shown} | {meanings.get(field.name, '')} |")
+        # A bar would end the cell.
+        meaning = meanings.get(field.name, "").replace("|", "\\|")
+        lines.append(f"| `{dotted}` | {shown} | {meaning} |")
     table = "\n".join(lines) + "\n"
     return "\n".join([table, *nested])
-
-
-def meanings_of(kind: Any) -> dict[str, str]:
-    """Meaning of each setting, from the "Attributes" section of the docstring.
-
-    An entry starts with one or several field names and a colon, and ends where the next entry starts.
-    """
-    docstring = inspect.getdoc(kind) or ""
-    text = " ".join(docstring.split("Attributes:", 1)[-1].split())
-    any_field = "|".join(field.name for field in dataclasses.fields(kind))
-    names = rf"(?:(?:{any_field})(?:, )?)+"
-    entry = re.compile(rf"({names}): (.*?)(?=(?: |\. ){names}: |$)")
-    meanings = {}
-    for match in entry.finditer(text):
-        meaning = match[2].strip().rstrip(".").replace("|", "\\|")
-        for name in match[1].split(", "):
-            meanings[name] = meaning
-    return meanings
 
 
 if __name__ == "__main__":

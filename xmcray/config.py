@@ -124,13 +124,15 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_yaml(source: str) -> dict[str, Any]:
-    """Settings from a file, or from a preset if `source` is "preset:METHOD/DATASET".
+    """Settings from a file, a preset ("preset:METHOD/DATASET"), or a space ("space:NAME").
 
     Raises:
-        ConfigError: no such file or preset (names the nearest), or not a YAML mapping.
+        ConfigError: no such file, preset or space (names the nearest), or not a YAML mapping.
     """
     if source.startswith("preset:"):
-        text = _preset_text(source.removeprefix("preset:"))
+        text = _text_of("preset", source, _preset_files())
+    elif source.startswith("space:"):
+        text = _text_of("space", source, _space_files())
     else:
         try:
             text = Path(source).read_text(encoding="utf-8")
@@ -153,11 +155,11 @@ def load_yaml(source: str) -> dict[str, Any]:
     return values
 
 
-def _preset_text(name: str) -> str:
-    """The content of a preset."""
-    files = _preset_files()
+def _text_of(kind: str, source: str, files: Mapping[str, Traversable]) -> str:
+    """The content of a preset or a space."""
+    name = source.removeprefix(f"{kind}:")
     if name not in files:
-        raise ConfigError(unknown("preset", name, presets()))
+        raise ConfigError(unknown(kind, name, sorted(files)))
     return files[name].read_text(encoding="utf-8")
 
 
@@ -180,10 +182,23 @@ def _preset_files() -> dict[str, Traversable]:
         except ImportError:
             continue  # the registry reports a broken entry point when the method is used
         for method in _entries(root):
-            for file in _entries(method):
-                name, _, suffix = file.name.rpartition(".")
-                if suffix == "yaml":
-                    files[f"{method.name}/{name}"] = file
+            for name, file in _yaml_files(method).items():
+                files[f"{method.name}/{name}"] = file
+    return files
+
+
+def _space_files() -> dict[str, Traversable]:
+    """Spaces of `xmcray tune` by name."""
+    return _yaml_files(resources.files("xmcray").joinpath("files", "spaces"))
+
+
+def _yaml_files(folder: Traversable) -> dict[str, Traversable]:
+    """The YAML files of a folder, by their names without the suffix."""
+    files = {}
+    for file in _entries(folder):
+        name, _, suffix = file.name.rpartition(".")
+        if suffix == "yaml":
+            files[name] = file
     return files
 
 

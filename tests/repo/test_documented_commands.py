@@ -27,7 +27,18 @@ from xmcray.tuning.space import parse_space
 
 COMMANDS = documents.commands()
 PLACEHOLDERS = {"METHOD": "astra", "N": "3"}
-QUICK_VERBS = ("train", "evaluate", "export", "memory", "labels", "search", "plan", "tune")
+QUICK_VERBS = (
+    "train",
+    "evaluate",
+    "export",
+    "memory",
+    "labels",
+    "search",
+    "plan",
+    "tune",
+    "files",
+    "schema",
+)
 SMALL = [
     *("--workers", "0"),
     *("--set", "encoder.dim=16"),
@@ -60,9 +71,9 @@ def parse(command: Command) -> argparse.Namespace | None:
         ConfigError: the parser refuses it, or a setting of it does not exist.
     """
     arguments = arguments_of(command)
-    verb = subparsers()[arguments[0]]
     if "--help" in arguments:
         return None
+    verb = subparsers()[arguments[0]]
     for argument in arguments[1:]:
         name = argument.split("=")[0]
         if (
@@ -98,8 +109,8 @@ def check_settings(verb: str, options: argparse.Namespace) -> None:
     if verb == "serve":
         configs.build(ServeConfig, configs.merge({"bundles": {"a": "b"}}, options.set))
     if verb == "tune":
-        path = str(ROOT / options.space)
-        assert parse_space(configs.load_yaml(path), path)
+        space = options.space or f"space:{options.method}"
+        assert parse_space(configs.load_yaml(space), space)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
@@ -151,7 +162,6 @@ class Workshop:
 
     def prepare(self, verb: str, options: argparse.Namespace) -> None:
         """Puts the inputs of a command into the working directory, under the names it uses."""
-        Path("tune").symlink_to(ROOT / "tune")
         if getattr(options, "data", None):
             self.put("corpus", options.data)
         for name in ("path", "encoder", "bundle", "compare"):

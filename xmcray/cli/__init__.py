@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from xmcray import __version__, config, credentials, logs
-from xmcray.cli import bundles, doctor, planning, promotion, training, tuning
+from xmcray.cli import bundles, doctor, planning, promotion, shipped, training, tuning
 from xmcray.errors import ConfigError, XmcrayError
 from xmcray.training.preemption import EXIT_CODE, Terminated, handling, signals_are_kept
 
@@ -145,6 +145,8 @@ def parser() -> argparse.ArgumentParser:
         )
         verb.add_arguments(subparser)
         subparser.set_defaults(run=verb.run)
+    if "_ARGCOMPLETE" in os.environ:
+        shipped.complete(top)
     return top
 
 
@@ -177,7 +179,7 @@ VERBS = {
         tuning.tune,
         tuning.tune_options,
         "search the settings of a method or a bundle by validation; the same command continues it",
-        "xmcray tune astra --data corpora/msdocs --space tune/spaces/astra.yaml --out sweeps/a --trials 32",
+        "xmcray tune astra --data corpora/msdocs --out sweeps/a --trials 32",
     ),
     "evaluate": Verb(
         training.evaluate,
@@ -244,5 +246,23 @@ VERBS = {
         doctor.doctor_options,
         "check this machine or a cluster: what would break a run or let others in, and the remedy",
         "xmcray doctor --cluster http://127.0.0.1:8265 --gpus 8",
+    ),
+    "files": Verb(
+        shipped.files,
+        shipped.files_options,
+        "list, print or copy the files that come with xmcray: cluster files, job scripts, dashboards",
+        "xmcray files cluster/aws.yaml > aws.yaml",
+    ),
+    "schema": Verb(
+        shipped.schema,
+        shipped.schema_options,
+        "print the JSON Schema of a method's settings, for editors",
+        "xmcray schema astra > astra.schema.json",
+    ),
+    "completion": Verb(
+        shipped.completion,
+        shipped.completion_options,
+        "print the script by which a shell completes verbs and options",
+        "xmcray completion bash > ~/.local/share/bash-completion/completions/xmcray",
     ),
 }

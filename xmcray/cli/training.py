@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from xmcray.cli.arguments import add_config, add_corpus, add_json, given, merged_settings
 from xmcray.cli.output import show, show_json, show_metrics, show_next
 from xmcray.cli.paths import bundle_at, kind_of
@@ -214,6 +216,11 @@ def train_options(verb: argparse.ArgumentParser) -> None:
         help="go on from this finished run, with its settings; labels are matched by uid",
     )
     verb.add_argument("--no-evaluate", action="store_true", help="leave the test split alone")
+    verb.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print all settings as YAML, as --config takes them, and train nothing",
+    )
     add_json(verb, "the metrics")
 
 
@@ -229,6 +236,9 @@ def train(options: argparse.Namespace) -> None:
     if source is not None:
         values = overlay(_settings_from(source, options), values)
     settings = RunConfig.resolve(options.method, values)
+    if options.print_config:
+        print(yaml.safe_dump(settings.to_dict(), sort_keys=False), end="")
+        return
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting, watch_training
     from xmcray.training.launch import train

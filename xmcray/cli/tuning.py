@@ -58,9 +58,8 @@ def tune_options(verb: argparse.ArgumentParser) -> None:
     add_corpus(verb)
     verb.add_argument(
         "--space",
-        required=True,
         metavar="FILE",
-        help="YAML: dotted name and distribution",
+        help="YAML: dotted name and distribution; or space:NAME (default: space:METHOD)",
     )
     verb.add_argument(
         "--out",
@@ -141,6 +140,12 @@ def tune(options: argparse.Namespace) -> None:
     if options.trials is not None:
         config.check_range("--trials", options.trials, low=1)
     config.check_range("--seed", options.seed, low=0)
+    if options.space is None:
+        if options.bundle:
+            raise ConfigError(
+                "--bundle needs a space: give --space space:index, space:memory or space:fusion"
+            )
+        options.space = f"space:{options.method}"
     if options.bundle:
         _tune_bundle(options)
     else:
