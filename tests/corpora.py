@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from planted import write_planted
+from planted import WORDS_PER_LABEL, write_planted
 
 from xmcray.data.append import (
     appended_files,
@@ -31,19 +31,32 @@ def planted_corpus(
     return corpus_of(folder / "raw", folder / "corpus", vocab_size=2000)
 
 
+def planted_decoder(
+    folder: Path, num_queries: int = 131, num_labels: int = 23
+) -> tuple[Corpus, Path]:
+    """A corpus of planted data in folder/corpus, and the decoder that reads it in folder/qwen3."""
+    from models import write_family  # here, because transformers is slow to import
+
+    write_planted(folder / "raw", num_queries, num_labels)
+    words = [f"w{label}x{n}" for label in range(num_labels) for n in range(WORDS_PER_LABEL)]
+    model = write_family(folder / "qwen3", words, "qwen3")
+    return corpus_of(folder / "raw", folder / "corpus", str(model)), model
+
+
 def corpus_of(
-    raw: Path, out: Path, tokenizer: TextTokenizer | None = None, **settings: Any
+    raw: Path, out: Path, tokenizer: TextTokenizer | str | None = None, **settings: Any
 ) -> Corpus:
-    """The corpus of some raw files; without a tokenizer, with a vocabulary of their own."""
+    """The corpus of some raw files.
+
+    Args:
+        tokenizer: or the name of a transformer that has one; without it, a vocabulary is trained.
+    """
     source = detect(raw)
     config = PrepareConfig(**settings)
     with new_artifact(out, KIND, {"made_by": "tests"}) as folder:
-        # The last result of the survey is the sample of texts.
-        *_, (_, texts) = survey(source, cap=100_000, seed=0, skip=False, block_rows=1000)
-        if config.tokenizer == "wordpiece":
-            tokenizer = train_wordpiece(texts, config.vocab_size, config.max_len)
-        else:
-            tokenizer = from_transformer(config.tokenizer, config.max_len)
+        if isinstance(tokenizer, str):
+            tokenizer = from_transformer(tokenizer, config.max_len)
+        tokenizer = tokenizer or vocabulary_of(source, config)
         writer = CorpusWriter(folder, source, config, "planted", "none")
         write_rows(writer, source, tokenizer)
     return Corpus.open(out)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import planted_corpus
+from corpora import planted_corpus, planted_decoder
 from ranks import on_ranks
 
 from xmcray.data.batches import TrainingData
@@ -211,6 +211,22 @@ def test_ranks_train_the_same_model_with_every_method(
     counts = (3,) if "," in name else (2, 3, 4)
     settings = ["optim.precision=float64", *settings]
     check_ranks(corpus, tmp_path, settings, method, steps, counts)
+
+
+def test_ranks_train_the_same_adapters_of_a_decoder(tmp_path: Path) -> None:
+    corpus, name = planted_decoder(tmp_path)
+    settings = [
+        "optim.precision=float64",
+        "optim.micro_batch=5",
+        f"encoder.name={name}",
+        "encoder.pooling=last_token",
+        "encoder.lora_rank=2",
+        "negatives.hard=0",
+        "method.columns=cache",
+        "method.cache_hard=4",
+        "method.num_positives=1",
+    ]
+    check_ranks(corpus.path, tmp_path, settings, "dexml", 5, (2, 4))
 
 
 def check_ranks(

@@ -363,7 +363,7 @@ def _load_transformer_tokenizer(name_or_path: str) -> tuple[Any, dict[str, str]]
     Looks at local files first: a model that is cached needs no network.
     """
     import transformers
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     def load(local: bool) -> tuple[Any, dict[str, str]]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SETTINGS = "static.json"
 WEIGHTS = "model.safetensors"
+# Of a checkpoint of a transformer with adapters, next to its merged weights.
+ADAPTERS = "lora.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,13 @@ class EncoderConfig:
         dropout: transformer only; replaces the model's own rates. None keeps them.
         frozen: transformer only; the projection to `dim` is all that learns. Each text is encoded
             once, into the run's folder.
+        lora_rank: transformer only; low-rank adapters of this rank are all that learns, besides a
+            projection; 0 trains the model itself. Needs the extra `lora`.
+        lora_alpha: with `lora_rank`, adapters are scaled by lora_alpha / lora_rank.
+        lora_targets: with `lora_rank`, names of the linear layers that get one, such as "q_proj";
+            none is all of them.
+        gradient_checkpointing: transformer only; states inside a layer are computed again in the
+            backward pass instead of being kept: about a third more time for much less memory.
         vectors_folder: with `frozen`, an absolute path that all workers reach, where the texts'
             vectors stay for other runs on the same corpus; "" removes them with the end of the run.
     """
@@ -84,6 +93,10 @@ class EncoderConfig:
     autocast: Literal["auto", "bf16", "none"] = "auto"
     dropout: float | None = None
     frozen: bool = False
+    lora_rank: int = 0
+    lora_alpha: int = 16
+    lora_targets: tuple[str, ...] = ()
+    gradient_checkpointing: bool = False
     vectors_folder: str = ""
 
     def __post_init__(self) -> None:
@@ -94,6 +107,8 @@ class EncoderConfig:
             position_decay=0,
             bigram_buckets=0,
             init_share=(0, 1),
+            lora_rank=0,
+            lora_alpha=0,
         )
         if self.dropout is not None:
             check_range("encoder.dropout", self.dropout, low=0, high=1)
@@ -101,9 +116,20 @@ class EncoderConfig:
         if self.name == "static":
             self._refuse("dropout", self.dropout is not None, "encoder.name to be a transformer")
             self._refuse("frozen", self.frozen, "encoder.name to be a transformer")
+            self._refuse("lora_rank", self.lora_rank, "encoder.name to be a transformer")
+            is_set = self.gradient_checkpointing
+            self._refuse("gradient_checkpointing", is_set, "encoder.name to be a transformer")
         else:
             self._refuse("init_from", self.init_from, "encoder.name=static")
             self._refuse("separate_labels", self.separate_labels, "encoder.name=static")
+        if self.frozen:
+            # Nothing inside the transformer learns, and no graph goes through it.
+            self._refuse("lora_rank", self.lora_rank, "encoder.frozen=false")
+            is_set = self.gradient_checkpointing
+            self._refuse("gradient_checkpointing", is_set, "encoder.frozen=false")
+        if not self.lora_rank:
+            self._refuse("lora_alpha", self.lora_alpha != 16, "encoder.lora_rank")
+            self._refuse("lora_targets", self.lora_targets, "encoder.lora_rank")
         self._refuse("vectors_folder", self.vectors_folder and not self.frozen, "encoder.frozen")
         if self.vectors_folder and not Path(self.vectors_folder).is_absolute():
             raise ConfigError(
@@ -141,6 +167,10 @@ class Encoder(nn.Module, abc.ABC):
     @abc.abstractmethod
     def save(self, folder: Path) -> None:
         """Writes weights (safetensors) and settings (JSON) into `folder` for `load_encoder`."""
+
+    def restore(self, folder: Path) -> None:
+        """Takes the weights that an encoder with the same settings saved into `folder`."""
+        self.load_state_dict(load_encoder(folder).state_dict())
 
     @property
     def num_tokens(self) -> int | None:
@@ -222,10 +252,12 @@ def build_encoder(
         name = str(folder) if folder.is_dir() else config.name
         return transformer.build(dataclasses.replace(config, name=name), tokenizer, seed)
     encoder = kind.load(folder)
-    if config.frozen:
-        raise ConfigError(
-            f"encoder {config.name} is no transformer, which encoder.frozen needs; drop that setting"
-        )
+    for setting in ("frozen", "lora_rank", "gradient_checkpointing"):
+        if getattr(config, setting):
+            raise ConfigError(
+                f"encoder {config.name} is no transformer, which encoder.{setting} needs;"
+                " drop that setting"
+            )
     _check_start(encoder, config, tokenizer)
     return encoder.train()
 

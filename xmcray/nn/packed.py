@@ -104,7 +104,9 @@ def try_on(model: Any) -> bool:
     Returns:
         Whether it is; otherwise the model is left as it was.
     """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    has_positions = "position_ids" in inspect.signature(model.forward).parameters
+    # Without such a backend, the library only warns that it replaces nothing.
+    if not (has_positions and getattr(model, "_supports_attention_backend", True)):
         return False
     implementation = model.config._attn_implementation
     was_training = model.training

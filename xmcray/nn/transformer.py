@@ -11,7 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import huggingface_hub
 import numpy as np
@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from xmcray.errors import BundleError, ConfigError, one_line
-from xmcray.nn import packed
+from xmcray.nn import lora, packed
 from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig, principal_axes
 from xmcray.nn.frozen import EncodedTexts
 from xmcray.nn.module_files import save_settings, save_weights
@@ -89,6 +89,7 @@ class TransformerEncoder(Encoder):
 
     Attributes:
         frozen: only the projection learns.
+        adapted: the model has low-rank adapters, which are all of it that learns.
         prompts: by name ("query", "document"), for other programs that read the saved folder; here
             the corpus' tokenizer puts them before the texts.
         similarity: by which vectors are meant to be compared; None is sentence-transformers'
@@ -121,6 +122,7 @@ class TransformerEncoder(Encoder):
         self.prompts: Mapping[str, str] = {}
         self.similarity: str | None = None
         self.frozen = False
+        self.adapted = False
         self.projection_is_new = False
         self.encoded_texts: EncodedTexts | None = None
 
@@ -205,8 +207,11 @@ class TransformerEncoder(Encoder):
         if not batches:
             # A rank without texts still takes part in the step: its gradient is zero, not absent.
             nothing_BH = lookup.weight.new_zeros(len(tokens), hidden)
-            zero = lookup.weight[:0].sum()
-            return cast(Tensor, (zero + nothing_BH).float())
+            weight = lookup.weight
+            if self.adapted:
+                weight = next(weight for weight in self.parameters() if weight.requires_grad)
+            zero = weight[:0].sum()
+            return _at_least_float32(zero + nothing_BH)
         # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so
         # once is enough.
         order = np.concatenate(batches)
@@ -292,8 +297,12 @@ class TransformerEncoder(Encoder):
     def save(self, folder: Path) -> None:
         """Writes a folder that sentence-transformers loads unchanged."""
         folder.mkdir(parents=True, exist_ok=True)
+        state = None
+        if self.adapted:
+            state = lora.merged_state(self.model)
+            lora.save_adapters(self.model, folder)
         with _quiet():
-            self.model.save_pretrained(folder, max_shard_size="1TB")
+            self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=state)
             self.tokenizer.save_pretrained(folder)
         hidden = int(self.model.config.hidden_size)
         output = {"method": "forward", "method_output_name": "last_hidden_state"}
@@ -343,6 +352,16 @@ class TransformerEncoder(Encoder):
         if sentence_settings:
             sentence_settings["model_type"] = "SentenceTransformer"
             save_settings(folder / SENTENCE_SETTINGS, sentence_settings)
+
+    def restore(self, folder: Path) -> None:
+        """As for other encoders; adapters are restored as they were, and not merged."""
+        if not self.adapted:
+            super().restore(folder)
+            return
+        saved = open_model(folder, BundleError)
+        lora.restore_adapters(self.model, folder, saved.model.state_dict())
+        if self.projection is not None and saved.projection is not None:
+            self.projection.load_state_dict(saved.projection.state_dict())
 
 
 def _at_least_float32(states: Tensor) -> Tensor:
@@ -446,7 +465,31 @@ def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> Transfo
     encoder.prompts = {"query": tokenizer.query_prompt, "document": tokenizer.label_prompt}
     if config.frozen:
         encoder.freeze()
+    prepare_training(encoder, config, seed)
     return encoder.train()
+
+
+def prepare_training(encoder: TransformerEncoder, config: EncoderConfig, seed: int) -> None:
+    """Adds adapters to the model and lets it compute states twice, as the settings say.
+
+    Raises:
+        ConfigError: the model cannot.
+    """
+    if config.lora_rank:
+        lora.add_adapters(encoder.model, config, seed)
+        encoder.adapted = True
+    if config.gradient_checkpointing:
+        model = encoder.model
+        # Older releases of transformers have the second name alone.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        try:
+            # The other kind loses the gradient where a layer's input has none, as below adapters.
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        except ValueError:
+            raise ConfigError(
+                f"encoder.gradient_checkpointing is set, which {type(model).__name__} does"
+                " not have; leave it out, or lower optim.micro_batch"
+            ) from None
 
 
 def load(folder: Path) -> TransformerEncoder:

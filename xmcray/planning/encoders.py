@@ -57,7 +57,7 @@ def _transformer(config: EncoderConfig, folder: Path, is_half: bool) -> Encoder:
     import transformers  # takes seconds, which plans with the static encoder spare
 
     from xmcray.nn import packed
-    from xmcray.nn.transformer import DROPOUT_RATES, TransformerEncoder
+    from xmcray.nn.transformer import DROPOUT_RATES, TransformerEncoder, prepare_training
 
     settings = _settings(config.name, folder)
     model_config = transformers.AutoConfig.for_model(**settings)
@@ -89,6 +89,7 @@ def _transformer(config: EncoderConfig, folder: Path, is_half: bool) -> Encoder:
         """What a frozen encoder has computed of each text before training."""
         return torch.zeros(len(tokens), hidden, device="cpu")
 
+    prepare_training(encoder, config, seed=0)
     encoder.packed = True
     encoder._pooled_packed = pooled  # type: ignore[method-assign]
     if config.frozen:

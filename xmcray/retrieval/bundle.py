@@ -49,7 +49,7 @@ from xmcray.config import check_range
 from xmcray.data.checked_files import read_array, read_texts
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import BundleError, DataError
-from xmcray.nn.encoder import Encoder
+from xmcray.nn.encoder import ADAPTERS, Encoder
 from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
@@ -194,7 +194,8 @@ def _write_model(
     if isinstance(encoder, Encoder):
         encoder.save(folder / "encoder")
     else:
-        shutil.copytree(encoder, folder / "encoder")
+        # Adapters are merged into the weights; what training goes on from stays in the run.
+        shutil.copytree(encoder, folder / "encoder", ignore=shutil.ignore_patterns(ADAPTERS))
     head.save(folder / "head")
     label_side.save(folder / "label_side")
     tokenizer.save(folder / "tokenizer")

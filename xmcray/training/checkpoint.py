@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from xmcray import storage
 from xmcray.errors import StorageError, readable
-from xmcray.nn.encoder import load_encoder
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training.step import Stepper
@@ -178,9 +177,8 @@ def module_shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:
 def load_encoder_weights(checkpoint: Checkpoint, stepper: Stepper) -> None:
     """Restores the encoder."""
     path = checkpoint.path / "encoder"
-    state = load_encoder(path).state_dict()
     with _readable(path):
-        stepper.encoder.load_state_dict(state)
+        stepper.encoder.restore(path)
 
 
 def load_method(checkpoint: Checkpoint, stepper: Stepper, partition: LabelPartition) -> None:

@@ -229,9 +229,15 @@ def _num_blocks(num_labels: int) -> int:
 def _trained(run: Run, last: Checkpoint, data: TrainingData, partition: LabelPartition) -> Setup:
     """Encoder and method with a block of the labels, as one of many ranks would hold it."""
     # The checkpoint's weights replace those that training started from: the transformer that gave
-    # them is no longer needed.
+    # them is no longer needed. Adapters are merged into them.
     encoder = dataclasses.replace(
-        run.config.encoder, init_from="", init_vectors="distilled", init_share=1.0
+        run.config.encoder,
+        init_from="",
+        init_vectors="distilled",
+        init_share=1.0,
+        lora_rank=0,
+        lora_alpha=16,
+        lora_targets=(),
     )
     config = dataclasses.replace(run.config, encoder=encoder)
     use_gpu = torch.cuda.is_available() and config.cluster.device != "cpu"
