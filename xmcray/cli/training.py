@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from xmcray.training.run import Run
 
 VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa")
+# Where the encoder alone can go.
+ENCODER_SYSTEMS = ("sentence-transformers",)
 # Settings of `prepare` that have an option of their own.
 PREPARE_OPTIONS = (
     "max_len",
@@ -383,18 +385,26 @@ def export_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--to",
-        choices=VECTOR_SYSTEMS,
-        help="label vectors for a vector database, in place of a bundle",
+        choices=(*VECTOR_SYSTEMS, *ENCODER_SYSTEMS),
+        help="label vectors for a vector database, or the encoder, in place of a bundle",
     )
 
 
+
 def export(options: argparse.Namespace) -> None:
-    """Writes the bundle of a run, or its label vectors for a vector database."""
+    """Writes the bundle of a run, its label vectors for a vector database, or its encoder."""
     settings = merged_settings(options)
     if options.to and settings:
         raise ConfigError(
-            f"--to {options.to} writes vectors without an index; leave out --config and --set"
+            f"--to {options.to} writes no index, expected neither --config nor --set; leave them out"
         )
+    if options.to in ENCODER_SYSTEMS:
+        from xmcray.retrieval.encoder_export import export_encoder
+
+        has_code = export_encoder(bundle_at(options.path, options.data), options.out)
+        trust = f", trust_remote_code={has_code}" if has_code else ""
+        show(f'open it with SentenceTransformer("{options.out}"{trust})')
+        return
     if options.to:
         # Vectors can be taken out of any bundle, so the run is not opened.
         from xmcray.retrieval.vector_export import export_vectors

@@ -1,0 +1,82 @@
+"""The query encoder of a bundle as a folder that sentence-transformers opens, with equal vectors.
+
+A transformer is written as such models are published. A static encoder has parts that
+sentence-transformers does not have (pairs of tokens, weights by position), so its folder holds the
+code of one module, which its readers have to trust (`trust_remote_code`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from xmcray.data.tokens import TextTokenizer
+from xmcray.errors import ConfigError
+from xmcray.nn.encoder import load_encoder
+from xmcray.nn.heads import Head, NormalisedHead, load_head
+from xmcray.nn.module_files import save_settings
+from xmcray.nn.static import StaticEncoder
+from xmcray.retrieval import static_module
+from xmcray.retrieval.bundle import KIND as BUNDLE
+from xmcray.retrieval.bundle import read_settings
+from xmcray.storage import new_artifact, open_artifact
+
+KIND = "sentence-transformers"
+MODULE_FILE = "xmcray_static.py"
+NORMALIZE = "sentence_transformers.models.Normalize"
+
+
+def export_encoder(bundle: str | Path, out: str | Path) -> bool:
+    """Writes the encoder of a bundle for sentence-transformers; on failure nothing is left at `out`.
+
+    Args:
+        bundle: folder or URL.
+        out: folder or URL that does not exist yet.
+
+    Returns:
+        Whether the folder holds code, which its reader has to trust.
+
+    Raises:
+        ConfigError: the method's head has no counterpart there.
+        StorageError: the bundle is damaged, `out` exists, or the disk is full.
+    """
+    folder, manifest = open_artifact(bundle, BUNDLE)
+    settings = read_settings(folder)
+    encoder = load_encoder(folder / "encoder")
+    head = load_head(folder / "head")
+    tokenizer = TextTokenizer.load(folder / "tokenizer")
+    if type(head) not in (Head, NormalisedHead):
+        raise ConfigError(
+            f"{bundle} has a head of kind {head.kind!r}, expected one that at most normalises; export"
+            " a bundle of another method, or one that is not cut"
+        )
+    normalised = settings.normalises or isinstance(head, NormalisedHead)
+    about = {"command": "export", "to": KIND, "bundle": manifest.sha256, "dim": encoder.dim}
+    with new_artifact(out, KIND, about) as made:
+        if isinstance(encoder, StaticEncoder):
+            _write_static(made, encoder, tokenizer, normalised)
+            return True
+        from xmcray.nn.transformer import TransformerEncoder  # its library takes seconds to import
+
+        assert isinstance(encoder, TransformerEncoder)
+        encoder.prompts = {"query": tokenizer.query_prompt, "document": tokenizer.label_prompt}
+        encoder.normalize = encoder.normalize or normalised
+        encoder.save(made)
+    return False
+
+
+def _write_static(
+    folder: Path, encoder: StaticEncoder, tokenizer: TextTokenizer, normalised: bool
+) -> None:
+    encoder.save(folder)
+    tokenizer.save(folder)
+    shutil.copyfile(static_module.__file__, folder / MODULE_FILE)
+    types = [f"{Path(MODULE_FILE).stem}.{static_module.StaticText.__name__}"]
+    if normalised:
+        types.append(NORMALIZE)
+    modules = []
+    for number, module_type in enumerate(types):
+        path = f"{number}_Normalize" if number else ""
+        (folder / path).mkdir(exist_ok=True)
+        modules.append({"idx": number, "name": str(number), "path": path, "type": module_type})
+    save_settings(folder / "modules.json", modules)
