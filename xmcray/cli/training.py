@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -389,6 +390,12 @@ def export_options(verb: argparse.ArgumentParser) -> None:
         help="label vectors for a vector database, or the encoder, in place of a bundle",
     )
 
+    verb.add_argument(
+        "--dim",
+        type=int,
+        metavar="N",
+        help="keep the first N columns of a bundle's vectors; PATH may be a bundle",
+    )
 
 
 def export(options: argparse.Namespace) -> None:
@@ -398,6 +405,9 @@ def export(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--to {options.to} writes no index, expected neither --config nor --set; leave them out"
         )
+    if options.dim is not None:
+        _cut(options, settings)
+        return
     if options.to in ENCODER_SYSTEMS:
         from xmcray.retrieval.encoder_export import export_encoder
 
@@ -425,4 +435,16 @@ def export(options: argparse.Namespace) -> None:
     # The corpus is verified again, because label texts and uids are copied from it.
     corpus = Corpus.open(options.data) if options.data else None
     export_run(run, options.out, corpus, settings)
+    show_next(["xmcray", "search", options.out, "TEXT"])
+
+
+def _cut(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """Writes a bundle with the first columns of another one's vectors."""
+    if options.to or settings:
+        raise ConfigError(
+            "--dim writes a bundle, expected no --to, --config or --set; leave them out"
+        )
+    from xmcray.retrieval.prefix import cut_bundle
+
+    cut_bundle(bundle_at(options.path, options.data), options.out, options.dim)
     show_next(["xmcray", "search", options.out, "TEXT"])

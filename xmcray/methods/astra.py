@@ -145,4 +145,4 @@ class Astra(OneVsAll):
         return float(weight)
 
 
-ENTRY = MethodEntry(AstraConfig, Astra)
+ENTRY = MethodEntry(AstraConfig, Astra, has_prefixes=lambda config: True)

@@ -239,6 +239,8 @@ class MethodEntry:
         defaults: Default settings of other sections, by section.
         label_counts: Settings that count labels. A value above L is clipped, with a warning.
         uses_label_texts: Label vectors are made of label texts, so labels without text have none.
+        has_prefixes: Whether the method's losses mean the same for the first columns of the encoder's
+            vectors, given its settings.
         sections: Which of the optional sections `memory` and `fusion` the method has.
         in_force: The settings as they take effect with a number of labels.
     """
@@ -248,6 +250,7 @@ class MethodEntry:
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     label_counts: tuple[str, ...] = ()
     uses_label_texts: bool = False
+    has_prefixes: Callable[[Any], bool] = lambda config: False
     sections: tuple[str, ...] = ()
     in_force: Callable[[Any, int], Any] = lambda config, num_labels: config
 

@@ -392,4 +392,6 @@ ENTRY = MethodEntry(
     defaults=dual_encoder_defaults(),
     label_counts=("hard_per_query", "cache_hard", "top_k"),
     uses_label_texts=True,
+    # The cache holds whole vectors, whose prefixes have other lengths.
+    has_prefixes=lambda config: config.columns != "cache",
 )

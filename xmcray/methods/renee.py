@@ -41,4 +41,9 @@ class Renee(OneVsAll):
         return StepOutput(self.exact_loss(query_GD, batch), len(query_GD), query_BD.detach())
 
 
-ENTRY = MethodEntry(ReneeConfig, Renee, {"negatives": {"uniform": 0, "hard": 0}})
+ENTRY = MethodEntry(
+    ReneeConfig,
+    Renee,
+    {"negatives": {"uniform": 0, "hard": 0}},
+    has_prefixes=lambda config: True,
+)

@@ -73,6 +73,8 @@ class EncoderConfig:
             none is all of them.
         gradient_checkpointing: transformer only; states inside a layer are computed again in the
             backward pass instead of being kept: about a third more time for much less memory.
+        matryoshka: widths below `dim` at which the first columns of a vector are trained to be good
+            vectors too; a bundle is cut to one with `export --dim`. For astra, renee and dexml.
         vectors_folder: with `frozen`, an absolute path that all workers reach, where the texts'
             vectors stay for other runs on the same corpus; "" removes them with the end of the run.
     """
@@ -97,6 +99,7 @@ class EncoderConfig:
     lora_alpha: int = 16
     lora_targets: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
+    matryoshka: tuple[int, ...] = ()
     vectors_folder: str = ""
 
     def __post_init__(self) -> None:

@@ -63,6 +63,36 @@ class NormalisedHead(Head):
         return F.normalize(vector_BD, dim=-1)
 
 
+class PrefixHead(Head):
+    """The first columns of the encoder's output, for bundles that were cut to them.
+
+    Args:
+        dim: D.
+        out_dim: columns that are kept.
+        is_normalised: whether they get length 1.
+    """
+
+    kind = "prefix"
+
+    def __init__(self, dim: int, out_dim: int, is_normalised: bool) -> None:
+        super().__init__(dim)
+        self.out_dim = out_dim
+        self.is_normalised = is_normalised
+
+    def forward(self, vector_BD: Tensor) -> Tensor:
+        """The columns, perhaps divided by their length."""
+        prefix_BE = vector_BD[:, : self.out_dim]
+        return F.normalize(prefix_BE, dim=-1) if self.is_normalised else prefix_BE
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments that make such a head again."""
+        return {
+            "dim": self.dim,
+            "out_dim": self.out_dim,
+            "is_normalised": self.is_normalised,
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class FusionConfig:
     """Section `fusion`: how UniDEC's two cosines are added.
@@ -160,7 +190,9 @@ class TwoHeads(Head):
         }
 
 
-_KINDS: dict[str, type[Head]] = {head.kind: head for head in (Head, NormalisedHead, TwoHeads)}
+_KINDS: dict[str, type[Head]] = {
+    head.kind: head for head in (Head, NormalisedHead, PrefixHead, TwoHeads)
+}
 
 
 def load_head(folder: Path) -> Head:

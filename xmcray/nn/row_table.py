@@ -104,13 +104,22 @@ class RowTable:
     def rows(self, ids_U: Tensor | None) -> Tensor:
         """The rows of distinct ids, up to date, as a leaf that collects a gradient until `update`.
 
+        Until then, only the same rows can be read again.
+
         Args:
             ids_U: int64 [U], distinct; None for all rows.
 
         Returns:
             [U, D], a copy (all rows: the table itself, so that no second copy exists).
         """
-        assert self._open is None, "rows() twice without update()"
+        if self._open is not None:
+            # A step with several losses reads its rows once for all of them.
+            open_ids_U, leaf = self._open
+            is_same = ids_U is open_ids_U or (
+                ids_U is not None and open_ids_U is not None and torch.equal(ids_U, open_ids_U)
+            )
+            assert is_same, "rows() of other ids without update()"
+            return leaf
         if ids_U is None:
             self.flush()
             leaf = self.weight_SD.detach()

@@ -21,6 +21,7 @@ from torch import Tensor
 from xmcray import storage
 from xmcray.data.batches import BatchSampler, TrainingData
 from xmcray.methods.base import Method, MethodContext
+from xmcray.methods.matryoshka import Matryoshka, PrefixEncode, check_prefixes
 from xmcray.methods.registry import method_entry
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.refresh import Refresher
@@ -104,8 +105,9 @@ def assemble(
     """
     optim = config.optim
     embedder = Embedder(encoder, optim.micro_batch)
+    encode = PrefixEncode(embedder)
     context = MethodContext(
-        encode=embedder,
+        encode=encode,
         encode_without_graph=gradient_free_encode
         or (lambda tokens: encode_without_graph(encoder, tokens)),
         dim=encoder.dim,
@@ -119,6 +121,10 @@ def assemble(
         as_labels=encoder.as_labels,
     )
     method = method_entry(config.method_name).factory(config.method, context)
+    if config.encoder.matryoshka:
+        check_prefixes(config.encoder.matryoshka, encoder.dim)
+        widths = [*sorted(config.encoder.matryoshka), encoder.dim]
+        method = Matryoshka(method, encode, widths)
     sampler = BatchSampler(data, optim.batch_size, optim.seed)
     # Of the whole schedule, even if the run stops at an earlier epoch.
     total_steps = optim.epochs * sampler.steps_per_epoch

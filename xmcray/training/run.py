@@ -198,6 +198,12 @@ class RunConfig:
                 f"encoder.separate_labels is for methods that encode label texts, and {method_name}"
                 " has a classifier row for each label; leave it out"
             )
+        if config.encoder.matryoshka and not entry.has_prefixes(config.method):
+            raise ConfigError(
+                f"encoder.matryoshka is set, but {method_name} with these settings compares more than"
+                " the encoder's own columns, expected astra, renee, or dexml without a cache; leave it"
+                " out"
+            )
         return config
 
     def to_dict(self) -> dict[str, Any]:
