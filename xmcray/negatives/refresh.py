@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from xmcray import draws
 from xmcray.data.batches import TrainingData
@@ -22,7 +24,7 @@ from xmcray.negatives.clusters import balanced_clusters
 from xmcray.negatives.ledger import ShortlistFile, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
-from xmcray.retrieval.exact import exact_search
+from xmcray.retrieval.exact import exact_search, from_keys, to_keys
 from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
@@ -133,8 +135,13 @@ def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -
     blocks = folder.query_blocks
     with folder.new_shortlist(data.num_query_ids, spec.negatives.hard) as labels:
         if spec.negatives.hard:
-            for block in blocks:
-                _merge_block(labels, folder, block, data, spec)
+            # Blocks fill rows of their own.
+            with ThreadPoolExecutor(spec.threads) as pool:
+                merges = [
+                    pool.submit(_merge_block, labels, folder, block, data, spec) for block in blocks
+                ]
+                for merge in merges:
+                    merge.result()
         # A newer attempt may have withdrawn this one meanwhile, and half a shortlist must not get
         # its name.
         if not blocks or folder.query_blocks != blocks:
@@ -223,21 +230,26 @@ def best_allowed(
     Returns:
         int32 [B, width], padded with -1.
     """
-    score_BC = np.where(candidate_BC >= 0, score_BC, -np.inf)
+    is_candidate = (candidate_BC >= 0) & np.isfinite(score_BC)
+    score_BC = np.where(is_candidate, score_BC, np.float32(-np.inf))
+    key_BC = to_keys(torch.from_numpy(score_BC), torch.from_numpy(np.maximum(candidate_BC, 0)))
+    # So many that enough of them are allowed for every query; the others need no look-up.
+    num_forbidden_B = np.sum([labels.lengths for labels in forbidden], axis=0)
+    num_best = width + int(num_forbidden_B.max(initial=0))
+    num_best = min(num_best, candidate_BC.shape[1])
+    best = from_keys(key_BC.topk(num_best, dim=1).values)
     # One number for each (query, label) makes membership a single look-up.
     forbidden_keys = [labels.row_ids * num_labels + labels.values for labels in forbidden]
     row_B = np.arange(len(candidate_BC))
-    key_BC = row_B[:, None] * num_labels + candidate_BC
-    is_forbidden = np.isin(key_BC, np.concatenate(forbidden_keys))
-    score_BC = np.where(is_forbidden, -np.inf, score_BC)
-    # lexsort orders by its last key first: by falling score, then by rising label.
-    order = np.lexsort((candidate_BC, -score_BC))[:, :width]
-    best_scores = np.take_along_axis(score_BC, order, 1)
-    best_ids = np.take_along_axis(candidate_BC, order, 1)
-    best = np.where(np.isfinite(best_scores), best_ids, -1)
+    pair_BC = row_B[:, None] * num_labels + best.ids
+    is_forbidden = np.isin(pair_BC, np.concatenate(forbidden_keys)) & (best.ids >= 0)
+    # A stable sort moves forbidden labels to the end, and leaves the order of the others.
+    order = np.argsort(is_forbidden, axis=1, kind="stable")[:, :width]
+    allowed_ids = np.where(is_forbidden, -1, best.ids)
+    best_ids = np.take_along_axis(allowed_ids, order, 1)
     # There may be fewer candidates than `width`.
-    padded = np.full((len(best), width), -1, np.int32)
-    padded[:, : best.shape[1]] = best
+    padded = np.full((len(best_ids), width), -1, np.int32)
+    padded[:, : best_ids.shape[1]] = best_ids
     return padded
 
 
