@@ -5,66 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from corpora import grown_corpora
 from served import ADMIN, TOKEN, listening
+from simulated import simulated_verdict
 
 from xmcray.cli import main
 from xmcray.client import Client
 from xmcray.data.corpus import Corpus
-from xmcray.evaluation.evaluate import Evaluation, compare
-from xmcray.evaluation.metrics import MAIN_METRICS, QueryValues
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.outcome import measure_bundle
-from xmcray.training.promotion import LAST, MARGIN, METRIC, Verdict, measure_newest
-from xmcray.types import Float64Array
+from xmcray.training.promotion import measure_newest
 
 DRAWS = 20
 SMALL = ["encoder.dim=16", "optim.batch_size=32", "negatives.uniform=8", "negatives.hard=0"]
 
 
-def evaluation(hits_Q: Float64Array) -> Evaluation:
-    """An evaluation in which every metric of a query is its share of hits among five answers."""
-    gain_QM = np.repeat(hits_Q[:, None] / 5, len(MAIN_METRICS), axis=1).astype(np.float32)
-    metrics = dict.fromkeys(MAIN_METRICS, float(gain_QM[:, 0].mean()))
-    rows = np.arange(len(hits_Q))
-    return Evaluation(
-        metrics=metrics,
-        queries=len(rows),
-        left_out=0,
-        a=0.55,
-        b=1.5,
-        intervals={},
-        segments=[],
-        deciles=[],
-        index_recall=None,
-        calibration=None,
-        query_ids=rows,
-        per_query=QueryValues(gain_QM, np.ones_like(gain_QM)),
-    )
-
-
-def draw(seed: int, loss: float) -> Verdict:
-    """Two bundles of which the second answers every fifth query anew, and is worse by `loss`."""
-    generator = np.random.default_rng(seed)
-    rate_Q = generator.beta(1.2, 2, LAST)
-    old_Q = generator.binomial(5, rate_Q)
-    again_Q = generator.binomial(5, rate_Q)
-    new_Q = np.where(generator.random(LAST) < 0.2, again_Q, old_Q)
-    # Of its hits this share is lost.
-    new_Q = generator.binomial(new_Q, 1 - loss / rate_Q.mean())
-    rows = compare(evaluation(new_Q), evaluation(old_Q), resamples=300, permutations=9)
-    return Verdict(rows, METRIC, MARGIN, LAST)
-
-
 def test_a_bundle_that_is_a_point_worse_is_refused() -> None:
-    verdicts = [draw(seed, 0.01) for seed in range(DRAWS)]
+    verdicts = [simulated_verdict(seed, 0.01) for seed in range(DRAWS)]
     assert sum(not verdict.accepted for verdict in verdicts) >= 19
 
 
 def test_an_equal_bundle_is_accepted() -> None:
-    verdicts = [draw(seed, 0.0) for seed in range(DRAWS)]
+    verdicts = [simulated_verdict(seed, 0.0) for seed in range(DRAWS)]
     assert sum(verdict.accepted for verdict in verdicts) >= 18
 
 
