@@ -3,6 +3,7 @@
     python benchmarks/methods.py                                  # everything; finished trainings are kept
     python benchmarks/methods.py --set cdnjs-keywords --method rae dexml
     python benchmarks/methods.py --minutes 30                     # starts none after 30 minutes
+    python benchmarks/methods.py --set tate-subjects --ensemble dexml unidec   # fuses runs that --keep has kept
     python benchmarks/methods.py --minutes 0                      # prints the table of what there is
     python benchmarks/methods.py --set sample --method dexml --quick   # does it work?
 
@@ -27,6 +28,7 @@ import math
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,7 +83,8 @@ NOTES = (
     "in bold the row that validation chooses (mean of the three metrics)",
     "with memory: the bundle of `xmcray memory RUN`, settings by `xmcray tune --bundle` on the validation queries;"
     " RAE-XMC alone: its encoder without votes",
-    "fused: the bundle of `xmcray fuse RUN`, which chooses the weights of its parts on the same validation queries",
+    "fused: the bundle of `xmcray fuse RUN`, which chooses the weights of its parts on the same validation queries;"
+    " a + b: of `xmcray fuse RUN RUN`",
     "less XR-Linear: differences in the three metrics; * if the paired test over queries has p < 0.05",
     "minutes: wall time of both trainings of a refit, or of XR-Linear with its vectors, whatever else the machine did;"
     " a memory trains nothing",
@@ -115,6 +118,11 @@ def main() -> None:
                 rows = measured(corpus, config, key, linear, arguments.keep)
                 keep(store, name, method, rows)
                 print(f"{name}, {method}: {json.dumps(rows)}", flush=True)
+        if arguments.ensemble and time.monotonic() < deadline:
+            members = [settings(name, method, arguments) for method in arguments.ensemble]
+            row = ensemble(corpus, members, linear)
+            keep(store, name, row["method"], [row])
+            print(f"{name}, {row['method']}: {json.dumps(row)}", flush=True)
     if not arguments.quick:
         rows = stored(store)
         write_table("methods.md", "Six methods on six sets", HEADER, table(rows), notes(rows, load))
@@ -126,6 +134,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--set", dest="sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--method", nargs="+", choices=method_names(), default=method_names())
+    parser.add_argument(
+        "--ensemble",
+        nargs="+",
+        choices=method_names(),
+        metavar="METHOD",
+        help="also fuse the runs of these methods into one bundle; runs that are not kept are trained",
+    )
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings over the presets"
     )
@@ -285,6 +300,34 @@ def fused(run: Run, corpus: Corpus) -> Variant:
     evaluation = measure_bundle(Retriever.load(str(bundle)), corpus, "test")
     weights = {f"parts.{part}": choice.config.weight(part) for part in choice.config.used()}
     return evaluation, choice.metrics, weights
+
+
+def ensemble(corpus: Corpus, members: Sequence[RunConfig], linear: Evaluation | None) -> Row:
+    """The row of one bundle of several runs, as `xmcray fuse RUN RUN` makes it."""
+    paths = []
+    keys = []
+    total_seconds = 0.0
+    for config in members:
+        run, seconds = trained(corpus, config)
+        paths.append(str(run.path))
+        keys.append(data_sets.fingerprint(config, corpus))
+        total_seconds += seconds
+    with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:
+        bundle = Path(folder) / "fused"
+        choice = fuse(paths, corpus, bundle, metrics=METRICS, threads=torch.get_num_threads())
+        evaluation = measure_bundle(Retriever.load(str(bundle)), corpus, "test")
+    row = {
+        "set": corpus.card.name,
+        "method": " + ".join(config.method_name for config in members),
+        "variant": FUSED,
+        "preset": None,
+        "settings": " + ".join(keys),
+        "changes": {f"parts.{part}": choice.config.weight(part) for part in choice.config.used()},
+        "validation": choice.metrics,
+        "epochs": None,
+        "seconds": round(total_seconds, 1),
+    }
+    return finished(row, evaluation, linear)
 
 
 def search_by_half(retriever: Retriever, corpus: Corpus, half: int) -> Search:
