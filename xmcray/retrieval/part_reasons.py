@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,24 +35,40 @@ class PartReasons:
         """The reasons for each answer; none for a missing one."""
         place_BK = self._places(top)
         weights = self._weights_of_voters()
+        reason_of = self._reasons_by_place(place_BK[place_BK >= 0].tolist(), weights)
+        all_reasons = []
+        for places in place_BK.tolist():
+            # A missing answer has place -1, and no reason.
+            reasons = [reason_of.get(place, Reasons()) for place in places]
+            all_reasons.append(reasons)
+        return all_reasons
+
+    def _reasons_by_place(
+        self, places: Sequence[int], weights: Mapping[int, VoterWeights]
+    ) -> dict[int, Reasons]:
+        """The reasons for some candidates.
+
+        Args:
+            places: of the candidates.
+            weights: of the voters, by candidate.
+        """
+        voters_of = {}
         rows: set[int] = set()
-        for place in place_BK[place_BK >= 0].tolist():
-            rows |= weights.get(place, {}).keys()
+        for place in places:
+            voters = weights.get(place, {})
+            voters_of[place] = voters
+            rows.update(voters)
         # One look-up of names for all queries: reading a block of the file is what costs.
         names = {} if self.queries is None else self.queries.names(rows)
         gains = self.candidates.gains(self.config)
-        all_reasons = []
-        for places in place_BK.tolist():
-            reasons = []
-            for place in places:
-                if place < 0:
-                    reasons.append(Reasons())
-                    continue
-                voters = _by_weight(weights.get(place, {}))
-                own_gains = {part: float(gain_P[place]) for part, gain_P in gains.items()}
-                reasons.append(Reasons(named_voters(voters, names), own_gains))
-            all_reasons.append(reasons)
-        return all_reasons
+        reasons = {}
+        for place, voters in voters_of.items():
+            own_gains = {}
+            for part, gain_P in gains.items():
+                own_gains[part] = float(gain_P[place])
+            named = named_voters(_by_weight(voters), names)
+            reasons[place] = Reasons(named, own_gains)
+        return reasons
 
     def _places(self, top: TopLabels) -> Int64Array:
         """int64 [B, K], place of each answer among the candidates; -1 for a missing one."""
@@ -62,9 +80,9 @@ class PartReasons:
         place_BK = np.searchsorted(pairs, query_B1 * stride + top.ids)
         return np.where(top.ids >= 0, place_BK, -1)
 
-    def _weights_of_voters(self) -> dict[int, VoterWeights]:
+    def _weights_of_voters(self) -> Mapping[int, VoterWeights]:
         """Weight of each voter by candidate; a training query may vote by vectors and by words."""
-        weights: dict[int, VoterWeights] = {}
+        weights: defaultdict[int, VoterWeights] = defaultdict(dict)
         for scores, member in zip(self.candidates.members, self.config.members, strict=True):
             votes = scores.votes
             shares_BK = memory_shares(votes.voters, member, self.config.memory_keys)
@@ -75,15 +93,23 @@ class PartReasons:
         return weights
 
 
-def _add_votes(weights: dict[int, VoterWeights], votes: Votes, weight_BK: Float64Array) -> None:
-    """Adds the weights of votes to those of their voters."""
+def _add_votes(
+    weights: defaultdict[int, VoterWeights], votes: Votes, weight_BK: Float64Array
+) -> None:
+    """Adds the weights of votes to those of their voters.
+
+    Args:
+        weights: by candidate; changes.
+        votes: of one part.
+        weight_BK: float64, weight of each voter of B queries.
+    """
     row_E = votes.voters.ids[votes.query_E, votes.place_E]
     weight_E = weight_BK[votes.query_E, votes.place_E]
-    entries = zip(votes.pair_E.tolist(), row_E.tolist(), weight_E.tolist(), strict=True)
-    for pair, row, weight in entries:
-        if weight > 0:
-            rows = weights.setdefault(pair, {})
-            rows[row] = rows.get(row, 0.0) + weight
+    # Voters beyond those that count have no weight.
+    for vote in np.flatnonzero(weight_E > 0).tolist():
+        row = int(row_E[vote])
+        by_row = weights[int(votes.pair_E[vote])]
+        by_row[row] = by_row.get(row, 0.0) + float(weight_E[vote])
 
 
 def _by_weight(weights: VoterWeights) -> list[tuple[int, float]]:
