@@ -71,7 +71,11 @@ def fuse_options(verb: argparse.ArgumentParser) -> None:
         help="runs, or bundles whose runs held the same queries out",
     )
     verb.add_argument(
-        "--data", required=True, metavar="CORPUS", help="the corpus that they were trained on"
+        "--data",
+        required=True,
+        metavar="CORPUS",
+        nargs="+",
+        help="the corpus that they were trained on; if tokenizers differ, one prepared with each",
     )
     verb.add_argument("--out", required=True, metavar="NEW", help="folder or URL to write")
     verb.add_argument(
@@ -91,10 +95,17 @@ def fuse(options: argparse.Namespace) -> None:
     from xmcray.training.fuse import fuse
 
     storage.refuse_existing(options.out)
-    corpus = Corpus.open(options.data)
+    corpus, *retokenized = [Corpus.open(path) for path in options.data]
     metrics = options.metric.split("+")
     with counting("training queries", corpus.card.num_train) as progress:
-        choice = fuse(options.paths, corpus, options.out, metrics=metrics, progress=progress)
+        choice = fuse(
+            options.paths,
+            corpus,
+            options.out,
+            retokenized=retokenized,
+            metrics=metrics,
+            progress=progress,
+        )
     if options.json:
         show_json(choice.plain())
         return
@@ -102,7 +113,7 @@ def fuse(options: argparse.Namespace) -> None:
 
     rows = [(test.part, test.weight, test.without, test.p_value) for test in choice.tests]
     show(parts_table(rows, choice.metrics, choice.alone, choice.queries))
-    show_next(["xmcray", "evaluate", options.out, "--data", options.data])
+    show_next(["xmcray", "evaluate", options.out, "--data", options.data[0]])
 
 
 def calibrate_options(verb: argparse.ArgumentParser) -> None:

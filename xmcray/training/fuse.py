@@ -20,8 +20,9 @@ import torch
 
 from xmcray import config as configs
 from xmcray import storage
+from xmcray.data.corpus import KIND as CORPUS
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, DataError
 from xmcray.evaluation.metrics import MAIN_METRICS
 from xmcray.retrieval.bundle import KIND, Settings, read_settings, write_settings
 from xmcray.retrieval.calibration import FOLDER as CALIBRATION
@@ -44,6 +45,9 @@ from xmcray.training.run import SELECTION, Run
 from xmcray.types import Float32Array, Int64Array, Ragged
 
 MOST_QUERIES = 5000  # held-out queries by which weights are chosen
+# Many queries vote, and those that are missed are mostly far and of little weight. A search for a
+# recall of 0.95 takes twice as long (benchmarks/fused_latency.py).
+MEMORY_INDEX = IndexSpec(recall=0.9)
 _SETTINGS = "settings.json"
 # Files of a member that a fused bundle has once.
 _SHARED = (
@@ -63,6 +67,7 @@ def fuse(
     corpus: Corpus,
     out: str | Path,
     *,
+    retokenized: Sequence[Corpus] = (),
     metrics: Sequence[str] = METRICS,
     threads: int = 1,
     progress: Progress | None = None,
@@ -75,6 +80,8 @@ def fuse(
             those of the refit.
         corpus: the one that they were made from. Its training queries vote by vectors and words.
         out: folder or URL that does not exist yet.
+        retokenized: the same queries and labels prepared with other tokenizers, if a run was
+            trained on these.
         metrics: the metrics whose mean is maximised.
         threads: of building indexes.
         progress: called with the number of training queries encoded so far for a member.
@@ -89,8 +96,10 @@ def fuse(
     for name in metrics:
         if name not in MAIN_METRICS:
             raise ConfigError(configs.unknown("metric", name, list(MAIN_METRICS)))
-    sources = [_source(path, corpus) for path in paths]
-    held_out = _held_out([source.selected for source in sources], corpus)
+    for other in retokenized:
+        _check_same_texts(corpus, other)
+    sources = [_source(path, [corpus, *retokenized]) for path in paths]
+    held_out = _held_out(sources)
     parent = None if storage.is_url(out) else Path(out).absolute().parent
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
@@ -100,18 +109,27 @@ def fuse(
         selected: list[Path] = []
         for number, source in enumerate(sources):
             member = folder / f"selected-{number}"
-            selected.append(_write_member(source.selected, corpus, member, threads, progress))
+            selected.append(
+                _write_member(source.selected, source.corpus, member, threads, progress)
+            )
         start = _all_parts(selected)
         _put_together(selected, words, folder / "trial", start, {})
         choice = _choose(folder / "trial", corpus, held_out, metrics, start)
         final = dict(zip((member.name for member in start.members), selected, strict=True))
+        corpora = {
+            member.name: source.corpus
+            for member, source in zip(start.members, sources, strict=True)
+        }
         chosen = [final[member.name] for member in choice.config.members]
         _put_together(chosen, words, folder / "chosen", choice.config, {})
-        calibration = fit_calibration(Retriever.load(folder / "chosen"), corpus, held_out)
+        first_corpus = corpora[choice.config.members[0].name]
+        calibration = fit_calibration(Retriever.load(folder / "chosen"), first_corpus, held_out)
         for number, (source, member) in enumerate(zip(sources, start.members, strict=True)):
             if source.final != source.selected:
                 target = folder / f"final-{number}"
-                final[member.name] = _write_member(source.final, corpus, target, threads, progress)
+                final[member.name] = _write_member(
+                    source.final, source.corpus, target, threads, progress
+                )
         members = [final[member.name] for member in choice.config.members]
         about = {"fused": choice.plain()}
         _put_together(members, words, out, choice.config, about, calibration)
@@ -125,34 +143,71 @@ class _Source:
     Attributes:
         selected: the bundle by which weights are chosen.
         final: the bundle whose parts are fused.
+        corpus: the one that it was trained on.
     """
 
     selected: str
     final: str
+    corpus: Corpus
 
 
-def _source(path: str, corpus: Corpus) -> _Source:
+def _source(path: str, corpora: Sequence[Corpus]) -> _Source:
+    """Finds the bundles of a run or bundle, and its corpus: the first one if none is its own."""
     folder = Path(path)
     if not (folder / "run.json").is_file():
-        return _Source(path, path)
-    final = bundle_of(Run.open(folder), corpus)
+        _, manifest = storage.open_artifact(path, KIND, contents=False)
+        corpus = _own_corpus(manifest.about.get("corpus_sha256"), corpora)
+        return _Source(path, path, corpus)
+    run = Run.open(folder)
+    corpus = _own_corpus(run.corpus_sha256, corpora)
+    final = bundle_of(run, corpus)
     if (folder / SELECTION / "run.json").is_file():
-        return _Source(bundle_of(Run.open(folder / SELECTION), corpus), final)
-    return _Source(final, final)
+        return _Source(bundle_of(Run.open(folder / SELECTION), corpus), final, corpus)
+    return _Source(final, final, corpus)
 
 
-def _held_out(bundles: Sequence[str], corpus: Corpus) -> Int64Array:
-    """Rows of the training split that no bundle was trained on, ascending; at most MOST_QUERIES.
+def _own_corpus(sha256: str | None, corpora: Sequence[Corpus]) -> Corpus:
+    for corpus in corpora:
+        if corpus.sha256 == sha256:
+            return corpus
+    return corpora[0]
+
+
+def _check_same_texts(corpus: Corpus, other: Corpus) -> None:
+    """Checks that two corpora differ in their tokens alone.
+
+    Raises:
+        DataError: they hold other queries, labels or positives.
+    """
+    files = []
+    for path in (corpus.path, other.path):
+        manifest = storage.read_manifest(path, CORPUS)
+        hashes = {}
+        for name, entry in manifest.files.items():
+            if name.endswith((".parquet", ".labels.npy")) or name.startswith("filters/"):
+                hashes[name] = entry.sha256
+        files.append(hashes)
+    if files[0] != files[1]:
+        raise DataError(
+            f"corpora {corpus.path} and {other.path} hold other texts or positives, expected the"
+            " same raw files prepared with two tokenizers"
+        )
+
+
+def _held_out(sources: Sequence[_Source]) -> Int64Array:
+    """Rows of the training split that no source was trained on, ascending; at most MOST_QUERIES.
 
     Raises:
         ConfigError: there is none.
     """
-    rows = remembered_rows(corpus.split("train"))
-    for bundle in bundles:
+    rows = remembered_rows(sources[0].corpus.split("train"))
+    for source in sources:
+        bundle = source.selected
         _, manifest = storage.open_artifact(bundle, KIND, contents=False)
         if manifest.about.get("members"):
             raise ConfigError(f"bundle {bundle} has several members; name their runs instead")
-        rows = np.intersect1d(rows, held_out_by(bundle, manifest.about, corpus).validation_rows)
+        held_out = held_out_by(bundle, manifest.about, source.corpus)
+        rows = np.intersect1d(rows, held_out.validation_rows)
     if not len(rows):
         raise ConfigError(
             "each training query was used by one of the runs, so none is left to choose weights by;"
@@ -215,7 +270,7 @@ def _write_member(
     linked: dict[str, storage.FileEntry] = {}
     with storage.new_artifact(target, KIND, manifest.about, linked) as made:
         train = corpus.split("train")
-        memory = remember(train, encode, MemoryConfig(), IndexSpec(), threads)(made)
+        memory = remember(train, encode, MemoryConfig(), MEMORY_INDEX, threads)(made)
         predictor = {
             "kind": "fused",
             "num_queries": memory["num_queries"],

@@ -154,7 +154,9 @@ def check_fits(retriever: Retriever, corpus: Corpus) -> None:
         raise DataError(
             f"the bundle has {ours:,} labels, corpus {corpus.path} has {theirs:,}; name its own corpus"
         )
-    if retriever.tokenizer.to_files() != corpus.tokenizer().to_files():
+    own_files = corpus.tokenizer().to_files()
+    # Several members get texts, so it is enough that the corpus is one of those they come from.
+    if all(member.tokenizer.to_files() != own_files for member in retriever.members):
         raise DataError(
             f"corpus {corpus.path} has another vocabulary than the bundle; name the bundle's own corpus"
         )

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundles import write_memory_of
-from corpora import planted_corpus
+from corpora import corpus_of, planted_corpus
 
 from xmcray import storage
 from xmcray.data.corpus import Corpus
-from xmcray.errors import BundleError, ConfigError, StorageError
+from xmcray.errors import BundleError, ConfigError, DataError, StorageError
 from xmcray.evaluation.evaluate import compare
 from xmcray.retrieval import retriever as retrievers
 from xmcray.retrieval.bundle import KIND, read_settings
@@ -316,6 +316,20 @@ def test_members_that_earn_their_place_are_one_bundle(
     write_parts(sources, corpus, tmp_path / "all", CONFIG)
     with pytest.raises(ConfigError, match="several members"):
         fuse([str(tmp_path / "all")], corpus, tmp_path / "again")
+
+
+def test_members_may_have_tokenizers_of_their_own(
+    corpus: Corpus, sources: list[Path], tmp_path: Path
+) -> None:
+    other = corpus_of(corpus.path.parent / "raw", tmp_path / "corpus", vocab_size=120)
+    assert other.card.vocab_size < corpus.card.vocab_size
+    second = write_memory_of(other, tmp_path / "second", dim=16, seed=1)
+    paths = [str(sources[0]), str(second)]
+    fuse(paths, corpus, tmp_path / "fused", retokenized=[other])
+    measure_bundle(Retriever.load(tmp_path / "fused"), corpus, "test")
+    strange = planted_corpus(tmp_path / "strange", num_queries=301, num_labels=NUM_LABELS, seed=1)
+    with pytest.raises(DataError, match="other texts or positives"):
+        fuse(paths, corpus, tmp_path / "again", retokenized=[strange])
 
 
 def test_runs_that_held_out_other_queries_are_refused(
