@@ -157,7 +157,8 @@ def markdown(made: Plan) -> list[str]:
     for title, rows in sections(made).items():
         lines += ["", f"| {title} | |", "| --- | ---: |"]
         lines += [f"| {name} | {value} |" for name, value in rows]
-    return [*lines, "", *(f"- assumed: {line}" for line in made.assumptions)]
+    lines += ["", *(f"- assumed: {line}" for line in made.assumptions)]
+    return [*lines, *(f"- advice: {line}" for line in made.advice)]
 
 
 def section(case: Case) -> list[str]:

@@ -20,8 +20,10 @@ _CUDA_BYTES = 1 << 30  # context, kernels, and what the allocator cannot give ou
 _DRIVER_BYTES = 2 << 30  # the driver, the coordinator and Ray's own processes
 REFRESH = "refresh of the negatives, while training goes on"
 FIRST_REFRESH = "the first refresh, of rows close to their start"
+STEPS = "the steps of an epoch"
 WHOLE = "the whole training"
 _SNAPSHOT = "copy of a checkpoint that is being written"
+_CAUTION = 1.5  # of a time that decides whether a run can be repeated
 _TRACED_LABELS = 2_000_000  # of a rank; of more, two traces give a straight line
 
 
@@ -55,6 +57,7 @@ class Plan:
         run_s: Seconds of everything that is larger than a step.
         cost: Cost of all workers; None without a price.
         assumptions: What was not measured, in words.
+        advice: Settings to change, in words.
     """
 
     method: str
@@ -81,6 +84,7 @@ class Plan:
     run_s: dict[str, float]
     cost: float | None
     assumptions: list[str]
+    advice: list[str]
 
     @property
     def worker_parts(self) -> dict[str, int]:
@@ -212,6 +216,7 @@ def estimate(
         run_s=run_s,
         cost=cost,
         assumptions=_assumptions(training),
+        advice=_advice(training, run_s),
     )
 
 
@@ -283,6 +288,7 @@ def _run_seconds(training: _Training, traced: Trace) -> dict[str, float]:
     log = training.config.log
     training_s = training.steps * sum(traced.step_s.values())
     seconds = _refresh_seconds(training, traced.index_dim, training_s)
+    seconds[STEPS] = training_s
     refresh_s = seconds.get(REFRESH, 0.0)
     # Training waits only for what a version takes longer than an epoch.
     late_s = max(0.0, refresh_s - training_s)
@@ -346,6 +352,22 @@ def _validation_s(training: _Training, traced: Trace) -> float:
     num_texts = num_queries / training.workers + traced.encoded_labels
     flop = 2.0 * traced.index_dim * num_queries * training.rows
     return num_texts * traced.forward_s + flop / training.rates.search_flop_s
+
+
+def _advice(training: _Training, run_s: dict[str, float]) -> list[str]:
+    """What a run of this size needs that the defaults do not give it, a sentence each."""
+    negatives = training.config.negatives
+    if not negatives.refreshed or negatives.schedule == "eager":
+        return []
+    # A version is built in one epoch, for use in the next.
+    late_s = max(run_s[REFRESH], run_s[FIRST_REFRESH]) - run_s[STEPS]
+    if late_s <= negatives.wait_s:
+        return []
+    hours = math.ceil(_CAUTION * late_s / 3600)
+    return [
+        f"a version of the negatives is up to {late_s / 3600:.3g} h late: set"
+        f" negatives.wait_s={3600 * hours}, or training goes on with an older one"
+    ]
 
 
 def _assumptions(training: _Training) -> list[str]:

@@ -91,6 +91,7 @@ def tables(plan: Plan) -> list[Table | str]:
             table.add_row(name, value)
         parts.append(table)
     parts.extend(f"assumed: {assumption}" for assumption in plan.assumptions)
+    parts.extend(f"advice: {advice}" for advice in plan.advice)
     return parts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,21 @@ def test_the_first_refresh_visits_more_lists() -> None:
     )
     assert work.total_s(refresh.ANYWHERE) > work.total_s(refresh.APART)
     assert work.build_s() > 0
+
+
+def test_late_versions_are_planned_with_the_time_to_wait_for_them() -> None:
+    slow = dataclasses.replace(A100, search_flop_s=1e5)
+    size = from_numbers(10_000, 20_000, 12)
+
+    def advice(*settings: str) -> list[str]:
+        config = RunConfig.resolve("astra", {}, ["encoder.dim=8", *settings])
+        return plan(config, size, slow).advice
+
+    (line,) = advice()
+    assert "a version of the negatives is up to" in line
+    (setting,) = re.findall(r"negatives\.wait_s=\d+", line)
+    assert advice(setting) == []
+    assert advice("negatives.schedule=eager") == []
 
 
 def test_clusters_alone_have_actors_without_an_index() -> None:
