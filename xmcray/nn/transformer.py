@@ -117,6 +117,9 @@ class TransformerEncoder(Encoder):
         hidden = int(model.config.hidden_size)
         self.dim = hidden if projection is None else projection.out_features
         self.is_causal = packed.is_causal(model)
+        if self.is_causal:
+            # A text is read once, so keys and values need not be kept for tokens to come.
+            model.config.use_cache = False
         self.packed = packed.try_on(model)
         self.longest_packed = packed.longest_text(model)
         self.prompts: Mapping[str, str] = {}
@@ -611,9 +614,6 @@ def _load_model(folder: Path, dropout: float | None) -> Any:
             attn_implementation="sdpa" if supports_sdpa else "eager",
             **options,
         )
-    if packed.is_causal(model):
-        # A text is read once, so keys and values need not be kept for tokens to come.
-        model.config.use_cache = False
     _fill_constants(model)
     return model
 
