@@ -163,6 +163,10 @@ def _distinct(pairs: Int64Array) -> Int64Array:
 
 def _label_scores(member: LabelIndex, query_BD: Float32Array, labels: Ragged) -> Float32Array:
     """float32 [P], inner products of queries and their candidates."""
+    if len(labels) == 1:
+        # One query needs no padding.
+        own_scores: Float32Array = member.scores_of(query_BD, labels.values[None])[0]
+        return own_scores
     rows = labels.row_ids
     places = labels.places
     width = int(labels.lengths.max(initial=0))

@@ -25,7 +25,7 @@ MOST_QUERIES = 4
 # Floats of vectors that keep a thread busy for about a millisecond.
 THREAD_FLOATS = 1 << 22
 GROUP = 32  # scores of which only the maximum is compared at first
-LOWEST = np.finfo(np.float32).min
+LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True, slots=True)
