@@ -171,6 +171,8 @@ def at_level(top: TopLabels, truth: Ragged, num_labels: int) -> list[object]:
     is_hit_QK = relevant(top.ids[counted], truth.take(counted), num_labels)
     passing_Q = passes_QK.sum(axis=1)
     hits_Q = (passes_QK & is_hit_QK).sum(axis=1)
+    if not passing_Q.any():
+        return ["-", "0.0"]
     rng = np.random.default_rng(0)
     precisions = []
     for _ in range(RESAMPLES):
