@@ -108,9 +108,9 @@ def fuse(
         words = _write_words(corpus, folder / WORDS)
         selected: list[Path] = []
         for number, source in enumerate(sources):
-            member = folder / f"selected-{number}"
+            target = folder / f"selected-{number}"
             selected.append(
-                _write_member(source.selected, source.corpus, member, threads, progress)
+                _write_member(source.selected, source.corpus, target, threads, progress)
             )
         start = _all_parts(selected)
         _put_together(selected, words, folder / "trial", start, {})

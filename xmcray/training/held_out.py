@@ -12,7 +12,7 @@ from xmcray import config as configs
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
-from xmcray.retrieval.memory import remembered_rows
+from xmcray.retrieval.memory import RememberedQueries, remembered_rows
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import Int64Array
 
@@ -58,12 +58,15 @@ def without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Re
         rows: rows of the training split.
     """
     fusion = retriever.fusion
-    memory = retriever.memory
-    queries = fusion.queries if fusion is not None else memory and memory.queries
+    queries: RememberedQueries | None = None
+    if fusion is not None:
+        queries = fusion.queries
+    elif retriever.memory is not None:
+        queries = retriever.memory.queries
     if queries is None:
         return retriever
     # A memory numbers the training queries that have a positive.
-    hidden = np.searchsorted(remembered_rows(corpus.split("train")), rows)
+    hidden = np.searchsorted(remembered_rows(corpus.split("train")), rows).astype(np.int64)
     queries = dataclasses.replace(queries, hidden=hidden)
     members: list[Retriever] = []
     for member in (retriever, *retriever.others):

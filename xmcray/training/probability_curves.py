@@ -71,7 +71,8 @@ def fit_calibration(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> C
     rows = rows[:: -(-len(rows) // MAX_QUERIES)]
     sample = answers_to(without_voters(retriever, corpus, rows), corpus, rows)
     segment_L = _segments(corpus.train_counts)
-    curves = fit_curves(sample, segment_L[sample.label_A], len(rows))
+    segment_A = segment_L[sample.label_A].astype(np.int64)
+    curves = fit_curves(sample, segment_A, len(rows))
     return Calibration(curves, segment_L)
 
 
@@ -175,7 +176,7 @@ def _logistic(feature_AF: Float64Array, relevant_A: BoolArray) -> Float64Array:
         return float(value), gradient + 2 * _RIDGE * weights
 
     num_weights = 1 + standard_AF.shape[1]
-    bounds = [(None, None)] * num_weights
+    bounds: list[tuple[float | None, float | None]] = [(None, None)] * num_weights
     bounds[1] = (0.0, None)
     fitted = minimize(loss, np.zeros(num_weights), jac=True, method="L-BFGS-B", bounds=bounds)
     factors = fitted.x[1:] / deviation_F
