@@ -141,31 +141,27 @@ def write_bundle(
         encoder: an encoder, or the folder it was saved in.
         head: maps the encoder's vectors to those that are searched.
         tokenizer: makes token ids of queries and of label texts.
-        label_uids: L values by source id.
-        label_texts: L values by source id.
+        label_uids, label_texts: L values each by source id.
         label_order: int64 [L], a permutation: internal -> source id.
         vectors: float32 blocks [n, D], together L rows in internal order.
         spec: how each shard is indexed.
         about: what made the bundle, for its manifest.
         method: see Settings.
-        label_side: makes vectors of labels that join later; if not given, the encoder makes them as
-            it does those of queries.
+        label_side: makes vectors of labels that join later; if not given, the encoder alone.
         queries: float32 [Q, D], query vectors by which the index is tuned; noisy rows if not given.
         predictor: writes the files of a memory and returns `Settings.predictor`.
         shard_rows: rows per file.
         threads: threads that build the indexes.
-        calibration: makes the probabilities of answers, given the folder of the bundle without
-            them.
+        calibration: makes the probabilities of answers from the bundle without them.
     Raises:
         StorageError: the destination is not empty, or the disk is full.
         DataError: the numbers of uids, texts and vectors differ from L.
     """
     num_labels = len(label_order)
-    assert _names_each_once(label_order, num_labels), "label_order is not a permutation"
     with new_artifact(destination, KIND, about) as folder:
         _write_model(folder, encoder, head, tokenizer, label_side or LabelSide())
         _write_labels(folder / "labels.parquet", label_uids, label_texts, num_labels)
-        np.save(folder / "label_order.npy", np.asarray(label_order, np.int64))
+        _write_label_order(folder, label_order)
         shards, dim = write_shards(folder, vectors, num_labels, spec, queries, shard_rows, threads)
         settings = Settings(
             num_labels=num_labels,
@@ -178,8 +174,7 @@ def write_bundle(
         if settings.num_rows != num_labels:
             raise DataError(f"{settings.num_rows} label vectors were given, expected {num_labels}")
         write_settings(folder, settings)
-        probabilities = calibration and calibration(folder)
-        if probabilities is not None:
+        if calibration is not None and (probabilities := calibration(folder)) is not None:
             probabilities.save(folder)
 
 
@@ -301,6 +296,12 @@ def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
             f"{path} has {attributes.num_labels} rows, expected {settings.num_labels}; annotate again"
         )
     return attributes
+
+
+def _write_label_order(folder: Path, label_order: Int64Array) -> None:
+    """Writes the source id of each label in the order of its vector."""
+    assert _names_each_once(label_order, len(label_order)), "label_order is not a permutation"
+    np.save(folder / "label_order.npy", np.asarray(label_order, np.int64))
 
 
 def _write_labels(path: Path, uids: Iterable[str], texts: Iterable[str], num_labels: int) -> None:

@@ -103,37 +103,63 @@ def fuse(
     parent = None if storage.is_url(out) else Path(out).absolute().parent
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fusing.", dir=parent) as name:
-        folder = Path(name)
-        words = _write_words(corpus, folder / WORDS)
-        selected: list[Path] = []
-        for number, source in enumerate(sources):
-            target = folder / f"selected-{number}"
-            selected.append(
-                _write_member(source.selected, source.corpus, target, threads, progress)
-            )
-        start = _all_parts(selected)
-        _put_together(selected, words, folder / "trial", start, {})
-        choice = _choose(folder / "trial", corpus, held_out, metrics, start)
-        final = dict(zip((member.name for member in start.members), selected, strict=True))
-        corpora = {
-            member.name: source.corpus
-            for member, source in zip(start.members, sources, strict=True)
-        }
-        chosen = [final[member.name] for member in choice.config.members]
-        _put_together(chosen, words, folder / "chosen", choice.config, {})
-        first_corpus = corpora[choice.config.members[0].name]
-        calibration = fit_calibration(Retriever.load(folder / "chosen"), first_corpus, held_out)
-        for number, (source, member) in enumerate(zip(sources, start.members, strict=True)):
-            if source.final != source.selected:
-                target = folder / f"final-{number}"
-                final[member.name] = _write_member(
-                    source.final, source.corpus, target, threads, progress
-                )
-        members = [final[member.name] for member in choice.config.members]
-        about = {"fused": choice.plain()}
-        _put_together(members, words, out, choice.config, about, calibration)
+    with tempfile.TemporaryDirectory(prefix=".fusing.", dir=parent) as folder:
+        write = _MemberWriter(Path(folder), threads, progress)
+        return _fuse(sources, corpus, held_out, metrics, write, out)
+
+
+def _fuse(
+    sources: Sequence[_Source],
+    corpus: Corpus,
+    held_out: Int64Array,
+    metrics: Sequence[str],
+    write: _MemberWriter,
+    out: str | Path,
+) -> Choice:
+    """See `fuse`. Parts are written into the folder of `write`."""
+    words = _write_words(corpus, write.folder / WORDS)
+    selected = [write(source.selected, source.corpus) for source in sources]
+    start = _all_parts(selected)
+    _put_together(selected, words, write.folder / "trial", start, {})
+    choice = _choose(write.folder / "trial", corpus, held_out, metrics, start)
+    names = [member.name for member in start.members]
+    # Members of which no part stays are left out.
+    kept = [names.index(member.name) for member in choice.config.members]
+    chosen = [selected[place] for place in kept]
+    _put_together(chosen, words, write.folder / "chosen", choice.config, {})
+    retriever = Retriever.load(write.folder / "chosen")
+    calibration = fit_calibration(retriever, sources[kept[0]].corpus, held_out)
+    members: list[Path] = []
+    for place in kept:
+        source = sources[place]
+        is_final = source.final == source.selected
+        members.append(selected[place] if is_final else write(source.final, source.corpus))
+    about = {"fused": choice.plain()}
+    _put_together(members, words, out, choice.config, about, calibration)
     return choice
+
+
+@dataclass
+class _MemberWriter:
+    """Writes bundles with a memory, as parts of a fused bundle, into a folder.
+
+    Attributes:
+        folder: where they are written.
+        threads: of building indexes.
+        progress: called with the number of training queries encoded so far for a member.
+        num_written: number of members so far.
+    """
+
+    folder: Path
+    threads: int
+    progress: Progress | None
+    num_written: int = 0
+
+    def __call__(self, source: str, corpus: Corpus) -> Path:
+        """Writes one; returns its folder."""
+        target = self.folder / str(self.num_written)
+        self.num_written += 1
+        return _write_member(source, corpus, target, self.threads, self.progress)
 
 
 @dataclass(frozen=True)
