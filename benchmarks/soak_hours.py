@@ -52,8 +52,8 @@ MEMORY_LIMIT_MIB = 4.0
 COUNT_LIMIT = 1.0  # files or threads in an hour
 KINDS = {
     "RayTrainWorker": "training: worker",
-    "IndexActor": "training: index actor",
-    "Refresh": "training: refresh actor",
+    "IndexShard": "training: index actor",
+    "IndexCoordinator": "training: coordinator of the index",
     "Controller": "training: controller of Ray Train",
     "gcs_server": "Ray: GCS",
     "raylet": "Ray: raylet",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -55,10 +56,13 @@ class Records:
 
 def read_records(path: Path) -> list[Record]:
     """The records of a metrics.jsonl; a last line cut by a kill is left out."""
-    if not path.is_file():
-        return []
+    return _parsed(path.read_bytes()) if path.is_file() else []
+
+
+def _parsed(content: bytes) -> list[Record]:
+    """The records of some lines, up to one that is damaged."""
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in content.decode("utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -124,17 +128,31 @@ def _tail(
     stop: threading.Event,
 ) -> None:
     """Calls `on_record` for each record after the first ones, until `stop`, and then once more."""
-    last_size = -1
+    position = 0  # bytes that were read
+    num_read = 0  # records in them
+    inode = None
     stopped = False
     while not stopped:
         # Read after the last wait: what was written before `stop` is not missed.
         stopped = stop.wait(_POLL_S)
-        size = path.stat().st_size if path.exists() else -1
-        if size == last_size and not stopped:
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
             continue
-        last_size = size
-        records = read_records(path)
-        # A resumed run cuts the file back; what it then repeats has been seen.
-        for record in records[num_seen:]:
+        with file:
+            # A resumed run cuts the file back, by putting another one in its place.
+            if os.fstat(file.fileno()).st_ino != inode:
+                inode = os.fstat(file.fileno()).st_ino
+                position = 0
+                num_read = 0
+            # Long runs have millions of records, so only new ones are read.
+            file.seek(position)
+            content = file.read()
+        lines = content[: content.rfind(b"\n") + 1]
+        records = _parsed(lines)
+        # What a run that was cut back repeats has been seen.
+        for record in records[max(0, num_seen - num_read) :]:
             on_record(record)
-        num_seen = len(records)
+        position += len(lines)
+        num_read += len(records)
+        num_seen = num_read
