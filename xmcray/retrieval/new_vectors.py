@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from xmcray.errors import DataError
+from xmcray.errors import BundleError, DataError
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import Float32Array
@@ -29,7 +29,14 @@ def new_vectors(retriever: Retriever, side: LabelSide, texts: Sequence[str]) -> 
         float32 [n, D].
     Raises:
         DataError: a text has no token.
+        BundleError: the label side does not fit the bundle.
     """
+    dim = retriever.settings.dim
+    if not 0 <= side.row_columns <= dim:
+        raise BundleError(
+            f"label_side.json names {side.row_columns} columns of rows, expected 0 to {dim};"
+            " export the bundle again"
+        )
     vectors = _text_vectors(retriever, texts)
     if side.prototypes is not None:
         return _prototypes(retriever, side, vectors)

@@ -154,6 +154,13 @@ def test_more_labels_than_a_shard_has_room_for(
         assert [answer.score for answer in one] == pytest.approx(scores, abs=1e-6)
 
 
+@pytest.mark.parametrize("row_columns", [-1, DIM + 1, 10**12])
+def test_a_label_side_of_another_width_is_refused(row_columns: int, bundles: Any) -> None:
+    retriever = Retriever.load(bundles("texts"))
+    with pytest.raises(BundleError, match=f"expected 0 to {DIM}"):
+        new_vectors(retriever, LabelSide(row_columns), [NEW[0].text])
+
+
 def test_prototypes_share_the_free_vector_of_the_nearest(bundles: Any, tmp_path: Path) -> None:
     network = PrototypeNetwork(DIM, 8, 4, seed=0)
     clusters = torch.arange(len(TEXTS)) % 4
