@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -84,6 +85,8 @@ class IndexCoordinator:
         self.shards = [find_actor(shard_name(run_id, shard)) for shard in range(spec.num_shards)]
         self.gauges = Gauges(run_id, POOL)
         self._queue: set[str] = set()
+        self._newest = -1
+        self._showing = threading.Lock()
 
     def run(self, folder: str) -> None:
         """Takes one version from published to complete."""
@@ -97,7 +100,10 @@ class IndexCoordinator:
             with _ignore_if_over(version):
                 merge_shards(version, self.data, self.spec)
             seconds = time.perf_counter() - start
-            self.gauges.show({"pool_version": version.version, "pool_refresh_s": seconds})
+            # Calls run in threads, and a later version may be shown before an earlier one.
+            with self._showing:
+                self._newest = max(self._newest, version.version)
+                self.gauges.show({"pool_version": self._newest, "pool_refresh_s": seconds})
 
     @contextlib.contextmanager
     def _queued(self, folder: str) -> Iterator[None]:
