@@ -150,8 +150,7 @@ def write_bundle(
         label_side: makes vectors of labels that join later; if not given, the encoder alone.
         queries: float32 [Q, D], query vectors by which the index is tuned; noisy rows if not given.
         predictor: writes the files of a memory and returns `Settings.predictor`.
-        shard_rows: rows per file.
-        threads: threads that build the indexes.
+        shard_rows, threads: rows per file; threads that build the indexes.
         calibration: makes the probabilities of answers from the bundle without them.
     Raises:
         StorageError: the destination is not empty, or the disk is full.
