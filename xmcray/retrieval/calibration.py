@@ -35,7 +35,7 @@ from xmcray.types import Float32Array, Float64Array, Int64Array, TopLabels
 FOLDER = "calibration"
 CONTEXT = 10  # nearest labels of the export that say how much a score is worth
 BINS = 10  # of equal width, in the histogram of the best answers' probabilities
-FEWEST = 100  # queries before a drift can be told
+FEWEST = 100  # queries before drift is reported
 _MEMORY = 0.999
 _SMALL = 0.005
 _CURVES = "curves.json"
