@@ -4,6 +4,7 @@
     python benchmarks/methods.py --set cdnjs-keywords --method rae dexml
     python benchmarks/methods.py --minutes 30                     # starts none after 30 minutes
     python benchmarks/methods.py --set tate-subjects --ensemble dexml unidec   # fuses runs that --keep has kept
+    python benchmarks/methods.py --set tate-subjects --ensemble astra astra@1  # two seeds of a method
     python benchmarks/methods.py --minutes 0                      # prints the table of what there is
     python benchmarks/methods.py --set sample --method dexml --quick   # does it work?
 
@@ -30,7 +31,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +121,7 @@ def main() -> None:
                 keep(store, name, method, rows)
                 print(f"{name}, {method}: {json.dumps(rows)}", flush=True)
         if arguments.ensemble and time.monotonic() < deadline:
-            members = [settings(name, method, arguments) for method in arguments.ensemble]
+            members = [settings(name, member, arguments) for member in arguments.ensemble]
             row = ensemble(corpus, members, linear)
             keep(store, name, row["method"], [row])
             print(f"{name}, {row['method']}: {json.dumps(row)}", flush=True)
@@ -137,8 +139,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ensemble",
         nargs="+",
-        choices=method_names(),
-        metavar="METHOD",
+        metavar="METHOD[@SEED]",
         help="also fuse the runs of these methods into one bundle; runs that are not kept are trained",
     )
     parser.add_argument(
@@ -156,8 +157,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def settings(name: str, method: str, arguments: argparse.Namespace) -> RunConfig:
+def settings(name: str, member: str, arguments: argparse.Namespace) -> RunConfig:
+    """The preset of a method on a set; METHOD@SEED has another seed than the preset's."""
+    method, _, seed = member.partition("@")
     here = ["cluster.workers=0", f"cluster.threads_per_process={arguments.threads}", "log.keep=1"]
+    if seed:
+        here.append(f"optim.seed={seed}")
     return data_sets.preset(name, [*here, *arguments.override], method)
 
 
@@ -318,7 +323,7 @@ def ensemble(corpus: Corpus, members: Sequence[RunConfig], linear: Evaluation | 
         evaluation = measure_bundle(Retriever.load(str(bundle)), corpus, "test")
     row = {
         "set": corpus.card.name,
-        "method": " + ".join(config.method_name for config in members),
+        "method": " + ".join(counted(config.method_name for config in members)),
         "variant": FUSED,
         "preset": None,
         "settings": " + ".join(keys),
@@ -328,6 +333,11 @@ def ensemble(corpus: Corpus, members: Sequence[RunConfig], linear: Evaluation | 
         "seconds": round(total_seconds, 1),
     }
     return finished(row, evaluation, linear)
+
+
+def counted(names: Iterable[str]) -> list[str]:
+    """Each name once, with the number of its runs where it has several, such as 2 astra."""
+    return [name if count == 1 else f"{count} {name}" for name, count in Counter(names).items()]
 
 
 def search_by_half(retriever: Retriever, corpus: Corpus, half: int) -> Search:
