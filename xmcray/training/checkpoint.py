@@ -117,7 +117,10 @@ def set_aside_newer(folder: Path, step: int) -> None:
     """
     for path in _folders(folder):
         if path > step_folder(folder, step):
-            storage.publish(path, path.with_name(f"{_DAMAGED}-{path.name}"))
+            target = path.with_name(f"{_DAMAGED}-{path.name}")
+            # An attempt that ended before its first checkpoint has set aside this step already.
+            shutil.rmtree(target, ignore_errors=True)
+            storage.publish(path, target)
 
 
 def remove_superseded(folder: Path, keep: int) -> None:

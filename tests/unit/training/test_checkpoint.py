@@ -87,6 +87,18 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Corpus, tmp_path: Path) -> 
         storage.open_artifact(newer, checkpoints.KIND)
 
 
+def test_a_step_is_set_aside_twice(tmp_path: Path) -> None:
+    # An attempt sets a checkpoint aside and ends before it saves; the step is damaged again later.
+    (tmp_path / "step-00000010").mkdir()
+    for attempt in ("first", "second"):
+        newer = tmp_path / "step-00000015"
+        newer.mkdir()
+        (newer / "left.safetensors").write_text(attempt)
+        checkpoints.set_aside_newer(tmp_path, 10)
+    aside = tmp_path / "damaged-step-00000015" / "left.safetensors"
+    assert aside.read_text() == "second"
+
+
 def test_only_the_newest_stay(corpus: Corpus, tmp_path: Path) -> None:
     loop, _ = loop_in(tmp_path, corpus, "log.checkpoint_every=2", "log.keep=3")
     loop.train()
