@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import hashlib
 import io
 import json
@@ -257,7 +258,8 @@ def change_document(document: Any, draw: random.Random) -> None:
     if way == "delete":
         del container[key]
     elif way == "value":
-        container[key] = draw.choice(VALUES)
+        # A copy, because the next change may be inside of it.
+        container[key] = copy.deepcopy(draw.choice(VALUES))
     elif way == "swap":
         other, other_key = draw.choice(places)
         with contextlib.suppress(KeyError, IndexError, TypeError):
@@ -430,17 +432,17 @@ OF_SUFFIX: dict[str, tuple[Change, ...]] = {
 def try_change(artifact: Artifact, file: str, folder: Path, seed: int) -> tuple[str, Outcome]:
     """Changes a copy of one file and uses the artifact; returns what was done and what came of it."""
     draw = random.Random(f"{artifact.name} {file} {seed}")
-    copy = folder / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(artifact.path, copy, copy_function=_link)
-    target = copy / file
+    changed_folder = folder / "copy"
+    shutil.rmtree(changed_folder, ignore_errors=True)
+    shutil.copytree(artifact.path, changed_folder, copy_function=_link)
+    target = changed_folder / file
     data = target.read_bytes()
     target.unlink()
     renew = draw.random() < 0.75
     description, changed = _changed(artifact, file, data, draw)
     if changed is not None:
         target.write_bytes(changed)
-    manifest = _manifest_of(copy, target)
+    manifest = _manifest_of(changed_folder, target)
     if manifest is None:
         renew = True  # there is no hash that could show the change
     elif renew:
@@ -448,7 +450,7 @@ def try_change(artifact: Artifact, file: str, folder: Path, seed: int) -> tuple[
         description += ", hash renewed"
     marker = folder / "marker"
     os.environ[MARKER] = str(marker)
-    outcome = _used(artifact, copy, may_differ=renew)
+    outcome = _used(artifact, changed_folder, may_differ=renew)
     if marker.exists():
         marker.unlink()
         outcome = Outcome("code run", description)

@@ -29,6 +29,7 @@ from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 _TUNING_QUERIES = 256  # an approximate index chooses its settings on these
+_POLL_S = 0.05
 
 
 class Refresher(Protocol):
@@ -261,6 +262,7 @@ class ThreadRefresher:
         self.spec = spec
         self._threads: dict[Path, threading.Thread] = {}
         self._errors: list[BaseException] = []
+        self._closing = threading.Event()
 
     def start(self, folder: Path) -> None:
         """Starts a thread for a version unless there is one."""
@@ -278,14 +280,16 @@ class ThreadRefresher:
             raise self._errors[0]
 
     def close(self) -> None:
-        """Waits for the threads."""
+        """Waits for the threads, but not for versions that the trainer has not published."""
+        self._closing.set()
         for thread in self._threads.values():
             thread.join()
 
     def _run(self, folder: VersionFolder) -> None:
         try:
-            wait_published(folder)
-            run_version(folder, self.data, self.spec)
+            wait_published(folder, self._closing)
+            if folder.published:
+                run_version(folder, self.data, self.spec)
         except BaseException as error:
             # Files of a withdrawn or finished version vanish under its thread, which is no error.
             if not (folder.withdrawn or folder.complete):
@@ -301,10 +305,16 @@ def run_version(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) ->
     merge_shards(folder, data, spec)
 
 
-def wait_published(folder: VersionFolder) -> None:
-    """Waits until all ranks have written their part, or the version is withdrawn or complete."""
+def wait_published(folder: VersionFolder, closing: threading.Event | None = None) -> None:
+    """Waits until all ranks have written their part, or the version is withdrawn or complete.
+
+    Args:
+        closing: set when the trainer has ended, which will then write nothing more.
+    """
     while not (folder.withdrawn or folder.complete or folder.published):
-        time.sleep(0.05)
+        if closing is not None and closing.is_set():
+            return
+        time.sleep(_POLL_S)
 
 
 def _sample(folder: VersionFolder, count: int, seed: int) -> Float32Array:

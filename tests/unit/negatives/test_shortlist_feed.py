@@ -12,7 +12,7 @@ from refreshers import few_queries
 from xmcray.errors import ShortlistError
 from xmcray.negatives.ledger import Ledger, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
-from xmcray.negatives.refresh import RefreshSpec, run_version, wait_published
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, run_version, wait_published
 from xmcray.negatives.shortlists import ShortlistFeed
 from xmcray.types import Batch, Ragged
 
@@ -127,3 +127,16 @@ def test_eager_looks_for_a_newer_version_every_eighth_step(tmp_path: Path) -> No
     # The first one as soon as it is there; versions 1 to 3, complete by then, at step 8.
     assert versions == [None, None, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3]
     feed.close()
+
+
+def test_a_trainer_that_ends_early_does_not_wait_for_versions_that_it_never_published(
+    tmp_path: Path,
+) -> None:
+    config = NegativesConfig(hard=1, index="Flat", recall_queries=0)
+    refresher = ThreadRefresher(few_queries(QUERIES, NUM_LABELS), RefreshSpec(1, config, 0))
+    version = VersionFolder(tmp_path / "v00000-0000")
+    version.path.mkdir()
+    refresher.start(version.path)
+    refresher.close()
+    assert not version.complete
+    refresher.check()
