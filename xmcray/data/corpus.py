@@ -161,6 +161,9 @@ class Corpus:
             raise DataError(f"{path}/train_counts.npy has a negative count; prepare it again")
         self._labels = Split(path, "labels", self.card)
         self._splits: dict[str, Split] = {}
+        if verify:
+            for name in ("labels", "train", "test"):
+                Split(path, name, self.card).check_num_rows()
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = True) -> Corpus:
@@ -246,6 +249,10 @@ class Split:
     def tokens(self, rows: Int64Array) -> Ragged:
         """Token ids of rows, in the order of `rows`."""
         return self._tokens.take(rows)
+
+    def check_num_rows(self) -> None:
+        """Raises DataError if the files have another number of rows than the card says."""
+        self._tokens.check_num_rows()
 
     def num_positives(self) -> Int64Array:
         """int64 [rows], positives of every row, without reading them."""

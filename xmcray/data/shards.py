@@ -137,6 +137,18 @@ class ShardedRows:
         inverse = np.argsort(order)
         return Ragged(values, offsets).take(inverse)
 
+    def check_num_rows(self) -> None:
+        """Opens the last file.
+
+        Raises:
+            DataError: the files have another number of rows than `num_rows`.
+        """
+        num_shards = -(-self._num_rows // self._shard_rows)
+        if num_shards:
+            self._shard(num_shards - 1)
+        if Path(f"{self._stem(num_shards)}s.npy").exists():
+            raise self._damaged(f"more than the {self._num_rows:,} rows that its card says")
+
     def lengths(self) -> Int64Array:
         """int64 [rows], length of every row."""
         lengths = np.empty(self._num_rows, np.int64)

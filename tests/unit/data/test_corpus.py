@@ -71,6 +71,19 @@ def test_sharded_rows_equal_the_rows_written(tmp_path: Path, vocab_size: int) ->
             reader.take(np.array([0, wrong]))
 
 
+@pytest.mark.parametrize("num_rows", [0, 4, 5, 6, 8, 9, 13])
+def test_another_number_of_rows_than_the_files_have_is_noticed(
+    tmp_path: Path, num_rows: int
+) -> None:
+    for shard, block in enumerate(([[1]] * 5, [[1]] * 2)):
+        texts = pa.table({"uid": ["x"] * len(block), "text": ["y"] * len(block)})
+        for name, content in pack(shard, texts, Ragged.from_rows(block), 100, None).items():
+            (tmp_path / name).write_bytes(content)
+    ShardedRows(tmp_path, "token", 7, 5, 100).check_num_rows()
+    with pytest.raises(DataError, match="prepare the corpus again"):
+        ShardedRows(tmp_path, "token", num_rows, 5, 100).check_num_rows()
+
+
 def test_a_mapped_shard_keeps_no_descriptor(tmp_path: Path) -> None:
     for shard in range(40):
         texts = pa.table({"uid": ["x"], "text": ["y"]})
