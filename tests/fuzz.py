@@ -18,6 +18,8 @@ Headers = Callable[[str], dict[str, str]]  # of a request to a path: the token i
 ROUTES = {
     "/v1/search": 120,
     "/v1/encode": 40,
+    "/v1/embeddings": 40,
+    "/v1/rerank": 40,
     "/v1/labels/{uid}": 40,
     "/admin/v1/labels": 80,
     "/admin/v1/swap": 20,
@@ -30,6 +32,8 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/v1/search", {"texts": ["a"], "fields": ["uid", "score"], "timeout_ms": 500, "model": "a"}),
     ("/v1/encode", {"texts": ["sort"]}),
+    ("/v1/embeddings", {"input": "sort"}),
+    ("/v1/rerank", {"query": "sort", "documents": ["join"]}),
     (
         "/admin/v1/labels",
         {"operations": [{"op": "add", "uid": "x", "text": "sort", "attributes": {"n": 1}}]},

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 
 from xmcray import __version__
 from xmcray.errors import XmcrayError
-from xmcray.serving import schema
+from xmcray.serving import interchange, schema
 from xmcray.serving.connections import MAX_HEAD
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.metrics import CONTENT_TYPE, ServingMetrics
@@ -36,7 +36,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 PUBLIC_PATHS = ("/healthz",)
-LIMITED_PATHS = ("/v1/search", "/v1/encode")  # refused when too many requests are in progress
+# Refused when too many requests are in progress.
+LIMITED_PATHS = ("/v1/search", "/v1/encode", interchange.EMBEDDINGS, interchange.RERANK)
 PAGES = {
     "index.html": "text/html",
     "docs.html": "text/html",
@@ -98,6 +99,7 @@ def create_app(gateway: Gateway, *, sends_request_id: bool = True) -> FastAPI:
         responses={code: {"model": schema.Problem} for code in (401, 408, 413, 422, 431, 503)},
     )
     _add_search_routes(app, gateway)
+    interchange.add_routes(app, gateway)
     _add_operations_routes(app, gateway)
     _add_admin_routes(app, gateway)
     _add_pages(app)

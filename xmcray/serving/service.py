@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, DataError
 from xmcray.retrieval.answers import FoundLabel, at_least
 from xmcray.retrieval.calibration import Drift
 from xmcray.retrieval.fused import fixed_parts
@@ -177,21 +177,57 @@ class Service:
             ProblemError: as `search`.
         """
         snapshot = self.served.current(request.model)
-        self._check_number(request.texts)
         async with self._admitted(None) as deadline:
-            # A static encoder takes less time than a call.
-            if self._backend is None or snapshot.retriever.is_static:
-                max_tokens = self.config.max_tokens
-                encoded = await self._run(deadline, snapshot.encode, request.texts, max_tokens)
-            else:
-                encoded = await self._backend.encode(snapshot.reference, request.texts)
-        self._refuse_truncated(encoded.truncated)
+            encoded = await self._encode(deadline, snapshot, request.texts)
         return schema.EncodeResponse(
             **_pinned(snapshot),
             request_id=request_id,
             dim=encoded.query_BD.shape[1],
             vectors=encoded.query_BD.tolist(),
         )
+
+    async def vectors(self, texts: list[str], name: str | None) -> tuple[str, Float32Array, int]:
+        """As `encode`: the model's name, float32 [texts, D], and the number of tokens.
+
+        Args:
+            texts: texts of queries.
+            name: name of the model; the first one if None.
+        Raises:
+            ProblemError: as `search`.
+        """
+        snapshot = self.served.current(name)
+        async with self._admitted(None) as deadline:
+            encoded = await self._encode(deadline, snapshot, texts)
+            num_tokens = await self._run(deadline, snapshot.num_tokens, texts)
+        return snapshot.model, encoded.query_BD, num_tokens
+
+    async def score_documents(
+        self, query: str, documents: list[str], name: str | None
+    ) -> tuple[str, Float32Array]:
+        """The model's name and float32 [documents], scores of texts as if they were labels.
+
+        Raises:
+            ProblemError: as `search`; or a document has no token.
+        """
+        snapshot = self.served.current(name)
+        self._check_number(documents)
+        max_tokens = self.config.max_tokens
+        try:
+            async with self._admitted(None) as deadline:
+                scores = await self._run(deadline, snapshot.score, query, documents, max_tokens)
+        except DataError as error:
+            raise ProblemError("invalid", str(error)) from None
+        return snapshot.model, scores
+
+    async def _encode(self, deadline: float, snapshot: Snapshot, texts: list[str]) -> EncodedTexts:
+        self._check_number(texts)
+        # A static encoder takes less time than a call.
+        if self._backend is None or snapshot.retriever.is_static:
+            encoded = await self._run(deadline, snapshot.encode, texts, self.config.max_tokens)
+        else:
+            encoded = await self._backend.encode(snapshot.reference, texts)
+        self._refuse_truncated(encoded.truncated)
+        return encoded
 
     def label(self, uid: str, name: str | None) -> schema.LabelResponse:
         """One label of a model.

@@ -22,6 +22,7 @@ from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.bundle import KIND, read_attributes
 from xmcray.retrieval.label_index import BoolArray
 from xmcray.retrieval.labels import NewLabel, load_label_sides, with_labels
+from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
@@ -175,6 +176,28 @@ class Snapshot:
         """
         query_BD, truncated = self.retriever.encode_start(texts, max_tokens)
         return EncodedTexts(query_BD, truncated.tolist())
+
+    def num_tokens(self, texts: Sequence[str]) -> int:
+        """Tokens of texts, as far as the model reads them."""
+        return int(self.retriever.tokenizer.encode(list(texts)).lengths.sum())
+
+    def score(self, query: str, documents: Sequence[str], max_tokens: int) -> Float32Array:
+        """Inner products of a query with the vectors that labels of these texts would get.
+
+        Of a bundle with several members, the vectors are those of the first.
+
+        Args:
+            query: its text.
+            documents: n texts with a token each.
+            max_tokens: tokens of the query that are read.
+        Returns:
+            float32 [n].
+        """
+        encoder = self.retriever.query_encoder
+        query_BD, _ = encoder.encode_start([query], max_tokens)
+        label_LD = new_vectors(self.retriever, self.label_sides[0], documents)
+        scores: Float32Array = label_LD @ query_BD[0]
+        return scores
 
     def view(self, label_filter: schema.Filter | None) -> Retriever:
         """A retriever that answers only labels that pass the filter; the last views are kept.

@@ -149,6 +149,8 @@ def test_every_route_wants_its_token(
         reading = [
             ("/v1/search", search),
             ("/v1/encode", search),
+            ("/v1/embeddings", {"input": "a"}),
+            ("/v1/rerank", {"query": "a", "texts": ["a"]}),
             ("/v1/labels/u1", None),
             ("/v1/models", None),
         ]
