@@ -41,7 +41,7 @@ class Served(LocalGateway):
         for name, token in (("token", TOKEN), ("admin-token", ADMIN)):
             new_token_file(Path(config.state_dir) / name).write_text(token)
         super().__init__(config, coordinator)
-        self.service = Service(config, models)
+        self.service = Service(config, models, events=coordinator)
         self.models = models
         self.app = create_app(self)
 

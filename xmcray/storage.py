@@ -100,6 +100,14 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those above it that are missing; they survive a crash."""
+    new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in new_folders:
+        fsync(folder.parent)
+
+
 def aside(path: Path) -> Path:
     """A unique hidden name in the folder of `path`, for a file or folder that will replace it.
 
@@ -402,6 +410,15 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether another process is changing an artifact."""
+    try:
+        with exclusive(folder):
+            return False
+    except StorageError:
+        return True
 
 
 def _locked(descriptor: int, folder: Path) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from xmcray import __version__, config, credentials, logs
-from xmcray.cli import bundles, doctor, planning, promotion, shipped, training, tuning
+from xmcray.cli import bundles, doctor, events, planning, promotion, shipped, training, tuning
 from xmcray.errors import ConfigError, XmcrayError
 from xmcray.training.preemption import EXIT_CODE, Terminated, handling, signals_are_kept
 
@@ -234,6 +234,12 @@ VERBS = {
         bundles.serve_options,
         "answer over HTTP: one process, or Ray Serve",
         "xmcray serve bundles/a --port 8000",
+    ),
+    "events": Verb(
+        events.events,
+        events.events_options,
+        "turn searches and feedback that a server has collected into raw files",
+        "xmcray events export serve-state --data corpora/msdocs --out raw/feedback",
     ),
     "promote": Verb(
         promotion.promote,

@@ -26,6 +26,7 @@ SERVER_OPTIONS = (
     "token_file",
     "admin_token_file",
     "upload",
+    "collect_events",
 )
 
 
@@ -336,6 +337,12 @@ def serve_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--admin-token-file", metavar="FILE", help="mode 0600 (default: made in the state folder)"
+    )
+    verb.add_argument(
+        "--collect-events",
+        action="store_true",
+        default=None,
+        help="keep searches and feedback in the state folder; see docs/continual.md",
     )
     verb.add_argument("--upload", metavar="URL", help="keep a copy of the label log there")
     verb.add_argument(

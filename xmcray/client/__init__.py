@@ -5,10 +5,12 @@
 
 Retries, until the time of the whole call is over:
 
-    reads   search, encode, label, models   no connection, a lost one, and 408, 429, 500, 502, 503,
-    504 writes  swap, change_labels, compact    no connection, and 503 overloaded or not-ready:
-    nothing was done both    once, at once                   401, if the token's file has another
-    token by now: it was rotated
+    reads   search, encode, label, models,  no connection, a lost one, and 408, 429, 500, 502, 503,
+            and feedback                    504
+    writes  swap, change_labels, compact    no connection, and 503 overloaded or not-ready:
+                                            nothing was done
+    both    once, at once                   401, if the token's file has another token by now: it
+                                            was rotated
 
 Waits are random between 0 and a bound that doubles from 0.1 s to 2 s, on top of Retry-After.
 """
@@ -82,6 +84,7 @@ class _Route(Generic[AnswerT]):
 
 
 SEARCH = _Route("/v1/search", schema.SearchRequest, schema.SearchResponse)
+FEEDBACK = _Route("/v1/feedback", schema.FeedbackRequest, schema.FeedbackResponse)
 ENCODE = _Route("/v1/encode", schema.EncodeRequest, schema.EncodeResponse)
 SWAP = _Route("/admin/v1/swap", schema.SwapRequest, schema.SwapResponse)
 LABELS = _Route("/admin/v1/labels", schema.OperationsRequest, schema.OperationsResponse)
@@ -221,6 +224,28 @@ class Client(_BaseClient):
         """
         return self._run(self._post(SEARCH, texts=texts, k=k, **options))
 
+    def feedback(
+        self,
+        request_id: str,
+        label: str,
+        event: schema.EventName,
+        text: int = 0,
+        model: str | None = None,
+    ) -> schema.FeedbackResponse:
+        """Says what a user did with an answer; a server with `--collect-events` keeps it.
+
+        It may be sent again: an event that comes twice counts once.
+
+        Args:
+            request_id: of the search's answer.
+            label: uid of the label.
+            event: what the user did.
+            text: place of the text in the search.
+            model: name of the model; the first one if None.
+        """
+        values = {"request_id": request_id, "label": label, "event": event, "text": text}
+        return self._run(self._post(FEEDBACK, **values, model=model))
+
     def encode(self, texts: Sequence[str], model: str | None = None) -> schema.EncodeResponse:
         """The vectors by which labels are searched.
 
@@ -323,6 +348,7 @@ class AsyncClient(_BaseClient):
     """An asynchronous client: `Client` for asyncio, with the same arguments and methods."""
 
     search = _awaitable(Client.search)
+    feedback = _awaitable(Client.feedback)
     encode = _awaitable(Client.encode)
     label = _awaitable(Client.label)
     swap = _awaitable(Client.swap)

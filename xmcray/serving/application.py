@@ -36,6 +36,7 @@ from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.serving import http, metrics, rpc, schema
 from xmcray.serving.coordinator import SnapshotCoordinator
+from xmcray.serving.events import FeedbackEvent, SearchEvent
 from xmcray.serving.follower import Follower
 from xmcray.serving.local import listening, tokens_of
 from xmcray.serving.micro_batcher import MicroBatcher
@@ -56,6 +57,7 @@ NAME = "xmcray"
 Handle = DeploymentHandle[Any]
 Address = tuple[str, int, int]  # host, port, port of gRPC or 0
 STATUS_S = 2.0
+MAX_WAITING = 1000  # searches of one replica that wait for the coordinator
 NUM_CPUS = 0.1  # reserved by each process; `options` sets others
 
 
@@ -138,10 +140,13 @@ class GatewayDeployment(_FollowingReplica):
         await self._start(config, coordinator, NO_SHARDS if encoder else ALL_SHARDS)
         self.admin: SnapshotCoordinator = self._coordinator
         backend = _Backend(encoder, searchers) if encoder else None
-        self.service = Service(config, self._follower, backend)
+        # Probes are no events.
+        probing = Service(config, self._follower, backend)
         for name in config.bundles:  # a probe through all deployments
             probes = self._follower.current(name).probes[:1]
-            await self.service.search(schema.SearchRequest(texts=probes, model=name), "probe")
+            await probing.search(schema.SearchRequest(texts=probes, model=name), "probe")
+        events = _RemoteEvents(self._coordinator)
+        self.service = Service(config, self._follower, backend, events)
         self._tasks = [self._task]
         if address is not None:
             self._tasks.append(await self._open.enter_async_context(listening(self, *address)))
@@ -291,6 +296,43 @@ def _refusing_when_lost() -> Iterator[None]:
     except RayError:
         message = "the encoder or a searcher was lost with this request; ask again"
         raise ProblemError("not-ready", message) from None
+
+
+class _RemoteEvents:
+    """Sends events to the coordinator. Implements `EventSink`."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+        self._waiting: dict[str, list[SearchEvent]] = {}
+        self._num_dropped: dict[str, int] = {}
+        self._sending: asyncio.Task[None] | None = None
+
+    def note_searches(self, name: str, events: Sequence[SearchEvent]) -> None:
+        waiting = self._waiting.setdefault(name, [])
+        if len(waiting) >= MAX_WAITING:
+            self._count_dropped(name, len(events))
+            return
+        waiting += events
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send())
+
+    async def add_feedback(self, name: str, event: FeedbackEvent) -> int:
+        number: int = await self._coordinator.add_feedback(name, event)
+        return number
+
+    async def _send(self) -> None:
+        """Sends what waits, and what comes meanwhile."""
+        while self._waiting:
+            name, events = self._waiting.popitem()
+            num_dropped = self._num_dropped.pop(name, 0)
+            try:
+                await self._coordinator.note_searches(name, events, num_dropped)
+            except Exception:
+                # The coordinator is being started again.
+                self._count_dropped(name, num_dropped + len(events))
+
+    def _count_dropped(self, name: str, number: int) -> None:
+        self._num_dropped[name] = self._num_dropped.get(name, 0) + number
 
 
 class _Remote:

@@ -22,6 +22,8 @@ from xmcray.serving import schema
 from xmcray.serving.bundle_roots import BundleRoots
 from xmcray.serving.compaction import write_compacted
 from xmcray.serving.decisions import Decision, ReplicaState, Update
+from xmcray.serving.event_log import EventLog
+from xmcray.serving.events import NOT_COLLECTED, FeedbackEvent, SearchEvent
 from xmcray.serving.label_log import LabelLog
 from xmcray.serving.metrics import coordinator_metrics
 from xmcray.serving.operations import check_operations
@@ -39,13 +41,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _ServedModel:
-    """One model: the decision, its snapshot in this process, and its log."""
+    """One model: the decision, its snapshot in this process, and its logs."""
 
     name: str
     folder: StateFolder
     decision: Decision
     snapshot: Snapshot
     log: LabelLog
+    events: EventLog | None
     operating: asyncio.Lock = field(default_factory=asyncio.Lock)
     swapping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -202,6 +205,38 @@ class SnapshotCoordinator(SnapshotSource):
             await self._decide(model, Decision(bundle, version))
         return recall
 
+    def note_searches(self, name: str, events: Sequence[SearchEvent], num_dropped: int = 0) -> None:
+        """Queues searches for the event log; never blocks or fails.
+
+        Args:
+            name: name of the model.
+            events: the searches, in order.
+            num_dropped: searches that the caller had no room for.
+        """
+        event_log = self._models[name].events
+        if event_log is None:
+            return
+        event_log.count_dropped(num_dropped)
+        for event in events:
+            event_log.note(event)
+
+    async def add_feedback(self, name: str, event: FeedbackEvent) -> int:
+        """Makes feedback durable.
+
+        Args:
+            name: name of the model.
+            event: the feedback.
+        Returns:
+            Number of the event.
+        Raises:
+            ProblemError: the search is unknown, or the disk is full.
+        """
+        event_log = self._models[name].events
+        if event_log is None:
+            raise ProblemError("not-found", NOT_COLLECTED)
+        with _refusing():
+            return await asyncio.wrap_future(event_log.add_feedback(event))
+
     async def compact(self, name: str, out: str) -> schema.CompactResponse:
         """Writes the labels as they are now into a new bundle, which names its last operation.
 
@@ -227,7 +262,11 @@ class SnapshotCoordinator(SnapshotSource):
         copy_seconds = {name: model.log.copy_lag_s() for name, model in self._models.items()}
         # Without replicas this process itself answers.
         num_replicas = len(self._replicas.alive()) or 1
-        return coordinator_metrics(num_replicas, copy_seconds)
+        event_counts = {}
+        for name, model in self._models.items():
+            if model.events is not None:
+                event_counts[name] = model.events.counts()
+        return coordinator_metrics(num_replicas, copy_seconds, event_counts)
 
     def snapshots(self) -> Mapping[str, Snapshot | None]:
         """See `SnapshotSource`."""
@@ -240,6 +279,8 @@ class SnapshotCoordinator(SnapshotSource):
         """Lets others use the state folder."""
         for model in self._models.values():
             model.log.close()
+            if model.events is not None:
+                model.events.close()
 
     def _open(self, name: str) -> _ServedModel:
         """Loads the bundle and replays the log."""
@@ -252,7 +293,7 @@ class SnapshotCoordinator(SnapshotSource):
         label_log = folder.open_log(snapshot.number)
         snapshot = _caught_up(snapshot, label_log)
         decision = Decision(bundle, snapshot.version)
-        return _ServedModel(name, folder, decision, snapshot, label_log)
+        return _ServedModel(name, folder, decision, snapshot, label_log, folder.open_events())
 
     def _load(self, name: str, bundle: str) -> Snapshot:
         return Snapshot.load(bundle, name, self._config.threads, encoder=self._config.encoder)
@@ -274,9 +315,11 @@ class SnapshotCoordinator(SnapshotSource):
 
 @contextlib.contextmanager
 def _refusing(prefix: str = "") -> Iterator[None]:
-    """Raises any error that the user can repair as a ProblemError of the kind "refused"."""
+    """Raises any error that the user can repair as a ProblemError, mostly of the kind "refused"."""
     try:
         yield
+    except ProblemError:
+        raise
     except XmcrayError as error:
         raise ProblemError("refused", f"{prefix}{error}") from None
 

@@ -37,7 +37,13 @@ Send = Callable[[Message], Awaitable[None]]
 
 PUBLIC_PATHS = ("/healthz",)
 # Refused when too many requests are in progress.
-LIMITED_PATHS = ("/v1/search", "/v1/encode", interchange.EMBEDDINGS, interchange.RERANK)
+LIMITED_PATHS = (
+    "/v1/search",
+    "/v1/encode",
+    "/v1/feedback",
+    interchange.EMBEDDINGS,
+    interchange.RERANK,
+)
 PAGES = {
     "index.html": "text/html",
     "docs.html": "text/html",
@@ -120,6 +126,11 @@ def _add_search_routes(app: FastAPI, gateway: Gateway) -> None:
     async def encode(body: schema.EncodeRequest, request: Request) -> Response:
         """The vectors by which labels are searched."""
         return _answer(await service.encode(body, request.state.id))
+
+    @app.post("/v1/feedback", response_model=schema.FeedbackResponse, tags=["search"])
+    async def feedback(body: schema.FeedbackRequest) -> Response:
+        """What a user did with an answer; durable when this is answered."""
+        return _answer(await service.feedback(body))
 
     @app.get("/v1/labels/{uid:path}", response_model=schema.LabelResponse, tags=["search"])
     async def label(uid: str, model: str | None = None) -> Response:

@@ -19,7 +19,7 @@ from typing import Self
 
 from xmcray import storage
 from xmcray.errors import StorageError
-from xmcray.serving.log_database import LogDatabase, create_database
+from xmcray.serving.log_database import LogDatabase, LogReader, create_database
 from xmcray.serving.log_lines import Line, encode_line, first_line
 from xmcray.serving.log_segments import SegmentStore
 from xmcray.serving.log_upload import Uploader
@@ -27,6 +27,28 @@ from xmcray.serving.schema import Operation
 
 DATABASE = "label_log.sqlite"
 READ_BYTES = 4 << 20  # that `since` reads at once
+
+
+def removed_labels(state_dir: Path, model: str) -> set[str]:
+    """Uids of the labels that a label log removed last; a server may be writing it.
+
+    Args:
+        state_dir: folder of the log; nothing is removed if there is none.
+        model: name of the model.
+    Raises:
+        StorageError: the log is damaged.
+    """
+    path = state_dir / DATABASE
+    removed: set[str] = set()
+    if not path.exists():
+        return removed
+    has_writer = storage.is_locked(state_dir)
+    with contextlib.closing(LogReader(path, model, has_writer=has_writer)) as reader:
+        for line in reader.lines_after(reader.begin):
+            for operation in line.operations:
+                change = removed.add if operation["op"] == "delete" else removed.discard
+                change(operation["uid"])
+    return removed
 
 
 class LabelLog:
@@ -65,10 +87,7 @@ class LabelLog:
         self._state = Path(state_dir)
         self._writing = threading.Lock()
         with contextlib.ExitStack() as stack, storage.disk_errors(self._state):
-            new_folders = [f for f in (self._state, *self._state.parents) if not f.exists()]
-            self._state.mkdir(parents=True, exist_ok=True)
-            for folder in new_folders:
-                storage.fsync(folder.parent)
+            storage.make_folder(self._state)
             # The system ends this lock when the process dies.
             stack.enter_context(storage.exclusive(self._state))
             copy = SegmentStore(upload_url) if upload_url else None

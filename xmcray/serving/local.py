@@ -41,7 +41,7 @@ class LocalGateway:
     """Implements `http.Gateway`; requests are answered from the coordinator's own snapshots."""
 
     def __init__(self, config: ServeConfig, coordinator: SnapshotCoordinator) -> None:
-        self.service = Service(config, coordinator)
+        self.service = Service(config, coordinator, events=coordinator)
         self.metrics = metrics.ServingMetrics()
         self.admin = coordinator
         self.tokens, self.admin_tokens = tokens_of(config)

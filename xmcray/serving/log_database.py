@@ -58,8 +58,8 @@ def create_database(path: Path, lines: Iterable[Line]) -> None:
     storage.fsync(path.parent)
 
 
-class LogDatabase:
-    """An open database of one writer. Only one thread at a time may write, but all may read.
+class LogReader:
+    """A database that is read. Another process may be writing it.
 
     Attributes:
         path: the file; SQLite's own files have its name and `-wal` or `-shm`.
@@ -68,10 +68,12 @@ class LogDatabase:
     Args:
         path: the file.
         model: name of the model that the log must have.
+        has_writer: whether another process may be writing, so that the end of the WAL may be
+            unfinished.
     """
 
-    def __init__(self, path: Path, model: str) -> None:
-        """Verifies everything that is stored, then opens the database for writing.
+    def __init__(self, path: Path, model: str, *, has_writer: bool) -> None:
+        """Verifies everything that is stored.
 
         Raises:
             StorageError: the database is damaged, or of another model. Its files are left as they
@@ -83,83 +85,32 @@ class LogDatabase:
         self._model = model
         self._wal = Path(f"{path}-wal")
         self._refusal = ""
-        self._has_failed_frames = False
         self._reading = threading.Lock()
         # SQLite takes a file without a header for a new one, and removes its WAL.
         num_bytes = path.stat().st_size
         if num_bytes < _HEADER_BYTES:
             raise self._damaged(f"{num_bytes} bytes")
-        check_wal(self._wal)
+        if not has_writer:
+            check_wal(self._wal)
         with contextlib.ExitStack() as stack, self._translating_errors():
             # A connection that may only read leaves a damaged file as it is when it is closed.
             self._reader = stack.enter_context(contextlib.closing(_connect(path, "ro")))
+            # One transaction: a commit of another process must not come in between.
+            self._reader.execute("BEGIN")
             self._verify()
-            self._writer = stack.enter_context(contextlib.closing(_connect(path, "rw")))
-            self._writer.execute("PRAGMA synchronous=FULL")
-            self._writer.execute("PRAGMA wal_autocheckpoint=0")
-            # Frames that a killed process wrote may not be on the disk yet. They count from now on.
-            if self._wal.exists():
-                storage.fsync(self._wal)
-            with contextlib.suppress(sqlite3.OperationalError):  # the disk is full: reading goes on
-                self._truncate_wal()
-            # Closed in reverse order: the writer must be the last one, because it empties the WAL.
+            self._reader.execute("COMMIT")
             stack.pop_all()
 
     def close(self) -> None:
         """Closes the database."""
-        self.refuse(f"the log in {self.path} is closed; open it again")
+        self._refusal = self._refusal or f"the log in {self.path} is closed; open it again"
         with self._reading:
             self._reader.close()
-        self._writer.close()
-
-    def refuse(self, reason: str) -> None:
-        """Refuses all later writes with this reason, or with an earlier one."""
-        self._refusal = self._refusal or reason
 
     def check_writable(self) -> None:
         """Raises StorageError if writes are refused."""
         if self._refusal:
             raise StorageError(self._refusal)
-
-    def append(self, line: Line) -> None:
-        """Makes a commit durable.
-
-        Raises:
-            StorageError: the disk is full, and nothing was written; or it fails, and all later
-                writes are refused.
-        """
-        self.check_writable()
-        try:
-            # The frames of a failed write would stand behind those of a shorter one, and look like
-            # damage.
-            if self._has_failed_frames:
-                self._truncate_wal()
-            if self._has_failed_frames:
-                raise StorageError(
-                    f"another process reads {self.path}; try again when it has ended"
-                )
-            self._writer.execute("BEGIN IMMEDIATE")
-            _insert(self._writer, line)
-            self._writer.execute("COMMIT")
-        except StorageError:
-            raise
-        except sqlite3.Error as error:
-            self._has_failed_frames = True
-            with contextlib.suppress(sqlite3.Error):
-                self._writer.execute("ROLLBACK")
-            failure = _write_error(self.path, error)
-            # After a failed sync it is unknown which pages are on the disk, so that no write is
-            # tried again. A full disk is no such case: it fails before the sync.
-            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
-                self.refuse(str(failure))
-            raise failure from error
-        except BaseException:
-            self.refuse(f"a write to {self.path} was interrupted; restart the writer")
-            raise
-        self.last = line.last
-        if self._wal.stat().st_size > CHECKPOINT_BYTES:
-            with contextlib.suppress(sqlite3.Error):  # the commit itself is safe in the WAL
-                self._truncate_wal()
 
     def lines_after(self, number: int, max_bytes: int = _NO_LIMIT) -> list[Line]:
         """Commits with an operation after `number`; all of them are durable.
@@ -222,6 +173,83 @@ class LogDatabase:
             raise
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter is of SQLite's message
             raise self._damaged(one_line(error)) from None
+
+
+class LogDatabase(LogReader):
+    """An open database of one writer. Only one thread at a time may write, but all may read."""
+
+    def __init__(self, path: Path, model: str) -> None:
+        """Verifies everything that is stored, then opens the database for writing.
+
+        Args:
+            path: the file.
+            model: name of the model that the log must have.
+        Raises:
+            StorageError: as `LogReader`.
+        """
+        super().__init__(path, model, has_writer=False)
+        self._has_failed_frames = False
+        with contextlib.ExitStack() as stack, self._translating_errors():
+            stack.enter_context(contextlib.closing(self._reader))
+            self._writer = stack.enter_context(contextlib.closing(_connect(path, "rw")))
+            self._writer.execute("PRAGMA synchronous=FULL")
+            self._writer.execute("PRAGMA wal_autocheckpoint=0")
+            # Frames that a killed process wrote may not be on the disk yet. They count from now on.
+            if self._wal.exists():
+                storage.fsync(self._wal)
+            with contextlib.suppress(sqlite3.OperationalError):  # the disk is full: reading goes on
+                self._truncate_wal()
+            # Closed in reverse order: the writer must be the last one, because it empties the WAL.
+            stack.pop_all()
+
+    def close(self) -> None:
+        """Closes the database."""
+        super().close()
+        self._writer.close()
+
+    def refuse(self, reason: str) -> None:
+        """Refuses all later writes with this reason, or with an earlier one."""
+        self._refusal = self._refusal or reason
+
+    def append(self, line: Line) -> None:
+        """Makes a commit durable.
+
+        Raises:
+            StorageError: the disk is full, and nothing was written; or it fails, and all later
+                writes are refused.
+        """
+        self.check_writable()
+        try:
+            # The frames of a failed write would stand behind those of a shorter one, and look like
+            # damage.
+            if self._has_failed_frames:
+                self._truncate_wal()
+            if self._has_failed_frames:
+                raise StorageError(
+                    f"another process reads {self.path}; try again when it has ended"
+                )
+            self._writer.execute("BEGIN IMMEDIATE")
+            _insert(self._writer, line)
+            self._writer.execute("COMMIT")
+        except StorageError:
+            raise
+        except sqlite3.Error as error:
+            self._has_failed_frames = True
+            with contextlib.suppress(sqlite3.Error):
+                self._writer.execute("ROLLBACK")
+            failure = _write_error(self.path, error)
+            # After a failed sync it is unknown which pages are on the disk, so that no write is
+            # tried again. A full disk is no such case: it fails before the sync.
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                self.refuse(str(failure))
+            raise failure from error
+        except BaseException:
+            self.refuse(f"a write to {self.path} was interrupted; restart the writer")
+            raise
+        self.last = line.last
+        if self._wal.stat().st_size > CHECKPOINT_BYTES:
+            with contextlib.suppress(sqlite3.Error):  # the commit itself is safe in the WAL
+                self._truncate_wal()
 
     def _truncate_wal(self) -> None:
         """Copies the WAL into the database, and empties it unless another process is reading."""

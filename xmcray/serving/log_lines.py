@@ -1,4 +1,4 @@
-r"""The lines of a label log: one for each commit, in the database and in the segments of its copy.
+r"""The lines of a log: one for each commit, in the database and in the segments of its copy.
 
 SHA JSON\n    32 hex digits of the JSON's SHA-256, and {"at", "first", "model", "operations"}
 
@@ -13,6 +13,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel
 
 from xmcray.errors import StorageError
 from xmcray.serving.schema import Operation
@@ -52,14 +54,14 @@ class Line:
         return [Operation.model_validate(values) for values in self.operations[num_before:]]
 
 
-def encode_line(model: str, first: int, at: float, operations: Sequence[Operation]) -> Line:
+def encode_line(model: str, first: int, at: float, operations: Sequence[BaseModel]) -> Line:
     """The line of a commit.
 
     Args:
         model: name of the model.
         first: number of the first operation.
         at: Unix time of the commit, seconds.
-        operations: the operations; none in the first line of a log.
+        operations: label operations or events; none in the first line of a log.
     """
     values = [operation.model_dump(exclude_none=True) for operation in operations]
     body = {"at": at, "first": first, "model": model, "operations": values}

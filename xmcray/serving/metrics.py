@@ -16,6 +16,7 @@ from prometheus_client import (
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from xmcray.serving.event_log import EventCounts
 from xmcray.serving.schema import Model
 
 disable_created_metrics()  # the time at which each sample was made, which nothing here uses
@@ -110,12 +111,17 @@ class ServingMetrics:
         return generate_latest(self._registry).decode()
 
 
-def coordinator_metrics(num_replicas: int, copy_seconds: Mapping[str, float]) -> str:
+def coordinator_metrics(
+    num_replicas: int,
+    copy_seconds: Mapping[str, float],
+    event_counts: Mapping[str, EventCounts],
+) -> str:
     """The coordinator's own metrics, in the same format.
 
     Args:
         num_replicas: number of replicas that follow the coordinator.
         copy_seconds: by model, seconds by which the copy of the label log is behind.
+        event_counts: by model, counts of its event log, if events are collected.
     """
     registry = CollectorRegistry()
     replicas = Gauge("xmcray_replicas", "Processes that follow the coordinator.", registry=registry)
@@ -128,7 +134,25 @@ def coordinator_metrics(num_replicas: int, copy_seconds: Mapping[str, float]) ->
     )
     for model, value in copy_seconds.items():
         seconds.labels(model).set(value)
+    if event_counts:
+        _add_event_metrics(registry, event_counts)
     return generate_latest(registry).decode()
+
+
+def _add_event_metrics(registry: CollectorRegistry, counts: Mapping[str, EventCounts]) -> None:
+    labels = ["model"]
+    written = Counter("xmcray_events", "Events in the event log.", labels, registry=registry)
+    dropped = Counter(
+        "xmcray_events_dropped",
+        "Searches that the event log lacks.",
+        labels,
+        registry=registry,
+    )
+    size = Gauge("xmcray_event_log_bytes", "Bytes of the event log.", labels, registry=registry)
+    for model, values in counts.items():
+        written.labels(model).inc(values.written)
+        dropped.labels(model).inc(values.dropped)
+        size.labels(model).set(values.num_bytes)
 
 
 def combine_metrics(texts: Sequence[tuple[str, str]]) -> str:

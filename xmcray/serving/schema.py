@@ -86,6 +86,34 @@ class SearchRequest(Schema):
     timeout_ms: Annotated[int, Field(ge=1, le=600_000)] | None = None
 
 
+EventName = Literal["click", "accept", "purchase", "reject"]
+
+
+class FeedbackRequest(Schema):
+    """POST /v1/feedback: what a user did with an answer; needs a server that collects events.
+
+    Attributes:
+        request_id: of the answered search.
+        label: uid of the label.
+        event: what the user did.
+        text: place of the text in the search, from 0.
+        model: name of the bundle that answered; the first one if not given.
+    """
+
+    request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    label: Uid
+    event: EventName
+    text: Annotated[int, Field(ge=0, lt=MAX_TEXTS)] = 0
+    model: Name | None = None
+
+
+class FeedbackResponse(BaseModel):
+    """Number of the event, which is durable now together with the search that it is about."""
+
+    model: str
+    number: int
+
+
 class Voter(BaseModel):
     """A training query that voted for an answer, and its part of the answer's probability."""
 
@@ -164,7 +192,7 @@ class LabelResponse(Pinned):
 
 
 class Model(Pinned):
-    """One served bundle; `calibrated` if its answers have probabilities."""
+    """One served bundle; `calibrated` if its answers have probabilities, `feedback` if events are collected."""
 
     method: str
     predictor: str
@@ -173,6 +201,7 @@ class Model(Pinned):
     max_len: int
     attributes: list[str]
     calibrated: bool = False
+    feedback: bool = False
 
 
 class ModelsResponse(BaseModel):

@@ -24,6 +24,7 @@ from xmcray.retrieval.fused import fixed_parts
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.shards import ALL_SHARDS, SearchScope, ShardSubset
 from xmcray.serving import schema
+from xmcray.serving.events import NOT_COLLECTED, FeedbackEvent, SearchEvent
 from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
@@ -76,6 +77,16 @@ class PendingSearch:
         return len(self.request.texts) * self.k
 
 
+class EventSink(Protocol):
+    """Where events go: the coordinator, in this process or in another one."""
+
+    def note_searches(self, name: str, events: Sequence[SearchEvent]) -> None:
+        """Queues searches of a model; never blocks or fails."""
+
+    async def add_feedback(self, name: str, event: FeedbackEvent) -> int:
+        """Makes feedback about a search of a model durable; returns the number of the event."""
+
+
 class SearchBackend(Protocol):
     """Encoder and searchers in other processes (composed mode)."""
 
@@ -106,6 +117,7 @@ class Service:
         config: limits.
         served: the snapshots; started.
         backend: encodes and searches; this process if None.
+        events: where events go, if they are collected.
     """
 
     def __init__(
@@ -113,9 +125,11 @@ class Service:
         config: ServeConfig,
         served: SnapshotSource,
         backend: SearchBackend | None = None,
+        events: EventSink | None = None,
     ) -> None:
         self.config = config
         self.served = served
+        self._events = events if config.collect_events else None
         self.working = 0  # requests in progress
         self._backend = backend
         self._thread = ThreadPoolExecutor(1, "search")  # torch uses `config.threads` inside
@@ -163,12 +177,37 @@ class Service:
                 hits = await self._find(self._backend, snapshot, request, k)
                 # In the thread of searches: names and texts are read from files.
                 results = await self._run(deadline, self._results, snapshot, request, k, hits)
-        return schema.SearchResponse(
+        response = schema.SearchResponse(
             **_pinned(snapshot),
             request_id=request_id,
             took_ms=round(1000 * (time.perf_counter() - begin), 3),
             results=results,
         )
+        if self._events is not None:
+            # Before the answer goes out: feedback may come at once.
+            self._events.note_searches(snapshot.model, [SearchEvent.of(request.texts, response)])
+        return response
+
+    async def feedback(self, request: schema.FeedbackRequest) -> schema.FeedbackResponse:
+        """Makes feedback about an answer durable.
+
+        Raises:
+            ProblemError: events are not collected, the label or the search is unknown, or the disk
+                is full.
+        """
+        if self._events is None:
+            raise ProblemError("not-found", NOT_COLLECTED)
+        label = self.label(request.label, request.model)
+        event = FeedbackEvent(
+            request=request.request_id,
+            text=request.text,
+            label=request.label,
+            label_text=label.text,
+            event=request.event,
+        )
+        async with self._admitted(None):
+            number = await self._events.add_feedback(label.model, event)
+        return schema.FeedbackResponse(model=label.model, number=number)
 
     async def encode(self, request: schema.EncodeRequest, request_id: str) -> schema.EncodeResponse:
         """The vectors of texts.
@@ -266,6 +305,7 @@ class Service:
                 max_len=snapshot.retriever.tokenizer.max_len,
                 attributes=list(snapshot.attributes.names),
                 calibrated=snapshot.retriever.calibration is not None,
+                feedback=self._events is not None,
             )
             models.append(model)
         return schema.ModelsResponse(models=models)
@@ -317,7 +357,11 @@ class Service:
             # After the note, which needs the best answers whatever a request leaves out.
             if request.min_probability is not None:
                 labels = at_least(labels, request.min_probability)
-            answers = _answers(labels, snapshot, set(request.fields))
+            fields = set(request.fields)
+            if self._events is not None:
+                # Feedback names labels by uid.
+                fields.add("uid")
+            answers = _answers(labels, snapshot, fields)
             results.append(schema.Result(answers=answers, truncated=truncated))
         return results
 

@@ -17,6 +17,7 @@ from xmcray.serving.schema import MAX_BODY, MAX_K, MAX_TEXTS
 MODES = ("auto", "single", "composed")
 LONG_TEXTS = ("truncate", "refuse")
 MAX_SEARCHERS = 8
+MIN_EVENT_BYTES = 1 << 20
 COMPOSED_LABELS = 2_000_000  # from here on, `auto` chooses the composed mode
 
 
@@ -55,6 +56,10 @@ class ServeConfig:
         recall_floor: least recall of a swap that names none.
         keep_s: seconds for which a replaced version stays for requests that began with it.
         swap_s: seconds within which all replicas must have loaded a new version.
+        collect_events: whether searches and feedback are written to the event log (event_log.py).
+        redact_events: whether the event log holds keyed hashes in the place of queries' texts.
+        events_days: days for which an event is kept, at most.
+        events_bytes: bytes of the event log of one model; its oldest files are removed beyond.
         options: options of Ray Serve by name of the deployment.
     """
 
@@ -82,6 +87,10 @@ class ServeConfig:
     recall_floor: float = 0.5
     keep_s: float = 30.0
     swap_s: float = 300.0
+    collect_events: bool = False
+    redact_events: bool = False
+    events_days: float = 30.0
+    events_bytes: int = 1 << 30
     options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -109,6 +118,8 @@ class ServeConfig:
         check_range("max_k", self.max_k, 1, MAX_K)
         check_range("max_body", self.max_body, 1024, MAX_BODY)
         check_range("recall_floor", self.recall_floor, 0, 1)
+        check_range("events_days", self.events_days, low=0.01)
+        check_range("events_bytes", self.events_bytes, low=MIN_EVENT_BYTES)
 
 
 def authority(host: str, port: int) -> str:

@@ -2,6 +2,7 @@
 
 STATE_DIR/MODEL/head.json   the bundle that was swapped in last
 STATE_DIR/MODEL/labels/     the log of label operations (label_log.py)
+STATE_DIR/MODEL/events/     the log of events, if they are collected (event_log.py)
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from pathlib import Path
 
 from xmcray import storage
 from xmcray.errors import readable
+from xmcray.serving.event_log import EventLog
 from xmcray.serving.label_log import LabelLog
 from xmcray.serving.settings import ServeConfig
+
+EVENTS = "events"
+LABELS = "labels"
 
 
 class StateFolder:
@@ -26,6 +31,7 @@ class StateFolder:
 
     def __init__(self, config: ServeConfig, model: str) -> None:
         self._model = model
+        self._config = config
         self._configured = config.bundles[model]
         self._name = folder_name(model)
         self._path = Path(config.state_dir) / self._name
@@ -63,11 +69,24 @@ class StateFolder:
         head = {"configured": self._configured, "bundle": bundle, "version": version}
         storage.write_json(self._head_file, head)
 
+    def open_events(self) -> EventLog | None:
+        """Opens the event log; None if events are not collected."""
+        config = self._config
+        if not config.collect_events:
+            return None
+        return EventLog(
+            self._path / EVENTS,
+            self._model,
+            redact=config.redact_events,
+            max_days=config.events_days,
+            max_bytes=config.events_bytes,
+        )
+
     def open_log(self, start_after: int) -> LabelLog:
         """Opens the log; see `LabelLog`."""
         upload_url = f"{self._upload.rstrip('/')}/{self._name}" if self._upload else None
         return LabelLog(
-            self._path / "labels",
+            self._path / LABELS,
             self._model,
             start_after=start_after,
             upload_url=upload_url,

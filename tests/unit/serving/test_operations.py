@@ -13,6 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from xmcray import config as configs
 from xmcray.serving import metrics
+from xmcray.serving.event_log import EventCounts
 from xmcray.serving.settings import ServeConfig
 
 SERVE = Path(__file__).parents[3] / "serve"
@@ -27,8 +28,10 @@ def known() -> set[str]:
         gauge.labels('a"b\\c').set(3)
     one.version.labels("a", "v").set(1)
     one.texts.labels("a").inc(2)
+    events = {"a": EventCounts(written=1, dropped=0, num_bytes=10)}
+    coordinator_text = metrics.coordinator_metrics(2, {"a": 1.5}, events)
     text = metrics.combine_metrics(
-        [("r1", one.text()), ("r2", one.text()), ("c", metrics.coordinator_metrics(2, {"a": 1.5}))]
+        [("r1", one.text()), ("r2", one.text()), ("c", coordinator_text)]
     )
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families), (

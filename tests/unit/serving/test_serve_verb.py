@@ -48,6 +48,7 @@ def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path
         str(tmp_path / "state"),
         "--grpc-port",
         str(rpc_port),
+        "--collect-events",
     ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -60,6 +61,8 @@ def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path
         with Client(f"http://127.0.0.1:{port}", token_file=token_file) as client:
             found = client.search(["sort join"], 5).results[0].answers
             assert [a.uid for a in found] == [a.uid for a in wanted]
+            request = client.search(["sort join"], 5).request_id
+            assert client.feedback(request, wanted[0].uid, "accept").number == 3
         with grpc.insecure_channel(f"127.0.0.1:{rpc_port}") as channel:
             call = RetrieverStub(channel).Search
             asked = SearchRequest(texts=["sort join"], k=5)

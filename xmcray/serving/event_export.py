@@ -1,0 +1,267 @@
+"""Raw files of an event log, as `xmcray prepare` reads them: queries with graded labels.
+
+    RAW/train.jsonl, test.jsonl   uid, text, labels, relevance; and what is for people and programs
+                                  of your own: positions, version, at
+    RAW/labels.jsonl              uid, and the text of labels that the corpus lacks
+    RAW/manifest.json             which events these are, and the hashes of the files
+
+A query is one text of one search. Its labels are those that users liked. A label that was rejected
+later, or removed from the server, is none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xmcray import storage
+from xmcray.errors import DataError
+from xmcray.serving.event_files import read_lines
+from xmcray.serving.events import keyed_hash, redaction_key
+from xmcray.serving.label_log import removed_labels
+from xmcray.serving.schema import EventName
+from xmcray.serving.state_folder import EVENTS, LABELS, folder_name
+
+KIND = "events"
+GRADES: Mapping[str, float] = {"click": 1.0, "accept": 2.0, "purchase": 3.0}
+_HASH_RANGE = 1 << 32
+
+
+@dataclass(slots=True)
+class GradedQuery:
+    """One text of a search, and the labels that users liked.
+
+    Attributes:
+        uid: unique among all exports of one log.
+        text: the text.
+        version: SHA-256 of the bundle that answered.
+        at: Unix time of the first feedback, seconds.
+        shown: uids of its answers, best first.
+        relevance: the largest grade of each label.
+    """
+
+    uid: str
+    text: str
+    version: str
+    at: float
+    shown: Sequence[str]
+    relevance: dict[str, float] = field(default_factory=dict)
+
+    def add(self, label: str, event: EventName, grades: Mapping[str, float]) -> None:
+        """Adds what a user did with a label; a rejection takes back what came before."""
+        if event == "reject":
+            self.relevance.pop(label, None)
+        else:
+            self.relevance[label] = max(grades[event], self.relevance.get(label, 0.0))
+
+    def row(self) -> dict[str, Any]:
+        """The row of the raw file."""
+        places = {uid: place for place, uid in enumerate(self.shown, start=1)}
+        return {
+            "uid": self.uid,
+            "text": self.text,
+            "labels": list(self.relevance),
+            "relevance": list(self.relevance.values()),
+            # A label that was not among the stored answers has none.
+            "positions": [places.get(label) for label in self.relevance],
+            "version": self.version,
+            "at": self.at,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was exported.
+
+    Attributes:
+        first: number of the first event that counted.
+        last: number of the last event in the log; the next export goes on after it.
+        train: queries in train.jsonl.
+        test: queries in test.jsonl.
+        labels: labels in labels.jsonl.
+        left_out: texts with feedback that gave no query: all labels rejected or removed, the
+            search removed from the log, or its text unknown because of redaction.
+    """
+
+    first: int
+    last: int
+    train: int
+    test: int
+    labels: int
+    left_out: int
+
+
+def export_events(
+    state_dir: str | Path,
+    model: str,
+    out: str | Path,
+    *,
+    after: int = 0,
+    grades: Mapping[str, float] | None = None,
+    hold_out: float = 0.1,
+    corpus_labels: Container[str] = (),
+    texts: Sequence[str] = (),
+) -> Exported:
+    """Writes raw files of the feedback in an event log.
+
+    Args:
+        state_dir: state folder of the server, which may run.
+        model: name of the model.
+        out: folder to write, which must not exist.
+        after: number of the last event of the export before.
+        grades: relevance by event; `GRADES` holds for the others.
+        hold_out: share of the texts whose queries go to test.jsonl; the same texts every time.
+        corpus_labels: uids of labels whose texts are left out, because their corpus has them.
+        texts: texts that redacted searches may have had.
+    Raises:
+        DataError: there is no feedback after that event.
+        StorageError: the log is missing or damaged, or the folder exists.
+    """
+    storage.refuse_existing(out)
+    folder = Path(state_dir) / folder_name(model)
+    reading = _Reading(folder, model, after, {**GRADES, **(grades or {})}, texts)
+    reading.read()
+    gone = removed_labels(folder / LABELS, model)
+    queries = []
+    label_rows = {}
+    for query in reading.queries.values():
+        query.relevance = {u: grade for u, grade in query.relevance.items() if u not in gone}
+        if query.relevance:
+            queries.append(query)
+        for uid in query.relevance:
+            is_known = uid in corpus_labels
+            label_rows[uid] = {"uid": uid, "text": "" if is_known else reading.label_texts[uid]}
+    if not queries:
+        raise DataError(
+            f"{folder / EVENTS} has no label that users liked after event {after}, expected some;"
+            " export again when there is more feedback"
+        )
+    about: dict[str, Any] = {"model": model}
+    with storage.new_artifact(out, KIND, about) as target:
+        num_rows = {"train": 0, "test": 0}
+        for split in num_rows:
+            rows = [query.row() for query in queries if _split(query.text, hold_out) == split]
+            num_rows[split] = _write(target / f"{split}.jsonl", rows)
+        exported = Exported(
+            first=after + 1,
+            last=reading.last,
+            train=num_rows["train"],
+            test=num_rows["test"],
+            labels=_write(target / "labels.jsonl", list(label_rows.values())),
+            left_out=reading.num_unknown + len(reading.queries) - len(queries),
+        )
+        about |= asdict(exported)
+    return exported
+
+
+class _Reading:
+    """Reads the feedback of a log, and the searches that it is about.
+
+    Attributes:
+        queries: by search and place of the text.
+        label_texts: the newest text of each label with feedback.
+        last: number of the last event.
+        num_unknown: texts with feedback whose search or text is not known.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        after: int,
+        grades: Mapping[str, float],
+        texts: Sequence[str],
+    ) -> None:
+        self.queries: dict[tuple[int, int], GradedQuery] = {}
+        self.label_texts: dict[str, str] = {}
+        self.last = after
+        self._folder = folder / EVENTS
+        self._model = model
+        self._after = after
+        self._grades = grades
+        self._texts = texts
+        self._unknown: set[tuple[str, int]] = set()
+
+    @property
+    def num_unknown(self) -> int:
+        """See above."""
+        return len(self._unknown)
+
+    def read(self) -> None:
+        """Reads all events, in order."""
+        requests = self._requests_with_feedback()
+        texts = self._texts_by_hash()
+        # Number and event of the newest search of each request id.
+        searches: dict[str, tuple[int, Mapping[str, Any]]] = {}
+        for at, number, event in self._events():
+            request = str(event["request"])
+            if event["kind"] == "search":
+                if request in requests:
+                    searches[request] = (number, event)
+                continue
+            if number <= self._after:
+                continue
+            self.label_texts[event["label"]] = event["label_text"]
+            place = int(event["text"])
+            if request not in searches:
+                self._unknown.add((request, place))
+                continue
+            search_number, search = searches[request]
+            key = (search_number, place)
+            if key not in self.queries:
+                text = search["texts"][place]
+                if search.get("redacted"):
+                    text = texts.get(text)
+                if text is None:
+                    self._unknown.add((request, place))
+                    continue
+                self.queries[key] = GradedQuery(
+                    uid=f"{request}:{place}:{number}",
+                    text=text,
+                    version=search["version"],
+                    at=at,
+                    shown=search["answers"][place],
+                )
+            self.queries[key].add(event["label"], event["event"], self._grades)
+
+    def _events(self) -> Iterator[tuple[float, int, Mapping[str, Any]]]:
+        """Time, number and content of each event."""
+        for line in read_lines(self._folder, self._model):
+            for number, event in enumerate(line.operations, line.first):
+                yield line.at, number, event
+
+    def _requests_with_feedback(self) -> set[str]:
+        requests = set()
+        for _, number, event in self._events():
+            self.last = number
+            if event["kind"] == "feedback" and number > self._after:
+                requests.add(str(event["request"]))
+        return requests
+
+    def _texts_by_hash(self) -> dict[str, str]:
+        by_hash: dict[str, str] = {}
+        if self._texts:
+            key = redaction_key(self._folder)
+            for text in self._texts:
+                by_hash[keyed_hash(text, key)] = text
+        return by_hash
+
+
+def _split(text: str, hold_out: float) -> str:
+    """The split of a text: the same in every export, so that no text is in both."""
+    digest = hashlib.sha256(text.strip().encode(errors="surrogatepass")).digest()
+    share = int.from_bytes(digest[:4]) / _HASH_RANGE
+    return "test" if share < hold_out else "train"
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
+    """Writes rows as JSON lines, unless there are none; returns their number."""
+    if rows:
+        with path.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
+    return len(rows)
