@@ -45,10 +45,10 @@ def watch_training(run: Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def counting(what: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """A bar for work that knows how many of `total` items are done; silent unless on a terminal."""
     console = Console(stderr=True)
-    silent = logs.as_json() or not console.is_terminal
+    silent = not shown or logs.as_json() or not console.is_terminal
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

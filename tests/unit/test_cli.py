@@ -16,8 +16,8 @@ from corpora import planted_corpus
 from scipy import sparse
 
 from xmcray import cli
-from xmcray.cli import training
 from xmcray.methods.registry import method_names
+from xmcray.training import outcome
 from xmcray.training import run as runs
 
 ROOT = Path(__file__).parents[2]
@@ -413,7 +413,7 @@ def test_predictions_of_other_queries(folder: Path, shell: Shell, tmp_path: Path
 def test_evaluate_refuses_a_file_it_cannot_write_before_it_measures(
     folder: Path, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "_measure", lambda *_: pytest.fail("it measured"))
+    monkeypatch.setattr(outcome, "measure_bundle", lambda *_, **__: pytest.fail("it measured"))
     (tmp_path / "file").write_text("mine")
     evaluate = ["evaluate", folder / "run", "--data", folder / "corpus"]
     for option, name in (("--json", "m.json"), ("--predictions", "x.npz")):

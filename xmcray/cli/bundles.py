@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from xmcray import config
 from xmcray.cli.arguments import add_corpus, add_json, given
 from xmcray.cli.output import show, show_json, show_next
-from xmcray.cli.paths import bundle_at
 from xmcray.errors import ConfigError
+from xmcray.paths import bundle_at
 
 if TYPE_CHECKING:
     from xmcray.retrieval.answers import FoundLabel

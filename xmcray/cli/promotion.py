@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from xmcray.cli.arguments import add_json
 from xmcray.cli.output import show, show_json
-from xmcray.cli.paths import bundle_at
 from xmcray.errors import BundleError, ConfigError
+from xmcray.paths import bundle_at
 
 if TYPE_CHECKING:
     from xmcray.training.promotion import Verdict

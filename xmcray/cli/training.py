@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
+from xmcray import api, storage
+from xmcray.api import ENCODER_SYSTEMS, VECTOR_SYSTEMS
 from xmcray.cli.arguments import add_config, add_corpus, add_json, given, merged_settings
 from xmcray.cli.output import show, show_json, show_metrics, show_next
-from xmcray.cli.paths import bundle_at, kind_of
-from xmcray.config import overlay
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
+from xmcray.paths import bundle_at, kind_of
 
 if TYPE_CHECKING:
     from xmcray.data.corpus import Corpus
     from xmcray.evaluation.evaluate import Evaluation
-    from xmcray.training.run import Run
 
-VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa")
-# Where the encoder alone can go.
-ENCODER_SYSTEMS = ("sentence-transformers",)
 # Settings of `prepare` that have an option of their own.
-PREPARE_OPTIONS = (
-    "max_len",
-    "label_max_len",
-    "tokenizer",
-    "query_prompt",
-    "label_prompt",
-    "vocab_size",
-    "propensity",
-    "on_error",
-)
+PREPARE_OPTIONS = tuple(api.PrepareOptions.__annotations__)
 
 
 def quickstart_options(verb: argparse.ArgumentParser) -> None:
@@ -113,63 +100,18 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
 
 def prepare(options: argparse.Namespace) -> None:
     """Turns raw files into a corpus."""
-    from xmcray.data.formats import detect
-    from xmcray.data.regroup import is_corpus
-    from xmcray.storage import refuse_existing
-
-    if options.append:
-        _append(options)
-        return
-    if is_corpus(Path(options.source)):
-        _regroup(options)
-        return
-    source = detect(options.source, options.format)
-    refuse_existing(options.out)
-    # Ray is imported once the arguments are known to be right.
-    from xmcray.data.pipeline import prepare
-
-    settings = given(options, PREPARE_OPTIONS)
+    settings = given(options, ("format", "name", *PREPARE_OPTIONS))
     if options.propensity:
         # argparse gives a list, and settings are immutable.
         settings["propensity"] = tuple(options.propensity)
-    # The absolute path, because "." has no name.
-    name = options.name or source.path.absolute().name
-    corpus = prepare(source, options.out, name=name, licence=options.licence, **settings)
+    corpus = api.prepare(
+        options.source,
+        options.out,
+        append_to=options.append,
+        licence=options.licence,
+        **settings,
+    )
     _show_corpus(options, corpus)
-
-
-def _append(options: argparse.Namespace) -> None:
-    """Writes a corpus that has the rows of another one and those of new raw files."""
-    from xmcray.data.corpus import KIND, Corpus
-    from xmcray.data.formats import detect
-    from xmcray.storage import open_artifact, refuse_existing
-
-    kept = ("name", *(name for name in PREPARE_OPTIONS if name != "on_error"))
-    settings = given(options, kept)
-    if settings:
-        option = next(iter(settings)).replace("_", "-")
-        raise ConfigError(f"--{option} is as in {options.append} with --append; leave it out")
-    source = detect(options.source, options.format)
-    refuse_existing(options.out)
-    folder, manifest = open_artifact(options.append, KIND)
-    corpus = Corpus(options.append, folder, manifest.sha256, verify=True)
-    from xmcray.data.pipeline import append
-
-    settings = given(options, ("on_error",))
-    _show_corpus(options, append(corpus, manifest, source, options.out, **settings))
-
-
-def _regroup(options: argparse.Namespace) -> None:
-    """Writes a corpus of an older release with few large files."""
-    from xmcray.data.regroup import regroup
-
-    settings = given(options, ("format", "name", *PREPARE_OPTIONS))
-    if settings:
-        option = next(iter(settings)).replace("_", "-")
-        raise ConfigError(
-            f"--{option} is for raw files, but {options.source} is a corpus; leave it out"
-        )
-    _show_corpus(options, regroup(Path(options.source), options.out))
 
 
 def _show_corpus(options: argparse.Namespace, corpus: Corpus) -> None:
@@ -229,39 +171,26 @@ def train_options(verb: argparse.ArgumentParser) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """Trains a method, exports the bundle and measures it."""
-    # Settings are checked before torch is imported, so that a mistake is reported at once.
     check_method_name(options.method)
-    overrides = [] if options.workers is None else [f"cluster.workers={options.workers}"]
-    values = merged_settings(options, overrides)
-    from xmcray.training.run import Run, RunConfig
-
-    source = Run.open(options.source) if options.source else None
-    if source is not None:
-        values = overlay(_settings_from(source, options), values)
-    settings = RunConfig.resolve(options.method, values)
+    settings = merged_settings(options)
+    start = {"workers": options.workers, "source": options.source}
     if options.print_config:
-        print(yaml.safe_dump(settings.to_dict(), sort_keys=False), end="")
+        resolved, _ = api.run_settings(options.method, options.data, settings, **start)
+        print(yaml.safe_dump(resolved.to_dict(), sort_keys=False), end="")
         return
-    from xmcray.data.corpus import Corpus
-    from xmcray.progress import counting, watch_training
-    from xmcray.training.launch import train
-    from xmcray.training.outcome import finish
-
-    run = train(
+    run = api.train(
+        options.method,
         options.data,
         options.out,
         settings,
         resume=options.resume,
-        refit=options.refit,
         restart=options.restart,
-        source=source,
-        watch=watch_training,
+        refit=options.refit,
+        evaluate=not options.no_evaluate,
+        **start,
     )
-    corpus = Corpus.open(options.data, verify=False)  # `train` has compared every byte
-    with counting("test queries", corpus.card.num_test) as progress:
-        evaluation = finish(run, corpus, not options.no_evaluate, progress)
     # A run that leaves the test split alone has a bundle and no metrics.
-    metrics = None if evaluation is None else evaluation.to_json()
+    metrics = None if options.no_evaluate else run.metrics()
     if options.json:
         show_json(metrics)
         return
@@ -269,14 +198,6 @@ def train(options: argparse.Namespace) -> None:
         show_metrics({Path(options.out).name: metrics})
     show(f"bundle {options.out}/bundle, report {options.out}/report.html")
     show_next(["xmcray", "search", f"{options.out}/bundle", "TEXT"])
-
-
-def _settings_from(source: Run, options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the run that --from names."""
-    from xmcray.data.corpus import Corpus
-    from xmcray.training.start import settings_from
-
-    return settings_from(source, options.method, Corpus.open(options.data, verify=False))
 
 
 def evaluate_options(verb: argparse.ArgumentParser) -> None:
@@ -306,25 +227,26 @@ def evaluate(options: argparse.Namespace) -> None:
     """Measures a run, a bundle or stored answers, and compares it with another."""
     paths = [options.path]
     if options.compare:
+        # A name that leads nowhere is refused before the first path is measured.
+        kind_of(options.compare)
         paths.append(options.compare)
-    kinds = [kind_of(path) for path in paths]
-    if options.predictions and kinds[0] == "predictions":
-        raise ConfigError(
-            f"--predictions: {options.path} already holds the answers; name a run or a bundle"
-        )
-    from xmcray import storage
-
-    # Files that cannot be written are refused before anything is measured. "-" is stdout.
+    # "-" is stdout.
     json_file = None if options.json == "-" else options.json
-    for path in (options.predictions, json_file):
-        if path:
-            storage.check_file(path)
+    if json_file:
+        storage.check_file(json_file)
     from xmcray.data.corpus import Corpus
     from xmcray.evaluation.evaluate import compare
 
+    kind_of(options.path)
     corpus = Corpus.open(options.data)
-    evaluations = [_measure(path, corpus, options) for path in paths]
-    # Only the first path is written; the other one is there for the comparison.
+    evaluations: list[Evaluation] = []
+    for path in paths:
+        # Only the answers of the first path are written; the other one is there to compare with.
+        predictions = options.predictions if not evaluations else None
+        evaluation = api.evaluate(
+            path, corpus, split=options.split, exact=options.exact, predictions=predictions
+        )
+        evaluations.append(evaluation)
     metrics = evaluations[0].to_json()
     if json_file:
         storage.write_json(Path(json_file), metrics)
@@ -337,37 +259,6 @@ def evaluate(options: argparse.Namespace) -> None:
 
         names = [Path(path).name for path in paths]
         show(comparison_table(compare(*evaluations), *names))
-
-
-def _measure(path: str, corpus: Corpus, options: argparse.Namespace) -> Evaluation:
-    """Evaluates one of the paths; the answers of the first one go to --predictions."""
-    from xmcray.progress import counting
-    from xmcray.training import outcome
-
-    kind = kind_of(path)
-    split = options.split
-    with counting(f"{split} queries", len(corpus.split(split))) as progress:
-        if kind == "predictions":
-            answers = outcome.stored_answers(path, corpus, split)
-            return outcome.measure(answers, corpus, split, progress=progress)
-        # Stored answers need no torch, so it is imported from here on.
-        from xmcray.retrieval.retriever import Retriever
-        from xmcray.training.run import Run
-
-        run = Run.open(path) if kind == "run" else None
-        bundle = outcome.bundle_of(run, corpus) if run else path
-        evaluation = outcome.measure_bundle(
-            Retriever.load(bundle),
-            corpus,
-            split,
-            exact=options.exact,
-            predictions=options.predictions if path == options.path else None,
-            progress=progress,
-        )
-    # The run keeps what its bundle answers by default, and only about the test split.
-    if run and split == "test" and not options.exact:
-        outcome.record(run, corpus, evaluation)
-    return evaluation
 
 
 def export_options(verb: argparse.ArgumentParser) -> None:
@@ -405,9 +296,8 @@ def export(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--to {options.to} writes no index, expected neither --config nor --set; leave them out"
         )
-    if options.dim is not None:
-        _cut(options, settings)
-        return
+    if options.dim is not None and options.to:
+        raise ConfigError("--dim writes a bundle, expected no --to; leave it out")
     if options.to in ENCODER_SYSTEMS:
         from xmcray.retrieval.encoder_export import export_encoder
 
@@ -426,25 +316,5 @@ def export(options: argparse.Namespace) -> None:
             f" into {options.to}"
         )
         return
-    from xmcray.training.run import Run
-
-    run = Run.open(options.path)
-    from xmcray.data.corpus import Corpus
-    from xmcray.training.export import export_run
-
-    # The corpus is verified again, because label texts and uids are copied from it.
-    corpus = Corpus.open(options.data) if options.data else None
-    export_run(run, options.out, corpus, settings)
-    show_next(["xmcray", "search", options.out, "TEXT"])
-
-
-def _cut(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-    """Writes a bundle with the first columns of another one's vectors."""
-    if options.to or settings:
-        raise ConfigError(
-            "--dim writes a bundle, expected no --to, --config or --set; leave them out"
-        )
-    from xmcray.retrieval.prefix import cut_bundle
-
-    cut_bundle(bundle_at(options.path, options.data), options.out, options.dim)
+    api.export(options.path, options.out, settings, data=options.data, dim=options.dim)
     show_next(["xmcray", "search", options.out, "TEXT"])

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from xmcray import config
 from xmcray.cli.arguments import add_config, add_corpus, add_json, merged_settings
 from xmcray.cli.output import show, show_json, show_next, show_table
-from xmcray.cli.paths import bundle_at
 from xmcray.errors import ConfigError, RunError
 from xmcray.methods.registry import check_method_name, method_names
+from xmcray.paths import bundle_at
 
 if TYPE_CHECKING:
     from xmcray.training.run import RunConfig

@@ -180,6 +180,9 @@ class Corpus:
         origin = str(path) if is_url(path) else str(folder)
         return cls(origin, folder, manifest.sha256, verify)
 
+    def __fspath__(self) -> str:
+        return self.origin
+
     def split(self, name: str) -> Split:
         """The rows of "train" or "test".
 

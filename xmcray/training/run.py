@@ -279,6 +279,9 @@ class Run:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RunError(f"{path}/run.json is damaged; train again with another --out") from None
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     def write_config(self) -> None:
         """Writes config.yaml if it is not there, whole or not at all."""
         path = self.path / "config.yaml"
@@ -322,6 +325,12 @@ class Run:
                 return None
             result = storage.read_json(path)
             return {**result, "steps": int(result["steps"])}
+
+    def metrics(self) -> dict[str, Any] | None:
+        """metrics.json, or None if the bundle was not measured."""
+        path = self.path / "metrics.json"
+        with readable(f"{path} is damaged", "evaluate the run again", RunError):
+            return dict(storage.read_json(path)) if path.exists() else None
 
 
 def open_or_create(

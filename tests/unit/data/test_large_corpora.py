@@ -90,7 +90,7 @@ def test_a_new_corpus_is_not_migrated(
     assert "has large files already" in capsys.readouterr().err
     command = ["prepare", str(corpus.path), "--out", str(tmp_path / "x"), "--max-len", "8"]
     assert main(command) == 2
-    assert "--max-len is for raw files" in capsys.readouterr().err
+    assert "max_len is for raw files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["label_order.npy", "label_rank.npy"])

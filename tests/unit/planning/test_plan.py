@@ -370,7 +370,7 @@ def test_the_verb_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         (["astr", *SIZE], "did you mean 'astra'"),
         (["astra", *SIZE[:-1], "a100-81gb"], "did you mean 'a100-80gb'"),
         (["astra", *SIZE, "--memory-gb", "1"], "a worker needs"),
-        (["astra", *SIZE, "--workers", "0"], "--workers is 0, expected more than 0"),
+        (["astra", *SIZE, "--workers", "0"], "workers is 0, expected more than 0"),
         (["astra", *SIZE, "--labels", "many"], "not a number"),
         (["astra", *SIZE, "--labels", "0"], "--labels is 0, expected at least 1"),
         (["astra", "--data", "no-such-corpus"], "does not exist"),

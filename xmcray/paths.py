@@ -1,4 +1,4 @@
-"""The artifacts that paths on the command line name."""
+"""The artifacts that paths name: runs, bundles and predictions."""
 
 from __future__ import annotations
 
