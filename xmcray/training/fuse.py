@@ -44,7 +44,7 @@ from xmcray.training.probability_curves import fit_calibration
 from xmcray.training.run import SELECTION, Run
 from xmcray.types import Float32Array, Int64Array, Ragged
 
-MOST_QUERIES = 5000  # held-out queries by which weights are chosen
+MOST_QUERIES = 5000  # held-out queries by which weights are chosen, and probabilities are fitted
 # Many queries vote, and those that are missed are mostly far and of little weight. A search for a
 # recall of 0.95 takes twice as long (benchmarks/fused_latency.py).
 MEMORY_INDEX = IndexSpec(recall=0.9)
@@ -69,6 +69,7 @@ def fuse(
     *,
     retokenized: Sequence[Corpus] = (),
     metrics: Sequence[str] = METRICS,
+    most_queries: int = MOST_QUERIES,
     threads: int = 1,
     progress: Progress | None = None,
 ) -> Choice:
@@ -83,6 +84,7 @@ def fuse(
         retokenized: the same queries and labels prepared with other tokenizers, if a run was
             trained on these.
         metrics: the metrics whose mean is maximised.
+        most_queries: held-out queries by which weights are chosen; fewer take less time.
         threads: of building indexes.
         progress: called with the number of training queries encoded so far for a member.
     Returns:
@@ -105,13 +107,14 @@ def fuse(
         parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fusing.", dir=parent) as folder:
         write = _MemberWriter(Path(folder), threads, progress)
-        return _fuse(sources, corpus, held_out, metrics, write, out)
+        return _fuse(sources, corpus, held_out, most_queries, metrics, write, out)
 
 
 def _fuse(
     sources: Sequence[_Source],
     corpus: Corpus,
     held_out: Int64Array,
+    most_queries: int,
     metrics: Sequence[str],
     write: _MemberWriter,
     out: str | Path,
@@ -121,7 +124,8 @@ def _fuse(
     selected = [write(source.selected, source.corpus) for source in sources]
     start = _all_parts(selected)
     _put_together(selected, words, write.folder / "trial", start, {})
-    choice = _choose(write.folder / "trial", corpus, held_out, metrics, start)
+    chosen_by = _spread(held_out, most_queries)
+    choice = _choose(write.folder / "trial", corpus, chosen_by, metrics, start)
     names = [member.name for member in start.members]
     # Members of which no part stays are left out.
     kept = [names.index(member.name) for member in choice.config.members]
@@ -239,11 +243,15 @@ def _held_out(sources: Sequence[_Source]) -> Int64Array:
             "each training query was used by one of the runs, so none is left to choose weights by;"
             " train them with equal data.validation and data.seed"
         )
-    if len(rows) > MOST_QUERIES:
-        # Evenly spread, so that the same runs give the same bundle.
-        places = np.linspace(0, len(rows) - 1, MOST_QUERIES).astype(np.int64)
-        rows = rows[places]
-    return rows
+    return _spread(rows, MOST_QUERIES)
+
+
+def _spread(rows: Int64Array, most: int) -> Int64Array:
+    """Some of the rows, evenly spread, so that the same runs give the same bundle."""
+    if len(rows) <= most:
+        return rows
+    places = np.linspace(0, len(rows) - 1, most).astype(np.int64)
+    return rows[places]
 
 
 def write_parts(
