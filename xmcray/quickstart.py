@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from xmcray import config, storage
@@ -15,16 +14,13 @@ from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
 from xmcray.data.pipeline import prepare
 from xmcray.data.sample import write_sample
-from xmcray.evaluation.evaluate import SEARCH_K, Evaluation
 from xmcray.evaluation.table import answer_table, metrics_table, segment_table
 from xmcray.progress import watch_training
 from xmcray.ray_adapter.session import ray_session
-from xmcray.retrieval.baselines import NearestQueries
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.launch import train
-from xmcray.training.outcome import finish, measure
+from xmcray.training.outcome import finish, measure, nearest_queries
 from xmcray.training.run import Run, RunConfig
-from xmcray.types import Int64Array, TopLabels
 
 PRESET = "preset:astra/sample"
 QUERIES = (
@@ -88,7 +84,7 @@ def _show_results(console: Console, run: Run, corpus: Corpus) -> None:
     console.print("3/4 the test queries, which took no part in any choice")
     result = finish(run, corpus)
     assert result is not None, "the sample has a test split"
-    baseline = nearest_queries(corpus)
+    baseline = measure(nearest_queries(corpus, "test"), corpus, "test")
     rows = {"ASTRA": result.to_json(), "TF-IDF kNN": baseline.to_json(), **QUOTED}
     console.print(metrics_table(rows))
     console.print(segment_table(result.to_json()))
@@ -114,20 +110,3 @@ def sample_corpus(path: Path) -> Corpus:
     with tempfile.TemporaryDirectory(prefix="xmcray-sample.") as folder:
         write_sample(Path(folder))
         return prepare(detect(folder), path, name="sample", licence="BSD-3-Clause", progress=False)
-
-
-def nearest_queries(corpus: Corpus) -> Evaluation:
-    """The kNN baseline on the test split, measured like a trained method."""
-    train_split = corpus.split("train")
-    test_split = corpus.split("test")
-    num_labels = corpus.card.num_labels
-    train_rows = np.arange(len(train_split), dtype=np.int64)
-    baseline = NearestQueries(
-        train_split.texts(train_rows), train_split.positives(train_rows), num_labels
-    )
-
-    def search(rows: Int64Array) -> TopLabels:
-        top_k = min(SEARCH_K, num_labels)
-        return baseline.top_labels(test_split.texts(rows), top_k, test_split.filters(rows))
-
-    return measure(search, corpus, "test")

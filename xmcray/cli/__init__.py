@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from xmcray import __version__, config, credentials, logs
-from xmcray.cli import bundles, doctor, events, planning, promotion, shipped, training, tuning
+from xmcray.cli import auto, bundles, doctor, events, planning, promotion, shipped, training, tuning
 from xmcray.errors import ConfigError, XmcrayError
 from xmcray.training.preemption import EXIT_CODE, Terminated, handling, signals_are_kept
 
@@ -180,6 +180,12 @@ VERBS = {
         tuning.tune_options,
         "search the settings of a method or a bundle by validation; the same command continues it",
         "xmcray tune astra --data corpora/msdocs --out sweeps/a --trials 32",
+    ),
+    "auto": Verb(
+        auto.auto,
+        auto.auto_options,
+        "find a good bundle for a corpus within a time; the same command continues it",
+        "xmcray auto --data corpora/msdocs --out auto/msdocs --budget 20m",
     ),
     "evaluate": Verb(
         training.evaluate,

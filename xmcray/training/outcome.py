@@ -8,6 +8,8 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from xmcray import __version__, storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import DataError
@@ -18,6 +20,7 @@ from xmcray.evaluation.predictions import (
     write_predictions,
 )
 from xmcray.evaluation.report import write_report
+from xmcray.retrieval.baselines import NearestQueries
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training import tracking
 from xmcray.training.export import check_corpus, export_run
@@ -121,6 +124,21 @@ def searcher(retriever: Retriever, corpus: Corpus, split: str, exact: bool = Fal
             exclude=queries.filters(rows),
             exact=exact,
         )
+
+    return search
+
+
+def nearest_queries(corpus: Corpus, split: str) -> Search:
+    """A simple baseline as a search of the rows of a split: labels of similar training queries."""
+    train = corpus.split("train")
+    queries = corpus.split(split)
+    train_rows = np.arange(len(train), dtype=np.int64)
+    num_labels = corpus.card.num_labels
+    baseline = NearestQueries(train.texts(train_rows), train.positives(train_rows), num_labels)
+    width = min(SEARCH_K, num_labels)
+
+    def search(rows: Int64Array) -> TopLabels:
+        return baseline.top_labels(queries.texts(rows), width, queries.filters(rows))
 
     return search
 

@@ -1,0 +1,220 @@
+"""`xmcray auto`: one bundle and one page within a time, and nothing that is finished is done twice."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import planted_corpus
+
+from xmcray import cli
+from xmcray.data.corpus import Corpus
+from xmcray.errors import RunError
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training import part_weights
+from xmcray.training.launch import train
+from xmcray.training.preemption import StopFlag, Terminated
+from xmcray.training.run import Run
+from xmcray.tuning import auto as autos
+from xmcray.tuning import portfolio, study
+from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
+from xmcray.tuning.portfolio import Candidate
+from xmcray.tuning.study import METRIC, Clock
+from xmcray.tuning.sweep import Trial
+
+SMALL = {
+    "encoder.dim": 8,
+    "encoder.bigram_buckets": 50,
+    "optim.batch_size": 32,
+    "optim.epochs": 4,
+    "optim.warmup_steps": 0,
+    "negatives.hard": 0,
+    "cluster.threads_per_process": 1,
+}
+CANDIDATES = [
+    Candidate("astra", "sample", "static", {"optim.lr": 0.05, "negatives.uniform": 10}),
+    Candidate("dexml", "sample", "static", {"optim.lr": 0.05}),
+    Candidate("astra", "sample", "static", {"optim.lr": 1e-9, "negatives.uniform": 10}),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return planted_corpus(tmp_path_factory.mktemp("corpus"), num_queries=301, num_labels=31)
+
+
+@pytest.fixture(autouse=True)
+def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "candidates", lambda *_: CANDIDATES)
+    # Words alone suffice for planted data, but every part is to stay.
+    monkeypatch.setattr(part_weights, "WEIGHTS", (0.5, 1.0))
+    monkeypatch.setattr(part_weights, "LARGEST_P_VALUE", 2.0)
+
+
+def run_auto(corpus: Corpus, out: Path, budget_s: float = 600) -> dict[str, Any]:
+    return autos.auto(corpus, out, budget_s, ["astra", "dexml"], SMALL, lambda _: None)
+
+
+def recorded(trained: list[str], before: Callable[[int], None] = lambda _: None) -> Any:
+    """`train`, which notes what it trains; `before` gets the number of the call."""
+
+    def noting(corpus: str, path: Path, *arguments: Any, **options: Any) -> Run:
+        before(len(trained))
+        trained.append(str(path))
+        return train(corpus, path, *arguments, **options)
+
+    return noting
+
+
+def test_a_killed_study_goes_on_and_repeats_nothing(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_auto(corpus, tmp_path / "whole")
+    trained: list[str] = []
+
+    def kill(call: int) -> None:
+        if call == 1:
+            raise Terminated("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(autos, "train", recorded(trained, kill))
+        with pytest.raises(RunError, match=r"no training was finished within 0\.0 min.*--budget"):
+            run_auto(corpus, tmp_path / "killed", budget_s=1e-6)
+        with pytest.raises(Terminated):
+            run_auto(corpus, tmp_path / "killed")
+        assert not (tmp_path / "killed" / "bundle").exists()
+        patch.setattr(autos, "train", recorded(trained))
+        result = run_auto(corpus, tmp_path / "killed")
+    assert len(trained) == len(set(trained)), "each run is trained once"
+    assert result["choice"] == whole["choice"]
+    assert result["test"] == whole["test"]
+    # Once more: there is nothing left to do.
+    monkeypatch.setattr(autos, "train", recorded(trained, lambda _: pytest.fail("trained again")))
+    monkeypatch.setattr(autos, "fuse", lambda *_, **__: pytest.fail("fused again"))
+    again = run_auto(corpus, tmp_path / "killed")
+    assert again["test"] == whole["test"]
+    check_results(tmp_path / "killed", again)
+
+
+def check_results(folder: Path, result: dict[str, Any]) -> None:
+    """The bundle answers, the page loads nothing, and a trial that is behind was stopped."""
+    assert len(Retriever.load(folder / "bundle").search(["w3x1 w3x2"], 5)[0]) == 5
+    states = {trial["name"]: trial["state"] for trial in result["trials"]}
+    assert states == {
+        "astra-0000": "finished",
+        "dexml-0001": "finished",
+        "astra-0002": "stopped",
+    }
+    names = [row["name"] for row in result["test"]["results"]]
+    assert names[0] == "bundle"
+    assert names[-1] == autos.BASELINE
+    assert all(0.3 < row["P@1"] <= 1 for row in result["test"]["results"])
+    assert result["bundle"]["refitted"], "there was time for it"
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert "src=" not in page
+    for heading in ("On the test split", "By how much", "Parts of the bundle", "What was tried"):
+        assert heading in page
+    assert json.loads((folder / "results.json").read_text())["choice"] == result["choice"]
+
+
+class FakeClock(Clock):
+    """Time that passes when the test says so."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "clock.json")
+        self.now_s = 0.0
+
+    @property
+    def spent_s(self) -> float:
+        return self.now_s
+
+    def seconds_of(self, name: str) -> float:
+        return self.now_s
+
+    def tick(self, name: str = "") -> None:
+        pass
+
+
+def paced(folder: Path, limits: Limits, records: list[tuple[float, dict[str, Any]]]) -> Pacer:
+    """What a pacer of 6 epochs says to records at some times; its flag is up if it has a reason."""
+    clock = FakeClock(folder)
+    pacer = Pacer(clock, "astra-0000", 6, limits)
+    run = Run(folder, "0" * 12, None, "", "")  # type: ignore[arg-type]
+    with pacer.watch(run):
+        for now_s, record in records:
+            clock.now_s = now_s
+            pacer.hear(record)
+    assert StopFlag(folder).raised == bool(pacer.reason)
+    return pacer
+
+
+def test_a_training_that_needs_too_long_ends(tmp_path: Path) -> None:
+    # Building takes 20 s, then a step takes 1 s; 60 steps are 6 epochs.
+    steps = [(20.0 + step, {"step": step, "last_step": 60}) for step in (0, 5, 10)]
+    assert paced(tmp_path, Limits(math.inf, allowed_s=81), steps).reason == ""
+    slow = paced(tmp_path, Limits(math.inf, allowed_s=79), steps)
+    assert slow.reason == "too slow"
+    assert slow.epoch_s == pytest.approx(10)
+
+
+def test_a_training_that_is_behind_ends_after_a_third(tmp_path: Path) -> None:
+    def validation(epoch: int, score: float) -> tuple[float, dict[str, Any]]:
+        values = dict.fromkeys(METRIC.split("+"), score)
+        return 1.0, {"step": 10 * (epoch + 1), "epoch": epoch, **values}
+
+    limits = Limits(math.inf, rival=0.3)
+    for second, reason in ((0.3, "behind"), (0.31, "")):
+        # After the first epoch nothing is compared yet.
+        records = [validation(0, 0.1), validation(1, second)]
+        assert paced(tmp_path, limits, records).reason == reason
+        StopFlag(tmp_path).path.unlink(missing_ok=True)
+    trial = Trial(0, {}, "finished", curve=((1, 0.1), (2, 0.3), (3, 0.5)))
+    assert score_at_rung(trial, epochs=6) == 0.3
+
+
+def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (num_labels, num_train) in portfolio.SET_SIZES.items():
+        assert portfolio.nearest_presets(num_labels, num_train)[0] == name
+    for can_distil in (True, False):
+        monkeypatch.setattr(portfolio, "_can_distil", lambda can=can_distil: can)
+        card = type("Card", (), {"num_labels": 2000, "num_train": 3000})
+        corpus: Any = type("Corpus", (), {"card": card})
+        chosen = portfolio.candidates(corpus)
+        assert [candidate.method for candidate in chosen[:4]] == list(portfolio.DEFAULT_METHODS)
+        has_distilled = any("encoder.init_from" in candidate.values for candidate in chosen)
+        assert has_distilled == can_distil
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "soon"], "--budget is 'soon', expected a time such as 90s, 20m or 2h"),
+        (["--methods", "astro"], "astro"),
+        (["--set", "optim.epoch=3"], "optim.epoch"),
+    ],
+)
+def test_mistakes_are_one_line(
+    corpus: Corpus,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    out = tmp_path / "study"
+    command = ["auto", "--data", str(corpus.path), "--out", str(out), *arguments]
+    assert cli.main(command) == 2
+    line = capsys.readouterr().err
+    assert message in line
+    assert line.count("\n") == 1
+    assert not out.exists()
+
+
+def test_another_study_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(RunError, match=r"holds notes\.txt and no study"):
+        run_auto(corpus, tmp_path)

@@ -1,0 +1,128 @@
+"""Ends a training that is behind, too slow, or not done when the time is over.
+
+The training saves a checkpoint before it ends, as at SIGTERM, and the same call continues it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from xmcray.training.preemption import StopFlag
+from xmcray.training.records import Record, following
+from xmcray.training.run import Run
+from xmcray.tuning.study import METRIC, Clock
+from xmcray.tuning.sweep import Trial, score_of
+
+# A trial is compared with its rival after a third of its epochs.
+RUNG = 1 / 3
+# Of the allowed time, before the speed of a training is judged.
+_PATIENCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a training ends early.
+
+    Attributes:
+        end_s: of the clock; the time is over then.
+        allowed_s: for the whole training. One that will need more is too slow.
+        rival: score that it must have passed after a third of its epochs; None for no comparison.
+    """
+
+    end_s: float
+    allowed_s: float = math.inf
+    rival: float | None = None
+
+
+class Pacer:
+    """Watches one training.
+
+    Args:
+        clock: counts its time.
+        name: for which the clock counts.
+        epochs: of the training.
+        limits: when it ends early.
+
+    Attributes:
+        reason: why it was ended; empty while it was not.
+        epoch_s: seconds of an epoch, once a training was too slow.
+    """
+
+    def __init__(self, clock: Clock, name: str, epochs: int, limits: Limits) -> None:
+        self.clock = clock
+        self.name = name
+        self.epochs = epochs
+        self.limits = limits
+        self.reason = ""
+        self.epoch_s = 0.0
+        self._best = 0.0
+        self._flag: StopFlag | None = None
+        # Step and seconds of the first record that was heard.
+        self._start: tuple[int, float] | None = None
+
+    @contextlib.contextmanager
+    def watch(self, run: Run) -> Iterator[None]:
+        """The context around a training that `train` wants."""
+        self._flag = StopFlag(run.path)
+        # Records may come late if steps are slow.
+        left_s = max(0.0, self.limits.end_s - self.clock.spent_s)
+        timer = threading.Timer(min(left_s, threading.TIMEOUT_MAX), self._end, ["out of time"])
+        timer.daemon = True
+        timer.start()
+        try:
+            with following(run.path / "metrics.jsonl", self.hear):
+                yield
+        finally:
+            timer.cancel()
+            self.clock.tick(self.name)
+
+    def hear(self, record: Record) -> None:
+        """Judges the training by a record."""
+        self.clock.tick(self.name)
+        score = score_of(record, METRIC)
+        if score is None:
+            self._judge_speed(int(record["step"]), int(record["last_step"]))
+            return
+        self._best = max(self._best, score)
+        is_rung = int(record["epoch"]) + 1 == rung(self.epochs)
+        rival = self.limits.rival
+        if is_rung and rival is not None and self._best <= rival:
+            self._end("behind")
+
+    def _judge_speed(self, step: int, last_step: int) -> None:
+        spent_s = self.clock.seconds_of(self.name)
+        if self._start is None:
+            # Reading the corpus and building the model are over.
+            self._start = (step, spent_s)
+            return
+        start_step, start_s = self._start
+        passed_s = spent_s - start_s
+        # Later than half-way, more would be lost than gained.
+        is_late = 2 * step > last_step
+        if is_late or step <= start_step or passed_s < _PATIENCE * self.limits.allowed_s:
+            return
+        step_s = passed_s / (step - start_step)
+        if spent_s + step_s * (last_step - step) > self.limits.allowed_s:
+            self.epoch_s = step_s * last_step / self.epochs
+            self._end("too slow")
+
+    def _end(self, reason: str) -> None:
+        assert self._flag is not None, "a training is watched"
+        if not self.reason:
+            self.reason = reason
+            self._flag.hoist()
+
+
+def rung(epochs: int) -> int:
+    """The epoch after which a trial is compared."""
+    return math.ceil(epochs * RUNG)
+
+
+def score_at_rung(trial: Trial, epochs: int) -> float:
+    """The best score of a trial up to the epoch after which it was compared; 0 without one."""
+    scores = [score for epoch, score in trial.curve if epoch <= rung(epochs)]
+    return max(scores, default=0.0)

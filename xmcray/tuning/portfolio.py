@@ -1,0 +1,129 @@
+"""The trainings that `xmcray auto` tries, in the order in which it tries them.
+
+A training starts from a preset for a CPU and the static encoder. Of a method's presets, the one that
+was chosen on a set of about the corpus's size comes first. The methods are those of the best bundles
+in docs/methods/README.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xmcray import config as configs
+from xmcray.data.corpus import Corpus
+from xmcray.errors import ConfigError
+from xmcray.nn import transformer
+from xmcray.tuning.space import Values
+
+# Sets that have presets of the static encoder: labels and training queries.
+SET_SIZES = {
+    "sample": (2_200, 2_391),
+    "cdnjs-keywords": (2_320, 3_436),
+    "tate-subjects": (14_471, 41_791),
+    "wordnet-hypernyms": (19_032, 68_583),
+    "msdocs-seealso": (32_085, 43_433),
+    "msdocs-links": (104_969, 68_350),
+}
+# In the order in which they are tried. RAE-XMC trains quickly, and gains most by fusing.
+DEFAULT_METHODS = ("rae", "astra", "dexml", "unidec")
+# Those that are slower, or never a part of the best bundle of a set, have to be asked for.
+METHODS = (*DEFAULT_METHODS, "renee", "prime")
+DISTILLED_FROM = "sentence-transformers/all-MiniLM-L6-v2"
+NUM_PRESETS = 3  # of a method, the nearest in size
+# Sections of a preset that belong to a machine, or that `auto` sets itself.
+_LEFT_OUT = ("cluster", "log", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A training that may be tried.
+
+    Attributes:
+        method: its name.
+        preset: SET of preset:METHOD/SET.
+        encoder: in words.
+        values: settings by dotted name, over the method's defaults.
+    """
+
+    method: str
+    preset: str
+    encoder: str
+    values: Values
+
+
+def candidates(corpus: Corpus, methods: Sequence[str] = DEFAULT_METHODS) -> list[Candidate]:
+    """The candidates for a corpus, the most promising first; equal ones once.
+
+    Args:
+        corpus: its size chooses presets.
+        methods: that are tried.
+    """
+    has_transformer = _can_distil()
+    presets = nearest_presets(corpus.card.num_labels, corpus.card.num_train)
+    chosen: list[Candidate] = []
+    for method, rank, is_other_encoder in _order(methods):
+        preset = presets[rank]
+        candidate = _candidate(method, preset, is_other_encoder, has_transformer)
+        if all((candidate.method, candidate.values) != (c.method, c.values) for c in chosen):
+            chosen.append(candidate)
+    return chosen
+
+
+def nearest_presets(num_labels: int, num_train: int) -> list[str]:
+    """Sets with presets, the nearest in numbers of labels and queries first."""
+
+    def distance(name: str) -> float:
+        labels, queries = SET_SIZES[name]
+        return abs(math.log(num_labels / labels)) + abs(math.log(num_train / queries))
+
+    return sorted(SET_SIZES, key=distance)
+
+
+def _order(methods: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
+    """Method, rank of its preset, and whether the encoder starts in the other way."""
+    in_order = [method for method in METHODS if method in methods]
+    for rank in range(NUM_PRESETS):
+        for is_other_encoder in (False, True):
+            # Different methods add more to each other than settings of one method do.
+            for method in in_order:
+                yield method, rank, is_other_encoder
+
+
+def _candidate(
+    method: str, preset: str, is_other_encoder: bool, has_transformer: bool
+) -> Candidate:
+    settings = configs.load_yaml(f"preset:{method}/{preset}")
+    for section in _LEFT_OUT:
+        settings.pop(section, None)
+    values = dotted(settings)
+    # All trials hold the same queries out.
+    values.pop("data.validation", None)
+    is_distilled = bool(values.pop("encoder.init_from", "")) != is_other_encoder
+    encoder = "static"
+    if is_distilled and has_transformer:
+        values["encoder.init_from"] = DISTILLED_FROM
+        encoder = f"static, distilled from {DISTILLED_FROM.rpartition('/')[2]}"
+    return Candidate(method, preset, encoder, values)
+
+
+def dotted(settings: Mapping[str, Any], prefix: str = "") -> Values:
+    """{"optim": {"lr": 0.1}} as {"optim.lr": 0.1}."""
+    values: Values = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            values |= dotted(value, f"{prefix}{name}.")
+        else:
+            values[f"{prefix}{name}"] = value
+    return values
+
+
+def _can_distil() -> bool:
+    """Whether the transformer that encoders are distilled from is here, or can be downloaded."""
+    try:
+        transformer.find(DISTILLED_FROM)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,242 @@
+"""The folder of `xmcray auto`: what may be tried, what was tried, and the time that it took.
+
+DIR/auto.json          the corpus and the candidates (portfolio.py); written once
+DIR/sweeps/METHOD/     the trials of a method: a sweep (sweep.py), whose ledger a restart reads
+DIR/refits/TRIAL/      the run of a trial once more, on all training queries
+DIR/clock.json         seconds that all calls have spent, in all and on each trial
+DIR/fused.json         the runs that the bundle was made of
+DIR/bundle/            the best bundle so far
+DIR/results.json       all results, for programs
+DIR/report.html        the same as a page
+DIR/lock               held by the process that works
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xmcray import config as configs
+from xmcray import storage
+from xmcray.data.corpus import Corpus
+from xmcray.errors import RunError, readable
+from xmcray.training.run import RunConfig
+from xmcray.tuning.portfolio import METHODS, Candidate, candidates
+from xmcray.tuning.space import Values, nested
+from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
+
+METRICS = ("P@1", "P@5", "PSP@5")
+METRIC = "+".join(METRICS)  # their mean
+# Held-out queries that are wanted, and the shares of the training queries that this may be.
+_HELD_OUT = 1000
+_SHARES = (0.05, 0.15)
+# Added to a trial's number if it is repeated with fewer epochs.
+SHORTER = 1000
+_LOG_EVERY = 5  # steps; slow trials are noticed by their records
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A candidate that was begun.
+
+    Attributes:
+        candidate: what is trained.
+        sweep: of its method.
+        trial: as far as it has come.
+        seconds: that it has taken.
+    """
+
+    candidate: Candidate
+    sweep: Sweep
+    trial: Trial
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """Its name in messages, and of its refit's folder."""
+        return trial_name(self.candidate.method, self.trial.number)
+
+    @property
+    def run_path(self) -> Path:
+        """Folder of its run."""
+        return self.sweep.run_path(self.trial.number)
+
+    @property
+    def config(self) -> RunConfig:
+        """All its settings."""
+        return self.sweep.config.resolve(self.trial.values)
+
+    @property
+    def epoch_s(self) -> float | None:
+        """Seconds of an epoch, everything included; None before the first validation."""
+        if not self.trial.curve:
+            return None
+        return self.seconds / self.trial.curve[-1][0]
+
+
+def trial_name(method: str, number: int) -> str:
+    """Such as "astra-0003"."""
+    return f"{method}-{number:04d}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """The folder.
+
+    Attributes:
+        path: absolute.
+        corpus: that everything is trained on.
+        candidates: what may be tried, in order.
+        clock: the time that was spent.
+    """
+
+    path: Path
+    corpus: Corpus
+    candidates: Sequence[Candidate]
+    clock: Clock
+
+    @classmethod
+    def open_or_create(
+        cls, path: Path, corpus: Corpus, methods: Sequence[str], overrides: Values
+    ) -> Study:
+        """Opens the study in a folder, or starts one there. The caller holds the lock.
+
+        Args:
+            path: the folder.
+            corpus: that everything is trained on.
+            methods: that are allowed.
+            overrides: settings of all trials, by dotted name.
+        Raises:
+            ConfigError: a method does not accept the overrides.
+            RunError: the folder holds another study, or something else.
+        """
+        file = path / "auto.json"
+        wanted = {
+            "corpus_sha256": corpus.sha256,
+            "methods": list(methods),
+            "overrides": overrides,
+        }
+        if file.is_file():
+            with readable(f"{file} is damaged", "choose another --out", RunError):
+                body = storage.read_json(file)
+                chosen = [Candidate(**values) for values in body.pop("candidates")]
+            difference = next(configs.differences(body, wanted), None)
+            if difference is not None:
+                raise RunError(
+                    f"{path} was started with {difference}; use the same command or another --out"
+                )
+            return cls(path, corpus, chosen, Clock(path / "clock.json"))
+        foreign = sorted({item.name for item in path.iterdir()} - {"lock"})
+        if foreign:
+            raise RunError(f"{path} holds {foreign[0]} and no study; choose another --out")
+        chosen = []
+        for candidate in candidates(corpus, methods):
+            values = {**candidate.values, **overrides}
+            # Refused here, before anything is trained.
+            RunConfig.resolve(candidate.method, nested(values))
+            chosen.append(dataclasses.replace(candidate, values=values))
+        plain = [dataclasses.asdict(candidate) for candidate in chosen]
+        storage.write_json(file, {**wanted, "candidates": plain})
+        return cls(path, corpus, chosen, Clock(path / "clock.json"))
+
+    def sweep(self, method: str) -> Sweep:
+        """The trials of a method."""
+        folder = self.path / "sweeps" / method
+        folder.mkdir(parents=True, exist_ok=True)
+        low, high = _SHARES
+        share = min(max(_HELD_OUT / self.corpus.card.num_train, low), high)
+        settings = {
+            "data": {"validation": round(share, 3)},
+            "cluster": {"workers": 0, "threads_per_process": len(os.sched_getaffinity(0))},
+            "log": {"every": _LOG_EVERY, "keep": 1},
+        }
+        definition = SweepConfig(
+            method=method,
+            corpus=self.corpus.origin,
+            corpus_sha256=self.corpus.sha256,
+            settings=RunConfig.resolve(method, settings).to_dict(),
+            space={},
+            scheduler="none",
+            metric=METRIC,
+        )
+        return Sweep.open_or_create(folder, definition)
+
+    def attempts(self, method: str | None = None) -> list[Attempt]:
+        """What was begun, of one method or of all, in the order of the candidates."""
+        begun = []
+        for candidate_method in sorted({candidate.method for candidate in self.candidates}):
+            if method not in (None, candidate_method):
+                continue
+            if not (self.path / "sweeps" / candidate_method / "sweep.json").is_file():
+                continue
+            sweep = self.sweep(candidate_method)
+            for trial in sweep.trials():
+                candidate = self.candidates[trial.number % SHORTER]
+                seconds = self.clock.seconds_of(trial_name(candidate_method, trial.number))
+                begun.append(Attempt(candidate, sweep, trial, seconds))
+        return sorted(begun, key=lambda attempt: attempt.trial.number % SHORTER)
+
+    def best_of_methods(self) -> list[Attempt]:
+        """The best finished trial of each method, in the order in which methods are tried."""
+        best: dict[str, Attempt] = {}
+        for attempt in self.attempts():
+            if attempt.trial.state != "finished" or attempt.trial.score is None:
+                continue
+            method = attempt.candidate.method
+            rival = best.get(method)
+            if rival is None or score_of(attempt) > score_of(rival):
+                best[method] = attempt
+        return [best[method] for method in METHODS if method in best]
+
+
+def score_of(attempt: Attempt) -> float:
+    """Metric of the best validation; 0 without one."""
+    return attempt.trial.score or 0.0
+
+
+class Clock:
+    """Counts the seconds that all calls have spent, in a file.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._last = time.monotonic()
+        self._spent_s = 0.0
+        self._seconds: dict[str, float] = {}
+        if path.is_file():
+            with readable(f"{path} is damaged", "remove it to count from 0", RunError):
+                body = json.loads(path.read_text(encoding="utf-8"))
+                self._spent_s = float(body["spent_s"])
+                self._seconds = dict(body["seconds"])
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds so far, those since the last `tick` included."""
+        return self._spent_s + time.monotonic() - self._last
+
+    def seconds_of(self, name: str) -> float:
+        """Seconds that were counted for a name."""
+        return self._seconds.get(name, 0.0)
+
+    def tick(self, name: str = "") -> None:
+        """Counts the seconds since the last call, for a name if there is one, and writes the file."""
+        # A training is watched from a thread.
+        with self._lock:
+            now = time.monotonic()
+            passed = now - self._last
+            self._last = now
+            self._spent_s += passed
+            if name:
+                self._seconds[name] = self._seconds.get(name, 0.0) + passed
+            body = {"spent_s": self._spent_s, "seconds": self._seconds}
+            storage.write_json(self._path, body)
