@@ -39,9 +39,11 @@ from xmcray.tuning.study import METRICS, SHORTER, Attempt, Study, score_of
 from xmcray.tuning.sweep import Sweep
 
 # Of the budget: the search ends here.
-SEARCH_SHARE = 0.55
+SEARCH_SHARE = 0.6
+# Of the budget: a trial that is more than half done may go on for so long after the search.
+GRACE_SHARE = 0.1
 # Of the time that is left for the search: what the first trial of a method may take.
-TRIAL_SHARE = 0.6
+TRIAL_SHARE = 0.75
 # Of the budget: kept for the measurement on the test split.
 MEASURE_SHARE = 0.08
 # Members that are fused; the time to encode queries and to choose weights grows with their number.
@@ -204,6 +206,7 @@ class _Searcher:
         share = TRIAL_SHARE if is_first else 1.0
         return Limits(
             end_s=self.budget.search_s,
+            grace_s=GRACE_SHARE * self.budget.seconds,
             allowed_s=attempt.seconds + share * left_s,
             rival=max(rivals, default=None),
         )

@@ -30,11 +30,13 @@ class Limits:
     Attributes:
         end_s: of the clock; the time is over then.
         allowed_s: for the whole training. One that will need more is too slow.
+        grace_s: so much later the time is over for a training that is more than half done.
         rival: score that it must have passed after a third of its epochs; None for no comparison.
     """
 
     end_s: float
     allowed_s: float = math.inf
+    grace_s: float = 0.0
     rival: float | None = None
 
 
@@ -60,6 +62,8 @@ class Pacer:
         self.reason = ""
         self.epoch_s = 0.0
         self._best = 0.0
+        self._is_late = False
+        self._timer = threading.Timer(0, self._end_of_time)
         self._flag: StopFlag | None = None
         # Step and seconds of the first record that was heard.
         self._start: tuple[int, float] | None = None
@@ -68,17 +72,27 @@ class Pacer:
     def watch(self, run: Run) -> Iterator[None]:
         """The context around a training that `train` wants."""
         self._flag = StopFlag(run.path)
-        # Records may come late if steps are slow.
-        left_s = max(0.0, self.limits.end_s - self.clock.spent_s)
-        timer = threading.Timer(min(left_s, threading.TIMEOUT_MAX), self._end, ["out of time"])
-        timer.daemon = True
-        timer.start()
+        self._set_timer(self.limits.end_s - self.clock.spent_s)
         try:
             with following(run.path / "metrics.jsonl", self.hear):
                 yield
         finally:
-            timer.cancel()
+            self._timer.cancel()
             self.clock.tick(self.name)
+
+    def _set_timer(self, seconds: float) -> None:
+        """Ends the training later; records may come too late for that if steps are slow."""
+        seconds = min(max(0.0, seconds), threading.TIMEOUT_MAX)
+        self._timer = threading.Timer(seconds, self._end_of_time)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end_of_time(self) -> None:
+        left_s = self.limits.end_s + self.limits.grace_s - self.clock.spent_s
+        if self._is_late and left_s > 0:
+            self._set_timer(left_s)
+        else:
+            self._end("out of time")
 
     def hear(self, record: Record) -> None:
         """Judges the training by a record."""
@@ -102,8 +116,9 @@ class Pacer:
         start_step, start_s = self._start
         passed_s = spent_s - start_s
         # Later than half-way, more would be lost than gained.
-        is_late = 2 * step > last_step
-        if is_late or step <= start_step or passed_s < _PATIENCE * self.limits.allowed_s:
+        self._is_late = 2 * step > last_step
+        is_early = step <= start_step or passed_s < _PATIENCE * self.limits.allowed_s
+        if self._is_late or is_early:
             return
         step_s = passed_s / (step - start_step)
         if spent_s + step_s * (last_step - step) > self.limits.allowed_s:
