@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from xmcray import config as configs
+from xmcray import hub
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name
 from xmcray.paths import bundle_at, kind_of
@@ -68,10 +69,10 @@ def prepare(
     """Turns raw files or tables into a corpus.
 
     Args:
-        source: folder of raw files, or tables by name: "labels" (uid, text), "train" and perhaps
-            "test" (uid, text, labels: lists of label uids). A corpus of an older release is
-            written anew with few large files. Ray reads tables from a temporary folder, so they are
-            for one machine.
+        source: folder of raw files, also hf://datasets/OWNER/NAME; or tables by name: "labels"
+            (uid, text), "train" and perhaps "test" (uid, text, labels: lists of label uids). A
+            corpus of an older release is written anew with few large files. Ray reads tables from
+            a temporary folder, so they are for one machine.
         out: folder or URL to write.
         append_to: corpus whose rows come first; labels are matched by uid.
         format: layout of the raw files; detected if not given.
@@ -106,6 +107,11 @@ def prepare(
     from xmcray.storage import refuse_existing
 
     source_path = Path(source)
+    if str(source).startswith(hub.PREFIX):
+        source_path = hub.downloaded_folder(str(source))
+        # The folder of the download is named by a commit.
+        if append_to is None:
+            name = name or hub.HubPath.parse(str(source)).repo_id.split("/")[1]
     new_corpus = os.fspath(out)
     given = {"format": format, "name": name, **options}
     if append_to is not None:

@@ -27,6 +27,7 @@ from typing import Any
 import fsspec
 from safetensors import SafetensorError
 
+from xmcray import hub
 from xmcray.errors import StorageError, XmcrayError, one_line, readable
 
 MANIFEST = "manifest.json"
@@ -617,6 +618,9 @@ def _content_hash(body: Mapping[str, Any]) -> str:
 
 def _upload(folder: Path, url: str) -> None:
     """Copies an artifact to a URL; the manifest comes last and makes it complete."""
+    if url.startswith(hub.PREFIX):
+        hub.commit_folder(folder, url, f"Add {url.rsplit('/', 1)[-1]}")
+        return
     filesystem, root = filesystem_of(url)
     names = [name for name, _ in _files_below(folder)]
     for name in [*names, MANIFEST]:

@@ -21,6 +21,7 @@ FOUNDATION = {
     "errors",
     "config",
     "storage",
+    "hub",
     "draws",
     "permutations",
     "logs",

@@ -18,7 +18,18 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from xmcray import __version__, config, credentials, logs
-from xmcray.cli import auto, bundles, doctor, events, planning, promotion, shipped, training, tuning
+from xmcray.cli import (
+    auto,
+    bundles,
+    doctor,
+    events,
+    hub,
+    planning,
+    promotion,
+    shipped,
+    training,
+    tuning,
+)
 from xmcray.errors import ConfigError, XmcrayError
 from xmcray.training.preemption import EXIT_CODE, Terminated, handling, signals_are_kept
 
@@ -252,6 +263,12 @@ VERBS = {
         promotion.promote_options,
         "swap in a new bundle if it is not worse on the newest queries, or go back to the old one",
         "xmcray promote runs/a runs/b --data corpora/msdocs-2 --url http://127.0.0.1:8000 --admin-token-file admin",
+    ),
+    "push": Verb(
+        hub.push,
+        hub.push_options,
+        "write a bundle or a corpus to the Hugging Face Hub, with its card",
+        "xmcray push runs/a hf://acme/docs-retriever --data corpora/msdocs",
     ),
     "doctor": Verb(
         doctor.doctor,

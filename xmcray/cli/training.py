@@ -46,7 +46,8 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "source",
         metavar="SRC",
-        help="folder of raw files, or a corpus of an older release to write with few large files",
+        help="folder of raw files, also hf://datasets/OWNER/NAME, or a corpus of an older release to"
+        " write with few large files",
     )
     verb.add_argument("--out", required=True, metavar="CORPUS", help="folder or URL to write")
     verb.add_argument(

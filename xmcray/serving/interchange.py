@@ -163,9 +163,10 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
             return _ranked_texts(texts, scores, best, body.return_text)
         results = []
         for index in best:
-            document = Document(text=texts[index]) if body.return_documents else None
-            score = float(scores[index])
-            results.append(RankedDocument(index=index, relevance_score=score, document=document))
+            ranked = RankedDocument(index=index, relevance_score=float(scores[index]))
+            if body.return_documents:
+                ranked.document = Document(text=texts[index])
+            results.append(ranked)
         return RerankResponse(id=request.state.id, model=model, results=results)
 
 
