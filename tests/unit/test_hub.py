@@ -14,9 +14,11 @@ from corpora import planted_corpus
 from fsspec.implementations.dirfs import DirFileSystem
 from huggingface_hub import DatasetCard, ModelCard
 
-from xmcray import hub
+from xmcray import api, hub
 from xmcray.cli import main
+from xmcray.data import pipeline
 from xmcray.data.corpus import Corpus
+from xmcray.data.formats import RawFiles
 from xmcray.errors import StorageError
 from xmcray.hub import HubPath
 from xmcray.retrieval.retriever import Retriever
@@ -132,10 +134,16 @@ def test_offline_is_one_line(
     assert "\n" not in str(failure.value)
 
 
-def test_raw_files_are_prepared_from_the_hub(tmp_path: Path, local_hub: LocalHub) -> None:
-    corpus = planted_corpus(tmp_path / "c", num_queries=60, num_labels=23)
-    shutil.copytree(corpus.path.parent / "raw", local_hub.folder / "acme" / "raw")
-    out = tmp_path / "prepared"
-    assert main(["prepare", "hf://datasets/acme/raw", "--out", str(out)]) == 0
-    card = Corpus.open(out).card
-    assert (card.name, card.num_labels) == ("raw", 23)
+def test_raw_files_are_prepared_from_the_hub(
+    tmp_path: Path, local_hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = planted_corpus(tmp_path / "c", num_queries=60, num_labels=23).path.parent / "raw"
+    shutil.copytree(raw, local_hub.folder / "acme" / "words")
+    prepared: list[tuple[Path, str]] = []
+
+    def prepare(source: RawFiles, out: str, name: str, **_: Any) -> None:
+        prepared.append((source.path, name))
+
+    monkeypatch.setattr(pipeline, "prepare", prepare)
+    api.prepare("hf://datasets/acme/words", tmp_path / "out")
+    assert prepared == [(local_hub.folder / "acme" / "words", "words")]
