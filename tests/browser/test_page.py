@@ -26,7 +26,14 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 from xmcray.serving.http import CHALLENGE, SECURITY
-from xmcray.serving.schema import MAX_K, ModelsResponse, Problem, SearchRequest, SearchResponse
+from xmcray.serving.schema import (
+    MAX_K,
+    FeedbackRequest,
+    ModelsResponse,
+    Problem,
+    SearchRequest,
+    SearchResponse,
+)
 
 PAGE = Path(__file__).parents[2] / "xmcray" / "serving" / "page"
 RECORDED = json.loads(Path(__file__).with_name("answers.json").read_text(encoding="utf-8"))
@@ -43,6 +50,8 @@ class Server:
         bodies: of the searches, as they came.
         ready: whether the models can be listed.
         fused: whether all models are calibrated fused bundles.
+        collects: whether events are collected.
+        feedback: as it came.
         answers_slow: lets the query `slow` be answered.
     """
 
@@ -50,6 +59,8 @@ class Server:
         self.bodies: list[dict[str, Any]] = []
         self.ready = True
         self.fused = False
+        self.collects = False
+        self.feedback: list[dict[str, Any]] = []
         self.slow_came = threading.Event()
         self.answers_slow = threading.Event()
         self._socket = socket.create_server(
@@ -102,7 +113,7 @@ class Server:
         @app.get("/v1/models", response_model=ModelsResponse)
         async def models() -> Any:
             kind = {"predictor": "fused", "calibrated": True} if self.fused else {}
-            facts = {"attributes": ["package", "year"], **kind}
+            facts = {"attributes": ["package", "year"], "feedback": self.collects, **kind}
             listed = [{**model, **facts} for model in RECORDED["models"]]
             return (
                 {"models": listed} if self.ready else problem("not-ready", "no model is loaded yet")
@@ -112,6 +123,13 @@ class Server:
         def search(request: SearchRequest) -> Any:
             """Ranks the labels for each text."""
             return self._search(request)
+
+        @app.post("/v1/feedback", include_in_schema=False)
+        def feedback(request: FeedbackRequest) -> Any:
+            self.feedback.append(request.model_dump())
+            if request.event == "reject":
+                return problem("refused", "the feedback was not acknowledged: the disk is full")
+            return {"model": request.model, "number": len(self.feedback)}
 
         return app
 
@@ -610,3 +628,30 @@ def test_a_calibrated_bundle_shows_probabilities_its_main_part_and_a_slider(
     page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
     assert not page.one("#least-control").is_displayed()
     assert "min_probability" not in server.bodies[-1]
+
+
+def test_answers_are_accepted_and_rejected_where_events_are_collected(
+    page: Browser, server: Server
+) -> None:
+    page.open(server.url(q=PEAKS))
+    page.until(lambda: page.texts(".title") == uids(PEAKS, LABELS))
+    assert not page.texts(".verdict"), "nothing is collected"
+    server.collects = True
+    page.open(server.url(q=PEAKS))
+    page.until(lambda: page.texts(".verdict"))
+    page.picture("verdict")
+    accept, reject = page.all(".answer:nth-child(2) .verdict button")
+    uid = uids(PEAKS, LABELS)[1]
+    assert accept.accessible_name == f"accept {uid}"
+    accept.click()
+    page.until(lambda: accept.get_attribute("aria-pressed") == "true")
+    assert page.said() == f"{uid}: accepted."
+    body = {"request_id": "1", "label": uid, "event": "accept", "text": 0, "model": LABELS}
+    assert server.feedback == [body]
+    reject.click()
+    page.until(lambda: "disk is full" in page.one(".note").text)
+    assert accept.get_attribute("aria-pressed") == "true"
+    assert reject.get_attribute("aria-pressed") == "false"
+    assert not page.all(".answer.open"), "a verdict does not open an answer"
+    # The browser itself reports the status of a refused request.
+    assert all("503" in message for message in page.messages())

@@ -159,7 +159,7 @@ function show(side, response, roundTrip) {
   side.note.hidden = !side.note.textContent;
   const parts = shares(answers), items = [...side.list.children];
   const held = items.indexOf(document.activeElement.closest(".answer")); // whoever is on the third answer stays there
-  side.list.replaceChildren(...answers.map((answer, i) => row(side.model, answer, i, parts[i])));
+  side.list.replaceChildren(...answers.map((answer, i) => row(side, response, answer, i, parts[i])));
   if (held >= 0 && answers.length) focusAnswer(side.list.children[Math.min(held, answers.length - 1)]);
 }
 
@@ -203,7 +203,8 @@ function breakable(uid) {
   return uid.split(/(?<=[._/:-])/).flatMap((part) => [part, document.createElement("wbr")]);
 }
 
-function row(model, answer, i, share) {
+function row(side, response, answer, i, share) {
+  const { model } = side;
   const item = byId("answer-template").content.cloneNode(true).querySelector(".answer");
   const part = (name) => item.querySelector(name);
   const text = answer.text || answer.uid;
@@ -227,10 +228,29 @@ function row(model, answer, i, share) {
   why.setAttribute("aria-label", `Why ${answer.uid}?`);
   why.addEventListener("click", () => toggle(item));
   part(".label").addEventListener("click", (event) => {
-    if (event.target !== why && getSelection().isCollapsed) toggle(item);
+    if (!event.target.closest("button") && getSelection().isCollapsed) toggle(item);
   });
+  part(".verdict").hidden = !model.feedback;
+  for (const button of part(".verdict").children) {
+    button.setAttribute("aria-label", `${button.value} ${answer.uid}`);
+    button.addEventListener("click", () => judge(side, response, answer, button));
+  }
   answerOf.set(item, answer);
   return item;
+}
+
+// Tells the server what the user thinks of an answer; the button is pressed once the server has it on its disk.
+async function judge(side, response, answer, button) {
+  const body = { request_id: response.request_id, label: answer.uid, event: button.value, model: response.model };
+  try {
+    await ask("v1/feedback", body);
+    for (const other of button.parentElement.children) other.setAttribute("aria-pressed", other === button);
+    say(`${answer.uid}: ${button.value}ed.`);
+  } catch (error) {
+    side.note.textContent = error.message;
+    side.note.hidden = false;
+    say(error.message);
+  }
 }
 
 // A bundle of several trained models names its parts MODEL.PART.
