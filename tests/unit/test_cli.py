@@ -460,7 +460,15 @@ def test_help_and_mistakes_do_not_load_torch_or_ray() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["prepare", "evaluate", "export", "predict", "train", *(f"train_{m}" for m in method_names())],
+    [
+        "prepare",
+        "evaluate",
+        "export",
+        "predict",
+        "continual",
+        "train",
+        *(f"train_{m}" for m in method_names()),
+    ],
 )
 def test_a_job_is_its_verb(name: str, tmp_path: Path) -> None:
     script = ROOT / "jobs" / f"{name}.py"

@@ -21,6 +21,7 @@ from xmcray import __version__, config, credentials, logs
 from xmcray.cli import (
     auto,
     bundles,
+    continual,
     doctor,
     events,
     hub,
@@ -263,6 +264,12 @@ VERBS = {
         promotion.promote_options,
         "swap in a new bundle if it is not worse on the newest queries, or go back to the old one",
         "xmcray promote runs/a runs/b --data corpora/msdocs-2 --url http://127.0.0.1:8000 --admin-token-file admin",
+    ),
+    "continual": Verb(
+        continual.continual,
+        continual.continual_options,
+        "export events, append, go on training and promote, on a schedule; a stopped cycle goes on",
+        "xmcray continual --config cycle.yaml --out cycles",
     ),
     "push": Verb(
         hub.push,

@@ -31,6 +31,10 @@ GRADES: Mapping[str, float] = {"click": 1.0, "accept": 2.0, "purchase": 3.0}
 _HASH_RANGE = 1 << 32
 
 
+class NoFeedbackError(DataError):
+    """An event log has no label that users liked after some event."""
+
+
 @dataclass(slots=True)
 class GradedQuery:
     """One text of a search, and the labels that users liked.
@@ -118,7 +122,7 @@ def export_events(
         corpus_labels: uids of labels whose texts are left out, because their corpus has them.
         texts: texts that redacted searches may have had.
     Raises:
-        DataError: there is no feedback after that event.
+        NoFeedbackError: there is no feedback after that event.
         StorageError: the log is missing or damaged, or the folder exists.
     """
     storage.refuse_existing(out)
@@ -136,7 +140,7 @@ def export_events(
             is_known = uid in corpus_labels
             label_rows[uid] = {"uid": uid, "text": "" if is_known else reading.label_texts[uid]}
     if not queries:
-        raise DataError(
+        raise NoFeedbackError(
             f"{folder / EVENTS} has no label that users liked after event {after}, expected some;"
             " export again when there is more feedback"
         )

@@ -27,6 +27,10 @@ MARGIN = 0.009  # of the metric; 0.9 points
 Progress = Callable[[int], None]
 
 
+class NotPromotedError(BundleError):
+    """A new bundle is worse than the one in use, or there are too few queries to tell."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A new bundle against the one in use.
@@ -55,10 +59,10 @@ class Verdict:
         return self.row.low > -self.margin
 
     def check(self) -> None:
-        """Raises BundleError unless the new bundle is accepted."""
+        """Raises NotPromotedError unless the new bundle is accepted."""
         if self.accepted:
             return
-        raise BundleError(
+        raise NotPromotedError(
             f"the new bundle is not promoted: {self}, expected the interval above"
             f" {-100 * self.margin:+.2f}; {self._advice()}"
         )

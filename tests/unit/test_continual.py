@@ -1,0 +1,122 @@
+"""The cycle: feedback becomes a bundle that is served, or the old one goes on; a stopped cycle goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import appended, grown_corpora
+from served import ADMIN, TOKEN, listening
+
+from xmcray.cli import main
+from xmcray.client import Client
+from xmcray.data import pipeline
+from xmcray.data.corpus import Corpus
+
+SMALL = ["encoder.dim=16", "optim.batch_size=32", "negatives.uniform=8", "negatives.hard=0"]
+NUM_TEXTS = 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the corpus `first` and the run `a` that was trained on it."""
+    folder = tmp_path_factory.mktemp("continual")
+    corpus, _ = grown_corpora(folder, 15)
+    words = ["train", "astra", "--workers", "0", "--data", str(corpus.path), "--out", f"{folder}/a"]
+    for setting in (*SMALL, "optim.epochs=1"):
+        words += ["--set", setting]
+    assert main(words) == 0
+    return folder
+
+
+@pytest.fixture
+def client(folder: Path, tmp_path: Path) -> Iterator[Client]:
+    """A client of a server that answers from the run `a` and collects events."""
+    roots = (str(folder), str(tmp_path))
+    bundles = {"m": folder / "a" / "bundle"}
+    with (
+        listening(tmp_path, bundles, collect_events=True, bundle_roots=roots) as url,
+        Client(url, token=TOKEN, admin_token=ADMIN) as client,
+    ):
+        yield client
+
+
+def accept(client: Client, corpus: Corpus, first: int) -> None:
+    """Users like the best answers to some training queries."""
+    queries = corpus.split("train")
+    for text in queries.texts(list(range(first, first + NUM_TEXTS))):
+        search = client.search([f"{text} "], k=2)
+        for answer in search.results[0].answers:
+            client.feedback(search.request_id, str(answer.uid), "accept")
+
+
+def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
+    folder: Path,
+    client: Client,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def append(corpus: Corpus, _: Any, source: Any, out: str, **options: Any) -> Corpus:
+        return appended(corpus, source.path, Path(out))
+
+    # Without Ray.
+    monkeypatch.setattr(pipeline, "append", append)
+    corpus = Corpus.open(folder / "first")
+    cycles = tmp_path / "cycles"
+    settings = {
+        "data": str(corpus.path),
+        "run": str(folder / "a"),
+        "state": str(tmp_path / "state"),
+        "model": "m",
+        "url": client._url,
+        "token_file": str(tmp_path / "state" / "token"),
+        "admin_token_file": str(tmp_path / "state" / "admin-token"),
+        "min_queries": 5,
+        "events": ["--hold-out", "0.3"],
+    }
+
+    def cycle(margin: int, epochs: int = 1) -> tuple[int, str]:
+        """Exit code and last line of a turn."""
+        train = ["--workers", "0", "--set", f"optim.epochs={epochs}"]
+        promote = ["--margin", str(margin)]
+        config = tmp_path / "cycle.yaml"
+        config.write_text(json.dumps({**settings, "train": train, "promote": promote}))
+        code = main(["continual", "--once", "--config", str(config), "--out", str(cycles)])
+        printed = capsys.readouterr()
+        return code, (printed.err if code else printed.out).splitlines()[-1]
+
+    first_version = client.models()[0].version
+    assert cycle(100) == (0, "cycle 1 waits for feedback after event 0")
+    accept(client, corpus, 0)
+    code, line = cycle(100, epochs=-1)
+    assert (code, "optim.epochs" in line) == (2, True)
+    corpus_file = cycles / "cycle-0001" / "corpus" / "manifest.json"
+    written = corpus_file.stat().st_mtime_ns
+    assert client.models()[0].version == first_version
+
+    code, line = cycle(100)
+    assert code == 0
+    assert line.startswith("cycle 1: ")
+    assert line.endswith(": promoted")
+    assert corpus_file.stat().st_mtime_ns == written, "the step was not done again"
+    second_version = client.models()[0].version
+    assert second_version != first_version
+    grown = Corpus.open(cycles / "cycle-0001" / "corpus")
+    assert grown.card.num_train + grown.card.num_test == corpus.card.num_train + NUM_TEXTS
+    assert cycle(100)[1].startswith("cycle 2 waits for feedback after event ")
+
+    accept(client, corpus, NUM_TEXTS)
+    code, line = cycle(0)
+    assert code == 0
+    assert "cycle 2: " in line
+    assert "the new bundle is not promoted" in line
+    assert client.models()[0].version == second_version
+    report = json.loads((cycles / "cycle-0002" / "report.json").read_text())
+    assert report["run"] == str(cycles / "cycle-0001" / "run")
+    (cycles / "cycle-0002" / "report.json").write_text("{")
+    code, line = cycle(0)
+    assert (code, "report.json is damaged" in line) == (2, True)
