@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from planted import WORDS_PER_LABEL, write_planted
 
 from xmcray.data.append import (
@@ -15,9 +16,10 @@ from xmcray.data.append import (
     match_labels,
     settings_of,
 )
-from xmcray.data.chunks import NO_PAIRS, pack_chunk, read_chunks, survey
+from xmcray.data.chunks import NO_PAIRS, pack_chunk, read_chunks, survey, test_keys
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import RawFiles, detect
+from xmcray.data.text_keys import NO_KEYS
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.data.writer import CorpusWriter, PrepareConfig, sorted_pairs
 from xmcray.storage import FileEntry, link_files, new_artifact, open_artifact
@@ -118,6 +120,9 @@ def write_rows(writer: CorpusWriter, source: RawFiles, tokenizer: TextTokenizer)
     for split in ("labels", *source.splits):
         pairs = NO_PAIRS if split == "labels" else sorted_pairs(source.filters(split))
         num_labels = writer.num_rows["labels"]
-        for chunk in read_chunks(source, split, num_labels, shard_rows, skip=False):
+        leaks = NO_KEYS
+        if split == "train" and writer.config.on_leak == "drop":
+            leaks = np.concatenate(list(test_keys(source, num_labels, False, shard_rows)))
+        for chunk in read_chunks(source, split, num_labels, shard_rows, False, leaks):
             writer.add(pack_chunk(chunk, tokenizer, pairs, num_labels, shard_rows))
     writer.finish(tokenizer)

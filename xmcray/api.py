@@ -53,6 +53,7 @@ class PrepareOptions(TypedDict, total=False):
     vocab_size: int
     propensity: tuple[float, float]
     on_error: Literal["fail", "skip"]
+    on_leak: Literal["keep", "drop"]
 
 
 def prepare(
@@ -151,7 +152,12 @@ def _append(
     from xmcray.data.formats import detect
     from xmcray.storage import open_artifact, refuse_existing
 
-    own = ("format", "on_error")
+    if given.get("on_leak") == "drop":
+        raise ConfigError(
+            "on_leak is drop, expected keep with rows that are appended, because earlier rows stay;"
+            " leave it out"
+        )
+    own = ("format", "on_error", "on_leak")
     _refuse_options(given, own, f"is as in {append_to}, which the rows are appended to")
     raw = detect(source, given["format"])
     refuse_existing(out)

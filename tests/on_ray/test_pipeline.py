@@ -80,10 +80,22 @@ def test_counts_order_and_card(corpus: Corpus) -> None:
     assert card.odd == {
         "labels: never seen": 2,
         "labels: seen only in test": 1,
+        "labels: text of another label": 16,
         "train: all positives filtered": 1,
+        "train: text of an earlier training query": 15,
     }
     assert sum(card.frequency.values()) == 23
     assert card.frequency["0"] == 3
+
+
+def test_training_queries_with_the_text_of_a_test_query_are_left_out(tmp_path: Path) -> None:
+    leak = {"uid": "leak", "text": "Query 3  about number 3", "labels": [0]}
+    raw = write(tmp_path / "raw", labels=LABELS, train=TRAIN, test=[*TEST, leak])
+    corpus = prepare(detect(str(raw), None), tmp_path / "c", on_leak="drop", **SMALL)
+    assert corpus.card.rejected == {"train": 2}
+    texts = corpus.split("train").texts(np.arange(corpus.card.num_train))
+    assert len(texts) == 68
+    assert "query 3 about number 3" not in texts
 
 
 @pytest.mark.parametrize("parallelism", [2, 4])

@@ -96,6 +96,11 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
         choices=("fail", "skip"),
         help="malformed rows: stop (default), or record and skip",
     )
+    verb.add_argument(
+        "--on-leak",
+        choices=("keep", "drop"),
+        help="training queries with the text of a test query: count them (default), or leave them out",
+    )
     add_json(verb, "the card")
 
 

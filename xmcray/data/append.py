@@ -26,6 +26,7 @@ from xmcray.data.chunks import Rejects
 from xmcray.data.corpus import Card, Corpus, Split
 from xmcray.data.formats import BadRow, OnBad, RawFiles, Row
 from xmcray.data.shards import ARRAY_SUFFIXES, shard_stem
+from xmcray.data.text_keys import COUNTED, keys_by_name
 from xmcray.data.writer import CorpusWriter, PrepareConfig
 from xmcray.errors import DataError, readable
 from xmcray.types import Int64Array
@@ -33,7 +34,7 @@ from xmcray.types import Int64Array
 _ROWS_AT_ONCE = 65_536
 _SPLITS = ("labels", "train", "test")
 # Counts of odd rows that depend on all queries; the writer counts them anew.
-_COUNTED_ANEW = ("labels: never seen", "labels: seen only in test")
+_COUNTED_ANEW = ("labels: never seen", "labels: seen only in test", *COUNTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,12 +277,14 @@ def continued_writer(
         if split not in ("labels", *source.splits):
             # All its files are linked.
             writer.num_rows[split] = num_old
+            _add_keys(writer, corpus, split)
             continue
         num_shards = source.first_shard(split, card.shard_rows)
         (folder / split).mkdir(exist_ok=True)
         writer.arrays[split] = ArrayFiles(folder / split, config.shards_per_array_file)
         writer.arrays[split].keep(corpus.path / split, num_shards, card.shard_rows)
         writer.num_rows[split] = num_shards * card.shard_rows
+        _add_keys(writer, corpus, split)
         writer.num_tokens[split] = _num_tokens(corpus, split, writer.num_rows[split])
         writer.odd.subtract(_odd_rows(corpus, split, source.unfinished(split)))
     num_labels = max(card.num_labels, int(source.label_ids.max()) + 1)
@@ -291,6 +294,16 @@ def continued_writer(
             _count_positives(writer.counts[split], corpus.split(split), writer.num_rows[split])
             writer.filters[split] = [_filter_pairs(corpus.path, split)]
     return writer
+
+
+def _add_keys(writer: CorpusWriter, corpus: Corpus, split: str) -> None:
+    """Adds the keys of the texts that the writer has counted."""
+    num_rows = writer.num_rows[split]
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        rows = np.arange(start, min(start + _ROWS_AT_ONCE, num_rows))
+        is_label = split == "labels"
+        texts = corpus.label_texts(rows) if is_label else corpus.split(split).texts(rows)
+        writer.keys.add(keys_by_name(split, texts))
 
 
 def _odd_rows(corpus: Corpus, split: str, rows: Int64Array) -> Counter[str]:

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from xmcray.data.formats import BadRow, RawFiles, Row
 from xmcray.data.shards import pack
+from xmcray.data.text_keys import NO_KEYS, Keys, keys_by_name, text_keys
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError
 from xmcray.types import BoolArray, Int64Array, Ragged, offsets_of
@@ -63,6 +64,7 @@ class PackedShard:
         num_tokens: tokens of all its rows.
         rejected: rows left out since the previous chunk.
         odd: legal but unusual rows by reason.
+        keys: keys of texts by name, for `TextKeys.add`.
         label_ids: int64, the positives of all rows, one after another.
         filters: int64 [pairs, 2]: kept row of the split, source label id.
     """
@@ -74,6 +76,7 @@ class PackedShard:
     num_tokens: int
     rejected: list[BadRow]
     odd: Counter[str]
+    keys: dict[str, Keys]
     label_ids: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
     filters: Int64Array = field(default_factory=lambda: NO_PAIRS)
 
@@ -98,6 +101,14 @@ class Rejects:
         """
         if not self.skip:
             raise DataError(f"{bad}; repair the row, or leave such rows out with --on-error skip")
+        self.leave_out(bad)
+
+    def leave_out(self, bad: BadRow) -> None:
+        """Takes a row that is left out in any case.
+
+        Raises:
+            DataError: there are too many since the last `drain`.
+        """
         if len(self.pending) >= MAX_PENDING:
             raise DataError(
                 f"{bad}; so were {MAX_PENDING:,} other rows among the last ones, which is too many to leave"
@@ -119,10 +130,15 @@ def read_chunks(
     num_labels: int,
     shard_rows: int,
     skip: bool,
+    leaks: Keys = NO_KEYS,
 ) -> Iterator[RawChunk]:
     """All rows of a split (or "labels") in chunks of `shard_rows`.
 
     A label's id is its row in the raw file, so a rejected label leaves a row without text behind.
+
+    Args:
+        skip: leave malformed rows out instead of raising an error.
+        leaks: keys of texts whose rows are left out.
 
     Raises:
         DataError: a malformed row that is not to be skipped, or files that cannot be read.
@@ -132,6 +148,8 @@ def read_chunks(
     rows = _rows_of(source, split, num_labels, rejects)
     if split == "labels":
         rows = _without_holes(rows, rejects, first_shard * shard_rows)
+    if len(leaks):
+        rows = _without_leaks(rows, set(leaks.tolist()), str(source.path / split), rejects)
     for shard in itertools.count(first_shard):
         # A chunk is in memory as a whole; the reader goes on when the next one is wanted.
         block = list(itertools.islice(rows, shard_rows))
@@ -145,6 +163,32 @@ def _rows_of(source: RawFiles, split: str, num_labels: int, rejects: Rejects) ->
     if split == "labels":
         return source.labels(rejects)
     return source.queries(split, num_labels, rejects)
+
+
+def test_keys(source: RawFiles, num_labels: int, skip: bool, block_rows: int) -> Iterator[Keys]:
+    """Yields the keys of the texts of all test queries, a block at a time.
+
+    Args:
+        skip: leave malformed rows out instead of raising an error.
+        block_rows: queries of a block.
+    """
+    rejects = Rejects(skip)
+    rows = _rows_of(source, "test", num_labels, rejects)
+    while block := [row.text for row in itertools.islice(rows, block_rows)]:
+        rejects.drain()  # they are reported when the rows are read for good
+        yield text_keys(block)
+
+
+def _without_leaks(
+    rows: Iterator[Row], leaks: set[int], file: str, rejects: Rejects
+) -> Iterator[Row]:
+    """The rows whose texts are not among some others."""
+    for row in rows:
+        if leaks.isdisjoint(text_keys([row.text]).tolist()):
+            yield row
+        else:
+            reason = "its text is that of a test query"
+            rejects.leave_out(BadRow(file, row.row + 1, reason))
 
 
 def _without_holes(labels: Iterator[Row], rejects: Rejects, first_row: int) -> Iterator[Row]:
@@ -237,6 +281,7 @@ def pack_chunk(
         num_tokens=len(tokens.values),
         rejected=chunk.rejected,
         odd=Counter({f"{chunk.split}: no text": num_empty}),
+        keys=keys_by_name(chunk.split, texts),
     )
     table = chunk.rows.select(["uid", "text"])
     positives = None

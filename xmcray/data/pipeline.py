@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from rich.progress import Progress
 
 from xmcray.data.append import (
@@ -24,7 +25,15 @@ from xmcray.data.append import (
     match_labels,
     settings_of,
 )
-from xmcray.data.chunks import NO_PAIRS, PackedShard, RawChunk, pack_chunk, read_chunks, survey
+from xmcray.data.chunks import (
+    NO_PAIRS,
+    PackedShard,
+    RawChunk,
+    pack_chunk,
+    read_chunks,
+    survey,
+    test_keys,
+)
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import RawFiles
 from xmcray.data.stream import (
@@ -36,6 +45,7 @@ from xmcray.data.stream import (
     stream_of,
     watched,
 )
+from xmcray.data.text_keys import NO_KEYS, Keys
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.data.writer import (
     CorpusWriter,
@@ -200,14 +210,33 @@ class _Pipeline:
     def write_rows(self, writer: CorpusWriter, tokenizer: TextTokenizer) -> None:
         """Reads, tokenises and writes all rows of the source, and finishes the corpus."""
         source = self.source
-        for shard in self.shards(["labels"], tokenizer, {}, 0):
+        for shard in self.shards(["labels"], tokenizer, {}, 0, NO_KEYS):
             writer.add(shard)
         # Queries come after the labels: their label ids are checked against the number of labels.
         num_labels = writer.num_rows["labels"]
         filters = {split: sorted_pairs(source.filters(split)) for split in source.splits}
-        for shard in self.shards(source.splits, tokenizer, filters, num_labels):
+        leaks = self.test_keys(num_labels) if self.config.on_leak == "drop" else NO_KEYS
+        for shard in self.shards(source.splits, tokenizer, filters, num_labels, leaks):
             writer.add(shard)
         writer.finish(tokenizer)
+
+    def test_keys(self, num_labels: int) -> Keys:
+        """Keys of the texts of all test queries, which a pass over them finds.
+
+        Args:
+            num_labels: rows of the label file.
+        """
+        if "test" not in self.source.splits:
+            return NO_KEYS
+        read = functools.partial(
+            test_keys,
+            num_labels=num_labels,
+            skip=self.config.on_error == "skip",
+            block_rows=self.config.shard_rows,
+        )
+        with watched(self.stall_s) as beat:
+            blocks = mapped(stream_of([self.source]), read, READ_CPUS)
+            return np.unique(np.concatenate(list(results(blocks, beat))))
 
     def shards(
         self,
@@ -215,21 +244,25 @@ class _Pipeline:
         tokenizer: TextTokenizer,
         filters: Mapping[str, Int64Array],
         num_labels: int,
+        leaks: Keys,
     ) -> Iterator[PackedShard]:
         """Packed shards of the splits, in the order in which they are finished.
 
         Args:
             filters: by split, int64 [pairs, 2]: row of the raw file, source label id; sorted.
             num_labels: rows of the label file.
+            leaks: keys of texts whose training queries are left out.
         """
         # The functions below travel to the tasks, so they hold plain values instead of `self`.
         source = self.source
         shard_rows = self.config.shard_rows
         skip = self.config.on_error == "skip"
         shared = put_object((tokenizer.to_files(), dict(filters)))
+        shared_leaks = put_object(leaks)
 
         def read(split: str) -> Iterator[RawChunk]:
-            return read_chunks(source, split, num_labels, shard_rows, skip)
+            left_out = get_object(shared_leaks) if split == "train" else NO_KEYS
+            return read_chunks(source, split, num_labels, shard_rows, skip, left_out)
 
         def pack(chunk: RawChunk) -> Iterator[PackedShard]:
             task_tokenizer, task_filters = _unpacked(shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,9 +17,12 @@ from xmcray.data.array_files import ArrayFiles
 from xmcray.data.chunks import PackedShard
 from xmcray.data.corpus import Card, frequency_histogram, inverse_permutation
 from xmcray.data.formats import BadRow, RawFiles
+from xmcray.data.text_keys import LEAKS, TextKeys
 from xmcray.data.tokens import LABEL_MAX_LEN, MAX_VOCAB, TextTokenizer
 from xmcray.errors import ConfigError, DataError
 from xmcray.types import Int64Array
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,8 @@ class PrepareConfig:
         label_prompt: the same for label texts.
         vocab_size: largest vocabulary to train.
         on_error: "fail" stops at the first malformed row, "skip" writes them to rejected.jsonl.
+        on_leak: "keep" counts test queries whose text a training query has, "drop" also leaves
+            these training queries out and writes them to rejected.jsonl.
         seed: of the label permutation and the vocabulary sample.
         propensity: constants A and B (Jain et al., KDD 2016).
         shard_rows: rows per shard, the unit of work; a file of texts holds one shard.
@@ -47,6 +53,7 @@ class PrepareConfig:
     label_prompt: str | None = None
     vocab_size: int = MAX_VOCAB
     on_error: Literal["fail", "skip"] = "fail"
+    on_leak: Literal["keep", "drop"] = "keep"
     seed: int = 0
     propensity: tuple[float, float] = (0.55, 1.5)
     shard_rows: int = 16_384
@@ -86,6 +93,7 @@ class CorpusWriter:
         filters: by split, filter pairs of each shard.
         counts: by split, int64 [L]: queries that carry each label.
         arrays: by split, its files of token and label ids.
+        keys: keys of all texts.
     """
 
     folder: Path
@@ -100,6 +108,10 @@ class CorpusWriter:
     filters: dict[str, list[Int64Array]] = field(default_factory=dict)
     counts: dict[str, Int64Array] = field(default_factory=dict)
     arrays: dict[str, ArrayFiles] = field(default_factory=dict)
+    keys: TextKeys = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = TextKeys(self.folder)
 
     def add(self, shard: PackedShard) -> None:
         """Writes a shard's files; all shards of "labels" come before those of other splits."""
@@ -120,6 +132,7 @@ class CorpusWriter:
         self.num_rows[split] += shard.num_rows
         self.num_tokens[split] += shard.num_tokens
         self.odd.update(shard.odd)
+        self.keys.add(shard.keys)
         self.rejected += [(split, bad) for bad in shard.rejected]
         if split == "labels":
             return
@@ -158,6 +171,7 @@ class CorpusWriter:
             np.save(filter_folder / f"{split}.npy", pairs)
         self._write_rejected()
         self._count_unseen_labels()
+        self._count_equal_texts()
         self._card(tokenizer).save(self.folder / "card.yaml")
 
     def _write_rejected(self) -> None:
@@ -180,6 +194,17 @@ class CorpusWriter:
             self.odd["labels: seen only in test"] = int(only_in_test.sum())
             unseen &= ~only_in_test
         self.odd["labels: never seen"] = int(unseen.sum())
+
+    def _count_equal_texts(self) -> None:
+        """Counts rows whose text another row has among the odd rows; warns of test queries."""
+        self.odd.update(self.keys.odd_rows())
+        if self.odd[LEAKS]:
+            logger.warning(
+                "%s of %s test queries have the text of a training query, which makes metrics too"
+                " good; --on-leak drop leaves these training queries out",
+                f"{self.odd[LEAKS]:,}",
+                f"{self.num_rows['test']:,}",
+            )
 
     def _card(self, tokenizer: TextTokenizer) -> Card:
         """What the corpus says of itself."""
