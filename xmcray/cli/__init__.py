@@ -25,6 +25,7 @@ from xmcray.cli import (
     doctor,
     events,
     hub,
+    mcp,
     planning,
     promotion,
     shipped,
@@ -258,6 +259,12 @@ VERBS = {
         events.events_options,
         "turn searches and feedback that a server has collected into raw files",
         "xmcray events export serve-state --data corpora/msdocs --out raw/feedback",
+    ),
+    "mcp": Verb(
+        mcp.mcp,
+        mcp.mcp_options,
+        "offer a server's search as a tool of the Model Context Protocol",
+        "xmcray mcp http://127.0.0.1:8000 --token-file serve-state/token",
     ),
     "promote": Verb(
         promotion.promote,

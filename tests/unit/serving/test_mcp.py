@@ -1,0 +1,77 @@
+"""The tool of the Model Context Protocol answers what the server answers, over stdio and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from bundles import write_bundle_of
+from served import TOKEN, Served, served
+
+from xmcray.client.mcp_tool import HTTP, tool_server
+from xmcray.retrieval.retriever import Retriever
+
+mcp = pytest.importorskip("mcp")
+httpx2 = pytest.importorskip("httpx2")
+TEXT = "matrix vector norm"
+
+
+async def found_labels(client: Any, **arguments: Any) -> Any:
+    result = await client.call_tool("search", {"text": TEXT, **arguments})
+    assert not result.is_error, result.content
+    return result.structured_content["labels"]
+
+
+def in_front_of(one: Served, token_file: Path | None) -> Any:
+    transport = httpx.ASGITransport(one.app)
+    file = str(token_file) if token_file else None
+    return tool_server("http://127.0.0.1:1", file, None, transport=transport)
+
+
+def test_the_tool_answers_as_the_bundle_does(tmp_path: Path) -> None:
+    bundle = write_bundle_of(tmp_path / "b", "texts")
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
+    wanted = Retriever.load(bundle).search([TEXT], 3)[0]
+
+    async def test() -> None:
+        async with served(tmp_path, {"m": bundle}) as one:
+            server = in_front_of(one, token_file)
+            async with mcp.Client(server) as client:
+                tools = (await client.list_tools()).tools
+                assert [tool.name for tool in tools] == ["search"]
+                labels = await found_labels(client, k=3)
+                assert [label["uid"] for label in labels] == [label.uid for label in wanted]
+                wrong = await client.call_tool("search", {"text": TEXT, "k": 0})
+                assert wrong.is_error
+
+    asyncio.run(test())
+
+
+def test_over_http_the_token_of_each_request_counts(tmp_path: Path) -> None:
+    bundle = write_bundle_of(tmp_path / "b", "texts")
+
+    async def ask(one: Served, token: str) -> Any:
+        server = in_front_of(one, None)
+        app = server.streamable_http_app(**HTTP)
+        http = httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app),
+            headers={"Authorization": f"Bearer {token}"},
+        )
+        url = "http://127.0.0.1:8000/mcp"
+        transport = mcp.client.streamable_http.streamable_http_client(url, http_client=http)
+        async with server.session_manager.run(), http, mcp.Client(transport) as client:
+            return await client.call_tool("search", {"text": TEXT})
+
+    async def test() -> None:
+        async with served(tmp_path, {"m": bundle}) as one:
+            assert len((await ask(one, TOKEN)).structured_content["labels"]) == 10
+            refused = await ask(one, "another")
+            assert refused.is_error
+            assert "expected `Authorization: Bearer TOKEN`" in refused.content[0].text
+
+    asyncio.run(test())

@@ -1,0 +1,102 @@
+"""A tool `search` for programs that speak the Model Context Protocol (MCP), in front of a running server.
+
+Over stdio the program starts this process, which has a reader's token. Over HTTP each request
+brings its own token, which is sent on: the port gives no one rights.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
+from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import BaseModel, Field
+
+from xmcray import __version__
+from xmcray.client import AsyncClient, SearchOptions
+from xmcray.errors import XmcrayError
+from xmcray.serving.schema import MAX_K
+
+HOST = "127.0.0.1"
+# Each request is complete in itself: there are no sessions to keep or to steal.
+HTTP: dict[str, Any] = {"stateless_http": True, "json_response": True}
+DESCRIPTION = "The labels that fit a text best, best first. The text may be a title, a question or a paragraph."
+
+
+class Hit(BaseModel):
+    """A label.
+
+    Attributes:
+        uid: names the label.
+        text: its text.
+        score: higher is better; comparable between answers to one text only.
+        probability: that it fits, if the bundle is calibrated.
+    """
+
+    uid: str
+    text: str
+    score: float
+    probability: float | None = None
+
+
+class Hits(BaseModel):
+    """The labels that were found, best first."""
+
+    labels: list[Hit]
+
+
+def tool_server(
+    url: str, token_file: str | None, model: str | None, transport: Any = None
+) -> MCPServer:
+    """An MCP server with the tool.
+
+    Args:
+        url: a running xmcray server.
+        token_file: file with its reader's token; None if requests bring it.
+        model: name of the model to search; the first one if None.
+        transport: see `Client`.
+    """
+    server = MCPServer("xmcray", version=__version__, log_level="WARNING")
+
+    @server.tool(description=DESCRIPTION)
+    async def search(
+        text: str, context: Context, k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
+    ) -> Hits:
+        token = None if token_file else _bearer(context)
+        client = AsyncClient(url, token, token_file=token_file, transport=transport)
+        options: SearchOptions = {} if model is None else {"model": model}
+        try:
+            async with client:
+                response = await client.search([text], k=k, **options)
+        except XmcrayError as error:
+            # The text of other errors is kept from the caller.
+            raise ToolError(str(error)) from None
+        answers = response.results[0].answers
+        return Hits(labels=[Hit.model_validate(answer.model_dump()) for answer in answers])
+
+    return server
+
+
+def _bearer(context: Context) -> str | None:
+    """The token that came with an HTTP request."""
+    words = (context.headers or {}).get("authorization", "").split()
+    if len(words) == 2 and words[0].lower() == "bearer":
+        return words[1]
+    return None
+
+
+def run(url: str, token_file: str | None, model: str | None, port: int | None) -> None:
+    """Serves the tool until it is interrupted.
+
+    Args:
+        url: see `tool_server`.
+        token_file: see `tool_server`.
+        model: see `tool_server`.
+        port: of HTTP on this machine; stdin and stdout if None.
+    """
+    server = tool_server(url, token_file, model)
+    if port is None:
+        server.run("stdio")
+    else:
+        server.run("streamable-http", host=HOST, port=port, **HTTP)
