@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def descendants(pid: int) -> dict[int, str]:
@@ -116,3 +116,22 @@ def kill(pids: list[int]) -> None:
     """SIGKILL."""
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+
+
+def kill_here() -> NoReturn:
+    """SIGKILL for this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("a killed process went on")
+
+
+def run_killed(function: Callable[[], Any]) -> None:
+    """Runs a function, which calls `kill_here`, in a copy of this process."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status), "it was not killed"
+    assert os.WTERMSIG(status) == signal.SIGKILL

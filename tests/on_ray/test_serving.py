@@ -74,6 +74,7 @@ def test_composed_answers_are_the_retrievers(
         mode="composed",
         parts=2,
         state_dir=str(tmp_path / "s"),
+        collect_events=True,
         bundle_roots=(str(tmp_path),),
     )
     with (
@@ -112,6 +113,10 @@ def test_composed_answers_are_the_retrievers(
             for metadata, code in [((), "UNAUTHENTICATED"), ([token], "INVALID_ARGUMENT")]:
                 with pytest.raises(grpc.RpcError, match=code):
                     call(SearchRequest(texts=["a"], k=0), metadata=metadata)
+        # feedback finds its search, which is on its way to the coordinator
+        search = client.search(ASKED, K, model="texts")
+        uid = str(search.results[0].answers[0].uid)
+        assert client.feedback(search.request_id, uid, "accept", model="texts").number >= 2
         # an operation, a filter and a swap through all parts
         number = client.change_labels(
             [Operation(op="add", uid="n1", text="sort sort join")], model="texts"

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from corpora import appended, grown_corpora
+from processes import kill_here, run_killed
 from served import ADMIN, TOKEN, listening
 
+from xmcray import storage
 from xmcray.cli import main
 from xmcray.client import Client
 from xmcray.data import pipeline
@@ -42,6 +44,21 @@ def client(folder: Path, tmp_path: Path) -> Iterator[Client]:
         Client(url, token=TOKEN, admin_token=ADMIN) as client,
     ):
         yield client
+
+
+def test_an_append_that_was_killed_leaves_nothing_and_is_done_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = Corpus.open(folder / "first")
+    out = tmp_path / "grown"
+    with monkeypatch.context() as patch:
+        # All files are written, but the manifest is not.
+        patch.setattr(storage, "write_json", lambda *_: kill_here())
+        run_killed(lambda: appended(corpus, folder / "new", out))
+    assert not out.exists()
+    assert Corpus.open(folder / "first").sha256 == corpus.sha256
+    again = appended(corpus, folder / "new", out)
+    assert again.sha256 == Corpus.open(folder / "second").sha256
 
 
 def accept(client: Client, corpus: Corpus, first: int) -> None:
@@ -98,13 +115,26 @@ def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
     written = corpus_file.stat().st_mtime_ns
     assert client.models()[0].version == first_version
 
+    swap = Client.swap
+
+    def swap_and_die(*arguments: Any, **options: Any) -> None:
+        swap(*arguments, **options)
+        kill_here()
+
+    for last_step in (lambda *_, **__: kill_here(), swap_and_die):
+        assert client.models()[0].version == first_version
+        with monkeypatch.context() as patch:
+            patch.setattr(Client, "swap", last_step)
+            run_killed(lambda: cycle(100))
+    # It answers from the new bundle, and the cycle learns of it.
+    second_version = client.models()[0].version
+    assert client.search(["text"]).version == second_version != first_version
     code, line = cycle(100)
     assert code == 0
     assert line.startswith("cycle 1: ")
     assert line.endswith(": promoted")
     assert corpus_file.stat().st_mtime_ns == written, "the step was not done again"
-    second_version = client.models()[0].version
-    assert second_version != first_version
+    assert client.models()[0].version == second_version
     grown = Corpus.open(cycles / "cycle-0001" / "corpus")
     assert grown.card.num_train + grown.card.num_test == corpus.card.num_train + NUM_TEXTS
     assert cycle(100)[1].startswith("cycle 2 waits for feedback after event ")

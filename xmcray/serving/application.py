@@ -317,19 +317,26 @@ class _RemoteEvents:
             self._sending = asyncio.create_task(self._send())
 
     async def add_feedback(self, name: str, event: FeedbackEvent) -> int:
+        # The search that it is about may be among those that wait.
+        await self._send_waiting(name)
         number: int = await self._coordinator.add_feedback(name, event)
         return number
 
     async def _send(self) -> None:
         """Sends what waits, and what comes meanwhile."""
         while self._waiting:
-            name, events = self._waiting.popitem()
-            num_dropped = self._num_dropped.pop(name, 0)
-            try:
-                await self._coordinator.note_searches(name, events, num_dropped)
-            except Exception:
-                # The coordinator is being started again.
-                self._count_dropped(name, num_dropped + len(events))
+            await self._send_waiting(next(iter(self._waiting)))
+
+    async def _send_waiting(self, name: str) -> None:
+        events = self._waiting.pop(name, [])
+        if not events:
+            return
+        num_dropped = self._num_dropped.pop(name, 0)
+        try:
+            await self._coordinator.note_searches(name, events, num_dropped)
+        except Exception:
+            # The coordinator is being started again.
+            self._count_dropped(name, num_dropped + len(events))
 
     def _count_dropped(self, name: str, number: int) -> None:
         self._num_dropped[name] = self._num_dropped.get(name, 0) + number

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import grown_corpora
+from processes import kill_here, run_killed
 from safetensors.torch import load_file
 
 from xmcray.cli import main
@@ -129,9 +130,6 @@ def test_a_run_that_was_killed_ends_with_the_same_bytes(
         end = ["--from", str(astra.path), "--no-evaluate", "--set", "log.checkpoint_every=3"]
         return command("astra", corpora[1], tmp_path / name, *end)
 
-    class KilledError(BaseException):
-        pass
-
     whole_step = Stepper.step
     num_steps = 0
 
@@ -139,19 +137,18 @@ def test_a_run_that_was_killed_ends_with_the_same_bytes(
         nonlocal num_steps
         num_steps += 1
         if num_steps == {"early": 2, "late": 5}[moment]:
-            raise KilledError
+            kill_here()
         return whole_step(self, *arguments)
 
     def created(*_: Any) -> None:
-        raise KilledError
+        kill_here()
 
     with monkeypatch.context() as patch:
         if moment == "start":
             patch.setattr(Run, "create", created)
         else:
             patch.setattr(Stepper, "step", step)
-        with pytest.raises(KilledError):
-            main(words("killed"))
+        run_killed(lambda: main(words("killed")))
     assert main(words("killed")) == 0
     assert main(words("whole")) == 0
     [killed] = sorted((tmp_path / "killed/checkpoints").glob("step-*"))[-1:]
