@@ -101,7 +101,7 @@ def measured(corpus: Corpus, minutes: float) -> dict[str, Any]:
     return {
         "budget_minutes": minutes,
         "spent_minutes": round(result["spent_s"] / 60, 1),
-        "members": result["bundle"]["sources"],
+        "members": result["bundle"]["members"],
         "refitted": result["bundle"]["refitted"],
         "weights": {part["part"]: part["weight"] for part in result["choice"]["tests"]},
         "validation": result["choice"]["metrics"],

@@ -70,6 +70,7 @@ def fuse(
     retokenized: Sequence[Corpus] = (),
     metrics: Sequence[str] = METRICS,
     most_queries: int = MOST_QUERIES,
+    choice: Choice | None = None,
     threads: int = 1,
     progress: Progress | None = None,
 ) -> Choice:
@@ -85,6 +86,7 @@ def fuse(
             trained on these.
         metrics: the metrics whose mean is maximised.
         most_queries: held-out queries by which weights are chosen; fewer take less time.
+        choice: weights that were chosen before; `paths` are the runs of its members, in order.
         threads: of building indexes.
         progress: called with the number of training queries encoded so far for a member.
     Returns:
@@ -107,28 +109,44 @@ def fuse(
         parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fusing.", dir=parent) as folder:
         write = _MemberWriter(Path(folder), threads, progress)
-        return _fuse(sources, corpus, held_out, most_queries, metrics, write, out)
+        selected = [write(source.selected, source.corpus) for source in sources]
+        words = _write_words(corpus, write.folder / WORDS)
+        if choice is None:
+            chosen_by = _spread(held_out, most_queries)
+            choice = _chosen(selected, words, corpus, chosen_by, metrics)
+        return _fuse(sources, selected, words, corpus, held_out, choice, write, out)
+
+
+def _chosen(
+    selected: Sequence[Path],
+    words: Path,
+    corpus: Corpus,
+    rows: Int64Array,
+    metrics: Sequence[str],
+) -> Choice:
+    """Chooses the weights of parts, which lie in one folder."""
+    start = _all_parts(selected)
+    trial = words.parent / "trial"
+    _put_together(selected, words, trial, start, {})
+    return _choose(trial, corpus, rows, metrics, start)
 
 
 def _fuse(
     sources: Sequence[_Source],
+    selected: Sequence[Path],
+    words: Path,
     corpus: Corpus,
     held_out: Int64Array,
-    most_queries: int,
-    metrics: Sequence[str],
+    choice: Choice,
     write: _MemberWriter,
     out: str | Path,
 ) -> Choice:
     """See `fuse`. Parts are written into the folder of `write`."""
-    words = _write_words(corpus, write.folder / WORDS)
-    selected = [write(source.selected, source.corpus) for source in sources]
-    start = _all_parts(selected)
-    _put_together(selected, words, write.folder / "trial", start, {})
-    chosen_by = _spread(held_out, most_queries)
-    choice = _choose(write.folder / "trial", corpus, chosen_by, metrics, start)
-    names = [member.name for member in start.members]
-    # Members of which no part stays are left out.
-    kept = [names.index(member.name) for member in choice.config.members]
+    kept = list(range(len(selected)))
+    if len(choice.config.members) < len(selected):
+        # Members of which no part stays are left out.
+        names = [member.name for member in _all_parts(selected).members]
+        kept = [names.index(member.name) for member in choice.config.members]
     chosen = [selected[place] for place in kept]
     _put_together(chosen, words, write.folder / "chosen", choice.config, {})
     retriever = Retriever.load(write.folder / "chosen")

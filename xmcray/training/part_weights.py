@@ -78,6 +78,13 @@ class Choice:
         """Plain values for the bundle's manifest and for programs."""
         return dataclasses.asdict(self)
 
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> Choice:
+        """What `plain` returned, also after it was written as JSON."""
+        tests = [PartTest(**test) for test in plain["tests"]]
+        config = PartsConfig.read(plain["config"])
+        return cls(**{**plain, "config": config, "tests": tests})
+
 
 @dataclass(frozen=True)
 class _Measured:

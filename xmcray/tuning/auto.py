@@ -30,6 +30,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training.fuse import fuse
 from xmcray.training.launch import train
 from xmcray.training.outcome import bundle_of, nearest_queries, searcher
+from xmcray.training.part_weights import Choice
 from xmcray.training.preemption import Terminated
 from xmcray.training.run import SELECTION, Run, locked
 from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
@@ -295,31 +296,28 @@ def _fuse_best(study: Study, budget: Budget, say: Say) -> None:
             f"no training was finished within {_minutes(budget.search_s)}, the time of the search;"
             " the same command with a larger --budget continues"
         )
-    before = _fused(study)
-    if before is not None and before["trials"] == [attempt.name for attempt in best]:
-        members = _members(before, best)
-    else:
-        members = _fuse(study, best, best, say)
-    # Most important ones first.
+    fused = _fused(study)
+    if fused is None or fused["trials"] != [attempt.name for attempt in best]:
+        fused = _fuse(study, best, None, say)
+    members = [attempt for attempt in best if attempt.name in fused["members"]]
     for attempt in members:
         _refit(study, attempt, budget, say)
-    fused = _fused(study)
-    assert fused is not None, "it was just written"
     refitted = [attempt.name for attempt in members if _is_finished(_refit_path(study, attempt))]
     left_s = budget.seconds - study.clock.spent_s
     if set(refitted) - set(fused["refitted"]) and fused["seconds"] < left_s:
-        _fuse(study, best, members, say)
+        # The weights stay: they were chosen by the trials, which have not seen the held-out queries.
+        _fuse(study, members, fused, say)
 
 
 def _fuse(
-    study: Study, best: Sequence[Attempt], members: Sequence[Attempt], say: Say
-) -> list[Attempt]:
-    """Fuses trials, or their refits; returns the trials that stayed, the most important first.
+    study: Study, attempts: Sequence[Attempt], before: Mapping[str, Any] | None, say: Say
+) -> dict[str, Any]:
+    """Writes DIR/bundle and fused.json; returns the content of the latter.
 
     Args:
         study: the folder.
-        best: trials that were considered.
-        members: trials that are fused.
+        attempts: trials that are fused, or their refits where these are finished.
+        before: what the last call returned, whose members `attempts` are; their weights stay.
         say: called with a line at the end.
     """
     started = time.monotonic()
@@ -329,7 +327,7 @@ def _fuse(
     shutil.rmtree(fresh, ignore_errors=True)
     paths = []
     refitted = []
-    for attempt in members:
+    for attempt in attempts:
         path = attempt.run_path
         if _is_finished(_refit_path(study, attempt)):
             path = _refit_path(study, attempt)
@@ -341,14 +339,16 @@ def _fuse(
         fresh,
         metrics=METRICS,
         most_queries=FUSE_QUERIES,
+        choice=None if before is None else Choice.read(before["choice"]),
         threads=len(os.sched_getaffinity(0)),
     )
+    members = _members(choice, attempts)
     seconds = time.monotonic() - started
     body = {
-        "trials": [attempt.name for attempt in best],
-        "sources": [attempt.name for attempt in members],
+        "trials": before["trials"] if before else [attempt.name for attempt in attempts],
+        "members": [attempt.name for attempt in members],
         "refitted": refitted,
-        "seconds": seconds,
+        "seconds": max(seconds, before["seconds"] if before else 0.0),
         "choice": choice.plain(),
     }
     bundle = study.path / "bundle"
@@ -359,11 +359,14 @@ def _fuse(
         storage.publish(fresh, bundle)
     storage.write_json(study.path / "fused.json", body)
     study.clock.tick("fuse")
-    kept = _members(body, members)
     mean = np.mean(list(choice.metrics.values()))
-    names = ", ".join(attempt.name for attempt in kept)
-    say(f"fused {names}: {100 * mean:.2f} on validation, {_minutes(seconds)}")
-    return kept
+    say(f"fused {_joined(body)}: {100 * mean:.2f} on validation, {_minutes(seconds)}")
+    return body
+
+
+def _joined(fused: Mapping[str, Any]) -> str:
+    """The members in words."""
+    return " + ".join(fused["members"]) or "words alone"
 
 
 def _fused(study: Study) -> dict[str, Any] | None:
@@ -375,18 +378,19 @@ def _fused(study: Study) -> dict[str, Any] | None:
         return storage.read_json(file)
 
 
-def _members(fused: Mapping[str, Any], attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The trials of which a part stayed in the bundle, by the sum of their weights."""
-    weights: dict[str, float] = {}
+def _members(choice: Choice, attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The trials of which a part stays in the bundle."""
+    used = choice.config.used()
+    members = []
     for attempt in attempts:
-        # The parts of a single member have no prefix. Words belong to no member.
-        prefix = f"{attempt.candidate.method}." if len(fused["sources"]) > 1 else ""
-        own_parts = (f"{prefix}labels", f"{prefix}memory")
-        if attempt.name in fused["sources"]:
-            tests = fused["choice"]["tests"]
-            weights[attempt.name] = sum(t["weight"] for t in tests if t["part"] in own_parts)
-    kept = [attempt for attempt in attempts if weights.get(attempt.name, 0.0) > 0]
-    return sorted(kept, key=lambda attempt: -weights[attempt.name])
+        # The parts of a single member may have no prefix. Words belong to no member.
+        prefixes = [f"{attempt.candidate.method}."]
+        if len(attempts) == 1:
+            prefixes.append("")
+        parts = {prefix + part for prefix in prefixes for part in ("labels", "memory")}
+        if parts & set(used):
+            members.append(attempt)
+    return members
 
 
 def _refit_path(study: Study, attempt: Attempt) -> Path:
@@ -467,7 +471,7 @@ def _measured(
 
 
 def _plain_bundle(fused: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: fused[name] for name in ("sources", "refitted", "seconds")}
+    return {name: fused[name] for name in ("trials", "members", "refitted")}
 
 
 def _described(candidate: Candidate) -> dict[str, Any]:
@@ -494,7 +498,7 @@ def _test(study: Study, fused: Mapping[str, Any]) -> dict[str, Any]:
     corpus = study.corpus
     rows = _test_rows(corpus)
     attempts = {attempt.name: attempt for attempt in study.attempts()}
-    best = max((attempts[name] for name in fused["sources"]), key=score_of)
+    best = max((attempts[name] for name in fused["trials"]), key=score_of)
     path = best.run_path
     if best.name in fused["refitted"]:
         path = _refit_path(study, best)

@@ -64,7 +64,7 @@ def _subtitle(corpus: Corpus, result: Mapping[str, Any]) -> str:
     machine = f"{result['cores']} cores, load {result['load']:.1f}"
     return (
         f"{card.num_train:,} training queries, {card.num_labels:,} labels. Best:"
-        f" {' + '.join(result['bundle']['sources'])}, fused."
+        f" {' + '.join(result['bundle']['members']) or 'words alone'}, fused."
         f" {finished} of {len(result['trials'])} trials trained to the end."
         f" {result['spent_s'] / 60:.1f} of {result['budget_s'] / 60:.1f} minutes spent"
         f" ({machine} at the end; whatever else ran took a part of the time). xmcray {__version__}."
