@@ -86,6 +86,11 @@ class Ragged:
 
     def take(self, rows: Int64Array) -> Ragged:
         """The chosen rows in the chosen order; of memory-mapped values only these are read."""
+        index, offsets = self.positions(rows)
+        return Ragged(np.asarray(self.values[index], dtype=np.int64), offsets)
+
+    def positions(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Where the values of the chosen rows lie, int64 [T], and the offsets of these rows."""
         starts = np.asarray(self.offsets[rows], dtype=np.int64)
         next_rows = np.asarray(rows) + 1
         stops = np.asarray(self.offsets[next_rows], dtype=np.int64)
@@ -94,7 +99,7 @@ class Ragged:
         # A value at position p of the result lies at p + (start of its row here - there).
         shifts = np.repeat(starts - offsets[:-1], lengths)
         index = np.arange(offsets[-1], dtype=np.int64) + shifts
-        return Ragged(np.asarray(self.values[index], dtype=np.int64), offsets)
+        return index, offsets
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Rows start .. stop - 1."""
@@ -112,6 +117,28 @@ class Ragged:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightedRagged(Ragged):
+    """Rows whose values have weights: positives of training queries, by their relevance.
+
+    Attributes:
+        weights: float32 [T], one per value.
+    """
+
+    weights: Float32Array
+
+    def take(self, rows: Int64Array) -> WeightedRagged:
+        """The chosen rows in the chosen order, with their weights."""
+        index, offsets = self.positions(rows)
+        values = np.asarray(self.values[index], dtype=np.int64)
+        return WeightedRagged(values, offsets, self.weights[index])
+
+
+def weights_of(lists: Ragged) -> Float32Array | None:
+    """The weights of values; None if all count 1."""
+    return lists.weights if isinstance(lists, WeightedRagged) else None
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step's global batch, and the slice of it that this rank encodes.
 
@@ -126,6 +153,7 @@ class Batch:
             pairs.
         excluded: Internal label ids that are the query itself (filter pairs) of all G queries;
             never a negative.
+        relevance: float64, how much each value of `positives` counts; None if all count 1.
     """
 
     epoch: int
@@ -136,6 +164,22 @@ class Batch:
     tokens: Ragged
     positives: Ragged
     excluded: Ragged
+    relevance: Float64Array | None = None
+
+    def weights_of(self, queries: Int64Array, labels: Int64Array) -> Float64Array | None:
+        """float64, how much some pairs of a query and its positive count; None if all count 1.
+
+        Args:
+            queries: Places in the global batch.
+            labels: Internal label ids, each a positive of its query.
+        """
+        if self.relevance is None:
+            return None
+        stride = int(self.positives.values.max(initial=0)) + 1
+        # Positives ascend by query and then by label, and so do these numbers.
+        pairs = self.positives.row_ids * stride + self.positives.values
+        places = np.searchsorted(pairs, queries * stride + labels)
+        return self.relevance[places]
 
 
 @dataclass(frozen=True, slots=True)

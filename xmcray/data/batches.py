@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from xmcray import draws
-from xmcray.config import check_range
+from xmcray.config import check_choices, check_range
 from xmcray.data.corpus import Corpus
 from xmcray.data.kept_ids import KeptIds
-from xmcray.errors import DataError
+from xmcray.data.relevance import Relevance, largest_of_rows
+from xmcray.errors import ConfigError, DataError
 from xmcray.parallel.partition import share
 from xmcray.permutations import (
     Permutation,
@@ -25,7 +27,7 @@ from xmcray.permutations import (
     random_permutation,
     random_sample,
 )
-from xmcray.types import Batch, Int64Array, Ragged
+from xmcray.types import Batch, Float64Array, Int64Array, Ragged
 
 _COUNTED_TEXTS = 200_000  # sample that document frequencies are estimated from
 _COUNTED_AT_ONCE = 20_000
@@ -43,14 +45,20 @@ class DataConfig:
         validation_from: first training query that may be held out; those before it were trained on
             by the run that this one goes on from (`--from`).
         seed: of the validation split; the same split for every method and setting.
+        relevance: of the positives, if the raw files have it: "ignore" counts each positive once,
+            "weight" multiplies its terms in the loss and its votes in a memory by relevance / mean
+            relevance. With "sample" a positive counts in a step with probability relevance /
+            largest relevance of its query.
     """
 
     validation: float = 0.05
     validation_from: int = 0
     augment_with_labels: bool = True
     seed: int = 0
+    relevance: Literal["ignore", "weight", "sample"] = "ignore"
 
     def __post_init__(self) -> None:
+        check_choices(self, "data")
         check_range("data.validation", self.validation, 0, 0.5)
         check_range("data.validation_from", self.validation_from, low=0)
         check_range("data.seed", self.seed, low=0)
@@ -67,6 +75,7 @@ class TrainingData:
             a token.
         training_rows: those of them that are rows.
         validation_rows: int64, held-out training rows with a positive, ascending.
+        relevance: of the positives; None if it is ignored.
     """
 
     corpus: Corpus
@@ -74,8 +83,19 @@ class TrainingData:
     query_ids: KeptIds = field(init=False)
     training_rows: KeptIds = field(init=False)
     validation_rows: Int64Array = field(init=False)
+    relevance: Relevance | None = field(init=False)
 
     def __post_init__(self) -> None:
+        relevance = None
+        if self.config.relevance != "ignore":
+            relevance = Relevance.read(self.corpus.split("train"))
+            if relevance is None:
+                raise ConfigError(
+                    f"data.relevance is {self.config.relevance}, but the raw files of"
+                    f" {self.corpus.path} have no relevance; leave data.relevance=ignore"
+                )
+            relevance.check()
+        object.__setattr__(self, "relevance", relevance)
         empty_rows = self.corpus.split("train").rows_without_positives
         # The split is drawn over all rows, so it does not depend on which have positives.
         first = min(self.config.validation_from, self.num_train)
@@ -134,6 +154,23 @@ class TrainingData:
 
         return self._merge(query_ids, of_rows, of_labels)
 
+    def weights(self, query_ids: Int64Array) -> Float64Array | None:
+        """float64, how much each value of `positives` counts; None if relevance is ignored."""
+        relevance = self.relevance
+        if relevance is None:
+            return None
+
+        def of_rows(rows: Int64Array) -> Ragged:
+            source = self.corpus.split("train").positives(rows)
+            positions = relevance.positions(rows)
+            return Ragged(positions.values[self._internal_order(source)], positions.offsets)
+
+        def of_labels(labels: Int64Array) -> Ragged:
+            no_positions = np.full(len(labels), -1, np.int64)
+            return Ragged(no_positions, np.arange(len(labels) + 1, dtype=np.int64))
+
+        return relevance.weights(self._merge(query_ids, of_rows, of_labels).values)
+
     def excluded(self, query_ids: Int64Array) -> Ragged:
         """Internal ids of labels that are the query itself: neither positive nor negative.
 
@@ -152,10 +189,13 @@ class TrainingData:
 
     def to_internal(self, source: Ragged) -> Ragged:
         """Source label ids to internal ones, ascending within a row."""
-        values = self.corpus.label_rank[source.values]
+        order = self._internal_order(source)
+        return Ragged(self.corpus.label_rank[source.values][order], source.offsets)
+
+    def _internal_order(self, source: Ragged) -> Int64Array:
+        """The order of some lists of source label ids by internal ones, ascending within a row."""
         # The last key of lexsort is the primary one: by row, then by label.
-        order = np.lexsort((values, source.row_ids))
-        return Ragged(values[order], source.offsets)
+        return np.lexsort((self.corpus.label_rank[source.values], source.row_ids))
 
     def token_counts(self, vocab_size: int) -> Int64Array:
         """int64 [vocab_size], number of texts with each token, in a seeded sample of queries."""
@@ -264,6 +304,7 @@ class BatchSampler:
         """The global batch of a step with the tokens of this rank's slice."""
         ids = self.query_ids(step, clusters)
         start, stop = share(len(ids), rank, num_ranks)
+        positives = self.data.positives(ids)
         return Batch(
             epoch=step // self.steps_per_epoch,
             step=step,
@@ -271,6 +312,17 @@ class BatchSampler:
             start=start,
             stop=stop,
             tokens=self.data.tokens(ids[start:stop]),
-            positives=self.data.positives(ids),
+            positives=positives,
             excluded=self.data.excluded(ids),
+            relevance=self._relevance(step, ids, positives),
         )
+
+    def _relevance(self, step: int, ids: Int64Array, positives: Ragged) -> Float64Array | None:
+        """How much each positive of a step counts; None if relevance is ignored."""
+        weights = self.data.weights(ids)
+        if weights is None or self.data.config.relevance == "weight":
+            return weights
+        # The same on all ranks. A positive that is not drawn is no negative either.
+        generator = draws.generator(self.seed, "relevance", step)
+        limit = generator.random(len(weights)) * largest_of_rows(weights, positives)
+        return (limit < weights).astype(np.float64)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 from xmcray import config as configs
@@ -32,7 +33,7 @@ from xmcray.data.shards import ShardedRows, by_shard, rows_of_shard, shard_stem
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError, readable
 from xmcray.storage import is_url, open_artifact
-from xmcray.types import Int64Array, Ragged
+from xmcray.types import Float32Array, Int64Array, Ragged
 
 KIND = "corpus"
 # Lowest number of training queries of each bin of the frequency histogram, and the bin's name.
@@ -274,6 +275,30 @@ class Split:
     def positives(self, rows: Int64Array) -> Ragged:
         """Source label ids of rows, ascending, without filter pairs."""
         return self._labels.take(rows)
+
+    def relevance(self) -> Float32Array | None:
+        """float32, of every positive of every row, in order; None if the raw files have none.
+
+        A positive without a number counts as 1.
+        """
+        num_positives = self.num_positives()
+        values: list[Float32Array] = []
+        is_graded = False
+        num_shards = -(-self._num_rows // self._shard_rows)
+        for shard in range(num_shards):
+            first = shard * self._shard_rows
+            count = int(num_positives[first : first + self._shard_rows].sum())
+            own_values = np.ones(count, np.float32)
+            path = self._corpus / self.name / f"{shard_stem(shard)}.parquet"
+            with _readable(path):
+                if "relevance" in pq.read_schema(path).names:
+                    is_graded = True
+                    column = pq.read_table(path, columns=["relevance"])["relevance"]
+                    own_values = np.asarray(column.combine_chunks().flatten(), np.float32)
+                    if len(own_values) != count or not np.isfinite(own_values).all():
+                        raise ValueError(f"expected {count} finite numbers of relevance")
+            values.append(own_values)
+        return np.concatenate(values) if is_graded else None
 
     @property
     def has_filters(self) -> bool:

@@ -17,6 +17,7 @@ from xmcray.evaluation.metrics import (
     F1_CUTOFF,
     MAIN_METRICS,
     SEGMENTS,
+    GradedNdcg,
     Metrics,
     QueryValues,
     segment_range,
@@ -29,6 +30,7 @@ _INTERVAL = [0.025, 0.975]  # quantiles that leave 5 % out
 _FLIP_VALUES = 1 << 22  # random signs drawn at once
 Search = Callable[[Int64Array], TopLabels]
 Truth = Callable[[Int64Array], Ragged]
+Grades = Callable[[Int64Array], Float64Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ def evaluate(
     progress: Callable[[int], None] | None = None,
     exact: Search | None = None,
     exact_sample: int = 1000,
+    grades: Grades | None = None,
     resamples: int = 1000,
     seed: int = 0,
 ) -> Evaluation:
@@ -136,6 +139,8 @@ def evaluate(
         exact: an exhaustive search with the same signature. If given, the index's own error is
             measured on a sample.
         exact_sample: queries of that sample (seeded).
+        grades: rows -> relevance of each positive that `truth` returns. If given, nDCG is measured
+            with graded gains too.
         resamples: number of resamples of the bootstrap; 0 leaves the intervals out.
         seed: seed of the bootstrap and of the sample.
     Raises:
@@ -143,8 +148,14 @@ def evaluate(
     """
     metrics = Metrics(train_counts, num_train, a, b, len(train_counts))
     reliability = Reliability(len(train_counts))
-    query_ids = _measure(metrics, reliability, search, truth, num_queries, chunk, progress)
-    values = metrics.result()
+    graded = GradedNdcg()
+
+    def graded_truth(rows: Int64Array) -> tuple[Ragged, Float64Array | None]:
+        return truth(rows), None if grades is None else grades(rows)
+
+    sums = (metrics, reliability, graded)
+    query_ids = _measure(sums, search, graded_truth, num_queries, chunk, progress)
+    values = {**metrics.result(), **graded.result()}
     per_query = metrics.per_query()
     index_recall = None
     if exact is not None:
@@ -166,15 +177,15 @@ def evaluate(
 
 
 def _measure(
-    metrics: Metrics,
-    reliability: Reliability,
+    sums: tuple[Metrics, Reliability, GradedNdcg],
     search: Search,
-    truth: Truth,
+    graded_truth: Callable[[Int64Array], tuple[Ragged, Float64Array | None]],
     num_queries: int,
     chunk: int,
     progress: Callable[[int], None] | None,
 ) -> Int64Array:
     """Adds the answers to all queries; returns the rows that counted, int64 [queries]."""
+    metrics, reliability, graded = sums
     width = min(SEARCH_K, metrics.num_labels)
     counted_rows = []
     for start in range(0, num_queries, chunk):
@@ -184,9 +195,11 @@ def _measure(
             raise DataError(
                 f"the search returned {top.width} answers per query, expected {width}; raise its k"
             )
-        positives = truth(rows)
+        positives, grades = graded_truth(rows)
         counted = metrics.update(top, positives)
         reliability.update(top, positives)
+        if grades is not None:
+            graded.update(top, positives, grades)
         counted_rows.append(rows[counted])
         if progress is not None:
             progress(int(rows[-1]) + 1)

@@ -8,6 +8,8 @@
               all queries first
     PSnDCG@k  the same with discounts; both sums of a query are divided by the DCG of min(k, |P_i|)
               hits
+    graded nDCG@k
+              nDCG@k with the relevance of a positive as its gain; only if the raw files have it
     macroF1@k F1 of each label over all queries' first k answers, averaged over the labels of a
               frequency segment that have a positive in the truth
 
@@ -258,6 +260,52 @@ class Metrics:
         if name in MAIN_METRICS:
             self._gain_chunks[name].append(gains.astype(np.float32))
             self._divisor_chunks[name].append(divisors.astype(np.float32))
+
+
+class GradedNdcg:
+    """nDCG with graded gains, as a running mean over queries.
+
+    The gain of an answer is the relevance of the positive, as it is (Järvelin and Kekäläinen, 2002).
+    A query whose positives all have relevance 0 does not count.
+    """
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(CUTOFFS, 0.0)
+        self._num_queries = 0
+
+    def update(self, top: TopLabels, truth: Ragged, grades: Float64Array) -> None:
+        """Adds a chunk of B queries.
+
+        Args:
+            top: answers [B, K], -1 where there is none.
+            truth: positives of the same queries, ascending.
+            grades: float64, the relevance of each positive, at least 0.
+        """
+        width = max(CUTOFFS)
+        discount = 1.0 / np.log2(np.arange(2, width + 2))
+        ideal = np.zeros((len(truth), width))
+        # By query, then the largest grade first: places in the rows are the same after sorting.
+        order = np.lexsort((-grades, truth.row_ids))
+        is_first = truth.places < width
+        ideal[truth.row_ids[is_first], truth.places[is_first]] = grades[order][is_first]
+        stride = int(max(top.ids.max(initial=0), truth.values.max(initial=0))) + 1
+        true_pairs = truth.row_ids * stride + truth.values
+        first_ids = top.ids[:, :width]
+        query_P, place_P = np.nonzero(relevant(first_ids, truth, stride))
+        pairs = query_P * stride + first_ids[query_P, place_P]
+        gains = np.zeros((len(truth), width))
+        gains[query_P, place_P] = grades[np.searchsorted(true_pairs, pairs)]
+        counts = ideal[:, 0] > 0
+        self._num_queries += int(counts.sum())
+        for k in CUTOFFS:
+            dcg = gains[counts, :k] @ discount[:k]
+            self._sums[k] += float((dcg / (ideal[counts, :k] @ discount[:k])).sum())
+
+    def result(self) -> dict[str, float]:
+        """The mean over queries by name; empty if no query counted."""
+        if not self._num_queries:
+            return {}
+        return {f"graded nDCG@{k}": total / self._num_queries for k, total in self._sums.items()}
 
 
 def relevant(ids_BK: Int64Array, truth: Ragged, num_labels: int) -> BoolArray:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xmcray.evaluation.evaluate import ComparisonRow
-from xmcray.evaluation.metrics import MAIN_METRICS
+from xmcray.evaluation.metrics import CUTOFFS, MAIN_METRICS
 
 StoredMetrics = Mapping[str, Any]  # the content of metrics.json
 
@@ -220,11 +220,12 @@ def _table(title: str, first: str, *others: str) -> Table:
 
 
 def metric_names(*runs: StoredMetrics) -> list[str]:
-    """The metrics that some run has: the main ones, then macro-F1 of each segment."""
+    """The metrics that some run has: the main ones, graded ones, then macro-F1 of each segment."""
     present = set().union(*runs)
     main = [name for name in MAIN_METRICS if name in present]
     of_segments = [name for name in present if name.startswith("macroF1")]
-    return main + sorted(of_segments)
+    graded = [f"graded nDCG@{k}" for k in CUTOFFS if f"graded nDCG@{k}" in present]
+    return main + graded + sorted(of_segments)
 
 
 def _with_interval(run: StoredMetrics, metric: str) -> str:

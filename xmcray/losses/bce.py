@@ -64,7 +64,8 @@ def full_bce(
     Args:
         query_GD: Vectors of all G queries.
         row_SD: Vectors of this rank's labels.
-        positives: Relevant pairs on the host, columns local to this rank.
+        positives: Relevant pairs on the host, columns local to this rank. Weights multiply their
+            terms.
         skipped: Pairs on the host that are neither positive nor negative (a query and its own
             label).
         chunk_labels: Labels that are scored at once. Memory is O(G x chunk_labels) besides the
@@ -122,10 +123,17 @@ class _ChunkedBce(torch.autograd.Function):
             positive = block_positives.rows, block_positives.columns
             # softplus(-s) = softplus(s) - s, so positives only subtract their score.
             total += F.softplus(score_GC).sum() - score_GC[positive].sum()
+            more_P = None
+            if block_positives.weights is not None:
+                # A positive of weight w counts w - 1 times more.
+                more_P = block_positives.weights.to(score_GC) - 1
+                total += (more_P * F.softplus(-score_GC[positive])).sum()
 
             # In place: the scores are not needed any more.
             grad_GC = score_GC.sigmoid_()
             grad_GC[positive] -= 1
+            if more_P is not None:
+                grad_GC[positive] *= 1 + more_P
             grad_query_GD.addmm_(grad_GC, row_CD)
             grad_row_SD[start:stop] = grad_GC.T @ query_GD
         ctx.save_for_backward(grad_query_GD, grad_row_SD)

@@ -24,23 +24,37 @@ class Pairs:
     Attributes:
         rows: int64 [P], ascending unless a function says otherwise.
         columns: int64 [P].
+        weights: float64 [P], how much each pair counts as a positive; None if all count 1.
     """
 
     rows: Tensor
     columns: Tensor
+    weights: Tensor | None = None
 
     def to(self, device: torch.device) -> Pairs:
         """The same pairs on another device, without waiting for it."""
         rows, columns = to_device([self.rows, self.columns], device)
-        return Pairs(rows, columns)
+        weights = self.weights
+        if weights is not None:
+            (weights,) = to_device([weights], device)
+        return Pairs(rows, columns, weights)
 
     def swapped(self) -> Pairs:
         """The pairs (column, row), in the same order: rows are no longer ascending."""
-        return Pairs(self.columns, self.rows)
+        return Pairs(self.columns, self.rows, self.weights)
+
+    def weighted(self, loss_P: Tensor) -> Tensor:
+        """Losses of the pairs, each as much as the pair counts."""
+        if self.weights is None:
+            return loss_P
+        return loss_P * self.weights.to(loss_P)
 
     @staticmethod
     def union(first: Pairs, second: Pairs) -> Pairs:
-        """The pairs of both, one after the other: not sorted, so not for `pair_scores`."""
+        """The pairs of both, one after the other: not sorted, so not for `pair_scores`.
+
+        Without weights, because these are pairs that are no negatives.
+        """
         rows = torch.cat([first.rows, second.rows])
         columns = torch.cat([first.columns, second.columns])
         return Pairs(rows, columns)
@@ -74,11 +88,13 @@ class Pairs:
         ends = torch.searchsorted(sorted_P, torch.arange(num_blocks), right=True).tolist()
         # The first row of block b is b * size.
         row_in_block_P = self.rows[order_P] - sorted_P * size
-        pairs = Pairs(row_in_block_P, self.columns[order_P]).to(device)
+        weights = None if self.weights is None else self.weights[order_P]
+        pairs = Pairs(row_in_block_P, self.columns[order_P], weights).to(device)
         blocks = []
         start = 0
         for end in ends:
-            blocks.append(Pairs(pairs.rows[start:end], pairs.columns[start:end]))
+            weights = None if pairs.weights is None else pairs.weights[start:end]
+            blocks.append(Pairs(pairs.rows[start:end], pairs.columns[start:end], weights))
             start = end
         return blocks
 

@@ -1,10 +1,10 @@
 """Softmax losses over columns that are split over ranks.
 
 Decoupled (DEXML, Eq. 5), plain (Eq. 3) and SoftTop-k (Eq. 6). Each takes the positives as listed
-pairs of a query and a column of this rank, on the host, and returns this rank's sum over them; the sum over
-ranks is the loss, and `training/step.py` divides it. Scores are inner products times `scale`, which
-is 1 / temperature. `query_GD` are all queries, the same on every rank, and `column_UD` this rank's
-columns.
+pairs of a query and a column of this rank, on the host, and returns this rank's sum over them, each
+as much as the pair counts; the sum over ranks is the loss, and `training/step.py` divides it. Scores
+are inner products times `scale`, which is 1 / temperature. `query_GD` are all queries, the same on
+every rank, and `column_UD` this rank's columns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def decoupled_softmax(
     positives = positives.to(query_GD.device)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
     # -log(e^s / (e^s + z)) = log(1 + z / e^s) = softplus(log z - s)
-    return F.softplus(log_z_G[positives.rows] - score_P, threshold=_LINEAR).sum()
+    loss_P = F.softplus(log_z_G[positives.rows] - score_P, threshold=_LINEAR)
+    return positives.weighted(loss_P).sum()
 
 
 def softmax(
@@ -73,7 +74,7 @@ def softmax(
     loss_P = log_z_G[positives.rows] - score_P
     if weight_P is not None:
         loss_P = loss_P * weight_P
-    return loss_P.sum()
+    return positives.weighted(loss_P).sum()
 
 
 def soft_top_k(
@@ -106,4 +107,5 @@ def soft_top_k(
     positives = positives.to(query_GD.device)
     score_P = pair_scores(query_GD, column_UD, positives.rows, positives.columns) * scale
     # -log(sigmoid(x)) = softplus(-x)
-    return F.softplus(-alpha * (score_P + threshold_G[positives.rows]), threshold=_LINEAR).sum()
+    loss_P = F.softplus(-alpha * (score_P + threshold_G[positives.rows]), threshold=_LINEAR)
+    return positives.weighted(loss_P).sum()

@@ -34,7 +34,7 @@ def triplet(
 
     Args:
         score_AC: Cosines of this rank's anchors.
-        positives: Pairs (anchor, column), in any order.
+        positives: Pairs (anchor, column), in any order, on the device of the scores.
         not_negatives: Pairs that are not negatives: all positives and excluded labels.
         gamma_min: Lower bound of the margin; equal to `gamma_max` for a fixed margin.
         gamma_max: Upper bound of the margin.
@@ -68,7 +68,7 @@ def triplet(
     num_positives_A = positives.rows.new_zeros(len(score_AC))
     num_positives_A.scatter_add_(0, positives.rows, torch.ones_like(positives.rows))
     num_positives_P = num_positives_A[positives.rows]
-    return (loss_P / num_positives_P).sum()
+    return positives.weighted(loss_P / num_positives_P).sum()
 
 
 def regulariser(
@@ -109,7 +109,7 @@ def regulariser(
     else:
         counts = torch.tensor([len(near_P), len(far_N)], device=near_P.device)
     counts = collectives.sum_over_ranks(counts.to(prototype_AC.dtype)).clamp_min(1)
-    near_mean = near_P.sum() / counts[0]
+    near_mean = positives.weighted(near_P).sum() / counts[0]
     far_mean = far_N.sum() / counts[1]
     return 0.5 * (near_mean + far_mean)
 

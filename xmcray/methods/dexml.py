@@ -276,7 +276,7 @@ class Dexml(DualEncoder):
             pool: Labels that are scored.
         """
         scale = 1 / self.config.temperature
-        drawn = pool.pairs(positives)
+        drawn = pool.positives(positives, batch)
         if self.config.loss == "decoupled":
             not_negatives = pool.pairs(batch.positives, batch.excluded)
             return decoupled_softmax(query_GD, column_UD, drawn, not_negatives, scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from xmcray.losses.pairs import Pairs
 from xmcray.parallel.partition import LabelPartition, share
-from xmcray.types import BoolArray, Int64Array, Ragged
+from xmcray.types import Batch, BoolArray, Int64Array, Ragged
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,25 @@ class LabelPool:
         rows, columns = np.divmod(keys, max(self.num_columns, 1))
         return Pairs(torch.from_numpy(rows), torch.from_numpy(columns))
 
+    def positives(self, drawn: Ragged, batch: Batch, first: int = 0) -> Pairs:
+        """Positives that are columns of this rank, as `pairs`, and how much each counts.
+
+        Args:
+            drawn: Positives that are learned, all of the batch's or some.
+            batch: Global batch.
+            first: Place in the global batch of the first query of `drawn`.
+        """
+        pairs = self.pairs(drawn)
+        labels = self._ids_of(pairs.columns.numpy())
+        weights = batch.weights_of(first + pairs.rows.numpy(), labels)
+        if weights is None:
+            return pairs
+        return dataclasses.replace(pairs, weights=torch.from_numpy(weights))
+
+    def _ids_of(self, columns: Int64Array) -> Int64Array:
+        """Label ids of columns of this rank."""
+        return self.own[columns]
+
     def _keys(self, lists: Ragged) -> Int64Array:
         """row * U + column of each entry that is a column of this rank."""
         positions, is_column = self._own_positions(lists.values)
@@ -140,6 +160,9 @@ class _AllLabels(LabelPool):
 
     def count(self, lists: Ragged) -> Int64Array:
         return lists.lengths
+
+    def _ids_of(self, columns: Int64Array) -> Int64Array:
+        return columns + self.partition.start
 
     def _own_positions(self, ids: Int64Array) -> tuple[Int64Array, BoolArray]:
         is_own = self.partition.owns(ids)

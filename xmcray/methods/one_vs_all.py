@@ -124,7 +124,7 @@ class OneVsAll(Method):
         return full_bce(
             query_GD,
             self.classifier.rows(None),
-            pool.pairs(batch.positives),
+            pool.positives(batch.positives, batch),
             pool.pairs(batch.excluded),
             self.chunk_labels,
             self.logit_prior,

@@ -309,7 +309,7 @@ class Prime(Method):
         positives_own = batch.positives.slice(batch.start, batch.stop)
         excluded_own = batch.excluded.slice(batch.start, batch.stop)
         return _AnchorPairs(
-            all_columns.pairs(drawn_own).to(device),
+            all_columns.positives(drawn_own, batch, first=batch.start).to(device),
             all_columns.pairs(positives_own, excluded_own).to(device),
         )
 
@@ -317,7 +317,7 @@ class Prime(Method):
         """Labels of this rank with the queries of all ranks."""
         device = self.context.device
         return _AnchorPairs(
-            pool.pairs(drawn).swapped().to(device),
+            pool.positives(drawn, batch).swapped().to(device),
             pool.pairs(batch.positives, batch.excluded).swapped().to(device),
         )
 

@@ -108,7 +108,7 @@ def rae_loss(
         query_negatives: Other queries are negatives too.
     """
     query_GD = gather_rows(query_BD, len(batch.query_ids))
-    positives = pool.pairs(drawn)
+    positives = pool.positives(drawn, batch)
     not_negatives = pool.pairs(batch.positives, batch.excluded)
     if not query_negatives:
         return decoupled_softmax(query_GD, label_UD, positives, not_negatives, scale)

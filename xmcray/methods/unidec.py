@@ -262,7 +262,7 @@ class Unidec(Method):
         # Labels of the pool that no query of the batch has are negatives only, and no anchors.
         is_positive = np.isin(pool.ids, batch.positives.values)
         picked = Picked(
-            positives=pool.pairs(batch.positives),
+            positives=pool.positives(batch.positives, batch),
             skipped=pool.pairs(batch.excluded),
             count_G=torch.from_numpy(pool.count(batch.positives)),
             num_labels=int(is_positive.sum()),

@@ -28,7 +28,8 @@ class Candidates:
         pair_query: int64 [P], query of each listed pair (positives and hard negatives), ascending.
         pair_row: int64 [P], row of each listed pair.
         pair_is_positive: bool [P].
-        pair_weight: float [P], |P_i| / cap if positives were capped, or None if all weights are 1.
+        pair_weight: float [P], |P_i| / cap if positives were capped, times relevance, or None if all
+            weights are 1.
         pool_rows: int64 [C], this rank's part of the uniform candidates.
         skip_query: int64, query of each entry (query, uniform candidate) that is no negative,
             because the candidate is positive, hard or the query itself.
@@ -90,9 +91,14 @@ def gather_candidates(
     local_ids = part.to_local(np.concatenate([label[own], own_pool]))
     row_ids, row_of = np.unique(local_ids, return_inverse=True)
     skip_query, skip_column = _skipped(own_pool, [batch.positives, hard, batch.excluded])
+    relevance = batch.weights_of(positives.row_ids, positives.values)
     pair_weight = None
-    if weight_G is not None:
-        weight = np.where(is_positive, weight_G[query], 1.0)
+    if weight_G is not None or relevance is not None:
+        weight = np.ones(len(label))
+        if weight_G is not None:
+            weight[is_positive] *= weight_G[positives.row_ids]
+        if relevance is not None:
+            weight[is_positive] *= relevance
         pair_weight = torch.from_numpy(weight[own])
     return Candidates(
         row_ids=torch.from_numpy(row_ids),

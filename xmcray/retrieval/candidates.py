@@ -6,6 +6,7 @@ pairs by query and then by label.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,15 @@ from xmcray.retrieval.memory import RememberedQueries
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.parts import KEYS, Candidates, MemberScores, PartsConfig, Votes
 from xmcray.retrieval.word_index import WordIndex, nearest_labels
-from xmcray.types import BoolArray, Float32Array, Int64Array, Ragged, TopLabels, offsets_of
+from xmcray.types import (
+    BoolArray,
+    Float32Array,
+    Int64Array,
+    Ragged,
+    TopLabels,
+    offsets_of,
+    weights_of,
+)
 
 DEPTH = 100  # candidates that label vectors and label texts propose, or k if that is more
 
@@ -129,7 +138,7 @@ class CandidateFinder:
         voter_E = positives.row_ids
         query_E = query_V[voter_E]
         pair_E = query_E * self._num_labels + positives.values
-        return Votes(voters, pair_E, query_E, place_V[voter_E])
+        return Votes(voters, pair_E, query_E, place_V[voter_E], weights_of(positives))
 
     def _may_be_answered(self, pairs: Int64Array, exclude: Ragged | None) -> BoolArray:
         """bool, one per pair."""
@@ -187,10 +196,12 @@ def _for_candidates(votes: Votes, pairs: Int64Array) -> Votes:
     if len(pairs):
         counts = pairs[place_E] == votes.pair_E
     if counts.all():
-        return Votes(votes.voters, place_E, votes.query_E, votes.place_E)
+        return dataclasses.replace(votes, pair_E=place_E)
+    relevance_E = votes.relevance_E
     return Votes(
         voters=votes.voters,
         pair_E=place_E[counts],
         query_E=votes.query_E[counts],
         place_E=votes.place_E[counts],
+        relevance_E=None if relevance_E is None else relevance_E[counts],
     )

@@ -6,13 +6,14 @@ for a label are known, so an answer can name them. In a bundle:
     memory/vectors, memory/index     as in shards.py, one row per training query that has a positive
     memory/labels.npy                int32, their positives (source ids), one query after another
     memory/label_offsets.npy         int64 [N + 1], where each query's positives begin
+    memory/label_weights.npy         float32, their relevance / mean relevance; only if it counts
     memory/queries.parquet           uid and text
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import pyarrow.parquet as pq
 from xmcray import config as configs
 from xmcray.data.checked_files import check_offsets, read_array
 from xmcray.data.corpus import Split
+from xmcray.data.relevance import Relevance
 from xmcray.errors import BundleError, DataError
 from xmcray.retrieval.bundle import Settings
 from xmcray.retrieval.index import IndexSpec
@@ -38,8 +40,17 @@ from xmcray.retrieval.shards import (
     write_shards,
 )
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, offsets_of
+from xmcray.types import (
+    Float32Array,
+    Int64Array,
+    Ragged,
+    TopLabels,
+    WeightedRagged,
+    offsets_of,
+    weights_of,
+)
 
+_WEIGHTS = "label_weights.npy"
 ROWS = 8192  # training queries that are encoded, written and read at once
 _QUERY_SCHEMA = pa.schema([("uid", pa.large_string()), ("text", pa.large_string())])
 
@@ -75,14 +86,28 @@ class RememberedQueries:
             offsets = read_array(folder / "label_offsets.npy", np.int64, mapped=True)
             check_offsets(offsets, num_queries, len(labels))
             # Every label id is one of the bundle's.
-            fits = not len(labels) or 0 <= labels.min() <= labels.max() < num_labels
+            fits = not len(labels) or bool(0 <= labels.min() <= labels.max() < num_labels)
+            weights = None
+            if (folder / _WEIGHTS).is_file():
+                weights = read_array(folder / _WEIGHTS, np.float32, mapped=True)
+                fits &= len(weights) == len(labels)
         if not fits:
             raise BundleError(
                 f"{bundle}: the files of its memory do not fit settings.json; make it again"
             )
         # Plain arrays over the same memory: each look-up in a memory map costs microseconds more.
         positives = Ragged(np.asarray(labels), np.asarray(offsets))
+        if weights is not None:
+            positives = WeightedRagged(positives.values, positives.offsets, np.asarray(weights))
         return cls(positives, folder / "queries.parquet")
+
+    def graded(self, row: int) -> Iterator[tuple[int, float]]:
+        """The positives of a row, and how much each counts."""
+        positives = self.positives.take(np.array([row]))
+        weights = weights_of(positives)
+        if weights is None:
+            weights = np.ones(len(positives.values), np.float32)
+        return zip(positives.values.tolist(), weights.tolist(), strict=True)
 
     def names(self, rows: Iterable[int]) -> dict[int, tuple[str, str]]:
         """Uid and text of some rows; reads only the blocks of the file that hold them.
@@ -178,6 +203,7 @@ def remember(
     config: MemoryConfig,
     spec: IndexSpec,
     threads: int = 1,
+    relevance: Relevance | None = None,
 ) -> Callable[[Path], Mapping[str, Any]]:
     """Prepares a memory of the queries of a split: the argument `predictor` of `write_bundle`.
 
@@ -190,6 +216,7 @@ def remember(
         config: how they vote if a request does not say otherwise.
         spec: how the vectors are indexed.
         threads: threads that build the index.
+        relevance: of the positives, if votes are multiplied by it.
     Returns:
         A function that writes the memory into a bundle's folder and returns `Settings.predictor`.
     Raises:
@@ -202,7 +229,7 @@ def remember(
         folder = bundle / "memory"
         vectors = (encode(split.tokens(block)) for block in blocks)
         shards, _ = write_shards(folder, vectors, len(rows), spec, threads=threads)
-        write_queries(folder, split, rows)
+        write_queries(folder, split, rows, relevance)
         return {
             "kind": "memory",
             "config": configs.dump(config),
@@ -228,8 +255,13 @@ def remembered_rows(split: Split) -> Int64Array:
     return rows
 
 
-def write_queries(folder: Path, split: Split, rows: Int64Array) -> None:
+def write_queries(
+    folder: Path, split: Split, rows: Int64Array, relevance: Relevance | None = None
+) -> None:
     """Writes the positives and names of training queries into a bundle's memory/."""
+    if relevance is not None:
+        weights = relevance.weights(relevance.positions(rows).values)
+        np.save(folder / _WEIGHTS, weights.astype(np.float32))
     offsets = offsets_of(split.num_positives()[rows])
     np.save(folder / "label_offsets.npy", offsets)
     labels = np.lib.format.open_memmap(folder / "labels.npy", "w+", np.int32, (int(offsets[-1]),))

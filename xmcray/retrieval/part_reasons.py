@@ -104,7 +104,7 @@ def _add_votes(
         weight_BK: float64, weight of each voter of B queries.
     """
     row_E = votes.voters.ids[votes.query_E, votes.place_E]
-    weight_E = weight_BK[votes.query_E, votes.place_E]
+    weight_E = votes.weights(weight_BK)
     # Voters beyond those that count have no weight.
     for vote in np.flatnonzero(weight_E > 0).tolist():
         row = int(row_E[vote])

@@ -191,17 +191,23 @@ class Votes:
         pair_E: int64, the candidate that gets the vote.
         query_E: int64, its query.
         place_E: int64, the voter's place among the query's voters.
+        relevance_E: float32, how much the label counts for the voter; None if all count 1.
     """
 
     voters: TopLabels
     pair_E: Int64Array
     query_E: Int64Array
     place_E: Int64Array
+    relevance_E: Float32Array | None = None
+
+    def weights(self, weight_BK: Float64Array) -> Float64Array:
+        """float64, the weight of each vote, by those of the voters."""
+        vote_E = weight_BK[self.query_E, self.place_E]
+        return vote_E if self.relevance_E is None else vote_E * self.relevance_E
 
     def sums(self, weight_BK: Float64Array, num_pairs: int) -> Float64Array:
         """float64 [P], the summed weights of each candidate's voters."""
-        vote_E = weight_BK[self.query_E, self.place_E]
-        return np.bincount(self.pair_E, vote_E, num_pairs).astype(np.float64)
+        return np.bincount(self.pair_E, self.weights(weight_BK), num_pairs).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,9 +183,10 @@ class MemoryPredictor:
             order = np.argsort(-weight_BK[query], kind="stable")
             for place in order[: np.count_nonzero(weight_BK[query])].tolist():
                 row = int(neighbours.queries.ids[query, place])
-                for label_id in self.memory.positives[row].tolist():
+                weight = float(weight_BK[query, place])
+                for label_id, relevance in self.memory.queries.graded(row):
                     if label_id in by_label:
-                        by_label[label_id].append((row, float(weight_BK[query, place])))
+                        by_label[label_id].append((row, weight * relevance))
                         rows.add(row)
             votes.append([by_label[label_id] for label_id in label_ids])
         # One look-up of names for all queries: reading a block of the file is what costs.

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.retrieval.neighbours import Neighbours
-from xmcray.types import Int64Array, Ragged, TopLabels
+from xmcray.types import Int64Array, Ragged, TopLabels, weights_of
 
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
@@ -174,7 +174,7 @@ def count_votes(
 
     Args:
         neighbours: nearest keys of B queries.
-        positives: source label ids of each row of the memory (Y).
+        positives: source label ids of each row of the memory (Y). Weights multiply votes.
         config: how keys vote.
         num_labels: L.
         exclude: B lists of source label ids that get no votes from their query's keys.
@@ -195,6 +195,9 @@ def count_votes(
     query_pairs = key_query[voter] * num_labels + voted_labels.values
     key_weight = query_weight_BK[key_query, key_place]
     query_weights = key_weight[voter]
+    relevance = weights_of(voted_labels)
+    if relevance is not None:
+        query_weights = query_weights * relevance
     # Labels: one entry per key.
     own_query, own_place = np.nonzero(label_weight_BK)
     label_pairs = own_query * num_labels + label_BK[own_query, own_place]

@@ -80,7 +80,8 @@ def export_run(
 
     predictor = None
     if run.config.memory is not None:
-        predictor = remember(corpus.split("train"), encode, run.config.memory, spec)
+        train = corpus.split("train")
+        predictor = remember(train, encode, run.config.memory, spec, relevance=data.relevance)
     sample = sample_rows(data.num_train, seed)
     write_bundle(
         out,

@@ -37,7 +37,7 @@ from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.retrieval.word_index import FOLDER as WORDS
 from xmcray.retrieval.word_index import LABELS, QUERIES, file_names, write_word_index
-from xmcray.training.held_out import held_out_by, without_voters
+from xmcray.training.held_out import held_out_by, relevance_of, without_voters
 from xmcray.training.outcome import bundle_of, check_fits
 from xmcray.training.part_weights import MEMORY_KEYS, METRICS, WORD_KEYS, Choice, WeightSearch
 from xmcray.training.probability_curves import fit_calibration
@@ -56,6 +56,7 @@ _SHARED = (
     "attributes.parquet",
     "memory/labels.npy",
     "memory/label_offsets.npy",
+    "memory/label_weights.npy",
     "memory/queries.parquet",
 )
 _CHUNK = 1024  # held-out queries that are encoded at once
@@ -322,7 +323,9 @@ def _write_member(
     linked: dict[str, storage.FileEntry] = {}
     with storage.new_artifact(target, KIND, manifest.about, linked) as made:
         train = corpus.split("train")
-        memory = remember(train, encode, MemoryConfig(), MEMORY_INDEX, threads)(made)
+        relevance = relevance_of(manifest.about, corpus)
+        write = remember(train, encode, MemoryConfig(), MEMORY_INDEX, threads, relevance)
+        memory = write(made)
         predictor = {
             "kind": "fused",
             "num_queries": memory["num_queries"],

@@ -11,6 +11,7 @@ import numpy as np
 from xmcray import config as configs
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
+from xmcray.data.relevance import Relevance
 from xmcray.errors import ConfigError, DataError
 from xmcray.retrieval.memory import RememberedQueries, remembered_rows
 from xmcray.retrieval.retriever import Retriever
@@ -47,6 +48,19 @@ def held_out_by(bundle: str, about: Mapping[str, Any], corpus: Corpus) -> Traini
             f"no query with a positive is held out of {corpus.path}; raise data.validation"
         )
     return data
+
+
+def relevance_of(about: Mapping[str, Any], corpus: Corpus) -> Relevance | None:
+    """The relevance by which the training queries of a bundle vote; None if it is ignored.
+
+    Args:
+        about: `about` of its manifest.
+        corpus: the one that it was made from.
+    """
+    data = about.get("config", {}).get("data") or {}
+    if data.get("relevance", "ignore") == "ignore":
+        return None
+    return Relevance.read(corpus.split("train"))
 
 
 def without_voters(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Retriever:

@@ -21,6 +21,7 @@ from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.training.held_out import relevance_of
 from xmcray.training.outcome import bundle_of
 from xmcray.training.run import Run
 from xmcray.types import Float32Array, Int64Array, Ragged
@@ -65,6 +66,7 @@ def memory_bundle(
     label_order = corpus.label_order
     train = corpus.split("train")
     spec = IndexSpec()
+    held_out = _held_out(encoder)
     # The generators read a block at a time while the bundle is written, so memory stays bounded.
     # Uids and texts are by source id, vectors by internal id.
     bundles.write_bundle(
@@ -81,11 +83,17 @@ def memory_bundle(
             "encoder": encoder,
             "corpus": corpus.card.name,
             "corpus_sha256": corpus.sha256,
-            **_held_out(encoder),
+            **held_out,
         },
         method="memory",
         queries=encode(train.tokens(_sample_rows(len(train)))),
-        predictor=remember(train, encode, config or MemoryConfig(), spec, threads=1),
+        predictor=remember(
+            train,
+            encode,
+            config or MemoryConfig(),
+            spec,
+            relevance=relevance_of(held_out, corpus),
+        ),
         threads=1,
     )
 

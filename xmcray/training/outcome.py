@@ -12,6 +12,7 @@ import numpy as np
 
 from xmcray import __version__, storage
 from xmcray.data.corpus import Corpus
+from xmcray.data.relevance import Relevance
 from xmcray.errors import DataError
 from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, evaluate
 from xmcray.evaluation.predictions import (
@@ -53,6 +54,9 @@ def measure(search: Search, corpus: Corpus, split: str, **options: Any) -> Evalu
         DataError: no such split, or the answers do not fit the corpus.
     """
     rows = corpus.split(split)
+    relevance = Relevance.read(rows)
+    if relevance is not None and relevance.is_graded:
+        options["grades"] = relevance.grades
     return evaluate(
         search,
         rows.positives,
