@@ -22,7 +22,7 @@ from xmcray.paths import bundle_at, kind_of
 if TYPE_CHECKING:
     import pandas as pd
 
-    from xmcray.data.corpus import Corpus
+    from xmcray.data.corpus import Corpus, Split
     from xmcray.evaluation.evaluate import Evaluation
     from xmcray.planning.data_size import DataSize
     from xmcray.planning.estimate import Plan
@@ -279,6 +279,7 @@ def evaluate(
     split: Literal["train", "test"] = "test",
     exact: bool = False,
     predictions: str | None = None,
+    slices: Location | None = None,
     progress: bool = True,
 ) -> Evaluation:
     """Measures a run, a bundle or stored answers on a corpus.
@@ -289,9 +290,11 @@ def evaluate(
         split: queries to answer.
         exact: compare all labels instead of using the index.
         predictions: file for the answers, as a sparse .npz, queries x labels.
+        slices: JSON lines with `uid` and `attributes` of queries, such as their language; metrics
+            are also given for the queries with each value.
         progress: show the number of queries on stderr if that is a terminal.
     Returns:
-        The metrics; `xmcray.evaluation.evaluate.compare` tests two of them.
+        The metrics; `xmcray.evaluation.evaluate.compare` tests two of them, `compare_several` more.
     Raises:
         ConfigError: `predictions` of predictions.
         DataError: the answers and the corpus do not belong together.
@@ -314,10 +317,12 @@ def evaluate(
 
     # An open corpus has been verified.
     corpus = data if isinstance(data, Corpus) else Corpus.open(os.fspath(data))
+    attributes = {} if slices is None else _query_attributes(slices)
     with counting(f"{split} queries", len(corpus.split(split)), progress) as count:
         if kind == "predictions":
             answers = outcome.stored_answers(origin, corpus, split)
-            return outcome.measure(answers, corpus, split, progress=count)
+            evaluation = outcome.measure(answers, corpus, split, progress=count)
+            return _sliced(evaluation, corpus.split(split), attributes)
         # Stored answers need no torch, so it is imported from here on.
         from xmcray.retrieval.retriever import Retriever
         from xmcray.training.run import Run
@@ -332,10 +337,30 @@ def evaluate(
             predictions=predictions,
             progress=count,
         )
+    evaluation = _sliced(evaluation, corpus.split(split), attributes)
     # The run keeps what its bundle answers by default, and only about the test split.
     if run and split == "test" and not exact:
         outcome.record(run, corpus, evaluation)
     return evaluation
+
+
+def _query_attributes(path: Location) -> Mapping[str, Mapping[str, Any]]:
+    """Attributes by uid of the query, from a file as `xmcray labels annotate` takes it."""
+    from xmcray.retrieval.labels import read_attribute_sets
+
+    return read_attribute_sets([Path(path)])
+
+
+def _sliced(
+    evaluation: Evaluation, queries: Split, attributes: Mapping[str, Mapping[str, Any]]
+) -> Evaluation:
+    """An evaluation with the metrics of slices, if there are attributes."""
+    if not attributes:
+        return evaluation
+    from xmcray.evaluation.slices import with_slices
+
+    uids = queries.uids(evaluation.query_ids)
+    return with_slices(evaluation, [attributes.get(uid, {}) for uid in uids])
 
 
 def export(

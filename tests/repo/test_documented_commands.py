@@ -164,8 +164,8 @@ class Workshop:
         """Puts the inputs of a command into the working directory, under the names it uses."""
         if getattr(options, "data", None):
             self.put("corpus", options.data)
-        for name in ("path", "encoder", "bundle", "compare"):
-            path = getattr(options, name, None)
+        paths = [getattr(options, name, None) for name in ("path", "encoder", "bundle")]
+        for path in (*paths, *(getattr(options, "compare", None) or ())):
             if path is None:
                 continue
             is_run = verb in ("export", "evaluate", "memory") and not path.endswith("bundle")

@@ -16,6 +16,7 @@ from corpora import planted_corpus
 from scipy import sparse
 
 from xmcray import cli
+from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
 from xmcray.training import outcome
 from xmcray.training import run as runs
@@ -398,6 +399,23 @@ def test_a_hub_id_without_network(
     bad = shell.error("prepare", folder / "raw", "--out", tmp_path / "c", "--tokenizer", name)
     assert name in bad
     assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluate_compares_with_several_runs_and_measures_slices(
+    folder: Path, shell: Shell, tmp_path: Path
+) -> None:
+    queries = Corpus.open(folder / "corpus").split("test")
+    uids = queries.uids(np.arange(len(queries)))
+    lines = [{"uid": uid, "attributes": {"part": i % 2}} for i, uid in enumerate(uids)]
+    slices = tmp_path / "slices.jsonl"
+    slices.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bundle = folder / "run" / "bundle"
+    data = ["--data", folder / "corpus"]
+    printed = shell.run("evaluate", bundle, *data, "--slices", slices, "--compare", bundle, bundle)
+    assert printed.count("p (sign flip, Holm for 2)") == 2
+    assert "Slices of the queries" in printed
+    measured = json.loads(shell.run("evaluate", bundle, *data, "--slices", slices, "--json"))
+    assert [row["value"] for row in measured["slices"]] == [0, 1]
 
 
 def test_predictions_of_other_queries(folder: Path, shell: Shell, tmp_path: Path) -> None:

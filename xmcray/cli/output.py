@@ -52,6 +52,8 @@ def show_metrics(runs: dict[str, dict[str, Any]], deciles: bool = False) -> None
         show(table.decile_table(measured))
     if measured.get("index_recall"):
         show(table.index_table(measured))
+    if measured.get("slices"):
+        show(table.slice_table(measured))
     if measured.get("calibration"):
         show(table.calibration_table(measured))
 

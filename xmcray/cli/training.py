@@ -219,7 +219,15 @@ def evaluate_options(verb: argparse.ArgumentParser) -> None:
         help="write metrics.json there, or print it",
     )
     verb.add_argument(
-        "--compare", metavar="OTHER", help="a run, a bundle or predictions (.npz): paired test"
+        "--compare",
+        metavar="OTHER",
+        nargs="+",
+        help="runs, bundles or predictions (.npz): paired tests",
+    )
+    verb.add_argument(
+        "--slices",
+        metavar="FILE",
+        help="JSON lines of uid and attributes of queries: metrics for each value",
     )
     verb.add_argument(
         "--predictions", metavar="FILE", help="write the answers as a sparse .npz, queries x labels"
@@ -230,27 +238,29 @@ def evaluate_options(verb: argparse.ArgumentParser) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Measures a run, a bundle or stored answers, and compares it with another."""
-    paths = [options.path]
-    if options.compare:
+    """Measures a run, a bundle or stored answers, and compares it with others."""
+    paths = [options.path, *(options.compare or ())]
+    for path in paths:
         # A name that leads nowhere is refused before the first path is measured.
-        kind_of(options.compare)
-        paths.append(options.compare)
+        kind_of(path)
     # "-" is stdout.
     json_file = None if options.json == "-" else options.json
     if json_file:
         storage.check_file(json_file)
     from xmcray.data.corpus import Corpus
-    from xmcray.evaluation.evaluate import compare
+    from xmcray.evaluation.evaluate import compare_several
 
-    kind_of(options.path)
     corpus = Corpus.open(options.data)
     evaluations: list[Evaluation] = []
     for path in paths:
-        # Only the answers of the first path are written; the other one is there to compare with.
-        predictions = options.predictions if not evaluations else None
+        # Only the answers of the first path are written; the others are there to compare with.
         evaluation = api.evaluate(
-            path, corpus, split=options.split, exact=options.exact, predictions=predictions
+            path,
+            corpus,
+            split=options.split,
+            exact=options.exact,
+            predictions=None if evaluations else options.predictions,
+            slices=None if evaluations else options.slices,
         )
         evaluations.append(evaluation)
     metrics = evaluations[0].to_json()
@@ -263,8 +273,10 @@ def evaluate(options: argparse.Namespace) -> None:
     if options.compare:
         from xmcray.evaluation.table import comparison_table
 
-        names = [Path(path).name for path in paths]
-        show(comparison_table(compare(*evaluations), *names))
+        first, *others = [Path(path).name for path in paths]
+        comparisons = compare_several(evaluations[0], evaluations[1:])
+        for other, rows in zip(others, comparisons, strict=True):
+            show(comparison_table(rows, first, other, len(others)))
 
 
 def export_options(verb: argparse.ArgumentParser) -> None:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class Evaluation:
         calibration: how right the probabilities of the answers are (reliability.py), or None.
         query_ids: int64 [queries], rows of the split that counted.
         per_query: what those queries add to the main metrics.
+        slices: main metrics of the queries with each value of an attribute (slices.py).
     """
 
     metrics: dict[str, float]
@@ -64,6 +65,7 @@ class Evaluation:
     calibration: dict[str, Any] | None
     query_ids: Int64Array = field(repr=False)
     per_query: QueryValues = field(repr=False)
+    slices: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The content of metrics.json, which has no values per query."""
@@ -80,6 +82,8 @@ class Evaluation:
         }
         if self.calibration is not None:
             content["calibration"] = self.calibration
+        if self.slices:
+            content["slices"] = self.slices
         return content
 
 
@@ -166,7 +170,7 @@ def evaluate(
         left_out=metrics.left_out,
         a=a,
         b=b,
-        intervals=_intervals(per_query, resamples, seed) if resamples else {},
+        intervals=bootstrap_intervals(per_query, resamples, seed) if resamples else {},
         segments=_segments(metrics, values),
         deciles=_deciles(metrics),
         index_recall=index_recall,
@@ -251,6 +255,47 @@ def compare(
     return rows
 
 
+def compare_several(
+    a: Evaluation, others: Sequence[Evaluation], **options: Any
+) -> list[list[ComparisonRow]]:
+    """Compares one evaluation with several, as `compare` does with each.
+
+    The p-values of a metric are corrected for the number of comparisons (Holm, 1979): the chance
+    that any of them is below 5 % by accident is at most 5 %.
+
+    Args:
+        a: the first of each pair.
+        others: the second ones.
+        options: of `compare`.
+    Raises:
+        DataError: as `compare`.
+    """
+    comparisons = [compare(a, other, **options) for other in others]
+    corrected = []
+    for rows_of_metric in zip(*comparisons, strict=True):
+        p_values = holm([row.p_value for row in rows_of_metric])
+        rows = zip(rows_of_metric, p_values, strict=True)
+        corrected.append([replace(row, p_value=p_value) for row, p_value in rows])
+    return [list(rows) for rows in zip(*corrected, strict=True)]
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values of several tests, corrected so that together they err as often as one.
+
+    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure" (1979).
+    """
+    corrected = [0.0] * len(p_values)
+    largest = 0.0
+    num_left = len(p_values)
+    # The smallest is multiplied by the number of tests, the next one by one less, and so on; none
+    # becomes smaller than those before it.
+    for place in np.argsort(p_values, kind="stable").tolist():
+        largest = max(largest, min(1.0, num_left * p_values[place]))
+        corrected[place] = largest
+        num_left -= 1
+    return corrected
+
+
 def _bootstrap(
     gain_QM: npt.NDArray[np.floating],
     divisor_QM: Float32Array,
@@ -277,7 +322,10 @@ def _bootstrap(
     return intervals
 
 
-def _intervals(per_query: QueryValues, resamples: int, seed: int) -> dict[str, list[float]]:
+def bootstrap_intervals(
+    per_query: QueryValues, resamples: int, seed: int
+) -> dict[str, list[float]]:
+    """[low, high] of the 95 % interval of each main metric, by bootstrap over queries."""
     intervals = _bootstrap(per_query.gain_QM, per_query.divisor_QM, resamples, seed)
     return dict(zip(MAIN_METRICS, intervals, strict=True))
 

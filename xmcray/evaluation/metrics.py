@@ -10,6 +10,9 @@
               hits
     graded nDCG@k
               nDCG@k with the relevance of a positive as its gain; only if the raw files have it
+    MRR@k     1 / rank of the first hit among the first k answers, 0 without one
+    coverage@k
+              share of the labels that are among the first k answers of some query
     macroF1@k F1 of each label over all queries' first k answers, averaged over the labels of a
               frequency segment that have a positive in the truth
 
@@ -31,10 +34,11 @@ from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragg
 CUTOFFS = (1, 3, 5, 10)
 RECALL_CUTOFFS = (1, 3, 5, 10, 100)
 # What metrics.json holds and what gets an interval.
-MEAN_METRICS = ("P@1", "P@3", "P@5", "nDCG@3", "nDCG@5", "R@10", "R@100")
+MEAN_METRICS = ("P@1", "P@3", "P@5", "nDCG@3", "nDCG@5", "R@10", "R@100", "MRR@10")
 RATIO_METRICS = ("PSP@1", "PSP@3", "PSP@5", "PSnDCG@3", "PSnDCG@5")
 MAIN_METRICS = (*MEAN_METRICS[:5], *RATIO_METRICS, *MEAN_METRICS[5:])
 F1_CUTOFF = 5
+MRR_CUTOFF = 10
 # (name, low, high): labels with low < training count <= high. Labels without any training query
 # belong to no segment.
 SEGMENTS = (("tail", 0, 10), ("torso", 10, 100), ("head", 100, 1000), ("top", 1000, None))
@@ -166,6 +170,7 @@ class Metrics:
         values = {}
         for name, gain in self._gains.items():
             values[name] = gain / self._divisors[name]
+        values[f"coverage@{F1_CUTOFF}"] = float((self.answered > 0).mean())
         # F1 = 2 TP / (2 TP + FP + FN), and 2 TP + FP + FN = answers + positives.
         # A label with neither is in no segment's mean; 1 keeps its division defined.
         answers_and_positives = np.maximum(self.answered + self.positives, 1)
@@ -217,6 +222,10 @@ class Metrics:
         for k in RECALL_CUTOFFS:
             num_hits = hit_BK[:, :k].sum(1)
             self._record(f"R@{k}", num_hits / lengths)
+        is_early_hit = is_hit_BK[:, :MRR_CUTOFF]
+        # The place of the first hit; 0 also without any, where the reciprocal rank is 0.
+        first_hit = is_early_hit.argmax(1)
+        self._record(f"MRR@{MRR_CUTOFF}", is_early_hit.any(1) / (first_hit + 1.0))
         for k in CUTOFFS:
             # The first k ranks; narrower than k if each query has fewer answers.
             hits = hit_BK[:, :k]

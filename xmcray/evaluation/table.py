@@ -121,12 +121,34 @@ def calibration_table(run: StoredMetrics) -> Table:
     return table
 
 
-def comparison_table(rows: Sequence[ComparisonRow], a: str, b: str) -> Table:
+def slice_table(run: StoredMetrics) -> Table:
+    """What queries with each value of an attribute reach."""
+    metrics = ("P@1", "P@5", "PSP@5", "R@100")
+    table = _table("Slices of the queries, in percent", "attribute", "value", "queries", *metrics)
+    for row in run["slices"]:
+        value = "-" if row["value"] is None else str(row["value"])
+        cells = [_with_interval(row, metric) for metric in metrics]
+        table.add_row(Text(row["attribute"]), Text(value), f"{row['queries']:,}", *cells)
+    return table
+
+
+def comparison_table(
+    rows: Sequence[ComparisonRow], a: str, b: str, num_comparisons: int = 1
+) -> Table:
     """Run `a` against run `b` on the same queries.
 
     A difference is coloured if its interval does not contain zero.
+
+    Args:
+        rows: one per metric.
+        a: name of the first run.
+        b: name of the second run.
+        num_comparisons: for how many comparisons the p-values are corrected.
     """
-    columns = (a, b, "difference", "95 % interval", "p (sign flip)")
+    test = "p (sign flip)"
+    if num_comparisons > 1:
+        test = f"p (sign flip, Holm for {num_comparisons})"
+    columns = (a, b, "difference", "95 % interval", test)
     table = _table("Paired comparison, in percent", "metric", *columns)
     for row in rows:
         style = ""
@@ -220,12 +242,12 @@ def _table(title: str, first: str, *others: str) -> Table:
 
 
 def metric_names(*runs: StoredMetrics) -> list[str]:
-    """The metrics that some run has: the main ones, graded ones, then macro-F1 of each segment."""
+    """The metrics that some run has: main, graded, coverage, and macro-F1 of each segment."""
     present = set().union(*runs)
     main = [name for name in MAIN_METRICS if name in present]
-    of_segments = [name for name in present if name.startswith("macroF1")]
+    of_labels = [name for name in present if name.startswith(("coverage", "macroF1"))]
     graded = [f"graded nDCG@{k}" for k in CUTOFFS if f"graded nDCG@{k}" in present]
-    return main + graded + sorted(of_segments)
+    return main + graded + sorted(of_labels)
 
 
 def _with_interval(run: StoredMetrics, metric: str) -> str:

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from xmcray.errors import DataError
 from xmcray.evaluation import table
-from xmcray.evaluation.evaluate import Evaluation, compare, evaluate
+from xmcray.evaluation.evaluate import Evaluation, compare, compare_several, evaluate, holm
 from xmcray.evaluation.metrics import MAIN_METRICS
+from xmcray.evaluation.slices import with_slices
 from xmcray.types import Int64Array, Ragged, TopLabels
 
 NUM_QUERIES, NUM_LABELS = 120, 150
@@ -187,3 +188,48 @@ def test_tables_show_percent_interval_and_constants() -> None:
     assert "macroF1@5(0,10]" in text
     assert "recall@100" in text
     assert "(100,1000]" in text
+
+
+def test_p_values_of_several_tests_are_corrected_as_in_holms_paper() -> None:
+    # Sorted: 0.01 * 4, 0.02 * 3, then 0.03 * 2 and 0.04 * 1, which may not be below 0.06.
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.9, 0.6]) == [1.0, 1.0]
+    assert holm([0.2]) == [0.2]
+
+
+def test_several_comparisons_correct_the_p_values_of_each_metric() -> None:
+    first, others = run(2.0), [run(1.9), run(1.0), run(0.5)]
+    corrected = compare_several(first, others)
+    plain = [compare(first, other) for other in others]
+    for rows, own_rows in zip(corrected, plain, strict=True):
+        assert [row.difference for row in rows] == [row.difference for row in own_rows]
+    for column, own_column in zip(
+        zip(*corrected, strict=True), zip(*plain, strict=True), strict=True
+    ):
+        assert [row.p_value for row in column] == holm([row.p_value for row in own_column])
+
+
+def test_slices_have_the_metrics_of_their_queries_alone() -> None:
+    whole = run(2.0)
+    attributes: list[dict[str, object]] = [{} for _ in range(whole.queries)]
+    for place, query in enumerate(whole.query_ids.tolist()):
+        if query > 20:
+            attributes[place]["language"] = "de" if query % 3 else "en"
+    sliced = with_slices(whole, attributes, resamples=50)
+    rows = {row["value"]: row for row in sliced.slices}
+    assert list(rows) == ["de", "en", None]
+    assert sum(row["queries"] for row in sliced.slices) == whole.queries
+    members = np.array([own.get("language") == "de" for own in attributes])
+    gains = whole.per_query.gain_QM[members].sum(0) / whole.per_query.divisor_QM[members].sum(0)
+    assert [rows["de"][name] for name in MAIN_METRICS] == pytest.approx(gains.tolist())
+    low, high = rows["de"]["intervals"]["P@5"]
+    assert low <= rows["de"]["P@5"] <= high
+    assert whole.slices == []
+
+
+def test_an_attribute_that_is_no_group_is_refused() -> None:
+    whole = run(2.0)
+    with pytest.raises(DataError, match=r"none of 1.. queries has an attribute"):
+        with_slices(whole, [{}] * whole.queries)
+    with pytest.raises(DataError, match=r"'price' has 1.. values, expected at most 100"):
+        with_slices(whole, [{"price": i} for i in range(whole.queries)])

@@ -42,6 +42,14 @@ def test_values_derived_by_hand() -> None:
     gain = w[1] * second / ideal[0] + (w[3] + w[4] * third) / ideal[1]
     best = (w[1] + w[5] * second) / ideal[0] + (w[2] + w[3] * second + w[4] * third) / ideal[1]
     assert found["PSnDCG@3"] == pytest.approx(gain / best)
+    assert found["MRR@10"] == pytest.approx((1 / 2 + 1) / 2)
+    # Of six labels all but the last are among the answers.
+    assert found["coverage@5"] == pytest.approx(5 / 6)
+
+
+def test_a_query_without_a_hit_has_no_reciprocal_rank() -> None:
+    found = measure(answers([0, 1], [2, -1]), Ragged.from_rows([[5], [3]])).result()
+    assert found["MRR@10"] == 0.0
 
 
 def test_macro_f1_averages_labels_that_have_a_positive() -> None:
