@@ -27,11 +27,11 @@ from typing import Any
 import fsspec
 from safetensors import SafetensorError
 
-from xmcray import hub
+from xmcray import __version__, hub
 from xmcray.errors import StorageError, XmcrayError, one_line, readable
 
 MANIFEST = "manifest.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # "format" in messages; docs/compatibility.md says when it is raised
 HASH_THREADS = min(8, os.cpu_count() or 1)  # files that are hashed at the same time
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_PATH = 3_900  # of Linux, 4,095, less what artifacts add
@@ -303,6 +303,7 @@ def finish_manifest(
     body = {
         "kind": kind,
         "schema_version": SCHEMA_VERSION,
+        "release": __version__,
         "files": {name: asdict(files[name]) for name in sorted(files)},
         "about": dict(about),
     }
@@ -529,14 +530,19 @@ def _parse_manifest(content: bytes, source: str | Path, kind: str) -> Manifest:
         about = dict(body["about"])
         manifest = Manifest(str(body["kind"]), files, about, digest)
         version = body["schema_version"]
+        # The first release did not note its number.
+        release = body.get("release")
         # Within the block, because a value that is nested too deeply cannot be hashed either.
         content_hash = _content_hash(body)
     if manifest.kind != kind:
         raise StorageError(f"{source} holds a {one_line(manifest.kind, 40)}, expected a {kind}")
     if version != SCHEMA_VERSION:
+        reader = "the release that wrote it"
+        if release is not None:
+            reader = f"xmcray {one_line(release, 40)}, which wrote it, or a later one"
         raise StorageError(
-            f"{source} has schema version {one_line(version, 40)}, this release reads"
-            f" {SCHEMA_VERSION}; use the release that wrote it, or make the {kind} again"
+            f"{source} has format {one_line(version, 40)}, xmcray {__version__} reads format"
+            f" {SCHEMA_VERSION}; use {reader}, or make the {kind} again"
         )
     if digest != content_hash:
         raise StorageError(

@@ -15,9 +15,10 @@ sys.path.insert(0, str(RELEASES))
 
 from write import answers_of, train_command  # noqa: E402
 
-from xmcray import cli  # noqa: E402
+from xmcray import __version__, cli  # noqa: E402
 from xmcray.data.corpus import Corpus  # noqa: E402
 from xmcray.errors import XmcrayError  # noqa: E402
+from xmcray.storage import new_artifact  # noqa: E402
 
 VERSIONS = sorted(path.name for path in RELEASES.iterdir() if (path / "answers.json").is_file())
 
@@ -60,3 +61,24 @@ def test_what_a_later_version_has_stored_is_refused_with_advice(stored: Path, fi
     opened = Corpus.open if file.startswith("corpus") else answers_of
     with pytest.raises(XmcrayError, match="use the release that wrote it"):
         opened((stored / file).parent)
+    manifest["release"] = "7.8.9"
+    (stored / file).write_text(json.dumps(manifest))
+    with pytest.raises(XmcrayError) as raised:
+        opened((stored / file).parent)
+    assert f"has format 2, xmcray {__version__} reads format 1; use xmcray 7.8.9," in str(
+        raised.value
+    )
+    assert "\n" not in str(raised.value)
+
+
+def test_an_artifact_names_the_release_that_wrote_it(tmp_path: Path) -> None:
+    with new_artifact(tmp_path / "new", "corpus", {}) as folder:
+        (folder / "file").write_text("content")
+    assert json.loads((tmp_path / "new" / "manifest.json").read_text())["release"] == __version__
+
+
+def test_each_release_has_kept_what_it_stores() -> None:
+    assert __version__ in VERSIONS, "run: python tests/releases/write.py"
+    for version in VERSIONS:
+        files = [path for path in (RELEASES / version).rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in files) < 100_000
