@@ -14,6 +14,7 @@ from xmcray.evaluation.table import percent
 from xmcray.storage import write_text
 from xmcray.tuning.study import METRICS
 
+Result = Mapping[str, Any]  # the content of results.json
 BASELINE_NOTE = (
     "The TF-IDF memory is the simple baseline: the labels of the ten training queries whose words and"
     " pairs of words are most similar. It trains nothing. A linear classifier (one-vs-rest) is not"
@@ -38,7 +39,7 @@ class _Table:
     note: str = ""
 
 
-def write_page(path: Path, corpus: Corpus, result: Mapping[str, Any]) -> None:
+def write_page(path: Path, corpus: Corpus, result: Result) -> None:
     """Writes the page, whole or not at all.
 
     Args:
@@ -46,9 +47,14 @@ def write_page(path: Path, corpus: Corpus, result: Mapping[str, Any]) -> None:
         corpus: of the study.
         result: content of results.json.
     """
-    tables = [_parts(result), _trials(result), _more_time(result)]
-    if result["test"] is not None:
-        tables = [_test(result["test"]), _comparisons(result["test"]), *tables]
+    tables = []
+    test = result["test"]
+    if test is not None:
+        tables.append(_test(test))
+        tables.append(_comparisons(test))
+    tables.append(_parts(result))
+    tables.append(_trials(result))
+    tables.append(_more_time(result))
     page = render(
         "auto_report.html.j2",
         title=f"Automatic choice on {corpus.card.name}",
@@ -58,17 +64,17 @@ def write_page(path: Path, corpus: Corpus, result: Mapping[str, Any]) -> None:
     write_text(path, page)
 
 
-def _subtitle(corpus: Corpus, result: Mapping[str, Any]) -> str:
+def _subtitle(corpus: Corpus, result: Result) -> str:
     card = corpus.card
+    size = f"{card.num_train:,} training queries, {card.num_labels:,} labels."
+    members = " + ".join(result["bundle"]["members"]) or "words alone"
     finished = sum(trial["state"] == "finished" for trial in result["trials"])
-    machine = f"{result['cores']} cores, load {result['load']:.1f}"
-    return (
-        f"{card.num_train:,} training queries, {card.num_labels:,} labels. Best:"
-        f" {' + '.join(result['bundle']['members']) or 'words alone'}, fused."
-        f" {finished} of {len(result['trials'])} trials trained to the end."
-        f" {result['spent_s'] / 60:.1f} of {result['budget_s'] / 60:.1f} minutes spent"
-        f" ({machine} at the end; whatever else ran took a part of the time). xmcray {__version__}."
-    )
+    trials = f"{finished} of {len(result['trials'])} trials trained to the end."
+    spent = result["spent_s"] / 60
+    budget = result["budget_s"] / 60
+    time = f"{spent:.1f} of {budget:.1f} minutes spent on {result['cores']} cores"
+    load = f"(load {result['load']:.1f} at the end; whatever else ran took a part of the time)."
+    return f"{size} Best: {members}, fused. {trials} {time} {load} xmcray {__version__}."
 
 
 def _test(test: Mapping[str, Any]) -> _Table:
@@ -76,53 +82,70 @@ def _test(test: Mapping[str, Any]) -> _Table:
     for result in test["results"]:
         cells = [result["name"]]
         for metric in METRICS:
+            value = percent(result[metric])
             low, high = result[f"{metric} interval"]
-            cells.append(f"{percent(result[metric])} [{percent(low)}, {percent(high)}]")
+            cells.append(f"{value} [{percent(low)}, {percent(high)}]")
         cells.append(percent(result.get("ECE@5")))
         rows.append(cells)
+    columns = ["", *METRICS, "ECE@5"]
     note = f"{test['queries']:,} queries, 95 % bootstrap intervals. {BASELINE_NOTE}"
-    return _Table("On the test split, in percent", ["", *METRICS, "ECE@5"], rows, note)
+    return _Table("On the test split, in percent", columns, rows, note)
 
 
 def _comparisons(test: Mapping[str, Any]) -> _Table:
     rows = []
-    for row in test["comparisons"]:
-        interval = f"[{_points(row['low'])}, {_points(row['high'])}]"
-        cells = [row["than"], row["metric"], _points(row["difference"]), interval]
-        rows.append([*cells, f"{row['p_value']:.4f}"])
+    for comparison in test["comparisons"]:
+        low = _points(comparison["low"])
+        high = _points(comparison["high"])
+        cells = [
+            comparison["than"],
+            comparison["metric"],
+            _points(comparison["difference"]),
+            f"[{low}, {high}]",
+            f"{comparison['p_value']:.4f}",
+        ]
+        rows.append(cells)
     columns = ["bundle less", "metric", "points", "95 % interval", "p"]
     note = "Paired tests over queries. The test split has decided nothing."
     return _Table("By how much", columns, rows, note)
 
 
-def _parts(result: Mapping[str, Any]) -> _Table:
+def _parts(result: Result) -> _Table:
     choice = result["choice"]
     rows = []
     for test in choice["tests"]:
-        without = [percent(test["without"][metric]) for metric in METRICS]
-        rows.append([test["part"], f"{test['weight']:g}", *without, f"{test['p_value']:.4f}"])
+        cells = [test["part"], f"{test['weight']:g}"]
+        cells += [percent(test["without"][metric]) for metric in METRICS]
+        cells.append(f"{test['p_value']:.4f}")
+        rows.append(cells)
+    columns = ["part", "weight"]
+    columns += [f"{metric} without" for metric in METRICS]
+    columns.append("p")
     reached = " / ".join(percent(choice["metrics"][metric]) for metric in METRICS)
     refitted = ", ".join(result["bundle"]["refitted"]) or "none"
     note = (
         f"With all parts that have a weight: {reached} on {choice['queries']:,} held-out queries. p:"
         f" of the answers without the part. Trained once more on all queries: {refitted}."
     )
-    columns = ["part", "weight", *(f"{metric} without" for metric in METRICS), "p"]
     return _Table("Parts of the bundle", columns, rows, note)
 
 
-def _trials(result: Mapping[str, Any]) -> _Table:
+def _trials(result: Result) -> _Table:
     rows = []
-    ranked = sorted(result["trials"], key=lambda trial: -(trial["score"] or 0.0))
-    for trial in ranked:
-        state = trial["state"]
-        if state == "unfinished":
-            state = "out of time"
-        if trial["message"]:
-            state += f": {trial['message']}"
-        done = trial["curve"][-1][0] if trial["curve"] else 0
-        cells = [trial["name"], trial["preset"], trial["encoder"], f"{done} of {trial['epochs']}"]
-        rows.append([*cells, percent(trial["score"]), f"{trial['seconds']:.0f}", state])
+    for trial in sorted(result["trials"], key=_descending_score):
+        epochs_done = 0
+        if trial["curve"]:
+            epochs_done, _ = trial["curve"][-1]
+        cells = [
+            trial["name"],
+            trial["preset"],
+            trial["encoder"],
+            f"{epochs_done} of {trial['epochs']}",
+            percent(trial["score"]),
+            f"{trial['seconds']:.0f}",
+            _state(trial),
+        ]
+        rows.append(cells)
     columns = ["trial", "preset", "encoder", "epochs", "validation", "seconds", "state"]
     note = (
         f"Validation: mean of {', '.join(METRICS)} of the best epoch, by label vectors alone. Later"
@@ -131,20 +154,34 @@ def _trials(result: Mapping[str, Any]) -> _Table:
     return _Table("What was tried", columns, rows, note)
 
 
-def _more_time(result: Mapping[str, Any]) -> _Table:
+def _descending_score(trial: Mapping[str, Any]) -> float:
+    return -(trial["score"] or 0.0)
+
+
+def _state(trial: Mapping[str, Any]) -> str:
+    """How a trial ended, and why."""
+    state = trial["state"]
+    if state == "unfinished":
+        return "out of time"
+    return f"{state}: {trial['message']}" if trial["message"] else state
+
+
+def _more_time(result: Result) -> _Table:
     rows = []
     for trial in result["trials"]:
         is_slow = trial["state"] == "stopped" and trial["message"].startswith("it needs")
         if is_slow or trial["state"] == "unfinished":
-            reason = trial["message"] or "was not done in time"
-            cells = [trial["method"], trial["preset"], trial["encoder"], reason]
-            rows.append(cells)
-    for row in result["left_out"]:
-        cells = [row[name] for name in ("method", "preset", "encoder", "reason")]
+            rows.append(_candidate_cells(trial, trial["message"] or "was not done in time"))
+    for candidate in result["left_out"]:
+        cells = _candidate_cells(candidate, candidate["reason"])
         rows.append(cells)
     columns = ["method", "preset", "encoder", "why not"]
     note = "The same command with a larger --budget goes on with these."
     return _Table("With more time", columns, rows, note)
+
+
+def _candidate_cells(candidate: Mapping[str, Any], reason: str) -> list[str]:
+    return [candidate["method"], candidate["preset"], candidate["encoder"], reason]
 
 
 def _points(difference: float) -> str:

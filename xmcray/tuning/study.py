@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from xmcray import config as configs
 from xmcray import storage
@@ -39,6 +40,31 @@ _SHARES = (0.05, 0.15)
 # Added to a trial's number if it is repeated with fewer epochs.
 SHORTER = 1000
 _LOG_EVERY = 5  # steps; slow trials are noticed by their records
+# Of the budget: the search ends here.
+SEARCH_SHARE = 0.6
+# Of the budget: kept for the measurement on the test split.
+MEASURE_SHARE = 0.08
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How the time is divided.
+
+    Attributes:
+        seconds: of all calls together.
+    """
+
+    seconds: float
+
+    @property
+    def search_s(self) -> float:
+        """When the search ends."""
+        return SEARCH_SHARE * self.seconds
+
+    @property
+    def refit_s(self) -> float:
+        """When the last bundle must be finished."""
+        return (1 - MEASURE_SHARE) * self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +94,15 @@ class Attempt:
         return self.sweep.run_path(self.trial.number)
 
     @property
+    def best_epoch_share(self) -> float:
+        """Share of the epochs after which validation was best."""
+        best = self.trial.best
+        if best is None:
+            return 1.0
+        _, epoch = best
+        return epoch / self.config.optim.epochs
+
+    @property
     def config(self) -> RunConfig:
         """All its settings."""
         return self.sweep.config.resolve(self.trial.values)
@@ -78,6 +113,16 @@ class Attempt:
         if not self.trial.curve:
             return None
         return self.seconds / self.trial.curve[-1][0]
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run in a folder was trained to its end."""
+    return (run / "result.json").is_file()
+
+
+def minutes(seconds: float) -> str:
+    """Such as "1.5 min"."""
+    return f"{seconds / 60:.1f} min"
 
 
 def trial_name(method: str, number: int) -> str:
@@ -181,6 +226,30 @@ class Study:
                 seconds = self.clock.seconds_of(trial_name(candidate_method, trial.number))
                 begun.append(Attempt(candidate, sweep, trial, seconds))
         return sorted(begun, key=lambda attempt: attempt.trial.number % SHORTER)
+
+    def attempt(self, method: str, number: int) -> Attempt:
+        """A trial that was drawn."""
+        for attempt in self.attempts(method):
+            if attempt.trial.number == number:
+                return attempt
+        raise AssertionError(f"{trial_name(method, number)} was never drawn")
+
+    def refit_path(self, attempt: Attempt) -> Path:
+        """Folder of the run that trains a trial once more."""
+        return self.path / "refits" / attempt.name
+
+    def newest_path(self, attempt: Attempt) -> Path:
+        """Folder of a trial's finished refit, or of its own run."""
+        refit = self.refit_path(attempt)
+        return refit if is_finished(refit) else attempt.run_path
+
+    def fused(self) -> dict[str, Any] | None:
+        """What fused.json says; None before the first bundle."""
+        file = self.path / "fused.json"
+        if not file.is_file() or not (self.path / "bundle").is_dir():
+            return None
+        with readable(f"{file} is damaged", "remove it", RunError):
+            return storage.read_json(file)
 
     def best_of_methods(self) -> list[Attempt]:
         """The best finished trial of each method, in the order in which methods are tried."""

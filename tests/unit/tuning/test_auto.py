@@ -19,8 +19,9 @@ from xmcray.training import part_weights
 from xmcray.training.launch import train
 from xmcray.training.preemption import StopFlag, Terminated
 from xmcray.training.run import Run
-from xmcray.tuning import auto as autos
-from xmcray.tuning import portfolio, study
+from xmcray.tuning import auto_bundle, auto_search, portfolio, study
+from xmcray.tuning.auto import auto
+from xmcray.tuning.auto_results import BASELINE
 from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
 from xmcray.tuning.portfolio import Candidate
 from xmcray.tuning.study import METRIC, Clock
@@ -56,7 +57,7 @@ def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_auto(corpus: Corpus, out: Path, budget_s: float = 600) -> dict[str, Any]:
-    return autos.auto(corpus, out, budget_s, ["astra", "dexml"], SMALL, lambda _: None)
+    return auto(corpus, out, budget_s, ["astra", "dexml"], SMALL, lambda _: None)
 
 
 def recorded(trained: list[str], before: Callable[[int], None] = lambda _: None) -> Any:
@@ -81,20 +82,22 @@ def test_a_killed_study_goes_on_and_repeats_nothing(
             raise Terminated("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(autos, "train", recorded(trained, kill))
+        patch.setattr(auto_search, "train", recorded(trained, kill))
         with pytest.raises(RunError, match=r"no training was finished within 0\.0 min.*--budget"):
             run_auto(corpus, tmp_path / "killed", budget_s=1e-6)
         with pytest.raises(Terminated):
             run_auto(corpus, tmp_path / "killed")
         assert not (tmp_path / "killed" / "bundle").exists()
-        patch.setattr(autos, "train", recorded(trained))
+        patch.setattr(auto_search, "train", recorded(trained))
         result = run_auto(corpus, tmp_path / "killed")
     assert len(trained) == len(set(trained)), "each run is trained once"
     assert result["choice"] == whole["choice"]
     assert result["test"] == whole["test"]
     # Once more: there is nothing left to do.
-    monkeypatch.setattr(autos, "train", recorded(trained, lambda _: pytest.fail("trained again")))
-    monkeypatch.setattr(autos, "fuse", lambda *_, **__: pytest.fail("fused again"))
+    monkeypatch.setattr(
+        auto_search, "train", recorded(trained, lambda _: pytest.fail("trained again"))
+    )
+    monkeypatch.setattr(auto_bundle, "fuse", lambda *_, **__: pytest.fail("fused again"))
     again = run_auto(corpus, tmp_path / "killed")
     assert again["test"] == whole["test"]
     check_results(tmp_path / "killed", again)
@@ -111,7 +114,7 @@ def check_results(folder: Path, result: dict[str, Any]) -> None:
     }
     names = [row["name"] for row in result["test"]["results"]]
     assert names[0] == "bundle"
-    assert names[-1] == autos.BASELINE
+    assert names[-1] == BASELINE
     assert all(0.3 < row["P@1"] <= 1 for row in result["test"]["results"])
     assert result["bundle"]["refitted"], "there was time for it"
     page = (folder / "report.html").read_text(encoding="utf-8")

@@ -1,0 +1,185 @@
+"""The second step of `xmcray auto`: one bundle of the best trials, and then of their refits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xmcray import storage
+from xmcray.errors import RunError
+from xmcray.training.fuse import fuse
+from xmcray.training.part_weights import Choice
+from xmcray.training.run import SELECTION
+from xmcray.tuning.auto_search import Say, train_paced
+from xmcray.tuning.pacing import Limits, Pacer
+from xmcray.tuning.study import METRICS, Attempt, Budget, Study, is_finished, minutes
+
+# Members that are fused; the time to encode queries and to choose weights grows with their number.
+MAX_MEMBERS = 4
+MAX_MEMBERS_OF_LARGE = 3
+LARGE = 100_000  # training queries and labels
+FUSE_QUERIES = 1000  # held-out queries by which weights are chosen
+
+
+@dataclass(frozen=True)
+class BundleMaker:
+    """Writes DIR/bundle.
+
+    Attributes:
+        study: its folder.
+        budget: its time.
+        say: called with a line when something has ended.
+    """
+
+    study: Study
+    budget: Budget
+    say: Say
+
+    def run(self) -> None:
+        """Fuses the best trial of each method, refits the members as time allows, and fuses again.
+
+        Raises:
+            RunError: there is no finished trial.
+        """
+        best = self._best()
+        names = [attempt.name for attempt in best]
+        fused = self.study.fused()
+        if fused is None or fused["trials"] != names:
+            fused = self._fuse(best, names)
+        members = [attempt for attempt in best if attempt.name in fused["members"]]
+        for attempt in members:
+            self._refit(attempt, fused["seconds"])
+        refitted = self._refitted(members)
+        has_new_ones = set(refitted) > set(fused["refitted"])
+        if has_new_ones and fused["seconds"] < self.budget.seconds - self.study.clock.spent_s:
+            # The weights stay. They were chosen by trials that have not seen the held-out queries.
+            self._fuse(members, names, fused)
+
+    def _best(self) -> list[Attempt]:
+        """The trials that are fused."""
+        card = self.study.corpus.card
+        is_large = card.num_train + card.num_labels > LARGE
+        limit = MAX_MEMBERS_OF_LARGE if is_large else MAX_MEMBERS
+        # In the order of the methods, and not by score: what label vectors reach alone says little
+        # of what they add to others.
+        best = self.study.best_of_methods()[:limit]
+        if not best:
+            raise RunError(
+                f"no training was finished within {minutes(self.budget.search_s)}, the time of the"
+                " search; the same command with a larger --budget continues"
+            )
+        return best
+
+    def _refitted(self, attempts: Sequence[Attempt]) -> list[str]:
+        """Names of the trials whose refit is finished."""
+        paths = {attempt.name: self.study.refit_path(attempt) for attempt in attempts}
+        return [name for name, path in paths.items() if is_finished(path)]
+
+    def _fuse(
+        self,
+        attempts: Sequence[Attempt],
+        considered: Sequence[str],
+        before: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Writes DIR/bundle and fused.json; returns the content of the latter.
+
+        Args:
+            attempts: trials that are fused, or their refits where these are finished.
+            considered: names of the trials among which members were chosen.
+            before: what this function returned for the same members; their weights stay.
+        """
+        started = time.monotonic()
+        fresh = self._clean_folder()
+        choice = None if before is None else Choice.read(before["choice"])
+        choice = fuse(
+            [str(self.study.newest_path(attempt)) for attempt in attempts],
+            self.study.corpus,
+            fresh,
+            metrics=METRICS,
+            most_queries=FUSE_QUERIES,
+            choice=choice,
+            threads=len(os.sched_getaffinity(0)),
+        )
+        members = [attempt.name for attempt in _members(choice, attempts)]
+        seconds = time.monotonic() - started
+        body = {
+            "trials": list(considered),
+            "members": members,
+            "refitted": self._refitted(attempts),
+            "seconds": seconds,
+            "choice": choice.plain(),
+        }
+        self._publish(fresh, body)
+        mean = 100 * np.mean(list(choice.metrics.values()))
+        names = " + ".join(members) or "words alone"
+        self.say(f"fused {names}: {mean:.2f} on validation, {minutes(seconds)}")
+        return body
+
+    def _clean_folder(self) -> Path:
+        """Where the next bundle is written; removes what a killed call has left."""
+        for leftover in self.study.path.glob(".fusing.*"):
+            shutil.rmtree(leftover)
+        fresh = self.study.path / "bundle.new"
+        shutil.rmtree(fresh, ignore_errors=True)
+        return fresh
+
+    def _publish(self, fresh: Path, body: Mapping[str, Any]) -> None:
+        """Puts a finished bundle in the place of the last one."""
+        bundle = self.study.path / "bundle"
+        if bundle.exists():
+            storage.exchange(fresh, bundle)
+            shutil.rmtree(fresh)
+        else:
+            storage.publish(fresh, bundle)
+        storage.write_json(self.study.path / "fused.json", body)
+        self.study.clock.tick("fuse")
+
+    def _refit(self, attempt: Attempt, fuse_s: float) -> None:
+        """Trains a member once more, on all training queries, if there is time for it.
+
+        Args:
+            attempt: the member's trial.
+            fuse_s: seconds that the next fusion takes.
+        """
+        path = self.study.refit_path(attempt)
+        if is_finished(path):
+            return
+        clock = self.study.clock
+        name = f"{attempt.name} refit"
+        end_s = self.budget.refit_s - fuse_s
+        expected_s = attempt.seconds * attempt.best_epoch_share - clock.seconds_of(name)
+        if clock.spent_s + expected_s > end_s:
+            self.say(f"{attempt.name} is not refitted: it needs about {minutes(expected_s)}")
+            return
+        selection = path / SELECTION
+        if not selection.is_symlink():
+            # `train` finds the finished trial there, and `fuse` the queries that it held out.
+            path.mkdir(parents=True, exist_ok=True)
+            selection.symlink_to(os.path.relpath(attempt.run_path, path))
+        clock.tick()
+        pacer = Pacer(clock, name, attempt.config.optim.epochs, Limits(end_s))
+        train_paced(self.study, path, attempt, pacer, refit=True)
+        state = "finished" if is_finished(path) else "out of time"
+        self.say(f"{name} {state}, {minutes(clock.seconds_of(name))}")
+
+
+def _members(choice: Choice, attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The trials of which a part stays in the bundle."""
+    used = set(choice.config.used())
+    members = []
+    for attempt in attempts:
+        # The parts of a single member may have no prefix. Words belong to no member.
+        prefixes = [f"{attempt.candidate.method}."]
+        if len(attempts) == 1:
+            prefixes.append("")
+        own_parts = {f"{prefix}{part}" for prefix in prefixes for part in ("labels", "memory")}
+        if own_parts & used:
+            members.append(attempt)
+    return members

@@ -1,0 +1,150 @@
+"""The last step of `xmcray auto`: what the bundle reaches on the test split, and results.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from xmcray import storage
+from xmcray.data.corpus import Corpus
+from xmcray.errors import RunError, readable
+from xmcray.evaluation.evaluate import Evaluation, Search, compare, evaluate
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.outcome import bundle_of, nearest_queries, searcher
+from xmcray.training.run import Run
+from xmcray.tuning.auto_report import write_page
+from xmcray.tuning.portfolio import Candidate
+from xmcray.tuning.study import METRICS, Attempt, Budget, Study, score_of
+from xmcray.types import Int64Array
+
+BUNDLE = "bundle"
+BASELINE = "TF-IDF memory"
+MOST_TEST_QUERIES = 5000
+
+
+def write_results(
+    study: Study, budget: Budget, left_out: Sequence[tuple[Candidate, str]]
+) -> dict[str, Any]:
+    """Measures the bundle, writes results.json and the page; returns the content of results.json.
+
+    Args:
+        study: the folder.
+        budget: its time.
+        left_out: candidates that were not begun, and why.
+    """
+    fused = study.fused()
+    assert fused is not None, "a bundle was written"
+    bundle = {name: fused[name] for name in ("trials", "members", "refitted")}
+    test = _measured_before(study, bundle)
+    if test is None and study.corpus.card.num_test:
+        test = _test(study, fused)
+    study.clock.tick("measure")
+    result = {
+        "budget_s": budget.seconds,
+        "spent_s": study.clock.spent_s,
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "bundle": bundle,
+        "choice": fused["choice"],
+        "trials": [_plain(attempt) for attempt in study.attempts()],
+        "left_out": [{**_described(candidate), "reason": why} for candidate, why in left_out],
+        "test": test,
+    }
+    storage.write_json(study.path / "results.json", result)
+    write_page(study.path / "report.html", study.corpus, result)
+    return result
+
+
+def _measured_before(study: Study, bundle: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What an earlier call has measured of the same bundle."""
+    file = study.path / "results.json"
+    if not file.is_file():
+        return None
+    with readable(f"{file} is damaged", "remove it", RunError):
+        result = storage.read_json(file)
+        test: dict[str, Any] | None = result["test"]
+        return test if result["bundle"] == bundle else None
+
+
+def _described(candidate: Candidate) -> dict[str, Any]:
+    """A candidate for results.json."""
+    return {
+        "method": candidate.method,
+        "preset": candidate.preset,
+        "encoder": candidate.encoder,
+    }
+
+
+def _plain(attempt: Attempt) -> dict[str, Any]:
+    """A trial for results.json."""
+    return {
+        "name": attempt.name,
+        **_described(attempt.candidate),
+        "epochs": attempt.config.optim.epochs,
+        "seconds": round(attempt.seconds, 1),
+        **attempt.trial.plain(),
+    }
+
+
+def _test(study: Study, fused: Mapping[str, Any]) -> dict[str, Any]:
+    """What the bundle, the best trial alone and the baseline reach on the test split."""
+    corpus = study.corpus
+    considered = [a for a in study.attempts() if a.name in fused["trials"]]
+    best = max(considered, key=score_of)
+    alone = bundle_of(Run.open(study.newest_path(best)), corpus)
+    searches: dict[str, Search] = {
+        BUNDLE: searcher(Retriever.load(study.path / "bundle"), corpus, "test"),
+        f"{best.name} alone": searcher(Retriever.load(alone), corpus, "test"),
+        BASELINE: nearest_queries(corpus, "test"),
+    }
+    rows = _test_rows(corpus)
+    evaluations = {}
+    for name, search in searches.items():
+        evaluations[name] = _evaluated(search, corpus, rows)
+    results = [_plain_evaluation(name, each) for name, each in evaluations.items()]
+    bundle = evaluations.pop(BUNDLE)
+    comparisons = []
+    for name, other in evaluations.items():
+        for comparison in compare(bundle, other):
+            row = {"than": name, **dataclasses.asdict(comparison)}
+            if comparison.metric in METRICS:
+                comparisons.append(row)
+    return {"queries": len(rows), "results": results, "comparisons": comparisons}
+
+
+def _test_rows(corpus: Corpus) -> Int64Array:
+    """Rows of the test split that are measured: all, or as many as there is time for."""
+    num_test = corpus.card.num_test
+    count = min(num_test, MOST_TEST_QUERIES)
+    # Evenly spread, so that every call measures the same ones.
+    return np.unique(np.linspace(0, num_test - 1, count).astype(np.int64))
+
+
+def _evaluated(search: Search, corpus: Corpus, rows: Int64Array) -> Evaluation:
+    """Evaluates a search on some rows of the test split."""
+    card = corpus.card
+    split = corpus.split("test")
+    return evaluate(
+        lambda places: search(rows[places]),
+        lambda places: split.positives(rows[places]),
+        num_queries=len(rows),
+        train_counts=corpus.train_counts,
+        num_train=card.num_train,
+        a=card.propensity_a,
+        b=card.propensity_b,
+    )
+
+
+def _plain_evaluation(name: str, evaluation: Evaluation) -> dict[str, Any]:
+    """An evaluation for results.json."""
+    row: dict[str, Any] = {"name": name}
+    for metric in METRICS:
+        row[metric] = evaluation.metrics[metric]
+        row[f"{metric} interval"] = evaluation.intervals[metric]
+    if evaluation.calibration is not None:
+        row["ECE@5"] = evaluation.calibration["ECE@5"]
+    return row

@@ -1,0 +1,181 @@
+"""The first step of `xmcray auto`: trains candidates in order, until its time is over.
+
+The first trial of a method is trained to its end. A later one is compared with it after a third of
+the epochs, and ended if it is behind: successive halving, one trial at a time. The ledgers of the
+sweeps say what is done, so a restart asks nothing else.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from xmcray.errors import ResourceError, StorageError, XmcrayError
+from xmcray.training.launch import train
+from xmcray.training.preemption import Terminated
+from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
+from xmcray.tuning.portfolio import Candidate
+from xmcray.tuning.study import SHORTER, Attempt, Budget, Study, is_finished, minutes
+from xmcray.tuning.sweep import Sweep
+
+# Of the budget: a trial that is more than half done may go on for so long after the search.
+GRACE_SHARE = 0.1
+# Of the time that is left for the search: what the first trial of a method may take.
+TRIAL_SHARE = 0.75
+# Mistakes that every other trial would make too.
+_FATAL = (ResourceError, StorageError)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CandidateSearch:
+    """Runs trials until the time of the search is over.
+
+    Attributes:
+        study: its folder.
+        budget: its time.
+        say: called with a line when a trial has ended.
+    """
+
+    study: Study
+    budget: Budget
+    say: Say
+
+    def run(self) -> list[tuple[Candidate, str]]:
+        """Tries the candidates in order; returns those that were not begun, and why."""
+        left_out: list[tuple[Candidate, str]] = []
+        for place, candidate in enumerate(self.study.candidates):
+            reason = self._try(place, candidate)
+            if reason:
+                left_out.append((candidate, reason))
+        return left_out
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left for the search."""
+        return self.budget.search_s - self.study.clock.spent_s
+
+    def _try(self, place: int, candidate: Candidate) -> str:
+        """Runs one candidate, also with fewer epochs; returns why it was not begun, if so."""
+        sweep = self.study.sweep(candidate.method)
+        states = {trial.number: trial.state for trial in sweep.trials()}
+        if place not in states:
+            reason = self._objection(candidate)
+            if reason:
+                return reason
+            sweep.draw(place, candidate.values)
+            states[place] = "unfinished"
+        for number in (place, place + SHORTER):
+            states = {trial.number: trial.state for trial in sweep.trials()}
+            if states.get(number) == "unfinished" and self.left_s > 0:
+                self._run(sweep, number)
+        return ""
+
+    def _objection(self, candidate: Candidate) -> str:
+        """Why a candidate is not begun; empty if it is."""
+        if self.left_s <= 0:
+            return "the time was over"
+        expected_s = self._expected_s(candidate)
+        if expected_s > self.left_s:
+            return f"it needs about {minutes(expected_s)}"
+        return ""
+
+    def _expected_s(self, candidate: Candidate) -> float:
+        """Seconds of a training, by the epochs of its method so far; 0 if there are none."""
+        attempts = self.study.attempts(candidate.method)
+        epoch_seconds = [attempt.epoch_s for attempt in attempts if attempt.epoch_s is not None]
+        sweep = self.study.sweep(candidate.method)
+        epochs = sweep.config.resolve(candidate.values).optim.epochs
+        return min(epoch_seconds, default=0.0) * epochs
+
+    def _run(self, sweep: Sweep, number: int) -> None:
+        """Trains a trial until it ends, or the time is over."""
+        attempt = self.study.attempt(sweep.config.method, number)
+        config = attempt.config
+        limits = self._limits(attempt)
+        pacer = Pacer(self.study.clock, attempt.name, config.optim.epochs, limits)
+        self.study.clock.tick()
+        try:
+            train_paced(self.study, attempt.run_path, attempt, pacer)
+        except _FATAL:
+            raise
+        except XmcrayError as error:
+            sweep.end(number, "failed", str(error))
+        else:
+            self._end(attempt, pacer)
+        self._report(sweep.config.method, number)
+
+    def _limits(self, attempt: Attempt) -> Limits:
+        """What a trial may take, and which score it has to pass."""
+        rivals = []
+        for other in self.study.attempts(attempt.candidate.method):
+            if other.trial.state == "finished":
+                epochs = other.config.optim.epochs
+                rivals.append(score_at_rung(other.trial, epochs))
+        left_s = self.left_s
+        is_first = not rivals and attempt.trial.number < SHORTER
+        # A method that was never finished leaves time for others.
+        share = TRIAL_SHARE if is_first else 1.0
+        return Limits(
+            end_s=self.budget.search_s,
+            grace_s=GRACE_SHARE * self.budget.seconds,
+            allowed_s=attempt.seconds + share * left_s,
+            rival=max(rivals, default=None),
+        )
+
+    def _end(self, attempt: Attempt, pacer: Pacer) -> None:
+        """Records how a training ended that did not fail."""
+        sweep = attempt.sweep
+        number = attempt.trial.number
+        # A short training may be done before it sees that it is to end.
+        if pacer.reason == "behind":
+            sweep.end(number, "stopped", "behind after a third of the epochs")
+        elif is_finished(attempt.run_path):
+            sweep.end(number, "finished")
+        elif pacer.reason == "too slow":
+            needed_s = pacer.epoch_s * pacer.epochs
+            if pacer.limits.rival is None:
+                self._shorten(attempt, pacer.epoch_s)
+            sweep.end(number, "stopped", f"it needs about {minutes(needed_s)}")
+        # What the end of the time has stopped stays unfinished: more time continues it.
+        for other in sweep.trials():
+            if other.state == "stopped":
+                shutil.rmtree(sweep.run_path(other.number) / "checkpoints", ignore_errors=True)
+
+    def _shorten(self, attempt: Attempt, epoch_s: float) -> None:
+        """Draws a trial with as many epochs as there is time for."""
+        number = attempt.trial.number + SHORTER
+        optim = attempt.config.optim
+        epochs = min(int(TRIAL_SHARE * self.left_s / epoch_s), optim.epochs - 1)
+        drawn = [trial.number for trial in attempt.sweep.trials()]
+        if attempt.trial.number >= SHORTER or number in drawn or epochs < 1:
+            return
+        values = {
+            **attempt.trial.values,
+            "optim.epochs": epochs,
+            "optim.warmup_steps": optim.warmup_steps * epochs // optim.epochs,
+        }
+        attempt.sweep.draw(number, values)
+
+    def _report(self, method: str, number: int) -> None:
+        attempt = self.study.attempt(method, number)
+        trial = attempt.trial
+        message = f" ({trial.message})" if trial.message else ""
+        self.say(
+            f"{attempt.name} {trial.state}{message}: {trial.score_text} on validation,"
+            f" {minutes(attempt.seconds)}"
+        )
+
+
+def train_paced(
+    study: Study, path: Path, attempt: Attempt, pacer: Pacer, refit: bool = False
+) -> None:
+    """Trains a run until it ends or its pacer ends it."""
+    try:
+        train(study.corpus.origin, path, attempt.config, refit=refit, watch=pacer.watch)
+    except Terminated:
+        # Without a reason of the pacer it was a real signal.
+        if not pacer.reason:
+            raise
