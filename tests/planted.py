@@ -30,6 +30,7 @@ def write_planted(
     filtered: float = 0.1,
     without_positives: float = 0.02,
     only_in_test: int = 2,
+    graded: bool = False,
 ) -> None:
     """Writes the plain JSON lines layout (train, test, labels, filter files) into `folder`.
 
@@ -40,6 +41,7 @@ def write_planted(
         filtered: share of queries that are themselves a label: their text holds its words too, it is no positive.
         without_positives: share of training queries whose label list is empty.
         only_in_test: labels that no training query carries; the rarest ones.
+        graded: the positives of a query have relevance 1, 2, 3 and so on.
     """
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,9 +65,10 @@ def write_planted(
                 positives, tokens = [], []
             text = [*tokens, *rng.integers(0, 50, noise_words).astype(str)]
             rng.shuffle(text)
-            rows.append(
-                {"uid": f"{split}{row}", "text": " ".join(text), "labels": sorted(positives)}
-            )
+            record = {"uid": f"{split}{row}", "text": " ".join(text), "labels": sorted(positives)}
+            if graded:
+                record["relevance"] = list(range(1, len(positives) + 1))
+            rows.append(record)
         _write(folder / f"{split}.jsonl", rows)
         lines = "".join(f"{row} {label}\n" for row, label in pairs)
         (folder / f"filter_labels_{split}.txt").write_text(lines, encoding="utf-8")

@@ -36,15 +36,26 @@ ASTRA = [
     "method.dropout=0.5",
     "method.max_positives=2",
     "method.importance_weight=unbiased",
+    "data.relevance=weight",
     "method.classifier.weight_decay=0.01",
     "negatives.uniform=9",
 ]
-PRIME = ["method.feed_forward=16", "method.dropout=0.3", "optim.token_lr=0.03"]
+PRIME = [
+    "method.feed_forward=16",
+    "method.dropout=0.3",
+    "optim.token_lr=0.03",
+    "data.relevance=weight",
+]
 OTHERS = {  # name: method, steps, settings
     "renee": (
         "renee",
         10,
-        ["method.classifier.lr=3.0", "method.init=centroids", "negatives.hard=0"],
+        [
+            "method.classifier.lr=3.0",
+            "method.init=centroids",
+            "negatives.hard=0",
+            "data.relevance=weight",
+        ],
     ),
     "dexml": ("dexml", 10, ["negatives.hard=0"]),
     "dexml, hard": (
@@ -60,7 +71,12 @@ OTHERS = {  # name: method, steps, settings
     "dexml, softmax": (
         "dexml",
         10,
-        ["negatives.hard=0", "method.loss=softmax", "method.num_positives=1"],
+        [
+            "negatives.hard=0",
+            "method.loss=softmax",
+            "method.num_positives=1",
+            "data.relevance=sample",
+        ],
     ),
     "dexml, soft top k": (
         "dexml",
@@ -100,11 +116,20 @@ OTHERS = {  # name: method, steps, settings
             *PRIME,
         ],
     ),
-    "rae": ("rae", 16, ["method.hard_per_query=2", "encoder.separate_labels=true"]),
+    "rae": (
+        "rae",
+        16,
+        ["method.hard_per_query=2", "encoder.separate_labels=true", "data.relevance=weight"],
+    ),
     "unidec": (
         "unidec",
         16,
-        ["method.num_positives=1", "method.hard_per_query=2", "method.init=random"],
+        [
+            "method.num_positives=1",
+            "method.hard_per_query=2",
+            "method.init=random",
+            "data.relevance=weight",
+        ],
     ),
     "unidec, pos-clf": (
         "unidec",
@@ -127,9 +152,8 @@ OTHERS = {  # name: method, steps, settings
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return planted_corpus(
-        tmp_path_factory.mktemp("invariance"), num_queries=131, num_labels=23
-    ).path
+    folder = tmp_path_factory.mktemp("invariance")
+    return planted_corpus(folder, num_queries=131, num_labels=23, graded=True).path
 
 
 def train_on_rank(

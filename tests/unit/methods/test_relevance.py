@@ -35,31 +35,29 @@ EXTRA = {
 CASES = [(method, extra) for method in method_names() for extra in EXTRA.get(method, [[]])]
 
 
-def graded_corpus(folder: Path, grade: str) -> Corpus:
-    """Planted queries; the relevance of their positives is "equal", "rising" or "negative"."""
+def regraded_corpus(folder: Path, relevance: float) -> Corpus:
+    """Planted queries whose positives all have one relevance."""
     plain = planted_corpus(folder, num_queries=40, num_labels=12)
     raw = folder / "raw"
     for split in ("train", "test"):
         rows = [json.loads(line) for line in (raw / f"{split}.jsonl").read_text().splitlines()]
         for row in rows:
-            count = len(row["labels"])
-            sign = -1 if grade == "negative" else 1
-            row["relevance"] = (
-                [3] * count if grade == "equal" else [sign * (1 + i) for i in range(count)]
-            )
+            row["relevance"] = [relevance] * len(row["labels"])
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (raw / f"{split}.jsonl").write_text(text)
-    return corpus_of(raw, folder / grade, plain.tokenizer())
+    return corpus_of(raw, folder / "regraded", plain.tokenizer())
 
 
 @pytest.fixture(scope="module")
 def equal(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return graded_corpus(tmp_path_factory.mktemp("equal"), "equal")
+    return regraded_corpus(tmp_path_factory.mktemp("equal"), 3)
 
 
 @pytest.fixture(scope="module")
 def rising(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return graded_corpus(tmp_path_factory.mktemp("rising"), "rising")
+    return planted_corpus(
+        tmp_path_factory.mktemp("rising"), num_queries=40, num_labels=12, graded=True
+    )
 
 
 def built(corpus: Corpus, method: str, *settings: str) -> Setup:
@@ -161,7 +159,7 @@ def test_relevance_that_is_missing_or_negative_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="have no relevance; leave"):
         TrainingData(plain, DataConfig(relevance="weight"))
     with pytest.raises(DataError, match="expected numbers of at least 0, not all"):
-        TrainingData(graded_corpus(tmp_path / "bad", "negative"), DataConfig(relevance="sample"))
+        TrainingData(regraded_corpus(tmp_path / "bad", -1), DataConfig(relevance="sample"))
 
 
 def test_graded_ndcg_rewards_the_most_relevant_first(rising: Corpus, equal: Corpus) -> None:
