@@ -255,6 +255,10 @@ def one_cycle(
             for step in killed_steps:
                 tally.kills += run_until(words, step, draw.uniform(0, lasted[step]))
             begun = run_whole(words, tally)
+    # The last kill may have come after the report, so that there was nothing left to do.
+    report = json.loads((cycles / "out" / "cycle-0001" / "report.json").read_text())
+    if report["outcome"] != "promoted":
+        tally.wrong.append(f"a cycle ended with {report['outcome']}")
     tally.done += 1
     if not killed_steps:
         lasted.update(begun)
@@ -293,8 +297,8 @@ def run_whole(words: list[str], tally: Tally) -> dict[str, float]:
         for line in cycle.stdout:
             if line.startswith("$ xmcray "):
                 begun.append((line.split()[2], time.monotonic()))
-    if cycle.returncode or not line.endswith(": promoted\n"):
-        tally.wrong.append(f"a cycle ended with {cycle.returncode}: {line}")
+    if cycle.returncode:
+        tally.wrong.append(f"a cycle ended with {cycle.returncode}: {line.strip()}")
     ends = [at for _, at in begun[1:]] + [time.monotonic()]
     return {step: end - at for (step, at), end in zip(begun, ends, strict=True)}
 
