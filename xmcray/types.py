@@ -249,6 +249,16 @@ class TopLabels:
         ids = np.full((num_queries, k), -1, np.int64)
         return cls(ids, np.full(ids.shape, -np.inf, np.float32))
 
+    def widened(self, k: int) -> TopLabels:
+        """The same answers in lists of width k, at least their own."""
+        missing = ((0, 0), (0, k - self.width))
+        probabilities = None
+        if self.probabilities is not None:
+            probabilities = np.pad(self.probabilities, missing)
+        ids = np.pad(self.ids, missing, constant_values=-1)
+        scores = np.pad(self.scores, missing, constant_values=-np.inf)
+        return TopLabels(ids, scores, probabilities)
+
     @classmethod
     def concatenate(cls, parts: Sequence[TopLabels], k: int) -> TopLabels:
         """The answers to the queries of all parts, which have width k; `parts` may be empty."""

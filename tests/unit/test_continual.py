@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from xmcray.cli import main
 from xmcray.client import Client
 from xmcray.data import pipeline
 from xmcray.data.corpus import Corpus
+from xmcray.errors import DataError
+from xmcray.retrieval.retriever import Retriever
+from xmcray.serving.schema import Operation
 
 SMALL = ["encoder.dim=16", "optim.batch_size=32", "negatives.uniform=8", "negatives.hard=0"]
 NUM_TEXTS = 30
@@ -59,6 +63,18 @@ def test_an_append_that_was_killed_leaves_nothing_and_is_done_again(
     assert Corpus.open(folder / "first").sha256 == corpus.sha256
     again = appended(corpus, folder / "new", out)
     assert again.sha256 == Corpus.open(folder / "second").sha256
+
+
+@pytest.mark.parametrize("line", ['{"uid": ', '["label1"]', "{}"])
+def test_removed_labels_that_cannot_be_read_are_one_line(
+    folder: Path, tmp_path: Path, line: str
+) -> None:
+    raw = tmp_path / "raw"
+    shutil.copytree(folder / "new", raw)
+    (raw / "removed_labels.jsonl").write_text(line)
+    with pytest.raises(DataError, match=r"removed_labels.jsonl cannot be read"):
+        appended(Corpus.open(folder / "first"), raw, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def accept(client: Client, corpus: Corpus, first: int) -> None:
@@ -109,6 +125,7 @@ def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
     first_version = client.models()[0].version
     assert cycle(100) == (0, "cycle 1 waits for feedback after event 0")
     accept(client, corpus, 0)
+    client.change_labels([Operation(op="delete", uid="label0")])
     code, line = cycle(100, epochs=-1)
     assert (code, "optim.epochs" in line) == (2, True)
     corpus_file = cycles / "cycle-0001" / "corpus" / "manifest.json"
@@ -139,12 +156,19 @@ def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
     assert grown.card.num_train + grown.card.num_test == corpus.card.num_train + NUM_TEXTS
     assert cycle(100)[1].startswith("cycle 2 waits for feedback after event ")
 
+    # What was removed from the server is in no later bundle, although the corpus keeps its id.
+    run = cycles / "cycle-0001" / "run"
+    assert "label0" not in Retriever.load(str(run / "bundle")).labels.ids_by_uid()
+    assert grown.removed_labels.tolist() == [0]
+    assert main(["evaluate", str(run), "--data", str(grown.path), "--json"]) == 0
+
     accept(client, corpus, NUM_TEXTS)
     code, line = cycle(0)
     assert code == 0
     assert "cycle 2: " in line
     assert "the new bundle is not promoted" in line
     assert client.models()[0].version == second_version
+    assert Corpus.open(cycles / "cycle-0002" / "corpus").removed_labels.tolist() == [0]
     report = json.loads((cycles / "cycle-0002" / "report.json").read_text())
     assert report["run"] == str(cycles / "cycle-0001" / "run")
     (cycles / "cycle-0002" / "report.json").write_text("{")

@@ -4,7 +4,9 @@ Rows keep their places and labels their ids: new rows follow the old ones. Files
 full are linked. The last shard of a split, which may have room, is packed again: its rows come
 first in what `AppendedFiles` reads, and the new rows follow.
 
-A label of the new files is the one of the corpus that has its uid, or a new one.
+A label of the new files is the one of the corpus that has its uid, or a new one. Labels that
+`removed_labels.jsonl` next to the new files names by uid keep their ids, but no bundle answers them
+any more.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import pyarrow.parquet as pq
 from xmcray.data.array_files import ArrayFiles
 from xmcray.data.checked_files import read_array
 from xmcray.data.chunks import Rejects
-from xmcray.data.corpus import Card, Corpus, Split
+from xmcray.data.corpus import REMOVED, Card, Corpus, Split
 from xmcray.data.formats import BadRow, OnBad, RawFiles, Row
 from xmcray.data.shards import ARRAY_SUFFIXES, shard_stem
 from xmcray.data.text_keys import COUNTED, keys_by_name
@@ -31,6 +33,7 @@ from xmcray.data.writer import CorpusWriter, PrepareConfig
 from xmcray.errors import DataError, readable
 from xmcray.types import Int64Array
 
+REMOVED_UIDS = "removed_labels.jsonl"
 _ROWS_AT_ONCE = 65_536
 _SPLITS = ("labels", "train", "test")
 # Counts of odd rows that depend on all queries; the writer counts them anew.
@@ -267,6 +270,9 @@ def continued_writer(
         config: settings of the corpus.
     """
     card = corpus.card
+    removed_ids = _removed_labels(corpus, source.new)
+    if len(removed_ids):
+        np.save(folder / REMOVED, removed_ids)
     writer = CorpusWriter(folder, source, config, card.name, card.licence)
     writer.odd = Counter(card.odd)
     for reason in _COUNTED_ANEW:
@@ -304,6 +310,26 @@ def _add_keys(writer: CorpusWriter, corpus: Corpus, split: str) -> None:
         is_label = split == "labels"
         texts = corpus.label_texts(rows) if is_label else corpus.split(split).texts(rows)
         writer.keys.add(keys_by_name(split, texts))
+
+
+def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
+    """Source ids of the removed labels: those of the corpus, and those that new files name."""
+    path = new.path / REMOVED_UIDS
+    if not path.is_file():
+        return corpus.removed_labels
+    with readable(f"{path} cannot be read", 'write {"uid": ...} a line', DataError):
+        lines = path.read_text(encoding="utf-8").split("\n")
+        uids = {str(json.loads(line)["uid"]) for line in lines if line}
+    removed_ids = set(corpus.removed_labels.tolist())
+    num_labels = corpus.card.num_labels
+    for start in range(0, num_labels, _ROWS_AT_ONCE):
+        source_ids = np.arange(start, min(start + _ROWS_AT_ONCE, num_labels))
+        for source_id, uid in zip(source_ids.tolist(), corpus.label_uids(source_ids), strict=True):
+            if uid in uids:
+                removed_ids.add(source_id)
+    if len(removed_ids) == num_labels:
+        raise DataError(f"{path} names all labels of {corpus.path}, expected some to be left")
+    return np.array(sorted(removed_ids), np.int64)
 
 
 def _odd_rows(corpus: Corpus, split: str, rows: Int64Array) -> Counter[str]:

@@ -5,6 +5,8 @@
     filters/{train,test}.npy          int64 [pairs, 2]: row, source label id; sorted
     label_order.npy                   int64 [L]: internal id -> source id, a seeded permutation
     label_rank.npy                    int64 [L]: source id -> internal id, its inverse
+    removed_labels.npy                int64, ascending: source ids of labels that are no answers any
+                                      more; absent if there are none
     train_counts.npy                  int64 [L] by source id: training queries that carry the label
     tokenizer/                        see data/tokens.py
 
@@ -33,9 +35,10 @@ from xmcray.data.shards import ShardedRows, by_shard, rows_of_shard, shard_stem
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError, readable
 from xmcray.storage import is_url, open_artifact
-from xmcray.types import Float32Array, Int64Array, Ragged
+from xmcray.types import Float32Array, Int64Array, Ragged, offsets_of
 
 KIND = "corpus"
+REMOVED = "removed_labels.npy"
 # Lowest number of training queries of each bin of the frequency histogram, and the bin's name.
 FREQUENCY_BINS = {
     0: "0",
@@ -140,6 +143,7 @@ class Corpus:
         label_rank: int64 [L], source id -> internal id.
         train_counts: int64 [L] by source id, training queries that carry the label; label texts do
             not count.
+        removed_labels: int64, ascending: source ids of labels that are no answers any more.
     """
 
     def __init__(self, origin: str, path: Path, sha256: str, verify: bool = False) -> None:
@@ -150,6 +154,7 @@ class Corpus:
         num_labels = self.card.num_labels
         self.label_order = _label_array(path / "label_order.npy", num_labels)
         self.train_counts = _label_array(path / "train_counts.npy", num_labels)
+        self.removed_labels = _removed_labels(path, num_labels)
         rank_path = path / "label_rank.npy"
         if not rank_path.is_file():
             with _readable(path / "label_order.npy"):
@@ -198,6 +203,14 @@ class Corpus:
         if name not in self._splits:
             self._splits[name] = Split(self.path, name, self.card)
         return self._splits[name]
+
+    def answerable(self, labels: Ragged) -> Ragged:
+        """Lists of source ids without the labels that were removed."""
+        if not len(self.removed_labels):
+            return labels
+        kept = ~np.isin(labels.values, self.removed_labels)
+        lengths = np.bincount(labels.row_ids[kept], minlength=len(labels))
+        return Ragged(labels.values[kept], offsets_of(lengths))
 
     def label_tokens(self, source_ids: Int64Array) -> Ragged:
         """Token ids of label texts."""
@@ -377,6 +390,18 @@ def _label_array(path: Path, num_labels: int) -> Int64Array:
         if array.shape != (num_labels,):
             raise ValueError(f"found {array.shape}, expected {num_labels} numbers")
     return np.asarray(array)
+
+
+def _removed_labels(folder: Path, num_labels: int) -> Int64Array:
+    """Source ids of labels that are no answers any more."""
+    path = folder / REMOVED
+    if not path.is_file():
+        return np.empty(0, np.int64)
+    with _readable(path):
+        removed = read_array(path, np.int64)
+        if not np.array_equal(removed, np.unique(removed.clip(0, num_labels - 1))):
+            raise ValueError(f"expected ascending ids below {num_labels}")
+    return np.asarray(removed)
 
 
 def _check_inverse(order: Int64Array, rank: Int64Array, folder: Path) -> None:

@@ -133,6 +133,7 @@ def write_bundle(
     shard_rows: int = SHARD_ROWS,
     threads: int = 1,
     calibration: Callable[[Path], Calibration | None] | None = None,
+    removed: Int64Array | None = None,
 ) -> None:
     """Writes a bundle with few shards of vectors in memory; on failure nothing is left there.
 
@@ -152,6 +153,7 @@ def write_bundle(
         predictor: writes the files of a memory and returns `Settings.predictor`.
         shard_rows, threads: rows per file; threads that build the indexes.
         calibration: makes the probabilities of answers from the bundle without them.
+        removed: int64, ascending: source ids of labels that are no answers.
     Raises:
         StorageError: the destination is not empty, or the disk is full.
         DataError: the numbers of uids, texts and vectors differ from L.
@@ -161,6 +163,8 @@ def write_bundle(
         _write_model(folder, encoder, head, tokenizer, label_side or LabelSide())
         _write_labels(folder / "labels.parquet", label_uids, label_texts, num_labels)
         _write_label_order(folder, label_order)
+        if removed is not None and len(removed):
+            np.save(folder / "removed.npy", removed)
         shards, dim = write_shards(folder, vectors, num_labels, spec, queries, shard_rows, threads)
         settings = Settings(
             num_labels=num_labels,

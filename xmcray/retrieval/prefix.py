@@ -50,7 +50,7 @@ def cut_bundle(bundle: str | Path, out: str | Path, dim: int) -> None:
             f"{bundle} answers by more than one vector of the encoder for each label, expected a"
             " bundle of astra, renee or dexml without a memory; leave out --dim"
         )
-    if settings.first_added is not None or len(removed) or (folder / ATTRIBUTES).is_file():
+    if settings.first_added is not None or (folder / ATTRIBUTES).is_file():
         raise ConfigError(
             f"labels of {bundle} were changed after its export, expected the bundle of a run; cut"
             " that one and change its labels after that"
@@ -74,6 +74,7 @@ def cut_bundle(bundle: str | Path, out: str | Path, dim: int) -> None:
         {**manifest.about, "prefix_of": manifest.sha256, "prefix_dim": dim},
         method=settings.method,
         label_side=LabelSide(min(side.row_columns, dim)),
+        removed=removed,
     )
 
 

@@ -3,6 +3,7 @@
     RAW/train.jsonl, test.jsonl   uid, text, labels, relevance; and what is for people and programs
                                   of your own: positions, version, at
     RAW/labels.jsonl              uid, and the text of labels that the corpus lacks
+    RAW/removed_labels.jsonl      uids of the labels that were removed from the server
     RAW/manifest.json             which events these are, and the hashes of the files
 
 A query is one text of one search. Its labels are those that users liked. A label that was rejected
@@ -27,6 +28,7 @@ from xmcray.serving.schema import EventName
 from xmcray.serving.state_folder import EVENTS, LABELS, folder_name
 
 KIND = "events"
+REMOVED_UIDS = "removed_labels.jsonl"  # as data/append.py reads it
 GRADES: Mapping[str, float] = {"click": 1.0, "accept": 2.0, "purchase": 3.0}
 _HASH_RANGE = 1 << 32
 
@@ -150,6 +152,7 @@ def export_events(
         for split in num_rows:
             rows = [query.row() for query in queries if _split(query.text, hold_out) == split]
             num_rows[split] = _write(target / f"{split}.jsonl", rows)
+        _write(target / REMOVED_UIDS, [{"uid": uid} for uid in sorted(gone)])
         exported = Exported(
             first=after + 1,
             last=reading.last,

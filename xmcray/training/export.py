@@ -100,6 +100,7 @@ def export_run(
         predictor=predictor,
         threads=torch.get_num_threads(),
         calibration=_calibrator(run, corpus, data),
+        removed=corpus.removed_labels,
     )
 
 

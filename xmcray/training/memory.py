@@ -95,6 +95,7 @@ def memory_bundle(
             relevance=relevance_of(held_out, corpus),
         ),
         threads=1,
+        removed=corpus.removed_labels,
     )
 
 

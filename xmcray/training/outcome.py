@@ -59,7 +59,7 @@ def measure(search: Search, corpus: Corpus, split: str, **options: Any) -> Evalu
         options["grades"] = relevance.grades
     return evaluate(
         search,
-        rows.positives,
+        lambda ids: corpus.answerable(rows.positives(ids)),
         num_queries=len(rows),
         train_counts=corpus.train_counts,
         num_train=corpus.card.num_train,
@@ -111,23 +111,26 @@ def measure_bundle(
         return top
 
     evaluation = measure(search_and_keep, corpus, split, progress=progress, exact=exact_search)
-    write_predictions(predictions, answers, retriever.num_labels)
+    write_predictions(predictions, answers, corpus.card.num_labels)
     return evaluation
 
 
 def searcher(retriever: Retriever, corpus: Corpus, split: str, exact: bool = False) -> Search:
     """Makes a search of the rows of a split, with filter pairs masked."""
     queries = corpus.split(split)
-    width = min(SEARCH_K, retriever.num_labels)
+    width = min(SEARCH_K, corpus.card.num_labels)
+    # Fewer if labels of a small corpus were removed.
+    num_answers = min(width, retriever.num_labels)
 
     def search(rows: Int64Array) -> TopLabels:
         texts_or_tokens = queries.texts(rows) if retriever.needs_texts else queries.tokens(rows)
-        return retriever.top_labels(
+        top = retriever.top_labels(
             texts_or_tokens,
-            width,
+            num_answers,
             exclude=queries.filters(rows),
             exact=exact,
         )
+        return top.widened(width)
 
     return search
 
@@ -166,9 +169,10 @@ def check_fits(retriever: Retriever, corpus: Corpus) -> None:
     Raises:
         DataError: it has not.
     """
-    ours = retriever.num_labels
+    ours = retriever.settings.num_labels
     theirs = corpus.card.num_labels
-    if retriever.labels.changed:
+    has_joined = retriever.settings.first_added is not None
+    if has_joined or not np.array_equal(retriever.labels.removed, corpus.removed_labels):
         raise DataError(
             "labels joined or were removed since the bundle was exported; evaluate the bundle as it was"
         )

@@ -115,7 +115,7 @@ def measure_newest(
         last: queries; all of them if there are fewer.
         progress: called with the number of queries answered so far.
     """
-    retriever = Retriever.load(bundle)
+    retriever = _without_removed(Retriever.load(bundle), corpus)
     queries = corpus.split(SPLIT)
     num_queries = min(last, len(queries))
     first = len(queries) - num_queries
@@ -140,7 +140,7 @@ def measure_newest(
     card = corpus.card
     return evaluate(
         search,
-        lambda rows: queries.positives(first + rows),
+        lambda rows: corpus.answerable(queries.positives(first + rows)),
         num_queries=num_queries,
         train_counts=corpus.train_counts,
         num_train=card.num_train,
@@ -149,6 +149,16 @@ def measure_newest(
         resamples=0,
         progress=progress,
     )
+
+
+def _without_removed(retriever: Retriever, corpus: Corpus) -> Retriever:
+    """The retriever as a server has it, from which the labels were removed."""
+    ids_by_uid = retriever.labels.ids_by_uid()
+    removed_uids = corpus.label_uids(corpus.removed_labels)
+    bundle_ids = [ids_by_uid[uid] for uid in removed_uids if uid in ids_by_uid]
+    if not bundle_ids:
+        return retriever
+    return retriever.without(np.array(bundle_ids, np.int64))
 
 
 def _source_ids(retriever: Retriever, corpus: Corpus) -> Int64Array:
