@@ -18,7 +18,7 @@ from xmcray.training.preemption import Terminated
 from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
 from xmcray.tuning.portfolio import Candidate
 from xmcray.tuning.study import SHORTER, Attempt, Budget, Study, is_finished, minutes
-from xmcray.tuning.sweep import Sweep
+from xmcray.tuning.sweep import State, Sweep
 
 # Of the budget: a trial that is more than half done may go on for so long after the search.
 GRACE_SHARE = 0.1
@@ -60,17 +60,17 @@ class CandidateSearch:
     def _try(self, place: int, candidate: Candidate) -> str:
         """Runs one candidate, also with fewer epochs; returns why it was not begun, if so."""
         sweep = self.study.sweep(candidate.method)
-        states = {trial.number: trial.state for trial in sweep.trials()}
-        if place not in states:
+        number = place
+        if number not in _states(sweep):
             reason = self._objection(candidate)
             if reason:
                 return reason
-            sweep.draw(place, candidate.values)
-            states[place] = "unfinished"
-        for number in (place, place + SHORTER):
-            states = {trial.number: trial.state for trial in sweep.trials()}
-            if states.get(number) == "unfinished" and self.left_s > 0:
+            sweep.draw(number, candidate.values)
+        # A trial that is too slow is followed by one with fewer epochs.
+        while number in _states(sweep):
+            if _states(sweep)[number] == "unfinished" and self.left_s > 0:
                 self._run(sweep, number)
+            number += SHORTER
         return ""
 
     def _objection(self, candidate: Candidate) -> str:
@@ -150,7 +150,7 @@ class CandidateSearch:
         optim = attempt.config.optim
         epochs = min(int(TRIAL_SHARE * self.left_s / epoch_s), optim.epochs - 1)
         drawn = [trial.number for trial in attempt.sweep.trials()]
-        if attempt.trial.number >= SHORTER or number in drawn or epochs < 1:
+        if number in drawn or epochs < 1:
             return
         values = {
             **attempt.trial.values,
@@ -167,6 +167,11 @@ class CandidateSearch:
             f"{attempt.name} {trial.state}{message}: {trial.score_text} on validation,"
             f" {minutes(attempt.seconds)}"
         )
+
+
+def _states(sweep: Sweep) -> dict[int, State]:
+    """The states of the trials that were drawn, by number."""
+    return {trial.number: trial.state for trial in sweep.trials()}
 
 
 def train_paced(

@@ -37,7 +37,7 @@ METRIC = "+".join(METRICS)  # their mean
 # Held-out queries that are wanted, and the shares of the training queries that this may be.
 _HELD_OUT = 1000
 _SHARES = (0.05, 0.15)
-# Added to a trial's number if it is repeated with fewer epochs.
+# Added to a trial's number each time that it is repeated with fewer epochs.
 SHORTER = 1000
 _LOG_EVERY = 5  # steps; slow trials are noticed by their records
 # Of the budget: the search ends here.

@@ -180,6 +180,24 @@ def test_a_training_that_is_behind_ends_after_a_third(tmp_path: Path) -> None:
     assert score_at_rung(trial, epochs=6) == 0.3
 
 
+def test_a_training_that_is_too_slow_is_tried_with_fewer_epochs_again_and_again(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epochs = []
+
+    def never_done(_: Any, __: Path, attempt: study.Attempt, pacer: Pacer) -> None:
+        epochs.append(attempt.config.optim.epochs)
+        pacer.reason = "too slow"
+        # Three quarters of the 360 seconds of the search are two epochs and a half.
+        pacer.epoch_s = 108.0
+
+    monkeypatch.setattr(auto_search, "train_paced", never_done)
+    monkeypatch.setattr(study, "candidates", lambda *_: CANDIDATES[:1])
+    with pytest.raises(RunError, match="no training was finished"):
+        run_auto(corpus, tmp_path / "study")
+    assert epochs == [4, 2, 1]
+
+
 def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (num_labels, num_train) in portfolio.SET_SIZES.items():
         assert portfolio.nearest_presets(num_labels, num_train)[0] == name
