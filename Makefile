@@ -46,7 +46,7 @@ soak: export OMP_NUM_THREADS = 1
 soak: setup  ## tier N: kills, sweeps, load and mutations for hours; the last tables go to benchmarks/results
 	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --no-deps --require-hashes -r $(LOCK)
 	$(MAKE) sbom
-	for part in soak soak_jobs soak_nodes soak_serving soak_sweep soak_files soak_signals state_machines mutations; do $(BIN)/python benchmarks/$$part.py || exit 1; done
+	for part in soak soak_jobs soak_nodes soak_serving soak_continual soak_sweep soak_files soak_signals state_machines mutations; do $(BIN)/python benchmarks/$$part.py || exit 1; done
 
 claims: export OMP_NUM_THREADS = 1
 claims: setup  ## the papers' claims on small data: measures what is missing, writes docs/claims.md

@@ -3,6 +3,7 @@
     python benchmarks/soak_continual.py                # everything: about a quarter of an hour
     python benchmarks/soak_continual.py --part events  # one part
     python benchmarks/soak_continual.py --kills 4      # fewer kills of each part
+    python benchmarks/soak_continual.py --without-ray  # on a machine that is too busy to start Ray in a minute
 
     events    a server that redacts texts, killed while users search and give feedback: every acknowledged
               event must be in the log, and no text of a query in any file
@@ -52,6 +53,16 @@ SECRET = "planted-secret"
 STEPS = ("events", "prepare", "train", "promote")
 SETTINGS = ["encoder.dim=16", "optim.batch_size=32", "negatives.uniform=8", "negatives.hard=0"]
 COMMAND = [sys.executable, "-c", "import sys; from xmcray.cli import main; sys.exit(main())"]
+WITHOUT_RAY = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(data_sets.ROOT / "tests")!r})
+from corpora import appended
+from xmcray.data import pipeline
+def append(corpus, manifest, source, out, **options):
+    return appended(corpus, source.path, Path(out))
+pipeline.append = append
+"""
 
 
 @dataclass
@@ -79,21 +90,27 @@ def main() -> None:
     )
     parser.add_argument("--part", choices=("events", "cycle"))
     parser.add_argument("--kills", type=int, default=KILLS, metavar="N")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of each part, at most")
+    parser.add_argument("--without-ray", action="store_true", help="append in one process")
     parser.add_argument("--out", type=Path, default=Path("soak_continual.md"))
     options = parser.parse_args()
     load = refuse_if_busy(anyway=True)
+    notes = [load, "correctness only: the machine may have been busy"]
+    if options.without_ray:
+        COMMAND[-1] = WITHOUT_RAY + COMMAND[-1]
+        notes.append("`prepare --append` without Ray: the steps of the driver, in one process")
     rows: list[list[object]] = []
     parts = {"events": soak_events, "cycle": soak_cycle}
     for name, soak in parts.items():
         if options.part in (None, name):
             begin = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="xmcray-soak.") as folder:
-                tally = soak(Path(folder), options.kills)
+                deadline = begin + 60 * options.minutes
+                tally = soak(Path(folder), options.kills, deadline)
             outcome = "; ".join(tally.wrong) or "nothing wrong"
             seconds = round(time.monotonic() - begin)
             rows.append([name, tally.kills, tally.done, outcome, seconds, tally.notes])
     header = ["part", "kills", "acknowledged events or cycles", "outcome", "seconds", "seen"]
-    notes = [load, "correctness only: the machine may have been busy"]
     write_table(options.out, "Events and the cycle under SIGKILL", header, rows, notes)
     if any(row[3] != "nothing wrong" for row in rows):
         raise SystemExit(1)
@@ -121,14 +138,14 @@ def serving(
             server.terminate()
 
 
-def soak_events(folder: Path, kills: int) -> Tally:
+def soak_events(folder: Path, kills: int, deadline: float) -> Tally:
     """Kills a server that collects events."""
     bundle = write_bundle_of(folder / "bundle", "texts")
     state = folder / "state"
     draw = random.Random(0)
     tally = Tally()
     acknowledged: dict[int, tuple[str, str]] = {}
-    for _ in range(kills):
+    while tally.kills < kills and time.monotonic() < deadline:
         with serving(bundle, state, "--set", "redact_events=true") as (server, url):
             users = []
             for number in range(USERS):
@@ -177,7 +194,7 @@ def use(url: str, state: Path, user: int, acknowledged: dict[int, tuple[str, str
 # --- The cycle ---
 
 
-def soak_cycle(folder: Path, kills: int) -> Tally:
+def soak_cycle(folder: Path, kills: int, deadline: float) -> Tally:
     """Kills cycles, each once in each of its steps."""
     corpus, _ = grown_corpora(folder, 15)
     run = folder / "a"
@@ -195,7 +212,7 @@ def soak_cycle(folder: Path, kills: int) -> Tally:
     lasted = dict.fromkeys(STEPS, 5.0)
     reference = one_cycle(folder, folder / "0", corpus, (), lasted, tally)
     round_number = 0
-    while tally.kills < kills:
+    while tally.kills < kills and time.monotonic() < deadline:
         round_number += 1
         cycles = folder / str(round_number)
         digests = one_cycle(folder, cycles, corpus, STEPS, lasted, tally)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import hashlib
 import io
 import json
@@ -34,6 +35,9 @@ from operations import BATCHES, add
 from xmcray.data.corpus import Corpus
 from xmcray.errors import XmcrayError
 from xmcray.retrieval.labels import annotate_labels, remove_labels
+from xmcray.serving.event_export import export_events
+from xmcray.serving.event_log import EventLog
+from xmcray.serving.events import FeedbackEvent, SearchEvent
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 from xmcray.serving.state_folder import StateFolder
@@ -114,6 +118,8 @@ def write_artifacts(folder: Path) -> dict[str, Artifact]:
         for batch in BATCHES:
             log.append(batch)
     StateFolder(config, "m").remember(str(folder / "texts"), "0" * 64)
+    for day in range(2):
+        write_events(folder / "events", day)
     return {
         "corpus": Artifact.of("corpus", corpus.path, read_corpus),
         "bundle": Artifact.of("bundle", folder / "texts", search_bundle),
@@ -122,6 +128,7 @@ def write_artifacts(folder: Path) -> dict[str, Artifact]:
         "fused": Artifact.of("fused", write_fused(memory), search_bundle),
         "run": Artifact.of("run", folder / "run", export),
         "state": Artifact.of("state", state, lambda path: open_state(path, plain)),
+        "events": Artifact.of("events", folder / "events", read_events),
     }
 
 
@@ -181,6 +188,32 @@ def open_state(path: Path, bundle: Path) -> str:
     with folder.open_log(0) as log:
         parts.append([operation.model_dump() for operation in log.since(0)])
     return _fingerprint(parts)
+
+
+def write_events(path: Path, day: int) -> None:
+    """Collects some events, in a file of their own."""
+    # Each start one day later begins another file.
+    clock = functools.partial(float, 2e9 + 86_400 * day)
+    folder = path / "m" / "events"
+    with EventLog(folder, "m", redact=False, max_days=5, max_bytes=1 << 30, clock=clock) as log:
+        for number in range(5):
+            name = f"{day}-{number}"
+            log.note(SearchEvent(request=name, version="v", texts=[name], answers=[["u1", "u2"]]))
+            feedback = FeedbackEvent(
+                request=name, text=0, label="u1", label_text="one", event="click"
+            )
+            log.add_feedback(feedback).result()
+
+
+def read_events(path: Path) -> str:
+    """Exports an event log."""
+    out = path.with_name(f"{path.name}-exported")
+    try:
+        exported = export_events(path, "m", out)
+        files = sorted(out.glob("*.jsonl"))
+        return _fingerprint([exported, *(file.read_text() for file in files)])
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
 
 
 def _fingerprint(parts: list[Any]) -> str:
