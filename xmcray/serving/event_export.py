@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,15 +132,7 @@ def export_events(
     reading = _Reading(folder, model, after, {**GRADES, **(grades or {})}, texts)
     reading.read()
     gone = removed_labels(folder / LABELS, model)
-    queries = []
-    label_rows = {}
-    for query in reading.queries.values():
-        query.relevance = {u: grade for u, grade in query.relevance.items() if u not in gone}
-        if query.relevance:
-            queries.append(query)
-        for uid in query.relevance:
-            is_known = uid in corpus_labels
-            label_rows[uid] = {"uid": uid, "text": "" if is_known else reading.label_texts[uid]}
+    queries = _liked(reading.queries.values(), gone)
     if not queries:
         raise NoFeedbackError(
             f"{folder / EVENTS} has no label that users liked after event {after}, expected some;"
@@ -152,6 +144,10 @@ def export_events(
         for split in num_rows:
             rows = [query.row() for query in queries if _split(query.text, hold_out) == split]
             num_rows[split] = _write(target / f"{split}.jsonl", rows)
+        label_rows = {}
+        for uid in (uid for query in queries for uid in query.relevance):
+            is_known = uid in corpus_labels
+            label_rows[uid] = {"uid": uid, "text": "" if is_known else reading.label_texts[uid]}
         _write(target / REMOVED_UIDS, [{"uid": uid} for uid in sorted(gone)])
         exported = Exported(
             first=after + 1,
@@ -163,6 +159,17 @@ def export_events(
         )
         about |= asdict(exported)
     return exported
+
+
+def _liked(queries: Iterable[GradedQuery], gone: Container[str]) -> list[GradedQuery]:
+    """The queries with a label that users liked and that is still there."""
+    liked = []
+    for query in queries:
+        for uid in [uid for uid in query.relevance if uid in gone]:
+            del query.relevance[uid]
+        if query.relevance:
+            liked.append(query)
+    return liked
 
 
 class _Reading:
