@@ -214,12 +214,14 @@ class Shortlist:
             memory-mapped.
         index_recall: Share of the exact neighbours that the index finds, on a sample; None if it
             was not measured.
+        left_out: Candidates that were left out as probable right answers; None if none can be.
     """
 
     version: int
     snapshot_step: int
     labels: npt.NDArray[np.int32]
     index_recall: float | None = None
+    left_out: int | None = None
 
     def take(self, query_ids: Int64Array, width: int) -> Ragged:
         """The first `width` hard negatives of some queries."""

@@ -276,7 +276,9 @@ class VersionFolder:
         with _readable(self.path / _COMPLETE):
             labels = np.load(self.path / _SHORTLIST, mmap_mode="r")
             snapshot_step = int(about["snapshot_step"])
-        return Shortlist(self.version, snapshot_step, labels, about.get("recall"))
+        return Shortlist(
+            self.version, snapshot_step, labels, about.get("recall"), about.get("left_out")
+        )
 
     def write_clusters(self, cluster: npt.NDArray[np.int32]) -> None:
         """Keeps the cluster of each query id, int32 [num_query_ids], -1 for none."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from xmcray.config import check_choices, check_range, check_ranges
+from xmcray.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,11 @@ class NegativesConfig:
             exactly; "eager" takes the newest complete version at any step and never waits.
         wait_s: seconds that "scheduled" waits for a version that is late.
         max_age: epochs after which negatives that could not be refreshed end the run.
+        max_relative_score: hard negatives whose score exceeds this share of the score of the
+            query's best positive are left out, because they are probably right answers that the
+            data does not list; 0 keeps all.
+        teacher: bundle (folder or URL) of the same labels that gives these scores; "" takes those
+            of the training itself.
         recall_queries: queries whose exact neighbours are also found, to report the recall of the
             index; 0 for none.
     """
@@ -50,6 +56,8 @@ class NegativesConfig:
     schedule: Literal["scheduled", "eager"] = "scheduled"
     wait_s: float = 600.0
     max_age: int = 20
+    max_relative_score: float = 0.0
+    teacher: str = ""
     recall_queries: int = 200
 
     def __post_init__(self) -> None:
@@ -65,10 +73,16 @@ class NegativesConfig:
             curriculum=0,
             wait_s=0,
             max_age=1,
+            max_relative_score=0,
             recall_queries=0,
         )
         check_range("negatives.cluster_doubles", min(self.cluster_doubles, default=1), low=1)
         check_choices(self, "negatives")
+        if self.teacher and not self.max_relative_score:
+            raise ConfigError(
+                "negatives.teacher gives the scores for negatives.max_relative_score, which is 0; set"
+                " it to 0.95, for example"
+            )
 
     @property
     def refreshed(self) -> bool:

@@ -21,7 +21,8 @@ import torch
 from xmcray import draws
 from xmcray.data.batches import TrainingData
 from xmcray.negatives.clusters import balanced_clusters
-from xmcray.negatives.ledger import ShortlistFile, VersionFolder
+from xmcray.negatives.false_negatives import Teacher, best_candidates, false_negatives
+from xmcray.negatives.ledger import QueryBlock, ShortlistFile, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.exact import exact_search, from_keys, to_keys
@@ -92,9 +93,7 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
     )
     for name in missing:
         block = folder.read_queries(name)
-        # Forbidden labels may be among the best, so each query gets as many more as it has of them.
-        width_B = spec.negatives.hard + _rounded_up(block.extra)
-        width_B = np.minimum(width_B, part.size)
+        width_B = np.minimum(_reach(block, spec.negatives), part.size)
         top = _search(index, block.vectors, width_B)
         # The index counts rows of the shard; -1 for no answer stays -1.
         label_ids = np.where(top.ids >= 0, part.to_global(top.ids), -1)
@@ -120,6 +119,16 @@ def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> TopLabe
     return padded
 
 
+def _reach(block: QueryBlock, negatives: NegativesConfig) -> Int64Array:
+    """Returns int64 [B], how many labels are searched for each query."""
+    # Forbidden labels may be among the best, so each query gets as many more as it has of them.
+    reach_B = negatives.hard + _rounded_up(block.extra)
+    if negatives.max_relative_score:
+        # The best ones may be left out, and those that follow take their places.
+        reach_B = reach_B + negatives.hard
+    return reach_B
+
+
 def _rounded_up(extra: Int64Array) -> Int64Array:
     """Rounds up to 4, 8, 16, 32 ..., so that many queries are searched with one width."""
     at_least_4 = np.maximum(extra, 4)
@@ -134,15 +143,18 @@ def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -
     if folder.complete:
         return
     blocks = folder.query_blocks
+    teacher = Teacher(spec.negatives.teacher, data) if spec.negatives.teacher else None
+    num_left_out = 0
     with folder.new_shortlist(data.num_query_ids, spec.negatives.hard) as labels:
         if spec.negatives.hard:
             # Blocks fill rows of their own.
             with ThreadPoolExecutor(spec.threads) as pool:
                 merges = [
-                    pool.submit(_merge_block, labels, folder, block, data, spec) for block in blocks
+                    pool.submit(_merge_block, labels, folder, block, data, spec, teacher)
+                    for block in blocks
                 ]
                 for merge in merges:
-                    merge.result()
+                    num_left_out += merge.result()
         # A newer attempt may have withdrawn this one meanwhile, and half a shortlist must not get
         # its name.
         if not blocks or folder.query_blocks != blocks:
@@ -153,7 +165,10 @@ def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -
         cluster = _cluster_queries(folder, blocks, data.num_query_ids, spec)
         folder.write_clusters(cluster)
     recall = folder.read_recall(spec.parts(data.num_labels))
-    folder.finish({"recall": recall, "blocks": len(blocks)})
+    about = {"recall": recall, "blocks": len(blocks)}
+    if spec.negatives.max_relative_score:
+        about["left_out"] = num_left_out
+    folder.finish(about)
 
 
 def _merge_block(
@@ -162,9 +177,14 @@ def _merge_block(
     block: str,
     data: TrainingData,
     spec: RefreshSpec,
-) -> None:
-    """Fills the rows of one query block with the best labels that are allowed."""
-    ids = folder.read_queries(block).ids
+    teacher: Teacher | None,
+) -> int:
+    """Fills the rows of one query block with the best labels that are allowed.
+
+    Returns the number of candidates that were left out as probable right answers.
+    """
+    queries = folder.read_queries(block)
+    ids = queries.ids
     shard_ids = []
     shard_scores = []
     for part in spec.parts(data.num_labels):
@@ -174,14 +194,26 @@ def _merge_block(
     # A query's row has the hits of one shard after another, not yet by score.
     candidate_BC = np.concatenate(shard_ids, axis=1)
     score_BC = np.concatenate(shard_scores, axis=1)
-    forbidden = [data.positives(ids), data.excluded(ids)]
+    positives = data.positives(ids)
+    excluded = data.excluded(ids)
+    num_left_out = 0
+    share = spec.negatives.max_relative_score
+    if share:
+        best = best_candidates(candidate_BC, score_BC, _reach(queries, spec.negatives))
+        is_false_BC = false_negatives(
+            ids, best, positives, excluded, share, data.num_labels, teacher
+        )
+        candidate_BC = np.where(is_false_BC, -1, best.ids)
+        score_BC = best.scores
+        num_left_out = int(is_false_BC.sum())
     labels[ids] = best_allowed(
         candidate_BC,
         score_BC,
-        forbidden,
+        [positives, excluded],
         data.num_labels,
         spec.negatives.hard,
     )
+    return num_left_out
 
 
 def _cluster_queries(

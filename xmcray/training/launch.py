@@ -21,6 +21,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.data.node_copy import CorpusSource
 from xmcray.errors import ConfigError, ResourceError, StorageError, XmcrayError
 from xmcray.methods.registry import method_entry
+from xmcray.negatives.false_negatives import Teacher
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.ray_adapter.session import ray_session
@@ -100,6 +101,9 @@ def train(
     credentials.refuse(stored_texts, "what the run would keep")
     path = Path(out).absolute()
     opened = Corpus.open(corpus)
+    if config.negatives.teacher:
+        # It is used late, so a wrong one is refused now.
+        Teacher(config.negatives.teacher, TrainingData(opened, config.data))
     num_without_text = len(opened.labels_without_tokens())
     card = opened.card
     for warning in clipped(config, card.num_train, card.num_labels, num_without_text):

@@ -317,6 +317,7 @@ class Loop:
                 "negatives_version": None if shortlist is None else shortlist.version,
                 "negatives_age": self.feed.age(step),
                 "index_recall": None if shortlist is None else shortlist.index_recall,
+                "negatives_left_out": None if shortlist is None else shortlist.left_out,
                 "schedule_broken_at_step": self.feed.broken_at_step,
                 "blocked_s": window.blocked_s,
                 "memory_mb": _resident_mb(),

@@ -1,0 +1,133 @@
+"""Hard negatives that are probably right answers, which the data does not list.
+
+A candidate is left out if its score exceeds a share of the score of the query's best positive, as in
+NV-Retriever ("TopK-PercPos", Moreira et al., 2024). The scores are those of the version's vectors, or
+those of another bundle, the teacher.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from xmcray.data.batches import TrainingData
+from xmcray.errors import ConfigError
+from xmcray.retrieval.exact import from_keys, to_keys
+from xmcray.retrieval.retriever import Retriever
+from xmcray.types import BoolArray, Float32Array, Int64Array, Ragged, TopLabels
+
+NO_SCORE = np.float32(-np.inf)
+
+
+class Teacher:
+    """Scores queries and labels of the training data with a bundle.
+
+    Args:
+        bundle: folder or URL.
+        data: the training data.
+
+    Raises:
+        ConfigError: the bundle has other labels, or adds up several parts.
+    """
+
+    def __init__(self, bundle: str, data: TrainingData) -> None:
+        self._retriever = Retriever.load(bundle)
+        self._data = data
+        settings = self._retriever.settings
+        if settings.num_labels != data.num_labels or self._retriever.labels.changed:
+            raise ConfigError(
+                f"negatives.teacher {bundle} has {settings.num_labels:,} labels, expected the"
+                f" {data.num_labels:,} of the corpus; name a bundle that was made from it"
+            )
+        if settings.is_fused:
+            raise ConfigError(
+                f"negatives.teacher {bundle} adds up several parts, expected the bundle of a run"
+            )
+
+    def scores(self, query_ids: Int64Array, label_BC: Int64Array) -> Float32Array:
+        """Inner products of queries and labels.
+
+        Args:
+            query_ids: int64 [B].
+            label_BC: int64 [B, C], internal label ids; -1 for none.
+        Returns:
+            float32 [B, C]; -inf where there is no label.
+        """
+        query_BD = self._retriever.encode(self._texts(query_ids))
+        source_BC = np.where(label_BC >= 0, self._data.corpus.label_order[label_BC], -1)
+        return self._retriever.labels.scores_of(query_BD, source_BC)
+
+    def _texts(self, query_ids: Int64Array) -> list[str]:
+        """Texts of queries; the id of a label's text follows those of the training queries."""
+        corpus = self._data.corpus
+        num_train = self._data.num_train
+        is_label = query_ids >= num_train
+        texts = np.empty(len(query_ids), object)
+        texts[~is_label] = corpus.split("train").texts(query_ids[~is_label])
+        texts[is_label] = corpus.label_texts(corpus.label_order[query_ids[is_label] - num_train])
+        return list(texts)
+
+
+def best_candidates(
+    candidate_BC: Int64Array, score_BC: Float32Array, reach_B: Int64Array
+) -> TopLabels:
+    """The best candidates of each query, the same from any number of index shards.
+
+    Args:
+        candidate_BC: int64 label ids, -1 for none.
+        score_BC: float32.
+        reach_B: int64, candidates of each query; fewer are padded.
+    """
+    score_BC = np.where(candidate_BC >= 0, score_BC, NO_SCORE)
+    key_BC = to_keys(torch.from_numpy(score_BC), torch.from_numpy(np.maximum(candidate_BC, 0)))
+    widest = min(int(reach_B.max(initial=0)), candidate_BC.shape[1])
+    best = from_keys(key_BC.topk(widest, dim=1).values)
+    is_within = (np.arange(widest) < reach_B[:, None]) & np.isfinite(best.scores)
+    ids = np.where(is_within, best.ids, -1)
+    return TopLabels(ids, np.where(is_within, best.scores, NO_SCORE))
+
+
+def false_negatives(
+    query_ids: Int64Array,
+    best: TopLabels,
+    positives: Ragged,
+    excluded: Ragged,
+    share: float,
+    num_labels: int,
+    teacher: Teacher | None,
+) -> BoolArray:
+    """Which candidates score above a share of the query's best positive.
+
+    Without a teacher, only positives among the candidates have a score. A query without such a one
+    keeps all its candidates: it is not learned yet, so its scores say nothing.
+
+    Args:
+        query_ids: int64 [B].
+        best: candidates [B, C].
+        positives: internal label ids of the queries.
+        excluded: labels that are the query itself; they are no negatives anyway.
+        share: candidates with more than this share are left out.
+        num_labels: L.
+        teacher: gives the scores, if there is one.
+    Returns:
+        bool [B, C], false for positives and excluded labels.
+    """
+    # One number for each (query, label) makes membership a single look-up.
+    pair_BC = np.arange(len(best.ids))[:, None] * num_labels + best.ids
+    positive_pairs = positives.row_ids * num_labels + positives.values
+    excluded_pairs = excluded.row_ids * num_labels + excluded.values
+    is_label_BC = best.ids >= 0
+    is_positive_BC = np.isin(pair_BC, positive_pairs) & is_label_BC
+    may_be_negative_BC = is_label_BC & ~is_positive_BC & ~np.isin(pair_BC, excluded_pairs)
+    if teacher is None:
+        score_BC = best.scores
+        best_positive_B = np.where(is_positive_BC, score_BC, NO_SCORE).max(1, initial=NO_SCORE)
+    else:
+        score_BC = teacher.scores(query_ids, best.ids)
+        label_BP = np.full((len(positives), int(positives.lengths.max(initial=0))), -1, np.int64)
+        label_BP[positives.row_ids, positives.places] = positives.values
+        best_positive_B = teacher.scores(query_ids, label_BP).max(1, initial=NO_SCORE)
+    # A share of a score means nothing unless the score is above 0.
+    limit_B = np.where(best_positive_B > 0, share * best_positive_B, np.inf)
+    is_false: BoolArray = (score_BC > limit_B[:, None]) & may_be_negative_BC
+    return is_false
