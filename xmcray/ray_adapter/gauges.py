@@ -24,7 +24,6 @@ TRAINING = {  # by the name of the value in a record of metrics.jsonl
     "negatives_age": "Steps since the vectors behind the hard negatives in use were copied.",
     "negatives_version": "Version of the hard negatives in use.",
     "index_recall": "Share of the exact neighbours that the index behind the hard negatives in use finds.",
-    "negatives_left_out": "Hard negatives that the version in use leaves out as probable right answers.",
     "memory_mb": "Resident memory of rank 0 in MB.",
     "P@1": "Precision at 1 on the validation split.",
     "nDCG@5": "nDCG at 5 on the validation split.",
