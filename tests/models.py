@@ -48,6 +48,14 @@ def write_bert(folder: Path, words: Sequence[str], layers: int = 1) -> Path:
     return folder
 
 
+def write_cross_encoder(folder: Path, words: Sequence[str]) -> Path:
+    """Writes a random cross-encoder: the BERT of `write_bert` with one output; returns its folder."""
+    write_bert(folder, words)
+    model = transformers.BertForSequenceClassification.from_pretrained(folder, num_labels=1)
+    model.save_pretrained(folder)
+    return folder
+
+
 def write_family(folder: Path, words: Sequence[str], family: str) -> Path:
     """Writes a random model of 16 dimensions and two layers of one of `FAMILIES`."""
     vocabulary = {word: token_id for token_id, word in enumerate([*OTHER_SPECIAL_TOKENS, *words])}

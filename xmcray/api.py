@@ -280,6 +280,7 @@ def evaluate(
     exact: bool = False,
     predictions: str | None = None,
     slices: Location | None = None,
+    rerank: Location | None = None,
     progress: bool = True,
 ) -> Evaluation:
     """Measures a run, a bundle or stored answers on a corpus.
@@ -292,6 +293,7 @@ def evaluate(
         predictions: file for the answers, as a sparse .npz, queries x labels.
         slices: JSON lines with `uid` and `attributes` of queries, such as their language; metrics
             are also given for the queries with each value.
+        rerank: cross-encoder that reads the best answers again: folder or hub id.
         progress: show the number of queries on stderr if that is a terminal.
     Returns:
         The metrics; `xmcray.evaluation.evaluate.compare` tests two of them, `compare_several` more.
@@ -330,7 +332,7 @@ def evaluate(
         run = Run.open(origin) if kind == "run" else None
         bundle = outcome.bundle_of(run, corpus) if run else origin
         evaluation = outcome.measure_bundle(
-            Retriever.load(bundle),
+            Retriever.load(bundle).reranked_by(rerank),
             corpus,
             split,
             exact=exact,
@@ -339,7 +341,7 @@ def evaluate(
         )
     evaluation = _sliced(evaluation, corpus.split(split), attributes)
     # The run keeps what its bundle answers by default, and only about the test split.
-    if run and split == "test" and not exact:
+    if run and split == "test" and not exact and rerank is None:
         outcome.record(run, corpus, evaluation)
     return evaluation
 
@@ -430,6 +432,7 @@ def load(
     threads: int | None = None,
     device: str | None = None,
     precision: Literal["float32", "bfloat16", "int8"] = "float32",
+    rerank: Location | None = None,
 ) -> Retriever:
     """Opens a bundle, or that of a finished run, to search it.
 
@@ -440,6 +443,7 @@ def load(
         device: where the encoder and exhaustive searches run, such as "cuda:0"; the CPU if not
             given.
         precision: numbers that a transformer computes with.
+        rerank: cross-encoder that reads the best answers again: folder or hub id.
     Raises:
         BundleError: a file of the bundle is malformed.
         RunError: the run is not finished.
@@ -448,7 +452,8 @@ def load(
     bundle = bundle_at(os.fspath(path), None if data is None else os.fspath(data))
     from xmcray.retrieval.retriever import Retriever
 
-    return Retriever.load(bundle, threads, device, precision=precision)
+    retriever = Retriever.load(bundle, threads, device, precision=precision)
+    return retriever.reranked_by(rerank)
 
 
 def plan(

@@ -64,6 +64,7 @@ class _Job:
         memory: how training queries vote; None without a memory.
         texts: whether the queries' texts are written.
         min_probability: of answers; None for all.
+        reranker: a cross-encoder that reads the best answers again, and its SHA-256; None without.
         chunk_rows: queries of a chunk.
     """
 
@@ -74,6 +75,7 @@ class _Job:
     memory: MemoryConfig | None
     texts: bool
     min_probability: float | None
+    reranker: tuple[str, str] | None
     chunk_rows: int
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +87,7 @@ class _Job:
             "memory": self.memory and configs.dump(self.memory),
             "texts": self.texts,
             "min_probability": self.min_probability,
+            "reranker": None if self.reranker is None else list(self.reranker),
             "chunk_rows": self.chunk_rows,
         }
 
@@ -98,6 +101,7 @@ def predict(
     settings: Sequence[str] = (),
     texts: bool = False,
     min_probability: float | None = None,
+    rerank: str | None = None,
     workers: int | None = None,
     chunk_rows: int = CHUNK_ROWS,
     stall_s: float = 60.0,
@@ -114,6 +118,7 @@ def predict(
         settings: such as memory.weight=0.3, in place of those of the bundle's memory.
         texts: also write the queries' texts.
         min_probability: leave out answers that are less probable.
+        rerank: a cross-encoder that reads the best answers again: folder or hub id.
         workers: processes that answer; as many as there are free CPUs, at most 8, if not given.
         chunk_rows: queries of a chunk: what a kill of all processes loses at most per worker.
         stall_s: seconds without a sign of life after which to give up.
@@ -131,7 +136,12 @@ def predict(
     if workers is not None:
         check_range("workers", workers, 1)
     files = find_queries(queries)
-    job, num_labels = _job(bundle, files, k, settings, texts, min_probability, chunk_rows)
+    reranker = None
+    if rerank is not None:
+        from xmcray.retrieval.reranker import Reranker  # its library takes seconds to import
+
+        reranker = (rerank, Reranker.load(rerank).sha256)
+    job, num_labels = _job(bundle, files, k, settings, texts, min_probability, reranker, chunk_rows)
     about: dict[str, Any] = {**job.to_json(), "command": "predict", "num_labels": num_labels}
     with PredictionWork.opened(out, job.to_json()) as work:
         try:
@@ -155,6 +165,7 @@ def _job(
     settings: Sequence[str],
     texts: bool,
     min_probability: float | None,
+    reranker: tuple[str, str] | None,
     chunk_rows: int,
 ) -> tuple[_Job, int]:
     """The job, and the number of source label ids of the bundle."""
@@ -178,6 +189,7 @@ def _job(
         memory=memory,
         texts=texts,
         min_probability=min_probability,
+        reranker=reranker,
         chunk_rows=max(1, min(chunk_rows, CHUNK_ANSWERS // k)),
     )
     return job, stored.num_labels
@@ -240,7 +252,7 @@ def _answer_all(
 
 def _answers(chunk: QueryChunk, job: _Job, threads: int) -> tuple[int, pa.Table]:
     """In a task: number and answers of a chunk."""
-    retriever = _retriever(job.bundle, job.sha256, threads)
+    retriever = _retriever(job.bundle, job.sha256, job.reranker, threads)
     answers = answer_chunk(
         retriever, chunk, job.k, job.memory, job.texts, min_probability=job.min_probability
     )
@@ -248,7 +260,9 @@ def _answers(chunk: QueryChunk, job: _Job, threads: int) -> tuple[int, pa.Table]
 
 
 @functools.lru_cache(maxsize=1)
-def _retriever(bundle: str, sha256: str, threads: int) -> Retriever:
+def _retriever(
+    bundle: str, sha256: str, reranker: tuple[str, str] | None, threads: int
+) -> Retriever:
     """In a task: the bundle, loaded once per process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tasks are the parallelism
     retriever = Retriever.load(bundle, threads=threads)
@@ -256,7 +270,7 @@ def _retriever(bundle: str, sha256: str, threads: int) -> Retriever:
         raise StorageError(
             f"{bundle} was changed meanwhile; leave it alone, or predict with a copy"
         )
-    return retriever
+    return retriever.reranked_by(reranker and reranker[0])
 
 
 def _with_signs_of_life(work: Callable[[], Any]) -> Iterator[Any]:

@@ -17,6 +17,7 @@ import documents
 import pytest
 from corpora import planted_corpus
 from documents import ROOT, Command
+from models import write_cross_encoder
 
 from xmcray import cli
 from xmcray import config as configs
@@ -158,12 +159,15 @@ class Workshop:
         train = ["train", "rae", "--data", f"{folder}/corpus", "--out", f"{folder}/run"]
         evaluate = ["evaluate", f"{folder}/run", "--data", f"{folder}/corpus"]
         assert cli.main([*train, *SMALL]) == 0
+        write_cross_encoder(folder / "reranker", ["w0x0", "kettle"])
         assert cli.main([*evaluate, "--predictions", f"{folder}/predictions.npz"]) == 0
 
     def prepare(self, verb: str, options: argparse.Namespace) -> None:
         """Puts the inputs of a command into the working directory, under the names it uses."""
         if getattr(options, "data", None):
             self.put("corpus", options.data)
+        if getattr(options, "rerank", None):
+            self.put("reranker", options.rerank)
         paths = [getattr(options, name, None) for name in ("path", "encoder", "bundle")]
         for path in (*paths, *(getattr(options, "compare", None) or ())):
             if path is None:

@@ -28,6 +28,7 @@ from xmcray.cli import (
     mcp,
     planning,
     promotion,
+    reranking,
     shipped,
     training,
     tuning,
@@ -229,6 +230,12 @@ VERBS = {
         bundles.calibrate_options,
         "give the answers of a bundle probabilities, by queries that its run held out",
         "xmcray calibrate bundles/a --data corpora/msdocs",
+    ),
+    "train-reranker": Verb(
+        reranking.train_reranker,
+        reranking.train_reranker_options,
+        "train a cross-encoder that reads a bundle's best answers again",
+        "xmcray train-reranker runs/a --data corpora/msdocs --model cross-encoder/ms-marco-MiniLM-L6-v2 --out rerankers/a",
     ),
     "labels": Verb(
         bundles.labels,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from xmcray import config
 from xmcray.cli.arguments import add_corpus, add_json, given
 from xmcray.cli.output import show, show_json, show_next
+from xmcray.cli.reranking import add_rerank
 from xmcray.errors import ConfigError
 from xmcray.paths import bundle_at
 
@@ -198,6 +199,7 @@ def search_options(verb: argparse.ArgumentParser) -> None:
     )
     _add_memory(verb)
     _add_min_probability(verb)
+    add_rerank(verb)
     add_json(verb, "the answers")
 
 
@@ -208,7 +210,7 @@ def search(options: argparse.Namespace) -> None:
     from xmcray.retrieval.retriever import Retriever
     from xmcray.retrieval.votes import changed_memory
 
-    retriever = Retriever.load(bundle_at(options.path))
+    retriever = Retriever.load(bundle_at(options.path)).reranked_by(options.rerank)
     # --set changes single settings of the bundle's own memory.
     base = retriever.memory.config if retriever.memory else None
     answers_by_text = retriever.search(
@@ -273,6 +275,7 @@ def predict_options(verb: argparse.ArgumentParser) -> None:
     _add_k(verb, "query")
     _add_memory(verb)
     _add_min_probability(verb)
+    add_rerank(verb)
     verb.add_argument("--texts", action="store_true", help="also write the queries' texts")
     verb.add_argument(
         "--workers",
@@ -294,6 +297,7 @@ def predict(options: argparse.Namespace) -> None:
         settings=options.set,
         texts=options.texts,
         min_probability=options.min_probability,
+        rerank=options.rerank,
         workers=options.workers,
     )
     show(

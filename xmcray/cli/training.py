@@ -12,6 +12,7 @@ from xmcray import api, storage
 from xmcray.api import ENCODER_SYSTEMS, VECTOR_SYSTEMS
 from xmcray.cli.arguments import add_config, add_corpus, add_json, given, merged_settings
 from xmcray.cli.output import show, show_json, show_metrics, show_next
+from xmcray.cli.reranking import add_rerank
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
 from xmcray.paths import bundle_at, kind_of
@@ -235,6 +236,7 @@ def evaluate_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--exact", action="store_true", help="compare all labels instead of using the index"
     )
+    add_rerank(verb)
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -261,6 +263,8 @@ def evaluate(options: argparse.Namespace) -> None:
             exact=options.exact,
             predictions=None if evaluations else options.predictions,
             slices=None if evaluations else options.slices,
+            # Compared with others, also with the same bundle without it.
+            rerank=None if evaluations else options.rerank,
         )
         evaluations.append(evaluation)
     metrics = evaluations[0].to_json()

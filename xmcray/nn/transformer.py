@@ -304,7 +304,7 @@ class TransformerEncoder(Encoder):
         if self.adapted:
             state = lora.merged_state(self.model)
             lora.save_adapters(self.model, folder)
-        with _quiet():
+        with quiet():
             self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=state)
             self.tokenizer.save_pretrained(folder)
         hidden = int(self.model.config.hidden_size)
@@ -567,7 +567,7 @@ def open_model(
         if (folder / SENTENCE_SETTINGS).is_file():
             sentence_settings = read_json(folder / SENTENCE_SETTINGS)
         model = _load_model(folder, dropout)
-        with _quiet():
+        with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         projection = None
         if "Dense" in parts:
@@ -604,7 +604,7 @@ def _load_model(folder: Path, dropout: float | None) -> Any:
     if model_class and "add_pooling_layer" in inspect.signature(model_class).parameters:
         options["add_pooling_layer"] = False
     supports_sdpa = getattr(model_class, "_supports_sdpa", True)
-    with _quiet():
+    with quiet():
         model = transformers.AutoModel.from_pretrained(
             folder,
             config=config,
@@ -694,7 +694,7 @@ def _check_vocabulary(model: Any, name: str, tokenizer: TextTokenizer) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hides the library's progress bars, which would break our own bar into pieces."""
     logging = transformers.utils.logging
     bar_was_enabled = logging.is_progress_bar_enabled()

@@ -8,9 +8,11 @@ A fused bundle also compares the words of the texts, in Predictor.rank.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,6 +33,9 @@ from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage import open_artifact
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
+if TYPE_CHECKING:
+    from xmcray.retrieval.reranker import Reranker
+
 CHUNK = 1024  # queries searched at once
 
 
@@ -46,6 +51,7 @@ class Retriever:
         calibration: gives answers their probabilities, or None.
         sha256: names the bundle's content.
         others: the further members of a fused bundle: other trained models of the same labels.
+        reranker: reads the best answers again, together with the query, or None.
     """
 
     query_encoder: QueryEncoder
@@ -55,6 +61,7 @@ class Retriever:
     fusion: Fusion | None = None
     others: tuple[Retriever, ...] = ()
     calibration: Calibration | None = None
+    reranker: Reranker | None = None
 
     @classmethod
     def load(
@@ -175,7 +182,7 @@ class Retriever:
     def needs_texts(self) -> bool:
         """Whether token ids do not say enough: words count too, or members have own tokenizers."""
         compares_words = self.fusion is not None and self.fusion.words is not None
-        return compares_words or len(self.members) > 1
+        return compares_words or len(self.members) > 1 or self.reranker is not None
 
     @property
     def explains(self) -> bool:
@@ -285,9 +292,11 @@ class Retriever:
             stop = min(start + CHUNK, len(queries))
             scope = SearchScope(None if exclude is None else exclude.slice(start, stop), exact)
             query_BD, texts = self._chunk(queries, start, stop)
-            neighbours = predictor.find(query_BD, k, scope)
-            top = predictor.rank(neighbours, k, scope.exclude, texts)
-            tops.append(self._with_probabilities(top, neighbours, memory))
+            num_ranked = self.num_ranked(k)
+            neighbours = predictor.find(query_BD, num_ranked, scope)
+            top = predictor.rank(neighbours, num_ranked, scope.exclude, texts)
+            top = self._with_probabilities(top, neighbours, memory)
+            tops.append(self._reranked(top, k, texts))
         return TopLabels.concatenate(tops, k)
 
     def _chunk(
@@ -311,7 +320,7 @@ class Retriever:
     ) -> Neighbours:
         """The search alone, in all shards or in a subset; `Neighbours.merged` combines subsets."""
         self._check_k(k)
-        return self.predictor(memory).find(query_BD, k, scope)
+        return self.predictor(memory).find(query_BD, self.num_ranked(k), scope)
 
     def name_answers(
         self,
@@ -325,12 +334,26 @@ class Retriever:
     ) -> list[list[FoundLabel]]:
         """The k best labels among the neighbours of some texts, as `search` returns them."""
         predictor = self.predictor(memory)
-        top = predictor.rank(neighbours, k, texts=texts)
+        top = predictor.rank(neighbours, self.num_ranked(k), texts=texts)
         top = self._with_probabilities(top, neighbours, memory)
+        top = self._reranked(top, k, texts)
         if min_probability is not None:
             top = top.at_least(min_probability)
         reasons = predictor.explain(neighbours, top, texts) if explain else None
         return named_answers(top, self.labels, reasons)
+
+    def reranked_by(self, reranker: str | os.PathLike[str] | None) -> Retriever:
+        """A view whose best answers a cross-encoder reads again; the same view if there is none.
+
+        Args:
+            reranker: folder or URL of `xmcray train-reranker`, or any cross-encoder by folder or
+                hub id.
+        """
+        if reranker is None:
+            return self
+        from xmcray.retrieval.reranker import Reranker  # its library takes seconds to import
+
+        return dataclasses.replace(self, reranker=Reranker.load(str(reranker)))
 
     def restricted(self, allowed: BoolArray) -> Retriever:
         """A view that answers only some labels; in a memory all keys go on to vote.
@@ -357,6 +380,19 @@ class Retriever:
         if min_probability is not None:
             has_probabilities = self.calibration is not None and self._answers_by_itself(memory)
             check_min_probability(min_probability, has_probabilities)
+
+    def num_ranked(self, k: int) -> int:
+        """Answers that the reranker needs to give k; k without one."""
+        if self.reranker is None:
+            return k
+        return min(self.num_labels, max(k, self.reranker.config.candidates))
+
+    def _reranked(self, top: TopLabels, k: int, texts: Sequence[str] | None) -> TopLabels:
+        if self.reranker is None:
+            return top
+        if texts is None:
+            raise ConfigError(NO_TEXTS)
+        return self.reranker.reordered(texts, top, self.labels, k)
 
     def _answers_by_itself(self, memory: MemoryConfig | None) -> bool:
         """Whether a request leaves the bundle's own settings as they are."""

@@ -318,6 +318,8 @@ class Service:
         k: int,
     ) -> SearchHits:
         """Searches in the composed mode."""
+        # This process orders the answers; the searchers only find them.
+        k = snapshot.retriever.num_ranked(k)
         if snapshot.retriever.is_static:
             # Encoding takes less time than a call: the searchers do it themselves.
             return await backend.find(snapshot.reference, request, k, None)

@@ -41,6 +41,7 @@ class ServeConfig:
             addition to the folders of `bundles` and `state_dir`.
         upload: folder or URL for copies of the label log; no copies if not given.
         threads: threads of one process.
+        rerank: a cross-encoder that reads the best answers again: folder or hub id; none if empty.
         encoder: how transformers compute: "float32", "bfloat16" or "int8" (see `Retriever.load`).
         in_flight: requests in progress or waiting in one ingress replica; more are refused with
             503.
@@ -74,6 +75,7 @@ class ServeConfig:
     bundle_roots: tuple[str, ...] = ()
     upload: str | None = None
     threads: int = 1
+    rerank: str = ""
     encoder: str = "float32"
     in_flight: int = 64
     deadline_ms: int = 10_000

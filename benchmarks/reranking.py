@@ -1,0 +1,98 @@
+"""What a cross-encoder that reads the best answers again adds to a bundle.
+
+    python benchmarks/reranking.py                                # DEXML on the sample, MiniLM
+    python benchmarks/reranking.py --set cdnjs-keywords --method rae --queries 5000 --epochs 2
+
+The bundle is that of a refit with the committed preset; the cross-encoder starts from MiniLM and is trained on the
+bundle's hard negatives by `xmcray train-reranker`. Both are measured on the test split and compared by a paired test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import data_sets
+import numpy as np
+import torch
+from accuracy import trained
+from common import refuse_if_busy, write_table
+
+from xmcray.data.corpus import Corpus
+from xmcray.evaluation.evaluate import compare
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.outcome import bundle_of, measure_bundle
+from xmcray.training.train_reranker import RerankTraining, train_reranker
+
+METRICS = ("P@1", "P@5", "PSP@5")
+TIMED = 200  # queries that are answered for the time of one
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--set", default="sample", dest="name")
+    parser.add_argument("--method", default="dexml")
+    parser.add_argument("--queries", type=int, default=20_000)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
+    options = parser.parse_args()
+    load = refuse_if_busy(options.anyway)
+    torch.set_num_threads(options.threads)
+    data_sets.offer_minilm()
+    corpus = data_sets.corpus(options.name)
+    if corpus is None:
+        raise SystemExit(f"{options.name} is not in {data_sets.DATA}")
+    here = ["cluster.workers=0", f"cluster.threads_per_process={options.threads}", "log.keep=1"]
+    run, _ = trained(corpus, data_sets.preset(options.name, here, options.method))
+    config = RerankTraining(model=data_sets.MINILM, queries=options.queries, epochs=options.epochs)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "reranker"
+        begin = time.perf_counter()
+        outcome = train_reranker(str(run.path), corpus, out, config)
+        seconds = time.perf_counter() - begin
+        plain = Retriever.load(bundle_of(run, corpus))
+        reordered = plain.reranked_by(out)
+        before = measure_bundle(plain, corpus, "test")
+        after = measure_bundle(reordered, corpus, "test")
+        times = [one_query_ms(retriever, corpus) for retriever in (plain, reordered)]
+    header = ["answers", *METRICS, "ms a query"]
+    rows: list[list[object]] = []
+    for name, evaluation, milliseconds in zip(
+        ("of the bundle", "read again"), (before, after), times, strict=True
+    ):
+        values = [f"{100 * evaluation.metrics[metric]:.1f}" for metric in METRICS]
+        rows.append([name, *values, f"{milliseconds:.1f}"])
+    notes = [f"{options.method} on {options.name}, MiniLM, {options.epochs} epochs"]
+    for comparison in compare(after, before):
+        if comparison.metric in METRICS:
+            interval = f"[{100 * comparison.low:+.1f}, {100 * comparison.high:+.1f}]"
+            notes.append(
+                f"{comparison.metric}: {100 * comparison.difference:+.1f} {interval},"
+                f" p = {comparison.p_value:.3f}"
+            )
+    notes.append(
+        f"weight of the bundle's score, chosen on held-out queries: {outcome.weight:.3g}; training"
+        f" {seconds / 60:.1f} minutes; load average {load:.2f} at the start"
+    )
+    write_table("reranking.md", "Answers read again by a cross-encoder", header, rows, notes)
+
+
+def one_query_ms(retriever: Retriever, corpus: Corpus) -> float:
+    """Mean time of a search of one text, ms."""
+    split = corpus.split("test")
+    texts = split.texts(np.arange(min(TIMED, len(split))))
+    retriever.search(texts[:1])
+    begin = time.perf_counter()
+    for text in texts:
+        retriever.search([text])
+    return 1000 * (time.perf_counter() - begin) / len(texts)
+
+
+if __name__ == "__main__":
+    main()

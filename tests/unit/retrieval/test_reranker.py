@@ -1,0 +1,107 @@
+"""A cross-encoder orders the best answers again, everywhere that answers are given."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import planted_corpus
+from models import write_bert
+from served import served
+
+from xmcray.cli import main
+from xmcray.data.corpus import Corpus
+from xmcray.errors import BundleError
+from xmcray.nn.cross_encoder import CrossEncoder
+from xmcray.retrieval.reranker import RerankConfig, Reranker
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.outcome import measure_bundle
+from xmcray.types import TopLabels
+
+QUERIES = ["w1x0 w2x1", "w3x2", ""]
+SETTINGS = ("encoder.dim=16", "optim.epochs=1", "negatives.hard=0", "cluster.workers=0")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return planted_corpus(tmp_path_factory.mktemp("c"), num_queries=200, num_labels=23)
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "r"
+    words = [word for setting in SETTINGS for word in ("--set", setting)]
+    assert main(["train", "astra", "--data", str(corpus.path), "--out", str(out), *words]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def reranker(corpus: Corpus, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained by the command."""
+    folder = tmp_path_factory.mktemp("reranker")
+    label_texts = corpus.label_texts(np.arange(corpus.card.num_labels))
+    words = sorted(set(" ".join(label_texts).split()))
+    model = write_bert(folder / "model", words)
+    arguments = ["--data", str(corpus.path), "--model", str(model), "--out", str(folder / "r")]
+    small = ["--negatives", "3", "--candidates", "10", "--max-len", "24", "--lr", "0.003"]
+    assert main(["train-reranker", str(run), *arguments, *small]) == 0
+    return folder / "r"
+
+
+def test_it_is_a_cross_encoder_of_transformers(reranker: Path) -> None:
+    scores = CrossEncoder.load(str(reranker)).score([("w1x0", "w2x0"), ("w3x0 w3x1 w4x2", "w1x0")])
+    again = CrossEncoder.load(str(reranker)).score([("w3x0 w3x1 w4x2", "w1x0"), ("w1x0", "w2x0")])
+    np.testing.assert_allclose(scores, again[::-1], atol=1e-6)
+
+
+def test_answers_are_ordered_by_both_scores(run: Path, reranker: Path) -> None:
+    plain = Retriever.load(run / "bundle")
+    reordered = plain.reranked_by(reranker)
+    assert reordered.reranker is not None
+    encoder = reordered.reranker.encoder
+    config = reordered.reranker.config
+    for query, answers in zip(QUERIES, reordered.search(QUERIES, 5), strict=True):
+        (read,) = plain.search([query], config.candidates)
+        pair_scores = encoder.score([(query, label.text) for label in read])
+        sums = pair_scores + config.weight * np.float32([label.score for label in read])
+        best = np.argsort(-sums, kind="stable")[:5]
+        assert [label.uid for label in answers] == [read[place].uid for place in best]
+        np.testing.assert_allclose([label.score for label in answers], sums[best], atol=1e-5)
+
+
+def test_labels_that_were_not_read_keep_their_places_behind_the_others() -> None:
+    top = TopLabels(np.array([[4, 2, 7, 1, -1]]), np.float32([[9, 8, 7, 6, -np.inf]]))
+    reranker = Reranker(encoder=None, config=RerankConfig(candidates=2))  # type: ignore[arg-type]
+    reordered = reranker.with_scores(top, np.float32([[-3, 5]]))
+    assert reordered.ids.tolist() == [[2, 4, 7, 1, -1]]
+    assert np.all(np.diff(reordered.scores[0, :4]) < 0)
+
+
+def test_evaluation_and_serving_use_it(
+    run: Path, reranker: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    reordered = Retriever.load(run / "bundle").reranked_by(reranker)
+    measured = measure_bundle(reordered, corpus, "test").metrics["P@1"]
+    split = corpus.split("test")
+    rows = np.arange(len(split))
+    best = reordered.top_labels(split.texts(rows), 1).ids[:, 0]
+    positives = split.positives(rows)
+    hits = [best[row] in positives[row] for row in rows]
+    assert measured == pytest.approx(np.mean(hits), abs=1e-6)
+
+    async def test() -> None:
+        bundles = {"m": run / "bundle"}
+        async with served(tmp_path, bundles, rerank=str(reranker)) as one:
+            results = (await one.search(QUERIES, k=5))["results"]
+            for result, wanted in zip(results, reordered.search(QUERIES, 5), strict=True):
+                assert [a["uid"] for a in result["answers"]] == [label.uid for label in wanted]
+
+    asyncio.run(test())
+
+
+def test_a_model_with_several_outputs_is_refused(tmp_path: Path) -> None:
+    model = write_bert(tmp_path / "model", ["w1"])
+    with pytest.raises(BundleError, match="expected a cross-encoder with one output"):
+        CrossEncoder.load(str(model))
