@@ -1,7 +1,7 @@
 """What a cross-encoder that reads the best answers again adds to a bundle.
 
     python benchmarks/reranking.py                                # DEXML on the sample, MiniLM
-    python benchmarks/reranking.py --set cdnjs-keywords --method rae --queries 5000 --epochs 2
+    python benchmarks/reranking.py --set cdnjs-keywords --method rae --queries 5000
 
 The bundle is that of a refit with the committed preset; the cross-encoder starts from MiniLM and is trained on the
 bundle's hard negatives by `xmcray train-reranker`. Both are measured on the test split and compared by a paired test.
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--set", default="sample", dest="name")
     parser.add_argument("--method", default="dexml")
     parser.add_argument("--queries", type=int, default=20_000)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     options = parser.parse_args()
@@ -68,7 +68,7 @@ def main() -> None:
     ):
         values = [f"{100 * evaluation.metrics[metric]:.1f}" for metric in METRICS]
         rows.append([name, *values, f"{milliseconds:.1f}"])
-    notes = [f"{options.method} on {options.name}, MiniLM, {options.epochs} epochs"]
+    notes = [f"{options.method} on {options.name}, MiniLM, epochs: {options.epochs}"]
     for comparison in compare(after, before):
         if comparison.metric in METRICS:
             interval = f"[{100 * comparison.low:+.1f}, {100 * comparison.high:+.1f}]"
