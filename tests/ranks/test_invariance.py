@@ -305,7 +305,7 @@ def train_all_on_rank(
 
 def test_ranks_without_labels_and_without_queries(tmp_path: Path) -> None:
     """Two labels on three ranks, and batches of one query: whoever has nothing takes part in everything."""
-    corpus = planted_corpus(tmp_path, num_queries=5, num_labels=2, only_in_test=0).path
+    corpus = planted_corpus(tmp_path, num_queries=5, num_labels=2, only_in_test=0, graded=True).path
     settings = [
         "optim.precision=float64",
         "optim.batch_size=1",

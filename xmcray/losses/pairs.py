@@ -47,7 +47,10 @@ class Pairs:
         """Losses of the pairs, each as much as the pair counts."""
         if self.weights is None:
             return loss_P
-        return loss_P * self.weights.to(loss_P)
+        weight_P = self.weights
+        if weight_P.device != loss_P.device:
+            (weight_P,) = to_device([weight_P], loss_P.device)
+        return loss_P * weight_P.to(loss_P.dtype)
 
     @staticmethod
     def union(first: Pairs, second: Pairs) -> Pairs:

@@ -105,7 +105,6 @@ def _to_queries(
     skipped_anchor = anchor_U[picked.skipped.columns]
     is_anchor = skipped_anchor >= 0
     count_P = torch.bincount(anchor_P, minlength=len(anchor_columns_A))[anchor_P]
-    query_pairs = picked.positives.to(query_GD.device)
     anchor_columns_A, anchor_P, query_P, count_P, skipped_anchor, skipped_query = to_device(
         [
             anchor_columns_A,
@@ -123,7 +122,7 @@ def _to_queries(
     score_AG = score_AG.index_put((skipped_anchor, skipped_query), never)
     loss_P = score_AG.logsumexp(dim=1)[anchor_P] - score_AG[anchor_P, query_P]
     loss_P = loss_P * _weights(count_P, anchor_weight, query_GD.dtype, normaliser)
-    return query_pairs.weighted(loss_P).sum()
+    return picked.positives.weighted(loss_P).sum()
 
 
 def _weights(

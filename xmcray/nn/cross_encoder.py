@@ -62,6 +62,7 @@ class CrossEncoder:
                     folder,
                     trust_remote_code=False,
                     use_safetensors=True,
+                    dtype=torch.float32,
                     output_loading_info=True,
                     **options,
                 )
@@ -70,6 +71,7 @@ class CrossEncoder:
                 f"{name} cannot be read as a cross-encoder ({one_line(str(error))[:200]}); give a"
                 " model for pairs of texts"
             ) from error
+        transformer.fill_constants(model)
         if model.config.num_labels != 1 or (info["missing_keys"] and not new_head):
             raise BundleError(
                 f"{name} has {model.config.num_labels} outputs and {len(info['missing_keys'])} missing"

@@ -614,12 +614,12 @@ def _load_model(folder: Path, dropout: float | None) -> Any:
             attn_implementation="sdpa" if supports_sdpa else "eager",
             **options,
         )
-    _fill_constants(model)
+    fill_constants(model)
     return model
 
 
-def _fill_constants(model: nn.Module) -> None:
-    """Writes the buffers that no file has: positions 0, 1, 2, ... and token types 0.
+def fill_constants(model: nn.Module) -> None:
+    """Writes the buffers that no file has: positions 0, 1, 2, ..., token types 0, and rotations.
 
     In a process that had loaded other models before, transformers was seen to leave them without
     values.
@@ -629,6 +629,11 @@ def _fill_constants(model: nn.Module) -> None:
             buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
         elif name.endswith("token_type_ids"):
             buffer.zero_()
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__ and hasattr(module, "config"):
+            # Its buffers follow from the model's settings alone.
+            for name, buffer in type(module)(module.config).named_buffers():
+                module.get_buffer(name).copy_(buffer)
 
 
 def _read_parts(

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from models import as_sentence_transformer, write_bert, write_family
+from models import FAMILIES, as_sentence_transformer, write_bert, write_family
 from torch import Tensor
 
 from xmcray.data.tokens import TextTokenizer, from_transformer
 from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
-from xmcray.nn.transformer import TransformerEncoder
+from xmcray.nn.transformer import TransformerEncoder, fill_constants
 
 WORDS = ["sort", "an", "array", "of", "numbers", "find", "the", "largest", "element", "query", "in"]
 LONG_TEXT = " ".join([*WORDS, *reversed(WORDS)])
@@ -156,3 +156,14 @@ def test_a_similarity_without_inner_product_is_refused(tmp_path: Path) -> None:
     as_sentence_transformer(tmp_path, "mean_tokens", PROMPTS, similarity="manhattan")
     with pytest.raises(BundleError, match="compares vectors by manhattan, expected cosine or dot"):
         load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_that_no_file_has_follow_from_the_settings(family: str, tmp_path: Path) -> None:
+    model = transformers.AutoModel.from_pretrained(write_family(tmp_path / family, WORDS, family))
+    wanted = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for _, buffer in model.named_buffers():
+        buffer.fill_(77)
+    fill_constants(model)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, wanted[name]), name
