@@ -108,7 +108,10 @@ def test_the_configuration_that_is_printed_gives_the_same_run(
 
 def test_a_shell_completes_verbs_and_options(installed: Path, tmp_path: Path) -> None:
     assert "xmcray" in run(installed, *verb("completion", "fish"))
-    for line, expected in {"xmcray prom": "promote", "xmcray train --pri": "--print-config"}.items():
+    for line, expected in {
+        "xmcray prom": "promote",
+        "xmcray train --pri": "--print-config",
+    }.items():
         out = tmp_path / expected
         shell = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
         command = [sys.executable, *verb()]
