@@ -621,8 +621,8 @@ def _load_model(folder: Path, dropout: float | None) -> Any:
 def fill_constants(model: nn.Module) -> None:
     """Writes the buffers that no file has: positions 0, 1, 2, ..., token types 0, and rotations.
 
-    In a process that had loaded other models before, transformers was seen to leave them without
-    values.
+    transformers leaves them without values in a process where device contexts do not work on
+    `torch.tensor`, because it then takes them for initialised.
     """
     for name, buffer in model.named_buffers():
         if name.endswith("position_ids"):

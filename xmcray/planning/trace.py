@@ -319,6 +319,10 @@ def _rank(config: RunConfig, size: DataSize, workers: int, on_gpu: bool) -> Iter
         result = make_tensor(values, **options)
         return result.to(device) if device is not None else result
 
+    # A device context lists torch's constructors at its first use, and keeps the list. Were the
+    # stand-in below in it, no context of this process would ever work on `torch.tensor` again.
+    with META:
+        torch.empty(0)
     if workers > 1:
         dist.init_process_group("fake", rank=0, world_size=workers, store=FakeStore())
     try:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -394,3 +396,15 @@ def test_the_page_on_scale_is_up_to_date() -> None:
     assert all(case.command in page for case in script["CASES"]), advice
     # The others take a minute.
     assert "\n".join(script["section"](script["CASES"][0])) in page, advice
+
+
+def test_device_contexts_work_after_a_plan() -> None:
+    # In a process of its own, because torch lists its constructors once.
+    code = (
+        "import torch\n"
+        "from xmcray.cli import main\n"
+        "main('plan astra --labels 100 --queries 100 --tokens-per-text 8 --device a100-80gb'.split())\n"
+        "with torch.device('meta'):\n"
+        "    assert torch.tensor([]).device.type == 'meta'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
