@@ -1,8 +1,8 @@
 """Trains a cross-encoder on a bundle's own mistakes: the best answers that are no positives.
 
 Each training query gives a list of one positive and a few hard negatives, and the loss is the
-cross-entropy of the positive among them. What the bundle's own score counts beside the new one is
-chosen on queries that the bundle's run held out.
+cross-entropy of the positive among them. The weight of the bundle's own score is chosen on queries
+that the bundle's run held out.
 """
 
 from __future__ import annotations
