@@ -296,7 +296,10 @@ class SnapshotCoordinator(SnapshotSource):
         return _ServedModel(name, folder, decision, snapshot, label_log, folder.open_events())
 
     def _load(self, name: str, bundle: str) -> Snapshot:
-        return Snapshot.load(bundle, name, self._config.threads, encoder=self._config.encoder)
+        config = self._config
+        return Snapshot.load(
+            bundle, name, config.threads, encoder=config.encoder, rerank=config.rerank
+        )
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Finishes what was begun, although a client that leaves cancels its request.

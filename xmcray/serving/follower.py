@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 
 from xmcray.errors import XmcrayError, one_line
-from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
+from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
 from xmcray.serving.decisions import Follow, ReplicaState, Update
 from xmcray.serving.problems import ProblemError
 from xmcray.serving.settings import ServeConfig
@@ -221,14 +220,12 @@ class Follower(SnapshotSource):
 
     def _load(self, name: str, bundle: str, version: str) -> Snapshot:
         config = self._config
-        snapshot = Snapshot.load(bundle, name, config.threads, self._subset, config.encoder)
+        snapshot = Snapshot.load(
+            bundle, name, config.threads, self._subset, config.encoder, config.rerank
+        )
         if snapshot.version != version:
             message = f"{bundle} has SHA-256 {snapshot.version}, expected {version}"
             raise ProblemError("refused", message)
-        if config.rerank and self._subset in (ALL_SHARDS, NO_SHARDS):
-            # Only processes that name answers order them.
-            retriever = snapshot.retriever.reranked_by(config.rerank)
-            snapshot = dataclasses.replace(snapshot, retriever=retriever)
         if self._subset == ALL_SHARDS:
             # Reads pages of the files before the first request.
             snapshot.probe(snapshot.probes)

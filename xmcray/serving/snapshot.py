@@ -24,7 +24,7 @@ from xmcray.retrieval.label_index import BoolArray
 from xmcray.retrieval.labels import NewLabel, load_label_sides, with_labels
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
-from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
+from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import schema
 from xmcray.types import Float32Array
@@ -99,6 +99,7 @@ class Snapshot:
         threads: int,
         subset: ShardSubset = ALL_SHARDS,
         encoder: str = "float32",
+        rerank: str = "",
     ) -> Snapshot:
         """Loads a bundle as it was written; every file is compared with its hash.
 
@@ -108,10 +109,14 @@ class Snapshot:
             threads: see `Retriever.load`.
             subset: shards that can be searched.
             encoder: see `Retriever.load`.
+            rerank: a cross-encoder that reads the best answers again; none if empty.
         Raises:
             StorageError, BundleError: missing, altered, malformed, or not a bundle.
         """
         retriever = Retriever.load(bundle, threads=threads, subset=subset, precision=encoder)
+        if rerank and subset in (ALL_SHARDS, NO_SHARDS):
+            # Only processes that name answers order them.
+            retriever = retriever.reranked_by(rerank)
         folder, manifest = storage.open_artifact(bundle, KIND, contents=False)
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)

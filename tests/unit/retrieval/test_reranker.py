@@ -17,6 +17,8 @@ from xmcray.errors import BundleError
 from xmcray.nn.cross_encoder import CrossEncoder
 from xmcray.retrieval.reranker import RerankConfig, Reranker
 from xmcray.retrieval.retriever import Retriever
+from xmcray.serving.schema import SearchRequest
+from xmcray.serving.service import Service
 from xmcray.training.outcome import measure_bundle
 from xmcray.types import TopLabels
 
@@ -94,9 +96,12 @@ def test_evaluation_and_serving_use_it(
     async def test() -> None:
         bundles = {"m": run / "bundle"}
         async with served(tmp_path, bundles, rerank=str(reranker)) as one:
-            results = (await one.search(QUERIES, k=5))["results"]
-            for result, wanted in zip(results, reordered.search(QUERIES, 5), strict=True):
-                assert [a["uid"] for a in result["answers"]] == [label.uid for label in wanted]
+            # A replica follows the coordinator; a server in one process answers from it.
+            for service in (one.service, Service(one.service.config, one.admin)):
+                request = SearchRequest(texts=QUERIES, k=5)
+                results = (await service.search(request, "test")).results
+                for result, wanted in zip(results, reordered.search(QUERIES, 5), strict=True):
+                    assert [a.uid for a in result.answers] == [label.uid for label in wanted]
 
     asyncio.run(test())
 
