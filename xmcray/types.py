@@ -5,6 +5,7 @@
     C  candidate labels of a query     P  (query, label) pairs in one flat list
     D  width of a vector               T  tokens in one flat list
     K  answers per query               N  training queries
+    W  numbers of a side vector
 
 `query_BD` is a float tensor of B rows and D columns. `label_id` is global, `local_label_id` counts
 from the start of a shard. Inside corpus, run and bundle, label ids are *internal* (a seeded
@@ -113,7 +114,12 @@ class Ragged:
     def concatenate(parts: Sequence[Ragged]) -> Ragged:
         """The rows of all parts, one part after another."""
         lengths = np.concatenate([part.lengths for part in parts])
-        return Ragged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
+        joined = Ragged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
+        width = max(side_width_of(part) for part in parts)
+        if not width:
+            return joined
+        vectors = [side_vectors_of(part, width) for part in parts]
+        return SidedRagged(joined.values, joined.offsets, np.concatenate(vectors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,41 @@ class WeightedRagged(Ragged):
         index, offsets = self.positions(rows)
         values = np.asarray(self.values[index], dtype=np.int64)
         return WeightedRagged(values, offsets, self.weights[index])
+
+
+@dataclass(frozen=True, slots=True)
+class SidedRagged(Ragged):
+    """Token ids of texts that have side vectors, such as embeddings of images.
+
+    Attributes:
+        vectors: float32 [rows, W]; a row of zeros is none.
+    """
+
+    vectors: Float32Array
+
+    def take(self, rows: Int64Array) -> SidedRagged:
+        """The chosen rows in the chosen order, with their vectors."""
+        index, offsets = self.positions(rows)
+        values = np.asarray(self.values[index], dtype=np.int64)
+        return SidedRagged(values, offsets, self.vectors[rows])
+
+    def slice(self, start: int, stop: int) -> SidedRagged:
+        """Rows start .. stop - 1, with their vectors."""
+        # A class with slots is made anew by its decorator, which `super()` does not know.
+        rows = Ragged.slice(self, start, stop)
+        return SidedRagged(rows.values, rows.offsets, self.vectors[start:stop])
+
+
+def side_width_of(tokens: Ragged) -> int:
+    """W, the width of the side vectors of texts; 0 if they have none."""
+    return tokens.vectors.shape[1] if isinstance(tokens, SidedRagged) else 0
+
+
+def side_vectors_of(tokens: Ragged, width: int) -> Float32Array:
+    """float32 [rows, width], the side vectors of texts; zeros, which stand for none, without them."""
+    if isinstance(tokens, SidedRagged):
+        return tokens.vectors
+    return np.zeros((len(tokens), width), np.float32)
 
 
 def weights_of(lists: Ragged) -> Float32Array | None:

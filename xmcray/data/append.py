@@ -103,6 +103,13 @@ class AppendedFiles(RawFiles):
         pairs = self.new.filters(split)
         return np.stack([pairs[:, 0], self.label_ids[pairs[:, 1]]], axis=1)
 
+    def side_vectors(self, split: str) -> None:
+        """None: `appended_files` refuses side vectors."""
+
+    def side_width(self) -> int:
+        """0, as there are none."""
+        return 0
+
     def _open(self) -> Corpus:
         # In a task of Ray Data this is another process than the one that has verified the corpus.
         return Corpus.open(self.corpus, verify=False)
@@ -158,8 +165,16 @@ def appended_files(corpus: Corpus, new: RawFiles, label_ids: Int64Array) -> Appe
         corpus: the corpus.
         new: the new raw files.
         label_ids: see `match_labels`.
+
+    Raises:
+        DataError: there are side vectors.
     """
     card = corpus.card
+    if card.side_width or new.side_width():
+        owner = corpus.path if card.side_width else new.path
+        raise DataError(
+            f"{owner} has side vectors, which --append does not carry; prepare all raw files anew"
+        )
     return AppendedFiles(
         format=card.format,
         path=Path(card.source),

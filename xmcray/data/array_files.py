@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from xmcray.data.checked_files import array_header, read_array
 from xmcray.data.shards import (
@@ -19,6 +20,8 @@ from xmcray.data.shards import (
     OFFSET_SUFFIXES,
     VALUE_SUFFIXES,
     VALUE_TYPES,
+    VECTOR_SUFFIX,
+    VECTOR_TYPES,
     shard_stem,
 )
 
@@ -95,24 +98,28 @@ class ArrayFiles:
         shards = sorted(self._waiting.pop(number))
         for suffix in ARRAY_SUFFIXES:
             parts = [self._parts / f"{shard_stem(shard)}.{suffix}.npy" for shard in shards]
-            # Label texts have no labels.
+            # Label texts have no labels, and most corpora no side vectors.
             if not parts[0].is_file():
                 continue
             out = self._folder / f"{shard_stem(number)}.{suffix}.npy"
             if suffix in OFFSET_SUFFIXES:
                 _join_offsets(parts, out)
+            elif suffix == VECTOR_SUFFIX:
+                _join_values(parts, out, VECTOR_TYPES, ndim=2)
             else:
-                _join_values(parts, out)
+                _join_values(parts, out, VALUE_TYPES, ndim=1)
             for part in parts:
                 part.unlink()
 
 
-def _join_values(parts: list[Path], out: Path) -> None:
+def _join_values(
+    parts: list[Path], out: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int
+) -> None:
     """Writes the values of all parts, one part after another."""
-    headers = [array_header(part, VALUE_TYPES) for part in parts]
+    headers = [array_header(part, dtypes, ndim) for part in parts]
     num_values = sum(header.shape[0] for header in headers)
     with out.open("wb") as file:
-        _write_header(file, headers[0].dtype, num_values)
+        _write_header(file, headers[0].dtype, (num_values, *headers[0].shape[1:]))
         for part, header in zip(parts, headers, strict=True):
             with part.open("rb") as source:
                 source.seek(header.start)
@@ -123,7 +130,7 @@ def _join_offsets(parts: list[Path], out: Path) -> None:
     """Writes the offsets of the rows of all parts: those of a part count from its first value."""
     num_rows = sum(array_header(part, (np.int64,)).shape[0] - 1 for part in parts)
     with out.open("wb") as file:
-        _write_header(file, np.dtype(np.int64), num_rows + 1)
+        _write_header(file, np.dtype(np.int64), (num_rows + 1,))
         num_values = 0
         file.write(np.zeros(1, np.int64).tobytes())
         for part in parts:
@@ -132,11 +139,11 @@ def _join_offsets(parts: list[Path], out: Path) -> None:
             num_values = int(ends[-1])
 
 
-def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
-    """Writes the header of an .npy file with one axis, as `pack` does."""
+def _write_header(file: BinaryIO, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Writes the header of an .npy file, as `pack` does."""
     header = {
         "descr": np.lib.format.dtype_to_descr(dtype),
         "fortran_order": False,
-        "shape": (length,),
+        "shape": shape,
     }
     np.lib.format.write_array_header_1_0(file, header)

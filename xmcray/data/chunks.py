@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from xmcray.data.formats import BadRow, RawFiles, Row
-from xmcray.data.shards import pack
+from xmcray.data.shards import Array, pack
 from xmcray.data.text_keys import NO_KEYS, Keys, keys_by_name, text_keys
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError
@@ -44,12 +44,14 @@ class RawChunk:
         shard: its number within the split.
         rows: table of SCHEMA.
         rejected: rows left out since the previous chunk.
+        vectors: float32 or float16 [rows, W], side vectors, if the raw files have them.
     """
 
     split: str
     shard: int
     rows: pa.Table
     rejected: list[BadRow]
+    vectors: Array | None = None
 
 
 @dataclass(slots=True)
@@ -150,11 +152,21 @@ def read_chunks(
         rows = _without_holes(rows, rejects, first_shard * shard_rows)
     if len(leaks):
         rows = _without_leaks(rows, set(leaks.tolist()), str(source.path / split), rejects)
+    raw_vectors = source.side_vectors(split)
+    num_kept = 0
     for shard in itertools.count(first_shard):
         # A chunk is in memory as a whole; the reader goes on when the next one is wanted.
         block = list(itertools.islice(rows, shard_rows))
+        vectors = None
+        if raw_vectors is not None:
+            vectors = raw_vectors.take(np.array([row.row for row in block], np.int64))
+        num_kept += len(block)
+        if len(block) < shard_rows and raw_vectors is not None:
+            # Rejected labels are among the kept rows.
+            num_rejected = 0 if split == "labels" else rejects.count
+            raw_vectors.check_num_rows(num_kept + num_rejected)
         if block or rejects.pending:
-            yield RawChunk(split, shard, _table(block), rejects.drain())
+            yield RawChunk(split, shard, _table(block), rejects.drain(), vectors)
         if len(block) < shard_rows:
             return
 
@@ -207,7 +219,8 @@ def _without_holes(labels: Iterator[Row], rejects: Rejects, first_row: int) -> I
 
 
 def _rejected_label(row: int) -> Row:
-    return Row(uid=f"rejected:{row}", text="", row=row)
+    # Nothing of its raw row is kept, such as its side vector.
+    return Row(uid=f"rejected:{row}", text="", row=-1)
 
 
 def _table(rows: list[Row]) -> pa.Table:
@@ -301,7 +314,9 @@ def pack_chunk(
         table = _with_relevance(table, chunk.rows, raw_positives, keep, positives)
     if texts:
         # A chunk without rows only reports rejected ones.
-        shard.files = pack(chunk.shard, table, tokens, tokenizer.vocab_size, positives)
+        shard.files = pack(
+            chunk.shard, table, tokens, tokenizer.vocab_size, positives, chunk.vectors
+        )
     return shard
 
 

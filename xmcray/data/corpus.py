@@ -1,7 +1,8 @@
 """A prepared corpus: tokens, positives, filters, texts and counts, mapped and read by row.
 
     card.yaml                         Card: counts, averages, histogram, odd rows, propensity constants
-    {train,test,labels}/NNNNN.*       token ids, positives (not in labels/) and texts; see data/shards.py
+    {train,test,labels}/NNNNN.*       token ids, positives (not in labels/), texts and perhaps side
+                                      vectors; see data/shards.py
     filters/{train,test}.npy          int64 [pairs, 2]: row, source label id; sorted
     label_order.npy                   int64 [L]: internal id -> source id, a seeded permutation
     label_rank.npy                    int64 [L]: source id -> internal id, its inverse
@@ -31,11 +32,11 @@ import yaml
 from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.data.checked_files import read_array, read_texts
-from xmcray.data.shards import ShardedRows, by_shard, rows_of_shard, shard_stem
+from xmcray.data.shards import ShardedRows, ShardedVectors, by_shard, rows_of_shard, shard_stem
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError, readable
 from xmcray.storage import is_url, open_artifact
-from xmcray.types import Float32Array, Int64Array, Ragged, offsets_of
+from xmcray.types import Float32Array, Int64Array, Ragged, SidedRagged, offsets_of
 
 KIND = "corpus"
 REMOVED = "removed_labels.npy"
@@ -74,6 +75,7 @@ class Card:
         seed: of the label permutation and the vocabulary sample.
         shard_rows: rows of every file of texts but a split's last.
         array_rows: the same of files of token and label ids; 0 in older corpora: as shard_rows.
+        side_width: numbers of a side vector; 0 if the corpus has none, which the file leaves out.
         averages: labels per query, queries per label, tokens per query and per label.
         frequency: number of labels by number of training queries, bins as "2-5".
         odd: kept rows that are legal but unusual, by reason.
@@ -98,6 +100,7 @@ class Card:
     seed: int
     shard_rows: int
     array_rows: int = 0
+    side_width: int = 0
     averages: dict[str, float]
     frequency: dict[str, int]
     odd: dict[str, int]
@@ -105,7 +108,11 @@ class Card:
 
     def save(self, path: Path) -> None:
         """Writes the card as YAML, fields in the order of this class."""
-        text = yaml.safe_dump(dataclasses.asdict(self), sort_keys=False, allow_unicode=True)
+        values = dataclasses.asdict(self)
+        if not self.side_width:
+            # As before there were side vectors, so that equal corpora keep equal hashes.
+            del values["side_width"]
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         path.write_text(text, "utf-8")
 
     @classmethod
@@ -123,6 +130,7 @@ class Card:
             check_range("num_labels", card.num_labels, 1, MAX_ROWS)
             check_range("shard_rows", card.shard_rows, 1)
             check_range("array_rows", card.array_rows, 0)
+            check_range("side_width", card.side_width, 0)
             check_range("vocab_size", card.vocab_size, 1, MAX_VOCAB)
         return card
 
@@ -257,6 +265,10 @@ class Split:
         self._labels = ShardedRows(
             folder, "label", self._num_rows, array_rows, limit=card.num_labels
         )
+        self._vectors: ShardedVectors | None = None
+        # Some splits may have none.
+        if card.side_width and (folder / f"{shard_stem(0)}.vectors.npy").is_file():
+            self._vectors = ShardedVectors(folder, self._num_rows, array_rows, card.side_width)
         # A cache of its own: a shard of texts is large, so only the last few stay open.
         self._table = functools.lru_cache(maxsize=OPEN_TEXT_SHARDS)(self._read_table)
 
@@ -264,8 +276,11 @@ class Split:
         return self._num_rows
 
     def tokens(self, rows: Int64Array) -> Ragged:
-        """Token ids of rows, in the order of `rows`."""
-        return self._tokens.take(rows)
+        """Token ids of rows, in the order of `rows`, with their side vectors if there are any."""
+        tokens = self._tokens.take(rows)
+        if self._vectors is None:
+            return tokens
+        return SidedRagged(tokens.values, tokens.offsets, self._vectors.take(rows))
 
     def check_num_rows(self) -> None:
         """Raises DataError if the files have another number of rows than the card says."""

@@ -99,6 +99,8 @@ def prepare(
         **asdict(config),
     }
     about["tokenizer"] = short_name(config.tokenizer)
+    # Before Ray starts, because a file of side vectors may be malformed.
+    source.side_width()
     tokenizer = None
     if config.tokenizer != "wordpiece":
         # Before Ray starts, because the name may be wrong.

@@ -2,6 +2,8 @@
 
     NNNNN.tokens.npy, NNNNN.token_offsets.npy    uint16 or uint32 values, int64 offsets
     NNNNN.labels.npy, NNNNN.label_offsets.npy    int32 source label ids, int64 offsets
+    NNNNN.vectors.npy                            float32 or float16 [rows, W], side vectors, if the
+                                                 raw files have them
     NNNNN.parquet                                uid, text and, if the raw files have it, relevance
 
 All files of a kind but the last of a split hold the same number of rows. The same rows give the
@@ -26,15 +28,17 @@ import pyarrow.parquet as pq
 
 from xmcray.data.checked_files import array_header
 from xmcray.errors import DataError, readable
-from xmcray.types import Int64Array, Ragged, offsets_of
+from xmcray.types import Float32Array, Int64Array, Ragged, offsets_of
 
 Array = npt.NDArray[Any]
 MAX_UINT16_VOCAB = 1 << 16
 # What follows the number of a shard in the names of its array files.
 VALUE_SUFFIXES = ("tokens", "labels")
 OFFSET_SUFFIXES = ("token_offsets", "label_offsets")
-ARRAY_SUFFIXES = (*VALUE_SUFFIXES, *OFFSET_SUFFIXES)
+VECTOR_SUFFIX = "vectors"
+ARRAY_SUFFIXES = (*VALUE_SUFFIXES, *OFFSET_SUFFIXES, VECTOR_SUFFIX)
 VALUE_TYPES = (np.uint16, np.uint32, np.int32)  # of token and label ids on disk
+VECTOR_TYPES = (np.float32, np.float16)  # of side vectors
 _ROWS_AT_ONCE = 1 << 16  # whose offsets fit into a processor's cache
 
 
@@ -49,12 +53,14 @@ def pack(
     tokens: Ragged,
     vocab_size: int,
     labels: Ragged | None,
+    vectors: Array | None = None,
 ) -> dict[str, bytes]:
     """The files of one shard, by name.
 
     Args:
         texts: columns uid, text and possibly relevance.
         labels: source label ids per row; None for a shard of label texts.
+        vectors: float32 or float16 [rows, W], side vectors, or None.
     """
     stem = shard_stem(shard)
     # Two bytes per token halve the largest files of a corpus.
@@ -67,6 +73,8 @@ def pack(
         # 2^31 labels are enough, and four bytes halve the file.
         files[f"{stem}.labels.npy"] = _npy(labels.values.astype(np.int32))
         files[f"{stem}.label_offsets.npy"] = _npy(labels.offsets)
+    if vectors is not None:
+        files[f"{stem}.{VECTOR_SUFFIX}.npy"] = _npy(vectors)
     sink = io.BytesIO()
     # Schema metadata may name the version of a library: without it the bytes are the same.
     pq.write_table(texts.replace_schema_metadata(None), sink, compression="zstd")
@@ -212,6 +220,51 @@ class ShardedRows:
         return shard
 
 
+class ShardedVectors:
+    """Side vectors of one split; a file is opened when one of its rows is read first.
+
+    Args:
+        folder: of the split.
+        num_rows: rows of the split.
+        shard_rows: rows of every file but the last.
+        width: W.
+    """
+
+    def __init__(self, folder: Path, num_rows: int, shard_rows: int, width: int) -> None:
+        self._folder = folder
+        self._num_rows = num_rows
+        self._shard_rows = shard_rows
+        self._width = width
+        self._open_shards: dict[int, Array] = {}
+
+    def take(self, rows: Int64Array) -> Float32Array:
+        """float32 [rows, W], the vectors of the chosen rows in the chosen order."""
+        ids = np.asarray(rows, np.int64)
+        order = np.argsort(ids, kind="stable")
+        vectors = np.empty((len(ids), self._width), np.float32)
+        for piece in by_shard(ids[order], self._num_rows, self._shard_rows):
+            shard = self._shard(piece.shard)
+            vectors[order[piece.span]] = shard[piece.local_rows]
+        if not np.isfinite(vectors).all():
+            raise DataError(
+                f"{self._folder} has side vectors with NaN or infinity; prepare the corpus again"
+            )
+        return vectors
+
+    def _shard(self, number: int) -> Array:
+        """[rows, W], the mapped vectors of one file, in the type that they are stored in."""
+        shard = self._open_shards.get(number)
+        if shard is None:
+            path = self._folder / f"{shard_stem(number)}.{VECTOR_SUFFIX}.npy"
+            with readable(f"{path} cannot be read", "prepare the corpus again", DataError):
+                shard = _map(path, VECTOR_TYPES, ndim=2)
+                num_rows = rows_of_shard(number, self._num_rows, self._shard_rows)
+                if shard.shape != (num_rows, self._width):
+                    raise ValueError(f"found {shard.shape}, expected {(num_rows, self._width)}")
+            self._open_shards[number] = shard
+        return shard
+
+
 def rows_of_shard(shard: int, num_rows: int, shard_rows: int) -> int:
     """Rows of one shard; only the last one may have fewer than `shard_rows`."""
     return min(shard_rows, num_rows - shard * shard_rows)
@@ -257,7 +310,7 @@ def by_shard(sorted_rows: Int64Array, num_rows: int, shard_rows: int) -> list[Sh
     return pieces
 
 
-def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...]) -> Array:
+def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -> Array:
     """A read-only view of an .npy file that keeps no file descriptor.
 
     `numpy.memmap` holds one descriptor per file. Thousands of shards of an older corpus may be open
@@ -265,10 +318,11 @@ def _map(path: Path, dtypes: tuple[npt.DTypeLike, ...]) -> Array:
 
     Args:
         dtypes: the types that are accepted.
+        ndim: number of axes.
     """
     import torch
 
-    shape, dtype, start = array_header(path, dtypes)
+    shape, dtype, start = array_header(path, dtypes, ndim)
     size = path.stat().st_size
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
     _advise_random(data)

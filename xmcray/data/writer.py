@@ -232,6 +232,7 @@ class CorpusWriter:
             seed=config.seed,
             shard_rows=config.shard_rows,
             array_rows=config.shards_per_array_file * config.shard_rows,
+            side_width=self.source.side_width(),
             averages={
                 "labels per training query": num_positives / num_train,
                 "training queries per label": num_positives / num_labels,
@@ -272,6 +273,8 @@ def statistics_table(card: Card) -> Table:
     for quantity, average in card.averages.items():
         table.add_row(quantity, f"{average:.2f}")
     table.add_row("tokens in the vocabulary", f"{card.vocab_size:,}")
+    if card.side_width:
+        table.add_row("numbers of a side vector", f"{card.side_width:,}")
     table.add_section()
     for bin_name, count in card.frequency.items():
         table.add_row(f"labels with {bin_name} training queries", f"{count:,}")

@@ -15,6 +15,7 @@ from xmcray.data.formats.base import BadRow, Format, OnBad, Row, find, read_filt
 from xmcray.data.formats.json_lines import JSONL, LF, TEVATRON, Records
 from xmcray.data.formats.tables import HUGGINGFACE, PARQUET
 from xmcray.data.formats.texts import BOW, DEXML, PECOS, RENEE, SPARSE
+from xmcray.data.side_vectors import RawVectors, side_width
 from xmcray.errors import ConfigError, DataError
 from xmcray.types import Int64Array
 
@@ -91,6 +92,18 @@ class RawFiles:
             DataError: the file is malformed or names a row or label that does not exist.
         """
         return read_filters(self.path, split, lambda: FORMATS[self.format].shape(self.path, split))
+
+    def side_vectors(self, split: str) -> RawVectors | None:
+        """The side vectors of the rows of a split, or of "labels"; None without a file of them."""
+        return RawVectors.find(self.path, split)
+
+    def side_width(self) -> int:
+        """W, the width of all side vectors; 0 if there are none.
+
+        Raises:
+            DataError: a file is malformed, or the files contradict each other.
+        """
+        return side_width(self.path, self.splits)
 
     def _not_empty(self, rows: Iterator[Row], what: str) -> Iterator[Row]:
         empty = True
