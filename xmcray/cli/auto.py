@@ -30,7 +30,10 @@ def auto_options(verb: argparse.ArgumentParser) -> None:
         help="wall time of all calls together, such as 90s, 20m or 2h (default: %(default)s)",
     )
     verb.add_argument(
-        "--methods", nargs="+", metavar="METHOD", help="try these (default: rae astra dexml unidec)"
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="try these (default: rae astra dexml unidec renee)",
     )
     verb.add_argument("--set", action="append", metavar="A.B=C", help="one setting of all trials")
     add_json(verb, "the results")

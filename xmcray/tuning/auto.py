@@ -19,6 +19,7 @@ from xmcray.training.run import locked
 from xmcray.tuning.auto_bundle import BundleMaker
 from xmcray.tuning.auto_results import write_results
 from xmcray.tuning.auto_search import CandidateSearch, Say
+from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.space import Values
 from xmcray.tuning.study import Budget, Study, minutes
 
@@ -49,11 +50,12 @@ def auto(
     """
     path = Path(out).absolute()
     budget = Budget(budget_s)
+    lanes = Lanes()
     with locked(path):
         study = Study.open_or_create(path, corpus, methods, overrides)
         try:
-            left_out = CandidateSearch(study, budget, say).run()
-            BundleMaker(study, budget, say).run()
+            left_out = CandidateSearch(study, budget, lanes, say).run()
+            BundleMaker(study, budget, lanes, say).run()
             result = write_results(study, budget, left_out)
         finally:
             study.clock.tick()

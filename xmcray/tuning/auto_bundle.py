@@ -17,12 +17,13 @@ from xmcray.errors import RunError
 from xmcray.training.fuse import fuse
 from xmcray.training.part_weights import Choice
 from xmcray.training.run import SELECTION
-from xmcray.tuning.auto_search import Say, train_paced
+from xmcray.tuning.auto_search import Say
+from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.pacing import Limits, Pacer
 from xmcray.tuning.study import METRICS, Attempt, Budget, Study, is_finished, minutes
 
 # Members that are fused; the time to encode queries and to choose weights grows with their number.
-MAX_MEMBERS = 4
+MAX_MEMBERS = 5
 MAX_MEMBERS_OF_LARGE = 3
 LARGE = 100_000  # training queries and labels
 FUSE_QUERIES = 1000  # held-out queries by which weights are chosen
@@ -35,11 +36,13 @@ class BundleMaker:
     Attributes:
         study: its folder.
         budget: its time.
+        lanes: where refits are trained.
         say: called with a line when something has ended.
     """
 
     study: Study
     budget: Budget
+    lanes: Lanes
     say: Say
 
     def run(self) -> None:
@@ -54,8 +57,7 @@ class BundleMaker:
         if fused is None or fused["trials"] != names:
             fused = self._fuse(best, names)
         members = [attempt for attempt in best if attempt.name in fused["members"]]
-        for attempt in members:
-            self._refit(attempt, fused["seconds"])
+        self.lanes.map(lambda attempt: self._refit(attempt, fused["seconds"]), members)
         refitted = self._refitted(members)
         has_new_ones = set(refitted) > set(fused["refitted"])
         if has_new_ones and fused["seconds"] < self.budget.seconds - self.study.clock.spent_s:
@@ -98,15 +100,16 @@ class BundleMaker:
         started = time.monotonic()
         fresh = self._clean_folder()
         choice = None if before is None else Choice.read(before["choice"])
-        choice = fuse(
-            [str(self.study.newest_path(attempt)) for attempt in attempts],
-            self.study.corpus,
-            fresh,
-            metrics=METRICS,
-            most_queries=FUSE_QUERIES,
-            choice=choice,
-            threads=len(os.sched_getaffinity(0)),
-        )
+        with self.study.clock.counting("fuse"):
+            choice = fuse(
+                [str(self.study.newest_path(attempt)) for attempt in attempts],
+                self.study.corpus,
+                fresh,
+                metrics=METRICS,
+                most_queries=FUSE_QUERIES,
+                choice=choice,
+                threads=len(os.sched_getaffinity(0)),
+            )
         members = [attempt.name for attempt in _members(choice, attempts)]
         seconds = time.monotonic() - started
         body = {
@@ -139,7 +142,6 @@ class BundleMaker:
         else:
             storage.publish(fresh, bundle)
         storage.write_json(self.study.path / "fused.json", body)
-        self.study.clock.tick("fuse")
 
     def _refit(self, attempt: Attempt, fuse_s: float) -> None:
         """Trains a member once more, on all training queries, if there is time for it.
@@ -163,9 +165,10 @@ class BundleMaker:
             # `train` finds the finished trial there, and `fuse` the queries that it held out.
             path.mkdir(parents=True, exist_ok=True)
             selection.symlink_to(os.path.relpath(attempt.run_path, path))
-        clock.tick()
         pacer = Pacer(clock, name, attempt.config.optim.epochs, Limits(end_s))
-        train_paced(self.study, path, attempt, pacer, refit=True)
+        self.lanes.train(
+            self.study.corpus.origin, path, attempt.config, refit=True, watch=pacer.watch
+        )
         state = "finished" if is_finished(path) else "out of time"
         self.say(f"{name} {state}, {minutes(clock.seconds_of(name))}")
 

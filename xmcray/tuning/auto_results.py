@@ -42,7 +42,7 @@ def write_results(
     test = _measured_before(study, bundle)
     if test is None and study.corpus.card.num_test:
         test = _test(study, fused)
-    study.clock.tick("measure")
+    study.clock.tick()
     result = {
         "budget_s": budget.seconds,
         "spent_s": study.clock.spent_s,

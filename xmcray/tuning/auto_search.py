@@ -1,20 +1,20 @@
 """The first step of `xmcray auto`: trains candidates in order, until its time is over.
 
 The first trial of a method is trained to its end. A later one is compared with it after a third of
-the epochs, and ended if it is behind: successive halving, one trial at a time. The ledgers of the
-sweeps say what is done, so a restart asks nothing else.
+the epochs, and ended if it is behind: successive halving, as many trials at a time as there are
+lanes. The ledgers of the sweeps say what is done, so a restart asks nothing else.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from xmcray.errors import ResourceError, StorageError, XmcrayError
-from xmcray.training.launch import train
-from xmcray.training.preemption import Terminated
+from xmcray.tuning.lanes import Lanes
 from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
 from xmcray.tuning.portfolio import Candidate
 from xmcray.tuning.study import SHORTER, Attempt, Budget, Study, is_finished, minutes
@@ -36,36 +36,43 @@ class CandidateSearch:
     Attributes:
         study: its folder.
         budget: its time.
+        lanes: where trials are trained.
         say: called with a line when a trial has ended.
     """
 
     study: Study
     budget: Budget
+    lanes: Lanes
     say: Say
+    # Held by the lane that reads and writes ledgers.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def run(self) -> list[tuple[Candidate, str]]:
         """Tries the candidates in order; returns those that were not begun, and why."""
-        left_out: list[tuple[Candidate, str]] = []
-        for place, candidate in enumerate(self.study.candidates):
-            reason = self._try(place, candidate)
-            if reason:
-                left_out.append((candidate, reason))
-        return left_out
+        candidates = self.study.candidates
+        reasons = self.lanes.map(self._try, range(len(candidates)))
+        return [
+            (candidate, reason)
+            for candidate, reason in zip(candidates, reasons, strict=True)
+            if reason
+        ]
 
     @property
     def left_s(self) -> float:
         """Seconds that are left for the search."""
         return self.budget.search_s - self.study.clock.spent_s
 
-    def _try(self, place: int, candidate: Candidate) -> str:
+    def _try(self, place: int) -> str:
         """Runs one candidate, also with fewer epochs; returns why it was not begun, if so."""
-        sweep = self.study.sweep(candidate.method)
+        candidate = self.study.candidates[place]
         number = place
-        if number not in _states(sweep):
-            reason = self._objection(candidate)
-            if reason:
-                return reason
-            sweep.draw(number, candidate.values)
+        with self._lock:
+            sweep = self.study.sweep(candidate.method)
+            if number not in _states(sweep):
+                reason = self._objection(candidate)
+                if reason:
+                    return reason
+                sweep.draw(number, candidate.values)
         # A trial that is too slow is followed by one with fewer epochs.
         while number in _states(sweep):
             if _states(sweep)[number] == "unfinished" and self.left_s > 0:
@@ -92,38 +99,56 @@ class CandidateSearch:
 
     def _run(self, sweep: Sweep, number: int) -> None:
         """Trains a trial until it ends, or the time is over."""
-        attempt = self.study.attempt(sweep.config.method, number)
-        config = attempt.config
-        limits = self._limits(attempt)
-        pacer = Pacer(self.study.clock, attempt.name, config.optim.epochs, limits)
-        self.study.clock.tick()
+        with self._lock:
+            attempt = self.study.attempt(sweep.config.method, number)
+            limits = self._limits(attempt)
+        pacer = Pacer(self.study.clock, attempt.name, attempt.config.optim.epochs, limits)
+        failure = ""
         try:
-            train_paced(self.study, attempt.run_path, attempt, pacer)
+            self.lanes.train(
+                self.study.corpus.origin,
+                attempt.run_path,
+                attempt.config,
+                refit=False,
+                watch=pacer.watch,
+            )
         except _FATAL:
             raise
         except XmcrayError as error:
-            sweep.end(number, "failed", str(error))
-        else:
-            self._end(attempt, pacer)
-        self._report(sweep.config.method, number)
+            failure = str(error)
+        with self._lock:
+            if failure:
+                sweep.end(number, "failed", failure)
+            else:
+                self._end(attempt, pacer)
+            self._report(sweep.config.method, number)
 
     def _limits(self, attempt: Attempt) -> Limits:
         """What a trial may take, and which score it has to pass."""
-        rivals = []
-        for other in self.study.attempts(attempt.candidate.method):
-            if other.trial.state == "finished":
-                epochs = other.config.optim.epochs
-                rivals.append(score_at_rung(other.trial, epochs))
-        left_s = self.left_s
-        is_first = not rivals and attempt.trial.number < SHORTER
+        is_first = not self._has_finished(attempt) and attempt.trial.number < SHORTER
         # A method that was never finished leaves time for others.
         share = TRIAL_SHARE if is_first else 1.0
         return Limits(
             end_s=self.budget.search_s,
             grace_s=GRACE_SHARE * self.budget.seconds,
-            allowed_s=attempt.seconds + share * left_s,
-            rival=max(rivals, default=None),
+            allowed_s=attempt.seconds + share * self.left_s,
+            rival=lambda: self._rival_score(attempt),
         )
+
+    def _has_finished(self, attempt: Attempt) -> bool:
+        """Whether another trial of its method has finished."""
+        others = self.study.attempts(attempt.candidate.method)
+        return any(other.trial.state == "finished" for other in others)
+
+    def _rival_score(self, attempt: Attempt) -> float:
+        """What the best other trial of its method had reached after a third of its epochs."""
+        best = -math.inf
+        with self._lock:
+            for other in self.study.attempts(attempt.candidate.method):
+                is_rival = other.trial.state in ("finished", "unfinished")
+                if is_rival and other.name != attempt.name:
+                    best = max(best, score_at_rung(other.trial, other.config.optim.epochs))
+        return best
 
     def _end(self, attempt: Attempt, pacer: Pacer) -> None:
         """Records how a training ended that did not fail."""
@@ -136,13 +161,12 @@ class CandidateSearch:
             sweep.end(number, "finished")
         elif pacer.reason == "too slow":
             needed_s = pacer.epoch_s * pacer.epochs
-            if pacer.limits.rival is None:
+            if not self._has_finished(attempt):
                 self._shorten(attempt, pacer.epoch_s)
             sweep.end(number, "stopped", f"it needs about {minutes(needed_s)}")
         # What the end of the time has stopped stays unfinished: more time continues it.
-        for other in sweep.trials():
-            if other.state == "stopped":
-                shutil.rmtree(sweep.run_path(other.number) / "checkpoints", ignore_errors=True)
+        if _states(sweep)[number] == "stopped":
+            shutil.rmtree(attempt.run_path / "checkpoints", ignore_errors=True)
 
     def _shorten(self, attempt: Attempt, epoch_s: float) -> None:
         """Draws a trial with as many epochs as there is time for."""
@@ -172,15 +196,3 @@ class CandidateSearch:
 def _states(sweep: Sweep) -> dict[int, State]:
     """The states of the trials that were drawn, by number."""
     return {trial.number: trial.state for trial in sweep.trials()}
-
-
-def train_paced(
-    study: Study, path: Path, attempt: Attempt, pacer: Pacer, refit: bool = False
-) -> None:
-    """Trains a run until it ends or its pacer ends it."""
-    try:
-        train(study.corpus.origin, path, attempt.config, refit=refit, watch=pacer.watch)
-    except Terminated:
-        # Without a reason of the pacer it was a real signal.
-        if not pacer.reason:
-            raise

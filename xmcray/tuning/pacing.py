@@ -1,6 +1,6 @@
 """Ends a training that is behind, too slow, or not done when the time is over.
 
-The training saves a checkpoint before it ends, as at SIGTERM, and the same call continues it.
+The training gets SIGTERM, at which it saves a checkpoint. The same call continues it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from xmcray.training.preemption import StopFlag
 from xmcray.training.records import Record, following
-from xmcray.training.run import Run
 from xmcray.tuning.study import METRIC, Clock
 from xmcray.tuning.sweep import Trial, score_of
 
@@ -31,13 +30,13 @@ class Limits:
         end_s: of the clock; the time is over then.
         allowed_s: for the whole training. One that will need more is too slow.
         grace_s: so much later the time is over for a training that is more than half done.
-        rival: score that it must have passed after a third of its epochs; None for no comparison.
+        rival: the score that it must have passed after a third of its epochs, read at that moment.
     """
 
     end_s: float
     allowed_s: float = math.inf
     grace_s: float = 0.0
-    rival: float | None = None
+    rival: Callable[[], float] = lambda: -math.inf
 
 
 class Pacer:
@@ -64,21 +63,25 @@ class Pacer:
         self._best = 0.0
         self._is_late = False
         self._timer = threading.Timer(0, self._end_of_time)
-        self._flag: StopFlag | None = None
+        self._stop: Callable[[], None] = lambda: None
         # Step and seconds of the first record that was heard.
         self._start: tuple[int, float] | None = None
 
     @contextlib.contextmanager
-    def watch(self, run: Run) -> Iterator[None]:
-        """The context around a training that `train` wants."""
-        self._flag = StopFlag(run.path)
+    def watch(self, run: Path, stop: Callable[[], None]) -> Iterator[None]:
+        """A context around a training.
+
+        Args:
+            run: folder of its run.
+            stop: asks it to end.
+        """
+        self._stop = stop
         self._set_timer(self.limits.end_s - self.clock.spent_s)
         try:
-            with following(run.path / "metrics.jsonl", self.hear):
+            with self.clock.counting(self.name), following(run / "metrics.jsonl", self.hear):
                 yield
         finally:
             self._timer.cancel()
-            self.clock.tick(self.name)
 
     def _set_timer(self, seconds: float) -> None:
         """Ends the training later; records may come too late for that if steps are slow."""
@@ -96,15 +99,14 @@ class Pacer:
 
     def hear(self, record: Record) -> None:
         """Judges the training by a record."""
-        self.clock.tick(self.name)
+        self.clock.tick()
         score = score_of(record, METRIC)
         if score is None:
             self._judge_speed(int(record["step"]), int(record["last_step"]))
             return
         self._best = max(self._best, score)
         is_rung = int(record["epoch"]) + 1 == rung(self.epochs)
-        rival = self.limits.rival
-        if is_rung and rival is not None and self._best <= rival:
+        if is_rung and self._best <= self.limits.rival():
             self._end("behind")
 
     def _judge_speed(self, step: int, last_step: int) -> None:
@@ -126,10 +128,9 @@ class Pacer:
             self._end("too slow")
 
     def _end(self, reason: str) -> None:
-        assert self._flag is not None, "a training is watched"
         if not self.reason:
             self.reason = reason
-            self._flag.hoist()
+            self._stop()
 
 
 def rung(epochs: int) -> int:
@@ -138,6 +139,7 @@ def rung(epochs: int) -> int:
 
 
 def score_at_rung(trial: Trial, epochs: int) -> float:
-    """The best score of a trial up to the epoch after which it was compared; 0 without one."""
-    scores = [score for epoch, score in trial.curve if epoch <= rung(epochs)]
-    return max(scores, default=0.0)
+    """The best score of a trial up to the epoch after which it was compared; -inf before that."""
+    if not any(epoch >= rung(epochs) for epoch, _ in trial.curve):
+        return -math.inf
+    return max(score for epoch, score in trial.curve if epoch <= rung(epochs))

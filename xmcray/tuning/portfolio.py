@@ -28,9 +28,9 @@ SET_SIZES = {
     "msdocs-links": (104_969, 68_350),
 }
 # In the order in which they are tried. RAE-XMC trains quickly, and gains most by fusing.
-DEFAULT_METHODS = ("rae", "astra", "dexml", "unidec")
-# Those that are slower, or never a part of the best bundle of a set, have to be asked for.
-METHODS = (*DEFAULT_METHODS, "renee", "prime")
+DEFAULT_METHODS = ("rae", "astra", "dexml", "unidec", "renee")
+# PRIME is slower and was never a part of the best bundle of a set: it has to be asked for.
+METHODS = (*DEFAULT_METHODS, "prime")
 DISTILLED_FROM = "sentence-transformers/all-MiniLM-L6-v2"
 NUM_PRESETS = 3  # of a method, the nearest in size
 # Sections of a preset that belong to a machine, or that `auto` sets itself.

@@ -13,12 +13,12 @@ DIR/lock               held by the process that works
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import RunError, readable
 from xmcray.training.run import RunConfig
+from xmcray.tuning.lanes import threads_of_lane
 from xmcray.tuning.portfolio import METHODS, Candidate, candidates
 from xmcray.tuning.space import Values, nested
 from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
@@ -198,7 +199,7 @@ class Study:
         share = min(max(_HELD_OUT / self.corpus.card.num_train, low), high)
         settings = {
             "data": {"validation": round(share, 3)},
-            "cluster": {"workers": 0, "threads_per_process": len(os.sched_getaffinity(0))},
+            "cluster": {"workers": 0, "threads_per_process": threads_of_lane()},
             "log": {"every": _LOG_EVERY, "keep": 1},
         }
         definition = SweepConfig(
@@ -278,10 +279,11 @@ class Clock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._last = time.monotonic()
         self._spent_s = 0.0
         self._seconds: dict[str, float] = {}
+        self._running: set[str] = set()
         if path.is_file():
             with readable(f"{path} is damaged", "remove it to count from 0", RunError):
                 body = json.loads(path.read_text(encoding="utf-8"))
@@ -291,21 +293,33 @@ class Clock:
     @property
     def spent_s(self) -> float:
         """Seconds so far, those since the last `tick` included."""
-        return self._spent_s + time.monotonic() - self._last
+        with self._lock:
+            return self._spent_s + time.monotonic() - self._last
 
     def seconds_of(self, name: str) -> float:
         """Seconds that were counted for a name."""
         return self._seconds.get(name, 0.0)
 
-    def tick(self, name: str = "") -> None:
-        """Counts the seconds since the last call, for a name if there is one, and writes the file."""
-        # A training is watched from a thread.
+    @contextlib.contextmanager
+    def counting(self, name: str) -> Iterator[None]:
+        """The seconds of the block are counted for a name; blocks may overlap."""
+        self.tick()
+        self._running.add(name)
+        try:
+            yield
+        finally:
+            self.tick()
+            self._running.remove(name)
+
+    def tick(self) -> None:
+        """Counts the seconds since the last call, and writes the file."""
+        # Trainings are watched from threads.
         with self._lock:
             now = time.monotonic()
             passed = now - self._last
             self._last = now
             self._spent_s += passed
-            if name:
+            for name in self._running:
                 self._seconds[name] = self._seconds.get(name, 0.0) + passed
             body = {"spent_s": self._spent_s, "seconds": self._seconds}
             storage.write_json(self._path, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -18,10 +19,11 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training import part_weights
 from xmcray.training.launch import train
 from xmcray.training.preemption import StopFlag, Terminated
-from xmcray.training.run import Run
-from xmcray.tuning import auto_bundle, auto_search, portfolio, study
+from xmcray.training.run import RunConfig
+from xmcray.tuning import auto_bundle, lanes, portfolio, study
 from xmcray.tuning.auto import auto
 from xmcray.tuning.auto_results import BASELINE
+from xmcray.tuning.lanes import Lanes, Watch
 from xmcray.tuning.pacing import Limits, Pacer, score_at_rung
 from xmcray.tuning.portfolio import Candidate
 from xmcray.tuning.study import METRIC, Clock
@@ -61,18 +63,28 @@ def run_auto(corpus: Corpus, out: Path, budget_s: float = 600) -> dict[str, Any]
 
 
 def recorded(trained: list[str], before: Callable[[int], None] = lambda _: None) -> Any:
-    """`train`, which notes what it trains; `before` gets the number of the call."""
+    """`Lanes.train`, in this process, which notes what it trains; `before` gets the number of calls."""
 
-    def noting(corpus: str, path: Path, *arguments: Any, **options: Any) -> Run:
+    def noting(
+        _: Lanes, corpus: str, out: Path, config: RunConfig, refit: bool, watch: Watch
+    ) -> None:
         before(len(trained))
-        trained.append(str(path))
-        return train(corpus, path, *arguments, **options)
+        trained.append(str(out))
+        with watch(out, StopFlag(out).hoist), contextlib.suppress(Terminated):
+            train(corpus, out, config, refit=refit)
 
     return noting
 
 
+@pytest.fixture
+def one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One training after the other, in this process."""
+    monkeypatch.setattr(lanes, "number_of_lanes", lambda: 1)
+    monkeypatch.setattr(Lanes, "train", recorded([]))
+
+
 def test_a_killed_study_goes_on_and_repeats_nothing(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_lane: None
 ) -> None:
     whole = run_auto(corpus, tmp_path / "whole")
     trained: list[str] = []
@@ -82,21 +94,19 @@ def test_a_killed_study_goes_on_and_repeats_nothing(
             raise Terminated("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(auto_search, "train", recorded(trained, kill))
+        patch.setattr(Lanes, "train", recorded(trained, kill))
         with pytest.raises(RunError, match=r"no training was finished within 0\.0 min.*--budget"):
             run_auto(corpus, tmp_path / "killed", budget_s=1e-6)
         with pytest.raises(Terminated):
             run_auto(corpus, tmp_path / "killed")
         assert not (tmp_path / "killed" / "bundle").exists()
-        patch.setattr(auto_search, "train", recorded(trained))
+        patch.setattr(Lanes, "train", recorded(trained))
         result = run_auto(corpus, tmp_path / "killed")
     assert len(trained) == len(set(trained)), "each run is trained once"
     assert result["choice"] == whole["choice"]
     assert result["test"] == whole["test"]
     # Once more: there is nothing left to do.
-    monkeypatch.setattr(
-        auto_search, "train", recorded(trained, lambda _: pytest.fail("trained again"))
-    )
+    monkeypatch.setattr(Lanes, "train", recorded(trained, lambda _: pytest.fail("trained again")))
     monkeypatch.setattr(auto_bundle, "fuse", lambda *_, **__: pytest.fail("fused again"))
     again = run_auto(corpus, tmp_path / "killed")
     assert again["test"] == whole["test"]
@@ -139,20 +149,21 @@ class FakeClock(Clock):
     def seconds_of(self, name: str) -> float:
         return self.now_s
 
-    def tick(self, name: str = "") -> None:
+    def tick(self) -> None:
         pass
 
 
 def paced(folder: Path, limits: Limits, records: list[tuple[float, dict[str, Any]]]) -> Pacer:
-    """What a pacer of 6 epochs says to records at some times; its flag is up if it has a reason."""
+    """What a pacer of 6 epochs says to records at some times; it asks to end if it has a reason."""
     clock = FakeClock(folder)
     pacer = Pacer(clock, "astra-0000", 6, limits)
-    run = Run(folder, "0" * 12, None, "", "")  # type: ignore[arg-type]
-    with pacer.watch(run):
+    flag = StopFlag(folder)
+    flag.path.unlink(missing_ok=True)
+    with pacer.watch(folder, flag.hoist):
         for now_s, record in records:
             clock.now_s = now_s
             pacer.hear(record)
-    assert StopFlag(folder).raised == bool(pacer.reason)
+    assert flag.raised == bool(pacer.reason)
     return pacer
 
 
@@ -170,14 +181,14 @@ def test_a_training_that_is_behind_ends_after_a_third(tmp_path: Path) -> None:
         values = dict.fromkeys(METRIC.split("+"), score)
         return 1.0, {"step": 10 * (epoch + 1), "epoch": epoch, **values}
 
-    limits = Limits(math.inf, rival=0.3)
+    limits = Limits(math.inf, rival=lambda: 0.3)
     for second, reason in ((0.3, "behind"), (0.31, "")):
         # After the first epoch nothing is compared yet.
         records = [validation(0, 0.1), validation(1, second)]
         assert paced(tmp_path, limits, records).reason == reason
-        StopFlag(tmp_path).path.unlink(missing_ok=True)
     trial = Trial(0, {}, "finished", curve=((1, 0.1), (2, 0.3), (3, 0.5)))
     assert score_at_rung(trial, epochs=6) == 0.3
+    assert score_at_rung(trial, epochs=12) == -math.inf, "it is not there yet"
 
 
 def test_a_training_that_is_too_slow_is_tried_with_fewer_epochs_again_and_again(
@@ -185,13 +196,16 @@ def test_a_training_that_is_too_slow_is_tried_with_fewer_epochs_again_and_again(
 ) -> None:
     epochs = []
 
-    def never_done(_: Any, __: Path, attempt: study.Attempt, pacer: Pacer) -> None:
-        epochs.append(attempt.config.optim.epochs)
+    def never_done(
+        _: Lanes, __: str, ___: Path, config: RunConfig, refit: bool, watch: Watch
+    ) -> None:
+        epochs.append(config.optim.epochs)
+        pacer = watch.__self__  # type: ignore[attr-defined]
         pacer.reason = "too slow"
         # Three quarters of the 360 seconds of the search are two epochs and a half.
         pacer.epoch_s = 108.0
 
-    monkeypatch.setattr(auto_search, "train_paced", never_done)
+    monkeypatch.setattr(Lanes, "train", never_done)
     monkeypatch.setattr(study, "candidates", lambda *_: CANDIDATES[:1])
     with pytest.raises(RunError, match="no training was finished"):
         run_auto(corpus, tmp_path / "study")
@@ -206,7 +220,8 @@ def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -
         card = type("Card", (), {"num_labels": 2000, "num_train": 3000})
         corpus: Any = type("Corpus", (), {"card": card})
         chosen = portfolio.candidates(corpus)
-        assert [candidate.method for candidate in chosen[:4]] == list(portfolio.DEFAULT_METHODS)
+        defaults = portfolio.DEFAULT_METHODS
+        assert tuple(candidate.method for candidate in chosen[: len(defaults)]) == defaults
         has_distilled = any("encoder.init_from" in candidate.values for candidate in chosen)
         assert has_distilled == can_distil
 

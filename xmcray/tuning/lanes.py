@@ -1,0 +1,155 @@
+"""Trainings of `xmcray auto`, each in a process of its own, several at the same time.
+
+A step of a small model is too short to keep many cores busy. Two trainings with a core each are
+done sooner than one after the other with two cores.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from xmcray import logs
+from xmcray.errors import RunError, XmcrayError
+from xmcray.training.launch import train
+from xmcray.training.preemption import Terminated
+from xmcray.training.run import RunConfig
+
+# Each training holds its model and its optimiser in memory.
+_MOST = 4
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+# A context around a training: gets the run's folder, and what asks the training to end.
+Watch = Callable[[Path, Callable[[], None]], contextlib.AbstractContextManager[None]]
+
+
+def number_of_lanes() -> int:
+    """How many trainings this machine runs at the same time: one on a GPU."""
+    if torch.cuda.is_available():
+        return 1
+    return min(_MOST, _num_cores())
+
+
+def threads_of_lane() -> int:
+    """Threads of each training."""
+    return max(1, _num_cores() // number_of_lanes())
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+class Lanes:
+    """Runs trainings side by side."""
+
+    def __init__(self) -> None:
+        # A server process imports the libraries once, and is forked for each training.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+        self._lock = threading.Lock()
+        self._processes: set[multiprocessing.process.BaseProcess] = set()
+        self._is_ending = False
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """Calls a function for each item, as many at a time as there are lanes.
+
+        The first error ends the trainings that run, which save a checkpoint, and is raised.
+        """
+        with concurrent.futures.ThreadPoolExecutor(number_of_lanes()) as threads:
+            futures = [threads.submit(function, item) for item in items]
+            try:
+                concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+                failed = [future for future in futures if future.done() and future.exception()]
+                return [future.result() for future in failed or futures]
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                self._end()
+                raise
+
+    def train(self, corpus: str, out: Path, config: RunConfig, refit: bool, watch: Watch) -> None:
+        """Trains a run until it is finished, or asked to end.
+
+        Args:
+            corpus: folder or URL.
+            out: folder of the run.
+            config: all its settings.
+            refit: train on all training queries; the selection is there already.
+            watch: context around it.
+        Raises:
+            XmcrayError: the user's mistakes; also a process that was killed.
+            Terminated: another lane has failed, or the whole call is ended.
+        """
+        receiver, sender = self._context.Pipe(duplex=False)
+        arguments = (sender, corpus, out, config, refit)
+        process = self._context.Process(target=_train, args=arguments, daemon=True)
+        with self._lock:
+            if self._is_ending:
+                raise Terminated("ended before its first step")
+            process.start()
+            self._processes.add(process)
+        sender.close()
+        with watch(out, process.terminate):
+            mistake = _received(receiver)
+            process.join()
+        with self._lock:
+            self._processes.remove(process)
+            if self._is_ending:
+                raise Terminated("ended together with the others")
+        if mistake is not None:
+            raise mistake
+        if process.exitcode not in (0, -signal.SIGTERM):
+            raise RunError(
+                f"the process of {out.name} ended with exit code {process.exitcode}"
+                " (-9: killed, often because the memory was full)"
+            )
+
+    def _end(self) -> None:
+        """Asks all processes to save a checkpoint and end."""
+        with self._lock:
+            self._is_ending = True
+            for process in self._processes:
+                process.terminate()
+
+
+def _received(receiver: Connection) -> XmcrayError | None:
+    """What a process sends before it ends; None if it just ends."""
+    try:
+        mistake: XmcrayError = receiver.recv()
+    except EOFError:
+        return None
+    finally:
+        receiver.close()
+    return mistake
+
+
+def _train(sender: Connection, corpus: str, out: Path, config: RunConfig, refit: bool) -> None:
+    """The life of a process."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with logs.on_stderr():
+        try:
+            train(corpus, out, config, refit=refit)
+        except XmcrayError as mistake:
+            sender.send(mistake)
+        except KeyboardInterrupt:
+            # A checkpoint is saved.
+            return
+
+
+def _end_with_parent() -> None:
+    """Ends this process at once if its parent was killed: a restart needs the run's lock."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "it was started by a parent"
+    parent.join()
+    os._exit(1)
