@@ -15,12 +15,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xmcray.api import evaluate, export, load, plan, prepare, train
+    from xmcray.api import distil, evaluate, export, load, plan, prepare, train
     from xmcray.client import Client
     from xmcray.retrieval.retriever import Retriever
 
 __version__ = "0.1.0"
-__all__ = ["Client", "Retriever", "evaluate", "export", "load", "plan", "prepare", "train"]
+__all__ = [
+    "Client",
+    "Retriever",
+    "distil",
+    "evaluate",
+    "export",
+    "load",
+    "plan",
+    "prepare",
+    "train",
+]
 
 # Modules of the names that are not functions of `api`.
 _MODULES = {"Client": "xmcray.client", "Retriever": "xmcray.retrieval.retriever"}

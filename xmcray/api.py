@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from xmcray.planning.estimate import Plan
     from xmcray.planning.rates import Rates
     from xmcray.retrieval.retriever import Retriever
+    from xmcray.training.distil import DistilOutcome
     from xmcray.training.run import Run, RunConfig
 
 # A folder or URL; corpora and runs are paths too.
@@ -423,6 +424,46 @@ def export(
         # The corpus is verified again, because label texts and uids are copied from it.
         corpus = None if corpus_path is None else Corpus.open(corpus_path)
         export_run(run, target, corpus, settings)
+
+
+def distil(
+    path: Location,
+    data: Location,
+    out: Location,
+    config: Mapping[str, Any] | None = None,
+    *,
+    into: Literal["static"] = "static",
+    progress: bool = True,
+) -> DistilOutcome:
+    """Writes a bundle that answers like another one, without its transformer.
+
+    Args:
+        path: bundle (folder or URL) or run, with a transformer.
+        data: the corpus that it was made from.
+        out: folder or URL to write.
+        config: settings by name, see `training.distil.Distillation`.
+        into: kind of the new encoder.
+        progress: show the number of texts on stderr if that is a terminal.
+    Returns:
+        P@1 and P@5 of both on held-out queries.
+    Raises:
+        ConfigError: a setting is unknown or out of range, or the bundle has no transformer.
+        DataError: bundle and corpus do not belong together.
+        StorageError: `out` exists, or the disk is full.
+    """
+    configs.check_choice("into", into, ("static",))
+    from xmcray import storage
+    from xmcray.training.distil import Distillation, distil
+
+    settings = configs.build(Distillation, dict(config or {}))
+    storage.refuse_existing(os.fspath(out))
+    from xmcray.data.corpus import Corpus
+    from xmcray.progress import counting
+
+    corpus = Corpus.open(os.fspath(data))
+    bundle = bundle_at(os.fspath(path), os.fspath(data))
+    with counting("texts", settings.num_texts(corpus), progress) as count:
+        return distil(bundle, corpus, os.fspath(out), settings, progress=count)
 
 
 def load(

@@ -31,7 +31,7 @@ def test_the_import_needs_neither_torch_nor_ray() -> None:
 
 
 def test_every_function_has_types_and_describes_its_arguments() -> None:
-    for name in ("evaluate", "export", "load", "plan", "prepare", "train"):
+    for name in ("distil", "evaluate", "export", "load", "plan", "prepare", "train"):
         function = getattr(xmcray, name)
         signature = inspect.signature(function)
         assert signature.return_annotation is not inspect.Signature.empty

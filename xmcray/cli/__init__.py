@@ -22,6 +22,7 @@ from xmcray.cli import (
     auto,
     bundles,
     continual,
+    distilling,
     doctor,
     events,
     hub,
@@ -236,6 +237,12 @@ VERBS = {
         reranking.train_reranker_options,
         "train a cross-encoder that reads a bundle's best answers again",
         "xmcray train-reranker runs/a --data corpora/msdocs --model cross-encoder/ms-marco-MiniLM-L6-v2 --out rerankers/a",
+    ),
+    "distil": Verb(
+        distilling.distil,
+        distilling.distil_options,
+        "train a static encoder to answer like a bundle's transformer, at a fraction of its time",
+        "xmcray distil runs/a --into static --data corpora/msdocs --out bundles/a-static",
     ),
     "labels": Verb(
         bundles.labels,

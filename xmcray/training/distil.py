@@ -1,0 +1,342 @@
+"""Trains a static encoder to answer like the transformer of a bundle.
+
+The student sees the queries and label texts that the teacher was trained on. Its table of tokens
+starts from the vectors that the teacher gives each token. Then it learns three things together: the
+teacher's vector of a text, the teacher's probabilities of labels (Hinton et al., "Distilling the
+knowledge in a neural network", 2015), and the positives. Label vectors, index and memory stay the
+teacher's, so the result is the same bundle with another encoder.
+
+Letters of axes, in addition to those in types.py: N texts, K best labels of the teacher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xmcray import config as configs
+from xmcray import draws, storage
+from xmcray.config import check_ranges
+from xmcray.data.batches import DataConfig, TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.errors import ConfigError
+from xmcray.evaluation.metrics import relevant
+from xmcray.nn.encoder import Encoder, EncoderConfig, build_encoder, fit_width
+from xmcray.permutations import random_sample
+from xmcray.retrieval.bundle import KIND
+from xmcray.retrieval.query_encoder import CHUNK, QueryEncoder
+from xmcray.retrieval.retriever import Retriever
+from xmcray.training.held_out import held_out_by, without_voters
+from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor
+from xmcray.training.outcome import check_fits
+from xmcray.training.probability_curves import fit_calibration
+from xmcray.types import Float32Array, Int64Array, Ragged
+
+# Of training queries, if the teacher's run held none out.
+OWN_HELD_OUT = 0.05
+MOST_MEASURED = 2000  # held-out queries
+TEMPERATURE_QUERIES = 256
+# From scores whose differences are thousandths to such of hundreds.
+TEMPERATURES = tuple(float(value) for value in np.geomspace(0.001, 100, 101))
+WARMUP = 0.05  # share of the steps
+_REPLACED = ("encoder/", "calibration/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """How a static encoder is distilled.
+
+    Attributes:
+        texts: training queries and label texts that are used at most.
+        epochs: passes over them.
+        batch_size: texts of a step.
+        candidates: best labels of the teacher whose probabilities are learned. All texts of a step
+            share theirs.
+        random_labels: further labels of a step.
+        positives: share of the positives in the probabilities; the rest are the teacher's.
+        bigram_buckets: rows for pairs of neighbouring tokens, see `encoder.bigram_buckets`.
+        position_decay: extra weight of first tokens, see `encoder.position_decay`.
+        lr: highest learning rate.
+        seed: of the draws and of new weights.
+    """
+
+    texts: int = 500_000
+    epochs: int = 20
+    batch_size: int = 128
+    candidates: int = 32
+    random_labels: int = 256
+    positives: float = 0.5
+    bigram_buckets: int = 50_000
+    position_decay: float = 1.0
+    lr: float = 0.003
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            self,
+            "",
+            texts=1,
+            epochs=1,
+            batch_size=1,
+            candidates=1,
+            random_labels=0,
+            positives=(0, 1),
+            bigram_buckets=0,
+            position_decay=0,
+            lr=0,
+            seed=0,
+        )
+
+    def num_texts(self, corpus: Corpus) -> int:
+        """Texts of all epochs, at most."""
+        return self.epochs * min(self.texts, corpus.card.num_train + corpus.card.num_labels)
+
+
+@dataclass(frozen=True, slots=True)
+class DistilOutcome:
+    """What the held-out queries say.
+
+    Attributes:
+        teacher: P@1 and P@5 of the bundle.
+        student: those of the new one.
+        queries: how many were measured.
+        unseen_by_teacher: whether the teacher's run held them out too. If not, the teacher was
+            trained on them and the student was not.
+    """
+
+    teacher: tuple[float, float]
+    student: tuple[float, float]
+    queries: int
+    unseen_by_teacher: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Lessons:
+    """What the teacher makes of the training texts.
+
+    Attributes:
+        ids: int64 [N], query ids of `data`, ascending.
+        vectors: float32 [N, D].
+        labels: int64 [N, K], source ids of its best labels.
+        temperature: by which its scores are divided.
+    """
+
+    data: TrainingData
+    ids: Int64Array
+    vectors: Float32Array
+    labels: Int64Array
+    temperature: float
+
+
+def distil(
+    path: str,
+    corpus: Corpus,
+    out: str | Path,
+    config: Distillation | None = None,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> DistilOutcome:
+    """Writes a bundle that answers like another one, with a static encoder.
+
+    Args:
+        path: folder or URL of a bundle with a transformer.
+        corpus: the one that it was made from.
+        out: folder or URL that does not exist yet.
+        config: settings; the defaults if not given.
+        progress: called with the number of texts that were learned so far.
+    Raises:
+        ConfigError: the bundle has no transformer, or several encoders.
+        DataError: bundle and corpus do not belong together.
+        StorageError: the bundle is damaged, `out` exists, or the disk is full.
+    """
+    config = config or Distillation()
+    storage.refuse_existing(out)
+    folder, manifest = storage.open_artifact(path, KIND)
+    teacher = Retriever.of_folder(folder)
+    check_fits(teacher, corpus)
+    if teacher.fusion is not None or teacher.is_static:
+        raise ConfigError(
+            f"{path} has {'several parts' if teacher.fusion else 'a static encoder'}, expected a"
+            " bundle of one transformer; distil the bundle of a run with encoder.name=MODEL"
+        )
+    data, unseen_by_teacher = _held_out(path, manifest.about, corpus)
+    lessons = _lessons(teacher, data, config)
+    settings = EncoderConfig(
+        dim=teacher.query_encoder.encoder.dim,
+        bigram_buckets=config.bigram_buckets,
+        position_decay=config.position_decay,
+    )
+    encoder = _start(teacher.query_encoder, settings, data, config.seed)
+    _train(encoder, teacher, lessons, config, progress)
+    query_encoder = dataclasses.replace(teacher.query_encoder, encoder=encoder.eval())
+    student = dataclasses.replace(teacher, query_encoder=query_encoder, calibration=None)
+    rows = data.validation_rows
+    outcome = DistilOutcome(
+        _precision(teacher, corpus, rows[:MOST_MEASURED]),
+        _precision(student, corpus, rows[:MOST_MEASURED]),
+        min(len(rows), MOST_MEASURED),
+        unseen_by_teacher,
+    )
+    about = {
+        **manifest.about,
+        "config": {**manifest.about.get("config", {}), "encoder": configs.dump(settings)},
+        "distilled_from": manifest.sha256,
+        "distillation": dataclasses.asdict(config),
+    }
+    replaced = {name for name in manifest.files if name.startswith(_REPLACED)}
+    # Files with a second name keep their hashes: only new files are hashed.
+    linked: dict[str, storage.FileEntry] = {}
+    with storage.new_artifact(out, KIND, about, linked) as target:
+        encoder.save(target / "encoder")
+        # The teacher's probabilities are those of the teacher's scores.
+        if teacher.calibration is not None and unseen_by_teacher:
+            fit_calibration(student, corpus, rows).save(target)
+        linked |= storage.link_files(folder, manifest, target, replaced)
+    return outcome
+
+
+def _held_out(path: str, about: Mapping[str, Any], corpus: Corpus) -> tuple[TrainingData, bool]:
+    """The training split of the teacher, and whether its held-out queries are new to the teacher."""
+    settings = about.get("config", {}).get("data") or {}
+    config = configs.build(DataConfig, settings, "data.")
+    if config.validation:
+        return held_out_by(path, about, corpus), True
+    config = dataclasses.replace(config, validation=OWN_HELD_OUT)
+    return TrainingData(corpus, config), False
+
+
+def _lessons(teacher: Retriever, data: TrainingData, config: Distillation) -> _Lessons:
+    """Encodes a sample of the training texts with the teacher and finds its best labels."""
+    generator = draws.generator(config.seed, "distil")
+    num_texts = min(config.texts, len(data.query_ids))
+    ids = data.query_ids[np.sort(random_sample(generator, len(data.query_ids), num_texts))]
+    vectors = []
+    labels = []
+    for start in range(0, len(ids), CHUNK):
+        vector_BD = teacher.query_encoder.encode(data.tokens(ids[start : start + CHUNK]))
+        num_labels = min(config.candidates, teacher.num_labels)
+        vectors.append(vector_BD)
+        labels.append(teacher.labels.search(vector_BD, num_labels).ids)
+    temperature = _temperature(teacher, data, config)
+    return _Lessons(data, ids, np.concatenate(vectors), np.concatenate(labels), temperature)
+
+
+def _temperature(teacher: Retriever, data: TrainingData, config: Distillation) -> float:
+    """The temperature by which the teacher's scores predict held-out positives best.
+
+    Guo et al., "On calibration of modern neural networks", ICML 2017.
+    """
+    rows = data.validation_rows[:TEMPERATURE_QUERIES]
+    vector_BD = teacher.query_encoder.encode(data.tokens(rows))
+    top = teacher.labels.search(vector_BD, min(config.candidates, teacher.num_labels))
+    positives = _positives(data, rows)
+    label_C = np.unique(np.concatenate([top.ids.ravel(), positives.values]))
+    label_C = label_C[label_C >= 0]
+    score_BC = torch.from_numpy(vector_BD @ teacher.labels.vectors_of(label_C).T)
+    target_BC = _shares(positives, label_C)
+    losses = [float(F.cross_entropy(score_BC / value, target_BC)) for value in TEMPERATURES]
+    return TEMPERATURES[int(np.argmin(losses))]
+
+
+def _start(
+    teacher: QueryEncoder, settings: EncoderConfig, data: TrainingData, seed: int
+) -> Encoder:
+    """A static encoder whose tokens have the vectors that the teacher gives them as texts."""
+    from xmcray.nn.distilled import token_vectors  # its library takes seconds to import
+    from xmcray.nn.static import StaticEncoder
+
+    tokenizer = teacher.tokenizer
+    counts = data.token_counts(tokenizer.vocab_size)
+    encoder = build_encoder(settings, tokenizer, counts, seed)
+    assert isinstance(encoder, StaticEncoder)
+    table_VD = fit_width(token_vectors(teacher.encoder, tokenizer), settings.dim)
+    encoder.start_from(table_VD.to(encoder.embedding.weight), share=1.0)
+    return encoder.train()
+
+
+def _train(
+    encoder: Encoder,
+    teacher: Retriever,
+    lessons: _Lessons,
+    config: Distillation,
+    progress: Callable[[int], None] | None,
+) -> None:
+    head = teacher.query_encoder.head.requires_grad_(False)
+    steps_per_epoch = -(-len(lessons.ids) // config.batch_size)
+    num_steps = config.epochs * steps_per_epoch
+    settings = OptimConfig(lr=config.lr, warmup_steps=int(WARMUP * num_steps))
+    tables = [f"encoder.{name}" for name in encoder.sparse_parameters()]
+    optimizer = EncoderOptimizer({"encoder": encoder}, settings, tables)
+    # The squared length of the teacher's vectors makes the error of vectors a share.
+    mean_square = float(np.square(lessons.vectors).sum(axis=1).mean())
+    num_done = 0
+    for step, places in enumerate(_steps(len(lessons.ids), config)):
+        ids = lessons.ids[places]
+        positives = _positives(lessons.data, ids)
+        label_C = _step_labels(lessons, places, positives, step, config)
+        label_CD = torch.from_numpy(teacher.labels.vectors_of(label_C)) / lessons.temperature
+        teacher_BD = torch.from_numpy(lessons.vectors[places])
+        student_BD = head(encoder(lessons.data.tokens(ids)))
+        if teacher.query_encoder.normalised:
+            student_BD = F.normalize(student_BD, dim=-1)
+        target_BC = config.positives * _shares(positives, label_C)
+        target_BC += (1 - config.positives) * F.softmax(teacher_BD @ label_CD.T, dim=1)
+        loss = F.cross_entropy(student_BD @ label_CD.T, target_BC)
+        loss = loss + (student_BD - teacher_BD).square().sum(dim=1).mean() / mean_square
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step(lr_factor(settings, step, num_steps))
+        num_done += len(places)
+        if progress is not None:
+            progress(num_done)
+
+
+def _steps(num_texts: int, config: Distillation) -> Iterator[Int64Array]:
+    """Places of the texts of each step; every text occurs once in an epoch."""
+    for epoch in range(config.epochs):
+        order = draws.generator(config.seed, "distil order", epoch).permutation(num_texts)
+        for start in range(0, num_texts, config.batch_size):
+            yield order[start : start + config.batch_size]
+
+
+def _step_labels(
+    lessons: _Lessons, places: Int64Array, positives: Ragged, step: int, config: Distillation
+) -> Int64Array:
+    """Source ids of the labels that the texts of a step are compared with, ascending."""
+    corpus = lessons.data.corpus
+    random = draws.uniform_labels(config.seed, step, lessons.data.num_labels, config.random_labels)
+    labels = np.unique(np.concatenate([lessons.labels[places].ravel(), positives.values, random]))
+    return np.setdiff1d(labels[labels >= 0], corpus.removed_labels)
+
+
+def _positives(data: TrainingData, ids: Int64Array) -> Ragged:
+    """Positives of queries and label texts by source id."""
+    internal = data.positives(ids)
+    return Ragged(data.corpus.label_order[internal.values], internal.offsets)
+
+
+def _shares(positives: Ragged, label_C: Int64Array) -> Tensor:
+    """[B, C], rows that sum to 1 over the positives among the labels."""
+    places = np.searchsorted(label_C, positives.values).clip(0, len(label_C) - 1)
+    is_there = label_C[places] == positives.values
+    share_BC = torch.zeros(len(positives), len(label_C))
+    share_BC[positives.row_ids[is_there], places[is_there]] = 1
+    return share_BC / share_BC.sum(dim=1, keepdim=True).clamp_min(1)
+
+
+def _precision(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> tuple[float, float]:
+    """P@1 and P@5 on held-out queries, which do not vote."""
+    split = corpus.split("train")
+    judged = without_voters(retriever, corpus, rows)
+    count = min(5, retriever.num_labels)
+    top = judged.top_labels(split.tokens(rows), count, exclude=split.filters(rows))
+    hit_BK = relevant(top.ids, split.positives(rows), corpus.card.num_labels)
+    return float(hit_BK[:, 0].mean()), float(hit_BK.sum(axis=1).mean() / 5)
