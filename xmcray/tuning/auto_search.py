@@ -164,9 +164,19 @@ class CandidateSearch:
             if not self._has_finished(attempt):
                 self._shorten(attempt, pacer.epoch_s)
             sweep.end(number, "stopped", f"it needs about {minutes(needed_s)}")
-        # What the end of the time has stopped stays unfinished: more time continues it.
-        if _states(sweep)[number] == "stopped":
-            shutil.rmtree(attempt.run_path / "checkpoints", ignore_errors=True)
+        self._remove_checkpoints(attempt.candidate.method)
+
+    def _remove_checkpoints(self, method: str) -> None:
+        """Removes the checkpoints of trials that nothing will be made of.
+
+        What the end of the time has stopped stays unfinished: more time continues it.
+        """
+        best = [attempt.name for attempt in self.study.best_of_methods()]
+        for attempt in self.study.attempts(method):
+            is_over = attempt.trial.state != "unfinished"
+            if is_over and attempt.name not in best:
+                shutil.rmtree(attempt.run_path / "checkpoints", ignore_errors=True)
+                shutil.rmtree(attempt.run_path / "bundle", ignore_errors=True)
 
     def _shorten(self, attempt: Attempt, epoch_s: float) -> None:
         """Draws a trial with as many epochs as there is time for."""
