@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from xmcray.types import Int64Array
+from xmcray.data.formats import BadRow, detect
+from xmcray.types import Float64Array, Int64Array
 
 WORDS_PER_LABEL = 4
 MAX_POSITIVES = 4
@@ -77,6 +78,52 @@ def write_planted(
     write_split("train", num_queries, [], seen, without_positives)
     num_test = max(1, num_queries // 5) if num_test is None else num_test
     write_split("test", num_test, list(range(seen, num_labels)), num_labels, 0.0)
+
+
+def write_side_vectors(
+    folder: Path,
+    width: int = 64,
+    *,
+    planted: bool = True,
+    noise: float = 0.5,
+    seed: int = 0,
+) -> None:
+    """Writes side vectors next to raw files of any layout.
+
+    Args:
+        planted: a label's vector is a random direction, and a query's is the direction of the sum of its labels', each
+            with noise; otherwise they are noise alone.
+        noise: expected length of the noise.
+    """
+    rng = np.random.default_rng(seed)
+    source = detect(folder)
+    num_labels = sum(1 for _ in source.labels(_refuse))
+    label_LW = _directions(rng.standard_normal((num_labels, width))) if planted else None
+
+    def save(split: str, signal: Float64Array | None, num_rows: int) -> None:
+        vectors = noise * rng.standard_normal((num_rows, width)) / width**0.5
+        if signal is not None:
+            vectors += signal
+        np.save(folder / f"{split}.vectors.npy", vectors.astype(np.float32))
+
+    save("labels", label_LW, num_labels)
+    for split in source.splits:
+        positives = [list(row.label_ids) for row in source.queries(split, num_labels, _refuse)]
+        signal = None
+        if label_LW is not None:
+            signal = _directions(np.stack([label_LW[row].sum(axis=0) for row in positives]))
+        save(split, signal, len(positives))
+
+
+def _directions(vectors: Float64Array) -> Float64Array:
+    """Rows divided by their lengths; rows of zeros stay."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    directions: Float64Array = vectors / np.maximum(lengths, 1e-9)
+    return directions
+
+
+def _refuse(bad: BadRow) -> None:
+    raise AssertionError(str(bad))
 
 
 def _draw(rng: np.random.Generator, drawable: int) -> Int64Array:

@@ -110,6 +110,10 @@ class Ragged:
         offsets = self.offsets[start : stop + 1]
         return Ragged(self.values[first:last], offsets - first)
 
+    def with_vectors(self, vectors: Float32Array | None) -> Ragged:
+        """The same rows with side vectors, float32 [rows, W]; as they are if there are none."""
+        return self if vectors is None else SidedRagged(self.values, self.offsets, vectors)
+
     @staticmethod
     def concatenate(parts: Sequence[Ragged]) -> Ragged:
         """The rows of all parts, one part after another."""

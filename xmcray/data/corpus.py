@@ -36,7 +36,7 @@ from xmcray.data.shards import ShardedRows, ShardedVectors, by_shard, rows_of_sh
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError, readable
 from xmcray.storage import is_url, open_artifact
-from xmcray.types import Float32Array, Int64Array, Ragged, SidedRagged, offsets_of
+from xmcray.types import Float32Array, Int64Array, Ragged, offsets_of
 
 KIND = "corpus"
 REMOVED = "removed_labels.npy"
@@ -277,10 +277,11 @@ class Split:
 
     def tokens(self, rows: Int64Array) -> Ragged:
         """Token ids of rows, in the order of `rows`, with their side vectors if there are any."""
-        tokens = self._tokens.take(rows)
-        if self._vectors is None:
-            return tokens
-        return SidedRagged(tokens.values, tokens.offsets, self._vectors.take(rows))
+        return self._tokens.take(rows).with_vectors(self.side_vectors(rows))
+
+    def side_vectors(self, rows: Int64Array) -> Float32Array | None:
+        """float32 [rows, W], side vectors of rows, in their order; None if the split has none."""
+        return None if self._vectors is None else self._vectors.take(rows)
 
     def check_num_rows(self) -> None:
         """Raises DataError if the files have another number of rows than the card says."""

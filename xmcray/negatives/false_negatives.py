@@ -14,7 +14,14 @@ from xmcray.data.batches import TrainingData
 from xmcray.errors import ConfigError
 from xmcray.retrieval.exact import from_keys, to_keys
 from xmcray.retrieval.retriever import Retriever
-from xmcray.types import BoolArray, Float32Array, Int64Array, Ragged, TopLabels
+from xmcray.types import (
+    BoolArray,
+    Float32Array,
+    Int64Array,
+    Ragged,
+    TopLabels,
+    side_vectors_of,
+)
 
 NO_SCORE = np.float32(-np.inf)
 
@@ -53,7 +60,11 @@ class Teacher:
         Returns:
             float32 [B, C]; -inf where there is no label.
         """
-        query_BD = self._retriever.encode(self._texts(query_ids))
+        vectors = None
+        width = self._retriever.side_width
+        if width:
+            vectors = side_vectors_of(self._data.tokens(query_ids), width)
+        query_BD = self._retriever.encode(self._texts(query_ids), vectors)
         source_BC = np.where(label_BC >= 0, self._data.corpus.label_order[label_BC], -1)
         return self._retriever.labels.scores_of(query_BD, source_BC)
 

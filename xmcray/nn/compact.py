@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from xmcray.config import check_choice
 from xmcray.errors import ConfigError, one_line
 from xmcray.nn.encoder import Encoder
+from xmcray.nn.side import MixedEncoder
 from xmcray.nn.static import StaticEncoder
 from xmcray.types import Ragged, to_torch
 
@@ -38,6 +39,10 @@ def compacted(encoder: Encoder, precision: str) -> Encoder:
             cannot be exported.
     """
     check_choice("encoder", precision, PRECISIONS)
+    if isinstance(encoder, MixedEncoder):
+        # A mixer costs nothing next to its text encoder.
+        encoder.text = compacted(encoder.text, precision)
+        return encoder
     if precision == "float32" or isinstance(encoder, StaticEncoder):
         return encoder
     from xmcray.nn.transformer import TransformerEncoder  # its library takes seconds to import

@@ -27,6 +27,7 @@ from xmcray.types import Int64Array, Ragged
 
 if TYPE_CHECKING:
     from xmcray.data.tokens import TextTokenizer
+    from xmcray.nn.side import MixedEncoder
 
 SETTINGS = "static.json"
 WEIGHTS = "model.safetensors"
@@ -75,6 +76,8 @@ class EncoderConfig:
             backward pass instead of being kept: about a third more time for much less memory.
         matryoshka: widths below `dim` at which the first columns of a vector are trained to be good
             vectors too; a bundle is cut to one with `export --dim`. For astra, renee and dexml.
+        side: of side vectors, if the corpus has them: "ignore", or "mix" adds them to the vector of the
+            text, through a trained projection and a trained gate.
         vectors_folder: with `frozen`, an absolute path that all workers reach, where the texts'
             vectors stay for other runs on the same corpus; "" removes them with the end of the run.
     """
@@ -100,6 +103,7 @@ class EncoderConfig:
     lora_targets: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
     matryoshka: tuple[int, ...] = ()
+    side: Literal["ignore", "mix"] = "ignore"
     vectors_folder: str = ""
 
     def __post_init__(self) -> None:
@@ -173,7 +177,17 @@ class Encoder(nn.Module, abc.ABC):
 
     def restore(self, folder: Path) -> None:
         """Takes the weights that an encoder with the same settings saved into `folder`."""
-        self.load_state_dict(load_encoder(folder).state_dict())
+        self.load_state_dict(load_text_encoder(folder).state_dict())
+
+    @property
+    def side_width(self) -> int:
+        """W, the width of the side vectors that change the vectors of texts; 0 if none do."""
+        return 0
+
+    @property
+    def of_texts(self) -> Encoder:
+        """The encoder without a mixer of side vectors."""
+        return self
 
     @property
     def num_tokens(self) -> int | None:
@@ -231,6 +245,7 @@ def build_encoder(
     tokenizer: TextTokenizer,
     token_counts: Int64Array | None,
     seed: int,
+    side_width: int = 0,
 ) -> Encoder:
     """The encoder a training run starts from.
 
@@ -240,10 +255,56 @@ def build_encoder(
         token_counts: int64 [V], in how many texts of the corpus each token occurs; None gives all
             tokens the same weight.
         seed: of the initial parameters.
+        side_width: W, the width of the corpus' side vectors; 0 if it has none.
     Raises:
         ConfigError: an unknown model, one that needs another tokenizer than the corpus has, or an
-            unreachable hub.
+            unreachable hub; or the corpus lacks the side vectors to mix.
     """
+    from xmcray.nn.side import load_mixer  # it is built on this file
+
+    text = _build_text_encoder(config, tokenizer, token_counts, seed)
+    if config.side == "ignore":
+        return text
+    encoder = with_mixer(text, side_width)
+    mixer = encoder.mixer
+    mixer.reset(seed)
+    folder = start_folder(config.name)
+    trained = load_mixer(folder, text.dim)
+    if trained is not None:
+        if trained.width != side_width:
+            raise ConfigError(
+                f"encoder {folder} mixes side vectors of width {trained.width}, the corpus has"
+                f" {side_width}; prepare it with vectors of the same kind, or leave out encoder.side"
+            )
+        mixer.load_state_dict(trained.state_dict())
+    return encoder
+
+
+def with_mixer(text: Encoder, side_width: int) -> MixedEncoder:
+    """A text encoder with a mixer of side vectors, whose weights are not set yet.
+
+    Args:
+        text: the text encoder.
+        side_width: W, the width of the corpus' side vectors; 0 if it has none.
+    Raises:
+        ConfigError: there are no side vectors.
+    """
+    from xmcray.nn.side import MixedEncoder, SideMixer  # it is built on this file
+
+    if not side_width:
+        raise ConfigError(
+            "encoder.side is mix, but the corpus has no side vectors; put train.vectors.npy and"
+            " test.vectors.npy next to its raw files and prepare it again, or leave out encoder.side"
+        )
+    return MixedEncoder(text, SideMixer(side_width, text.dim))
+
+
+def _build_text_encoder(
+    config: EncoderConfig,
+    tokenizer: TextTokenizer,
+    token_counts: Int64Array | None,
+    seed: int,
+) -> Encoder:
     kind = ENCODERS.get(config.name)
     if kind is not None:
         return kind.build(config, tokenizer, token_counts, seed)
@@ -280,6 +341,15 @@ def load_encoder(folder: Path) -> Encoder:
     Raises:
         BundleError: the folder holds no encoder, or a damaged one.
     """
+    from xmcray.nn.side import MixedEncoder, load_mixer  # it is built on this file
+
+    text = load_text_encoder(folder)
+    mixer = load_mixer(folder, text.dim)
+    return text if mixer is None else MixedEncoder(text, mixer).eval()
+
+
+def load_text_encoder(folder: Path) -> Encoder:
+    """As `load_encoder`, without a mixer of side vectors."""
     kind = _kind_of(folder)
     if kind is not None:
         return kind.load(folder)

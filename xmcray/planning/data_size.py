@@ -30,6 +30,7 @@ class DataSize:
         positives_per_query: average.
         token_share_V: how often each token occurs, sums to 1.
         label_share_L: how often each label is a positive, sums to 1; None: all alike.
+        side_width: W of side vectors, which all queries and labels are taken to have; 0 for none.
         assumptions: what was not counted on a corpus.
     """
 
@@ -41,6 +42,7 @@ class DataSize:
     positives_per_query: float
     token_share_V: Float64Array
     label_share_L: Float64Array | None = None
+    side_width: int = 0
     assumptions: tuple[str, ...] = ()
 
 
@@ -107,4 +109,5 @@ def from_corpus(corpus: Corpus) -> DataSize:
         positives_per_query=card.averages["labels per training query"],
         token_share_V=counts_V / max(1.0, counts_V.sum()),
         label_share_L=counts_L / max(1.0, counts_L.sum()),
+        side_width=card.side_width,
     )

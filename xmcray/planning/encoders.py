@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xmcray.errors import ConfigError
-from xmcray.nn.encoder import SETTINGS, Encoder, EncoderConfig, start_folder
+from xmcray.nn.encoder import SETTINGS, Encoder, EncoderConfig, start_folder, with_mixer
 from xmcray.nn.static import StaticEncoder
 from xmcray.types import Int64Array, Ragged
 
@@ -25,17 +25,29 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
-def planned_encoder(config: EncoderConfig, vocab_size: int, on_gpu: bool) -> Encoder:
+def planned_encoder(
+    config: EncoderConfig, vocab_size: int, on_gpu: bool, side_width: int = 0
+) -> Encoder:
     """The encoder of a run with parameters on the device "meta"; called inside a `Counter`.
 
     Args:
         config: Section `encoder`.
         vocab_size: Size of the corpus' tokenizer; a transformer has its own.
         on_gpu: Whether "auto" precision is bfloat16.
+        side_width: Width of the corpus' side vectors; 0 if it has none.
 
     Raises:
-        ConfigError: a transformer that is neither a folder, nor cached, nor known.
+        ConfigError: a transformer that is neither a folder, nor cached, nor known; or there are no
+            side vectors to mix.
     """
+    text = _text_encoder(config, vocab_size, on_gpu)
+    if config.side == "ignore":
+        return text
+    with torch.device("meta"):
+        return with_mixer(text, side_width)
+
+
+def _text_encoder(config: EncoderConfig, vocab_size: int, on_gpu: bool) -> Encoder:
     folder = start_folder(config.name)
     if (folder / SETTINGS).is_file():
         return StaticEncoder.load(folder).to("meta").train()

@@ -40,6 +40,7 @@ def corpus_bytes(data: DataSize, num_query_ids: int, in_clusters: bool) -> int:
     if in_clusters or num_query_ids <= MAX_STORED_SIZE:
         num_bytes += 2 * ID * num_query_ids
     num_bytes += _TOKENIZER_BYTES * data.vocab_size
+    num_bytes += VALUE * data.side_width * (data.num_train + data.num_labels)
     return int(num_bytes)
 
 

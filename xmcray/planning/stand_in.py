@@ -49,7 +49,7 @@ class StandInData:
         self.corpus = _corpus(size)
 
     def tokens(self, query_ids: Int64Array) -> Ragged:
-        """Token ids of queries and label texts."""
+        """Token ids of queries and label texts, with side vectors if the data have them."""
         if len(query_ids) > _MOST_TEXTS:
             return Ragged.empty(len(query_ids))
         means = self._means(
@@ -57,7 +57,10 @@ class StandInData:
             query_mean=self.size.tokens_per_query,
             label_mean=self.size.tokens_per_label,
         )
-        return self._random_rows(means, self._token_sums)
+        tokens = self._random_rows(means, self._token_sums)
+        if not self.size.side_width:
+            return tokens
+        return tokens.with_vectors(np.ones((len(tokens), self.size.side_width), np.float32))
 
     def positives(self, query_ids: Int64Array) -> Ragged:
         """Label ids, ascending within a query; a label's text has one."""

@@ -114,7 +114,7 @@ class _Rank:
         self.encoded_texts = 0
         data: Any = self.data
         with self.counter:
-            encoder = planned_encoder(config.encoder, size.vocab_size, on_gpu)
+            encoder = planned_encoder(config.encoder, size.vocab_size, on_gpu, size.side_width)
             self.encoder = encoder.to(config.optim.dtype)
             setup = assemble(
                 config,

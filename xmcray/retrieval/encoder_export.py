@@ -37,12 +37,17 @@ def export_encoder(bundle: str | Path, out: str | Path) -> bool:
         Whether the folder holds code, which its reader has to trust.
 
     Raises:
-        ConfigError: the method's head has no counterpart there.
+        ConfigError: the method's head or a mixer of side vectors has no counterpart there.
         StorageError: the bundle is damaged, `out` exists, or the disk is full.
     """
     folder, manifest = open_artifact(bundle, BUNDLE)
     settings = read_settings(folder)
     encoder = load_encoder(folder / "encoder")
+    if encoder.side_width:
+        raise ConfigError(
+            f"{bundle} mixes side vectors into its vectors, which sentence-transformers cannot do,"
+            " expected an encoder of texts alone; train with encoder.side=ignore"
+        )
     head = load_head(folder / "head")
     tokenizer = TextTokenizer.load(folder / "tokenizer")
     if type(head) not in (Head, NormalisedHead):

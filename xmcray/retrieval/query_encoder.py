@@ -81,21 +81,31 @@ class QueryEncoder:
 
         That takes less time than sending them to another process.
         """
-        return isinstance(self.encoder, StaticEncoder)
+        return isinstance(self.encoder.of_texts, StaticEncoder)
 
-    def encode(self, queries: Sequence[str] | Ragged) -> Float32Array:
+    def encode(
+        self, queries: Sequence[str] | Ragged, vectors: Float32Array | None = None
+    ) -> Float32Array:
         """Encodes queries in chunks of bounded memory; an empty text is legal.
 
         Args:
-            queries: B texts, or B rows of token ids.
+            queries: B texts, or B rows of token ids, which may have side vectors.
+            vectors: float32 [B, W], side vectors of the texts, if they have some.
         Returns:
             float32 [B, D].
         """
-        return np.concatenate([np.empty((0, self.dim), np.float32), *self.encode_chunks(queries)])
+        chunks = self.encode_chunks(queries, vectors)
+        return np.concatenate([np.empty((0, self.dim), np.float32), *chunks])
 
-    def encode_start(self, texts: Sequence[str], max_tokens: int) -> tuple[Float32Array, BoolArray]:
+    def encode_start(
+        self, texts: Sequence[str], max_tokens: int, vectors: Float32Array | None = None
+    ) -> tuple[Float32Array, BoolArray]:
         """Encodes texts, of which at most `max_tokens` tokens are read.
 
+        Args:
+            texts: B texts.
+            max_tokens: tokens that are read of a text.
+            vectors: as for `encode`.
         Returns:
             float32 [B, D], and bool [B]: whether only the start of the text was read.
         """
@@ -106,20 +116,24 @@ class QueryEncoder:
         full_texts = [texts[i] for i in np.flatnonzero(truncated).tolist()]
         if full_texts:
             truncated[truncated] = self.tokenizer.encode(full_texts, limit + 1).lengths > limit
-        return self.encode(tokens), truncated
+        return self.encode(tokens.with_vectors(vectors)), truncated
 
     def encode_labels(self, tokens: Ragged) -> Float32Array:
         """As `encode`, for the texts of labels."""
         return self.encode(self.encoder.as_labels(tokens))
 
-    def encode_chunks(self, queries: Sequence[str] | Ragged) -> Iterator[Float32Array]:
+    def encode_chunks(
+        self, queries: Sequence[str] | Ragged, vectors: Float32Array | None = None
+    ) -> Iterator[Float32Array]:
         """As `encode`, but yields float32 [at most CHUNK, D] after each chunk."""
         for start in range(0, len(queries), CHUNK):
             stop = min(start + CHUNK, len(queries))
             if isinstance(queries, Ragged):
                 tokens = queries.slice(start, stop)
             else:
-                tokens = self.tokenizer.encode(list(queries[start:stop]))
+                own_vectors = None if vectors is None else vectors[start:stop]
+                texts = list(queries[start:stop])
+                tokens = self.tokenizer.encode(texts).with_vectors(own_vectors)
             yield self._encode_tokens(tokens)
 
     def _encode_tokens(self, tokens: Ragged) -> Float32Array:

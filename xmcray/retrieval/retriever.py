@@ -189,30 +189,68 @@ class Retriever:
         """Whether an answer can say why it is one."""
         return self.memory is not None or self.fusion is not None
 
-    def encode(self, queries: Sequence[str] | Ragged) -> Float32Array:
+    @property
+    def side_width(self) -> int:
+        """W, the width of the side vectors that a query may have; 0 if the bundle uses none."""
+        return max(member.query_encoder.encoder.side_width for member in self.members)
+
+    def check_vectors(self, vectors: Float32Array | None, num_queries: int) -> None:
+        """Raises ConfigError unless the bundle can use some side vectors.
+
+        Args:
+            vectors: float32 [B, W], or None.
+            num_queries: B.
+        """
+        if vectors is None:
+            return
+        if not self.side_width:
+            raise ConfigError(
+                "this bundle uses no side vectors, expected texts alone; leave out the vectors, or"
+                " train with encoder.side=mix"
+            )
+        expected = (num_queries, self.side_width)
+        if vectors.shape != expected or not np.isfinite(vectors).all():
+            raise ConfigError(
+                f"found side vectors {list(vectors.shape)}, expected {list(expected)} finite numbers;"
+                " give each text one vector, of zeros if it has none"
+            )
+
+    def encode(
+        self, queries: Sequence[str] | Ragged, vectors: Float32Array | None = None
+    ) -> Float32Array:
         """Query vectors float32 [B, D] of B texts or rows of token ids; an empty text is legal.
 
+        Args:
+            queries: texts, or token ids, which may have side vectors.
+            vectors: float32 [B, W], side vectors of the texts; members without a mixer ignore them.
         Raises:
             ConfigError: these are token ids, and there are several members.
         """
         if isinstance(queries, Ragged) and len(self.members) > 1:
             raise ConfigError(NO_TEXTS)
-        vectors = [member.query_encoder.encode(queries) for member in self.members]
-        return np.concatenate(vectors, axis=1)
+        parts = [member.query_encoder.encode(queries, vectors) for member in self.members]
+        return np.concatenate(parts, axis=1)
 
-    def encode_start(self, texts: Sequence[str], max_tokens: int) -> tuple[Float32Array, BoolArray]:
+    def encode_start(
+        self, texts: Sequence[str], max_tokens: int, vectors: Float32Array | None = None
+    ) -> tuple[Float32Array, BoolArray]:
         """Query vectors of texts, of which at most `max_tokens` tokens are read.
 
+        Args:
+            texts: B texts.
+            max_tokens: tokens that are read of a text.
+            vectors: as for `encode`.
         Returns:
             float32 [B, D], and bool [B]: whether a member reads only the start of the text.
         """
-        vectors = []
+        parts = []
         truncated = np.zeros(len(texts), bool)
         for member in self.members:
-            own_vectors, own_truncated = member.query_encoder.encode_start(texts, max_tokens)
-            vectors.append(own_vectors)
+            encoder = member.query_encoder
+            own_part, own_truncated = encoder.encode_start(texts, max_tokens, vectors)
+            parts.append(own_part)
             truncated |= own_truncated
-        return np.concatenate(vectors, axis=1), truncated
+        return np.concatenate(parts, axis=1), truncated
 
     def has_tokens(self, text: str) -> bool:
         """Whether a label's text has any token for each member; without one it has no vector."""
@@ -226,6 +264,7 @@ class Retriever:
         memory: MemoryConfig | None = None,
         explain: bool = False,
         min_probability: float | None = None,
+        vectors: Float32Array | None = None,
     ) -> list[list[FoundLabel]]:
         """The k best labels of each text, best first.
 
@@ -235,9 +274,11 @@ class Retriever:
             memory: how training queries vote, in place of the bundle's own settings.
             explain: name the training queries that voted.
             min_probability: leave out answers that are less probable.
+            vectors: float32 [texts, W], side vectors, for a bundle that mixes them; zeros, or None,
+                for texts alone.
         Raises:
-            ConfigError: k is not in 1 .. L, `texts` is a single string, there is no memory, or
-                there are no probabilities.
+            ConfigError: k is not in 1 .. L, `texts` is a single string, there is no memory, there
+                are no probabilities, or the bundle cannot use these vectors.
         """
         if isinstance(texts, str):
             raise ConfigError(
@@ -247,10 +288,13 @@ class Retriever:
         if explain and not self.explains:
             raise no_memory()
         self.check_min_probability(min_probability, memory)
+        self.check_vectors(vectors, len(texts))
         answers: list[list[FoundLabel]] = []
         for start in range(0, len(texts), CHUNK):
             chunk = texts[start : start + CHUNK]
-            neighbours = self.find_neighbours(self.encode(chunk), k, memory=memory)
+            own_vectors = None if vectors is None else vectors[start : start + CHUNK]
+            query_BD = self.encode(chunk, own_vectors)
+            neighbours = self.find_neighbours(query_BD, k, memory=memory)
             answers += self.name_answers(
                 neighbours,
                 k,
@@ -269,6 +313,7 @@ class Retriever:
         exclude: Ragged | None = None,
         exact: bool = False,
         memory: MemoryConfig | None = None,
+        vectors: Float32Array | None = None,
     ) -> TopLabels:
         """The k best labels as source ids, with scores and, if calibrated, probabilities.
 
@@ -282,6 +327,7 @@ class Retriever:
             exact: compare all rows, whatever the index. This tells the index's error from the
                 model's.
             memory: how training queries vote, in place of the bundle's own settings.
+            vectors: float32 [B, W], side vectors of texts, if they have some.
         Raises:
             ConfigError: k is not in 1 .. L, there is no memory, or texts are needed.
         """
@@ -291,7 +337,8 @@ class Retriever:
         for start in range(0, len(queries), CHUNK):
             stop = min(start + CHUNK, len(queries))
             scope = SearchScope(None if exclude is None else exclude.slice(start, stop), exact)
-            query_BD, texts = self._chunk(queries, start, stop)
+            own_vectors = None if vectors is None else vectors[start:stop]
+            query_BD, texts = self._chunk(queries, start, stop, own_vectors)
             num_ranked = self.num_ranked(k)
             neighbours = predictor.find(query_BD, num_ranked, scope)
             top = predictor.rank(neighbours, num_ranked, scope.exclude, texts)
@@ -300,7 +347,11 @@ class Retriever:
         return TopLabels.concatenate(tops, k)
 
     def _chunk(
-        self, queries: Sequence[str] | Ragged | Float32Array, start: int, stop: int
+        self,
+        queries: Sequence[str] | Ragged | Float32Array,
+        start: int,
+        stop: int,
+        vectors: Float32Array | None,
     ) -> tuple[Float32Array, Sequence[str] | None]:
         """Vectors of some queries, and their texts if those are given."""
         if isinstance(queries, Ragged):
@@ -308,7 +359,7 @@ class Retriever:
         if isinstance(queries, np.ndarray):
             return queries[start:stop], None
         texts = queries[start:stop]
-        return self.encode(texts), texts
+        return self.encode(texts, vectors), texts
 
     def find_neighbours(
         self,

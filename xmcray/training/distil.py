@@ -153,7 +153,7 @@ def distil(
         config: settings; the defaults if not given.
         progress: called with the number of texts that were learned so far.
     Raises:
-        ConfigError: the bundle has no transformer, or several encoders.
+        ConfigError: the bundle has no transformer, several encoders, or a mixer of side vectors.
         DataError: bundle and corpus do not belong together.
         StorageError: the bundle is damaged, `out` exists, or the disk is full.
     """
@@ -166,6 +166,11 @@ def distil(
         raise ConfigError(
             f"{path} has {'several parts' if teacher.fusion else 'a static encoder'}, expected a"
             " bundle of one transformer; distil the bundle of a run with encoder.name=MODEL"
+        )
+    if teacher.side_width:
+        raise ConfigError(
+            f"{path} mixes side vectors into its vectors, expected an encoder of texts alone; train"
+            " with encoder.side=ignore"
         )
     data, unseen_by_teacher = _held_out(path, manifest.about, corpus)
     lessons = _lessons(teacher, data, config)

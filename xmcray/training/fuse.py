@@ -395,7 +395,7 @@ def _choose(
         chunk = rows[first : first + _CHUNK]
         texts = train.texts(chunk)
         filters = train.filters(chunk)
-        query_BD = retriever.encode(texts)
+        query_BD = retriever.encode(texts, train.side_vectors(chunk))
         # Ten answers are enough for every metric that is chosen by.
         neighbours = predictor.find(query_BD, 1, SearchScope(filters))
         candidates += predictor.all_candidates(neighbours, 1, filters, texts)

@@ -76,7 +76,8 @@ def build(
         partition = LabelPartition(data.num_labels, num_ranks, collectives.rank())
     tokenizer = data.corpus.tokenizer()
     token_counts = data.token_counts(tokenizer.vocab_size)
-    encoder = build_encoder(config.encoder, tokenizer, token_counts, optim.seed)
+    side_width = data.corpus.card.side_width
+    encoder = build_encoder(config.encoder, tokenizer, token_counts, optim.seed, side_width)
     encoder = encoder.to(device, optim.dtype)
     if vectors is not None:
         # Label texts are queries too, with ids after those of the training queries.

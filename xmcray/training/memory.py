@@ -183,7 +183,7 @@ def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
 def _fits(folder: Path, encoder: Encoder, tokenizer: TextTokenizer) -> bool:
     """Whether an encoder's folder was made for the tokens of a tokenizer."""
     if (folder / SETTINGS).is_file():
-        return len(encoder.state_dict()["weight"]) == tokenizer.vocab_size
+        return encoder.num_tokens == tokenizer.vocab_size
     if tokenizer.kind != "transformer":
         return False
     own = from_transformer(str(folder), tokenizer.max_len, tokenizer.label_max_len)

@@ -129,6 +129,8 @@ def searcher(retriever: Retriever, corpus: Corpus, split: str, exact: bool = Fal
             num_answers,
             exclude=queries.filters(rows),
             exact=exact,
+            # Token ids have theirs with them.
+            vectors=queries.side_vectors(rows) if retriever.needs_texts else None,
         )
         return top.widened(width)
 

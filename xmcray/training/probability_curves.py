@@ -86,7 +86,7 @@ def answers_to(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Sample
         chunk = rows[start : start + CHUNK]
         texts = train.texts(chunk)
         filters = train.filters(chunk)
-        query_BD = retriever.encode(texts)
+        query_BD = retriever.encode(texts, train.side_vectors(chunk))
         k = min(CONTEXT, num_labels)
         neighbours = predictor.find(query_BD, k, SearchScope(filters))
         top = predictor.rank(neighbours, k, filters, texts).first(ANSWERS)

@@ -130,7 +130,10 @@ def measure_newest(
         rows = first + rows
         # Texts, as a server gets them: the bundle may have another tokenizer than the corpus.
         exclude = _renamed(queries.filters(rows), bundle_ids)
-        top = retriever.top_labels(queries.texts(rows), num_answers, exclude=exclude)
+        vectors = queries.side_vectors(rows)
+        top = retriever.top_labels(
+            queries.texts(rows), num_answers, exclude=exclude, vectors=vectors
+        )
         answers = TopLabels.empty(len(rows), width)
         # Id -1 of a missing answer stays what it is.
         answers.ids[:, :num_answers] = np.where(top.ids >= 0, source_ids[top.ids], -1)

@@ -214,8 +214,9 @@ def _lists(
 
 def _answers(retriever: Retriever, split: Split, rows: Int64Array, count: int) -> TopLabels:
     queries = split.texts(rows) if retriever.needs_texts else split.tokens(rows)
+    vectors = split.side_vectors(rows) if retriever.needs_texts else None
     count = min(count, retriever.num_labels)
-    return retriever.top_labels(queries, count, exclude=split.filters(rows))
+    return retriever.top_labels(queries, count, exclude=split.filters(rows), vectors=vectors)
 
 
 def _with_best_weight(
