@@ -13,7 +13,6 @@ import torch
 from xmcray.data.batches import TrainingData
 from xmcray.errors import ConfigError
 from xmcray.retrieval.exact import from_keys, to_keys
-from xmcray.retrieval.retriever import Retriever
 from xmcray.types import (
     BoolArray,
     Float32Array,
@@ -38,6 +37,10 @@ class Teacher:
     """
 
     def __init__(self, bundle: str, data: TrainingData) -> None:
+        # Not at the top: importing it takes half a second in every process of a training, and few
+        # trainings have a teacher.
+        from xmcray.retrieval.retriever import Retriever
+
         self._retriever = Retriever.load(bundle)
         self._data = data
         settings = self._retriever.settings
