@@ -22,7 +22,7 @@ from pathlib import Path
 from processes import descendants, kill_family, wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
-PATIENCE_S, GRACE_S = 60, 3
+PATIENCE_S, GRACE_S = 60, 1
 _TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
 
 

@@ -10,19 +10,13 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 from corpora import planted_corpus
+from pools import run_with_pool, train_with_pool
 from processes import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-from xmcray.data.batches import TrainingData
-from xmcray.data.corpus import Corpus
-from xmcray.data.node_copy import CorpusSource
-from xmcray.negatives.pool import NegativePool, PoolRefresher
-from xmcray.negatives.refresh import RefreshSpec
 from xmcray.ray_adapter.gauges import POOL, TRAINING, Gauges, exported
-from xmcray.training.loop import Loop, build
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import RunConfig
 
 DASHBOARD = Path(__file__).parents[2] / "cluster" / "grafana_training.json"
 NAMES = {exported(name) for name in TRAINING.keys() | POOL.keys()}
@@ -47,44 +41,18 @@ def scraped(run_id: str) -> dict[str, float]:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_node_tells_about_the_run_and_its_pool(tmp_path: Path) -> None:
-    corpus, config = (
-        planted_corpus(tmp_path, num_queries=200, num_labels=40),
-        RunConfig.resolve("astra", {}, SETTINGS),
-    )
-    run = Run(tmp_path / "run", "gauges-test", config, corpus.origin, corpus.sha256)
-    run.path.mkdir()
+    corpus = planted_corpus(tmp_path, num_queries=200, num_labels=40)
+    config = RunConfig.resolve("astra", {}, SETTINGS)
+    shown: dict[str, Any] = {}
+    values: dict[str, float] = {}
+    with run_with_pool(tmp_path / "run", config, corpus) as run:
+        gauges = Gauges(run.id, TRAINING)
 
-    class Trainer:
-        """The loop as a worker of one rank runs it; its process stays, so that there is time to look."""
+        def on_record(record: dict[str, Any]) -> None:
+            shown.update(record)
+            gauges.show(record)
 
-        def train(self, run: Run) -> dict[str, Any]:
-            data = TrainingData(Corpus.open(run.corpus, verify=False), run.config.data)
-            setup = build(run.config, data, torch.device("cpu"))
-            self.gauges, shown = Gauges(run.id, TRAINING), dict[str, Any]()
-            loop = Loop(
-                run,
-                setup,
-                PoolRefresher(run.id),
-                on_record=lambda r: (shown.update(r), self.gauges.show(r)),
-            )  # type: ignore[func-returns-value]
-            loop.train()
-            return shown
-
-    source, spec = CorpusSource(corpus.origin, corpus.sha256), RefreshSpec(1, config.negatives, 0)
-    pool = NegativePool(
-        run_id=run.id,
-        corpus=source,
-        data=config.data,
-        num_labels=40,
-        spec=spec,
-        nice=0,
-        index_options={},
-        coordinator_options={},
-    )
-    trainer = ray.remote(num_cpus=0)(Trainer).remote()
-    try:
-        shown = ray.get(trainer.train.remote(run))
-        values: dict[str, float] = {}
+        train_with_pool(run, corpus, on_record)
         last = {
             exported("step"): shown["step"],
             exported("pool_queue"): 0,
@@ -98,12 +66,9 @@ def test_a_node_tells_about_the_run_and_its_pool(tmp_path: Path) -> None:
         def missing() -> str:
             return f"missing: {sorted(NAMES - values.keys())}, {last.items() - values.items()}"
 
-        # Each process exports in its own time. The page has over a megabyte, and a node that is asked for it without
-        # a pause gets no new values.
+        # Each process exports in its own time. The page has over a megabyte, and a node that is
+        # asked for it without a pause gets no new values.
         wait_until(complete, 60, missing, every=1.0)
-    finally:
-        ray.kill(trainer)
-        pool.close()
     for name in ("loss", "queries_per_s", "negatives_age", "memory_mb", "P@1"):
         assert values[exported(name)] == pytest.approx(shown[name]), name
     assert values[exported("index_recall")] == 1.0, "so few rows are searched exactly"

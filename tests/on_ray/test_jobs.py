@@ -78,7 +78,7 @@ def submit(server: Head, *command: object, token: bool = True) -> subprocess.Pop
 
 def test_jobs(local_head: Head, tmp_path: Path) -> None:
     corpus = planted_corpus(tmp_path / "planted", num_queries=300, num_labels=40).path
-    train = ["jobs/train_astra.py", "--data", corpus, "--out", tmp_path / "run", "--workers", 2]
+    train = ["jobs/train_astra.py", "--data", corpus, "--out", tmp_path / "run", "--workers", 1]
     refused = submit(local_head, *train, token=False)
     good = submit(
         local_head, *train, *(part for setting in SETTINGS for part in ("--set", setting))

@@ -12,6 +12,7 @@ import pytest
 import ray
 import torch
 from corpora import planted_corpus
+from pools import run_with_pool, train_with_pool
 from processes import When, kill, last_step, train_workers
 from ranks import on_ranks
 
@@ -85,8 +86,7 @@ def resolve(*extra: str) -> RunConfig:
     return RunConfig.resolve("astra", {}, [*SETTINGS, *extra])
 
 
-def index_pids(run: Path, num_shards: int) -> list[int]:
-    run_id = Run.open(run).id
+def index_pids(run_id: str, num_shards: int) -> list[int]:
     actors = [ray.get_actor(shard_name(run_id, shard)) for shard in range(num_shards)]
     return ray.get([actor.pid.remote() for actor in actors])
 
@@ -106,7 +106,7 @@ def test_workers_killed_and_stopped_and_index_actors_killed_mid_build(
 
     def stop_index() -> None:
         """Stopped before the first version is published, the actors cannot finish it before they are killed."""
-        stopped.extend(index_pids(out, 2))
+        stopped.extend(index_pids(Run.open(out).id, 2))
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
 
@@ -145,16 +145,14 @@ def test_workers_killed_and_stopped_and_index_actors_killed_mid_build(
 
 @pytest.mark.usefixtures("cluster")
 def test_eager_training_goes_on_while_the_index_is_dead(corpus: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    halt = When(
-        lambda: (out / "run.json").is_file() and last_step(out) >= 1,
-        lambda: [os.kill(pid, signal.SIGSTOP) for pid in index_pids(out, 1)],
-    )
-    train(corpus, out, resolve("negatives.schedule=eager", "cluster.workers=1", "optim.epochs=4"))
-    halt.close()
-    assert halt.done
-    records = [record for record in read_records(out / "metrics.jsonl") if "loss" in record]
-    assert {record["negatives_version"] for record in records[-20:]} == {None}, (
+    config = resolve("negatives.schedule=eager", "optim.epochs=4")
+    opened = Corpus.open(corpus)
+    with run_with_pool(tmp_path / "run", config, opened) as run:
+        for pid in index_pids(run.id, 1):
+            os.kill(pid, signal.SIGSTOP)
+        result = train_with_pool(run, opened)
+    records = [record for record in read_records(run.path / "metrics.jsonl") if "loss" in record]
+    assert {record["negatives_version"] for record in records} == {None}, (
         "a version that nothing could finish was used"
     )
-    assert records[-1]["step"] == int(Run.open(out).result()["steps"])
+    assert records[-1]["step"] == result["steps"]

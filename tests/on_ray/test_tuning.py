@@ -80,9 +80,11 @@ def test_sweep_killed_and_restored(
     other_driver: dict[str, str],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The driver is killed when two trials have ended and a third is on its way; the same command ends the sweep."""
-    two_at_once = ["--set", "cluster.cpus_per_worker=2", "--set", "cluster.threads_per_process=1"]
-    options = ["--trials", "3", "--scheduler", "none", "--keep", "3", *two_at_once]
+    """The driver is killed when a trial has ended and a second is on its way; the same command ends
+    the sweep.
+    """
+    one_by_one = ["--set", "cluster.cpus_per_worker=4", "--set", "cluster.threads_per_process=1"]
+    options = ["--trials", "2", "--scheduler", "none", "--keep", "2", *one_by_one]
     words = command(corpus, tmp_path, *options, epochs=6)
     sweep = tmp_path / "sweep"
 
@@ -96,7 +98,7 @@ def test_sweep_killed_and_restored(
             for path in (sweep / "trials").glob("[0-9]*")
             if not (path / "result.json").exists()
         ]
-        return len(ended()) >= 2 and any(last_step(run) >= 20 for run in runs)
+        return len(ended()) >= 1 and any(last_step(run) >= 20 for run in runs)
 
     def strike() -> None:
         # Alone, a trial's process would go on for a while, even to its end.
@@ -109,15 +111,15 @@ def test_sweep_killed_and_restored(
     assert driver.wait() == -signal.SIGKILL
     watcher.close()
     before = ended()
-    assert len(before) == 2
+    assert len(before) == 1
     assert cli.main(words) == 0
     after = ended()
-    assert len(after) == 3
+    assert len(after) == 2
     assert {name: after[name] for name in before} == before, (
         "a trial that had ended was touched again"
     )
     tuned = Sweep.open(sweep)
-    assert [trial.state for trial in tuned.trials()] == ["finished"] * 3
+    assert [trial.state for trial in tuned.trials()] == ["finished"] * 2
     for trial in tuned.trials():
         result = Run.open(tuned.run_path(trial.number)).result()
         assert result is not None
@@ -129,7 +131,7 @@ def test_sweep_killed_and_restored(
         for t in tuned.trials()
         if Run.open(tuned.run_path(t.number)).result()["steps_here"] < t.steps
     ]  # type: ignore[index]
-    assert resumed, "the third trial began anew instead of from its checkpoint"
+    assert resumed, "the second trial began anew instead of from its checkpoint"
     number = resumed[0]
     config = tuned.config.resolve(
         tuned.trial(number).values, {"workers": 0, "device": "cpu", "threads_per_process": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import resource
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import uvicorn
 from served import ADMIN, TOKEN
 
 from xmcray.errors import ResourceError
@@ -90,6 +92,8 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEAD_S", "LINGER_S"):
         monkeypatch.setattr(connections, name, 0.2)
+    # By default, uvicorn waits 5 s for the next request.
+    monkeypatch.setattr(uvicorn, "Config", functools.partial(uvicorn.Config, timeout_keep_alive=1))
 
 
 def test_an_endless_header_ends_at_its_limit(tmp_path: Path) -> None:
