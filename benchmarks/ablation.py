@@ -193,13 +193,7 @@ def settings(job: Job, epochs: int, arguments: argparse.Namespace) -> RunConfig:
         f"optim.seed={job.seed}",
         f"negatives.start_epoch={start}",
         f"negatives.hard={base.negatives.hard or DEFAULT_HARD}",
-        "data.validation=0",
-        "cluster.workers=0",
-        "cluster.device=cpu",
-        f"cluster.threads_per_process={arguments.threads}",
-        "log.validate_every=0",
-        "log.keep=1",
-        f"log.checkpoint_every={10**9}",
+        *data_sets.measured_settings(arguments.threads),
         *arguments.override,
     ]
     lines = {**VARIANTS, **GRID}[job.variant]

@@ -95,6 +95,21 @@ def preset(name: str, overrides: Sequence[str] = (), method: str = "astra") -> R
     return RunConfig.resolve(method, values, overrides)
 
 
+def measured_settings(threads: int) -> list[str]:
+    """Settings of a training that is measured: in this process, on all training queries, and without
+    pauses for validation and checkpoints.
+    """
+    return [
+        "data.validation=0",
+        "cluster.workers=0",
+        "cluster.device=cpu",
+        f"cluster.threads_per_process={threads}",
+        "log.validate_every=0",
+        "log.keep=1",
+        f"log.checkpoint_every={10**9}",
+    ]
+
+
 def fingerprint(config: RunConfig, corpus: Corpus) -> str:
     """Names a training: equal for equal settings and data, on any machine.
 

@@ -154,13 +154,7 @@ def config_of(
     """A preset under the settings of a variant."""
     overrides = [
         f"optim.seed={seed}",
-        "data.validation=0",
-        "cluster.workers=0",
-        "cluster.device=cpu",
-        f"cluster.threads_per_process={arguments.threads}",
-        "log.validate_every=0",
-        "log.keep=1",
-        f"log.checkpoint_every={10**9}",
+        *data_sets.measured_settings(arguments.threads),
         f"negatives.max_relative_score={VARIANTS[variant]}",
     ]
     if arguments.epochs:

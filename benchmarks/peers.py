@@ -180,13 +180,7 @@ def method_measured(job: Job, threads: int) -> tuple[Evaluation, float]:
     epochs = data_sets.preset(name, method=job.system).optim.epochs
     lines = [
         f"optim.epochs={max(1, round(job.budget * epochs))}",
-        "data.validation=0",
-        "cluster.workers=0",
-        "cluster.device=cpu",
-        f"cluster.threads_per_process={threads}",
-        "log.validate_every=0",
-        "log.keep=1",
-        f"log.checkpoint_every={10**9}",
+        *data_sets.measured_settings(threads),
     ]
     config = data_sets.preset(name, lines, job.system)
     with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:

@@ -169,13 +169,8 @@ class Training:
     def config(self, seed: int) -> RunConfig:
         common = [
             f"optim.seed={seed}",
-            "data.validation=0",
-            "cluster.workers=0",
+            *data_sets.measured_settings(torch.get_num_threads()),
             f"cluster.device={'auto' if self.full else 'cpu'}",
-            f"cluster.threads_per_process={torch.get_num_threads()}",
-            "log.validate_every=0",
-            "log.keep=1",
-            f"log.checkpoint_every={10**9}",
         ]
         values = preset_values(self.preset) if self.preset else {}
         settings = self.settings(seed) if callable(self.settings) else self.settings
