@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -90,12 +90,9 @@ def prepare(
         StorageError: `out` exists, or the disk is full.
     """
     if isinstance(source, Mapping):
-        with tempfile.TemporaryDirectory(prefix="xmcray.") as folder:
-            # The name is part of the card, so it must not be random.
-            tables = Path(folder) / "tables"
-            _write_tables(source, tables)
+        with _raw_tables(source) as folder:
             return prepare(
-                tables,
+                folder,
                 out,
                 append_to=append_to,
                 format="parquet",
@@ -108,37 +105,46 @@ def prepare(
     from xmcray.data.regroup import is_corpus, regroup
     from xmcray.storage import refuse_existing
 
-    source_path = Path(source)
-    if str(source).startswith(hub.PREFIX):
-        source_path = hub.downloaded_folder(str(source))
-        # The folder of the download is named by a commit.
-        if append_to is None:
-            name = name or hub.HubPath.parse(str(source)).repo_id.split("/")[1]
+    is_on_hub = str(source).startswith(hub.PREFIX)
+    folder = hub.downloaded_folder(str(source)) if is_on_hub else Path(source)
     new_corpus = os.fspath(out)
     given = {"format": format, "name": name, **options}
     if append_to is not None:
-        return _append(source_path, new_corpus, os.fspath(append_to), given, progress)
-    if is_corpus(source_path):
+        return _append(folder, new_corpus, os.fspath(append_to), given, progress)
+    if is_corpus(folder):
         _refuse_options(given, (), f"is for raw files, but {source} is a corpus")
-        return regroup(source_path, new_corpus)
-    raw = detect(source_path, format)
+        return regroup(folder, new_corpus)
+    raw = detect(folder, format)
     refuse_existing(new_corpus)
     # Ray is imported once the arguments are known to be right.
     from xmcray.data import pipeline
 
-    # The absolute path, because "." has no name.
-    corpus_name = name or source_path.absolute().name
+    name = name or _name_of(source)
     return pipeline.prepare(
-        raw, new_corpus, name=corpus_name, licence=licence, progress=progress, **options
+        raw, new_corpus, name=name, licence=licence, progress=progress, **options
     )
 
 
-def _write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
-    """Writes tables as the raw files of a data set."""
-    folder.mkdir()
-    for name, table in tables.items():
-        configs.check_choice("a table", name, _TABLES)
-        table.to_parquet(folder / f"{name}.parquet", index=False)
+@contextlib.contextmanager
+def _raw_tables(tables: Mapping[str, pd.DataFrame]) -> Iterator[Path]:
+    """A folder with tables as the raw files of a data set; removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="xmcray.") as temporary:
+        # The name is part of the card, so it must not be random.
+        folder = Path(temporary) / "tables"
+        folder.mkdir()
+        for name, table in tables.items():
+            configs.check_choice("a table", name, _TABLES)
+            table.to_parquet(folder / f"{name}.parquet", index=False)
+        yield folder
+
+
+def _name_of(source: Location) -> str:
+    """The name of a data set: of its repository on the hub, or of its folder."""
+    if str(source).startswith(hub.PREFIX):
+        # The folder of the download is named by a commit.
+        return hub.HubPath.parse(str(source)).repo_id.split("/")[1]
+    # The absolute path, because "." has no name.
+    return Path(source).absolute().name
 
 
 def _append(
@@ -306,14 +312,7 @@ def evaluate(
     origin = os.fspath(path)
     kind = kind_of(origin)
     if predictions is not None:
-        from xmcray import storage
-
-        if kind == "predictions":
-            raise ConfigError(
-                f"predictions: {origin} already holds the answers; name a run or a bundle"
-            )
-        # A file that cannot be written is refused before anything is measured.
-        storage.check_file(predictions)
+        _check_answers_file(predictions, origin, kind)
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting
     from xmcray.training import outcome
@@ -345,6 +344,17 @@ def evaluate(
     if run and split == "test" and not exact and rerank is None:
         outcome.record(run, corpus, evaluation)
     return evaluation
+
+
+def _check_answers_file(predictions: str, origin: str, kind: str) -> None:
+    """Refuses a file for answers that cannot be written, before anything is measured."""
+    from xmcray import storage
+
+    if kind == "predictions":
+        raise ConfigError(
+            f"predictions: {origin} already holds the answers; name a run or a bundle"
+        )
+    storage.check_file(predictions)
 
 
 def _query_attributes(path: Location) -> Mapping[str, Mapping[str, Any]]:
