@@ -1,7 +1,7 @@
 """A tool `search` for programs that speak the Model Context Protocol (MCP), in front of a running server.
 
 Over stdio the program starts this process, which has a reader's token. Over HTTP each request
-brings its own token, which is sent on: the port gives no one rights.
+brings its own token, which is sent on, so access to the port alone gives no rights.
 """
 
 from __future__ import annotations

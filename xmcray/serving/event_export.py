@@ -131,8 +131,8 @@ def export_events(
     folder = Path(state_dir) / folder_name(model)
     reading = _Reading(folder, model, after, {**GRADES, **(grades or {})}, texts)
     reading.read()
-    gone = removed_labels(folder / LABELS, model)
-    queries = _liked(reading.queries.values(), gone)
+    removed = removed_labels(folder / LABELS, model)
+    queries = _without_removed(reading.queries.values(), removed)
     if not queries:
         raise NoFeedbackError(
             f"{folder / EVENTS} has no label that users liked after event {after}, expected some;"
@@ -145,10 +145,11 @@ def export_events(
             rows = [query.row() for query in queries if _split(query.text, hold_out) == split]
             num_rows[split] = _write(target / f"{split}.jsonl", rows)
         label_rows = {}
-        for uid in (uid for query in queries for uid in query.relevance):
-            is_known = uid in corpus_labels
-            label_rows[uid] = {"uid": uid, "text": "" if is_known else reading.label_texts[uid]}
-        _write(target / REMOVED_UIDS, [{"uid": uid} for uid in sorted(gone)])
+        for query in queries:
+            for uid in query.relevance:
+                text = "" if uid in corpus_labels else reading.label_texts[uid]
+                label_rows[uid] = {"uid": uid, "text": text}
+        _write(target / REMOVED_UIDS, [{"uid": uid} for uid in sorted(removed)])
         exported = Exported(
             first=after + 1,
             last=reading.last,
@@ -161,12 +162,13 @@ def export_events(
     return exported
 
 
-def _liked(queries: Iterable[GradedQuery], gone: Container[str]) -> list[GradedQuery]:
-    """The queries with a label that users liked and that is still there."""
+def _without_removed(queries: Iterable[GradedQuery], removed: Container[str]) -> list[GradedQuery]:
+    """Takes removed labels out of queries; returns the queries that still have a liked label."""
     liked = []
     for query in queries:
-        for uid in [uid for uid in query.relevance if uid in gone]:
-            del query.relevance[uid]
+        for uid in list(query.relevance):
+            if uid in removed:
+                del query.relevance[uid]
         if query.relevance:
             liked.append(query)
     return liked
@@ -199,6 +201,9 @@ class _Reading:
         self._grades = grades
         self._texts = texts
         self._unknown: set[tuple[str, int]] = set()
+        # Number and event of the newest search of each request id that has feedback.
+        self._searches: dict[str, tuple[int, Mapping[str, Any]]] = {}
+        self._text_by_hash: dict[str, str] = {}
 
     @property
     def num_unknown(self) -> int:
@@ -208,39 +213,48 @@ class _Reading:
     def read(self) -> None:
         """Reads all events, in order."""
         requests = self._requests_with_feedback()
-        texts = self._texts_by_hash()
-        # Number and event of the newest search of each request id.
-        searches: dict[str, tuple[int, Mapping[str, Any]]] = {}
+        self._text_by_hash = self._hashed_texts()
         for at, number, event in self._events():
             request = str(event["request"])
             if event["kind"] == "search":
                 if request in requests:
-                    searches[request] = (number, event)
-                continue
-            if number <= self._after:
-                continue
-            self.label_texts[event["label"]] = event["label_text"]
-            place = int(event["text"])
-            if request not in searches:
-                self._unknown.add((request, place))
-                continue
-            search_number, search = searches[request]
-            key = (search_number, place)
-            if key not in self.queries:
-                text = search["texts"][place]
-                if search.get("redacted"):
-                    text = texts.get(text)
-                if text is None:
-                    self._unknown.add((request, place))
-                    continue
-                self.queries[key] = GradedQuery(
-                    uid=f"{request}:{place}:{number}",
-                    text=text,
-                    version=search["version"],
-                    at=at,
-                    shown=search["answers"][place],
-                )
-            self.queries[key].add(event["label"], event["event"], self._grades)
+                    self._searches[request] = (number, event)
+            elif number > self._after:
+                self.label_texts[event["label"]] = event["label_text"]
+                query = self._query_of(event, number, at)
+                if query is None:
+                    self._unknown.add((request, int(event["text"])))
+                else:
+                    query.add(event["label"], event["event"], self._grades)
+
+    def _query_of(self, feedback: Mapping[str, Any], number: int, at: float) -> GradedQuery | None:
+        """The query that feedback is about, made at its first feedback; None if it is not known.
+
+        Args:
+            feedback: the event.
+            number: of the event.
+            at: its Unix time, seconds.
+        """
+        request = str(feedback["request"])
+        place = int(feedback["text"])
+        if request not in self._searches:
+            return None
+        search_number, search = self._searches[request]
+        key = (search_number, place)
+        if key not in self.queries:
+            text = search["texts"][place]
+            if search.get("redacted"):
+                text = self._text_by_hash.get(text)
+            if text is None:
+                return None
+            self.queries[key] = GradedQuery(
+                uid=f"{request}:{place}:{number}",
+                text=text,
+                version=search["version"],
+                at=at,
+                shown=search["answers"][place],
+            )
+        return self.queries[key]
 
     def _events(self) -> Iterator[tuple[float, int, Mapping[str, Any]]]:
         """Time, number and content of each event."""
@@ -256,13 +270,12 @@ class _Reading:
                 requests.add(str(event["request"]))
         return requests
 
-    def _texts_by_hash(self) -> dict[str, str]:
-        by_hash: dict[str, str] = {}
-        if self._texts:
-            key = redaction_key(self._folder)
-            for text in self._texts:
-                by_hash[keyed_hash(text, key)] = text
-        return by_hash
+    def _hashed_texts(self) -> dict[str, str]:
+        """The texts that redacted searches may have had, by hash."""
+        if not self._texts:
+            return {}
+        key = redaction_key(self._folder)
+        return {keyed_hash(text, key): text for text in self._texts}
 
 
 def _split(text: str, hold_out: float) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from xmcray import storage
 from xmcray.errors import StorageError, one_line
@@ -52,18 +52,25 @@ class _Feedback:
     number: Future[int]
 
 
+class _LoggedSearch(NamedTuple):
+    """What feedback has to fit: the number of the search's event, and how many texts it has."""
+
+    number: int
+    num_texts: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """Events that are written together.
 
     Attributes:
         events: as they are stored.
-        searches: see `EventLog._searches`.
+        searches: those among them, by request id.
         acknowledged: the feedback among them, with the numbers of its events.
     """
 
     events: list[SearchEvent | FeedbackEvent] = field(default_factory=list)
-    searches: dict[str, tuple[int, int]] = field(default_factory=dict)
+    searches: dict[str, _LoggedSearch] = field(default_factory=dict)
     acknowledged: list[tuple[_Feedback, int]] = field(default_factory=list)
 
 
@@ -104,8 +111,8 @@ class EventLog:
         self._is_urgent = False
         self._logged = ""
         self._changed = threading.Condition()
-        # Request id -> number of the search's event, and how many texts it has.
-        self._searches: dict[str, tuple[int, int]] = {}
+        # By request id, the oldest first.
+        self._searches: dict[str, _LoggedSearch] = {}
         with contextlib.ExitStack() as stack, storage.disk_errors(folder):
             storage.make_folder(folder)
             # The system ends this lock when the process dies.
@@ -193,12 +200,13 @@ class EventLog:
                 self._searches = {**self._searches_in(file), **self._searches}
         self._remove_old(now)
 
-    def _searches_in(self, file: EventFile) -> dict[str, tuple[int, int]]:
+    def _searches_in(self, file: EventFile) -> dict[str, _LoggedSearch]:
         searches = {}
         for line in file_lines(file, self._model, has_writer=file == self._file):
             for number, event in enumerate(line.operations, line.first):
                 if event["kind"] == "search":
-                    searches[str(event["request"])] = (number, len(event["texts"]))
+                    search = _LoggedSearch(number, len(event["texts"]))
+                    searches[str(event["request"])] = search
         return searches
 
     def _run(self) -> None:
@@ -231,9 +239,9 @@ class EventLog:
             self._fail(entries, error)
             return
         self._num_written += len(batch.events)
-        for search in batch.searches:
+        for request in batch.searches:
             # A request id that comes again names the newer search, which also comes last.
-            self._searches.pop(search, None)
+            self._searches.pop(request, None)
         self._searches |= batch.searches
         while len(self._searches) > MAX_REQUESTS:
             # Dictionaries keep the order of insertion: the first one is the oldest.
@@ -247,13 +255,14 @@ class EventLog:
         for entry in entries:
             number = self._database.last + len(batch.events) + 1
             if isinstance(entry, SearchEvent):
-                search = self._stored(entry)
-                batch.searches[search.request] = (number, len(search.texts))
-                batch.events.append(search)
+                stored = self._stored(entry)
+                batch.searches[stored.request] = _LoggedSearch(number, len(stored.texts))
+                batch.events.append(stored)
                 continue
             feedback = self._stored(entry.event)
-            known = batch.searches.get(feedback.request) or self._searches.get(feedback.request)
-            problem = self._problem(entry.event, known)
+            request = feedback.request
+            search = batch.searches.get(request) or self._searches.get(request)
+            problem = self._problem(entry.event, search)
             if problem is None:
                 batch.events.append(feedback)
                 batch.acknowledged.append((entry, number))
@@ -264,17 +273,19 @@ class EventLog:
     def _stored(self, event: EventT) -> EventT:
         return event if self._key is None else redacted(event, self._key)
 
-    def _problem(self, event: FeedbackEvent, search: tuple[int, int] | None) -> ProblemError | None:
-        """Why feedback is refused, if it is; `search`: number and texts of the search's event."""
-        if search is None or search[0] <= self._begin:
+    def _problem(self, event: FeedbackEvent, search: _LoggedSearch | None) -> ProblemError | None:
+        """Why feedback is refused, if it is; `search` is the one that it names."""
+        if search is None or search.number <= self._begin:
             return ProblemError(
                 "not-found",
                 f"no search {event.request!r} of this model is in the event log: it was dropped,"
                 " is too old, or was answered before events were collected",
             )
-        if event.text >= search[1]:
-            message = f"text is {event.text}, but the search has {search[1]} texts, counted from 0"
-            return ProblemError("invalid", message)
+        if event.text >= search.num_texts:
+            return ProblemError(
+                "invalid",
+                f"text is {event.text}, but the search has {search.num_texts} texts, counted from 0",
+            )
         return None
 
     def _fail(self, entries: Sequence[SearchEvent | _Feedback], error: Exception) -> None:

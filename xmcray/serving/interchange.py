@@ -119,7 +119,7 @@ class RerankResponse(BaseModel):
 
 
 class RankedText(BaseModel):
-    """As `RankedDocument`."""
+    """A text of `texts` by its place there, with its score as in `RankedDocument`."""
 
     index: int
     score: float
