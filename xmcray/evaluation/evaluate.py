@@ -153,12 +153,8 @@ def evaluate(
     metrics = Metrics(train_counts, num_train, a, b, len(train_counts))
     reliability = Reliability(len(train_counts))
     graded = GradedNdcg()
-
-    def graded_truth(rows: Int64Array) -> tuple[Ragged, Float64Array | None]:
-        return truth(rows), None if grades is None else grades(rows)
-
     sums = (metrics, reliability, graded)
-    query_ids = _measure(sums, search, graded_truth, num_queries, chunk, progress)
+    query_ids = _measure(sums, search, truth, grades, num_queries, chunk, progress)
     values = {**metrics.result(), **graded.result()}
     per_query = metrics.per_query()
     index_recall = None
@@ -183,7 +179,8 @@ def evaluate(
 def _measure(
     sums: tuple[Metrics, Reliability, GradedNdcg],
     search: Search,
-    graded_truth: Callable[[Int64Array], tuple[Ragged, Float64Array | None]],
+    truth: Truth,
+    grades: Grades | None,
     num_queries: int,
     chunk: int,
     progress: Callable[[int], None] | None,
@@ -199,11 +196,11 @@ def _measure(
             raise DataError(
                 f"the search returned {top.width} answers per query, expected {width}; raise its k"
             )
-        positives, grades = graded_truth(rows)
+        positives = truth(rows)
         counted = metrics.update(top, positives)
         reliability.update(top, positives)
         if grades is not None:
-            graded.update(top, positives, grades)
+            graded.update(top, positives, grades(rows))
         counted_rows.append(rows[counted])
         if progress is not None:
             progress(int(rows[-1]) + 1)

@@ -88,17 +88,7 @@ def train(
         XmcrayError: the user's mistakes.
         Terminated: SIGTERM came; a checkpoint holds what was trained.
     """
-    if is_url(out):
-        raise ConfigError(
-            f"--out {out} is a URL; a run is written to a folder (on a cluster: one that all nodes share)"
-        )
-    if refit and not config.data.validation:
-        raise ConfigError(
-            "--refit chooses the number of epochs on held-out queries, but data.validation is 0; raise it"
-        )
-    trackers.check(config.log.track)
-    stored_texts = [str(corpus), *credentials.texts(config.to_dict())]
-    credentials.refuse(stored_texts, "what the run would keep")
+    _refuse_mistakes(corpus, out, config, refit)
     path = Path(out).absolute()
     opened = Corpus.open(corpus)
     if config.negatives.teacher:
@@ -124,6 +114,21 @@ def train(
         _train_one(run, opened, watch)
         run.remove_vectors()  # the selection has used the same folder
     return run
+
+
+def _refuse_mistakes(corpus: str | Path, out: str | Path, config: RunConfig, refit: bool) -> None:
+    """Raises ConfigError for what is known to be wrong before anything is opened."""
+    if is_url(out):
+        raise ConfigError(
+            f"--out {out} is a URL; a run is written to a folder (on a cluster: one that all nodes share)"
+        )
+    if refit and not config.data.validation:
+        raise ConfigError(
+            "--refit chooses the number of epochs on held-out queries, but data.validation is 0; raise it"
+        )
+    trackers.check(config.log.track)
+    stored_texts = [str(corpus), *credentials.texts(config.to_dict())]
+    credentials.refuse(stored_texts, "what the run would keep")
 
 
 def _begin(path: Path, config: RunConfig, corpus: Corpus, source: Run | None) -> Run:

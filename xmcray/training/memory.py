@@ -56,10 +56,7 @@ def memory_bundle(
     model, head = open_encoder(encoder, corpus)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     query_encoder = QueryEncoder(
-        model.to(device),
-        head.to(device),
-        corpus.tokenizer(),
-        normalised=True,
+        model.to(device), head.to(device), corpus.tokenizer(), normalised=True
     )
     encode = _CountingEncoder(query_encoder, progress)
     blocks = _label_blocks(corpus.card.num_labels)
@@ -67,6 +64,8 @@ def memory_bundle(
     train = corpus.split("train")
     spec = IndexSpec()
     held_out = _held_out(encoder)
+    relevance = relevance_of(held_out, corpus)
+    about = {"encoder": encoder, "corpus": corpus.card.name, "corpus_sha256": corpus.sha256}
     # The generators read a block at a time while the bundle is written, so memory stays bounded.
     # Uids and texts are by source id, vectors by internal id.
     bundles.write_bundle(
@@ -79,21 +78,10 @@ def memory_bundle(
         label_order,
         (encode(model.as_labels(corpus.label_tokens(label_order[block]))) for block in blocks),
         spec,
-        about={
-            "encoder": encoder,
-            "corpus": corpus.card.name,
-            "corpus_sha256": corpus.sha256,
-            **held_out,
-        },
+        about={**about, **held_out},
         method="memory",
         queries=encode(train.tokens(_sample_rows(len(train)))),
-        predictor=remember(
-            train,
-            encode,
-            config or MemoryConfig(),
-            spec,
-            relevance=relevance_of(held_out, corpus),
-        ),
+        predictor=remember(train, encode, config or MemoryConfig(), spec, relevance=relevance),
         threads=1,
         removed=corpus.removed_labels,
     )
