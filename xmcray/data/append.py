@@ -201,12 +201,10 @@ def match_labels(corpus: Corpus, new: RawFiles, skip: bool) -> Int64Array:
     new_labels = {label.uid: label for label in new.labels(rejects)}
     label_ids = np.full(len(new_labels) + rejects.count, -1, np.int64)
     num_labels = corpus.card.num_labels
-    for start in range(0, num_labels, _ROWS_AT_ONCE):
-        source_ids = np.arange(start, min(start + _ROWS_AT_ONCE, num_labels))
-        for source_id, uid in zip(source_ids.tolist(), corpus.label_uids(source_ids), strict=True):
-            label = new_labels.get(uid)
-            if label is not None:
-                label_ids[label.row] = source_id
+    for source_id, uid in _labels_by_id(corpus):
+        label = new_labels.get(uid)
+        if label is not None:
+            label_ids[label.row] = source_id
     _check_texts(corpus, new, new_labels, label_ids)
     is_new = label_ids < 0
     label_ids[is_new] = np.arange(num_labels, num_labels + is_new.sum())
@@ -233,10 +231,21 @@ def _check_texts(
 def _uid_hashes(split: Split) -> set[int]:
     """Hashes of the uids of all rows, which take a third of the memory of the uids."""
     hashes: set[int] = set()
-    for start in range(0, len(split), _ROWS_AT_ONCE):
-        rows = np.arange(start, min(start + _ROWS_AT_ONCE, len(split)))
+    for rows in _row_blocks(len(split)):
         hashes.update(map(hash, split.uids(rows)))
     return hashes
+
+
+def _labels_by_id(corpus: Corpus) -> Iterator[tuple[int, str]]:
+    """Source id and uid of each label of a corpus."""
+    for source_ids in _row_blocks(corpus.card.num_labels):
+        yield from zip(source_ids.tolist(), corpus.label_uids(source_ids), strict=True)
+
+
+def _row_blocks(num_rows: int) -> Iterator[Int64Array]:
+    """Rows 0 .. num_rows - 1, some at a time."""
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        yield np.arange(start, min(start + _ROWS_AT_ONCE, num_rows))
 
 
 def settings_of(card: Card, on_error: Literal["fail", "skip"]) -> PrepareConfig:
@@ -320,8 +329,7 @@ def continued_writer(
 def _add_keys(writer: CorpusWriter, corpus: Corpus, split: str) -> None:
     """Adds the keys of the texts that the writer has counted."""
     num_rows = writer.num_rows[split]
-    for start in range(0, num_rows, _ROWS_AT_ONCE):
-        rows = np.arange(start, min(start + _ROWS_AT_ONCE, num_rows))
+    for rows in _row_blocks(num_rows):
         is_label = split == "labels"
         texts = corpus.label_texts(rows) if is_label else corpus.split(split).texts(rows)
         writer.keys.add(keys_by_name(split, texts))
@@ -337,11 +345,9 @@ def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
         uids = {str(json.loads(line)["uid"]) for line in lines if line}
     removed_ids = set(corpus.removed_labels.tolist())
     num_labels = corpus.card.num_labels
-    for start in range(0, num_labels, _ROWS_AT_ONCE):
-        source_ids = np.arange(start, min(start + _ROWS_AT_ONCE, num_labels))
-        for source_id, uid in zip(source_ids.tolist(), corpus.label_uids(source_ids), strict=True):
-            if uid in uids:
-                removed_ids.add(source_id)
+    for source_id, uid in _labels_by_id(corpus):
+        if uid in uids:
+            removed_ids.add(source_id)
     if len(removed_ids) == num_labels:
         raise DataError(f"{path} names all labels of {corpus.path}, expected some to be left")
     return np.array(sorted(removed_ids), np.int64)
@@ -382,8 +388,7 @@ def _num_tokens(corpus: Corpus, split: str, num_rows: int) -> int:
 
 def _count_positives(counts: Int64Array, split: Split, num_rows: int) -> None:
     """Adds to `counts` the first rows of a split that carry each label."""
-    for start in range(0, num_rows, _ROWS_AT_ONCE):
-        rows = np.arange(start, min(start + _ROWS_AT_ONCE, num_rows))
+    for rows in _row_blocks(num_rows):
         counts += np.bincount(split.positives(rows).values, minlength=len(counts))
 
 
