@@ -72,9 +72,8 @@ def prepare(
 
     Args:
         source: folder of raw files, also hf://datasets/OWNER/NAME; or tables by name: "labels"
-            (uid, text), "train" and perhaps "test" (uid, text, labels: lists of label uids). A
-            corpus of an older release is written anew with few large files. Ray reads tables from
-            a temporary folder, so they are for one machine.
+            (uid, text), "train" and perhaps "test" (uid, text, labels: lists of label uids), on one
+            machine. A corpus of an older release is written anew with few large files.
         out: folder or URL to write.
         append_to: corpus whose rows come first; labels are matched by uid.
         format: layout of the raw files; detected if not given.
@@ -107,22 +106,20 @@ def prepare(
 
     is_on_hub = str(source).startswith(hub.PREFIX)
     folder = hub.downloaded_folder(str(source)) if is_on_hub else Path(source)
-    new_corpus = os.fspath(out)
+    target = os.fspath(out)
     given = {"format": format, "name": name, **options}
     if append_to is not None:
-        return _append(folder, new_corpus, os.fspath(append_to), given, progress)
+        return _append(folder, target, os.fspath(append_to), given, progress)
     if is_corpus(folder):
         _refuse_options(given, (), f"is for raw files, but {source} is a corpus")
-        return regroup(folder, new_corpus)
+        return regroup(folder, target)
     raw = detect(folder, format)
-    refuse_existing(new_corpus)
+    refuse_existing(target)
     # Ray is imported once the arguments are known to be right.
     from xmcray.data import pipeline
 
     name = name or _name_of(source)
-    return pipeline.prepare(
-        raw, new_corpus, name=name, licence=licence, progress=progress, **options
-    )
+    return pipeline.prepare(raw, target, name=name, licence=licence, progress=progress, **options)
 
 
 @contextlib.contextmanager
@@ -331,13 +328,9 @@ def evaluate(
 
         run = Run.open(origin) if kind == "run" else None
         bundle = outcome.bundle_of(run, corpus) if run else origin
+        retriever = Retriever.load(bundle).reranked_by(rerank)
         evaluation = outcome.measure_bundle(
-            Retriever.load(bundle).reranked_by(rerank),
-            corpus,
-            split,
-            exact=exact,
-            predictions=predictions,
-            progress=count,
+            retriever, corpus, split, exact=exact, predictions=predictions, progress=count
         )
     evaluation = _sliced(evaluation, corpus.split(split), attributes)
     # The run keeps what its bundle answers by default, and only about the test split.

@@ -136,11 +136,7 @@ def predict(
     if workers is not None:
         check_range("workers", workers, 1)
     files = find_queries(queries)
-    reranker = None
-    if rerank is not None:
-        from xmcray.retrieval.reranker import Reranker  # its library takes seconds to import
-
-        reranker = (rerank, Reranker.load(rerank).sha256)
+    reranker = None if rerank is None else (rerank, _reranker_sha256(rerank))
     job, num_labels = _job(bundle, files, k, settings, texts, min_probability, reranker, chunk_rows)
     about: dict[str, Any] = {**job.to_json(), "command": "predict", "num_labels": num_labels}
     with PredictionWork.opened(out, job.to_json()) as work:
@@ -156,6 +152,12 @@ def predict(
             write_predictions(target / "predictions.npz", answers, num_labels)
         work.remove()
     return end.rows
+
+
+def _reranker_sha256(path: str) -> str:
+    from xmcray.retrieval.reranker import Reranker  # its library takes seconds to import
+
+    return Reranker.load(path).sha256
 
 
 def _job(

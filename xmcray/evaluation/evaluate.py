@@ -157,9 +157,6 @@ def evaluate(
     query_ids = _measure(sums, search, truth, grades, num_queries, chunk, progress)
     values = {**metrics.result(), **graded.result()}
     per_query = metrics.per_query()
-    index_recall = None
-    if exact is not None:
-        index_recall = _index_recall(search, exact, num_queries, exact_sample, seed, chunk)
     return Evaluation(
         metrics=values,
         queries=metrics.queries,
@@ -169,7 +166,7 @@ def evaluate(
         intervals=bootstrap_intervals(per_query, resamples, seed) if resamples else {},
         segments=_segments(metrics, values),
         deciles=_deciles(metrics),
-        index_recall=index_recall,
+        index_recall=_index_recall(search, exact, num_queries, exact_sample, seed, chunk),
         calibration=reliability.result(),
         query_ids=query_ids,
         per_query=per_query,
@@ -415,13 +412,17 @@ def _deciles(metrics: Metrics) -> list[dict[str, Any]]:
 
 def _index_recall(
     search: Search,
-    exact: Search,
+    exact: Search | None,
     num_queries: int,
     sample: int,
     seed: int,
     chunk: int,
-) -> dict[str, float]:
-    """Share of the exact first k answers among the index's own first k, on a seeded sample."""
+) -> dict[str, float] | None:
+    """Share of the exact first k answers among the index's own first k, on a seeded sample; None
+    without an exact search.
+    """
+    if exact is None:
+        return None
     generator = np.random.default_rng(seed)
     drawn = generator.choice(num_queries, min(sample, num_queries), replace=False)
     # Sorted, because neighbouring rows are read faster.
