@@ -1,0 +1,200 @@
+"""What are side vectors worth where they say something about the labels, and what do they cost where they are noise?
+
+    python benchmarks/side_vectors.py                               # prints what is to be done, then trains
+    python benchmarks/side_vectors.py --presets dexml/sample --seeds 3              # a part
+    python benchmarks/side_vectors.py --presets dexml/sample --seeds 1 --epochs 2 --out /dev/null
+
+Planted vectors: each label has a random direction, and each query the direction of the sum of its labels', both with
+noise. Noise vectors are noise alone. All trainings of a preset differ in vectors, `encoder.side` and seed. With `ignore`
+nothing depends on the vectors, so it is trained once for both kinds.
+
+A result is one JSON file in the cache, so the command can be stopped at any time and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+import data_sets
+import torch
+from ablation import METRICS, Result, measured, spread
+from common import refuse_if_busy, write_table
+from planted import write_side_vectors
+
+from xmcray.data.corpus import Corpus
+from xmcray.data.sample import write_sample
+from xmcray.training.run import RunConfig
+
+PRESETS = ("dexml/sample", "astra/sample", "dexml/cdnjs-keywords", "astra/cdnjs-keywords")
+WIDTH = 64
+NOISE = 0.5  # expected length of the noise, next to a direction of length 1
+WITHOUT = "none"
+PLANTED = "planted"
+ONLY_NOISE = "noise"
+WANTED = {PLANTED: "at least + 5", ONLY_NOISE: "within ± 0.3"}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    load = refuse_if_busy(arguments.anyway)
+    torch.set_num_threads(arguments.threads)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    rows: list[list[object]] = []
+    notes = []
+    for preset in arguments.presets:
+        results = results_of(preset, arguments, deadline)
+        if results is None:
+            continue
+        for vectors, by_seed in results.items():
+            rows.append(table_row(preset, vectors, by_seed))
+        notes += differences(preset, results)
+    notes += [
+        f"side vectors of width {WIDTH}, noise of length {NOISE}; committed presets; percent on the"
+        " whole test split, exact search; mean over seeds with its 95 % interval (Student's t);"
+        " differences are paired by seed",
+        load,
+    ]
+    header = ["preset", "side vectors", "seeds", *METRICS, "CPU minutes"]
+    write_table(arguments.out, "Side vectors: planted, and noise", header, rows, notes)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS), metavar="METHOD/PRESET")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, help="instead of the preset's")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="start no training after so many"
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, default=Path("side_vectors.md"))
+    parser.add_argument("--anyway", action="store_true", help="train on a busy machine")
+    return parser.parse_args()
+
+
+# --- data
+
+
+def sided_corpus(name: str, vectors: str) -> Corpus | None:
+    """A corpus with side vectors; None if this machine lacks the data."""
+    raw = data_sets.DATA / name
+    if name != "sample" and not raw.is_dir():
+        print(f"{name} left out: no folder of {os.path.relpath(data_sets.DATA)}")
+        return None
+    write = functools.partial(write_sided, name, raw, vectors)
+    # Processes of Ray start slowly on a busy machine.
+    return data_sets.prepared(f"{name}-side-{vectors}", write, stall_s=900.0)
+
+
+def write_sided(name: str, raw: Path, vectors: str, folder: Path) -> None:
+    """Writes the raw files of a set, and side vectors next to them."""
+    if name == "sample":
+        write_sample(folder)
+    else:
+        shutil.copytree(raw, folder, dirs_exist_ok=True)
+    write_side_vectors(folder, WIDTH, planted=vectors == PLANTED, noise=NOISE)
+
+
+# --- trainings
+
+
+def results_of(
+    preset: str, arguments: argparse.Namespace, deadline: float
+) -> dict[str, dict[int, Result]] | None:
+    """Results by vectors and seed; None if this machine lacks the data."""
+    name = preset.rpartition("/")[2]
+    corpora = {}
+    for vectors in (PLANTED, ONLY_NOISE):
+        corpus = sided_corpus(name, vectors)
+        if corpus is None:
+            return None
+        corpora[vectors] = corpus
+    # The text encoder alone trains the same on both.
+    corpora[WITHOUT] = corpora[PLANTED]
+    results: dict[str, dict[int, Result]] = {WITHOUT: {}, PLANTED: {}, ONLY_NOISE: {}}
+    # One seed of everything before the next.
+    for seed in range(arguments.seeds):
+        for vectors, by_seed in results.items():
+            config = config_of(preset, vectors, seed, arguments)
+            result = result_of(corpora[vectors], config, deadline)
+            if result is not None:
+                by_seed[seed] = result
+                shown = ", ".join(f"{metric} {100 * result[metric]:.1f}" for metric in METRICS)
+                print(f"{preset}, {vectors}, seed {seed}: {shown}", flush=True)
+    return results
+
+
+def config_of(preset: str, vectors: str, seed: int, arguments: argparse.Namespace) -> RunConfig:
+    """A preset, with its side vectors ignored or mixed."""
+    side = "ignore" if vectors == WITHOUT else "mix"
+    overrides = [
+        f"encoder.side={side}",
+        f"optim.seed={seed}",
+        "data.validation=0",
+        "cluster.workers=0",
+        "cluster.device=cpu",
+        f"cluster.threads_per_process={arguments.threads}",
+        "log.validate_every=0",
+        "log.keep=1",
+        f"log.checkpoint_every={10**9}",
+    ]
+    if arguments.epochs:
+        overrides += [f"optim.epochs={arguments.epochs}", "negatives.start_epoch=2"]
+    method, _, name = preset.partition("/")
+    return data_sets.preset(name, overrides, method)
+
+
+def result_of(corpus: Corpus, config: RunConfig, deadline: float) -> Result | None:
+    """The result of a training, from the cache or measured now; None if there is no time."""
+    key = data_sets.fingerprint(config, corpus)
+    path = data_sets.CACHE / "side_vectors" / corpus.card.name / f"{key}.json"
+    if path.is_file():
+        stored: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+        return stored
+    if time.monotonic() > deadline:
+        return None
+    return measured(corpus, config, path)
+
+
+# --- table
+
+
+def table_row(preset: str, vectors: str, by_seed: dict[int, Result]) -> list[object]:
+    """One row of the table."""
+    results = list(by_seed.values())
+    if not results:
+        return [preset, vectors, 0, *("-" for _ in METRICS), "-"]
+    metrics = [spread([result[metric] for result in results]) for metric in METRICS]
+    minutes = spread([result["cpu_s"] / 60 for result in results], scale=1)
+    return [preset, vectors, len(results), *metrics, minutes]
+
+
+def differences(preset: str, results: dict[str, dict[int, Result]]) -> list[str]:
+    """Each kind of vectors against none, paired by seed."""
+    lines = []
+    reference = results[WITHOUT]
+    for vectors, wanted in WANTED.items():
+        by_seed = results[vectors]
+        seeds = sorted(reference.keys() & by_seed.keys())
+        if not seeds:
+            continue
+        parts = []
+        for metric in METRICS:
+            gains = [by_seed[seed][metric] - reference[seed][metric] for seed in seeds]
+            parts.append(f"{metric} {spread(gains)}")
+        gained = ", ".join(parts)
+        lines.append(f"{preset}, {vectors} less none, in points: {gained} (wanted: P@1 {wanted})")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
