@@ -35,6 +35,7 @@ from xmcray.retrieval.batch_predict import (
     answer_chunk,
     collect,
     find_queries,
+    mixes_side_vectors,
     read_chunks,
 )
 from xmcray.retrieval.bundle import KIND as BUNDLE
@@ -66,6 +67,7 @@ class _Job:
         min_probability: of answers; None for all.
         reranker: a cross-encoder that reads the best answers again, and its SHA-256; None without.
         chunk_rows: queries of a chunk.
+        vectors: whether the bundle uses side vectors of queries.
     """
 
     bundle: str
@@ -77,6 +79,7 @@ class _Job:
     min_probability: float | None
     reranker: tuple[str, str] | None
     chunk_rows: int
+    vectors: bool
 
     def to_json(self) -> dict[str, Any]:
         """What job.json and the result's manifest hold."""
@@ -193,6 +196,7 @@ def _job(
         min_probability=min_probability,
         reranker=reranker,
         chunk_rows=max(1, min(chunk_rows, CHUNK_ANSWERS // k)),
+        vectors=mixes_side_vectors(manifest.files),
     )
     return job, stored.num_labels
 
@@ -230,7 +234,7 @@ def _answer_all(
         threads = max(1, free // tasks)
 
         def read(_: int) -> Iterator[QueryChunk | QueriesEnd]:
-            return read_chunks(files, job.chunk_rows, done)
+            return read_chunks(files, job.chunk_rows, done, vectors=job.vectors)
 
         def answer(item: QueryChunk | QueriesEnd) -> Iterator[Any]:
             if isinstance(item, QueriesEnd):

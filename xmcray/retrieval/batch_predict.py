@@ -16,8 +16,8 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ from xmcray.data.formats.base import BadRow, BadValue, check_text
 from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records
 from xmcray.data.formats.tables import count_rows, read_rows
 from xmcray.errors import DataError, RunError, StorageError, one_line
+from xmcray.nn.side import SETTINGS as MIXER
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.types import TopLabels
+from xmcray.types import Float32Array, TopLabels
 
 # A chunk ends at the first of these that is reached.
 CHUNK_ROWS = 4096
@@ -42,6 +43,7 @@ TABLE_ROWS = 1_000_000  # rows of one file of answers
 _FIELDS = Fields()
 _PARSER = RowParser(_FIELDS, None, dict)
 _TEXT_FIELDS = (_FIELDS.text, *_FIELDS.parts)
+_VECTOR = "vector"  # field of a query's side vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,17 @@ class QueryChunk:
         number: chunks are counted from 0 in the order of the input.
         uids: uids of the queries.
         texts: texts of the queries.
+        vectors: side vectors of the queries; None for a query without one.
     """
 
     number: int
     uids: list[str]
     texts: list[str]
+    vectors: list[Float32Array | None] = field(default_factory=list)
+
+
+# Uid, text, and side vector if there is one.
+_Query = tuple[str, str, Float32Array | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +80,18 @@ class QueriesEnd:
     rows: int
 
 
+def mixes_side_vectors(names: Iterable[str]) -> bool:
+    """Whether a bundle with files of these names mixes side vectors into those of texts."""
+    return any(name.endswith(f"encoder/{MIXER}") for name in names)
+
+
 def find_queries(path: str | Path) -> list[Path]:
     """The files of queries at a path, in the order in which they are read.
 
     Args:
-        path: a file of rows with `text`, or `title` and `content`, and possibly `uid`; or a folder
-            of such files of one kind: .parquet, or .jsonl, possibly packed (.gz).
+        path: a file of rows with `text`, or `title` and `content`, and possibly `uid` and `vector`,
+            a list of numbers; or a folder of such files of one kind: .parquet, or .jsonl, possibly
+            packed (.gz).
     Raises:
         DataError: no such file, another kind of file, or a Parquet file that cannot be read or has
             no text.
@@ -101,7 +115,11 @@ def find_queries(path: str | Path) -> list[Path]:
 
 
 def read_chunks(
-    files: Sequence[Path], chunk_rows: int, done: Collection[int] = ()
+    files: Sequence[Path],
+    chunk_rows: int,
+    done: Collection[int] = (),
+    *,
+    vectors: bool = False,
 ) -> Iterator[QueryChunk | QueriesEnd]:
     """Reads queries in chunks, without those that are done; at last yields a QueriesEnd.
 
@@ -109,16 +127,18 @@ def read_chunks(
         files: as `find_queries` returns them.
         chunk_rows: queries of a chunk, at most.
         done: numbers of the chunks to leave out.
+        vectors: read side vectors; else a column of that name is ignored like any other.
     Raises:
         DataError: a row is malformed (named), or there is none.
     """
     chunk = QueryChunk(0, [], [])
     num_characters = 0
     rows = 0
-    for uid, text in _read_queries(files):
+    for uid, text, vector in _read_queries(files, vectors):
         rows += 1
         chunk.uids.append(uid)
         chunk.texts.append(text)
+        chunk.vectors.append(vector)
         num_characters += len(text)
         if len(chunk.uids) == chunk_rows or num_characters >= CHUNK_CHARACTERS:
             if chunk.number not in done:
@@ -134,14 +154,18 @@ def read_chunks(
     yield QueriesEnd(chunks=chunk.number + bool(chunk.uids), rows=rows)
 
 
-def _read_queries(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Uid and text of each row of all files."""
+def _read_queries(files: Sequence[Path], vectors: bool) -> Iterator[_Query]:
+    """The queries of all files, with their side vectors if those are to be read."""
     row = 0
     for path in files:
-        records = read_rows(path) if path.suffix == ".parquet" else read_records(path)
+        if path.suffix == ".parquet":
+            records = read_rows(path, more=(_VECTOR,) if vectors else ())
+        else:
+            records = read_records(path)
         for line, record in enumerate(records, start=1):
             try:
-                yield _query(record, row)
+                uid, text = _query(record, row)
+                yield uid, text, _vector(record) if vectors else None
             except BadValue as error:
                 raise DataError(f"{BadRow(str(path), line, str(error))}; repair the row") from None
             row += 1
@@ -159,6 +183,44 @@ def _query(record: Record | BadValue, row: int) -> tuple[str, str]:
         raise BadValue(f"no {_TEXT_FIELDS[0]}, expected it, or {' and '.join(_TEXT_FIELDS[1:])}")
     text = _PARSER.text(record)
     return check_text(uid, _FIELDS.uid), check_text(text)
+
+
+def _vector(record: Record | BadValue) -> Float32Array | None:
+    """float32 [W], the side vector of a row; None if it has none."""
+    if isinstance(record, BadValue):
+        raise record
+    numbers = record.get(_VECTOR)
+    if numbers is None:
+        return None
+    if type(numbers) is list and set(map(type, numbers)) <= {int, float}:
+        # A number that no float32 holds becomes infinity, or is an error if it is an integer.
+        with contextlib.suppress(OverflowError), np.errstate(over="ignore"):
+            vector = np.array(numbers, np.float32)
+            if np.isfinite(vector).all():
+                return vector
+    raise BadValue(f"{_VECTOR} is no list of finite numbers")
+
+
+def _side_vectors(retriever: Retriever, chunk: QueryChunk) -> Float32Array | None:
+    """float32 [queries, W], zeros for queries without a vector; None if the bundle uses none.
+
+    Raises:
+        DataError: a vector has another width than those that the bundle was trained with.
+    """
+    width = retriever.side_width
+    if not width:
+        return None
+    vectors = np.zeros((len(chunk.texts), width), np.float32)
+    for place, vector in enumerate(chunk.vectors):
+        if vector is None:
+            continue
+        if len(vector) != width:
+            raise DataError(
+                f"query {chunk.uids[place][:80]!r} has a {_VECTOR} of {len(vector)} numbers, expected"
+                f" {width}; use the vectors that the bundle was trained with"
+            )
+        vectors[place] = vector
+    return vectors
 
 
 def answer_chunk(
@@ -183,7 +245,8 @@ def answer_chunk(
         calibrated, probability.
     """
     retriever.check_min_probability(min_probability, memory)
-    top = retriever.top_labels(chunk.texts, k, memory=memory)
+    vectors = _side_vectors(retriever, chunk)
+    top = retriever.top_labels(chunk.texts, k, memory=memory, vectors=vectors)
     if min_probability is not None:
         top = top.at_least(min_probability)
     is_answer = top.ids >= 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from corpora import corpus_of
@@ -13,8 +15,10 @@ from torch import Tensor
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ConfigError
+from xmcray.errors import ConfigError, DataError
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.retrieval.answers import FoundLabel
+from xmcray.retrieval.batch_predict import QueryChunk, answer_chunk, read_chunks
 from xmcray.retrieval.encoder_export import export_encoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.launch import train
@@ -50,37 +54,71 @@ def bundle(corpus: Corpus, folder: Path, side: str) -> str:
     return bundle_of(train(corpus.path, folder, config), corpus)
 
 
-def test_planted_vectors_are_worth_five_points_from_training_to_answers(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    mixed = Retriever.load(bundle(corpus, tmp_path / "mix", "mix"))
-    plain = Retriever.load(bundle(corpus, tmp_path / "ignore", "ignore"))
+@pytest.fixture(scope="module")
+def mixed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return bundle(corpus, tmp_path_factory.mktemp("mix") / "run", "mix")
+
+
+@pytest.fixture(scope="module")
+def plain(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return bundle(corpus, tmp_path_factory.mktemp("ignore") / "run", "ignore")
+
+
+def test_planted_vectors_are_worth_five_points(corpus: Corpus, mixed: str, plain: str) -> None:
     precision = {}
-    for name, retriever in (("mix", mixed), ("ignore", plain)):
-        precision[name] = measure_bundle(retriever, corpus, "test").metrics["P@1"]
+    for name, path in (("mix", mixed), ("ignore", plain)):
+        evaluation = measure_bundle(Retriever.load(path), corpus, "test")
+        precision[name] = evaluation.metrics["P@1"]
     assert precision["mix"] >= precision["ignore"] + 0.05
 
-    # A query of a caller is answered as the same query of the corpus.
+
+def test_callers_get_the_answers_of_the_corpus(corpus: Corpus, mixed: str) -> None:
+    retriever = Retriever.load(mixed)
     test = corpus.split("test")
     rows = np.arange(8)
     vectors = test.side_vectors(rows)
     texts = test.texts(rows)
-    of_corpus = mixed.top_labels(test.tokens(rows), 3)
-    answers = mixed.search(texts, 3, vectors=vectors)
-    found_ids = [[answer.label_id for answer in row] for row in answers]
-    assert found_ids == of_corpus.ids.tolist()
-    without = [[answer.label_id for answer in row] for row in mixed.search(texts, 3)]
+    of_corpus = retriever.top_labels(test.tokens(rows), 3).ids.tolist()
+    assert label_ids(retriever.search(texts, 3, vectors=vectors)) == of_corpus
+    of_texts = label_ids(retriever.search(texts, 3))
+    assert of_texts != of_corpus
     zeros = np.zeros((8, WIDTH), np.float32)
-    of_zeros = mixed.search(texts, 3, vectors=zeros)
-    assert without == [[answer.label_id for answer in row] for row in of_zeros]
-    assert without != found_ids
+    assert label_ids(retriever.search(texts, 3, vectors=zeros)) == of_texts
 
+
+def test_predict_reads_vectors_of_queries(corpus: Corpus, mixed: str, tmp_path: Path) -> None:
+    retriever = Retriever.load(mixed)
+    test = corpus.split("test")
+    rows = np.arange(8)
+    vectors: list[list[float] | None] = test.side_vectors(rows).tolist()  # type: ignore[union-attr]
+    vectors[3] = None
+    columns = {"text": test.texts(rows), "vector": vectors}
+    pq.write_table(pa.table(columns), tmp_path / "queries.parquet")
+    chunks = read_chunks([tmp_path / "queries.parquet"], 100, vectors=True)
+    chunk = next(chunks)
+    assert isinstance(chunk, QueryChunk)
+    expected = retriever.top_labels(test.tokens(rows), 3).ids.tolist()
+    (expected[3],) = retriever.top_labels(test.texts(rows[3:4]), 3).ids.tolist()
+    assert answer_chunk(retriever, chunk, 3)["label_id"].to_pylist() == expected
+    chunk.vectors[5] = np.ones(2, np.float32)
+    with pytest.raises(DataError, match="'5' has a vector of 2 numbers, expected 16"):
+        answer_chunk(retriever, chunk, 3)
+
+
+def test_vectors_that_a_bundle_cannot_use_are_refused(
+    mixed: str, plain: str, tmp_path: Path
+) -> None:
+    vectors = np.zeros((1, WIDTH), np.float32)
     with pytest.raises(ConfigError, match="uses no side vectors"):
-        plain.search(texts, 3, vectors=vectors)
-    with pytest.raises(ConfigError, match=r"found side vectors \[8, 15\], expected \[8, 16\]"):
-        mixed.search(texts, 3, vectors=zeros[:, 1:])
+        Retriever.load(plain).search(["w1x1"], 3, vectors=vectors)
+    with pytest.raises(ConfigError, match=r"found side vectors \[1, 15\], expected \[1, 16\]"):
+        Retriever.load(mixed).search(["w1x1"], 3, vectors=vectors[:, 1:])
     with pytest.raises(ConfigError, match="sentence-transformers cannot"):
-        export_encoder(tmp_path / "mix" / "bundle", tmp_path / "out")
+        export_encoder(mixed, tmp_path / "out")
+
+
+def label_ids(answers: list[list[FoundLabel]]) -> list[list[int]]:
+    return [[answer.label_id for answer in row] for row in answers]
 
 
 def test_a_killed_run_goes_on_with_the_same_bits(corpus: Corpus, tmp_path: Path) -> None:

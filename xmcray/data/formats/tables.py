@@ -119,16 +119,16 @@ def _open_parquet(path: Path) -> Iterator[Any]:
             yield file
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
+def _parquet_batches(path: Path, more: tuple[str, ...]) -> Iterator[Any]:
     with _open_parquet(path) as file:
-        names = _known_columns(file.schema_arrow)
+        names = _known_columns(file.schema_arrow, more)
         # One thread: the tasks of the pipeline are the parallelism.
         yield from file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names, use_threads=False)
 
 
-def _known_columns(schema: Any) -> list[str]:
+def _known_columns(schema: Any, more: tuple[str, ...] = ()) -> list[str]:
     """Columns to read, each once: a schema may repeat a name."""
-    return [name for name in dict.fromkeys(schema.names) if name in _COLUMNS]
+    return [name for name in dict.fromkeys(schema.names) if name in (*_COLUMNS, *more)]
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
@@ -172,13 +172,17 @@ def _records(batches: Iterator[Any]) -> Iterator[Record | BadValue]:
                     yield BadValue("not UTF-8")
 
 
-def read_rows(path: Path) -> Iterator[Record | BadValue]:
+def read_rows(path: Path, more: tuple[str, ...] = ()) -> Iterator[Record | BadValue]:
     """Rows of a Parquet file as dictionaries of the known columns; for a bad row, the reason.
+
+    Args:
+        path: the file.
+        more: further columns to read, if the file has them.
 
     Raises:
         DataError: no Parquet file, or one with other types than are allowed, or without text.
     """
-    return _records(_parquet_batches(path))
+    return _records(_parquet_batches(path, more))
 
 
 def count_rows(path: Path) -> int:
