@@ -11,10 +11,12 @@ MAX_TEXTS = 64
 MAX_K = 1000
 MAX_LIST = 10_000  # uids in an allow or deny list
 MAX_OPERATIONS = 1000
+MAX_WIDTH = 1 << 16  # numbers of a side vector
 
 Text = Annotated[str, StringConstraints(max_length=100_000)]
 Uid = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=100)]
+Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_WIDTH)]
 Scalar = str | bool | int | float
 Attributes = dict[Name, Scalar]
 
@@ -67,6 +69,7 @@ class SearchRequest(Schema):
 
     Attributes:
         texts: what to search for; an empty text is legal.
+        vectors: a side vector for each text, if the model mixes them; zeros are none.
         k: answers per text; fewer come back where fewer labels pass the filter.
         fields: of each answer.
         model: name of the bundle where several are served; the first one if not given.
@@ -76,6 +79,7 @@ class SearchRequest(Schema):
     """
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
+    vectors: Annotated[list[Vector], Field(min_length=1, max_length=MAX_TEXTS)] | None = None
     k: Annotated[int, Field(ge=1, le=MAX_K)] = 10
     fields: list[FieldName] = ["uid", "text", "score", "probability"]
     model: Name | None = None
@@ -192,7 +196,10 @@ class LabelResponse(Pinned):
 
 
 class Model(Pinned):
-    """One served bundle; `calibrated` if its answers have probabilities, `feedback` if events are collected."""
+    """One served bundle; `calibrated` if its answers have probabilities, `feedback` if events are collected.
+
+    `side_width` is the number of values of a side vector that a query may have; 0 if it can have none.
+    """
 
     method: str
     predictor: str
@@ -202,6 +209,7 @@ class Model(Pinned):
     attributes: list[str]
     calibrated: bool = False
     feedback: bool = False
+    side_width: int = 0
 
 
 class ModelsResponse(BaseModel):

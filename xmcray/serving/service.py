@@ -67,8 +67,8 @@ class PendingSearch:
 
     @property
     def batch_key(self) -> tuple[Snapshot, int, str]:
-        """Equal for searches that can be one batch: everything but the texts and the deadline."""
-        options = self.request.model_dump_json(exclude={"texts", "timeout_ms"})
+        """Equal for searches that can be one batch: everything but the queries and the deadline."""
+        options = self.request.model_dump_json(exclude={"texts", "vectors", "timeout_ms"})
         return self.snapshot, self.k, options
 
     @property
@@ -306,6 +306,7 @@ class Service:
                 attributes=list(snapshot.attributes.names),
                 calibrated=snapshot.retriever.calibration is not None,
                 feedback=self._events is not None,
+                side_width=snapshot.retriever.side_width,
             )
             models.append(model)
         return schema.ModelsResponse(models=models)
@@ -320,8 +321,9 @@ class Service:
         """Searches in the composed mode."""
         # This process orders the answers; the searchers only find them.
         k = snapshot.retriever.num_ranked(k)
-        if snapshot.retriever.is_static:
-            # Encoding takes less time than a call: the searchers do it themselves.
+        if snapshot.retriever.is_static or request.vectors is not None:
+            # Encoding takes less time than a call: the searchers do it themselves. So they do with
+            # side vectors, which the encoder's deployment does not take.
             return await backend.find(snapshot.reference, request, k, None)
         encoded = await backend.encode(snapshot.reference, request.texts)
         self._refuse_truncated(encoded.truncated)
@@ -417,6 +419,7 @@ class Service:
         try:
             memory = snapshot.memory_config(request.memory)
             retriever.check_min_probability(request.min_probability, memory)
+            retriever.check_vectors(_vectors_of(request), len(request.texts))
         except ConfigError as error:
             raise ProblemError("invalid", str(error)) from None
         conditions = request.filter.attributes if request.filter else {}
@@ -502,7 +505,7 @@ def find_hits(
         encoded = EncodedTexts(query_BD, [False] * len(query_BD))
     else:
         texts = [text for search in searches for text in search.request.texts]
-        encoded = snapshot.encode(texts, max_tokens)
+        encoded = snapshot.encode(texts, max_tokens, _side_vectors(searches))
     # One search for the whole batch: most of its time does not depend on the number of texts.
     neighbours = snapshot.view(request.filter).find_neighbours(
         encoded.query_BD,
@@ -518,6 +521,40 @@ def find_hits(
         results.append(SearchHits(neighbours.slice(start, stop), encoded.truncated[start:stop]))
         start = stop
     return results
+
+
+def _side_vectors(searches: Sequence[PendingSearch]) -> Float32Array | None:
+    """float32 [texts, W] of a batch, zeros where a request has none; None if the model uses none."""
+    width = searches[0].snapshot.retriever.side_width
+    if not width:
+        return None
+    all_vectors = []
+    for search in searches:
+        vectors = _vectors_of(search.request)
+        if vectors is None:
+            vectors = np.zeros((len(search.request.texts), width), np.float32)
+        all_vectors.append(vectors)
+    return np.concatenate(all_vectors)
+
+
+def _vectors_of(request: schema.SearchRequest) -> Float32Array | None:
+    """float32 [texts, W], the side vectors of a request; None if it has none.
+
+    Raises:
+        ConfigError: they differ in width.
+    """
+    if request.vectors is None:
+        return None
+    widths = {len(vector) for vector in request.vectors}
+    if len(widths) > 1:
+        raise ConfigError(
+            f"found side vectors of {min(widths)} and of {max(widths)} numbers, expected one width;"
+            " send those that the model was trained with"
+        )
+    # What no float32 holds becomes infinity, which is refused where vectors are checked.
+    with np.errstate(over="ignore"):
+        vectors: Float32Array = np.array(request.vectors, np.float32)
+    return vectors
 
 
 def _answers(

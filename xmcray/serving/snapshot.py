@@ -172,14 +172,17 @@ class Snapshot:
         """Text of a label."""
         return self.retriever.labels.texts(np.array([label_id]))[0]
 
-    def encode(self, texts: Sequence[str], max_tokens: int) -> EncodedTexts:
+    def encode(
+        self, texts: Sequence[str], max_tokens: int, vectors: Float32Array | None = None
+    ) -> EncodedTexts:
         """Vectors of texts, of which at most `max_tokens` tokens are read.
 
         Args:
             texts: B texts.
             max_tokens: tokens of a text that are read.
+            vectors: float32 [B, W], side vectors of the texts, if they have some.
         """
-        query_BD, truncated = self.retriever.encode_start(texts, max_tokens)
+        query_BD, truncated = self.retriever.encode_start(texts, max_tokens, vectors)
         return EncodedTexts(query_BD, truncated.tolist())
 
     def num_tokens(self, texts: Sequence[str]) -> int:

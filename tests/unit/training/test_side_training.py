@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +13,7 @@ import pytest
 import torch
 from corpora import corpus_of
 from planted import write_planted, write_side_vectors
+from served import served
 from torch import Tensor
 
 from xmcray.data.batches import TrainingData
@@ -115,6 +118,38 @@ def test_vectors_that_a_bundle_cannot_use_are_refused(
         Retriever.load(mixed).search(["w1x1"], 3, vectors=vectors[:, 1:])
     with pytest.raises(ConfigError, match="sentence-transformers cannot"):
         export_encoder(mixed, tmp_path / "out")
+
+
+def test_a_server_takes_vectors_of_queries(corpus: Corpus, mixed: str, tmp_path: Path) -> None:
+    test = corpus.split("test")
+    rows = np.arange(4)
+    texts = test.texts(rows)
+    vectors = test.side_vectors(rows)
+    assert vectors is not None
+    retriever = Retriever.load(mixed)
+
+    async def asked() -> None:
+        async with served(tmp_path, {"a": Path(mixed)}) as server:
+            fields = {"k": 3, "fields": ["label_id"]}
+            (model,) = (await server.ask("/v1/models")).json()["models"]
+            assert model["side_width"] == WIDTH
+            # Requests with and without vectors are one batch.
+            sided, plain = await asyncio.gather(
+                server.search(texts, vectors=vectors.tolist(), **fields),
+                server.search(texts, **fields),
+            )
+            assert served_ids(sided) == label_ids(retriever.search(texts, 3, vectors=vectors))
+            assert served_ids(plain) == label_ids(retriever.search(texts, 3))
+            for wrong in ([[0.0] * WIDTH], [[0.0]] * 4, [[0.0], *vectors[1:].tolist()]):
+                answer = await server.ask("/v1/search", {"texts": texts, "vectors": wrong})
+                assert answer.status_code == 422
+                assert "side vectors" in answer.json()["detail"]
+
+    asyncio.run(asked())
+
+
+def served_ids(body: dict[str, Any]) -> list[list[int]]:
+    return [[answer["label_id"] for answer in result["answers"]] for result in body["results"]]
 
 
 def label_ids(answers: list[list[FoundLabel]]) -> list[list[int]]:
