@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planted import WORDS_PER_LABEL, write_planted
+from planted import WORDS_PER_LABEL, write_planted, write_side_vectors
 
 from xmcray.data.append import (
     appended_files,
@@ -26,10 +26,21 @@ from xmcray.storage import FileEntry, link_files, new_artifact, open_artifact
 
 
 def planted_corpus(
-    folder: Path, num_queries: int = 101, num_labels: int = 23, seed: int = 0, **planted: Any
+    folder: Path,
+    num_queries: int = 101,
+    num_labels: int = 23,
+    seed: int = 0,
+    side_width: int = 0,
+    **planted: Any,
 ) -> Corpus:
-    """A corpus of planted data in folder/corpus; its raw files are in folder/raw."""
+    """A corpus of planted data in folder/corpus; its raw files are in folder/raw.
+
+    Args:
+        side_width: of side vectors; 0 for none.
+    """
     write_planted(folder / "raw", num_queries, num_labels, seed, **planted)
+    if side_width:
+        write_side_vectors(folder / "raw", side_width)
     return corpus_of(folder / "raw", folder / "corpus", vocab_size=2000)
 
 

@@ -54,6 +54,7 @@ OTHERS = {  # name: method, steps, settings
             "method.classifier.lr=3.0",
             "method.init=centroids",
             "negatives.hard=0",
+            "encoder.side=mix",
             "data.relevance=weight",
         ],
     ),
@@ -66,6 +67,7 @@ OTHERS = {  # name: method, steps, settings
             "method.hard_per_query=2",
             "method.num_positives=1",
             "encoder.separate_labels=true",
+            "encoder.side=mix",
         ],
     ),
     "dexml, softmax": (
@@ -153,7 +155,7 @@ OTHERS = {  # name: method, steps, settings
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("invariance")
-    return planted_corpus(folder, num_queries=131, num_labels=23, graded=True).path
+    return planted_corpus(folder, num_queries=131, num_labels=23, side_width=5, graded=True).path
 
 
 def train_on_rank(
@@ -307,7 +309,9 @@ def train_all_on_rank(
 
 def test_ranks_without_labels_and_without_queries(tmp_path: Path) -> None:
     """Two labels on three ranks, and batches of one query: whoever has nothing takes part in everything."""
-    corpus = planted_corpus(tmp_path, num_queries=5, num_labels=2, only_in_test=0, graded=True).path
+    corpus = planted_corpus(
+        tmp_path, num_queries=5, num_labels=2, side_width=5, only_in_test=0, graded=True
+    ).path
     settings = [
         "optim.precision=float64",
         "optim.batch_size=1",

@@ -47,7 +47,7 @@ ON_CPU = dataclasses.replace(A100, on_gpu=False)
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return corpora.planted_corpus(tmp_path_factory.mktemp("planted"))
+    return corpora.planted_corpus(tmp_path_factory.mktemp("planted"), side_width=5)
 
 
 def made(method: str = "astra", *settings: str, labels: float = 1e6, **options: Any) -> Plan:
@@ -76,7 +76,7 @@ def size_of(tensors: Any) -> int:
         ("unidec", ["method.balance=1"]),
         ("prime", ["method.free_vectors=8"]),
         ("dexml", ["method.columns=cache"]),
-        ("rae", ["encoder.residual=false"]),
+        ("rae", ["encoder.residual=false", "encoder.side=mix"]),
     ],
 )
 def test_what_lives_as_long_as_the_run_has_the_bytes_of_the_real_tensors(
