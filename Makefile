@@ -11,7 +11,7 @@ SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 TIER_P := $(wildcard $(addprefix tests/,on_ray behaviour ranks browser unit golden oracle repo gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check site soak claims golden lock sbom wheel clean
+.PHONY: help setup quickstart test check types deadcode site soak claims golden lock sbom wheel clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -35,9 +35,14 @@ test: setup  ## tier P: at most 9 minutes on 2 cores
 check: setup  ## style, formatting, strict types, dead code, and links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --jobs=2 types deadcode site
+
+# mypy keeps one core busy for a minute; the other two share the second one.
+types: setup
 	$(BIN)/mypy
+
+deadcode: setup
 	$(BIN)/vulture
-	$(SITE)
 
 site: setup  ## the documentation as pages: build/site/index.html
 	$(SITE)
