@@ -98,7 +98,8 @@ class StaticText(InputModule):  # type: ignore[misc]
         """W2 gelu(W1 x) [B, D]."""
         weights = self.weights
         hidden_BD = F.linear(vector_BD, weights["hidden_weight"], weights["hidden_bias"])
-        return F.linear(F.gelu(hidden_BD), weights["out_weight"], weights["out_bias"])
+        added_BD: Tensor = F.linear(F.gelu(hidden_BD), weights["out_weight"], weights["out_bias"])
+        return added_BD
 
     def _rows(self, token_T: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Table row, weight and text of each token, and after them of each pair of neighbours."""
@@ -130,7 +131,8 @@ class StaticText(InputModule):  # type: ignore[misc]
         start_B = lengths_B.cumsum(0) - lengths_B
         place_T = torch.arange(len(text_T), device=text_T.device) - start_B[text_T]
         extra_T = torch.exp(place_T.to(self.weights["weight"].dtype) / -DECAY_TOKENS)
-        return 1 + self.settings["position_decay"] * extra_T
+        factor_T: Tensor = 1 + self.settings["position_decay"] * extra_T
+        return factor_T
 
     @property
     def max_seq_length(self) -> int:
