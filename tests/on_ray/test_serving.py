@@ -13,12 +13,15 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-from bundles import write_bundle_of, write_memory, write_transformer
+from bundles import WORDS, write_bundle_of, write_memory, write_transformer
+from models import write_cross_encoder
+from ray import serve
 from replicas import Askers, Killer, client_of, insist, known_answers, replicas
 
 from xmcray.doctor.sockets import listeners
 from xmcray.retrieval.labels import NewLabel, add_labels
 from xmcray.retrieval.retriever import Retriever
+from xmcray.serving.application import NAME
 from xmcray.serving.run import FASTER, serving
 from xmcray.serving.schema import Operation
 from xmcray.serving.search_pb2 import SearchRequest
@@ -130,6 +133,33 @@ def test_composed_answers_are_the_retrievers(
         swapped = client.swap(str(tmp_path / "both"), model="both")
         assert client.search(["trace trace norm"], 1, model="both").version == swapped.version
         assert client.label("n2", model="both").text == "trace trace norm"
+
+
+def test_a_reranker_of_its_own_answers_as_one_process(
+    cluster: None, bundles: dict[str, Path], tmp_path: Path, port: int
+) -> None:
+    reranker = str(write_cross_encoder(tmp_path / "reranker", WORDS))
+    config = ServeConfig(
+        bundles={"texts": str(bundles["texts"])},
+        mode="composed",
+        parts=2,
+        state_dir=str(tmp_path / "s"),
+        rerank=reranker,
+        options={"Reranker": {"num_replicas": 2}},
+    )
+    wanted = Retriever.load(bundles["texts"], threads=1).reranked_by(reranker).search(ASKED, K)
+    with (
+        serving(config, "127.0.0.1", port) as url,
+        client_of(url, tmp_path / "s") as client,
+    ):
+        for _ in range(4):  # both replicas
+            results = client.search(ASKED, K).results
+            for result, answers in zip(results, wanted, strict=True):
+                assert [a.uid for a in result.answers] == [a.uid for a in answers]
+                assert [a.score for a in result.answers] == [a.score for a in answers]
+        deployments = serve.status().applications[NAME].deployments
+        assert len(deployments["Reranker"].replica_states) == 1  # all in one state
+        assert sum(deployments["Reranker"].replica_states.values()) == 2
 
 
 def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(

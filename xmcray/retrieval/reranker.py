@@ -11,7 +11,7 @@ import numpy as np
 from xmcray import config as configs
 from xmcray import storage
 from xmcray.config import check_range
-from xmcray.nn.cross_encoder import CrossEncoder
+from xmcray.nn.cross_encoder import CrossEncoder, Pair
 from xmcray.nn.module_files import load_settings, reading, save_settings
 from xmcray.retrieval.label_index import LabelIndex
 from xmcray.types import Float32Array, TopLabels
@@ -46,19 +46,22 @@ class Reranker:
     """Orders answers by a cross-encoder's scores.
 
     Attributes:
-        encoder: scores pairs of query and label text.
+        encoder: scores pairs of query and label text; None if another process does.
         config: how many answers, and what their own scores count.
         sha256: names the content; "" of a model that xmcray did not write.
     """
 
-    encoder: CrossEncoder
+    encoder: CrossEncoder | None
     config: RerankConfig
     sha256: str = ""
 
     @classmethod
-    def load(cls, path: str) -> Reranker:
+    def load(cls, path: str, reads: bool = True) -> Reranker:
         """Opens what `xmcray train-reranker` wrote, or any cross-encoder by folder or hub id.
 
+        Args:
+            path: folder, URL or hub id.
+            reads: whether pairs are scored in this process; otherwise no model is loaded.
         Raises:
             StorageError: a file is missing or altered.
             BundleError: it is no cross-encoder with one output.
@@ -66,19 +69,26 @@ class Reranker:
         # A hub id has no folder of its own.
         if not storage.is_url(path) and not (Path(path) / SETTINGS).is_file():
             config = RerankConfig()
-            return cls(CrossEncoder.load(path, config.max_len), config)
+            return cls(CrossEncoder.load(path, config.max_len) if reads else None, config)
         folder, manifest = storage.open_artifact(path, KIND)
         with reading(KIND, folder):
             config = configs.build(RerankConfig, load_settings(folder / SETTINGS))
-        return cls(CrossEncoder.load(str(folder), config.max_len), config, manifest.sha256)
+        encoder = CrossEncoder.load(str(folder), config.max_len) if reads else None
+        return cls(encoder, config, manifest.sha256)
 
     def save(self, folder: Path) -> None:
         """Writes the files of a folder that `load` reads once it has a manifest."""
+        assert self.encoder is not None, "the model is in another process"
         self.encoder.save(folder)
         save_settings(folder / SETTINGS, configs.dump(self.config))
 
     def reordered(
-        self, texts: Sequence[str], top: TopLabels, labels: LabelIndex, k: int
+        self,
+        texts: Sequence[str],
+        top: TopLabels,
+        labels: LabelIndex,
+        k: int,
+        score_P: Float32Array | None = None,
     ) -> TopLabels:
         """The k best of some answers; those after the candidates keep their order behind them.
 
@@ -87,21 +97,29 @@ class Reranker:
             top: their answers, best first, with the bundle's scores.
             labels: knows the texts of labels.
             k: answers that are wanted.
+            score_P: float32, what another process gave the pairs that `pairs` names.
         """
         head_ids = top.ids[:, : self.config.candidates]
-        pair_scores = self.pair_scores(texts, head_ids, labels)
+        pair_scores = self.pair_scores(texts, head_ids, labels, score_P)
         return self.with_scores(top, pair_scores).first(k)
 
+    def pairs(self, texts: Sequence[str], top: TopLabels, labels: LabelIndex) -> list[Pair]:
+        """The pairs of query and label text that the cross-encoder reads of some answers."""
+        return _pairs(texts, top.ids[:, : self.config.candidates], labels)
+
     def pair_scores(
-        self, texts: Sequence[str], ids: np.ndarray, labels: LabelIndex
+        self,
+        texts: Sequence[str],
+        ids: np.ndarray,
+        labels: LabelIndex,
+        score_P: Float32Array | None = None,
     ) -> Float32Array:
         """The cross-encoder's score of each query and label, float32 [B, C]; -inf for no label."""
-        is_there = ids >= 0
-        query_P = np.nonzero(is_there)[0].tolist()
-        label_texts = labels.texts(ids[is_there])
-        pairs = [(texts[query], label) for query, label in zip(query_P, label_texts, strict=True)]
+        if score_P is None:
+            assert self.encoder is not None, "the model is in another process"
+            score_P = self.encoder.score(_pairs(texts, ids, labels))
         scores = np.full(ids.shape, -np.inf, np.float32)
-        scores[is_there] = self.encoder.score(pairs)
+        scores[ids >= 0] = score_P
         return scores
 
     def with_scores(self, top: TopLabels, pair_scores: Float32Array) -> TopLabels:
@@ -129,3 +147,11 @@ class Reranker:
             scores=np.take_along_axis(scores, order, 1),
             probabilities=probabilities,
         )
+
+
+def _pairs(texts: Sequence[str], ids: np.ndarray, labels: LabelIndex) -> list[Pair]:
+    """Query and text of each label that is there, by query."""
+    is_there = ids >= 0
+    query_P = np.nonzero(is_there)[0].tolist()
+    label_texts = labels.texts(ids[is_there])
+    return [(texts[query], label) for query, label in zip(query_P, label_texts, strict=True)]

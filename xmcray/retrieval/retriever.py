@@ -382,29 +382,46 @@ class Retriever:
         explain: bool = False,
         texts: Sequence[str] | None = None,
         min_probability: float | None = None,
+        pair_scores: Float32Array | None = None,
     ) -> list[list[FoundLabel]]:
-        """The k best labels among the neighbours of some texts, as `search` returns them."""
+        """The k best labels among the neighbours of some texts, as `search` returns them.
+
+        `pair_scores` are those of `pairs_to_read`, if another process has read them.
+        """
         predictor = self.predictor(memory)
         top = predictor.rank(neighbours, self.num_ranked(k), texts=texts)
         top = self._with_probabilities(top, neighbours, memory)
-        top = self._reranked(top, k, texts)
+        top = self._reranked(top, k, texts, pair_scores)
         if min_probability is not None:
             top = top.at_least(min_probability)
         reasons = predictor.explain(neighbours, top, texts) if explain else None
         return named_answers(top, self.labels, reasons)
 
-    def reranked_by(self, reranker: str | os.PathLike[str] | None) -> Retriever:
+    def pairs_to_read(
+        self,
+        neighbours: Neighbours,
+        k: int,
+        texts: Sequence[str],
+        memory: MemoryConfig | None = None,
+    ) -> list[tuple[str, str]]:
+        """Query and label text of each answer that the reranker needs to name the k best."""
+        assert self.reranker is not None, "no reranker reads the answers"
+        top = self.predictor(memory).rank(neighbours, self.num_ranked(k), texts=texts)
+        return self.reranker.pairs(texts, top, self.labels)
+
+    def reranked_by(self, reranker: str | os.PathLike[str] | None, reads: bool = True) -> Retriever:
         """A view whose best answers a cross-encoder reads again; the same view if there is none.
 
         Args:
             reranker: folder or URL of `xmcray train-reranker`, or any cross-encoder by folder or
                 hub id.
+            reads: whether it reads in this process; see `pairs_to_read`.
         """
         if reranker is None:
             return self
         from xmcray.retrieval.reranker import Reranker  # its library takes seconds to import
 
-        return dataclasses.replace(self, reranker=Reranker.load(str(reranker)))
+        return dataclasses.replace(self, reranker=Reranker.load(str(reranker), reads))
 
     def restricted(self, allowed: BoolArray) -> Retriever:
         """A view that answers only some labels; in a memory all keys go on to vote.
@@ -438,12 +455,18 @@ class Retriever:
             return k
         return min(self.num_labels, max(k, self.reranker.config.candidates))
 
-    def _reranked(self, top: TopLabels, k: int, texts: Sequence[str] | None) -> TopLabels:
+    def _reranked(
+        self,
+        top: TopLabels,
+        k: int,
+        texts: Sequence[str] | None,
+        pair_scores: Float32Array | None = None,
+    ) -> TopLabels:
         if self.reranker is None:
             return top
         if texts is None:
             raise ConfigError(NO_TEXTS)
-        return self.reranker.reordered(texts, top, self.labels, k)
+        return self.reranker.reordered(texts, top, self.labels, k, pair_scores)
 
     def _answers_by_itself(self, memory: MemoryConfig | None) -> bool:
         """Whether a request leaves the bundle's own settings as they are."""

@@ -5,6 +5,7 @@
     Encoder          texts -> vectors of a transformer; a static encoder takes less time than
                      a call, so the searchers encode themselves
     Searcher0 ...    one for each subset of the index shards; the gateway merges what they find
+    Reranker       reads the best answers again, if the settings name a cross-encoder
 
 The classes here only connect; what they do is in coordinator.py, follower.py, service.py and
 http.py. Serve awaits their constructors, which type checkers do not know.
@@ -20,8 +21,10 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import ray
+import torch
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
@@ -53,6 +56,9 @@ from xmcray.serving.settings import ServeConfig, num_searchers
 from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
 from xmcray.types import Float32Array
 
+if TYPE_CHECKING:
+    from xmcray.nn.cross_encoder import CrossEncoder
+
 NAME = "xmcray"
 Handle = DeploymentHandle[Any]
 Address = tuple[str, int, int]  # host, port, port of gRPC or 0
@@ -82,6 +88,7 @@ def build(args: Mapping[str, Any], address: Address | None = None) -> Applicatio
         graceful_shutdown_timeout_s=1,
     ).bind(config)
     encoder = None
+    reranker = None
     searchers = []
     count = num_searchers(config)
     if count:
@@ -89,11 +96,14 @@ def build(args: Mapping[str, Any], address: Address | None = None) -> Applicatio
         for i in range(count):
             searcher = _deployment(config, SearcherDeployment, f"Searcher{i}")
             searchers.append(searcher.bind(config, coordinator, ShardSubset(i, count)))
+    if count and config.rerank:
+        reranker = _deployment(config, RerankerDeployment, "Reranker").bind(config)
     application: Application = _ingress(config, address).bind(
         config,
         coordinator,
         encoder,
         searchers,
+        reranker,
         address,
     )
     return application
@@ -132,6 +142,7 @@ class GatewayDeployment(_FollowingReplica):
         coordinator: Handle,
         encoder: Handle | None,
         searchers: list[Handle],
+        reranker: Handle | None,
         address: Address | None,
     ) -> None:
         self._open = contextlib.AsyncExitStack()
@@ -139,7 +150,7 @@ class GatewayDeployment(_FollowingReplica):
         self.metrics = metrics.ServingMetrics()
         await self._start(config, coordinator, NO_SHARDS if encoder else ALL_SHARDS)
         self.admin: SnapshotCoordinator = self._coordinator
-        backend = _Backend(encoder, searchers) if encoder else None
+        backend = _Backend(encoder, searchers, reranker) if encoder else None
         # Probes are no events.
         probing = Service(config, self._follower, backend)
         for name in config.bundles:  # a probe through all deployments
@@ -252,11 +263,42 @@ class SearcherDeployment(_FollowingReplica):
         )
 
 
-class _Backend:
-    """Encoder and searchers behind handles. Implements `SearchBackend`."""
+class RerankerDeployment:
+    """Scores pairs of query and label text with the cross-encoder of the settings.
 
-    def __init__(self, encoder: Handle, searchers: list[Handle]) -> None:
+    Pairs of one request are one call of the model, as in one process: batches of several requests
+    would pad texts otherwise, and round their scores otherwise.
+    """
+
+    async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]
+        _log_with_serve()
+        torch.set_num_threads(config.threads)
+        self._thread = ThreadPoolExecutor(1, "rerank")
+        # A GPU that this deployment reserves in its `ray_actor_options` is its own.
+        device = "cuda" if ray.get_gpu_ids() else "cpu"
+        self._encoder = await asyncio.to_thread(_cross_encoder, config.rerank, device)
+
+    async def score_pairs(self, pairs: list[tuple[str, str]]) -> Float32Array:
+        """See `SearchBackend`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._encoder.score, pairs)
+
+
+def _cross_encoder(path: str, device: str) -> CrossEncoder:
+    from xmcray.retrieval.reranker import Reranker  # its library takes seconds to import
+
+    encoder = Reranker.load(path).encoder
+    assert encoder is not None, "it reads in this process"
+    encoder.model.to(device)
+    return encoder
+
+
+class _Backend:
+    """Encoder, searchers and reranker behind handles. Implements `SearchBackend`."""
+
+    def __init__(self, encoder: Handle, searchers: list[Handle], reranker: Handle | None) -> None:
         self._encoder: Any = _Remote(encoder)
+        self._reranker: Any = _Remote(reranker) if reranker else None
         self._searchers: list[Any] = [_Remote(searcher) for searcher in searchers]
 
     async def encode(self, reference: SnapshotReference, texts: list[str]) -> EncodedTexts:
@@ -280,6 +322,11 @@ class _Backend:
         neighbours = Neighbours.merged([hits.neighbours for hits in all_hits])
         return SearchHits(neighbours, all_hits[0].truncated)
 
+    async def score_pairs(self, pairs: list[tuple[str, str]]) -> Float32Array:
+        with _refusing_when_lost():
+            scores: Float32Array = await self._reranker.score_pairs(pairs)
+        return scores
+
 
 @contextlib.contextmanager
 def _refusing_when_lost() -> Iterator[None]:
@@ -291,10 +338,10 @@ def _refusing_when_lost() -> Iterator[None]:
     try:
         yield
     except BackPressureError:
-        message = "too many requests wait for the encoder or a searcher; ask again"
+        message = "too many requests wait for the encoder, a searcher or the reranker; ask again"
         raise ProblemError("overloaded", message) from None
     except RayError:
-        message = "the encoder or a searcher was lost with this request; ask again"
+        message = "the encoder, a searcher or the reranker was lost with this request; ask again"
         raise ProblemError("not-ready", message) from None
 
 

@@ -88,7 +88,7 @@ class EventSink(Protocol):
 
 
 class SearchBackend(Protocol):
-    """Encoder and searchers in other processes (composed mode)."""
+    """Encoder, searchers and reranker in other processes (composed mode)."""
 
     async def encode(self, reference: SnapshotReference, texts: list[str]) -> EncodedTexts:
         """Vectors of the texts, by the encoder of the snapshot."""
@@ -108,6 +108,9 @@ class SearchBackend(Protocol):
             k: labels per text, at most as many as there are.
             query_BD: vectors of the texts, float32 [B, D].
         """
+
+    async def score_pairs(self, pairs: list[tuple[str, str]]) -> Float32Array:
+        """float32 [pairs], the reranker's scores of a query and a label's text."""
 
 
 class Service:
@@ -176,7 +179,13 @@ class Service:
             else:
                 hits = await self._find(self._backend, snapshot, request, k)
                 # In the thread of searches: names and texts are read from files.
-                results = await self._run(deadline, self._results, snapshot, request, k, hits)
+                scores = None
+                if snapshot.retriever.reranker is not None:
+                    pairs = await self._run(deadline, _pairs, snapshot, request, k, hits)
+                    scores = await self._backend.score_pairs(pairs)
+                results = await self._run(
+                    deadline, self._results, snapshot, request, k, hits, scores
+                )
         response = schema.SearchResponse(
             **_pinned(snapshot),
             request_id=request_id,
@@ -344,6 +353,7 @@ class Service:
         request: schema.SearchRequest,
         k: int,
         hits: SearchHits,
+        pair_scores: Float32Array | None = None,
     ) -> list[schema.Result]:
         self._refuse_truncated(hits.truncated)
         retriever = snapshot.view(request.filter)
@@ -354,6 +364,7 @@ class Service:
             memory=memory,
             explain=request.explain,
             texts=request.texts,
+            pair_scores=pair_scores,
         )
         self._note_probabilities(snapshot, request, all_labels)
         results = []
@@ -480,6 +491,15 @@ class Service:
 def _pinned(snapshot: Snapshot) -> dict[str, Any]:
     """The fields of `schema.Pinned`."""
     return {"model": snapshot.model, "version": snapshot.version, "label_log": snapshot.number}
+
+
+def _pairs(
+    snapshot: Snapshot, request: schema.SearchRequest, k: int, hits: SearchHits
+) -> list[tuple[str, str]]:
+    """What the reranker reads before the answers of a request are named."""
+    memory = snapshot.memory_config(request.memory)
+    view = snapshot.view(request.filter)
+    return view.pairs_to_read(hits.neighbours, k, request.texts, memory)
 
 
 def find_hits(

@@ -42,6 +42,7 @@ class ServeConfig:
         upload: folder or URL for copies of the label log; no copies if not given.
         threads: threads of one process.
         rerank: a cross-encoder that reads the best answers again: folder or hub id; none if empty.
+            In the composed mode it is a deployment of its own, "Reranker".
         encoder: how transformers compute: "float32", "bfloat16" or "int8" (see `Retriever.load`).
         in_flight: requests in progress or waiting in one ingress replica; more are refused with
             503.

@@ -115,8 +115,9 @@ class Snapshot:
         """
         retriever = Retriever.load(bundle, threads=threads, subset=subset, precision=encoder)
         if rerank and subset in (ALL_SHARDS, NO_SHARDS):
-            # Only processes that name answers order them.
-            retriever = retriever.reranked_by(rerank)
+            # Only processes that name answers order them. In the composed mode these have no
+            # shards, and a deployment of its own reads.
+            retriever = retriever.reranked_by(rerank, reads=subset == ALL_SHARDS)
         folder, manifest = storage.open_artifact(bundle, KIND, contents=False)
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)

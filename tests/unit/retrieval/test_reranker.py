@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,14 @@ from xmcray.errors import BundleError
 from xmcray.nn.cross_encoder import CrossEncoder
 from xmcray.retrieval.reranker import RerankConfig, Reranker
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import NO_SHARDS
 from xmcray.serving.schema import SearchRequest
-from xmcray.serving.service import Service
+from xmcray.serving.service import PendingSearch, SearchHits, Service, find_hits
+from xmcray.serving.settings import ServeConfig
+from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
+from xmcray.serving.source import SnapshotSource
 from xmcray.training.outcome import measure_bundle
-from xmcray.types import TopLabels
+from xmcray.types import Float32Array, TopLabels
 
 QUERIES = ["w1x0 w2x1", "w3x2", ""]
 SETTINGS = ("encoder.dim=16", "optim.epochs=1", "negatives.hard=0", "cluster.workers=0")
@@ -104,6 +109,45 @@ def test_evaluation_and_serving_use_it(
                     assert [a.uid for a in result.answers] == [label.uid for label in wanted]
 
     asyncio.run(test())
+
+
+def test_in_the_composed_mode_another_process_reads(
+    run: Path, reranker: Path, tmp_path: Path
+) -> None:
+    """The gateway loads no cross-encoder, and answers as one process does."""
+    reordered = Retriever.load(run / "bundle").reranked_by(reranker)
+    assert reordered.reranker is not None
+    whole = Snapshot.load(str(run / "bundle"), "m", threads=1)
+    gateway = Snapshot.load(str(run / "bundle"), "m", 1, NO_SHARDS, rerank=str(reranker))
+    assert gateway.retriever.reranker is not None
+    assert gateway.retriever.reranker.encoder is None
+    num_pairs = []
+
+    class Source(SnapshotSource):
+        def snapshots(self) -> dict[str, Snapshot | None]:
+            return {"m": gateway}
+
+    class Backend:
+        """The other deployments, in this process."""
+
+        async def encode(self, *_: object) -> EncodedTexts:
+            raise AssertionError("searchers encode by a static encoder")
+
+        async def find(self, reference: SnapshotReference, *search: Any) -> SearchHits:
+            return find_hits([PendingSearch(whole, *search)], 512)[0]
+
+        async def score_pairs(self, pairs: list[tuple[str, str]]) -> Float32Array:
+            num_pairs.append(len(pairs))
+            return reordered.reranker.encoder.score(pairs)
+
+    config = ServeConfig(bundles={"m": str(run / "bundle")}, state_dir=str(tmp_path))
+    service = Service(config, Source(), Backend())
+    request = SearchRequest(texts=QUERIES[:1], k=5, fields=["uid", "score"])
+    (result,) = asyncio.run(service.search(request, "test")).results
+    (wanted,) = reordered.search(QUERIES[:1], 5)
+    assert [a.uid for a in result.answers] == [label.uid for label in wanted]
+    assert [a.score for a in result.answers] == [label.score for label in wanted]
+    assert num_pairs == [reordered.reranker.config.candidates]
 
 
 def test_a_model_with_several_outputs_is_refused(tmp_path: Path) -> None:
