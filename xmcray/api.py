@@ -37,7 +37,7 @@ Location = str | os.PathLike[str]
 # of these, the later over the earlier.
 Settings = Location | Mapping[str, Any] | Sequence[Location | Mapping[str, Any]]
 
-VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa")
+VECTOR_SYSTEMS = ("parquet", "qdrant", "milvus", "vespa", "lancedb", "weaviate")
 # Where the encoder alone can go.
 ENCODER_SYSTEMS = ("sentence-transformers",)
 _TABLES = ("labels", "train", "test")
@@ -385,8 +385,8 @@ def export(
         out: folder or URL to write.
         config: settings `index.*` of the bundle, such as best.yaml of a sweep.
         data: where the corpus is now; where the run found it if not given.
-        to: "parquet", "qdrant", "milvus" or "vespa" for label vectors, "sentence-transformers" for
-            the encoder; a bundle if not given.
+        to: "parquet", "qdrant", "milvus", "vespa", "lancedb" or "weaviate" for label vectors,
+            "sentence-transformers" for the encoder; a bundle if not given.
         dim: keep the first columns of the vectors only.
     Raises:
         ConfigError: arguments that do not go together.

@@ -1,9 +1,11 @@
-"""Label vectors in the files that Qdrant, Milvus and Vespa ingest, or as plain Parquet.
+"""Label vectors in the files that vector databases ingest, or as plain Parquet.
 
     parquet   labels-00000.parquet       label_id, uid, text, vector
     qdrant    points-00000.jsonl         a line is one upsert; collection.json creates the collection
     milvus    labels-00000.parquet       for a bulk import; collection.json creates the collection
     vespa     documents-00000.jsonl      a line is one put; application/ is what to deploy
+    lancedb   labels-00000.parquet       as plain Parquet, with vectors of a fixed width
+    weaviate  objects-00000.jsonl        a line is one batch; collection.json creates the collection
 
 A README.md has the commands, a manifest.json the hashes. The score of all methods is the inner
 product, and so is the distance that is set. Rows are in the order of the bundle, in which labels of
@@ -44,7 +46,7 @@ def export_vectors(bundle: str | Path, out: str | Path, system: str) -> int:
         bundle: folder or URL. Removed labels are left out; of a memory only the labels' vectors are
             written.
         out: folder or URL that does not exist yet.
-        system: parquet, qdrant, milvus or vespa.
+        system: one of `vector_systems.SYSTEMS`.
     Returns:
         The number of labels.
     Raises:

@@ -65,6 +65,27 @@ nowhere is percent-encoded in the id, as is `%`, and a blank in the fields. Attr
 
 `application/services.xml` is for one node; set redundancy and nodes for more.
 """,
+    "lancedb": """
+Distance: `dot`. Columns are those of plain Parquet, with vectors of a fixed width.
+
+    import glob, lancedb, pyarrow.dataset
+    files = pyarrow.dataset.dataset(sorted(glob.glob("labels-*.parquet")))
+    table = lancedb.connect("DATABASE").create_table("labels", files.to_batches(), schema=files.schema)
+    table.search(QUERY).distance_type("dot").limit(10).to_list()
+
+`_distance` of an answer is 1 - score.
+""",
+    "weaviate": """
+Distance: `dot`. An object's id is a UUID of the label's source id; label_id, uid and text are its properties, and
+attributes are `attribute_NAME`. Each line of `objects-*.jsonl` is the body of one batch.
+
+    curl -X POST localhost:8080/v1/schema -H 'Content-Type: application/json' -d @collection.json
+    cat objects-*.jsonl | split -l 1 --filter="curl -sS --fail-with-body -X POST -H 'Content-Type: application/json' \\
+      --data-binary @- localhost:8080/v1/batch/objects"
+
+Search: `client.collections.get("Label").query.near_vector([...], limit=10)` in its Python client. The reply of a batch has a
+result for each object: look for `errors` there.
+""",
 }
 
 QDRANT_COLLECTION = """{

@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import urllib.parse
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from xmcray.errors import BundleError
 from xmcray.retrieval import vector_readme
 from xmcray.types import Float32Array, Int64Array
 
-# The most of one upsert. By default Qdrant takes 32 MB.
+# The most of one request. By default Qdrant takes 32 MB.
 POINTS = 128
 LINE_BYTES = 8 << 20
 FILE_ROWS = 100_000  # labels of one file
@@ -197,25 +198,33 @@ def _qdrant(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
 
 
 def _upserts(block: pa.Table) -> Iterator[str]:
-    """Bodies of upserts, each of a bounded number of points and bytes."""
-    points: list[str] = []
-    size = 0
-    for row in _rows(block):
+    """Bodies of upserts."""
+
+    def to_point(row: dict[str, Any]) -> str:
         payload = {"uid": row["uid"], "text": row["text"]}
         if row["attributes"]:
             payload["attributes"] = row["attributes"]
-        point = f'{{"id":{row["label_id"]},"vector":{row["vector"]},"payload":{_json(payload)}}}'
-        if points and (len(points) == POINTS or size + len(point) > LINE_BYTES):
-            yield f'{{"points":[{",".join(points)}]}}'
-            points = []
+        return f'{{"id":{row["label_id"]},"vector":{row["vector"]},"payload":{_json(payload)}}}'
+
+    return _batches("points", map(to_point, _rows(block)))
+
+
+def _batches(name: str, items: Iterable[str]) -> Iterator[str]:
+    """Bodies of requests with a bounded number of items and bytes, as a list of this name."""
+    batch: list[str] = []
+    size = 0
+    for item in items:
+        if batch and (len(batch) == POINTS or size + len(item) > LINE_BYTES):
+            yield f'{{"{name}":[{",".join(batch)}]}}'
+            batch = []
             size = 0
-        points.append(point)
-        size += len(point)
-    yield f'{{"points":[{",".join(points)}]}}'
+        batch.append(item)
+        size += len(item)
+    yield f'{{"{name}":[{",".join(batch)}]}}'
 
 
 def _vespa(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
-    names = _vespa_names(target.attributes)
+    names = _field_names(target.attributes)
     fields = ""
     for attribute in target.attributes or ():
         kind = _VESPA_TYPES[str(attribute.type)]
@@ -235,7 +244,7 @@ _VESPA_TYPES = {
 }
 
 
-def _vespa_names(attributes: pa.Schema | None) -> dict[str, str]:
+def _field_names(attributes: pa.Schema | None) -> dict[str, str]:
     """The field of each attribute.
 
     Characters that a field's name cannot have become _. Where two names become one, the later one
@@ -279,6 +288,67 @@ def _puts(names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
         yield f'{put[:-2]},"vector":{{"values":{row["vector"]}}}}}}}'
 
 
+def _lancedb(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
+    def to_lance(block: pa.Table) -> pa.Table:
+        """The block with vectors of a fixed width, which alone can be searched."""
+        vectors = block["vector"].combine_chunks().flatten()
+        column = block.column_names.index("vector")
+        fixed = pa.FixedSizeListArray.from_arrays(vectors, target.dim)
+        return block.set_column(column, "vector", fixed)
+
+    target.write_tables(map(to_lance, blocks))
+
+
+def _weaviate(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
+    names = _field_names(target.attributes)
+    properties = [
+        {"name": "label_id", "dataType": ["int"]},
+        {"name": "uid", "dataType": ["text"], "tokenization": "field"},
+        {"name": "text", "dataType": ["text"]},
+    ]
+    for attribute in target.attributes or ():
+        kind = _WEAVIATE_TYPES[str(attribute.type)]
+        properties.append({"name": names[attribute.name], "dataType": [kind]})
+    collection = {
+        "class": "Label",
+        "vectorizer": "none",
+        "vectorIndexConfig": {"distance": "dot"},
+        "properties": properties,
+    }
+    target.write_text("collection.json", json.dumps(collection, indent=1) + "\n")
+    target.write_lines("objects-{}.jsonl", blocks, functools.partial(_objects, names))
+
+
+_WEAVIATE_TYPES = {
+    "string": "text",
+    "large_string": "text",
+    "bool": "boolean",
+    "int64": "int",
+    "double": "number",
+}
+
+
+def _objects(names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
+    """Bodies of batches of objects.
+
+    Args:
+        names: the property of each attribute.
+        block: the labels.
+    """
+
+    def to_object(row: dict[str, Any]) -> str:
+        properties = {name: row[name] for name in ("label_id", "uid", "text")}
+        for name, value in row["attributes"].items():
+            properties[names[name]] = value
+        # Weaviate takes UUIDs alone: the same one for the same label in each export.
+        key = str(uuid.uuid5(uuid.NAMESPACE_URL, f"xmcray:label:{row['label_id']}"))
+        start = _json({"class": "Label", "id": key, "properties": properties})
+        # The vector's digits are inserted before the brace that closes the object.
+        return f'{start[:-1]},"vector":{row["vector"]}}}'
+
+    return _batches("objects", map(to_object, _rows(block)))
+
+
 def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
@@ -288,4 +358,6 @@ SYSTEMS: Mapping[str, Callable[[ExportTarget, Iterable[pa.Table]], None]] = {
     "qdrant": _qdrant,
     "milvus": _milvus,
     "vespa": _vespa,
+    "lancedb": _lancedb,
+    "weaviate": _weaviate,
 }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 
 import numpy as np
+import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 from bundles import write_memory
@@ -129,6 +131,50 @@ def test_qdrant_finds_the_same(
         client.query_points("labels", query=query.tolist(), limit=K).points for query in query_BD
     ]
     assert overlap([[point.id for point in points] for points in answers], expected) >= 0.99
+
+
+def test_lancedb_finds_the_same(bundle: Path, tmp_path: Path) -> None:
+    export_vectors(bundle, tmp_path / "out", "lancedb")
+    files = pyarrow.dataset.dataset(sorted(map(str, (tmp_path / "out").glob("labels-*.parquet"))))
+    assert str(files.schema.field("vector").type) == f"fixed_size_list<element: float>[{DIM}]"
+    lancedb = pytest.importorskip("lancedb", reason="pip install lancedb for the round trip")
+    database = lancedb.connect(tmp_path / "database")
+    table = database.create_table("labels", files.to_batches(), schema=files.schema)
+    assert table.count_rows() == LABELS - 1
+    query_BD, expected = found(bundle)
+    answers = []
+    for query in query_BD:
+        rows = table.search(query).distance_type("dot").limit(K).to_list()
+        answers.append([row["label_id"] for row in rows])
+    assert overlap(answers, expected) >= 0.99
+
+
+def test_weaviate_objects(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_systems, "POINTS", 40)
+    export_vectors(bundle, tmp_path / "out", "weaviate")
+    bodies = records(tmp_path / "out", "objects-*.jsonl")
+    assert max(len(body["objects"]) for body in bodies) == 40
+    objects = [one for body in bodies for one in body["objects"]]
+    assert len({uuid.UUID(one["id"]) for one in objects}) == LABELS - 1
+    by_id = {one["properties"]["label_id"]: one for one in objects}
+    assert by_id[7]["class"] == "Label"
+    assert by_id[7]["properties"] == {"label_id": 7, "uid": UIDS[7], "text": ODD[7]}
+    np.testing.assert_array_equal(
+        np.array(by_id[7]["vector"], np.float32),
+        Retriever.load(bundle).labels.vectors_of(np.array([7]))[0],
+    )
+    collection = json.loads((tmp_path / "out" / "collection.json").read_text())
+    assert collection["vectorIndexConfig"]["distance"] == "dot"
+    kinds = {each["name"]: each["dataType"][0] for each in collection["properties"]}
+    values = {
+        "attribute_a_price": ("number", 2.5),
+        "attribute_a_price_": ("boolean", True),
+        "attribute_lang": ("text", "d\x07e"),
+        "attribute_year": ("int", 1999),
+    }
+    for name, (kind, value) in values.items():
+        assert kinds[name] == kind
+        assert by_id[LABELS]["properties"][name] == value
 
 
 def test_vespa_puts(bundle: Path, tmp_path: Path) -> None:
