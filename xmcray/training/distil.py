@@ -73,7 +73,7 @@ class Distillation:
     batch_size: int = 128
     candidates: int = 32
     random_labels: int = 256
-    positives: float = 0.5
+    positives: float = 0.8
     bigram_buckets: int = 50_000
     position_decay: float = 1.0
     lr: float = 0.003
@@ -190,22 +190,35 @@ def distil(
         min(len(rows), MOST_MEASURED),
         unseen_by_teacher,
     )
-    about = {
-        **manifest.about,
+    # The teacher's probabilities are those of the teacher's scores.
+    if teacher.calibration is not None and unseen_by_teacher:
+        calibration = fit_calibration(student, corpus, rows)
+        student = dataclasses.replace(student, calibration=calibration)
+    changes = {
         "config": {**manifest.about.get("config", {}), "encoder": configs.dump(settings)},
         "distilled_from": manifest.sha256,
         "distillation": dataclasses.asdict(config),
     }
+    _write(out, student, folder, manifest, changes)
+    return outcome
+
+
+def _write(
+    out: str | Path,
+    student: Retriever,
+    teacher: Path,
+    manifest: storage.Manifest,
+    changes: Mapping[str, Any],
+) -> None:
+    """Writes the student's encoder and probabilities; the other files are the teacher's."""
     replaced = {name for name in manifest.files if name.startswith(_REPLACED)}
     # Files with a second name keep their hashes: only new files are hashed.
     linked: dict[str, storage.FileEntry] = {}
-    with storage.new_artifact(out, KIND, about, linked) as target:
-        encoder.save(target / "encoder")
-        # The teacher's probabilities are those of the teacher's scores.
-        if teacher.calibration is not None and unseen_by_teacher:
-            fit_calibration(student, corpus, rows).save(target)
-        linked |= storage.link_files(folder, manifest, target, replaced)
-    return outcome
+    with storage.new_artifact(out, KIND, {**manifest.about, **changes}, linked) as target:
+        student.query_encoder.encoder.save(target / "encoder")
+        if student.calibration is not None:
+            student.calibration.save(target)
+        linked |= storage.link_files(teacher, manifest, target, replaced)
 
 
 def _held_out(path: str, about: Mapping[str, Any], corpus: Corpus) -> tuple[TrainingData, bool]:
