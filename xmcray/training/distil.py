@@ -27,12 +27,16 @@ from xmcray import draws, storage
 from xmcray.config import check_ranges
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
+from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import ConfigError
 from xmcray.evaluation.metrics import relevant
+from xmcray.nn.distilled import token_vectors
 from xmcray.nn.encoder import Encoder, EncoderConfig, build_encoder, fit_width
+from xmcray.nn.static import StaticEncoder
+from xmcray.nn.transformer import TransformerEncoder
 from xmcray.permutations import random_sample
 from xmcray.retrieval.bundle import KIND
-from xmcray.retrieval.query_encoder import CHUNK, QueryEncoder
+from xmcray.retrieval.query_encoder import CHUNK
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.held_out import held_out_by, without_voters
 from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor
@@ -162,24 +166,26 @@ def distil(
     folder, manifest = storage.open_artifact(path, KIND)
     teacher = Retriever.of_folder(folder)
     check_fits(teacher, corpus)
-    if teacher.fusion is not None or teacher.is_static:
-        raise ConfigError(
-            f"{path} has {'several parts' if teacher.fusion else 'a static encoder'}, expected a"
-            " bundle of one transformer; distil the bundle of a run with encoder.name=MODEL"
-        )
     if teacher.side_width:
         raise ConfigError(
             f"{path} mixes side vectors into its vectors, expected an encoder of texts alone; train"
             " with encoder.side=ignore"
         )
+    transformer = teacher.query_encoder.encoder
+    if teacher.fusion is not None or not isinstance(transformer, TransformerEncoder):
+        problem = "has no transformer" if teacher.fusion is None else "has several parts"
+        raise ConfigError(
+            f"{path} {problem}, expected a bundle of one transformer; distil the bundle of a run"
+            " with encoder.name=MODEL"
+        )
     data, unseen_by_teacher = _held_out(path, manifest.about, corpus)
     lessons = _lessons(teacher, data, config)
     settings = EncoderConfig(
-        dim=teacher.query_encoder.encoder.dim,
+        dim=transformer.dim,
         bigram_buckets=config.bigram_buckets,
         position_decay=config.position_decay,
     )
-    encoder = _start(teacher.query_encoder, settings, data, config.seed)
+    encoder = _start(transformer, teacher.tokenizer, settings, data, config.seed)
     _train(encoder, teacher, lessons, config, progress)
     query_encoder = dataclasses.replace(teacher.query_encoder, encoder=encoder.eval())
     student = dataclasses.replace(teacher, query_encoder=query_encoder, calibration=None)
@@ -265,17 +271,17 @@ def _temperature(teacher: Retriever, data: TrainingData, config: Distillation) -
 
 
 def _start(
-    teacher: QueryEncoder, settings: EncoderConfig, data: TrainingData, seed: int
+    teacher: TransformerEncoder,
+    tokenizer: TextTokenizer,
+    settings: EncoderConfig,
+    data: TrainingData,
+    seed: int,
 ) -> Encoder:
     """A static encoder whose tokens have the vectors that the teacher gives them as texts."""
-    from xmcray.nn.distilled import token_vectors  # its library takes seconds to import
-    from xmcray.nn.static import StaticEncoder
-
-    tokenizer = teacher.tokenizer
     counts = data.token_counts(tokenizer.vocab_size)
     encoder = build_encoder(settings, tokenizer, counts, seed)
     assert isinstance(encoder, StaticEncoder)
-    table_VD = fit_width(token_vectors(teacher.encoder, tokenizer), settings.dim)
+    table_VD = fit_width(token_vectors(teacher, tokenizer), settings.dim)
     encoder.start_from(table_VD.to(encoder.embedding.weight), share=1.0)
     return encoder.train()
 

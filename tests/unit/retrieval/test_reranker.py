@@ -68,6 +68,7 @@ def test_answers_are_ordered_by_both_scores(run: Path, reranker: Path) -> None:
     reordered = plain.reranked_by(reranker)
     assert reordered.reranker is not None
     encoder = reordered.reranker.encoder
+    assert encoder is not None
     config = reordered.reranker.config
     for query, answers in zip(QUERIES, reordered.search(QUERIES, 5), strict=True):
         (read,) = plain.search([query], config.candidates)
@@ -80,7 +81,7 @@ def test_answers_are_ordered_by_both_scores(run: Path, reranker: Path) -> None:
 
 def test_labels_that_were_not_read_keep_their_places_behind_the_others() -> None:
     top = TopLabels(np.array([[4, 2, 7, 1, -1]]), np.float32([[9, 8, 7, 6, -np.inf]]))
-    reranker = Reranker(encoder=None, config=RerankConfig(candidates=2))  # type: ignore[arg-type]
+    reranker = Reranker(encoder=None, config=RerankConfig(candidates=2))
     reordered = reranker.with_scores(top, np.float32([[-3, 5]]))
     assert reordered.ids.tolist() == [[2, 4, 7, 1, -1]]
     assert np.all(np.diff(reordered.scores[0, :4]) < 0)
@@ -121,7 +122,8 @@ def test_in_the_composed_mode_another_process_reads(
     gateway = Snapshot.load(str(run / "bundle"), "m", 1, NO_SHARDS, rerank=str(reranker))
     assert gateway.retriever.reranker is not None
     assert gateway.retriever.reranker.encoder is None
-    num_pairs = []
+    num_pairs: list[int] = []
+    encoder = CrossEncoder.load(str(reranker), reordered.reranker.config.max_len)
 
     class Source(SnapshotSource):
         def snapshots(self) -> dict[str, Snapshot | None]:
@@ -138,7 +140,7 @@ def test_in_the_composed_mode_another_process_reads(
 
         async def score_pairs(self, pairs: list[tuple[str, str]]) -> Float32Array:
             num_pairs.append(len(pairs))
-            return reordered.reranker.encoder.score(pairs)
+            return encoder.score(pairs)
 
     config = ServeConfig(bundles={"m": str(run / "bundle")}, state_dir=str(tmp_path))
     service = Service(config, Source(), Backend())

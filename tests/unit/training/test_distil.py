@@ -89,7 +89,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     static = write_memory_of(corpus, tmp_path / "static", dim=8, seed=0)
     other = corpus_of(corpus.path.parent / "raw", tmp_path / "other", vocab_size=100)
     mistakes = {
-        "has a static encoder, expected a bundle of one transformer": (
+        "has no transformer, expected a bundle of one": (
             static,
             corpus,
             {},
