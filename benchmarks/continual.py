@@ -1,6 +1,7 @@
 """A corpus that grows slice by slice: `train --from` after each slice, against training anew at the end.
 
     python benchmarks/continual.py --set msdocs-links
+    python benchmarks/continual.py --set msdocs-links --last optim.epochs=4    # more epochs after the last slice
     python benchmarks/continual.py --set sample --quick     # does it work?
     python benchmarks/continual.py --draws 1000             # only how often `promote` is right
 
@@ -58,6 +59,9 @@ def main() -> None:
     parser.add_argument(
         "--later", nargs="+", default=["optim.warmup_steps=20"], metavar="a.b=c", help="of --from"
     )
+    parser.add_argument(
+        "--last", nargs="+", default=[], metavar="a.b=c", help="further settings of the last slice"
+    )
     parser.add_argument("--draws", type=int, default=0, metavar="N")
     parser.add_argument("--quick", action="store_true", help="one short epoch, printed only")
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
@@ -108,12 +112,14 @@ def measure(arguments: argparse.Namespace, load: str) -> None:
     rows: list[list[object]] = []
     notes: list[str] = []
     for number, corpus in enumerate(corpora[1:], start=2):
-        values = configs.merge(
-            settings_from(run, "astra", corpus),
-            [f"optim.epochs={arguments.epochs}", *arguments.later, *ALONE],
-        )
+        name = str(number)
+        overrides = [f"optim.epochs={arguments.epochs}", *arguments.later, *ALONE]
+        if arguments.last and corpus is corpora[-1]:
+            name = "last"
+            overrides += arguments.last
+        values = configs.merge(settings_from(run, "astra", corpus), overrides)
         later = RunConfig.resolve("astra", values)
-        run, seconds = trained(corpus, runs / str(number), later, run)
+        run, seconds = trained(corpus, runs / name, later, run)
     anew, all_seconds = trained(corpora[-1], runs / "anew", config)
     corpus = corpora[-1]
     results = []
@@ -135,7 +141,7 @@ def measure(arguments: argparse.Namespace, load: str) -> None:
     notes.append(
         f"{arguments.set}: {corpus.card.num_labels:,} labels, {corpus.card.num_train:,} training"
         f" queries in {arguments.slices} slices; {config.optim.epochs} epochs for the first slice"
-        f" and anew, then {arguments.epochs} each"
+        f" and anew, then {arguments.epochs} each; of the last one {arguments.last or 'nothing else'}"
     )
     header = ["training", *METRICS, "CPU seconds of training"]
     write_table(arguments.out, "A corpus that grows", header, rows, [*notes, load])
