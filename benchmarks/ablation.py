@@ -291,6 +291,16 @@ def comparisons(
     return lines
 
 
+def table_row(preset: str, variant: str, by_seed: dict[int, Result]) -> list[object]:
+    """One row of the table."""
+    results = list(by_seed.values())
+    if not results:
+        return [preset, variant, 0, *("-" for _ in METRICS), "-"]
+    metrics = [spread([result[metric] for result in results]) for metric in METRICS]
+    minutes = spread([result["cpu_s"] / 60 for result in results], scale=1)
+    return [preset, variant, len(results), *metrics, minutes]
+
+
 def spread(values: Sequence[float], scale: float = 100) -> str:
     """Mean and half width of its interval, in percent."""
     mean, half = mean_and_half_width(values)

@@ -27,7 +27,7 @@ from pathlib import Path
 import data_sets
 import numpy as np
 import torch
-from ablation import METRICS, Result, measured, spread
+from ablation import METRICS, Result, measured, spread, table_row
 from common import refuse_if_busy, write_table
 
 from xmcray.data.corpus import Corpus, Split
@@ -214,16 +214,6 @@ def teacher_of(
 
 
 # --- table
-
-
-def table_row(preset: str, variant: str, by_seed: dict[int, Result]) -> list[object]:
-    """One row of the table."""
-    results = list(by_seed.values())
-    if not results:
-        return [preset, variant, 0, *("-" for _ in METRICS), "-"]
-    metrics = [spread([result[metric] for result in results]) for metric in METRICS]
-    minutes = spread([result["cpu_s"] / 60 for result in results], scale=1)
-    return [preset, variant, len(results), *metrics, minutes]
 
 
 def differences(preset: str, results: dict[str, dict[int, Result]]) -> list[str]:

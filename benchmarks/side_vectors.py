@@ -24,7 +24,7 @@ from pathlib import Path
 
 import data_sets
 import torch
-from ablation import METRICS, Result, measured, spread
+from ablation import METRICS, Result, measured, spread, table_row
 from common import refuse_if_busy, write_table
 from planted import write_side_vectors
 
@@ -166,16 +166,6 @@ def result_of(corpus: Corpus, config: RunConfig, deadline: float) -> Result | No
 
 
 # --- table
-
-
-def table_row(preset: str, vectors: str, by_seed: dict[int, Result]) -> list[object]:
-    """One row of the table."""
-    results = list(by_seed.values())
-    if not results:
-        return [preset, vectors, 0, *("-" for _ in METRICS), "-"]
-    metrics = [spread([result[metric] for result in results]) for metric in METRICS]
-    minutes = spread([result["cpu_s"] / 60 for result in results], scale=1)
-    return [preset, vectors, len(results), *metrics, minutes]
 
 
 def differences(preset: str, results: dict[str, dict[int, Result]]) -> list[str]:
