@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -30,6 +31,10 @@ def test_the_command_says_ok_warning_error_and_what_to_do(
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("xmcray.doctor.sockets.listeners", lambda: [])
+    # This machine's own disk and memory may be full.
+    roomy = SimpleNamespace(total=100 * machine.GIB, free=50 * machine.GIB)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: roomy)
+    monkeypatch.setattr(machine, "memory", lambda *_: Finding("memory", "ok", "all"))
     assert cli.main(["doctor"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
