@@ -12,6 +12,7 @@ by their texts alone.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -27,6 +28,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.training.calibrate import calibrate
 from xmcray.training.fuse import fuse
 from xmcray.training.outcome import searcher
+from xmcray.training.probability_curves import answers_to, calibration_of
 from xmcray.training.run import Run
 from xmcray.types import Int64Array, Ragged, TopLabels
 
@@ -42,6 +44,7 @@ HEADER = [
     "test queries",
     "ECE@5",
     "by chance",
+    "from half of the test queries",
     f"precision at {LEVEL}",
     f"coverage at {LEVEL}",
     "ECE@5 after joining",
@@ -50,6 +53,8 @@ HEADER = [
 NOTES = (
     "percent; ECE@5: 15 bins of equal width, the first five answers",
     "by chance: the mean ECE@5 of answers that are right exactly as often as their probabilities say",
+    "from half of the test queries: ECE@5 on the other half, with probabilities fitted to the answers that the one half"
+    " gets; the difference to ECE@5 is what held-out queries do not know of test queries",
     f"precision of answers with probability {LEVEL} or more among the first {WIDTH}, with a 95 % bootstrap interval"
     " over queries; coverage: queries with such an answer",
     "after joining: 1,000 labels, or a tenth, were removed and added by their texts; of these alone: of the answers"
@@ -113,6 +118,7 @@ def measured(bundle: Path, corpus: Corpus) -> list[object]:
         int((truth.lengths > 0).sum()),
         f"{100 * calibration_error(top, truth, num_labels):.1f}",
         f"{100 * error_by_chance(top, truth):.1f}",
+        f"{100 * error_from_half(retriever, corpus, truth):.1f}",
         *at_level(top, truth, num_labels),
         f"{100 * calibration_error(joined_top, truth, num_labels):.1f}",
         f"{100 * calibration_error(alone, truth, num_labels):.1f}",
@@ -142,6 +148,17 @@ def calibration_error(top: TopLabels, truth: Ragged, num_labels: int) -> float:
     result = reliability.result()
     assert result is not None
     return float(result["ECE@5"])
+
+
+def error_from_half(retriever: Retriever, corpus: Corpus, truth: Ragged) -> float:
+    """ECE@5 on every other test query, with probabilities fitted to the rest of them."""
+    fitted_rows = np.flatnonzero(truth.lengths > 0)[::2]
+    measured_rows = np.flatnonzero(truth.lengths > 0)[1::2]
+    sample = answers_to(retriever, corpus, fitted_rows, "test")
+    calibration = calibration_of(sample, corpus, len(fitted_rows))
+    refitted = dataclasses.replace(retriever, calibration=calibration)
+    top = searcher(refitted, corpus, "test")(measured_rows).first(WIDTH)
+    return calibration_error(top, truth.take(measured_rows), corpus.card.num_labels)
 
 
 def error_by_chance(top: TopLabels, truth: Ragged) -> float:

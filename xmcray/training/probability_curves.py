@@ -70,27 +70,34 @@ def fit_calibration(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> C
     # Evenly spaced, because queries may be sorted by time.
     rows = rows[:: -(-len(rows) // MAX_QUERIES)]
     sample = answers_to(without_voters(retriever, corpus, rows), corpus, rows)
+    return calibration_of(sample, corpus, len(rows))
+
+
+def calibration_of(sample: Sample, corpus: Corpus, num_queries: int) -> Calibration:
+    """Fits probabilities to the answers that some queries got."""
     segment_L = _segments(corpus.train_counts)
     segment_A = segment_L[sample.label_A].astype(np.int64)
-    curves = fit_curves(sample, segment_A, len(rows))
+    curves = fit_curves(sample, segment_A, num_queries)
     return Calibration(curves, segment_L)
 
 
-def answers_to(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> Sample:
-    """The first answers to some training queries, and whether they are right."""
-    train = corpus.split("train")
+def answers_to(
+    retriever: Retriever, corpus: Corpus, rows: Int64Array, split_name: str = "train"
+) -> Sample:
+    """The first answers to some queries, and whether they are right."""
+    split = corpus.split(split_name)
     num_labels = corpus.card.num_labels
     predictor = retriever.predictor()
     chunks: list[Sample] = []
     for start in range(0, len(rows), CHUNK):
         chunk = rows[start : start + CHUNK]
-        texts = train.texts(chunk)
-        filters = train.filters(chunk)
-        query_BD = retriever.encode(texts, train.side_vectors(chunk))
+        texts = split.texts(chunk)
+        filters = split.filters(chunk)
+        query_BD = retriever.encode(texts, split.side_vectors(chunk))
         k = min(CONTEXT, num_labels)
         neighbours = predictor.find(query_BD, k, SearchScope(filters))
         top = predictor.rank(neighbours, k, filters, texts).first(ANSWERS)
-        is_hit_BK = relevant(top.ids, train.positives(chunk), num_labels)
+        is_hit_BK = relevant(top.ids, split.positives(chunk), num_labels)
         feature_BKF = features(top.scores, neighbours.labels.scores)
         is_answer_BK = top.ids >= 0
         chunks.append(
