@@ -1,6 +1,7 @@
 """A corpus that grows slice by slice: `train --from` after each slice, against training anew at the end.
 
     python benchmarks/continual.py --set msdocs-links
+    python benchmarks/continual.py --set msdocs-links --method dexml --epochs 3
     python benchmarks/continual.py --set msdocs-links --last optim.epochs=4    # more epochs after the last slice
     python benchmarks/continual.py --set sample --quick     # does it work?
     python benchmarks/continual.py --draws 1000             # only how often `promote` is right
@@ -53,6 +54,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--set", default="msdocs-links")
+    parser.add_argument("--method", default="astra")
     parser.add_argument("--slices", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=2, help="after each slice but the first")
     parser.add_argument("--override", nargs="+", default=[], metavar="a.b=c")
@@ -106,8 +108,9 @@ def measure(arguments: argparse.Namespace, load: str) -> None:
     folder = data_sets.CACHE / "continual" / f"{arguments.set}-{arguments.slices}"
     corpora = grown(arguments.set, arguments.slices, folder)
     name = "quick" if arguments.quick else "runs"
-    runs = folder / name
-    config = data_sets.preset(arguments.set, [*arguments.override, *ALONE])
+    runs = folder / name / arguments.method
+    overrides = [*arguments.override, *ALONE]
+    config = data_sets.preset(arguments.set, overrides, arguments.method)
     run, seconds = trained(corpora[0], runs / "1", config)
     rows: list[list[object]] = []
     notes: list[str] = []
@@ -117,8 +120,8 @@ def measure(arguments: argparse.Namespace, load: str) -> None:
         if arguments.last and corpus is corpora[-1]:
             name = "last"
             overrides += arguments.last
-        values = configs.merge(settings_from(run, "astra", corpus), overrides)
-        later = RunConfig.resolve("astra", values)
+        values = configs.merge(settings_from(run, arguments.method, corpus), overrides)
+        later = RunConfig.resolve(arguments.method, values)
         run, seconds = trained(corpus, runs / name, later, run)
     anew, all_seconds = trained(corpora[-1], runs / "anew", config)
     corpus = corpora[-1]
@@ -139,9 +142,10 @@ def measure(arguments: argparse.Namespace, load: str) -> None:
     bundles = [measure_newest(str(r.path / "bundle"), corpus) for r in (anew, run)]
     notes.append(f"promote, last {LAST:,} test queries: {judge(*bundles, METRIC)}")
     notes.append(
-        f"{arguments.set}: {corpus.card.num_labels:,} labels, {corpus.card.num_train:,} training"
+        f"{arguments.method} on {arguments.set}: {corpus.card.num_labels:,} labels, {corpus.card.num_train:,} training"
         f" queries in {arguments.slices} slices; {config.optim.epochs} epochs for the first slice"
-        f" and anew, then {arguments.epochs} each; of the last one {arguments.last or 'nothing else'}"
+        f" and anew, then {arguments.epochs} each; further settings of these {arguments.later}, of the last one"
+        f" {arguments.last}"
     )
     header = ["training", *METRICS, "CPU seconds of training"]
     write_table(arguments.out, "A corpus that grows", header, rows, [*notes, load])
