@@ -5,6 +5,7 @@
         rows/0000065536.safetensors         label vectors from label 65536 on
         published-0001.json                 rank 1 has written all that it has to write
         found/0000000000-0000065536/...     best labels among labels 0 .. 65535, by query block
+        found/merged-0002/...               best labels of both shards, by query block
         clusters.npy                        cluster of each query, if batches are made of clusters
         shortlist.npy, complete.json        the finished version
 
@@ -44,6 +45,25 @@ _PUBLISHED = "published-*.json"
 _FOUND = "found"
 
 ShortlistFile = np.memmap[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class MergedBlock:
+    """Hard negatives of the queries of one block. Its fields are stored under their names.
+
+    Attributes:
+        ids: int64 [B], query ids.
+        labels: int32 [B, h], internal label ids, padded with -1.
+        left_out: int64 [B], candidates that were left out as probable right answers.
+    """
+
+    ids: Int64Array
+    labels: npt.NDArray[np.int32]
+    left_out: Int64Array
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Returns the fields by name."""
+        return {"ids": self.ids, "labels": self.labels, "left_out": self.left_out}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +210,25 @@ class VersionFolder:
         path = self._hits_path(part, block)
         return TopLabels(**load_file(path))
 
+    def write_merged(self, num_shards: int, block: str, merged: MergedBlock) -> None:
+        """Keeps the hard negatives of one query block.
+
+        Args:
+            num_shards: index shards whose hits were merged. They name the file, because an
+                approximate index of other shards finds other labels.
+            block: name of the query block.
+            merged: internal label ids.
+        """
+        _save(self._merged_path(num_shards, block), merged.arrays())
+
+    def has_merged(self, num_shards: int, block: str) -> bool:
+        """Returns whether the hard negatives of a query block are there."""
+        return self._merged_path(num_shards, block).is_file()
+
+    def read_merged(self, num_shards: int, block: str) -> MergedBlock:
+        """Reads what `write_merged` has written."""
+        return MergedBlock(**load_file(self._merged_path(num_shards, block)))
+
     def write_recall(self, part: LabelPartition, num_found: int, num_exact: int) -> None:
         """Keeps how many of the exact neighbours of a sample the index of a shard has found."""
         path = self._hits_path(part, "recall-counts")
@@ -301,6 +340,9 @@ class VersionFolder:
     def _hits_path(self, part: LabelPartition, block: str) -> Path:
         labels = f"{part.start:010d}-{part.stop:010d}"
         return self.path / _FOUND / labels / f"{block}.safetensors"
+
+    def _merged_path(self, num_shards: int, block: str) -> Path:
+        return self.path / _FOUND / f"merged-{num_shards:04d}" / f"{block}.safetensors"
 
 
 class Ledger:

@@ -1,5 +1,7 @@
-"""The negative pool on Ray: one long-lived actor per index shard, and a coordinator that merges
-what they find.
+"""The negative pool on Ray: one long-lived actor per index shard, and a coordinator.
+
+The actors search, then each merges the hits of all shards for its share of the queries. The
+coordinator joins what they merged.
 
 Actors keep nothing that matters, because everything is in the ledger. When an actor is killed, Ray
 restarts it and repeats its call, and files that are finished are not made twice. The driver creates
@@ -10,6 +12,7 @@ restart.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -22,7 +25,13 @@ import torch
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.node_copy import CorpusSource, open_on_node
 from xmcray.negatives.ledger import VersionFolder
-from xmcray.negatives.refresh import RefreshSpec, merge_shards, search_shard, wait_published
+from xmcray.negatives.refresh import (
+    RefreshSpec,
+    complete_version,
+    merge_blocks,
+    search_shard,
+    wait_published,
+)
 from xmcray.ray_adapter.actors import (
     find_actor,
     kill_actors,
@@ -44,14 +53,31 @@ def shard_name(run_id: str, shard: int) -> str:
 
 
 class IndexShard:
-    """An actor that builds and searches the index of one shard of the labels."""
+    """An actor that builds and searches the index of one shard of the labels, and merges the hits
+    of all shards for its share of the queries.
+    """
 
-    def __init__(self, shard: int, num_labels: int, spec: RefreshSpec, nice: int) -> None:
+    def __init__(
+        self,
+        shard: int,
+        num_labels: int,
+        corpus: CorpusSource,
+        data: DataConfig,
+        spec: RefreshSpec,
+        nice: int,
+    ) -> None:
         os.nice(nice)
         torch.set_float32_matmul_precision("medium" if spec.matmul == "bf16" else "highest")
         self.shard = shard
         self.num_labels = num_labels
+        self.corpus = corpus
+        self.data_config = data
         self.spec = spec
+
+    @functools.cached_property
+    def data(self) -> TrainingData:
+        """The training data, opened when the first version is merged."""
+        return TrainingData(open_on_node(self.corpus), self.data_config)
 
     def search(self, folder: str) -> None:
         """Searches one version; returns quietly if the version is withdrawn."""
@@ -61,13 +87,23 @@ class IndexShard:
         with _ignore_if_over(version):
             search_shard(version, self.shard, self.num_labels, self.spec)
 
+    def merge(self, folder: str) -> None:
+        """Merges this actor's share of one version that all actors have searched."""
+        version = VersionFolder(Path(folder))
+        if version.complete:
+            return
+        with _ignore_if_over(version):
+            merge_blocks(version, self.shard, self.data, self.spec)
+
     def pid(self) -> int:
         """Returns the actor's process."""
         return os.getpid()
 
 
 class IndexCoordinator:
-    """An actor that starts the searches of a published version, then merges and completes it."""
+    """An actor that starts the searches of a published version, then the merges, and completes
+    it.
+    """
 
     def __init__(
         self,
@@ -97,8 +133,9 @@ class IndexCoordinator:
                 return
             start = time.perf_counter()
             wait_for_calls([shard.search.remote(folder) for shard in self.shards])
+            wait_for_calls([shard.merge.remote(folder) for shard in self.shards])
             with _ignore_if_over(version):
-                merge_shards(version, self.data, self.spec)
+                complete_version(version, self.data, self.spec)
             seconds = time.perf_counter() - start
             # Calls run in threads, and a later version may be shown before an earlier one.
             with self._showing:
@@ -158,7 +195,7 @@ class NegativePool:
         for shard in range(spec.num_shards):
             index = start_actor(
                 IndexShard,
-                (shard, num_labels, spec, nice),
+                (shard, num_labels, corpus, data, spec, nice),
                 shard_name(run_id, shard),
                 {"runtime_env": environment, **index_options},
             )

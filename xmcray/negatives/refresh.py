@@ -22,7 +22,7 @@ from xmcray import draws
 from xmcray.data.batches import TrainingData
 from xmcray.negatives.clusters import balanced_clusters
 from xmcray.negatives.false_negatives import Teacher, best_candidates, false_negatives
-from xmcray.negatives.ledger import QueryBlock, ShortlistFile, VersionFolder
+from xmcray.negatives.ledger import MergedBlock, QueryBlock, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.exact import exact_search, from_keys, to_keys
@@ -136,53 +136,35 @@ def _rounded_up(extra: Int64Array) -> Int64Array:
     return 1 << exponents
 
 
-def merge_shards(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
-    """Merges the hits of all shards, clusters the queries, and completes the version."""
-    # Once another actor has completed the version, the inputs may be gone; a merge of nothing would
-    # replace it.
-    if folder.complete:
+def merge_blocks(folder: VersionFolder, shard: int, data: TrainingData, spec: RefreshSpec) -> None:
+    """Merges the hits of all shards for a share of the query blocks; each shard has one share.
+
+    All shards have searched all query blocks before.
+    """
+    if not spec.negatives.hard:
         return
-    blocks = folder.query_blocks
+    # Another share may begin at any time, so no block depends on what is merged in others.
+    share = folder.query_blocks[shard :: spec.num_shards]
+    missing = [block for block in share if not folder.has_merged(spec.num_shards, block)]
+    if not missing:
+        return
     teacher = Teacher(spec.negatives.teacher, data) if spec.negatives.teacher else None
-    num_left_out = 0
-    with folder.new_shortlist(data.num_query_ids, spec.negatives.hard) as labels:
-        if spec.negatives.hard:
-            # Blocks fill rows of their own.
-            with ThreadPoolExecutor(spec.threads) as pool:
-                merges = [
-                    pool.submit(_merge_block, labels, folder, block, data, spec, teacher)
-                    for block in blocks
-                ]
-                for merge in merges:
-                    num_left_out += merge.result()
-        # A newer attempt may have withdrawn this one meanwhile, and half a shortlist must not get
-        # its name.
-        if not blocks or folder.query_blocks != blocks:
-            raise FileNotFoundError(
-                f"query blocks of {folder.path} vanished while they were merged"
-            )
-    if spec.negatives.cluster_size and not folder.has_clusters:
-        cluster = _cluster_queries(folder, blocks, data.num_query_ids, spec)
-        folder.write_clusters(cluster)
-    recall = folder.read_recall(spec.parts(data.num_labels))
-    about = {"recall": recall, "blocks": len(blocks)}
-    if spec.negatives.max_relative_score:
-        about["left_out"] = num_left_out
-    folder.finish(about)
+    with ThreadPoolExecutor(spec.threads) as pool:
+        merges = [
+            pool.submit(_merge_block, folder, block, data, spec, teacher) for block in missing
+        ]
+        for merge in merges:
+            merge.result()
 
 
 def _merge_block(
-    labels: ShortlistFile,
     folder: VersionFolder,
     block: str,
     data: TrainingData,
     spec: RefreshSpec,
     teacher: Teacher | None,
-) -> int:
-    """Fills the rows of one query block with the best labels that are allowed.
-
-    Returns the number of candidates that were left out as probable right answers.
-    """
+) -> None:
+    """Keeps the best labels that are allowed for each query of one block."""
     queries = folder.read_queries(block)
     ids = queries.ids
     shard_ids = []
@@ -196,7 +178,7 @@ def _merge_block(
     score_BC = np.concatenate(shard_scores, axis=1)
     positives = data.positives(ids)
     excluded = data.excluded(ids)
-    num_left_out = 0
+    left_out = np.zeros(len(ids), np.int64)
     share = spec.negatives.max_relative_score
     if share:
         best = best_candidates(candidate_BC, score_BC, _reach(queries, spec.negatives))
@@ -205,15 +187,45 @@ def _merge_block(
         )
         candidate_BC = np.where(is_false_BC, -1, best.ids)
         score_BC = best.scores
-        num_left_out = int(is_false_BC.sum())
-    labels[ids] = best_allowed(
+        left_out = is_false_BC.sum(axis=1)
+    labels = best_allowed(
         candidate_BC,
         score_BC,
         [positives, excluded],
         data.num_labels,
         spec.negatives.hard,
     )
-    return num_left_out
+    folder.write_merged(spec.num_shards, block, MergedBlock(ids, labels, left_out))
+
+
+def complete_version(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) -> None:
+    """Joins the merged query blocks to a shortlist, clusters the queries, completes the version."""
+    # Once another actor has completed the version, the inputs may be gone; a shortlist of nothing
+    # would replace it.
+    if folder.complete:
+        return
+    blocks = folder.query_blocks
+    num_left_out = 0
+    with folder.new_shortlist(data.num_query_ids, spec.negatives.hard) as labels:
+        if spec.negatives.hard:
+            for block in blocks:
+                merged = folder.read_merged(spec.num_shards, block)
+                labels[merged.ids] = merged.labels
+                num_left_out += int(merged.left_out.sum())
+        # A newer attempt may have withdrawn this one meanwhile, and half a shortlist must not get
+        # its name.
+        if not blocks or folder.query_blocks != blocks:
+            raise FileNotFoundError(
+                f"query blocks of {folder.path} vanished while they were joined"
+            )
+    if spec.negatives.cluster_size and not folder.has_clusters:
+        cluster = _cluster_queries(folder, blocks, data.num_query_ids, spec)
+        folder.write_clusters(cluster)
+    recall = folder.read_recall(spec.parts(data.num_labels))
+    about = {"recall": recall, "blocks": len(blocks)}
+    if spec.negatives.max_relative_score:
+        about["left_out"] = num_left_out
+    folder.finish(about)
 
 
 def _cluster_queries(
@@ -334,7 +346,9 @@ def run_version(folder: VersionFolder, data: TrainingData, spec: RefreshSpec) ->
         return
     for shard in range(spec.num_shards):
         search_shard(folder, shard, data.num_labels, spec)
-    merge_shards(folder, data, spec)
+    for shard in range(spec.num_shards):
+        merge_blocks(folder, shard, data, spec)
+    complete_version(folder, data, spec)
 
 
 def wait_published(folder: VersionFolder, closing: threading.Event | None = None) -> None:

@@ -21,7 +21,7 @@ from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import (
     RefreshSpec,
     ThreadRefresher,
-    merge_shards,
+    complete_version,
     run_version,
     wait_published,
 )
@@ -253,11 +253,11 @@ def test_finished_clusters_are_not_made_twice(
     with monkeypatch.context() as patch:
         patch.setattr(VersionFolder, "finish", killed)
         with pytest.raises(CutError):
-            merge_shards(folder, watched.setup.data, watched.spec)
+            complete_version(folder, watched.setup.data, watched.spec)
     assert folder.has_clusters
     assert not folder.complete
     made = (folder.path / "clusters.npy").stat()
-    merge_shards(folder, watched.setup.data, watched.spec)
+    complete_version(folder, watched.setup.data, watched.spec)
     assert folder.complete
     again = (folder.path / "clusters.npy").stat()
     assert (made.st_ino, made.st_mtime_ns) == (again.st_ino, again.st_mtime_ns)

@@ -1,5 +1,5 @@
-"""A pool of another size finishes what an older one began, with what the older one would have
-found.
+"""A pool of another size, or one whose actors were killed, finishes what an older one began, with
+what the older one would have found.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ import pytest
 from corpora import planted_corpus
 
 from xmcray.data.batches import DataConfig, TrainingData
-from xmcray.negatives.ledger import Ledger, QueryBlock, VersionFolder
+from xmcray.negatives.ledger import Ledger, MergedBlock, QueryBlock, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
-from xmcray.negatives.refresh import RefreshSpec, run_version, search_shard
+from xmcray.negatives.refresh import (
+    RefreshSpec,
+    complete_version,
+    merge_blocks,
+    run_version,
+    search_shard,
+)
 
 
 def published(path: Path, data: TrainingData) -> VersionFolder:
@@ -45,5 +51,34 @@ def test_what_another_number_of_shards_found_is_not_mixed_in(
     run_version(expected, data, RefreshSpec(before, config, 0))
     half_done = published(tmp_path / "half", data)
     search_shard(half_done, 0, data.num_labels, RefreshSpec(before, config, 0))
+    for block in half_done.query_blocks:
+        ids = half_done.read_queries(block).ids
+        wrong = MergedBlock(ids, np.zeros((len(ids), 5), np.int32), np.zeros(len(ids), np.int64))
+        half_done.write_merged(before, block, wrong)
     run_version(half_done, data, RefreshSpec(after, config, 0))
     np.testing.assert_array_equal(half_done.shortlist().labels, expected.shortlist().labels)
+
+
+def test_only_the_blocks_that_a_killed_actor_did_not_merge_are_merged_again(tmp_path: Path) -> None:
+    data = TrainingData(planted_corpus(tmp_path / "data"), DataConfig())
+    spec = RefreshSpec(2, NegativesConfig(hard=5, start_epoch=2), 0)
+    expected = published(tmp_path / "expected", data)
+    run_version(expected, data, spec)
+    killed = published(tmp_path / "killed", data)
+    for shard in range(2):
+        search_shard(killed, shard, data.num_labels, spec)
+    merge_blocks(killed, 0, data, spec)
+    first, second = killed.query_blocks
+    assert killed.has_merged(2, first)
+    assert not killed.has_merged(2, second), "it is the share of the other actor"
+    with pytest.raises(FileNotFoundError):
+        complete_version(killed, data, spec)
+    assert not killed.complete
+    assert not (killed.path / "shortlist.npy").exists()
+    merged = killed.path / "found" / "merged-0002" / f"{first}.safetensors"
+    before = merged.stat()
+    for shard in range(2):
+        merge_blocks(killed, shard, data, spec)
+    assert merged.stat().st_ino == before.st_ino
+    complete_version(killed, data, spec)
+    np.testing.assert_array_equal(killed.shortlist().labels, expected.shortlist().labels)

@@ -16,7 +16,7 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ShortlistError, StorageError, XmcrayError
 from xmcray.negatives.ledger import Ledger
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, merge_shards
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, complete_version
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.launch import train
 from xmcray.training.loop import Loop, Setup, build
@@ -130,7 +130,7 @@ def test_a_second_merge_does_not_undo_a_finished_version(corpus: Corpus, tmp_pat
     loop.train()
     (folder,) = [f for f in Ledger(tmp_path / "negatives").versions() if f.version == 2]
     before = folder.shortlist().labels.copy()
-    merge_shards(folder, setup.data, spec)
+    complete_version(folder, setup.data, spec)
     assert (folder.shortlist().labels == before).all()
     assert (before >= 0).any()
 
