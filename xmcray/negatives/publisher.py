@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -87,7 +87,8 @@ class BackgroundWriter:
     Args:
         ledger: of the run.
     Attributes:
-        hashes: SHA-256 of each file that was written, by path relative to the ledger.
+        hashes: SHA-256 of each file that was written and is not forgotten, by path relative to the
+            ledger.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -106,6 +107,13 @@ class BackgroundWriter:
         """Waits until all jobs are done; raises the error of the first that failed."""
         if self._last is not None:
             self._last.result()
+
+    def forget_all_but(self, folders: Collection[str]) -> None:
+        """Drops the hashes of files in other folders of the ledger; only after `drain`."""
+        for name in list(self.hashes):
+            folder, _, _ = name.partition("/")
+            if folder not in folders:
+                del self.hashes[name]
 
     def close(self) -> None:
         """Finishes the jobs and ends the thread."""

@@ -309,8 +309,11 @@ class ThreadRefresher:
         self._closing = threading.Event()
 
     def start(self, folder: Path) -> None:
-        """Starts a thread for a version unless there is one."""
+        """Starts a thread for a version unless one is running."""
         self.check()
+        # A long run starts thousands of versions. One that has ended may be started again.
+        running = {path: thread for path, thread in self._threads.items() if thread.is_alive()}
+        self._threads = running
         if folder not in self._threads:
             version = VersionFolder(folder)
             # A daemon thread does not keep an interrupted process alive.

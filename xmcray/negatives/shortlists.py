@@ -145,6 +145,7 @@ class ShortlistFeed:
                 folder_name, _, _ = name.partition("/")
                 if folder_name in incomplete:
                     inputs[name] = sha256
+        self._publisher.writer.forget_all_but(incomplete)
         return {
             "inputs": inputs,
             "published": [folder.version for folder in versions if folder.published],

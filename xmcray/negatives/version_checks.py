@@ -34,10 +34,17 @@ class VersionChecks:
             if folder.path not in self._checks:
                 self.expect(folder)
             message = self._checks[folder.path].result()
+            self._forget_before(folder.version)
         for found in collectives.gather_objects(message):
             if found is not None:
                 raise ShortlistError(found)
         return folder
+
+    def _forget_before(self, version: int) -> None:
+        """Drops the checks of older versions, to which training never goes back."""
+        for path in list(self._checks):
+            if VersionFolder(path).version < version:
+                del self._checks[path]
 
 
 class _Check(threading.Thread):

@@ -17,6 +17,13 @@ from xmcray.errors import ConfigError, ResourceError, one_line
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.switches import UNPICKLING
 
+_LOCAL_SETTINGS = {  # of a local cluster, read from the environment
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray keeps what it knows of so many finished calls, about 3 KB each. Its default is 100,000,
+    # which the polls of training workers reach in some hours.
+    "RAY_task_events_max_num_task_in_gcs": "10000",
+}
+
 
 def start_ray(
     num_cpus: int | None = None,
@@ -51,7 +58,8 @@ def start_ray(
         with _keep_sigterm_handler(), _in_one_line("the cluster does not answer", advice):
             ray.init(**quiet)
         return True
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in _LOCAL_SETTINGS.items():
+        os.environ.setdefault(name, value)
     _set_token()
     advice = "the machine may be too busy or out of memory: try again"
     with (

@@ -243,7 +243,7 @@ class LabelIndex:
             settings=settings,
             rows=self.rows.with_vectors(settings.shards, vectors),
             row_labels=row_labels,
-            table=pa.concat_tables([self.table, names]),
+            table=_appended(self.table, names),
         )
 
     # --- Derived arrays, made at the first use ---
@@ -288,3 +288,16 @@ class LabelIndex:
         """The blocks in which the table lies in memory, and the id after the last one of each."""
         blocks = self.table.to_batches()
         return blocks, np.cumsum([len(block) for block in blocks])
+
+
+def _appended(table: pa.Table, names: pa.Table) -> pa.Table:
+    """A table with more rows, in few blocks however often rows are appended.
+
+    The new rows form one block with the blocks before them that are no longer than it. So lengths
+    fall from block to block, and n labels that join one by one lie in about log2(n) blocks.
+    """
+    blocks = table.to_batches()
+    end = names
+    while blocks and len(blocks[-1]) <= len(end):
+        end = pa.concat_tables([pa.Table.from_batches([blocks.pop()]), end])
+    return pa.Table.from_batches([*blocks, *end.combine_chunks().to_batches()], table.schema)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,15 @@ from refreshers import few_queries
 from xmcray.errors import ShortlistError
 from xmcray.negatives.ledger import Ledger, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, run_version, wait_published
+from xmcray.negatives.refresh import (
+    Refresher,
+    RefreshSpec,
+    ThreadRefresher,
+    run_version,
+    wait_published,
+)
 from xmcray.negatives.shortlists import ShortlistFeed
+from xmcray.parallel import collectives
 from xmcray.types import Batch, Ragged
 
 STEPS_PER_EPOCH = 2
@@ -56,12 +65,14 @@ def batch_of(step: int) -> Batch:
     return Batch(epoch, step, ids, 0, QUERIES, Ragged.empty(QUERIES), positives, excluded)
 
 
-def feed_in(folder: Path, refresher: FakeRefresher, **settings: object) -> ShortlistFeed:
+def feed_in(
+    folder: Path, refresher: Refresher, num_epochs: int = NUM_EPOCHS, **settings: object
+) -> ShortlistFeed:
     fixed = {"hard": 1, "start_epoch": 2, "refresh_every": 1, "wait_s": 0.03}
     config = NegativesConfig(**{**fixed, **settings})  # type: ignore[arg-type]
     rows_SD = torch.zeros(NUM_LABELS, 2)
     return ShortlistFeed(
-        Ledger(folder), config, refresher, STEPS_PER_EPOCH, NUM_EPOCHS, lambda: rows_SD, 0
+        Ledger(folder), config, refresher, STEPS_PER_EPOCH, num_epochs, lambda: rows_SD, 0
     )
 
 
@@ -127,6 +138,40 @@ def test_eager_looks_for_a_newer_version_every_eighth_step(tmp_path: Path) -> No
     # The first one as soon as it is there; versions 1 to 3, complete by then, at step 8.
     assert versions == [None, None, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3]
     feed.close()
+
+
+def test_a_long_run_keeps_nothing_of_versions_that_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_sent = list[int]()
+
+    def gather(sent: object) -> list[object]:
+        if isinstance(sent, dict):
+            num_sent.append(len(sent))
+        return [sent]
+
+    monkeypatch.setattr(collectives, "gather_objects", gather)
+    config = NegativesConfig(hard=1, index="Flat", recall_queries=0)
+    refresher = ThreadRefresher(few_queries(QUERIES, NUM_LABELS), RefreshSpec(1, config, 0))
+    num_epochs = 20
+    feed = feed_in(tmp_path, refresher, num_epochs, wait_s=60.0)
+    num_threads = count_threads()
+    for step in range(num_epochs * STEPS_PER_EPOCH):
+        feed.before_step(step)
+        feed.after_step(batch_of(step), torch.zeros(QUERIES, 2))
+        feed.state(step)
+    # Of at most the four newest of 18 versions: three files, and two threads of each.
+    assert len(num_sent) == num_epochs * STEPS_PER_EPOCH
+    assert max(num_sent) <= 12, num_sent
+    assert count_threads() - num_threads <= 9
+    refresher.close()
+    feed.close()
+
+
+def count_threads() -> int:
+    """Threads that are kept in memory, also those that have ended."""
+    gc.collect()
+    return sum(issubclass(type(thing), threading.Thread) for thing in gc.get_objects())
 
 
 def test_a_trainer_that_ends_early_does_not_wait_for_versions_that_it_never_published(

@@ -23,7 +23,13 @@ from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval import labels as module
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index import IndexSpec
-from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
+from xmcray.retrieval.labels import (
+    NewLabel,
+    add_labels,
+    load_label_sides,
+    remove_labels,
+    with_labels,
+)
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
@@ -152,6 +158,18 @@ def test_more_labels_than_a_shard_has_room_for(
         # Products of other shapes may differ in the last bit.
         scores = [answer.score for answer in other]
         assert [answer.score for answer in one] == pytest.approx(scores, abs=1e-6)
+
+
+def test_labels_that_join_one_by_one_lie_in_few_blocks(bundles: Any) -> None:
+    # A block for each of them would cost every search after a change, and kilobytes of memory.
+    retriever = Retriever.load(bundles("texts"))
+    label_sides = load_label_sides(bundles("texts"), retriever.settings)
+    for label in NEW:
+        retriever = with_labels(retriever, label_sides, [label])
+    labels = retriever.labels
+    assert len(labels.table.to_batches()) <= 5
+    assert labels.texts(np.arange(560, labels.num_labels)) == [label.text for label in NEW]
+    assert labels.ids_by_uid()["u3"] == 3
 
 
 @pytest.mark.parametrize("row_columns", [-1, DIM + 1, 10**12])
