@@ -15,11 +15,13 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import random
 import shutil
 import struct
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,11 @@ from operations import BATCHES, add
 
 from xmcray.data.corpus import Corpus
 from xmcray.errors import XmcrayError
+from xmcray.evaluation.predictions import (
+    predictions_to_top_labels,
+    read_predictions,
+    write_predictions,
+)
 from xmcray.retrieval.labels import annotate_labels, remove_labels
 from xmcray.serving.event_export import export_events
 from xmcray.serving.event_log import EventLog
@@ -45,6 +52,7 @@ from xmcray.storage import MANIFEST, FileEntry, finish_manifest
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.run import Run, RunConfig
+from xmcray.types import TopLabels
 
 Change = Callable[[bytes, random.Random], bytes]
 HUGE = (-1, 0, 1, 2**31, 2**32 - 1, 2**50, 2**63 - 1, 10**30)
@@ -120,6 +128,7 @@ def write_artifacts(folder: Path) -> dict[str, Artifact]:
     StateFolder(config, "m").remember(str(folder / "texts"), "0" * 64)
     for day in range(2):
         write_events(folder / "events", day)
+    write_answers(folder / "answers")
     return {
         "corpus": Artifact.of("corpus", corpus.path, read_corpus),
         "bundle": Artifact.of("bundle", folder / "texts", search_bundle),
@@ -129,6 +138,7 @@ def write_artifacts(folder: Path) -> dict[str, Artifact]:
         "run": Artifact.of("run", folder / "run", export),
         "state": Artifact.of("state", state, lambda path: open_state(path, plain)),
         "events": Artifact.of("events", folder / "events", read_events),
+        "answers": Artifact.of("answers", folder / "answers", read_answers),
     }
 
 
@@ -214,6 +224,21 @@ def read_events(path: Path) -> str:
         return _fingerprint([exported, *(file.read_text() for file in files)])
     finally:
         shutil.rmtree(out, ignore_errors=True)
+
+
+def write_answers(path: Path) -> None:
+    """Predictions of 6 queries."""
+    path.mkdir()
+    ids = np.arange(18).reshape(6, 3)
+    scores = np.linspace(1, -1, 18, dtype=np.float32).reshape(6, 3)
+    write_predictions(path / "answers.npz", [TopLabels(ids, scores)], num_labels=18)
+
+
+def read_answers(path: Path) -> str:
+    """Reads predictions as an evaluation does."""
+    matrix = read_predictions(path / "answers.npz", 6, 18)
+    top = predictions_to_top_labels(matrix, np.arange(6), 3)
+    return _fingerprint([top.ids.tolist(), top.scores.tolist()])
 
 
 def _fingerprint(parts: list[Any]) -> str:
@@ -382,6 +407,19 @@ def _npy(data: bytes, draw: random.Random) -> bytes:
     return raw + array.tobytes()
 
 
+def _npz(data: bytes, draw: random.Random) -> bytes:
+    """Changes one of the arrays of a sparse matrix."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    name = draw.choice(("data.npy", "indices.npy", "indptr.npy", "shape.npy"))
+    members[name] = _npy(members[name], draw)
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as archive:
+        for member, body in members.items():
+            archive.writestr(member, body)
+    return sink.getvalue()
+
+
 def _safetensors(data: bytes, draw: random.Random) -> bytes:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -453,6 +491,7 @@ OF_SUFFIX: dict[str, tuple[Change, ...]] = {
     ".jsonl": (_json_lines,),
     ".yaml": (_yaml,),
     ".npy": (_npy,),
+    ".npz": (_npz,),
     ".safetensors": (_safetensors,),
     ".parquet": (_parquet,),
     ".faiss": (_huge,),
@@ -574,27 +613,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where intact and changed files are written")
     parser.add_argument("--trials", type=int, default=3, help="of each file (default: %(default)s)")
+    parser.add_argument(
+        "--changes", type=int, help="of all files together, in place of --trials of each"
+    )
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
     parser.add_argument("--kind", help="only files whose names end so, such as .npy")
     options = parser.parse_args()
     logging.disable()  # of damaged checkpoints that are passed over
     artifacts = write_artifacts(options.folder)
+    shares: dict[tuple[str, str], float] = {}
     for artifact in artifacts.values():
         for file in artifact.files():
-            if options.kind and not file.endswith(options.kind):
-                continue
-            # An export takes longer than all other uses together.
-            trials = options.trials if artifact.name != "run" else -(-options.trials // 3)
-            for seed in range(options.first, options.first + trials):
-                print(json.dumps(["trying", artifact.name, file, seed]), flush=True)
-                description, outcome = try_change(artifact, file, options.folder, seed)
-                result = {
-                    "change": description,
-                    "kind": outcome.kind,
-                    "is_fault": outcome.is_fault,
-                    "detail": outcome.detail,
-                }
-                print(json.dumps(["tried", artifact.name, file, seed, result]), flush=True)
+            if not options.kind or file.endswith(options.kind):
+                # An export takes longer than all other uses together.
+                shares[artifact.name, file] = 1 / 3 if artifact.name == "run" else 1.0
+    trials_of_each = options.trials
+    if options.changes is not None:
+        trials_of_each = options.changes / sum(shares.values())
+    for (name, file), share in shares.items():
+        artifact = artifacts[name]
+        trials = math.ceil(share * trials_of_each)
+        for seed in range(options.first, options.first + trials):
+            print(json.dumps(["trying", artifact.name, file, seed]), flush=True)
+            description, outcome = try_change(artifact, file, options.folder, seed)
+            result = {
+                "change": description,
+                "kind": outcome.kind,
+                "is_fault": outcome.is_fault,
+                "detail": outcome.detail,
+            }
+            print(json.dumps(["tried", artifact.name, file, seed, result]), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -62,6 +63,9 @@ class SnapshotCoordinator(SnapshotSource):
         self._models: dict[str, _ServedModel] = {}
         self._replicas = Replicas()
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Loads and compactions take turns in one thread. A thread keeps much of the memory that it
+        # once needed, and those of the loop's pool would all come to do this work.
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="xmcray-loader")
 
     async def start(self) -> None:
         """Loads the bundles and replays their logs.
@@ -70,9 +74,9 @@ class SnapshotCoordinator(SnapshotSource):
             XmcrayError: a bundle or a log is damaged, or another coordinator uses the state folder.
         """
         for name in self._config.bundles:
-            model = await asyncio.to_thread(self._open, name)
+            model = await self._in_loader(self._open, name)
             self._models[name] = model
-            await asyncio.to_thread(model.snapshot.probe, model.snapshot.probes)
+            await self._in_loader(model.snapshot.probe, model.snapshot.probes)
 
     async def follow(
         self,
@@ -170,13 +174,13 @@ class SnapshotCoordinator(SnapshotSource):
     async def _switch(self, model: _ServedModel, request: schema.SwapRequest) -> float:
         """Lets all replicas load a bundle and then answer from it; returns its recall."""
         bundle = request.bundle
-        snapshot = await asyncio.to_thread(self._load, model.name, bundle)
-        snapshot = await asyncio.to_thread(_caught_up, snapshot, model.log)
+        snapshot = await self._in_loader(self._load, model.name, bundle)
+        snapshot = await self._in_loader(_caught_up, snapshot, model.log)
         version = snapshot.version
         number = snapshot.number
         floor = self._config.recall_floor if request.recall_floor is None else request.recall_floor
         # Before replicas load it: a wrong bundle costs them nothing.
-        recall = await asyncio.to_thread(
+        recall = await self._in_loader(
             check_successor,
             model.snapshot,
             snapshot,
@@ -197,7 +201,8 @@ class SnapshotCoordinator(SnapshotSource):
                 f"{num_missing} replica(s) did not load {bundle} in {self._config.swap_s:g} s",
             )
         async with model.operating:
-            # Operations may have come since the bundle was loaded.
+            # Operations may have come since the bundle was loaded. They are few, and others wait, so
+            # that this takes no turn.
             snapshot = await asyncio.to_thread(_caught_up, snapshot, model.log)
             # First to the disk: after a crash the bundle that answered last is served.
             await asyncio.to_thread(model.folder.remember, bundle, version)
@@ -249,7 +254,7 @@ class SnapshotCoordinator(SnapshotSource):
         self._roots.check(out)
         snapshot = self._models[name].snapshot
         with _refusing():
-            version = await asyncio.to_thread(write_compacted, snapshot, out, self._config.threads)
+            version = await self._in_loader(write_compacted, snapshot, out, self._config.threads)
         return schema.CompactResponse(
             model=name,
             bundle=out,
@@ -277,6 +282,7 @@ class SnapshotCoordinator(SnapshotSource):
 
     def close(self) -> None:
         """Lets others use the state folder."""
+        self._loader.shutdown(wait=False)
         for model in self._models.values():
             model.log.close()
             if model.events is not None:
@@ -300,6 +306,10 @@ class SnapshotCoordinator(SnapshotSource):
         return Snapshot.load(
             bundle, name, config.threads, encoder=config.encoder, rerank=config.rerank
         )
+
+    async def _in_loader(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function in the thread of loads and compactions."""
+        return await asyncio.get_running_loop().run_in_executor(self._loader, function, *arguments)
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Finishes what was begun, although a client that leaves cancels its request.

@@ -12,7 +12,9 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from xmcray.errors import XmcrayError, one_line
 from xmcray.retrieval.shards import ALL_SHARDS, ShardSubset
@@ -96,6 +98,8 @@ class Follower(SnapshotSource):
         self._models = {name: _FollowedModel() for name in config.bundles}
         self._replica = secrets.token_hex(8)
         self._changed = asyncio.Condition()
+        # One thread, for the reason that the coordinator has one.
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="xmcray-loader")
 
     async def start(self) -> None:
         """Loads what is served now."""
@@ -172,7 +176,7 @@ class Follower(SnapshotSource):
             # Versions may be at different operations.
             later = update.operations[max(0, snapshot.number - update.since) :]
             if later:
-                model.replace(snapshot, await asyncio.to_thread(snapshot.after, later))
+                model.replace(snapshot, await self._in_loader(snapshot.after, later))
         needed = {decision.version: decision.bundle}
         if decision.loading:
             bundle, version = decision.loading
@@ -182,7 +186,7 @@ class Follower(SnapshotSource):
             if version in model.newest:
                 continue
             try:
-                model.newest[version] = await asyncio.to_thread(self._load, name, bundle, version)
+                model.newest[version] = await self._in_loader(self._load, name, bundle, version)
             except XmcrayError as error:
                 log.error("model %s: %s cannot be loaded (%s)", name, bundle, error)
                 # A version to swap to may be broken. Then the coordinator refuses the swap.
@@ -214,6 +218,10 @@ class Follower(SnapshotSource):
             yield
         finally:
             task.cancel()
+
+    async def _in_loader(self, function: Callable[..., Snapshot], *arguments: Any) -> Snapshot:
+        """Calls a function that makes a snapshot in the thread of loads."""
+        return await asyncio.get_running_loop().run_in_executor(self._loader, function, *arguments)
 
     def _states(self) -> dict[str, ReplicaState]:
         return {name: model.state() for name, model in self._models.items()}

@@ -9,10 +9,13 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bundles import TEXTS, WORDS, write_bundle_of
 from served import ADMIN, Served, served
+
+from xmcray.serving.snapshot import Snapshot
 
 QUERIES = [f"{first} {second}" for first in WORDS[:10] for second in WORDS[10:]]
 ROUND = 24  # searches and changes between two counts
@@ -78,7 +81,9 @@ def test_recall_after_a_restart_and_a_compaction(bundle: Path, tmp_path: Path) -
     asyncio.run(main())
 
 
-def test_files_threads_and_memory_stay_flat(bundle: Path, tmp_path: Path) -> None:
+def test_files_threads_and_memory_stay_flat(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A round searches, changes labels back and forth and swaps; later rounds keep nothing."""
 
     async def play(one: Served, draw: random.Random) -> None:
@@ -103,6 +108,14 @@ def test_files_threads_and_memory_stay_flat(bundle: Path, tmp_path: Path) -> Non
                 counts.append((num_files(), threading.active_count(), resident_mb()))
         return counts
 
+    loaders = set[str]()
+    load = Snapshot.load
+
+    def noted(*arguments: Any, **options: Any) -> Snapshot:
+        loaders.add(f"{threading.current_thread().name}, {threading.get_ident()}")
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(Snapshot, "load", noted)
     for name in ("b", "other"):
         (tmp_path / name).symlink_to(bundle)
     counts = asyncio.run(main())
@@ -112,6 +125,8 @@ def test_files_threads_and_memory_stay_flat(bundle: Path, tmp_path: Path) -> Non
     assert last[0] <= warm[0], f"open files: {counts}"
     assert last[1] <= warm[1], f"threads: {counts}"
     assert last[2] <= warm[2] + 8, f"memory in MB: {counts}"
+    # One of the coordinator and one of its replica: each thread that loads keeps some memory.
+    assert len(loaders) == 2, loaders
 
 
 async def start_threads() -> None:
