@@ -57,6 +57,11 @@ class SideMixer(nn.Module):
         weight = self.projection.weight
         nn.init.orthogonal_(weight, gain=length / PROJECTION_SPEED, generator=generator)
 
+    def close(self) -> None:
+        """Texts keep their vectors from now on, and nothing of the mixer is trained."""
+        nn.init.zeros_(self.gate)
+        self.requires_grad_(False)
+
     def forward(self, text_BD: Tensor, side_BW: Tensor) -> Tensor:
         """The vectors of texts with their side vectors, [B, D]."""
         direction_BD = PROJECTION_SPEED * self.projection(F.normalize(side_BW, dim=-1))

@@ -19,6 +19,7 @@ from xmcray import credentials, logs
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.node_copy import CorpusSource
+from xmcray.data.side_signal import side_signal
 from xmcray.errors import ConfigError, ResourceError, StorageError, XmcrayError
 from xmcray.methods.registry import method_entry
 from xmcray.negatives.false_negatives import Teacher
@@ -98,6 +99,8 @@ def train(
     card = opened.card
     for warning in clipped(config, card.num_train, card.num_labels, num_without_text):
         logger.warning(warning)
+    if config.encoder.side == "mix" and card.side_width:
+        _warn_of_noise(TrainingData(opened, config.data))
     with locked(path):
         if resume == "never":
             refuse_contents(path)
@@ -114,6 +117,18 @@ def train(
         _train_one(run, opened, watch)
         run.remove_vectors()  # the selection has used the same folder
     return run
+
+
+def _warn_of_noise(data: TrainingData) -> None:
+    """Warns if the side vectors of a corpus are not mixed in, because they are noise."""
+    signal = side_signal(data)
+    if signal is not None and signal.is_noise:
+        logger.warning(
+            "side vectors of the same labels are hardly more alike than others (cosine %+.3f, %.1f"
+            " standard errors); they are left out, as with encoder.side=ignore",
+            signal.alike,
+            signal.standard_errors,
+        )
 
 
 def _refuse_mistakes(corpus: str | Path, out: str | Path, config: RunConfig, refit: bool) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from xmcray import storage
 from xmcray.data.batches import BatchSampler, TrainingData
+from xmcray.data.side_signal import side_signal
 from xmcray.methods.base import Method, MethodContext
 from xmcray.methods.matryoshka import Matryoshka, PrefixEncode, check_prefixes
 from xmcray.methods.registry import method_entry
@@ -28,6 +29,7 @@ from xmcray.negatives.refresh import Refresher
 from xmcray.negatives.shortlists import ShortlistFeed
 from xmcray.nn.encoder import Encoder, build_encoder
 from xmcray.nn.heads import FusionConfig
+from xmcray.nn.side import MixedEncoder
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
@@ -78,6 +80,10 @@ def build(
     token_counts = data.token_counts(tokenizer.vocab_size)
     side_width = data.corpus.card.side_width
     encoder = build_encoder(config.encoder, tokenizer, token_counts, optim.seed, side_width)
+    if isinstance(encoder, MixedEncoder):
+        signal = side_signal(data)
+        if signal is not None and signal.is_noise:
+            encoder.mixer.close()
     encoder = encoder.to(device, optim.dtype)
     if vectors is not None:
         # Label texts are queries too, with ids after those of the training queries.

@@ -75,6 +75,21 @@ def test_planted_vectors_are_worth_five_points(corpus: Corpus, mixed: str, plain
     assert precision["mix"] >= precision["ignore"] + 0.05
 
 
+def test_vectors_of_noise_change_no_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_planted(tmp_path / "raw", 300, 30, filtered=0, only_in_test=0)
+    write_side_vectors(tmp_path / "raw", WIDTH, planted=False)
+    corpus = corpus_of(tmp_path / "raw", tmp_path / "corpus", vocab_size=500)
+    queries = corpus.split("test").tokens(np.arange(8))
+    scores = {}
+    for side in ("mix", "ignore"):
+        retriever = Retriever.load(bundle(corpus, tmp_path / side, side))
+        scores[side] = retriever.top_labels(queries, 3).scores
+    assert np.array_equal(scores["mix"], scores["ignore"])
+    assert "they are left out, as with encoder.side=ignore" in caplog.text
+
+
 def test_callers_get_the_answers_of_the_corpus(corpus: Corpus, mixed: str) -> None:
     retriever = Retriever.load(mixed)
     test = corpus.split("test")

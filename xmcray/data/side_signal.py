@@ -1,0 +1,131 @@
+"""How much the side vectors of a corpus say about its labels, measured before training.
+
+The training loss cannot tell. Rows of a classifier learn the vectors of single queries by heart, so
+vectors that are noise lower it too. Here no query is compared with itself: queries that share a
+label are compared with random ones, and queries with their own labels and random ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from xmcray import draws
+from xmcray.data.batches import TrainingData
+from xmcray.data.corpus import Corpus
+from xmcray.permutations import random_sample
+from xmcray.types import Float32Array, Int64Array, Ragged, side_vectors_of
+
+MAX_QUERIES = 20_000
+MAX_NUMBERS = 1 << 24  # of the vectors that are held at once
+# In between: ASTRA on the sample gains 9 points of P@1 and keeps its PSP@5 at 0.15 ("weak" in
+# benchmarks/side_vectors.py), and lost 2 and 6 at 0.05 ("weaker") while such vectors were mixed in.
+MIN_ALIKE = 0.1
+MIN_STANDARD_ERRORS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class SideSignal:
+    """What is alike among vectors of the same labels.
+
+    Attributes:
+        alike: mean cosine of related vectors less that of random ones, both seen from their mean; 0
+            for noise, at most 1.
+        standard_errors: how many of its own standard errors it is above 0.
+    """
+
+    alike: float
+    standard_errors: float
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the vectors say nothing about labels, or too little to be learned."""
+        return self.alike < MIN_ALIKE or self.standard_errors < MIN_STANDARD_ERRORS
+
+    @classmethod
+    def of_differences(cls, difference_P: Float32Array) -> SideSignal:
+        """Of pairs' cosines less those of random pairs, float32 [P]."""
+        if len(difference_P) < 2:
+            return cls(0.0, 0.0)
+        mean = float(difference_P.mean())
+        standard_error = float(difference_P.std(ddof=1)) / len(difference_P) ** 0.5
+        return cls(mean, mean / max(standard_error, 1e-12))
+
+
+def side_signal(data: TrainingData) -> SideSignal | None:
+    """Measures a sample of the training queries; the same on every rank.
+
+    Args:
+        data: of a corpus with side vectors.
+    Returns:
+        None if no query has a vector, which leaves nothing to compare.
+    """
+    generator = draws.generator(data.config.seed, "side signal")
+    width = data.corpus.card.side_width
+    count = min(MAX_QUERIES, max(1, MAX_NUMBERS // width))
+    sample = random_sample(generator, len(data.training_rows), count)
+    rows = data.training_rows[np.sort(sample)]
+    split = data.corpus.split("train")
+    query_BW = side_vectors_of(split.tokens(rows), width)
+    has_vector = query_BW.any(axis=1)
+    if not has_vector.any():
+        return None
+    query_BW = _directions(query_BW[has_vector])
+    positives = split.positives(rows[has_vector])
+    signals = [
+        _of_queries(query_BW, positives, generator),
+        _of_labels(query_BW, positives, data.corpus, generator),
+    ]
+    # One of the two is enough.
+    return max(signals, key=lambda signal: (not signal.is_noise, signal.alike))
+
+
+def _of_queries(
+    query_BW: Float32Array, positives: Ragged, generator: np.random.Generator
+) -> SideSignal:
+    """Queries that share a label, compared with random queries."""
+    # Entries with the same label become neighbours.
+    order = np.argsort(positives.values, kind="stable")
+    label_P = positives.values[order]
+    query_P = positives.row_ids[order]
+    shares_label = label_P[1:] == label_P[:-1]
+    pairs = np.stack([query_P[:-1][shares_label], query_P[1:][shares_label]], axis=1)
+    # Two queries may share several labels, and count once.
+    pairs = np.unique(pairs, axis=0)
+    pairs = pairs[random_sample(generator, len(pairs), len(query_BW))]
+    first: Int64Array = pairs[:, 0]
+    second: Int64Array = pairs[:, 1]
+    random = generator.integers(len(query_BW), size=len(pairs))
+    difference_PW = query_BW[second] - query_BW[random]
+    return SideSignal.of_differences(_row_products(query_BW[first], difference_PW))
+
+
+def _of_labels(
+    query_BW: Float32Array, positives: Ragged, corpus: Corpus, generator: np.random.Generator
+) -> SideSignal:
+    """Queries and a label of theirs, compared with labels of other queries."""
+    label_B = positives.values[positives.offsets[:-1]]
+    label_BW = side_vectors_of(corpus.label_tokens(label_B), query_BW.shape[1])
+    has_vector = label_BW.any(axis=1)
+    if not has_vector.any():
+        return SideSignal(0.0, 0.0)
+    label_BW = _directions(label_BW[has_vector])
+    other_BW = label_BW[generator.permutation(len(label_BW))]
+    return SideSignal.of_differences(_row_products(query_BW[has_vector], label_BW - other_BW))
+
+
+def _row_products(left_PW: Float32Array, right_PW: Float32Array) -> Float32Array:
+    """Inner products of rows, [P]."""
+    products: Float32Array = np.einsum("pw,pw->p", left_PW, right_PW)
+    return products
+
+
+def _directions(vectors: Float32Array) -> Float32Array:
+    """Directions of rows, seen from their mean: many embeddings have a part that all rows share."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    directions: Float32Array = vectors / lengths
+    directions -= directions.mean(axis=0)
+    lengths = np.linalg.norm(directions, axis=1, keepdims=True)
+    directions /= np.maximum(lengths, 1e-12)
+    return directions
