@@ -5,8 +5,8 @@
     python benchmarks/side_vectors.py --presets dexml/sample --seeds 1 --epochs 2 --out /dev/null
 
 Planted vectors: each label has a random direction, and each query the direction of the sum of its labels', both with
-noise. Noise vectors are noise alone. All trainings of a preset differ in vectors, `encoder.side` and seed. With `ignore`
-nothing depends on the vectors, so it is trained once for both kinds.
+noise. Weak ones have more of it, and noise vectors are noise alone. All trainings of a preset differ in vectors,
+`encoder.side` and seed. With `ignore` nothing depends on the vectors, so it is trained once for all kinds.
 
 A result is one JSON file in the cache, so the command can be stopped at any time and started again.
 """
@@ -28,17 +28,26 @@ from ablation import METRICS, Result, measured, spread, table_row
 from common import refuse_if_busy, write_table
 from planted import write_side_vectors
 
+from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.sample import write_sample
+from xmcray.data.side_signal import side_signal
 from xmcray.training.run import RunConfig
 
-PRESETS = ("dexml/sample", "astra/sample", "dexml/cdnjs-keywords", "astra/cdnjs-keywords")
+PRESETS = (
+    "astra/sample",
+    "renee/sample",
+    "dexml/sample",
+    "astra/cdnjs-keywords",
+    "dexml/cdnjs-keywords",
+)
 WIDTH = 64
-NOISE = 0.5  # expected length of the noise, next to a direction of length 1
 WITHOUT = "none"
 PLANTED = "planted"
 ONLY_NOISE = "noise"
-WANTED = {PLANTED: "at least + 5", ONLY_NOISE: "within ± 0.3"}
+# Expected length of the noise, next to a direction of length 1.
+NOISE = {PLANTED: 0.5, "weak": 2.0, "weaker": 4.0, ONLY_NOISE: 1.0}
+WANTED = {PLANTED: "wanted: P@1 at least + 5", ONLY_NOISE: "wanted: P@1 within ± 0.3"}
 
 
 def main() -> None:
@@ -49,15 +58,19 @@ def main() -> None:
     rows: list[list[object]] = []
     notes = []
     for preset in arguments.presets:
-        results = results_of(preset, arguments, deadline)
-        if results is None:
+        corpora = sided_corpora(preset.rpartition("/")[2], arguments.vectors)
+        if corpora is None:
             continue
+        results = results_of(preset, corpora, arguments, deadline)
         for vectors, by_seed in results.items():
             rows.append(table_row(preset, vectors, by_seed))
         notes += differences(preset, results)
+        notes += signals(corpora)
+    lengths = ", ".join(f"{NOISE[vectors]:g} ({vectors})" for vectors in arguments.vectors)
+    notes = list(dict.fromkeys(notes))  # several presets share a set
     notes += [
-        f"side vectors of width {WIDTH}, noise of length {NOISE}; committed presets; percent on the"
-        " whole test split, exact search; mean over seeds with its 95 % interval (Student's t);"
+        f"side vectors of width {WIDTH}, noise of length {lengths}; committed presets; percent on"
+        " the whole test split, exact search; mean over seeds with its 95 % interval (Student's t);"
         " differences are paired by seed",
         load,
     ]
@@ -70,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), metavar="METHOD/PRESET")
+    parser.add_argument("--vectors", nargs="+", choices=list(NOISE), default=list(NOISE))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help="instead of the preset's")
     parser.add_argument(
@@ -101,31 +115,36 @@ def write_sided(name: str, raw: Path, vectors: str, folder: Path) -> None:
         write_sample(folder)
     else:
         shutil.copytree(raw, folder, dirs_exist_ok=True)
-    write_side_vectors(folder, WIDTH, planted=vectors == PLANTED, noise=NOISE)
+    write_side_vectors(folder, WIDTH, planted=vectors != ONLY_NOISE, noise=NOISE[vectors])
+
+
+def sided_corpora(name: str, kinds: list[str]) -> dict[str, Corpus] | None:
+    """A set with each kind of side vectors, by kind; None if this machine lacks the data."""
+    corpora = {}
+    for vectors in kinds:
+        corpus = sided_corpus(name, vectors)
+        if corpus is None:
+            return None
+        corpora[vectors] = corpus
+    return corpora
 
 
 # --- trainings
 
 
 def results_of(
-    preset: str, arguments: argparse.Namespace, deadline: float
-) -> dict[str, dict[int, Result]] | None:
-    """Results by vectors and seed; None if this machine lacks the data."""
-    name = preset.rpartition("/")[2]
-    corpora = {}
-    for vectors in (PLANTED, ONLY_NOISE):
-        corpus = sided_corpus(name, vectors)
-        if corpus is None:
-            return None
-        corpora[vectors] = corpus
-    # The text encoder alone trains the same on both.
-    corpora[WITHOUT] = corpora[PLANTED]
-    results: dict[str, dict[int, Result]] = {WITHOUT: {}, PLANTED: {}, ONLY_NOISE: {}}
+    preset: str, corpora: dict[str, Corpus], arguments: argparse.Namespace, deadline: float
+) -> dict[str, dict[int, Result]]:
+    """Results by vectors and seed."""
+    # The text encoder alone trains the same on all.
+    first = next(iter(corpora.values()))
+    results: dict[str, dict[int, Result]] = {WITHOUT: {}}
+    results |= {vectors: {} for vectors in corpora}
     # One seed of everything before the next.
     for seed in range(arguments.seeds):
         for vectors, by_seed in results.items():
             config = config_of(preset, vectors, seed, arguments)
-            result = result_of(corpora[vectors], config, deadline)
+            result = result_of(corpora.get(vectors, first), config, deadline)
             if result is not None:
                 by_seed[seed] = result
                 shown = ", ".join(f"{metric} {100 * result[metric]:.1f}" for metric in METRICS)
@@ -172,17 +191,30 @@ def differences(preset: str, results: dict[str, dict[int, Result]]) -> list[str]
     """Each kind of vectors against none, paired by seed."""
     lines = []
     reference = results[WITHOUT]
-    for vectors, wanted in WANTED.items():
-        by_seed = results[vectors]
+    for vectors, by_seed in results.items():
         seeds = sorted(reference.keys() & by_seed.keys())
-        if not seeds:
+        if vectors == WITHOUT or not seeds:
             continue
         parts = []
         for metric in METRICS:
             gains = [by_seed[seed][metric] - reference[seed][metric] for seed in seeds]
             parts.append(f"{metric} {spread(gains)}")
-        gained = ", ".join(parts)
-        lines.append(f"{preset}, {vectors} less none, in points: {gained} (wanted: P@1 {wanted})")
+        wanted = f" ({WANTED[vectors]})" if vectors in WANTED else ""
+        lines.append(f"{preset}, {vectors} less none, in points: {', '.join(parts)}{wanted}")
+    return lines
+
+
+def signals(corpora: dict[str, Corpus]) -> list[str]:
+    """How much the vectors of each corpus say about its labels, and whether they are mixed in."""
+    lines = []
+    for corpus in corpora.values():
+        signal = side_signal(TrainingData(corpus, DataConfig(validation=0)))
+        assert signal is not None
+        used = "left out" if signal.is_noise else "mixed in"
+        lines.append(
+            f"{corpus.card.name}: vectors of a label are {signal.alike:+.3f} more alike than others"
+            f" ({signal.standard_errors:.0f} standard errors), {used}"
+        )
     return lines
 
 
