@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -12,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from xmcray.errors import DataError
+from xmcray.errors import DataError, readable
 from xmcray.storage import disk_errors, whole_file
 from xmcray.types import Int64Array, Ragged, TopLabels
 
-# What scipy raises for a file that is not its own.
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile)
+_NUMBERS = "biuf"  # kinds of numpy's types that a score may have
 
 
 def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: int) -> Path:
@@ -88,17 +86,17 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
             is not a number.
     """
     path = Path(path)
-    try:
-        matrix = sparse.csr_matrix(sparse.load_npz(path))
-        matrix.check_format(full_check=True)
-    except FileNotFoundError:
+    if not path.exists():
         raise DataError(
             f"{path} does not exist, expected a prediction file; write one with `xmcray predict`"
-        ) from None
-    except (*_MALFORMED, OSError) as error:
-        raise DataError(
-            f"{path} is not a sparse .npz file ({error}); expected scipy.sparse.save_npz output"
-        ) from None
+        )
+    remedy = "expected scipy.sparse.save_npz output"
+    # A damaged archive raises errors of zlib and of the system's memory, too.
+    with readable(f"{path} is not a sparse .npz file", remedy, DataError):
+        matrix = sparse.csr_matrix(sparse.load_npz(path))
+        matrix.check_format(full_check=True)
+        if matrix.dtype.kind not in _NUMBERS:
+            raise TypeError(f"scores of type {matrix.dtype}")
     if matrix.shape != (num_queries, num_labels):
         raise DataError(
             f"{path} is {matrix.shape[0]} x {matrix.shape[1]}, expected {num_queries} queries x {num_labels} labels; "

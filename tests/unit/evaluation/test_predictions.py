@@ -90,3 +90,19 @@ def test_a_failed_write_leaves_the_old_file(
         write_predictions(path, [top_k(SCORES, 4)], 4)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_no_changed_byte_of_a_file_is_a_traceback(tmp_path: Path) -> None:
+    path = write_predictions(tmp_path / "scores.npz", [top_k(SCORES, 4)], 4)
+    data = path.read_bytes()
+    refusals = []
+    for place in range(0, len(data), 3):
+        changed = bytearray(data)
+        changed[place] ^= 0xFF
+        path.write_bytes(changed)
+        try:
+            read_predictions(path, 3, 4)
+        except DataError as error:
+            refusals.append(str(error))
+    assert len(refusals) > 100
+    assert not [refusal for refusal in refusals if "\n" in refusal]
