@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import random
+import resource
 import shutil
 import struct
 import traceback
@@ -56,6 +57,7 @@ from xmcray.types import TopLabels
 
 Change = Callable[[bytes, random.Random], bytes]
 HUGE = (-1, 0, 1, 2**31, 2**32 - 1, 2**50, 2**63 - 1, 10**30)
+MOST_BYTES = 4 << 30  # of memory that changed files may lead to
 MARKER = "XMCRAY_CODE_RAN"  # environment variable: the file that executed code would write
 
 
@@ -620,6 +622,8 @@ def main() -> None:
     parser.add_argument("--kind", help="only files whose names end so, such as .npy")
     options = parser.parse_args()
     logging.disable()  # of damaged checkpoints that are passed over
+    # What asks for too much memory is to fail here, and not to end other processes of the machine.
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     artifacts = write_artifacts(options.folder)
     shares: dict[tuple[str, str], float] = {}
     for artifact in artifacts.values():

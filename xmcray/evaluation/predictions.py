@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from xmcray.errors import DataError, readable
+from xmcray.data.formats.matrices import load_npz
+from xmcray.errors import DataError
 from xmcray.storage import disk_errors, whole_file
 from xmcray.types import Int64Array, Ragged, TopLabels
-
-_NUMBERS = "biuf"  # kinds of numpy's types that a score may have
 
 
 def write_predictions(path: str | Path, parts: Iterable[TopLabels], num_labels: int) -> Path:
@@ -82,7 +81,7 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
     Stored zeros and negative scores are answers.
 
     Raises:
-        DataError: not a sparse .npz, another shape than [num_queries, num_labels], or a score that
+        DataError: no CSR or CSC in a .npz, another shape than [num_queries, num_labels], or a score that
             is not a number.
     """
     path = Path(path)
@@ -90,13 +89,7 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
         raise DataError(
             f"{path} does not exist, expected a prediction file; write one with `xmcray predict`"
         )
-    remedy = "expected scipy.sparse.save_npz output"
-    # A damaged archive raises errors of zlib and of the system's memory, too.
-    with readable(f"{path} is not a sparse .npz file", remedy, DataError):
-        matrix = sparse.csr_matrix(sparse.load_npz(path))
-        matrix.check_format(full_check=True)
-        if matrix.dtype.kind not in _NUMBERS:
-            raise TypeError(f"scores of type {matrix.dtype}")
+    matrix = load_npz(path)
     if matrix.shape != (num_queries, num_labels):
         raise DataError(
             f"{path} is {matrix.shape[0]} x {matrix.shape[1]}, expected {num_queries} queries x {num_labels} labels; "
