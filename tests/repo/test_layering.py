@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{module: set() for module in FOUNDATION},
     "ray_adapter": set(),
     "data": {"parallel.partition", "ray_adapter"},
-    "evaluation": set(),
+    "evaluation": {"data.formats.matrices"},
     "parallel": set(),
     "nn": {"parallel"},
     "losses": {"parallel"},

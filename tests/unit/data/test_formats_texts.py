@@ -206,6 +206,8 @@ def npz(path: Path, **changes: np.ndarray) -> None:
         {"indptr": np.array([0, 2, 1, 3])},
         {"indptr": np.array([0, 1, 3])},
         {"indptr": np.array([0, 1, 1, 9])},
+        {"indptr": np.array([0, 1, 1, -9], np.int32)},
+        {"indptr": np.array([-1, 1, 1, 3], np.int32)},
         {"data": np.ones(2)},
         {"data": np.array(["a", "b", "c"])},
         {"data": np.array([{}, {}, {}], dtype=object)},

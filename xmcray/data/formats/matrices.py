@@ -7,6 +7,7 @@ memory is allocated for it.
 from __future__ import annotations
 
 import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -166,6 +167,10 @@ def load_npz(path: Path) -> Any:
             raise ValueError(f"format {kind[:20]!r}, expected csr or csc")
         # scipy compares the lengths of the arrays, and the full check looks at every index.
         matrix: Any = scipy.sparse.load_npz(path)
+        # But it takes a matrix whose last pointer is negative for an empty one, and then writes
+        # outside of its arrays.
+        if np.any(np.diff(matrix.indptr, prepend=0) < 0):
+            raise ValueError("its row pointers do not ascend from 0")
         matrix.check_format(full_check=True)
         return matrix.tocsr()
     except OSError as error:
@@ -177,6 +182,7 @@ def load_npz(path: Path) -> Any:
         NotImplementedError,
         RuntimeError,
         EOFError,
+        tokenize.TokenError,
     ) as error:
         raise DataError(
             f"{path} is not a complete npz file of scipy.sparse.save_npz ({error})"
