@@ -63,7 +63,8 @@ def main() -> None:
             continue
         results = results_of(preset, corpora, arguments, deadline)
         for vectors, by_seed in results.items():
-            rows.append(table_row(preset, vectors, by_seed))
+            if by_seed:
+                rows.append(table_row(preset, vectors, by_seed))
         notes += differences(preset, results)
         notes += signals(corpora)
     lengths = ", ".join(f"{NOISE[vectors]:g} ({vectors})" for vectors in arguments.vectors)
