@@ -40,7 +40,7 @@ class ShortlistFeed:
     Args:
         ledger: of the run.
         config: section `negatives`.
-        refresher: finishes versions; used by rank 0 only.
+        refresher: finishes versions, which rank 0 starts.
         steps_per_epoch: of the run.
         num_epochs: of the run.
         index_rows: returns the method's vectors of this rank's labels, [S, D].
@@ -251,7 +251,9 @@ class ShortlistFeed:
 
     def _wait_on_rank_0(self, due: int) -> int:
         """Waits for a version, unless an earlier one was too late; returns it or the newest one."""
-        if collectives.rank() > 0:
+        # Other ranks wait in the collective that follows. NCCL would keep a device busy meanwhile,
+        # which the search may share, so there they watch the files too.
+        if collectives.rank() > 0 and not collectives.on_gpu():
             return _NO_VERSION
         wait_s = self.config.wait_s if self.broken_at_step is None else 0.0
         deadline = time.monotonic() + wait_s
@@ -260,7 +262,7 @@ class ShortlistFeed:
             self.refresher.check()
             time.sleep(_POLL_S)
         if folder.complete:
-            return due
+            return due  # that of rank 0 counts
         return self._newest_on_rank_0()
 
     def _newest_on_rank_0(self) -> int:

@@ -123,6 +123,41 @@ def test_after_a_late_version_no_other_is_waited_for(tmp_path: Path) -> None:
     feed.close()
 
 
+class LateRefresher(FakeRefresher):
+    """Completes the first version when the trainer has begun to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[Path] = []
+
+    def start(self, path: Path) -> None:
+        self.paths.append(path)
+
+    def check(self) -> None:
+        super().start(self.paths[0])
+
+
+def test_a_rank_on_a_gpu_waits_for_a_late_version_before_the_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the collective it would keep its device busy, and with it the search."""
+    feed = feed_in(tmp_path, LateRefresher(), wait_s=60.0)
+    versions_of(feed, 4)
+    was_complete = []
+
+    def broadcast(_: int) -> int:
+        was_complete.append(feed.ledger.version(0).complete)
+        return 0
+
+    monkeypatch.setattr(collectives, "rank", lambda: 1)
+    monkeypatch.setattr(collectives, "on_gpu", lambda: True)
+    monkeypatch.setattr(collectives, "broadcast_int", broadcast)
+    shortlist = feed.before_step(4)
+    assert shortlist is not None
+    assert was_complete == [True]
+    feed.close()
+
+
 def test_negatives_may_be_as_old_as_a_refresh_and_the_limit(tmp_path: Path) -> None:
     feed = feed_in(tmp_path, FakeRefresher(num_completed=1), wait_s=0.0, max_age=1)
     # Copied after 2 steps; allowed are (1 + 1) epochs of 2 steps.
