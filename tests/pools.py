@@ -14,13 +14,19 @@ from xmcray.data.corpus import Corpus
 from xmcray.data.node_copy import CorpusSource
 from xmcray.negatives.pool import NegativePool, PoolRefresher
 from xmcray.negatives.refresh import RefreshSpec
+from xmcray.ray_adapter.cluster import alive_nodes
 from xmcray.training.loop import Loop, build
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.placement import Nodes, place
+from xmcray.training.run import ClusterConfig, Run, RunConfig
 
 
 @contextmanager
 def run_with_pool(folder: Path, config: RunConfig, corpus: Corpus) -> Iterator[Run]:
     """A new run whose pool, of one shard, lives as long as the block."""
+    # As on a machine whose GPUs are all of trainers. Here is none, so the actor searches on the CPU.
+    alive = {node.node_id: {"GPU": 1.0} for node in alive_nodes()}
+    cluster = ClusterConfig(workers=1, cpus_per_worker=0, device="gpu")
+    placement = place(cluster, Nodes(alive, [], autoscaled=False), 1)
     run = Run(folder, f"test-{folder.parent.name}", config, corpus.origin, corpus.sha256)
     run.path.mkdir()
     pool = NegativePool(
@@ -32,6 +38,7 @@ def run_with_pool(folder: Path, config: RunConfig, corpus: Corpus) -> Iterator[R
         nice=0,
         index_options={},
         coordinator_options={},
+        shared_gpus=placement.shared_gpus,
     )
     try:
         yield run

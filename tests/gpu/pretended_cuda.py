@@ -206,6 +206,11 @@ class PretendedCuda(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
+def set_free_bytes(num_bytes: int) -> None:
+    """Sets the memory of the device that no process has."""
+    torch.cuda.mem_get_info = lambda device=None: (num_bytes, 1 << 40)
+
+
 def install() -> None:
     """Makes torch believe in the device, for the rest of the process."""
     stand_ins: dict[str, Callable[..., Any]] = {

@@ -19,6 +19,8 @@ import pytest
 import torch
 from corpora import planted_corpus
 
+from xmcray.planning import refresh
+
 HERE = Path(__file__).parent
 COMMON = [
     "encoder.dim=16",
@@ -197,6 +199,23 @@ def test_a_bundle_answers_on_the_device_as_on_the_host(results: Any) -> None:
     assert "error" not in answers, answers["error"]
     assert answers["device"] == "cuda:0"
     assert answers["labels"] == answers["expected"]
+
+
+def test_an_index_searches_on_a_device_that_has_room_and_finds_the_same(results: Any) -> None:
+    searches = results["hard negatives"]
+    assert "error" not in searches, searches["error"]
+    assert searches["device"]["products"] > 0
+    assert searches["device"]["labels"] == searches["cpu"]["labels"]
+    for name in ("cpu", "no room"):
+        assert searches[name]["products"] == 0
+        assert searches[name]["labels"] == searches["cpu"]["labels"]
+
+
+def test_an_exact_search_takes_the_planned_operations_and_memory(results: Any) -> None:
+    blocks = results["blocks"]
+    assert "error" not in blocks, blocks["error"]
+    assert blocks["calls"] == pytest.approx(refresh.BLOCK_CALLS, rel=0.15)
+    assert blocks["peak_bytes"] <= blocks["planned_bytes"]
 
 
 @pytest.mark.parametrize("name", OF_EIGHT)

@@ -8,6 +8,7 @@ each run, by name. The results are written into results.json.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pretended_cuda
 import torch
 import torch.distributed as dist
@@ -27,15 +29,18 @@ from planted import WORDS_PER_LABEL
 from pretended_cuda import PretendedCuda, counts
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from xmcray.data.batches import TrainingData
+from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
+from xmcray.negatives.ledger import Ledger, QueryBlock
+from xmcray.negatives.plan import NegativesConfig
+from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, run_version
 from xmcray.nn.static import StaticEncoder
 from xmcray.parallel.partition import LabelPartition
 from xmcray.planning.data_size import from_numbers
 from xmcray.planning.devices import device_rates
-from xmcray.planning.estimate import estimate
+from xmcray.planning.estimate import INDEX, estimate
 from xmcray.planning.stand_in import StandInData
+from xmcray.retrieval import exact
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train_here
@@ -161,13 +166,65 @@ def one_of_eight(method: str, settings: list[str], num_labels: int) -> dict[str,
         tracemalloc.stop()
     dist.destroy_process_group()
     plan = estimate(config, size, device_rates("a100-80gb"), workers=8)
-    planned_bytes = sum(plan.device_bytes.values()) - plan.device_bytes["CUDA"]
+    elsewhere = plan.device_bytes["CUDA"] + plan.device_bytes[INDEX]
+    planned_bytes = sum(plan.device_bytes.values()) - elsewhere
     cost = {kind: sum((getattr(counts, kind) - before[kind]).values()) for kind in KINDS}
     return {
         **cost,
         "peak_bytes": counts.peak_bytes - live_before,
         "planned_bytes": planned_bytes,
         "array_bytes": array_bytes,
+    }
+
+
+def hard_negatives(folder: Path) -> dict[str, Any]:
+    """Searches a version on a device with room and without, and on the CPU."""
+    data = TrainingData(Corpus.open(folder / "corpus", verify=False), DataConfig())
+    ids = data.query_ids[:]
+    random = np.random.default_rng(0)
+    rows = random.standard_normal((data.num_labels, 8), np.float32)
+    vectors = random.standard_normal((len(ids), 8), np.float32)
+    extra = data.positives(ids).lengths
+    on_cpu = RefreshSpec(2, NegativesConfig(hard=5), 0)
+    on_device = dataclasses.replace(on_cpu, gpu=0, shares_gpu=True)
+    results: dict[str, Any] = {}
+    for name, spec, room in (
+        ("cpu", on_cpu, 0),
+        ("device", on_device, 1 << 40),
+        ("no room", on_device, 1000),
+    ):
+        version = Ledger(folder / f"negatives of {name}").version(0)
+        version.write_queries(1, 0, QueryBlock(ids, vectors, extra))
+        version.write_rows(0, rows)
+        version.publish(0, 1, 1)
+        pretended_cuda.set_free_bytes(room)
+        products = Counter(counts.products)
+        with PretendedCuda():
+            run_version(version, data, spec)
+        results[name] = {
+            "labels": version.shortlist().labels.tolist(),
+            "products": (counts.products - products).total(),
+        }
+    return results
+
+
+def exact_search_of_blocks() -> dict[str, float]:
+    """An exact search on the device: operations for each block of scores, and bytes."""
+    # Blocks of fewer queries and rows take as many operations.
+    exact.GPU_BLOCK = (64, 1 << 12)
+    num_queries, num_rows = exact.GPU_BLOCK
+    random = np.random.default_rng(0)
+    rows = random.standard_normal((8 * num_rows, 4), np.float32)
+    queries = random.standard_normal((num_queries, 4), np.float32)
+    launches = counts.launches.total()
+    live_bytes = counts.live_bytes
+    counts.peak_bytes = live_bytes
+    with PretendedCuda():
+        exact.exact_search(torch.from_numpy(rows).to(CUDA), queries, 20)
+    return {
+        "calls": (counts.launches.total() - launches) / 8,
+        "peak_bytes": counts.peak_bytes - live_bytes,
+        "planned_bytes": exact.device_bytes(*rows.shape),
     }
 
 
@@ -199,6 +256,8 @@ def main() -> None:
     for name, case in cases["of a rank"].items():
         note(name, one_of_eight, *case)
     note("answers", answers, folder, "astra")
+    note("hard negatives", hard_negatives, folder)
+    note("blocks", exact_search_of_blocks)
     (folder / "results.json").write_text(json.dumps(results, indent=1))
 
 

@@ -90,6 +90,11 @@ class NegativesConfig:
         return self.hard > 0 or self.cluster_size > 0
 
     @property
+    def suits_gpu(self) -> bool:
+        """Whether there is an index that compares all rows on a GPU; others need a FAISS for it."""
+        return self.hard > 0 and self.index in ("auto", "Flat")
+
+    @property
     def schedule_of(self) -> Schedule:
         """The epochs in which versions are collected, built and used."""
         return Schedule(self.start_epoch, self.refresh_every)

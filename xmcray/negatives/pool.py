@@ -12,11 +12,12 @@ restart.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,14 @@ class IndexShard:
             return
         with _ignore_if_over(version):
             search_shard(version, self.shard, self.num_labels, self.spec)
+        if self.spec.shares_gpu:
+            # The trainer may want the memory before the next version. Without CUDA it does nothing.
+            torch.cuda.empty_cache()
 
     def merge(self, folder: str) -> None:
         """Merges this actor's share of one version that all actors have searched."""
         version = VersionFolder(Path(folder))
-        if version.complete:
+        if version.complete or not self.spec.negatives.hard:
             return
         with _ignore_if_over(version):
             merge_blocks(version, self.shard, self.data, self.spec)
@@ -176,6 +180,8 @@ class NegativePool:
         nice: how far the actors yield the CPU to the trainers.
         index_options: Ray's options that say where index actors go, also when they are restarted.
         coordinator_options: the same for the coordinator.
+        shared_gpus: for each actor that searches on a trainer's GPU, options in place of
+            `index_options`, and the number of the GPU on its node.
     """
 
     def __init__(
@@ -189,15 +195,21 @@ class NegativePool:
         nice: int,
         index_options: Mapping[str, Any],
         coordinator_options: Mapping[str, Any],
+        shared_gpus: Sequence[tuple[Mapping[str, Any], int]] = (),
     ) -> None:
         environment = {"env_vars": {"OMP_NUM_THREADS": str(spec.threads)}}
         self._actors = []
         for shard in range(spec.num_shards):
+            shard_spec = spec
+            options = index_options
+            if shared_gpus:
+                options, gpu = shared_gpus[shard]
+                shard_spec = dataclasses.replace(spec, gpu=gpu, shares_gpu=True)
             index = start_actor(
                 IndexShard,
-                (shard, num_labels, corpus, data, spec, nice),
+                (shard, num_labels, corpus, data, shard_spec, nice),
                 shard_name(run_id, shard),
-                {"runtime_env": environment, **index_options},
+                {"runtime_env": environment, **options},
             )
             self._actors.append(index)
         coordinator = start_actor(

@@ -7,6 +7,7 @@ twice.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +26,11 @@ from xmcray.negatives.false_negatives import Teacher, best_candidates, false_neg
 from xmcray.negatives.ledger import MergedBlock, QueryBlock, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
-from xmcray.retrieval.exact import exact_search, from_keys, to_keys
+from xmcray.retrieval.exact import device_bytes, exact_search, from_keys, to_keys
 from xmcray.retrieval.index import Index, IndexSpec, build_index
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+
+logger = logging.getLogger(__name__)
 
 _TUNING_QUERIES = 256  # an approximate index chooses its settings on these
 _POLL_S = 0.05
@@ -57,6 +60,8 @@ class RefreshSpec:
         seed: of the training of indexes.
         threads: of each index.
         gpu: device number for the index, or None.
+        shares_gpu: whether a trainer uses that device too. The index is then there only while it
+            is searched, and on the CPU if the device lacks the room.
         matmul: as `optim.matmul`; an index actor computes its products as the trainer does.
     """
 
@@ -65,6 +70,7 @@ class RefreshSpec:
     seed: int
     threads: int = 1
     gpu: int | None = None
+    shares_gpu: bool = False
     matmul: Literal["float32", "bf16"] = "float32"
 
     def parts(self, num_labels: int) -> list[LabelPartition]:
@@ -88,7 +94,7 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
         rows,
         IndexSpec(factory=spec.negatives.index, seed=spec.seed),
         threads=spec.threads,
-        gpu=spec.gpu,
+        gpu=_free_gpu(rows, spec),
         queries=tuning_queries,
     )
     for name in missing:
@@ -102,6 +108,27 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
     # A version that was withdrawn meanwhile has no query blocks any more.
     if spec.negatives.recall_queries and folder.query_blocks:
         _measure_recall(folder, part, rows, index, spec)
+
+
+def _free_gpu(rows: Float32Array, spec: RefreshSpec) -> int | None:
+    """Returns the device on which rows are searched; None for the CPU."""
+    if spec.gpu is None or not spec.shares_gpu:
+        return spec.gpu
+    missing = ""
+    if spec.gpu >= torch.cuda.device_count():
+        missing = f"a device {spec.gpu}"
+    else:
+        # Trainers have taken an epoch of steps, so their memory has reached its peak.
+        free_bytes, _ = torch.cuda.mem_get_info(spec.gpu)
+        num_bytes = device_bytes(*rows.shape)
+        if free_bytes < num_bytes:
+            missing = (
+                f"{num_bytes / 1e9:.1f} GB on device {spec.gpu}, {free_bytes / 1e9:.1f} GB are free"
+            )
+    if missing:
+        logger.warning("an index of hard negatives is searched on the CPU: it lacks %s", missing)
+        return None
+    return spec.gpu
 
 
 def _search(index: Index, vectors: Float32Array, width_B: Int64Array) -> TopLabels:

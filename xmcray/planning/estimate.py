@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from xmcray.planning import sizes
 from xmcray.planning.data_size import DataSize
 from xmcray.planning.devices import assumptions
-from xmcray.planning.rates import Rates
-from xmcray.planning.refresh import ANYWHERE, APART, Refresh, Spread, shared_cores_s
+from xmcray.planning.rates import DEVICE_PARTS, Rates
+from xmcray.planning.refresh import (
+    ANYWHERE,
+    APART,
+    Refresh,
+    Spread,
+    shared_cores_s,
+    shared_device_s,
+)
 from xmcray.planning.stand_in import epoch_queries
 from xmcray.planning.trace import Trace, on_line, trace
+from xmcray.retrieval import exact
 from xmcray.training.run import RunConfig
 
 SPARE = 0.95  # of a memory that can be planned with
@@ -20,6 +28,10 @@ _CUDA_BYTES = 1 << 30  # context, kernels, and what the allocator cannot give ou
 _DRIVER_BYTES = 2 << 30  # the driver, the coordinator and Ray's own processes
 REFRESH = "refresh of the negatives, while training goes on"
 FIRST_REFRESH = "the first refresh, of rows close to their start"
+SEARCH = "of which: searching it"
+DEVICE_SEARCH = "of which: comparing all rows, next to the steps"
+MERGE = "of which: merging what the shards found"
+INDEX = "index actor, while it searches"
 STEPS = "the steps of an epoch"
 WHOLE = "the whole training"
 _SNAPSHOT = "copy of a checkpoint that is being written"
@@ -121,12 +133,14 @@ class _Training:
         data: Its data in numbers.
         rates: Rates of the device.
         workers: Number of workers.
+        index_on_device: Whether index actors search on the workers' devices.
     """
 
     config: RunConfig
     data: DataSize
     rates: Rates
     workers: int
+    index_on_device: bool = False
 
     @property
     def rows(self) -> int:
@@ -174,19 +188,24 @@ def estimate(
     traced = _traced(training)
     dim = traced.index_dim
     negatives = config.negatives
+    limit_bytes = int(SPARE * rates.memory_bytes) if memory_bytes is None else memory_bytes
+    device_bytes = _device_bytes(training, traced)
+    if device_bytes and negatives.suits_gpu and config.cluster.index_resource != "CPU":
+        index_bytes = _CUDA_BYTES + exact.device_bytes(training.rows, dim)
+        if sum(device_bytes.values()) + index_bytes <= limit_bytes:
+            device_bytes[INDEX] = index_bytes
+            training = dataclasses.replace(training, index_on_device=True)
     actor_bytes = 0
     file_bytes = 0
     if negatives.refreshed:
         # Clusters alone are made by the same actors, without an index.
         actor_bytes += rates.process_bytes[0]
     if negatives.hard:
-        actor_bytes += sizes.index_actor_bytes(negatives.index, training.rows, dim)
+        factory = "Flat" if training.index_on_device else negatives.index
+        actor_bytes += sizes.index_actor_bytes(factory, training.rows, dim)
         file_bytes = sizes.index_bytes(negatives.index, training.rows, dim)
-    limit_bytes = memory_bytes
-    if limit_bytes is None:
-        limit_bytes = int(SPARE * rates.memory_bytes)
-        if not rates.on_gpu:  # workers and index actors share the machine
-            limit_bytes = (limit_bytes - _DRIVER_BYTES) // workers - actor_bytes
+    if memory_bytes is None and not rates.on_gpu:  # workers and index actors share the machine
+        limit_bytes = (limit_bytes - _DRIVER_BYTES) // workers - actor_bytes
     run_s = _run_seconds(training, traced)
     cost = None
     if price_per_hour is not None:
@@ -202,7 +221,7 @@ def estimate(
         batch=training.batch,
         memory_bytes=memory_bytes or rates.memory_bytes,
         limit_bytes=limit_bytes,
-        device_bytes=_device_bytes(training, traced),
+        device_bytes=device_bytes,
         host_bytes=_host_bytes(training, traced),
         index_bytes=actor_bytes,
         index_on_disk=file_bytes * workers,
@@ -287,11 +306,15 @@ def _run_seconds(training: _Training, traced: Trace) -> dict[str, float]:
     """Seconds of everything that is larger than a step."""
     log = training.config.log
     training_s = training.steps * sum(traced.step_s.values())
-    seconds = _refresh_seconds(training, traced.index_dim, training_s)
+    seconds = _refresh_seconds(training, traced, training_s)
     seconds[STEPS] = training_s
     refresh_s = seconds.get(REFRESH, 0.0)
     # Training waits only for what a version takes longer than an epoch.
     late_s = max(0.0, refresh_s - training_s)
+    if DEVICE_SEARCH in seconds:
+        # And for its turns on a device. They take as long as those of the steps meanwhile.
+        busy = _busy(traced)
+        late_s = max(late_s, seconds[DEVICE_SEARCH] * busy / (1 + busy))
     epoch_s = training_s + late_s / training.config.negatives.refresh_every
     if log.validate_every:
         validation_s = _validation_s(training, traced)
@@ -312,7 +335,13 @@ def _run_seconds(training: _Training, traced: Trace) -> dict[str, float]:
     return seconds
 
 
-def _refresh_seconds(training: _Training, dim: int, epoch_s: float) -> dict[str, float]:
+def _busy(traced: Trace) -> float:
+    """Share of a step in which the device works, and does not wait for the host or other ranks."""
+    device_s = sum(traced.step_s.get(part, 0.0) for part in DEVICE_PARTS)
+    return device_s / sum(traced.step_s.values())
+
+
+def _refresh_seconds(training: _Training, traced: Trace, epoch_s: float) -> dict[str, float]:
     """Seconds of a version of the negatives, while an epoch trains; nothing without versions."""
     config = training.config
     if not config.negatives.refreshed:
@@ -321,10 +350,18 @@ def _refresh_seconds(training: _Training, dim: int, epoch_s: float) -> dict[str,
         rates=training.rates,
         config=config.negatives,
         rows=training.rows,
-        dim=dim,
+        dim=traced.index_dim,
         queries=training.queries,
-        shards=training.workers,
+        on_device=training.index_on_device,
     )
+    if training.index_on_device:
+        search_s = work.search_s(APART)
+        next_to_steps_s = shared_device_s(search_s, epoch_s, _busy(traced))
+        return {
+            REFRESH: next_to_steps_s + work.host_s(),
+            DEVICE_SEARCH: next_to_steps_s,
+            MERGE: work.merge_s(),
+        }
 
     def total_s(spread: Spread) -> float:
         """Seconds of a version next to an epoch of training."""
@@ -339,7 +376,8 @@ def _refresh_seconds(training: _Training, dim: int, epoch_s: float) -> dict[str,
     seconds = {REFRESH: total_s(APART)}
     if config.negatives.hard:
         seconds["of which: building an index"] = work.build_s()
-        seconds["of which: searching it"] = work.search_s(APART)
+        seconds[SEARCH] = work.search_s(APART)
+        seconds[MERGE] = work.merge_s()
     seconds[FIRST_REFRESH] = total_s(training.first_spread)
     return seconds
 
@@ -360,7 +398,7 @@ def _advice(training: _Training, run_s: dict[str, float]) -> list[str]:
     if not negatives.refreshed or negatives.schedule == "eager":
         return []
     # A version is built in one epoch, for use in the next.
-    late_s = max(run_s[REFRESH], run_s[FIRST_REFRESH]) - run_s[STEPS]
+    late_s = max(run_s[REFRESH], run_s.get(FIRST_REFRESH, 0.0)) - run_s[STEPS]
     if late_s <= negatives.wait_s:
         return []
     hours = math.ceil(_CAUTION * late_s / 3600)
@@ -376,7 +414,12 @@ def _assumptions(training: _Training) -> list[str]:
     notes = list(training.data.assumptions)
     if rates.source == "published specs":
         notes += assumptions()
-    if training.config.negatives.hard:
+    if training.index_on_device:
+        notes.append(
+            "index actors compare all rows on the workers' devices, where steps and searches take"
+            " turns; they merge on their own cores"
+        )
+    elif training.config.negatives.hard:
         first_share = training.first_spread.visited
         notes.append(
             f"a search of an index with lists visits {APART.visited:.0%} of them; that of the first"

@@ -27,6 +27,14 @@ PARTS = {
     "collective": "exchange between workers",
 }
 
+# Those in which a GPU works.
+DEVICE_PARTS = (
+    "matrix products",
+    "passes over memory",
+    "rows of tables",
+    "sorting and selecting",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:

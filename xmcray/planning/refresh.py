@@ -6,15 +6,18 @@ planned: rows that point anywhere, as after a random start, and rows that traini
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.planning.rates import Rates
 from xmcray.planning.sizes import CANDIDATES, ID, VALUE, num_lists, shortlist_bytes
 from xmcray.retrieval.ann import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
+from xmcray.retrieval.exact import GPU_BLOCK
 from xmcray.retrieval.index import LONG_SHARE, TUNE_QUERIES
 
 _TUNE_VISITS = 8  # searches of the tuning queries until the recall is right
+BLOCK_CALLS = 50  # operations of an exact search on a block of scores, counted in tests/gpu
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Refresh:
         rows: Labels of a shard.
         dim: Width of the vectors.
         queries: Queries of an epoch.
-        shards: Indexes, one for each worker.
+        on_device: Whether rows are searched on the trainers' devices, all of them.
     """
 
     rates: Rates
@@ -52,11 +55,13 @@ class Refresh:
     rows: int
     dim: int
     queries: int
-    shards: int
+    on_device: bool = False
 
     @property
     def lists(self) -> int:
         """Inverted lists; 0 for an exhaustive index."""
+        if self.on_device:
+            return 0
         return num_lists(self.config.index, self.rows)
 
     def build_s(self) -> float:
@@ -69,6 +74,8 @@ class Refresh:
     def search_s(self, spread: Spread) -> float:
         """Queries against the lists that they visit, or against all rows."""
         compared = float(self.rows * self.queries)
+        if self.on_device:
+            return self._device_s(compared)
         if self.lists:
             in_lists = (1 - spread.long) * spread.visited
             visited_rows = self.lists + self.rows * (in_lists + spread.long)
@@ -77,16 +84,52 @@ class Refresh:
             compared += self.rows * TUNE_QUERIES
         return 2.0 * self.dim * compared / self.rates.search_flop_s
 
-    def total_s(self, spread: Spread) -> float:
-        """From published to complete, on cores of its own."""
+    def _device_s(self, compared: float) -> float:
+        """Blocks of scores on a GPU: products write them, and one pass finds the best."""
+        rates = self.rates
+        pass_s = VALUE * compared / rates.pass_bytes_s
+        product_s = 2.0 * self.dim * compared / rates.product_flop_s
+        block_queries, block_rows = GPU_BLOCK
+        num_blocks = math.ceil(self.queries / block_queries) * math.ceil(self.rows / block_rows)
+        return max(product_s, pass_s) + pass_s + num_blocks * BLOCK_CALLS * rates.call_s
+
+    def merge_s(self) -> float:
+        """The hits of all shards for a share of the queries; there are as many shares as shards."""
+        candidate_s = self.rates.host_entry_s
+        if candidate_s is None:
+            candidate_s = 2 * self.rates.sort_s
+        return self.queries * (self.config.hard + CANDIDATES) * candidate_s
+
+    def host_s(self) -> float:
+        """All but the search itself: the index, the merge and the files."""
         file_bytes = shortlist_bytes(self.config, self.queries)
         work_s = 0.0
         if self.config.hard:
             candidates = self.queries * (self.config.hard + CANDIDATES)
-            file_bytes += candidates * (ID + VALUE) + self.rows * self.dim * VALUE
-            merge_s = 2 * candidates * self.shards * self.rates.sort_s
-            work_s = self.build_s() + self.search_s(spread) + merge_s
+            # Hits are written by the shard that finds them, and read by those that merge them.
+            file_bytes += 2 * candidates * (ID + VALUE) + self.rows * self.dim * VALUE
+            work_s = self.build_s() + self.merge_s()
         return work_s + file_bytes / self.rates.disk_bytes_s
+
+    def total_s(self, spread: Spread) -> float:
+        """From published to complete, on cores and a device of its own."""
+        if not self.config.hard:
+            return self.host_s()
+        return self.host_s() + self.search_s(spread)
+
+
+def shared_device_s(work_s: float, epoch_s: float, busy: float) -> float:
+    """Seconds that a search takes on a device where trainers work, until those wait for it.
+
+    Processes take turns on a device. While both have work there, that of a step takes twice as long,
+    so an epoch with a search takes 1 + busy times its seconds.
+
+    Args:
+        work_s: Seconds with a device of its own.
+        epoch_s: Seconds of an epoch without a search.
+        busy: Share of a step in which the trainer's device works.
+    """
+    return work_s + busy * min(work_s, epoch_s)
 
 
 def shared_cores_s(

@@ -83,6 +83,8 @@ def ledger_bytes(config: NegativesConfig, labels: int, queries: int, dim: int, w
         # Every shard keeps ids and scores of its candidates until they are merged.
         num_candidates = config.hard + CANDIDATES
         num_bytes += queries * workers * num_candidates * (ID + VALUE)
+        # What is merged, with the id of each query and the number of labels that were left out.
+        num_bytes += queries * (config.hard * VALUE + 2 * ID)
     num_bytes += 2 * shortlist_bytes(config, queries)
     return num_bytes
 

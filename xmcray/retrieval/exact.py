@@ -29,6 +29,19 @@ LOW_BITS = 0x7FFFFFFF
 Bits = TypeVar("Bits", Tensor, npt.NDArray[np.int32])
 
 
+def device_bytes(num_rows: int, dim: int) -> int:
+    """Bytes of a GPU that an exact search takes at its largest, without CUDA's own.
+
+    Args:
+        num_rows: rows that are searched, float32 [n, D].
+        dim: D.
+    """
+    block_queries, block_rows = GPU_BLOCK
+    # The scores of a block, and as much again for what is selected from them.
+    score_bytes = 2 * 4 * block_queries * min(block_rows, num_rows + GROUP)
+    return num_rows * (4 * dim + 8) + score_bytes
+
+
 def exact_search(
     vectors: Float32Array | Tensor,
     queries: Float32Array,

@@ -370,6 +370,7 @@ def _pool(run: Run, corpus: Corpus, placement: Placement) -> Iterator[None]:
         nice=config.cluster.index_nice,
         index_options=placement.index_options,
         coordinator_options=placement.coordinator_options,
+        shared_gpus=placement.shared_gpus if config.negatives.suits_gpu else [],
     )
     try:
         yield

@@ -3,9 +3,11 @@
     trainers       One GPU each, or CPUs only. Ray Train packs them on few nodes in one placement
                    group, because they exchange vectors in every step.
     index actors   One unit of the resource `cluster.index_resource`. If no node has the resource,
-                   they go to nodes with CPUs and no GPU. If there are none, they go to nodes with
-                   CPUs, and else to any node. They are spread over the nodes, because they
-                   exchange nothing and what they need is memory.
+                   they take GPUs that trainers leave. If trainers take all GPUs, each actor goes to
+                   the GPU of a trainer, of which it reserves nothing: a part that it reserved could
+                   keep a trainer from starting again. Without GPUs they go to nodes with CPUs and
+                   no GPU, then to nodes with CPUs, and else to any node. They are spread over the
+                   nodes, because they exchange nothing and what they need is memory.
     coordinator    Like index actors, without the resource: it waits, and merges what they find.
 
 Ray restarts an actor with the options that it was started with, so an actor of a lost node comes up
@@ -39,6 +41,8 @@ _UNLIMITED = 1 << 16  # processes that reserve nothing
 _WAIT_S = 240
 _WAIT_FOR_MACHINES_S = 3600  # a machine in the cloud may take long to start
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to each node
+_ANY_NODE = {_NODE_ID: "!none"}  # no node has the id "none"
+_NO_GPU = "CPU"  # as `cluster.index_resource`: index actors stay off GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ class Placement:
         coordinator_options: Ray's options of the coordinator.
         request: what the workers ask for, in words.
         wait_s: seconds without room for the workers after which the run ends.
+        shared_gpus: for each index actor that searches on a trainer's GPU, its options and the
+            number of the GPU on its node.
     """
 
     use_gpu: bool
@@ -106,6 +112,7 @@ class Placement:
     coordinator_options: Mapping[str, Any]
     request: str
     wait_s: float
+    shared_gpus: Sequence[tuple[Mapping[str, Any], int]]
 
     @property
     def index_gpu(self) -> int | None:
@@ -137,6 +144,7 @@ def place(cluster: ClusterConfig, nodes: Nodes, num_shards: int) -> Placement:
         coordinator_options=_cpu_node_options(nodes),
         request=f"{min_workers} workers that ask for {_words(each)} each",
         wait_s=cluster.wait_s or default_wait_s,
+        shared_gpus=_shared_gpus(cluster, nodes, num_shards) if use_gpu else [],
     )
 
 
@@ -202,8 +210,8 @@ def _index_options(
     actors.
     """
     spread = {"scheduling_strategy": "SPREAD"}
-    unit = {cluster.index_resource: 1.0}
-    if cluster.index_resource and (nodes.room(unit) or nodes.possible_room(unit)):
+    if _nodes_are_marked(cluster, nodes):
+        unit = {cluster.index_resource: 1.0}
         possible = nodes.possible_room(unit)
         if possible is not None and possible < num_shards:
             raise ResourceError(
@@ -211,9 +219,46 @@ def _index_options(
                 " give its nodes more of that resource or set cluster.index_resource to another one"
             )
         return {"resources": unit, **spread}
-    if use_gpu and nodes.total("GPU") >= cluster.workers + num_shards:
+    may_use_gpu = use_gpu and cluster.index_resource != _NO_GPU
+    if may_use_gpu and nodes.total("GPU") >= cluster.workers + num_shards:
         return {"num_gpus": 1, **spread}
     return {**_cpu_node_options(nodes), **spread}
+
+
+def _shared_gpus(
+    cluster: ClusterConfig, nodes: Nodes, num_shards: int
+) -> list[tuple[dict[str, Any], int]]:
+    """Returns options and a GPU for each index actor if the trainers take all GPUs, otherwise
+    nothing.
+    """
+    if _nodes_are_marked(cluster, nodes) or cluster.index_resource == _NO_GPU:
+        return []
+    # A GPU that trainers leave may be that of another job, and actors would not reserve it.
+    if nodes.total("GPU") > cluster.workers:
+        return []
+    with_gpu = [node_id for node_id, resources in nodes.alive.items() if resources.get("GPU")]
+    # If its node is lost, an actor goes to another one. It needs no GPU there.
+    others = [{_NODE_ID: f"in({','.join(with_gpu)})"}, _ANY_NODE]
+    gpus = []
+    for node_id in with_gpu:
+        options = {
+            "label_selector": {_NODE_ID: node_id},
+            "fallback_strategy": [{"label_selector": selector} for selector in others],
+        }
+        num_gpus = int(nodes.alive[node_id]["GPU"])
+        gpus += [(options, gpu) for gpu in range(num_gpus)]
+    if not gpus:
+        return []
+    return [gpus[shard % len(gpus)] for shard in range(num_shards)]
+
+
+def _nodes_are_marked(cluster: ClusterConfig, nodes: Nodes) -> bool:
+    """Whether a node has the resource of index actors, or an autoscaler may start one that has."""
+    resource = cluster.index_resource
+    if resource in ("", _NO_GPU):
+        return False
+    unit = {resource: 1.0}
+    return bool(nodes.room(unit) or nodes.possible_room(unit))
 
 
 def _cpu_node_options(nodes: Nodes) -> dict[str, Any]:
@@ -233,8 +278,7 @@ def _cpu_node_options(nodes: Nodes) -> dict[str, Any]:
     selectors = [{_NODE_ID: f"!in({','.join(excluded)})"} for excluded in useful]
     if not selectors:
         return {}
-    # The last fallback allows every node, because no node has the id "none".
-    selectors.append({_NODE_ID: "!none"})
+    selectors.append(_ANY_NODE)
     first, *others = selectors
     fallbacks = [{"label_selector": selector} for selector in others]
     return {"label_selector": first, "fallback_strategy": fallbacks}

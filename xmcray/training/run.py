@@ -72,7 +72,9 @@ class ClusterConfig:
             the others waiting for 300 s (or `stall_s`, if that is more) plus `negatives.wait_s`,
             that is a failure too.
         index_resource: resource that marks nodes for index actors, one unit for each. If no node
-            has it, they go to nodes without GPU. If there are none, they go to any node.
+            has it, they take GPUs that trainers leave, or share the trainers' GPUs if there are no
+            others. Without GPUs they go to any node, first to those without GPU. "CPU" keeps them
+            off GPUs.
         index_nice: how far index actors yield the CPU to the trainer (0-19).
         copy_corpus: each node copies the corpus to its own disk once, although it lies in a
             folder; a URL is always copied.

@@ -31,7 +31,7 @@ from xmcray.planning.counter import Counter, Operation
 from xmcray.planning.data_size import DataSize, from_corpus, from_numbers
 from xmcray.planning.devices import SPECS, device_rates
 from xmcray.planning.encoders import KNOWN, planned_encoder
-from xmcray.planning.estimate import Plan, estimate
+from xmcray.planning.estimate import INDEX, REFRESH, STEPS, Plan, estimate
 from xmcray.planning.plan import plan
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.planning.stand_in import StandInData
@@ -43,6 +43,7 @@ from xmcray.types import Ragged
 
 A100 = device_rates("a100-80gb")
 ON_CPU = dataclasses.replace(A100, on_gpu=False)
+ON_HOST = ("astra", "cluster.index_resource=CPU")  # a method, and indexes that stay off its devices
 
 
 @pytest.fixture(scope="module")
@@ -279,10 +280,10 @@ def test_what_cannot_fit_is_refused_with_settings_that_would() -> None:
 
 
 def test_a_smaller_limit_is_obeyed() -> None:
-    fits = made(labels=1e5, workers=1).worker_bytes
-    made(labels=1e5, workers=1, memory_bytes=fits + 1_000_000)
+    fits = made(*ON_HOST, labels=1e5, workers=1).worker_bytes
+    made(*ON_HOST, labels=1e5, workers=1, memory_bytes=fits + 1_000_000)
     with pytest.raises(ResourceError, match="raise --workers to 2"):
-        made(labels=1e5, workers=1, memory_bytes=fits - 10_000_000)
+        made(*ON_HOST, labels=1e5, workers=1, memory_bytes=fits - 10_000_000)
 
 
 def test_worker_parts_are_on_the_device_or_in_the_process() -> None:
@@ -298,11 +299,53 @@ def test_worker_parts_are_on_the_device_or_in_the_process() -> None:
 
 def test_the_first_refresh_visits_more_lists() -> None:
     config = NegativesConfig(hard=50)
-    work = refresh.Refresh(
-        rates=ON_CPU, config=config, rows=400_000, dim=64, queries=20_000, shards=2
-    )
+    work = refresh.Refresh(rates=ON_CPU, config=config, rows=400_000, dim=64, queries=20_000)
     assert work.total_s(refresh.ANYWHERE) > work.total_s(refresh.APART)
     assert work.build_s() > 0
+
+
+def test_indexes_are_on_the_devices_of_the_workers_where_they_fit() -> None:
+    on_host = made(*ON_HOST, "negatives.refresh_every=1", labels=1e6, workers=2)
+    shared = made("astra", "negatives.refresh_every=1", labels=1e6, workers=2)
+    assert INDEX not in on_host.device_bytes
+    # The vectors of half the labels, as many ids, and the context of another process.
+    dim = RunConfig.resolve("astra", {}).encoder.dim
+    assert shared.device_bytes[INDEX] > 500_000 * (4 * dim + 8) + (1 << 30)
+    assert shared.run_s[REFRESH] < on_host.run_s[REFRESH]
+    assert shared.run_s[REFRESH] < shared.run_s[STEPS]
+    # Searches and steps take turns on the device.
+    assert shared.run_s["one epoch"] > on_host.run_s[STEPS] + on_host.run_s["one validation"]
+    room = on_host.worker_bytes + shared.device_bytes[INDEX] - 1
+    narrow = made("astra", "negatives.refresh_every=1", labels=1e6, workers=2, memory_bytes=room)
+    assert INDEX not in narrow.device_bytes
+    assert INDEX not in made("astra", "negatives.index=IVF64,Flat", workers=2).device_bytes
+
+
+def test_an_exact_search_of_many_labels_is_bound_by_the_traffic_of_scores() -> None:
+    """What keeps the refresh of 370 million queries and 120 million labels longer than an epoch."""
+    rates = device_rates("a100-80gb", "bf16")
+    sizes: Any = {
+        "config": NegativesConfig(),
+        "rows": 15_000_000,
+        "dim": 64,
+        "queries": 370_000_000,
+    }
+    on_device = refresh.Refresh(rates=rates, **sizes, on_device=True)
+    on_host = refresh.Refresh(rates=rates, **sizes)
+    assert on_device.search_s(refresh.APART) < 0.5 * on_host.search_s(refresh.APART)
+    # Each score is written once and read once.
+    num_scores = 15_000_000 * 370_000_000
+    moved_s = 8 * num_scores / rates.pass_bytes_s
+    product_s = 2 * 64 * num_scores / rates.product_flop_s
+    assert moved_s > 2 * product_s
+    assert on_device.search_s(refresh.APART) > moved_s
+
+
+def test_a_search_takes_turns_with_the_steps_of_an_epoch() -> None:
+    assert refresh.shared_device_s(10.0, 20.0, busy=0.5) == 15.0
+    assert refresh.shared_device_s(10.0, 10.0, busy=0.5) == 15.0
+    # Afterwards the trainers wait.
+    assert refresh.shared_device_s(30.0, 10.0, busy=0.5) == 35.0
 
 
 def test_late_versions_are_planned_with_the_time_to_wait_for_them() -> None:
@@ -310,7 +353,7 @@ def test_late_versions_are_planned_with_the_time_to_wait_for_them() -> None:
     size = from_numbers(10_000, 20_000, 12)
 
     def advice(*settings: str) -> list[str]:
-        config = RunConfig.resolve("astra", {}, ["encoder.dim=8", *settings])
+        config = RunConfig.resolve("astra", {}, ["encoder.dim=8", ON_HOST[1], *settings])
         return plan(config, size, slow).advice
 
     (line,) = advice()

@@ -31,8 +31,9 @@ def config(**settings: Any) -> ClusterConfig:
 
 def test_index_actors_avoid_gpus_and_nodes_without_cpus() -> None:
     nodes = fixed(h=HEAD, g=GPU, c=CPU)
-    where = place(config(), nodes, 4)
+    where = place(config(index_resource="CPU"), nodes, 4)
     assert where.use_gpu
+    assert not where.shared_gpus
     assert where.index_options == {
         "label_selector": {"ray.io/node-id": "!in(h,g)"},
         "fallback_strategy": [
@@ -62,6 +63,22 @@ def test_a_resource_that_marks_nodes_decides() -> None:
 def test_gpus_that_are_left_build_indexes() -> None:
     assert place(config(workers=2), fixed(g=GPU), 2).index_gpu == 0
     assert place(config(workers=3), fixed(g=GPU), 3).index_gpu is None
+
+
+def test_index_actors_share_the_gpus_of_trainers_that_take_all_and_reserve_nothing() -> None:
+    nodes = fixed(a=GPU, c=CPU, b={"CPU": 8, "GPU": 2})
+    shared = place(config(workers=6), nodes, 6).shared_gpus
+    places = [(options["label_selector"]["ray.io/node-id"], gpu) for options, gpu in shared]
+    assert places == [("a", 0), ("a", 1), ("a", 2), ("a", 3), ("b", 0), ("b", 1)]
+    options = shared[5][0]
+    fallbacks = [selector["label_selector"] for selector in options["fallback_strategy"]]
+    assert fallbacks == [{"ray.io/node-id": "in(a,b)"}, {"ray.io/node-id": "!none"}]
+    assert options.keys() == {"label_selector", "fallback_strategy"}, "a part of a GPU is reserved"
+    assert len(place(config(workers=8, min_workers=6), nodes, 8).shared_gpus) == 8
+    for settings in ({"workers": 5}, {"workers": 6, "device": "cpu"}):
+        assert not place(config(**settings), nodes, 5).shared_gpus
+    marked = fixed(a=GPU, c={**CPU, "index": 4})
+    assert not place(config(), marked, 4).shared_gpus
 
 
 def test_what_is_lacking_is_one_line() -> None:
