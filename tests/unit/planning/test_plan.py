@@ -312,7 +312,6 @@ def test_indexes_are_on_the_devices_of_the_workers_where_they_fit() -> None:
     dim = RunConfig.resolve("astra", {}).encoder.dim
     assert shared.device_bytes[INDEX] > 500_000 * (4 * dim + 8) + (1 << 30)
     assert shared.run_s[REFRESH] < on_host.run_s[REFRESH]
-    assert shared.run_s[REFRESH] < shared.run_s[STEPS]
     # Searches and steps take turns on the device.
     assert shared.run_s["one epoch"] > on_host.run_s[STEPS] + on_host.run_s["one validation"]
     room = on_host.worker_bytes + shared.device_bytes[INDEX] - 1
