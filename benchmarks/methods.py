@@ -468,12 +468,16 @@ def notes_on_set(name: str, rows: Sequence[Row]) -> list[str]:
     lines = []
     missing = []
     stale = []
+    is_here = name == "sample" or (data_sets.DATA / name).is_dir()
+    corpus = data_sets.corpus(name) if is_here else None
     for method in method_names():
         of_method = [row for row in rows if row["method"] == method]
         if not of_method:
             missing.append(method)
-        elif of_method[0]["settings"] is None:
-            stale.append(method)
+        elif corpus is not None:
+            preset = data_sets.preset(name, method=method)
+            if of_method[0]["settings"] != data_sets.fingerprint(preset, corpus):
+                stale.append(method)
     if missing:
         lines.append(f"{name}: not measured yet: {', '.join(missing)}")
     if stale:
