@@ -89,7 +89,7 @@ def read_predictions(path: str | Path, num_queries: int, num_labels: int) -> spa
         raise DataError(
             f"{path} does not exist, expected a prediction file; write one with `xmcray predict`"
         )
-    matrix = load_npz(path)
+    matrix: sparse.csr_matrix = load_npz(path)
     if matrix.shape != (num_queries, num_labels):
         raise DataError(
             f"{path} is {matrix.shape[0]} x {matrix.shape[1]}, expected {num_queries} queries x {num_labels} labels; "
