@@ -24,7 +24,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -219,8 +219,20 @@ def stored_result(job: Job, arguments: argparse.Namespace) -> Result | None:
     return result
 
 
-def measured(corpus: Corpus, config: RunConfig, target: Path) -> Result:
-    """Trains, measures, keeps the metrics and removes the run."""
+def measured(
+    corpus: Corpus,
+    config: RunConfig,
+    target: Path,
+    further: Callable[[Retriever], Result] | None = None,
+) -> Result:
+    """Trains, measures, keeps the metrics and removes the run.
+
+    Args:
+        corpus: the set.
+        config: settings of the training.
+        target: file of the metrics.
+        further: measures more of the bundle.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=target.parent))
     try:
@@ -230,11 +242,14 @@ def measured(corpus: Corpus, config: RunConfig, target: Path) -> Result:
         seconds = time.perf_counter() - started
         cpu_s = time.process_time() - started_cpu
         export_run(run, folder / "bundle", corpus)
-        evaluation = measure_bundle(Retriever.load(folder / "bundle"), corpus, "test", exact=True)
+        retriever = Retriever.load(folder / "bundle")
+        evaluation = measure_bundle(retriever, corpus, "test", exact=True)
+        of_bundle = further(retriever) if further else {}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = {metric: evaluation.metrics[metric] for metric in METRICS}
     result |= {"seconds": seconds, "cpu_s": cpu_s, "epochs": config.optim.epochs}
+    result |= of_bundle
     target.write_text(json.dumps(result), encoding="utf-8")
     return result
 
