@@ -73,7 +73,7 @@ class Distillation:
     """
 
     texts: int = 500_000
-    epochs: int = 20
+    epochs: int = 40
     batch_size: int = 128
     candidates: int = 32
     random_labels: int = 256
