@@ -39,7 +39,7 @@ from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.serving import http, metrics, rpc, schema
 from xmcray.serving.coordinator import SnapshotCoordinator
-from xmcray.serving.events import FeedbackEvent, SearchEvent
+from xmcray.serving.event_sender import EventSender
 from xmcray.serving.follower import Follower
 from xmcray.serving.local import listening, tokens_of
 from xmcray.serving.micro_batcher import MicroBatcher
@@ -63,7 +63,6 @@ NAME = "xmcray"
 Handle = DeploymentHandle[Any]
 Address = tuple[str, int, int]  # host, port, port of gRPC or 0
 STATUS_S = 2.0
-MAX_WAITING = 1000  # searches of one replica that wait for the coordinator
 NUM_CPUS = 0.1  # reserved by each process; `options` sets others
 
 
@@ -156,7 +155,7 @@ class GatewayDeployment(_FollowingReplica):
         for name in config.bundles:  # a probe through all deployments
             probes = self._follower.current(name).probes[:1]
             await probing.search(schema.SearchRequest(texts=probes, model=name), "probe")
-        events = _RemoteEvents(self._coordinator)
+        events = EventSender(self._coordinator)
         self.service = Service(config, self._follower, backend, events)
         self._tasks = [self._task]
         if address is not None:
@@ -343,50 +342,6 @@ def _refusing_when_lost() -> Iterator[None]:
     except RayError:
         message = "the encoder, a searcher or the reranker was lost with this request; ask again"
         raise ProblemError("not-ready", message) from None
-
-
-class _RemoteEvents:
-    """Sends events to the coordinator. Implements `EventSink`."""
-
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator = coordinator
-        self._waiting: dict[str, list[SearchEvent]] = {}
-        self._num_dropped: dict[str, int] = {}
-        self._sending: asyncio.Task[None] | None = None
-
-    def note_searches(self, name: str, events: Sequence[SearchEvent]) -> None:
-        waiting = self._waiting.setdefault(name, [])
-        if len(waiting) >= MAX_WAITING:
-            self._count_dropped(name, len(events))
-            return
-        waiting += events
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send())
-
-    async def add_feedback(self, name: str, event: FeedbackEvent) -> int:
-        # The search that it is about may be among those that wait.
-        await self._send_waiting(name)
-        number: int = await self._coordinator.add_feedback(name, event)
-        return number
-
-    async def _send(self) -> None:
-        """Sends what waits, and what comes meanwhile."""
-        while self._waiting:
-            await self._send_waiting(next(iter(self._waiting)))
-
-    async def _send_waiting(self, name: str) -> None:
-        events = self._waiting.pop(name, [])
-        if not events:
-            return
-        num_dropped = self._num_dropped.pop(name, 0)
-        try:
-            await self._coordinator.note_searches(name, events, num_dropped)
-        except Exception:
-            # The coordinator is being started again.
-            self._count_dropped(name, num_dropped + len(events))
-
-    def _count_dropped(self, name: str, number: int) -> None:
-        self._num_dropped[name] = self._num_dropped.get(name, 0) + number
 
 
 class _Remote:

@@ -20,6 +20,7 @@ from xmcray.errors import StorageError
 from xmcray.serving import event_log
 from xmcray.serving.event_files import event_files, read_lines
 from xmcray.serving.event_log import EventLog
+from xmcray.serving.event_sender import EventSender
 from xmcray.serving.events import FeedbackEvent, SearchEvent
 from xmcray.serving.log_database import LogDatabase
 
@@ -40,6 +41,36 @@ def serve(folder: Path, bundle: Path, steps: Callable[[Served], Any], **settings
             await steps(one)
 
     asyncio.run(main())
+
+
+def test_feedback_does_not_overtake_a_search_on_its_way() -> None:
+    arrived: list[str] = []
+    on_its_way = asyncio.Event()
+    may_arrive = asyncio.Event()
+
+    class Coordinator:
+        async def note_searches(self, name: str, events: list[SearchEvent], dropped: int) -> None:
+            on_its_way.set()
+            await may_arrive.wait()
+            arrived.extend(event.request for event in events)
+
+        async def add_feedback(self, name: str, event: FeedbackEvent) -> int:
+            arrived.append(event.event)
+            return 1
+
+    async def main() -> None:
+        sender = EventSender(Coordinator())
+        search = SearchEvent(request="r1", version="v", texts=["a"], answers=[["u"]])
+        sender.note_searches("default", [search])
+        await on_its_way.wait()
+        feedback = FeedbackEvent(request="r1", text=0, label="u", label_text="", event="accept")
+        acknowledged = asyncio.create_task(sender.add_feedback("default", feedback))
+        await asyncio.sleep(0)
+        may_arrive.set()
+        await acknowledged
+
+    asyncio.run(main())
+    assert arrived == ["r1", "accept"]
 
 
 async def react(one: Served, search: Any, place: int, event: str, status: int = 200) -> Any:
