@@ -2,7 +2,6 @@
 
     python benchmarks/continual.py --set msdocs-links
     python benchmarks/continual.py --set msdocs-links --method dexml --epochs 3
-    python benchmarks/continual.py --set msdocs-links --last optim.epochs=4    # more epochs after the last slice
     python benchmarks/continual.py --set sample --quick     # does it work?
     python benchmarks/continual.py --draws 1000             # only how often `promote` is right
 
@@ -61,9 +60,6 @@ def main() -> None:
     parser.add_argument(
         "--later", nargs="+", default=["optim.warmup_steps=20"], metavar="a.b=c", help="of --from"
     )
-    parser.add_argument(
-        "--last", nargs="+", default=[], metavar="a.b=c", help="further settings of the last slice"
-    )
     parser.add_argument("--draws", type=int, default=0, metavar="N")
     parser.add_argument("--quick", action="store_true", help="one short epoch, printed only")
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
@@ -115,14 +111,10 @@ def measure(arguments: argparse.Namespace, load: str) -> None:
     rows: list[list[object]] = []
     notes: list[str] = []
     for number, corpus in enumerate(corpora[1:], start=2):
-        name = str(number)
         overrides = [f"optim.epochs={arguments.epochs}", *arguments.later, *ALONE]
-        if arguments.last and corpus is corpora[-1]:
-            name = "last"
-            overrides += arguments.last
         values = configs.merge(settings_from(run, arguments.method, corpus), overrides)
         later = RunConfig.resolve(arguments.method, values)
-        run, seconds = trained(corpus, runs / name, later, run)
+        run, seconds = trained(corpus, runs / str(number), later, run)
     anew, all_seconds = trained(corpora[-1], runs / "anew", config)
     corpus = corpora[-1]
     results = []
@@ -144,8 +136,7 @@ def measure(arguments: argparse.Namespace, load: str) -> None:
     notes.append(
         f"{arguments.method} on {arguments.set}: {corpus.card.num_labels:,} labels, {corpus.card.num_train:,} training"
         f" queries in {arguments.slices} slices; {config.optim.epochs} epochs for the first slice"
-        f" and anew, then {arguments.epochs} each; further settings of these {arguments.later}, of the last one"
-        f" {arguments.last}"
+        f" and anew, then {arguments.epochs} each, with {arguments.later}"
     )
     header = ["training", *METRICS, "CPU seconds of training"]
     write_table(arguments.out, "A corpus that grows", header, rows, [*notes, load])
