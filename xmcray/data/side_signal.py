@@ -87,10 +87,11 @@ def _of_queries(
     """Queries that share a label, compared with random queries."""
     # Entries with the same label become neighbours.
     order = np.argsort(positives.values, kind="stable")
-    label_P = positives.values[order]
-    query_P = positives.row_ids[order]
-    shares_label = label_P[1:] == label_P[:-1]
-    pairs = np.stack([query_P[:-1][shares_label], query_P[1:][shares_label]], axis=1)
+    # T: pairs of a query and a label of it.
+    label_T = positives.values[order]
+    query_T = positives.row_ids[order]
+    shares_label = label_T[1:] == label_T[:-1]
+    pairs = np.stack([query_T[:-1][shares_label], query_T[1:][shares_label]], axis=1)
     # Two queries may share several labels, and count once.
     pairs = np.unique(pairs, axis=0)
     pairs = pairs[random_sample(generator, len(pairs), len(query_BW))]

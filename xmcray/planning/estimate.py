@@ -312,7 +312,8 @@ def _run_seconds(training: _Training, traced: Trace) -> dict[str, float]:
     # Training waits only for what a version takes longer than an epoch.
     late_s = max(0.0, refresh_s - training_s)
     if DEVICE_SEARCH in seconds:
-        # And for its turns on a device. They take as long as those of the steps meanwhile.
+        # Or, if that is more, for the turns that the search takes on their device, which are as
+        # long as those of the steps meanwhile.
         busy = _busy(traced)
         late_s = max(late_s, seconds[DEVICE_SEARCH] * busy / (1 + busy))
     epoch_s = training_s + late_s / training.config.negatives.refresh_every

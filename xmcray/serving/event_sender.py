@@ -8,7 +8,7 @@ from typing import Any
 
 from xmcray.serving.events import FeedbackEvent, SearchEvent
 
-MAX_WAITING = 1000  # searches of one replica that wait for the coordinator
+MAX_WAITING = 1000  # searches of one model that wait in a replica
 
 
 class EventSender:
@@ -24,7 +24,8 @@ class EventSender:
         self._waiting: dict[str, list[SearchEvent]] = {}
         self._num_dropped: dict[str, int] = {}
         self._sending: asyncio.Task[None] | None = None
-        # Held while searches are on their way, so that feedback does not overtake its own.
+        # Held while searches are on their way, so that feedback does not overtake the search that it is
+        # about.
         self._on_their_way = asyncio.Lock()
 
     def note_searches(self, name: str, events: Sequence[SearchEvent]) -> None:
@@ -40,7 +41,8 @@ class EventSender:
     async def add_feedback(self, name: str, event: FeedbackEvent) -> int:
         """Makes feedback about a search of a model durable; returns the number of the event."""
         # The search that it is about may be among those that wait or are on their way.
-        await self._send_waiting(name)
+        # A client that is gone takes no searches along.
+        await asyncio.shield(self._send_waiting(name))
         number: int = await self._coordinator.add_feedback(name, event)
         return number
 

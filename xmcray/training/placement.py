@@ -237,7 +237,8 @@ def _shared_gpus(
     if nodes.total("GPU") > cluster.workers:
         return []
     with_gpu = [node_id for node_id, resources in nodes.alive.items() if resources.get("GPU")]
-    # If its node is lost, an actor goes to another one. It needs no GPU there.
+    # If its node is lost, an actor goes to another one. There it tries the GPU of the same number,
+    # and else searches on the CPU.
     others = [{_NODE_ID: f"in({','.join(with_gpu)})"}, _ANY_NODE]
     gpus = []
     for node_id in with_gpu:
