@@ -107,7 +107,16 @@ def provenance() -> list[str]:
     """Machine, commit, date and command, as notes."""
     script = os.path.relpath(sys.argv[0], Path(__file__).parents[1])
     command = " ".join(["python", script, *sys.argv[1:]])
-    return [f"machine: {machine()}", f"commit {_commit()}, {datetime.date.today()}, `{command}`"]
+    return [f"machine: {machine()}", f"commit {commit()}, {datetime.date.today()}, `{command}`"]
+
+
+def commit() -> str:
+    """The commit that is measured, and whether tracked files differ from it; tables of other benchmarks do not count."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    name = _run([*git, "rev-parse", "--short", "HEAD"]).strip()
+    paths = [".", "..", ":!results"]
+    changed = _run([*git, "status", "--porcelain", "--untracked-files=no", "--", *paths]).strip()
+    return (name or "unknown") + (" with local changes" if changed else "")
 
 
 def _cell(value: object) -> str:
@@ -133,15 +142,6 @@ def _version(package: str) -> str | None:
 def _gpus() -> list[str]:
     output = _run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
     return [line.strip() for line in output.splitlines() if line.strip()]
-
-
-def _commit() -> str:
-    """The commit, and whether tracked files differ from it; tables of other benchmarks do not count."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = _run([*git, "rev-parse", "--short", "HEAD"]).strip()
-    paths = [".", "..", ":!results"]
-    changed = _run([*git, "status", "--porcelain", "--untracked-files=no", "--", *paths]).strip()
-    return (commit or "unknown") + (" with local changes" if changed else "")
 
 
 def _run(command: list[str]) -> str:

@@ -5,7 +5,7 @@
 
 tests/damage.py makes the changes, in a process of its own for each call and kind, because a library
 may crash. What each of them did is one line in a ledger in the benchmarks' cache. The next call goes
-on from there, and the table sums the lines.
+on from there, and the table sums the lines; `--fresh` forgets those of the chosen kinds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import data_sets
-from common import write_table
+from common import commit, write_table
 
 DAMAGE = Path(__file__).parents[1] / "tests" / "damage.py"
 KINDS = (
@@ -45,11 +45,12 @@ def main() -> None:
     )
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--changes", type=int, default=GOAL, metavar="N", help="of each kind")
-    parser.add_argument("--fresh", action="store_true", help="forget what earlier calls did")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier changes of the kinds")
     options = parser.parse_args()
     LEDGER.parent.mkdir(parents=True, exist_ok=True)
     if options.fresh:
-        LEDGER.unlink(missing_ok=True)
+        kept = [json.dumps(line) + "\n" for line in lines() if line["kind"] not in options.kind]
+        LEDGER.write_text("".join(kept))
     for kind in options.kind:
         earlier = [line for line in lines() if line["kind"] == kind]
         num_left = options.changes - sum(sum(line["counts"].values()) for line in earlier)
@@ -88,6 +89,7 @@ def change_files(kind: str, num_changes: int, first: int) -> dict[str, Any]:
         "counts": counts,
         "faults": faults,
         "crashes": crashes,
+        "commit": commit(),
     }
 
 
@@ -110,10 +112,15 @@ def write_results() -> int:
         num_wrong += faults + crashes
         if counts:
             outcomes = [counts[name] for name in OUTCOMES]
-            rows.append([kind, counts.total(), *outcomes, faults, crashes])
-    header = ["file", "changes", "same answer", "other answer", "refused", "faults", "crashes"]
-    note = "Other answers are right only where the manifest was made to fit the changed file."
-    write_table("soak_files.md", "Damaged and hostile files", header, rows, [note])
+            newest = of_kind[-1]["commit"]
+            rows.append([kind, counts.total(), *outcomes, faults, crashes, newest])
+    header = ["file", "changes", "same answer", "other answer", "refused"]
+    header += ["faults", "crashes", "commit"]
+    notes = [
+        "Other answers are right only where the manifest was made to fit the changed file.",
+        "commit: of the row's newest changes",
+    ]
+    write_table("soak_files.md", "Damaged and hostile files", header, rows, notes)
     return num_wrong
 
 
