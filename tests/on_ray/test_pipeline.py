@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import ray
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
 from xmcray.data.pipeline import prepare
+from xmcray.data.stream import READ_CPUS, mapped, results, stream_of, watched
 from xmcray.errors import ConfigError, DataError, ResourceError, StorageError
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -177,6 +180,15 @@ def test_no_free_cpu_is_said_and_nothing_is_left(raw: Path, tmp_path: Path) -> N
         assert list(tmp_path.iterdir()) == []
     finally:
         ray.kill(greedy)
+
+
+def test_a_slow_task_is_waited_for() -> None:
+    def slow(item: int) -> Iterator[int]:
+        time.sleep(1)
+        yield item
+
+    with watched(stall_s=0.2) as beat:
+        assert list(results(mapped(stream_of([7]), slow, READ_CPUS), beat)) == [7]
 
 
 def test_the_cluster_is_on_loopback() -> None:

@@ -80,7 +80,7 @@ def prepare(
     Args:
         out: folder or URL that does not exist yet.
         parallelism: tokenising tasks at a time; None takes a quarter more than there are free CPUs.
-        stall_s: seconds without a finished chunk after which to give up.
+        stall_s: seconds without a finished chunk and without a free CPU after which to give up.
         progress: show rows and rows/s on stderr if that is a terminal.
         settings: fields of PrepareConfig.
 
@@ -177,7 +177,7 @@ class _Pipeline:
         config: settings of the corpus.
         share: packing tasks at a time, and the CPUs of each. It is computed once, because just
             after a pass Ray still counts some CPUs as taken that are free again.
-        stall_s: seconds without a finished chunk after which to give up.
+        stall_s: seconds without a finished chunk and without a free CPU after which to give up.
         bar: progress on stderr.
     """
 
@@ -273,7 +273,7 @@ class _Pipeline:
 
         task = self.bar.add_task(" + ".join(splits), total=None)
         num_tasks, cpus = self.share
-        with watched(self.stall_s) as beat:
+        with watched(self.stall_s, cpus) as beat:
             chunks = mapped(stream_of(splits), read, READ_CPUS)
             shards = mapped(chunks, pack, cpus, concurrency=num_tasks)
             for shard in results(shards, beat):

@@ -96,10 +96,15 @@ def share(parallelism: int | None) -> tuple[int, float]:
 
 
 @contextlib.contextmanager
-def watched(stall_s: float) -> Iterator[list[float]]:
+def watched(stall_s: float, cpus: float = READ_CPUS) -> Iterator[list[float]]:
     """Sets Ray Data up for a pipeline; gives its heartbeat: the time of the last result.
 
-    The heartbeat is a list of one number, which `results` replaces and the watchdog reads.
+    The heartbeat is a list of one number, which `results` replaces and the watchdog reads. With a
+    CPU free, a pipeline without results is slow, not stuck: its tasks run, on a busy machine perhaps.
+
+    Args:
+        stall_s: seconds without a result, and without a free CPU, that end the pipeline.
+        cpus: what a task of the pipeline reserves.
     """
     beat = [time.monotonic()]
 
@@ -113,7 +118,7 @@ def watched(stall_s: float) -> Iterator[list[float]]:
         def after_execution_fails(self, executor: Any, error: Exception) -> None: ...
 
         def on_execution_step(self, executor: Any) -> None:
-            if time.monotonic() - beat[0] > stall_s:
+            if time.monotonic() - beat[0] > stall_s and cluster.free_cpus() < cpus:
                 raise ResourceError(
                     f"the data pipeline got no row for {stall_s:g} s; expected some free CPU, found {_cpu_holders()};"
                     " end what holds them, or give the pipeline a cluster with one CPU more"
