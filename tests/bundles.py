@@ -30,6 +30,7 @@ for i, first_word in enumerate(WORDS):
         TEXTS += [f"{first_word} {second_word} {third_word}" for third_word in WORDS[:j]]
 DIM = 16
 IVF = IndexSpec(factory="IVF8,Flat", nprobe=2, candidates=1)
+HNSW = IndexSpec(factory="HNSW8", candidates=1)
 
 
 def write_memory(folder: Path) -> Path:
@@ -82,8 +83,13 @@ def write_transformer(folder: Path) -> Path:
 def write_bundle_of(path: Path, kind: str, dim: int = DIM, shard_rows: int = 1 << 20) -> Path:
     """560 labels whose vectors are of one kind: texts, rows, both or prototypes.
 
-    A kind that ends with IVF has an approximate index.
+    A kind that ends with IVF or HNSW has an approximate index.
     """
+    index = IndexSpec()
+    if kind.endswith("IVF"):
+        index = IVF
+    elif kind.endswith("HNSW"):
+        index = HNSW
     tokenizer = train_wordpiece(TEXTS, vocab_size=400, max_len=16)
     encoder = build_encoder(EncoderConfig(dim=dim), tokenizer, None, seed=0).eval()
     rng = np.random.default_rng(0)
@@ -101,7 +107,7 @@ def write_bundle_of(path: Path, kind: str, dim: int = DIM, shard_rows: int = 1 <
     else:
         # The draws of the rows, so that every kind has the same order of labels.
         rng.standard_normal(vectors.shape, np.float32)
-    if kind == "prototypes":
+    if kind.startswith("prototypes"):
         network = PrototypeNetwork(dim, 8, 4, seed=0)
         clusters = torch.zeros(len(TEXTS), dtype=torch.int64)
         side = LabelSide(prototypes=network, cluster_L=clusters)
@@ -115,7 +121,7 @@ def write_bundle_of(path: Path, kind: str, dim: int = DIM, shard_rows: int = 1 <
         TEXTS,
         order,
         [vectors[order]],
-        IVF if kind.endswith("IVF") else IndexSpec(),
+        index,
         {"by": "test"},
         label_side=side,
         shard_rows=shard_rows,

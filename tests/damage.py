@@ -110,7 +110,7 @@ def write_artifacts(folder: Path) -> dict[str, Artifact]:
     plain = write_bundle_of(folder / "plain", "textsIVF", shard_rows=300)
     annotate_labels(plain, {"u1": {"price": 1.5, "kind": "a"}, "u2": {"new": True}}, folder / "a")
     remove_labels(folder / "a", ["u7"], folder / "texts")
-    write_bundle_of(folder / "prototypes", "prototypes")
+    write_bundle_of(folder / "prototypes", "prototypesHNSW")
     memory = write_memory(folder / "m")
     settings = [
         "encoder.dim=16",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ KMEANS_ROUNDS = 8
 GPU_CANDIDATES = 2048  # of a query that an index on a GPU can select
 MAX_LISTS = 1 << 22
 TABLE_BYTES = 1 << 28  # for tables that FAISS computes while reading, which count as well
+# How the file of a plain graph begins: kind, dim, rows, two unused numbers, is trained, metric.
+GRAPH_HEADER = struct.Struct("<4siqqq?i")
+# The bytes of a number in the arrays that follow: probabilities of the levels, links per level,
+# levels of the rows, offsets of the rows, links.
+GRAPH_WIDTHS = (8, 4, 4, 8, 4)
+# How it ends: entry point, levels, breadths of building and searching, an unused number, no rows.
+GRAPH_END = struct.Struct("<5i4s")
 
 _limits = threading.Lock()
 
@@ -272,7 +280,7 @@ def write(faiss_index: Any, path: Path) -> None:
 
 
 def read(path: Path, rows: int, dim: int) -> Any:
-    """Reads a FAISS index. The links of a graph are mapped, and a plain graph has no vectors yet.
+    """Reads a FAISS index. A plain graph is mapped, and has no vectors yet.
 
     FAISS trusts the sizes in a file. Here none may exceed what the size of the file can account
     for, and the index must fit the vectors. A change that keeps all sizes is only seen by its hash:
@@ -296,8 +304,9 @@ def read(path: Path, rows: int, dim: int) -> Any:
         )
         faiss.set_deserialization_vector_byte_limit(num_bytes + TABLE_BYTES)
         faiss.set_deserialization_loop_limit(min(num_bytes, MAX_LISTS))
+        flags = faiss.IO_FLAG_MMAP_IFC if _is_whole_graph(path) else 0
         try:
-            faiss_index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
+            faiss_index = faiss.read_index(str(path), flags)
         except (RuntimeError, MemoryError, ValueError, AssertionError) as error:
             raise BundleError(
                 f"{path} is not a readable FAISS index ({_reason(error)}); export it again"
@@ -317,7 +326,38 @@ def read(path: Path, rows: int, dim: int) -> Any:
             f"{path} indexes {shape[0]} vectors of width {shape[1]} with metric {faiss_index.metric_type}, expected"
             f" {rows} of width {dim} with inner products; export it again"
         )
+    lists = lists_of(faiss_index)
+    if lists is not None and lists.nprobe < 1:
+        raise BundleError(f"{path} searches no list, expected at least 1; export it again")
     return faiss_index
+
+
+def _is_whole_graph(path: Path) -> bool:
+    """Whether a file holds a plain graph without vectors, and all of it.
+
+    Only such a file may be mapped: FAISS 1.15 reads past the end of a mapped file that ends within
+    a number, and crashes.
+    """
+    num_bytes = path.stat().st_size
+    position = GRAPH_HEADER.size
+    with path.open("rb") as file:
+        header = file.read(GRAPH_HEADER.size)
+        if len(header) < GRAPH_HEADER.size:
+            return False
+        kind, *_, metric = GRAPH_HEADER.unpack(header)
+        # The header of another metric is longer.
+        if kind != b"IHNf" or metric != import_faiss().METRIC_INNER_PRODUCT:
+            return False
+        for width in GRAPH_WIDTHS:
+            file.seek(position)
+            length = int.from_bytes(file.read(8), "little")
+            position += 8 + width * length
+            if position + GRAPH_END.size > num_bytes:
+                return False
+        file.seek(position)
+        end = file.read(GRAPH_END.size)
+    *_, storage = GRAPH_END.unpack(end)
+    return storage == b"null" and position + GRAPH_END.size == num_bytes
 
 
 def check_ids(faiss_index: Any, rows: int, path: Path) -> None:
