@@ -91,7 +91,7 @@ def appended(corpus: Corpus, raw: Path, out: Path) -> Corpus:
     tokenizer = corpus.tokenizer()
     linked: dict[str, FileEntry] = {}
     with new_artifact(out, KIND, {"made_by": "tests"}, linked) as folder:
-        changed = set(changed_files(manifest.files, source, config))
+        changed = changed_files(manifest.files, source, config)
         linked.update(link_files(corpus.path, manifest, folder, changed))
         writer = continued_writer(folder, corpus, source, config)
         write_rows(writer, source, tokenizer)

@@ -58,21 +58,16 @@ class AppendedFiles(RawFiles):
     card: Card
     label_ids: Int64Array
 
-    def num_old(self, split: str) -> int:
-        """Rows that the corpus has."""
-        card = self.card
-        return {"labels": card.num_labels, "train": card.num_train, "test": card.num_test}[split]
-
     def first_shard(self, split: str, shard_rows: int) -> int:
         """Number of the first shard to pack: those before it are full."""
-        return self.num_old(split) // shard_rows
+        return self.card.num_rows(split) // shard_rows
 
     def labels(self, on_bad: OnBad) -> Iterator[Row]:
         """The labels of the unfinished shard and the new ones; `row` is the source id."""
-        corpus = self._open()
+        old = self._open().labels
         old_ids = self.unfinished("labels")
-        uids = corpus.label_uids(old_ids)
-        texts = corpus.label_texts(old_ids)
+        uids = old.uids(old_ids)
+        texts = old.texts(old_ids)
         for row, uid, text in zip(old_ids.tolist(), uids, texts, strict=True):
             yield Row(uid, text, row=row)
         for label in self.new.labels(on_bad):
@@ -82,12 +77,13 @@ class AppendedFiles(RawFiles):
 
     def queries(self, split: str, num_labels: int, on_bad: OnBad) -> Iterator[Row]:
         """The queries of the unfinished shard, with negative rows, and the new ones."""
-        num_old = self.num_old(split)
+        num_old = self.card.num_rows(split)
         seen_uids: set[int] = set()
         if num_old:
             old = self._open().split(split)
             yield from self._unfinished_rows(old)
-            seen_uids = _uid_hashes(old) if self.new.has_uids else set()
+            if self.new.has_uids:
+                seen_uids = _uid_hashes(old)
         # Rows without names are named by their numbers in all raw files, one after the other.
         first_number = num_old + self.card.rejected.get(split, 0)
         for query in self.new.queries(split, len(self.label_ids), on_bad):
@@ -118,44 +114,46 @@ class AppendedFiles(RawFiles):
         """Rows of the corpus in the shard that is not full, ascending."""
         shard_rows = self.card.shard_rows
         first_row = self.first_shard(split, shard_rows) * shard_rows
-        return np.arange(first_row, self.num_old(split))
+        return np.arange(first_row, self.card.num_rows(split))
 
     def _unfinished_rows(self, split: Split) -> Iterator[Row]:
         """The queries of the shard that is not full."""
         rows = self.unfinished(split.name)
         if not len(rows):
             return
-        shard = self.first_shard(split.name, self.card.shard_rows)
-        path = self.corpus / split.name / f"{shard_stem(shard)}.parquet"
-        has_relevance = "relevance" in pq.read_schema(path).names
-        relevance: list[list[float] | None] = [None] * len(rows)
-        if has_relevance:
-            relevance = pq.read_table(path, columns=["relevance"])["relevance"].to_pylist()
         uids = split.uids(rows)
         texts = split.texts(rows)
         positives = split.positives(rows)
-        for place, (uid, text) in enumerate(zip(uids, texts, strict=True)):
-            grades = relevance[place]
-            is_graded = grades is not None and any(grade != 1 for grade in grades)
-            yield Row(
-                uid,
-                text,
-                tuple(positives[place].tolist()),
-                tuple(grades) if grades is not None and is_graded else None,
-                # Before the first row of the new file, so that no filter pair of it fits.
-                row=place - len(rows),
-            )
+        relevance = self._unfinished_relevance(split.name, len(rows))
+        for place in range(len(rows)):
+            label_ids = tuple(positives[place].tolist())
+            # Before the first row of the new file, so that no filter pair of it fits.
+            row = place - len(rows)
+            yield Row(uids[place], texts[place], label_ids, relevance[place], row)
+
+    def _unfinished_relevance(self, split: str, num_rows: int) -> list[tuple[float, ...] | None]:
+        """The relevance of each query's positives in the shard that is not full, as in `Row`."""
+        shard = self.first_shard(split, self.card.shard_rows)
+        path = self.corpus / split / f"{shard_stem(shard)}.parquet"
+        if "relevance" not in pq.read_schema(path).names:
+            return [None] * num_rows
+        column = pq.read_table(path, columns=["relevance"])["relevance"]
+        relevance: list[tuple[float, ...] | None] = []
+        for grades in column.to_pylist():
+            is_graded = any(grade != 1 for grade in grades)
+            relevance.append(tuple(grades) if is_graded else None)
+        return relevance
 
     def _with_source_ids(self, query: Row) -> Row:
         """A query of the new files whose label ids are those of the corpus, ascending."""
-        source_ids = self.label_ids[np.asarray(query.label_ids, np.int64)]
+        new_ids = np.asarray(query.label_ids, np.int64)
+        source_ids = self.label_ids[new_ids]
         order = np.argsort(source_ids)
+        label_ids = tuple(source_ids[order].tolist())
         relevance = query.relevance
         if relevance is not None:
             relevance = tuple(relevance[place] for place in order)
-        return dataclasses.replace(
-            query, label_ids=tuple(source_ids[order].tolist()), relevance=relevance
-        )
+        return dataclasses.replace(query, label_ids=label_ids, relevance=relevance)
 
 
 def appended_files(corpus: Corpus, new: RawFiles, label_ids: Int64Array) -> AppendedFiles:
@@ -199,15 +197,15 @@ def match_labels(corpus: Corpus, new: RawFiles, skip: bool) -> Int64Array:
     """
     rejects = Rejects(skip)
     new_labels = {label.uid: label for label in new.labels(rejects)}
-    label_ids = np.full(len(new_labels) + rejects.count, -1, np.int64)
-    num_labels = corpus.card.num_labels
+    num_rows = len(new_labels) + rejects.count
+    label_ids = np.full(num_rows, -1, np.int64)
     for source_id, uid in _labels_by_id(corpus):
         label = new_labels.get(uid)
         if label is not None:
             label_ids[label.row] = source_id
     _check_texts(corpus, new, new_labels, label_ids)
     is_new = label_ids < 0
-    label_ids[is_new] = np.arange(num_labels, num_labels + is_new.sum())
+    label_ids[is_new] = corpus.card.num_labels + np.arange(is_new.sum())
     return label_ids
 
 
@@ -218,10 +216,11 @@ def _check_texts(
     label_ids: Int64Array,
 ) -> None:
     """Raises DataError if a label that the corpus has comes with another text; it may have none."""
-    repeated = [label for label in new_labels.values() if label_ids[label.row] >= 0 and label.text]
-    source_ids = label_ids[[label.row for label in repeated]]
-    for label, text in zip(repeated, corpus.label_texts(source_ids), strict=True):
-        if label.text != text:
+    repeated = [label for label in new_labels.values() if label.text and label_ids[label.row] >= 0]
+    rows = [label.row for label in repeated]
+    old_texts = corpus.label_texts(label_ids[rows])
+    for label, old_text in zip(repeated, old_texts, strict=True):
+        if label.text != old_text:
             raise DataError(
                 f"{new.path}: label {label.uid[:80]!r} has another text than in {corpus.path},"
                 " expected the same or none; give a label with a new text a new uid"
@@ -263,23 +262,23 @@ def settings_of(card: Card, on_error: Literal["fail", "skip"]) -> PrepareConfig:
     )
 
 
-def changed_files(
-    names: Iterable[str], source: AppendedFiles, config: PrepareConfig
-) -> Iterator[str]:
+def changed_files(names: Iterable[str], source: AppendedFiles, config: PrepareConfig) -> set[str]:
     """Names of the files of the corpus that cannot be linked: all but those of full shards."""
-    for name in names:
-        split, _, file_name = name.partition("/")
-        number, _, suffix = file_name.partition(".")
-        if split not in _SPLITS:
-            yield name
-            continue
-        if split not in ("labels", *source.splits):
-            continue
-        num_full = source.first_shard(split, config.shard_rows)
-        if suffix.removesuffix(".npy") in ARRAY_SUFFIXES:
-            num_full //= config.shards_per_array_file
-        if int(number) >= num_full:
-            yield name
+    return {name for name in names if _changes(name, source, config)}
+
+
+def _changes(name: str, source: AppendedFiles, config: PrepareConfig) -> bool:
+    """Whether a file of the corpus will have another content."""
+    split, _, file_name = name.partition("/")
+    if split not in _SPLITS:
+        return True
+    if split not in ("labels", *source.splits):
+        return False
+    number, _, suffix = file_name.partition(".")
+    num_full = source.first_shard(split, config.shard_rows)
+    if suffix.removesuffix(".npy") in ARRAY_SUFFIXES:
+        num_full //= config.shards_per_array_file
+    return int(number) >= num_full
 
 
 def continued_writer(
@@ -302,37 +301,39 @@ def continued_writer(
     for reason in _COUNTED_ANEW:
         writer.odd.pop(reason, None)
     writer.rejected = _rejected_rows(corpus.path)
-    for split in _SPLITS:
-        num_old = source.num_old(split)
-        if split not in ("labels", *source.splits):
-            # All its files are linked.
-            writer.num_rows[split] = num_old
-            _add_keys(writer, corpus, split)
-            continue
-        num_shards = source.first_shard(split, card.shard_rows)
-        (folder / split).mkdir(exist_ok=True)
-        writer.arrays[split] = ArrayFiles(folder / split, config.shards_per_array_file)
-        writer.arrays[split].keep(corpus.path / split, num_shards, card.shard_rows)
-        writer.num_rows[split] = num_shards * card.shard_rows
-        _add_keys(writer, corpus, split)
-        writer.num_tokens[split] = _num_tokens(corpus, split, writer.num_rows[split])
-        writer.odd.subtract(_odd_rows(corpus, split, source.unfinished(split)))
     num_labels = max(card.num_labels, int(source.label_ids.max()) + 1)
-    for split in ("train", "test"):
-        if source.num_old(split):
-            writer.counts[split] = np.zeros(num_labels, np.int64)
-            _count_positives(writer.counts[split], corpus.split(split), writer.num_rows[split])
-            writer.filters[split] = [_filter_pairs(corpus.path, split)]
+    for name in _SPLITS:
+        old = Split(corpus.path, name, card)
+        writer.num_rows[name] = len(old)
+        if name in ("labels", *source.splits):
+            _continue_split(writer, source, old)
+        num_kept = writer.num_rows[name]
+        for rows in _row_blocks(num_kept):
+            writer.keys.add(keys_by_name(name, old.texts(rows)))
+        if name != "labels" and len(old):
+            writer.counts[name] = _positives_by_label(old, num_kept, num_labels)
+            writer.filters[name] = [_filter_pairs(corpus.path, name)]
     return writer
 
 
-def _add_keys(writer: CorpusWriter, corpus: Corpus, split: str) -> None:
-    """Adds the keys of the texts that the writer has counted."""
-    num_rows = writer.num_rows[split]
-    for rows in _row_blocks(num_rows):
-        is_label = split == "labels"
-        texts = corpus.label_texts(rows) if is_label else corpus.split(split).texts(rows)
-        writer.keys.add(keys_by_name(split, texts))
+def _continue_split(writer: CorpusWriter, source: AppendedFiles, old: Split) -> None:
+    """Counts the full shards of a split, which are linked, and opens its array files."""
+    card = source.card
+    name = old.name
+    folder = writer.folder / name
+    folder.mkdir(exist_ok=True)
+    num_shards = source.first_shard(name, card.shard_rows)
+    writer.arrays[name] = ArrayFiles(folder, writer.config.shards_per_array_file)
+    writer.arrays[name].keep(source.corpus / name, num_shards, card.shard_rows)
+    writer.num_rows[name] = num_shards * card.shard_rows
+    unfinished = source.unfinished(name)
+    writer.odd.subtract(_odd_rows(old, unfinished))
+    if name == "test":
+        # The card has no average of test queries.
+        return
+    average = card.averages["tokens per label" if name == "labels" else "tokens per training query"]
+    num_tokens = round(average * len(old))
+    writer.num_tokens[name] = num_tokens - len(old.tokens(unfinished).values)
 
 
 def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
@@ -344,24 +345,21 @@ def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
         lines = path.read_text(encoding="utf-8").split("\n")
         uids = {str(json.loads(line)["uid"]) for line in lines if line}
     removed_ids = set(corpus.removed_labels.tolist())
-    num_labels = corpus.card.num_labels
     for source_id, uid in _labels_by_id(corpus):
         if uid in uids:
             removed_ids.add(source_id)
-    if len(removed_ids) == num_labels:
+    if len(removed_ids) == corpus.card.num_labels:
         raise DataError(f"{path} names all labels of {corpus.path}, expected some to be left")
     return np.array(sorted(removed_ids), np.int64)
 
 
-def _odd_rows(corpus: Corpus, split: str, rows: Int64Array) -> Counter[str]:
-    """What the packing of some rows of a corpus counts as odd."""
+def _odd_rows(split: Split, rows: Int64Array) -> Counter[str]:
+    """What the packing of some rows of a split counts as odd."""
     odd: Counter[str] = Counter()
-    texts = corpus.label_texts(rows) if split == "labels" else []
-    if split != "labels" and len(rows):
-        queries = corpus.split(split)
-        texts = queries.texts(rows)
-        odd[f"{split}: no positives"] = int((queries.positives(rows).lengths == 0).sum())
-    odd[f"{split}: no text"] = sum(not text.strip() for text in texts)
+    odd[f"{split.name}: no text"] = sum(not text.strip() for text in split.texts(rows))
+    if split.name != "labels":
+        num_positives = split.positives(rows).lengths
+        odd[f"{split.name}: no positives"] = int((num_positives == 0).sum())
     return odd
 
 
@@ -372,24 +370,12 @@ def _filter_pairs(folder: Path, split: str) -> Int64Array:
         return np.asarray(read_array(path, np.int64, ndim=2))
 
 
-def _num_tokens(corpus: Corpus, split: str, num_rows: int) -> int:
-    """Tokens of the first rows of a split; 0 of test queries, which the card does not count."""
-    card = corpus.card
-    if split == "labels":
-        total = round(card.averages["tokens per label"] * card.num_labels)
-        rest = corpus.label_tokens(np.arange(num_rows, card.num_labels))
-    elif split == "train":
-        total = round(card.averages["tokens per training query"] * card.num_train)
-        rest = corpus.split("train").tokens(np.arange(num_rows, card.num_train))
-    else:
-        return 0
-    return total - len(rest.values)
-
-
-def _count_positives(counts: Int64Array, split: Split, num_rows: int) -> None:
-    """Adds to `counts` the first rows of a split that carry each label."""
+def _positives_by_label(split: Split, num_rows: int, num_labels: int) -> Int64Array:
+    """int64 [L], how many of the first rows of a split carry each label."""
+    counts = np.zeros(num_labels, np.int64)
     for rows in _row_blocks(num_rows):
-        counts += np.bincount(split.positives(rows).values, minlength=len(counts))
+        counts += np.bincount(split.positives(rows).values, minlength=num_labels)
+    return counts
 
 
 def _rejected_rows(folder: Path) -> list[tuple[str, BadRow]]:

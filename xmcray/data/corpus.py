@@ -134,6 +134,10 @@ class Card:
             check_range("vocab_size", card.vocab_size, 1, MAX_VOCAB)
         return card
 
+    def num_rows(self, split: str) -> int:
+        """Rows of "train", "test" or "labels"."""
+        return {"train": self.num_train, "test": self.num_test, "labels": self.num_labels}[split]
+
     @property
     def rows_per_array_file(self) -> int:
         """Rows of every file of token or label ids but a split's last."""
@@ -147,6 +151,7 @@ class Corpus:
         origin: where it was opened, an absolute path or a URL; any node can open it there.
         path: local folder (a URL was copied to the cache).
         sha256: names the content.
+        labels: the rows of "labels", by source id.
         label_order: int64 [L], internal id -> source id.
         label_rank: int64 [L], source id -> internal id.
         train_counts: int64 [L] by source id, training queries that carry the label; label texts do
@@ -173,7 +178,7 @@ class Corpus:
                 _check_inverse(self.label_order, self.label_rank, path)
         if verify and self.train_counts.min() < 0:
             raise DataError(f"{path}/train_counts.npy has a negative count; prepare it again")
-        self._labels = Split(path, "labels", self.card)
+        self.labels = Split(path, "labels", self.card)
         self._splits: dict[str, Split] = {}
         if verify:
             for name in ("labels", "train", "test"):
@@ -203,9 +208,8 @@ class Corpus:
         Raises:
             DataError: the corpus has no such split.
         """
-        num_rows = {"train": self.card.num_train, "test": self.card.num_test}
-        if not num_rows.get(name):
-            present = [split for split, rows in num_rows.items() if rows]
+        present = [split for split in ("train", "test") if self.card.num_rows(split)]
+        if name not in present:
             raise DataError(f"corpus {self.path} has no split {name!r}; it has {present}")
         # A split is opened at its first use: many commands need only one of them.
         if name not in self._splits:
@@ -222,19 +226,19 @@ class Corpus:
 
     def label_tokens(self, source_ids: Int64Array) -> Ragged:
         """Token ids of label texts."""
-        return self._labels.tokens(source_ids)
+        return self.labels.tokens(source_ids)
 
     def labels_without_tokens(self) -> Int64Array:
         """int64, source ids of labels whose text has no token, ascending."""
-        return self._labels.rows_without_tokens
+        return self.labels.rows_without_tokens
 
     def label_texts(self, source_ids: Int64Array) -> list[str]:
         """Texts of labels."""
-        return self._labels.texts(source_ids)
+        return self.labels.texts(source_ids)
 
     def label_uids(self, source_ids: Int64Array) -> list[str]:
         """Names of labels in the raw files."""
-        return self._labels.uids(source_ids)
+        return self.labels.uids(source_ids)
 
     def tokenizer(self) -> TextTokenizer:
         """The tokenizer the corpus was made with."""
@@ -253,8 +257,7 @@ class Split:
     def __init__(self, corpus: Path, name: str, card: Card) -> None:
         self.name = name
         self._corpus = corpus
-        sizes = {"labels": card.num_labels, "train": card.num_train, "test": card.num_test}
-        self._num_rows = sizes[name]
+        self._num_rows = card.num_rows(name)
         self._num_labels = card.num_labels
         self._shard_rows = card.shard_rows
         folder = corpus / name

@@ -159,7 +159,7 @@ def append(
     about = {**manifest.about, "appended": new.path.absolute().name, "appended_to": manifest.sha256}
     linked: dict[str, FileEntry] = {}
     with ray_session(), new_artifact(out, KIND, about, linked) as folder:
-        changed = set(changed_files(manifest.files, source, config))
+        changed = changed_files(manifest.files, source, config)
         linked.update(link_files(corpus.path, manifest, folder, changed))
         writer = continued_writer(folder, corpus, source, config)
         with progress_bar(progress) as bar:

@@ -26,7 +26,7 @@ except ImportError:  # in tests of xmcray
 SETTINGS_FILES = ("static.json", "xmcray.json")
 TOKENIZER_FILE = "tokenizer.json"
 STATE_FILE = "model.safetensors"
-FILES = (*SETTINGS_FILES, TOKENIZER_FILE, STATE_FILE)
+HUB_OPTIONS = ("token", "cache_folder", "revision", "local_files_only")
 # Tokens over which the extra weight of a text's first tokens falls by a factor e.
 DECAY_TOKENS = 10.0
 
@@ -60,31 +60,33 @@ class StaticText(InputModule):  # type: ignore[misc]
         **_: Any,
     ) -> dict[str, Tensor]:
         """Token ids of texts, one text after another; label texts are those of the task "document"."""
-        settings = self.settings
         is_label = task == "document"
-        max_len = settings["label_max_len"] if is_label else settings["max_len"]
+        max_len = self.settings["label_max_len" if is_label else "max_len"]
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(max_len)
         texts = [(prompt or "") + text for text in inputs]
+        encodings = self.tokenizer.encode_batch(texts)
         lengths = []
         tokens: list[int] = []
-        for encoding in self.tokenizer.encode_batch(texts):
+        for encoding in encodings:
             lengths.append(len(encoding.ids))
             tokens += encoding.ids
         token_T = torch.tensor(tokens, dtype=torch.int64)
-        if is_label and settings["separate_labels"]:
-            # Rows of labels follow those of queries, and their pairs.
-            token_T += settings["vocab_size"] + settings["bigram_buckets"]
-        return {"input_ids": token_T, "lengths": torch.tensor(lengths, dtype=torch.int64)}
+        length_B = torch.tensor(lengths, dtype=torch.int64)
+        if is_label and self.settings["separate_labels"]:
+            # Rows of labels follow those of queries.
+            token_T += self._side_rows
+        return {"input_ids": token_T, "lengths": length_B}
 
     def forward(self, features: dict[str, Tensor], **_: Any) -> dict[str, Tensor]:
         """Adds `sentence_embedding` [B, D]."""
         lengths_B = features["lengths"]
         row_R, weight_R, text_R = self._rows(features["input_ids"], lengths_B)
         table_VD = self.weights["embedding_weight"]
-        sum_BD = table_VD.new_zeros(len(lengths_B), self.settings["dim"])
+        num_texts = len(lengths_B)
+        sum_BD = table_VD.new_zeros(num_texts, self.settings["dim"])
         sum_BD.index_add_(0, text_R, weight_R[:, None] * table_VD[row_R])
-        square_B = table_VD.new_zeros(len(lengths_B))
+        square_B = table_VD.new_zeros(num_texts)
         square_B.index_add_(0, text_R, weight_R.square())
         # A text without tokens is the zero vector.
         scale_B = square_B.clamp_min(1e-12).rsqrt()
@@ -96,41 +98,54 @@ class StaticText(InputModule):  # type: ignore[misc]
 
     def _network(self, vector_BD: Tensor) -> Tensor:
         """W2 gelu(W1 x) [B, D]."""
-        weights = self.weights
-        hidden_BD = F.linear(vector_BD, weights["hidden_weight"], weights["hidden_bias"])
-        added_BD: Tensor = F.linear(F.gelu(hidden_BD), weights["out_weight"], weights["out_bias"])
-        return added_BD
+        hidden_BD = self._linear("hidden", vector_BD)
+        return self._linear("out", F.gelu(hidden_BD))
+
+    def _linear(self, name: str, input_BD: Tensor) -> Tensor:
+        return F.linear(input_BD, self.weights[f"{name}_weight"], self.weights[f"{name}_bias"])
+
+    @property
+    def _side_rows(self) -> int:
+        """Rows of queries, or of labels: those of tokens and, after them, those of pairs."""
+        return int(self.settings["vocab_size"] + self.settings["bigram_buckets"])
 
     def _rows(self, token_T: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Table row, weight and text of each token, and after them of each pair of neighbours."""
-        num_tokens = self.settings["vocab_size"]
-        num_pairs = self.settings["bigram_buckets"]
         text_ids = torch.arange(len(lengths_B), device=lengths_B.device)
         text_T = text_ids.repeat_interleave(lengths_B)
-        # A token of a label counts as the query's token of the same number.
-        own_T = token_T % (num_tokens + num_pairs)
+        # A token of a label weighs as much as the query's token of the same number.
+        own_T = token_T % self._side_rows
         weight_T = self.weights["weight"][own_T] * self._decay(text_T, lengths_B)
-        if not num_pairs:
+        if not self.settings["bigram_buckets"]:
             return token_T, weight_T, text_T
         # Each token but the last of its text, with the token to its right.
         left_P = torch.nonzero(text_T[1:] == text_T[:-1])[:, 0]
         right_P = left_P + 1
-        mixed_P = own_T[left_P] * 2_654_435_761 + own_T[right_P] * 2_246_822_519
-        bucket_P = ((mixed_P & 0xFFFFFFFFFFFF) >> 12) % num_pairs
         # Rows of pairs follow those of the tokens, on the side of queries or of labels.
         side_P = token_T[left_P] - own_T[left_P]
-        row_P = side_P + num_tokens + bucket_P
+        bucket_P = self._buckets(own_T[left_P], own_T[right_P])
+        row_P = side_P + self.settings["vocab_size"] + bucket_P
         weight_P = (weight_T[left_P] + weight_T[right_P]) / 2
         row_R = torch.cat([token_T, row_P])
         weight_R = torch.cat([weight_T, weight_P])
         text_R = torch.cat([text_T, text_T[left_P]])
         return row_R, weight_R, text_R
 
+    def _buckets(self, left_P: Tensor, right_P: Tensor) -> Tensor:
+        """The bucket of each pair of tokens: a hash, the same as in training."""
+        mixed_P = left_P * 2_654_435_761 + right_P * 2_246_822_519
+        # The sign of an overflow is masked, and the lowest bits are mixed least.
+        hash_P = (mixed_P & 0xFFFFFFFFFFFF) >> 12
+        num_buckets = int(self.settings["bigram_buckets"])
+        return hash_P % num_buckets
+
     def _decay(self, text_T: Tensor, lengths_B: Tensor) -> Tensor:
         """The factor of each token's weight for its place in its text."""
         start_B = lengths_B.cumsum(0) - lengths_B
-        place_T = torch.arange(len(text_T), device=text_T.device) - start_B[text_T]
-        extra_T = torch.exp(place_T.to(self.weights["weight"].dtype) / -DECAY_TOKENS)
+        token_ids = torch.arange(len(text_T), device=text_T.device)
+        place_T = token_ids - start_B[text_T]
+        distance_T = place_T.to(self.weights["weight"].dtype)
+        extra_T = torch.exp(-distance_T / DECAY_TOKENS)
         factor_T: Tensor = 1 + self.settings["position_decay"] * extra_T
         return factor_T
 
@@ -144,7 +159,7 @@ class StaticText(InputModule):  # type: ignore[misc]
         return int(self.settings["dim"])
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
-        """Writes `FILES`."""
+        """Writes the settings, the tokenizer and the state."""
         folder = Path(output_path)
         settings = json.dumps(self.settings)
         for name in SETTINGS_FILES:
@@ -157,17 +172,18 @@ class StaticText(InputModule):  # type: ignore[misc]
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **options: Any) -> StaticText:
-        """Reads `FILES` of a folder, or of a model on the hub."""
-        hub_options = ("token", "cache_folder", "revision", "local_files_only")
-        hub = {name: options[name] for name in hub_options if name in options}
-        paths = {}
-        for name in FILES:
-            path = Path(model_name_or_path, subfolder, name)
-            if not path.is_file():
-                path = Path(cls.load_file_path(model_name_or_path, name, subfolder, **hub))
-            paths[name] = path
+        """Reads what `save` wrote, from a folder or from a model on the hub."""
+        hub_options = {name: options[name] for name in HUB_OPTIONS if name in options}
+
+        def path_of(name: str) -> Path:
+            local = Path(model_name_or_path, subfolder, name)
+            if local.is_file():
+                return local
+            return Path(cls.load_file_path(model_name_or_path, name, subfolder, **hub_options))
+
         settings: dict[str, Any] = {}
         for name in SETTINGS_FILES:
-            settings |= json.loads(paths[name].read_text(encoding="utf-8"))
-        tokenizer = Tokenizer.from_file(str(paths[TOKENIZER_FILE]))
-        return cls(settings, tokenizer, load_file(paths[STATE_FILE]))
+            settings |= json.loads(path_of(name).read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_file(str(path_of(TOKENIZER_FILE)))
+        state = load_file(path_of(STATE_FILE))
+        return cls(settings, tokenizer, state)

@@ -138,11 +138,7 @@ def _milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
                 f"a uid has more than {MAX_VARCHAR:,} bytes, the most in Milvus; choose another system"
             )
         num_cut += _num_too_long(block["text"])
-        # A character that the limit divides is left out.
-        texts = [
-            text.encode()[:MAX_VARCHAR].decode(errors="ignore")
-            for text in block["text"].to_pylist()
-        ]
+        texts = [_cut(text) for text in block["text"].to_pylist()]
         # Milvus knows no large strings.
         columns = {
             "label_id": block["label_id"],
@@ -151,8 +147,8 @@ def _milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
             "vector": block["vector"],
         }
         if target.attributes is not None:
-            sets = map(_present, block["attributes"].to_pylist())
-            columns["attributes"] = pa.array(map(_json, sets), pa.string())
+            attributes = map(_present, block["attributes"].to_pylist())
+            columns["attributes"] = pa.array(map(_json, attributes), pa.string())
         return pa.table(columns)
 
     target.write_tables(map(to_milvus, blocks))
@@ -161,17 +157,22 @@ def _milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
             f"{num_cut:,} texts were cut to {MAX_VARCHAR:,} bytes, the most that a VarChar of Milvus holds."
         )
     field = vector_readme.MILVUS_ATTRIBUTES if target.attributes else ""
-    target.write_text(
-        "collection.json", vector_readme.MILVUS_COLLECTION.replace("ATTRIBUTES", field)
-    )
+    collection = vector_readme.MILVUS_COLLECTION.replace("ATTRIBUTES", field)
+    target.write_text("collection.json", collection)
     paths = [[f"labels/{path.name}"] for path in sorted(target.folder.glob("*.parquet"))]
     files = json.dumps({"collectionName": "labels", "files": paths}, indent=1)
     target.write_text("import.json", files + "\n")
 
 
+def _cut(text: str) -> str:
+    """What a VarChar of Milvus holds of a text; a character that the limit divides is left out."""
+    return text.encode()[:MAX_VARCHAR].decode(errors="ignore")
+
+
 def _num_too_long(strings: pa.ChunkedArray) -> int:
-    too_long: int = pc.sum(pc.greater(pc.binary_length(strings), MAX_VARCHAR)).as_py()
-    return too_long
+    is_too_long = pc.greater(pc.binary_length(strings), MAX_VARCHAR)
+    num_too_long: int = pc.sum(is_too_long).as_py()
+    return num_too_long
 
 
 def _rows(block: pa.Table) -> Iterator[dict[str, Any]]:
@@ -179,7 +180,8 @@ def _rows(block: pa.Table) -> Iterator[dict[str, Any]]:
     vectors = block["vector"].combine_chunks()
     # Arrow prints the shortest digits that give the same float32 back.
     numbers = pc.cast(vectors.flatten(), pa.string())
-    joined = pc.binary_join(pa.ListArray.from_arrays(vectors.offsets, numbers), ",")
+    number_lists = pa.ListArray.from_arrays(vectors.offsets, numbers)
+    joined = pc.binary_join(number_lists, ",")
     column = block.column_names.index("vector")
     for row in block.set_column(column, "vector", joined).to_pylist():
         row["vector"] = f"[{row['vector']}]"
@@ -214,7 +216,8 @@ def _batches(name: str, items: Iterable[str]) -> Iterator[str]:
     batch: list[str] = []
     size = 0
     for item in items:
-        if batch and (len(batch) == POINTS or size + len(item) > LINE_BYTES):
+        is_full = len(batch) == POINTS or size + len(item) > LINE_BYTES
+        if batch and is_full:
             yield f'{{"{name}":[{",".join(batch)}]}}'
             batch = []
             size = 0
@@ -259,6 +262,14 @@ def _field_names(attributes: pa.Schema | None) -> dict[str, str]:
     return names
 
 
+def _fields(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A label without its vector, each attribute by the name of its field."""
+    fields = {name: row[name] for name in ("label_id", "uid", "text")}
+    for name, value in row["attributes"].items():
+        fields[names[name]] = value
+    return fields
+
+
 # Code points that Vespa accepts nowhere (com.yahoo.text.Text): most control characters, and those
 # that Unicode reserves, which are the last two of each plane and a range.
 _PLANE_ENDS = "".join(
@@ -277,9 +288,7 @@ def _puts(names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
     """
     for row in _rows(block):
         uid = _QUOTED.sub(lambda match: urllib.parse.quote(match[0], safe=""), row["uid"])
-        fields = {name: row[name] for name in ("label_id", "uid", "text")}
-        for name, value in row["attributes"].items():
-            fields[names[name]] = value
+        fields = _fields(row, names)
         for name, value in fields.items():
             if isinstance(value, str):
                 fields[name] = _NO_TEXT.sub(" ", value)
@@ -337,12 +346,9 @@ def _objects(names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
     """
 
     def to_object(row: dict[str, Any]) -> str:
-        properties = {name: row[name] for name in ("label_id", "uid", "text")}
-        for name, value in row["attributes"].items():
-            properties[names[name]] = value
         # Weaviate takes UUIDs alone: the same one for the same label in each export.
-        key = str(uuid.uuid5(uuid.NAMESPACE_URL, f"xmcray:label:{row['label_id']}"))
-        start = _json({"class": "Label", "id": key, "properties": properties})
+        key = uuid.uuid5(uuid.NAMESPACE_URL, f"xmcray:label:{row['label_id']}")
+        start = _json({"class": "Label", "id": str(key), "properties": _fields(row, names)})
         # The vector's digits are inserted before the brace that closes the object.
         return f'{start[:-1]},"vector":{row["vector"]}}}'
 

@@ -72,27 +72,22 @@ class WordIndex:
         folder = bundle / FOLDER
         num_rows = {QUERIES: num_queries, LABELS: num_labels}
         with readable(f"{folder} cannot be read", "fuse the bundle again"):
-            hashes = read_array(folder / "terms.npy", np.uint64, mapped=True)
-            idf = read_array(folder / "idf.npy", np.float64, mapped=True)
-            is_ascending = bool(np.all(hashes[1:] > hashes[:-1]))
-            if len(hashes) != len(idf) or not is_ascending or not np.isfinite(idf).all():
-                raise ValueError("expected ascending terms with one rarity each")
-            matrices = {}
+            vocabulary = _read_vocabulary(folder)
+            num_terms = len(vocabulary.hashes)
+            postings = {}
             for kind in kinds:
-                matrices[kind] = _read_postings(folder, kind, len(hashes), num_rows[kind])
-        # Plain arrays over the same memory: each look-up in a memory map costs microseconds more.
-        vocabulary = Vocabulary(np.asarray(hashes), np.asarray(idf))
-        return cls(vocabulary, matrices.get(QUERIES), matrices.get(LABELS))
+                postings[kind] = _read_postings(folder, kind, num_terms, num_rows[kind])
+        return cls(vocabulary, postings.get(QUERIES), postings.get(LABELS))
 
     def with_labels(self, texts: Sequence[str]) -> WordIndex:
         """A view with labels that join, in the order of their ids."""
         if self.labels is None or not texts:
             return self
-        vectors = self.vocabulary.vectors(TermCounts.of(texts, words), np.float32)
-        more = _transposed(vectors)
+        counts = TermCounts.of(texts, words)
+        joined = _transposed(self.vocabulary.vectors(counts, np.float32))
         if self.joined is not None:
-            more = sp.hstack([self.joined, more], format="csr")
-        return dataclasses.replace(self, joined=more)
+            joined = sp.hstack([self.joined, joined], format="csr")
+        return dataclasses.replace(self, joined=joined)
 
     def terms(self, texts: Sequence[str]) -> TermWeights:
         """The terms of queries, and how much each of them counts."""
@@ -123,12 +118,14 @@ class WordIndex:
     def label_cosines(self, terms: TermWeights) -> Float32Array:
         """float32 [B, L], cosines of B queries and all label texts; for few queries at a time."""
         num_exported = self.labels.shape[1]
-        num_joined = 0 if self.joined is None else self.joined.shape[1]
-        cosine_BL = np.zeros((len(terms), num_exported + num_joined), np.float32)
-        for query in range(len(terms)):
-            _add_cosines(self.labels, terms, query, cosine_BL[query, :num_exported])
-            if num_joined:
-                _add_cosines(self.joined, terms, query, cosine_BL[query, num_exported:])
+        num_labels = num_exported
+        if self.joined is not None:
+            num_labels += self.joined.shape[1]
+        cosine_BL = np.zeros((len(terms), num_labels), np.float32)
+        for query, cosine_L in enumerate(cosine_BL):
+            _add_cosines(self.labels, terms, query, cosine_L[:num_exported])
+            if self.joined is not None:
+                _add_cosines(self.joined, terms, query, cosine_L[num_exported:])
         return cosine_BL
 
 
@@ -147,8 +144,10 @@ def _add_cosines(postings: Any, terms: TermWeights, query: int, cosine_N: Float3
     starts = postings.indptr[columns].tolist()
     stops = postings.indptr[columns + 1].tolist()
     for start, stop, weight in zip(starts, stops, weights, strict=True):
+        rows = postings.indices[start:stop]
+        products = weight * postings.data[start:stop]
         # Much faster than `cosine_N[rows] += ...`, and than a product of sparse matrices.
-        np.add.at(cosine_N, postings.indices[start:stop], weight * postings.data[start:stop])
+        np.add.at(cosine_N, rows, products)
 
 
 def nearest_labels(cosine_BL: Float32Array, k: int, hidden: BoolArray | None = None) -> TopLabels:
@@ -172,9 +171,10 @@ def _keep_best(cosine_N: Float32Array, top: TopLabels, query: int) -> None:
     rows = reaching_kth(cosine_N, top.width, lowest=_TINY)
     cosines = cosine_N[rows]
     # Rows ascend, and a stable sort keeps equal cosines in that order.
-    order = np.argsort(-cosines, kind="stable")[: top.width]
-    top.ids[query, : len(order)] = rows[order]
-    top.scores[query, : len(order)] = cosines[order]
+    order = np.argsort(-cosines, kind="stable")
+    best = order[: top.width]
+    top.ids[query, : len(best)] = rows[best]
+    top.scores[query, : len(best)] = cosines[best]
 
 
 def write_word_index(bundle: Path, queries: Sequence[str], labels: Sequence[str]) -> None:
@@ -207,6 +207,16 @@ def _write_postings(folder: Path, kind: str, vectors: Any) -> None:
     np.save(folder / f"{kind}_offsets.npy", postings.indptr.astype(np.int64))
     np.save(folder / f"{kind}_rows.npy", postings.indices.astype(np.int32))
     np.save(folder / f"{kind}_values.npy", postings.data.astype(np.float32))
+
+
+def _read_vocabulary(folder: Path) -> Vocabulary:
+    hashes = read_array(folder / "terms.npy", np.uint64, mapped=True)
+    idf = read_array(folder / "idf.npy", np.float64, mapped=True)
+    is_ascending = bool(np.all(hashes[1:] > hashes[:-1]))
+    if len(hashes) != len(idf) or not is_ascending or not np.isfinite(idf).all():
+        raise ValueError("expected ascending terms with one rarity each")
+    # Plain arrays over the same memory: each look-up in a memory map costs microseconds more.
+    return Vocabulary(np.asarray(hashes), np.asarray(idf))
 
 
 def _read_postings(folder: Path, kind: str, num_terms: int, num_rows: int) -> Any:

@@ -47,14 +47,10 @@ def write_page(path: Path, corpus: Corpus, result: Result) -> None:
         corpus: of the study.
         result: content of results.json.
     """
-    tables = []
+    tables = [_parts(result), _trials(result), _more_time(result)]
     test = result["test"]
     if test is not None:
-        tables.append(_test(test))
-        tables.append(_comparisons(test))
-    tables.append(_parts(result))
-    tables.append(_trials(result))
-    tables.append(_more_time(result))
+        tables = [_test(test), _comparisons(test), *tables]
     page = render(
         "auto_report.html.j2",
         title=f"Automatic choice on {corpus.card.name}",
@@ -66,30 +62,36 @@ def write_page(path: Path, corpus: Corpus, result: Result) -> None:
 
 def _subtitle(corpus: Corpus, result: Result) -> str:
     card = corpus.card
-    size = f"{card.num_train:,} training queries, {card.num_labels:,} labels."
-    members = " + ".join(result["bundle"]["members"]) or "words alone"
-    finished = sum(trial["state"] == "finished" for trial in result["trials"])
-    trials = f"{finished} of {len(result['trials'])} trials trained to the end."
-    spent = result["spent_s"] / 60
-    budget = result["budget_s"] / 60
-    time = f"{spent:.1f} of {budget:.1f} minutes spent on {result['cores']} cores"
-    load = f"(load {result['load']:.1f} at the end; whatever else ran took a part of the time)."
-    return f"{size} Best: {members}, fused. {trials} {time} {load} xmcray {__version__}."
+    members = " + ".join(result["bundle"]["members"])
+    states = [trial["state"] for trial in result["trials"]]
+    num_finished = states.count("finished")
+    spent_min = result["spent_s"] / 60
+    budget_min = result["budget_s"] / 60
+    sentences = [
+        f"{card.num_train:,} training queries, {card.num_labels:,} labels.",
+        f"Best: {members or 'words alone'}, fused.",
+        f"{num_finished} of {len(states)} trials trained to the end.",
+        f"{spent_min:.1f} of {budget_min:.1f} minutes spent on {result['cores']} cores",
+        f"(load {result['load']:.1f} at the end; whatever else ran took a part of the time).",
+        f"xmcray {__version__}.",
+    ]
+    return " ".join(sentences)
 
 
 def _test(test: Mapping[str, Any]) -> _Table:
     rows = []
     for result in test["results"]:
-        cells = [result["name"]]
-        for metric in METRICS:
-            value = percent(result[metric])
-            low, high = result[f"{metric} interval"]
-            cells.append(f"{value} [{percent(low)}, {percent(high)}]")
-        cells.append(percent(result.get("ECE@5")))
-        rows.append(cells)
+        measured = [_with_interval(result, metric) for metric in METRICS]
+        calibration_error = percent(result.get("ECE@5"))
+        rows.append([result["name"], *measured, calibration_error])
     columns = ["", *METRICS, "ECE@5"]
     note = f"{test['queries']:,} queries, 95 % bootstrap intervals. {BASELINE_NOTE}"
     return _Table("On the test split, in percent", columns, rows, note)
+
+
+def _with_interval(result: Mapping[str, Any], metric: str) -> str:
+    low, high = result[f"{metric} interval"]
+    return f"{percent(result[metric])} [{percent(low)}, {percent(high)}]"
 
 
 def _comparisons(test: Mapping[str, Any]) -> _Table:
@@ -102,7 +104,7 @@ def _comparisons(test: Mapping[str, Any]) -> _Table:
             comparison["metric"],
             _points(comparison["difference"]),
             f"[{low}, {high}]",
-            f"{comparison['p_value']:.4f}",
+            _p_value(comparison),
         ]
         rows.append(cells)
     columns = ["bundle less", "metric", "points", "95 % interval", "p"]
@@ -114,20 +116,21 @@ def _parts(result: Result) -> _Table:
     choice = result["choice"]
     rows = []
     for test in choice["tests"]:
-        cells = [test["part"], f"{test['weight']:g}"]
-        cells += [percent(test["without"][metric]) for metric in METRICS]
-        cells.append(f"{test['p_value']:.4f}")
-        rows.append(cells)
-    columns = ["part", "weight"]
-    columns += [f"{metric} without" for metric in METRICS]
-    columns.append("p")
-    reached = " / ".join(percent(choice["metrics"][metric]) for metric in METRICS)
-    refitted = ", ".join(result["bundle"]["refitted"]) or "none"
+        weight = f"{test['weight']:g}"
+        rows.append([test["part"], weight, *_percents(test["without"]), _p_value(test)])
+    without = [f"{metric} without" for metric in METRICS]
+    columns = ["part", "weight", *without, "p"]
+    reached = " / ".join(_percents(choice["metrics"]))
+    refitted = ", ".join(result["bundle"]["refitted"])
     note = (
         f"With all parts that have a weight: {reached} on {choice['queries']:,} held-out queries. p:"
-        f" of the answers without the part. Trained once more on all queries: {refitted}."
+        f" of the answers without the part. Trained once more on all queries: {refitted or 'none'}."
     )
     return _Table("Parts of the bundle", columns, rows, note)
+
+
+def _percents(metrics: Mapping[str, float]) -> list[str]:
+    return [percent(metrics[metric]) for metric in METRICS]
 
 
 def _trials(result: Result) -> _Table:
@@ -160,21 +163,26 @@ def _descending_score(trial: Mapping[str, Any]) -> float:
 
 def _state(trial: Mapping[str, Any]) -> str:
     """How a trial ended, and why."""
-    state = trial["state"]
+    state: str = trial["state"]
+    message = trial["message"]
     if state == "unfinished":
         return "out of time"
-    return f"{state}: {trial['message']}" if trial["message"] else state
+    if not message:
+        return state
+    return f"{state}: {message}"
 
 
 def _more_time(result: Result) -> _Table:
     rows = []
     for trial in result["trials"]:
-        is_slow = trial["state"] == "stopped" and trial["message"].startswith("it needs")
-        if is_slow or trial["state"] == "unfinished":
-            rows.append(_candidate_cells(trial, trial["message"] or "was not done in time"))
+        state = trial["state"]
+        message = trial["message"]
+        is_slow = state == "stopped" and message.startswith("it needs")
+        if is_slow or state == "unfinished":
+            rows.append(_candidate_cells(trial, message or "was not done in time"))
     for candidate in result["left_out"]:
-        cells = _candidate_cells(candidate, candidate["reason"])
-        rows.append(cells)
+        reason = candidate["reason"]
+        rows.append(_candidate_cells(candidate, reason))
     columns = ["method", "preset", "encoder", "why not"]
     note = "The same command with a larger --budget goes on with these."
     return _Table("With more time", columns, rows, note)
@@ -182,6 +190,10 @@ def _more_time(result: Result) -> _Table:
 
 def _candidate_cells(candidate: Mapping[str, Any], reason: str) -> list[str]:
     return [candidate["method"], candidate["preset"], candidate["encoder"], reason]
+
+
+def _p_value(test: Mapping[str, Any]) -> str:
+    return f"{test['p_value']:.4f}"
 
 
 def _points(difference: float) -> str:
