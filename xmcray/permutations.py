@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from xmcray.types import Int64Array
+from xmcray.types import Int64Array, spans
 
 MAX_STORED_SIZE = 1 << 24
 _ROUNDS = 6
@@ -85,8 +85,7 @@ class KeyedPermutation:
     def take(self, positions: Int64Array) -> Int64Array:
         """The numbers at some positions of the order."""
         numbers = np.empty(len(positions), np.int64)
-        for start in range(0, len(positions), _POSITIONS_AT_ONCE):
-            block = slice(start, start + _POSITIONS_AT_ONCE)
+        for block in spans(len(positions), _POSITIONS_AT_ONCE):
             numbers[block] = self._walk(positions[block].astype(np.uint64))
         return numbers
 

@@ -15,7 +15,7 @@ files).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
+ROWS_AT_ONCE = 65_536  # whose texts are read at once
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Int64Array:
@@ -36,6 +37,18 @@ def offsets_of(lengths: npt.ArrayLike) -> Int64Array:
     first_start = np.zeros(1, np.int64)
     ends = np.cumsum(lengths, dtype=np.int64)
     return np.concatenate([first_start, ends])
+
+
+def id_blocks(num_rows: int) -> Iterator[Int64Array]:
+    """The numbers 0 .. num_rows - 1, some at a time."""
+    for span in spans(num_rows, ROWS_AT_ONCE):
+        yield np.arange(span.start, span.stop)
+
+
+def spans(num_rows: int, size: int) -> Iterator[slice]:
+    """The slices of `size` rows, the last one perhaps shorter, that make up all rows."""
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,11 @@ class Ragged:
         # A row more than there are rows: the last offset is the end.
         offsets = self.offsets[start : stop + 1]
         return Ragged(self.values[first:last], offsets - first)
+
+    def chunks(self, size: int) -> Iterator[Ragged]:
+        """The rows, `size` at a time."""
+        for span in spans(len(self), size):
+            yield self.slice(span.start, span.stop)
 
     def with_vectors(self, vectors: Float32Array | None) -> Ragged:
         """The same rows with side vectors, float32 [rows, W]; as they are if there are none."""

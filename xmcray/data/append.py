@@ -31,10 +31,9 @@ from xmcray.data.shards import ARRAY_SUFFIXES, shard_stem
 from xmcray.data.text_keys import COUNTED, keys_by_name
 from xmcray.data.writer import CorpusWriter, PrepareConfig
 from xmcray.errors import DataError, readable
-from xmcray.types import Int64Array
+from xmcray.types import Int64Array, id_blocks
 
 REMOVED_UIDS = "removed_labels.jsonl"
-_ROWS_AT_ONCE = 65_536
 _SPLITS = ("labels", "train", "test")
 # Counts of odd rows that depend on all queries; the writer counts them anew.
 _COUNTED_ANEW = ("labels: never seen", "labels: seen only in test", *COUNTED)
@@ -230,21 +229,15 @@ def _check_texts(
 def _uid_hashes(split: Split) -> set[int]:
     """Hashes of the uids of all rows, which take a third of the memory of the uids."""
     hashes: set[int] = set()
-    for rows in _row_blocks(len(split)):
+    for rows in id_blocks(len(split)):
         hashes.update(map(hash, split.uids(rows)))
     return hashes
 
 
 def _labels_by_id(corpus: Corpus) -> Iterator[tuple[int, str]]:
     """Source id and uid of each label of a corpus."""
-    for source_ids in _row_blocks(corpus.card.num_labels):
+    for source_ids in id_blocks(corpus.card.num_labels):
         yield from zip(source_ids.tolist(), corpus.label_uids(source_ids), strict=True)
-
-
-def _row_blocks(num_rows: int) -> Iterator[Int64Array]:
-    """Rows 0 .. num_rows - 1, some at a time."""
-    for start in range(0, num_rows, _ROWS_AT_ONCE):
-        yield np.arange(start, min(start + _ROWS_AT_ONCE, num_rows))
 
 
 def settings_of(card: Card, on_error: Literal["fail", "skip"]) -> PrepareConfig:
@@ -308,7 +301,7 @@ def continued_writer(
         if name in ("labels", *source.splits):
             _continue_split(writer, source, old)
         num_kept = writer.num_rows[name]
-        for rows in _row_blocks(num_kept):
+        for rows in id_blocks(num_kept):
             writer.keys.add(keys_by_name(name, old.texts(rows)))
         if name != "labels" and len(old):
             writer.counts[name] = _positives_by_label(old, num_kept, num_labels)
@@ -373,7 +366,7 @@ def _filter_pairs(folder: Path, split: str) -> Int64Array:
 def _positives_by_label(split: Split, num_rows: int, num_labels: int) -> Int64Array:
     """int64 [L], how many of the first rows of a split carry each label."""
     counts = np.zeros(num_labels, np.int64)
-    for rows in _row_blocks(num_rows):
+    for rows in id_blocks(num_rows):
         counts += np.bincount(split.positives(rows).values, minlength=num_labels)
     return counts
 

@@ -27,7 +27,7 @@ from xmcray.permutations import (
     random_permutation,
     random_sample,
 )
-from xmcray.types import Batch, Float64Array, Int64Array, Ragged
+from xmcray.types import Batch, Float64Array, Int64Array, Ragged, spans
 
 _COUNTED_TEXTS = 200_000  # sample that document frequencies are estimated from
 _COUNTED_AT_ONCE = 20_000
@@ -204,8 +204,8 @@ class TrainingData:
         positions = random_sample(generator, len(self.query_ids), _COUNTED_TEXTS)
         sample = np.sort(self.query_ids[positions])
         counts = np.zeros(vocab_size, np.int64)
-        for start in range(0, len(sample), _COUNTED_AT_ONCE):
-            tokens = self.tokens(sample[start : start + _COUNTED_AT_ONCE])
+        for span in spans(len(sample), _COUNTED_AT_ONCE):
+            tokens = self.tokens(sample[span])
             # One number per (text, token): a token that a text repeats counts once.
             distinct = np.unique(tokens.row_ids * vocab_size + tokens.values)
             counts += np.bincount(distinct % vocab_size, minlength=vocab_size)

@@ -36,7 +36,7 @@ from xmcray.data.shards import ShardedRows, ShardedVectors, by_shard, rows_of_sh
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError, readable
 from xmcray.storage import is_url, open_artifact
-from xmcray.types import Float32Array, Int64Array, Ragged, offsets_of
+from xmcray.types import Float32Array, Int64Array, Ragged, offsets_of, spans
 
 KIND = "corpus"
 REMOVED = "removed_labels.npy"
@@ -426,11 +426,11 @@ def _removed_labels(folder: Path, num_labels: int) -> Int64Array:
 def _check_inverse(order: Int64Array, rank: Int64Array, folder: Path) -> None:
     """Raises DataError unless two arrays of equal length are permutations, each the other's inverse."""
     num_labels = len(order)
-    for start in range(0, num_labels, _LABELS_AT_ONCE):
-        numbers = order[start : start + _LABELS_AT_ONCE]
+    for span in spans(num_labels, _LABELS_AT_ONCE):
+        numbers = order[span]
         is_in_range = 0 <= numbers.min() <= numbers.max() < num_labels
         # Numbers that have an inverse are distinct.
-        places = np.arange(start, start + len(numbers))
+        places = np.arange(span.start, span.stop)
         if not is_in_range or not np.array_equal(rank[numbers], places):
             raise DataError(
                 f"{folder}: label_rank.npy is not the inverse of label_order.npy; prepare it again"

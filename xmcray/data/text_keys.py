@@ -17,6 +17,8 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
+from xmcray.types import spans
+
 Keys = npt.NDArray[np.uint64]
 
 LABELS_WITH_CASE = "labels with case"
@@ -115,8 +117,8 @@ def _num_shared(keys: Keys, others: Keys) -> int:
     if not len(others):
         return 0
     num_shared = 0
-    for start in range(0, len(keys), _KEYS_AT_ONCE):
-        block = keys[start : start + _KEYS_AT_ONCE]
+    for span in spans(len(keys), _KEYS_AT_ONCE):
+        block = keys[span]
         places = np.searchsorted(others, block)
         # A key beyond the last one is compared with the last one, which differs.
         nearest = others[np.minimum(places, len(others) - 1)]

@@ -16,7 +16,7 @@ import tempfile
 import unicodedata
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.errors import BundleError, ConfigError, one_line, readable
 from xmcray.storage import read_json
-from xmcray.types import Ragged, offsets_of
+from xmcray.types import Ragged, offsets_of, spans
 
 PAD = "[PAD]"
 UNKNOWN = "[UNK]"
@@ -120,7 +120,8 @@ class TextTokenizer:
         # A block at a time: an encoding takes some kilobytes per text, and the ids are a small
         # part.
         rows: list[list[int]] = []
-        for block in _blocks(texts, ENCODE_BLOCK):
+        for span in spans(len(texts), ENCODE_BLOCK):
+            block = texts[span]
             if prompt:
                 block = [prompt + text if text else "" for text in block]
             rows += [encoding.ids for encoding in backend.encode_batch_fast(list(block))]
@@ -284,8 +285,8 @@ def _wordpiece_backend(vocabulary: dict[str, int], normalizer: Any) -> Tokenizer
 def _alphabet(texts: Sequence[str], normalizer: Any) -> list[str]:
     """The most frequent characters (at most MAX_ALPHABET, ties by code point), sorted."""
     counts = np.zeros(sys.maxunicode + 1, np.int64)
-    for block in _blocks(texts, 4096):
-        text = normalizer.normalize_str(" ".join(block))
+    for span in spans(len(texts), 4096):
+        text = normalizer.normalize_str(" ".join(texts[span]))
         # UTF-32 has one number per character, which numpy counts faster than Python does.
         code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         counts += np.bincount(code_points, minlength=len(counts))
@@ -294,11 +295,6 @@ def _alphabet(texts: Sequence[str], normalizer: Any) -> list[str]:
     occurring = by_count[: np.count_nonzero(counts)].tolist()
     letters = [chr(point) for point in occurring if not chr(point).isspace()]
     return sorted(letters[:MAX_ALPHABET])
-
-
-def _blocks(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    for start in range(0, len(texts), size):
-        yield texts[start : start + size]
 
 
 def from_transformer(

@@ -23,7 +23,7 @@ from xmcray.evaluation.metrics import (
     segment_range,
 )
 from xmcray.evaluation.reliability import Reliability
-from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragged, TopLabels
+from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragged, TopLabels, spans
 
 SEARCH_K = 100  # answers per query (R@100), clipped to the number of labels
 _INTERVAL = [0.025, 0.975]  # quantiles that leave 5 % out
@@ -186,8 +186,8 @@ def _measure(
     metrics, reliability, graded = sums
     width = min(SEARCH_K, metrics.num_labels)
     counted_rows = []
-    for start in range(0, num_queries, chunk):
-        rows = np.arange(start, min(start + chunk, num_queries), dtype=np.int64)
+    for span in spans(num_queries, chunk):
+        rows = np.arange(span.start, span.stop)
         top = search(rows)
         if top.width < width:
             raise DataError(
@@ -429,8 +429,8 @@ def _index_recall(
     rows = np.sort(drawn).astype(np.int64)
     index_ids = []
     exact_ids = []
-    for start in range(0, len(rows), chunk):
-        chunk_rows = rows[start : start + chunk]
+    for span in spans(len(rows), chunk):
+        chunk_rows = rows[span]
         index_ids.append(search(chunk_rows).ids)
         exact_ids.append(exact(chunk_rows).ids)
     index_BK = np.concatenate(index_ids)

@@ -12,7 +12,7 @@ from xmcray.data.kept_ids import KeptIds
 from xmcray.methods.base import MethodContext
 from xmcray.nn.row_table import sum_by_row
 from xmcray.parallel import collectives
-from xmcray.types import Int64Array, Ragged
+from xmcray.types import Int64Array, Ragged, spans
 
 BLOCK = 1024  # texts encoded together; the same blocks on any number of ranks
 Head = Callable[[Tensor], Tensor]  # what follows the encoder
@@ -65,8 +65,7 @@ def _text_vectors(context: MethodContext, head: Head) -> Tensor:
     size = partition.size
     text_SD = torch.zeros(size, context.dim, device=context.device, dtype=context.dtype)
     label_ids = np.arange(partition.start, partition.stop)
-    for first in range(0, size, BLOCK):
-        block = slice(first, first + BLOCK)
+    for block in spans(size, BLOCK):
         tokens = context.label_tokens(label_ids[block])
         vectors = context.encode_without_graph(tokens)
         text_SD[block] = head(vectors)

@@ -50,7 +50,7 @@ from xmcray.nn.prototypes import PrototypeNetwork, move_centroids
 from xmcray.parallel import collectives
 from xmcray.parallel.collectives import gather_parts, gather_rows
 from xmcray.parallel.transfers import to_device
-from xmcray.types import Batch, Float64Array, Int64Array, Ragged, Shortlist, StepOutput
+from xmcray.types import Batch, Float64Array, Int64Array, Ragged, Shortlist, StepOutput, spans
 
 logger = logging.getLogger(__name__)
 
@@ -276,8 +276,7 @@ class Prime(Method):
         label_SD: Tensor = self.head(self.context.label_vectors()).to(self.centroid_SD)
         with torch.no_grad():
             # Each block of prototypes replaces its texts, so no second [S, D] is in memory.
-            for first in range(0, len(ids), BLOCK):
-                block = slice(first, first + BLOCK)
+            for block in spans(len(ids), BLOCK):
                 label_SD[block] = self._prototypes(label_SD[block], ids[block], None)
         return label_SD
 

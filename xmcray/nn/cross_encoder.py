@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xmcray.errors import BundleError, one_line
 from xmcray.nn import transformer
-from xmcray.types import Float32Array
+from xmcray.types import Float32Array, spans
 
 MAX_LEN = 128
 BATCH = 64  # pairs that are scored at once
@@ -102,8 +102,8 @@ class CrossEncoder:
         # Texts of one length need no padding.
         order = np.argsort([len(query) + len(label) for query, label in pairs], kind="stable")
         with torch.inference_mode():
-            for start in range(0, len(pairs), BATCH):
-                places = order[start : start + BATCH]
+            for span in spans(len(pairs), BATCH):
+                places = order[span]
                 scores[places] = self.forward([pairs[place] for place in places]).cpu().numpy()
         return scores
 

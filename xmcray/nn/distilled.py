@@ -91,11 +91,8 @@ def token_vectors(encoder: TransformerEncoder, tokenizer: TextTokenizer) -> Tens
         float32 [V, H].
     """
     tokens = _texts_of_tokens(encoder, tokenizer)
-    vectors = []
     with torch.no_grad():
-        for first in range(0, len(tokens), TOKENS_AT_ONCE):
-            stop = min(first + TOKENS_AT_ONCE, len(tokens))
-            vectors.append(encoder(tokens.slice(first, stop)))
+        vectors = [encoder(chunk) for chunk in tokens.chunks(TOKENS_AT_ONCE)]
     return torch.cat(vectors).float()
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from xmcray import storage
 from xmcray.parallel import collectives
-from xmcray.types import Int64Array, Ragged
+from xmcray.types import Int64Array, Ragged, spans
 
 FILE_ROWS = 8192
 TEXTS_AT_ONCE = 1024
@@ -49,9 +49,8 @@ class EncodedTexts:
         paths: list[Path] = []
         with storage.disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            for first in range(0, num_texts, FILE_ROWS):
-                stop = min(first + FILE_ROWS, num_texts)
-                tokens = tokens_of(np.arange(first, stop))
+            for span in spans(num_texts, FILE_ROWS):
+                tokens = tokens_of(np.arange(span.start, span.stop))
                 # Every rank needs the keys of all texts, also of those that others encode.
                 keys.append(text_keys(tokens))
                 path = folder / f"{len(paths):08d}.npy"
@@ -125,11 +124,7 @@ def text_keys(tokens: Ragged) -> npt.NDArray[np.uint64]:
 
 def _write(path: Path, tokens: Ragged, encode: Callable[[Ragged], Tensor]) -> None:
     """Encodes the texts of a file, chunk by chunk, and writes their vectors."""
-    vectors = []
-    for first in range(0, len(tokens), TEXTS_AT_ONCE):
-        stop = min(first + TEXTS_AT_ONCE, len(tokens))
-        chunk = tokens.slice(first, stop)
-        vectors.append(encode(chunk).float().cpu())
+    vectors = [encode(chunk).float().cpu() for chunk in tokens.chunks(TEXTS_AT_ONCE)]
     pooled_BH = torch.cat(vectors).numpy()
     with storage.whole_file(path) as temporary, temporary.open("wb") as file:
         np.save(file, pooled_BH)

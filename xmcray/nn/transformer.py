@@ -29,7 +29,7 @@ from xmcray.nn.module_files import save_settings, save_weights
 from xmcray.parallel import collectives
 from xmcray.parallel.transfers import to_device
 from xmcray.storage import read_json
-from xmcray.types import Int64Array, Ragged, offsets_of, to_torch
+from xmcray.types import Int64Array, Ragged, offsets_of, spans, to_torch
 
 if TYPE_CHECKING:
     from xmcray.data.tokens import TextTokenizer
@@ -432,7 +432,7 @@ def micro_batches(lengths: Int64Array, call_tokens: int, max_tokens: int) -> lis
         rows = order[ends[i] : ends[j]]
         # A group that is too large for one call is cut.
         size = max(1, int(max_tokens // widths[j - 1]))
-        parts = [rows[first : first + size] for first in range(0, len(rows), size)]
+        parts = [rows[span] for span in spans(len(rows), size)]
         groups += reversed(parts)
         j = i
     return groups[::-1]

@@ -13,7 +13,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from xmcray.retrieval.terms import TermCounts, Vocabulary, words_and_pairs
-from xmcray.types import Float32Array, Ragged, TopLabels
+from xmcray.types import Float32Array, Ragged, TopLabels, spans
 
 NEIGHBOURS = 10
 _CHUNK = 256  # queries compared with all training queries at once
@@ -49,11 +49,11 @@ class NearestQueries:
             exclude: source ids per text that are masked.
         """
         tops = []
-        for start in range(0, len(texts), _CHUNK):
-            chunk = texts[start : start + _CHUNK]
+        for span in spans(len(texts), _CHUNK):
+            chunk = texts[span]
             score_BL = self._scores(chunk)
             if exclude is not None:
-                hidden = exclude.slice(start, start + len(chunk))
+                hidden = exclude.slice(span.start, span.stop)
                 score_BL[hidden.row_ids, hidden.values] = 0
             # A label that none of the nearest queries carries scores 0 and is no answer.
             query_P, label_P = np.nonzero(score_BL)

@@ -161,10 +161,8 @@ def write_bundle(
     num_labels = len(label_order)
     with new_artifact(destination, KIND, about) as folder:
         _write_model(folder, encoder, head, tokenizer, label_side or LabelSide())
-        _write_labels(folder / "labels.parquet", label_uids, label_texts, num_labels)
-        _write_label_order(folder, label_order)
-        if removed is not None and len(removed):
-            np.save(folder / "removed.npy", removed)
+        _write_texts(folder / "labels.parquet", label_uids, label_texts, num_labels)
+        _write_ids(folder, label_order, removed)
         shards, dim = write_shards(folder, vectors, num_labels, spec, queries, shard_rows, threads)
         settings = Settings(
             num_labels=num_labels,
@@ -177,7 +175,8 @@ def write_bundle(
         if settings.num_rows != num_labels:
             raise DataError(f"{settings.num_rows} label vectors were given, expected {num_labels}")
         write_settings(folder, settings)
-        if calibration is not None and (probabilities := calibration(folder)) is not None:
+        probabilities = None if calibration is None else calibration(folder)
+        if probabilities is not None:
             probabilities.save(folder)
 
 
@@ -301,13 +300,15 @@ def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
     return attributes
 
 
-def _write_label_order(folder: Path, label_order: Int64Array) -> None:
-    """Writes the source id of each label in the order of its vector."""
+def _write_ids(folder: Path, label_order: Int64Array, removed: Int64Array | None) -> None:
+    """Writes the source id of each label in the order of its vector, and those that were removed."""
     assert _names_each_once(label_order, len(label_order)), "label_order is not a permutation"
     np.save(folder / "label_order.npy", np.asarray(label_order, np.int64))
+    if removed is not None and len(removed):
+        np.save(folder / "removed.npy", removed)
 
 
-def _write_labels(path: Path, uids: Iterable[str], texts: Iterable[str], num_labels: int) -> None:
+def _write_texts(path: Path, uids: Iterable[str], texts: Iterable[str], num_labels: int) -> None:
     """Writes uids and texts in blocks of bounded size."""
     remaining_uids = iter(uids)
     remaining_texts = iter(texts)

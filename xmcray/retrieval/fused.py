@@ -31,7 +31,7 @@ from xmcray.retrieval.readable import readable
 from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.retrieval.word_index import LABELS, QUERIES, WordIndex
-from xmcray.types import Float32Array, Ragged, TopLabels
+from xmcray.types import Float32Array, Ragged, TopLabels, spans
 
 MEMBERS = "members"  # folder of the members after the first
 CHUNK = 64  # queries whose candidates are in memory at once, at most
@@ -201,11 +201,10 @@ class FusedPredictor:
         finder = CandidateFinder(fusion.config, labels, fusion.queries, fusion.words)
         num_labels = labels[0].settings.num_labels
         at_once = min(CHUNK, max(1, COSINES // num_labels))
-        for start in range(0, len(neighbours), at_once):
-            chunk = neighbours.slice(start, min(start + at_once, len(neighbours)))
-            stop = start + len(chunk)
-            chunk_texts = [] if texts is None else texts[start:stop]
-            chunk_exclude = None if exclude is None else exclude.slice(start, stop)
+        for span in spans(len(neighbours), at_once):
+            chunk = neighbours.slice(span.start, span.stop)
+            chunk_texts = [] if texts is None else texts[span]
+            chunk_exclude = None if exclude is None else exclude.slice(span.start, span.stop)
             yield finder.find(chunk, chunk_texts, k, chunk_exclude)
 
 

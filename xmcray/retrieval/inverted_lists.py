@@ -37,7 +37,7 @@ from xmcray.retrieval.exact import (
     to_keys,
     with_new_keys,
 )
-from xmcray.types import Float32Array, Int64Array
+from xmcray.types import Float32Array, Int64Array, spans
 
 # Queries at once: the more, the larger the products. Their numbers have 16 bits, because those sort
 # fastest.
@@ -81,9 +81,9 @@ class InvertedLists:
             rows: ids and hidden positions of all rows.
         """
         keys = [torch.empty((0, k), dtype=torch.int64)]
-        for start in range(0, len(query_QD), CHUNK):
-            query_BD = query_QD[start : start + CHUNK]
-            chunk_rows = rows.for_queries(start, start + len(query_BD))
+        for span in spans(len(query_QD), CHUNK):
+            query_BD = query_QD[span]
+            chunk_rows = rows.for_queries(span.start, span.stop)
             keys.append(_ChunkSearch(self, query_BD, k, chunk_rows).run(num_lists))
         return torch.cat(keys)
 
@@ -220,14 +220,13 @@ class _ChunkSearch:
         num_queries = len(self.best_BK)
         slot_P = row_slots(hits.query_P, num_queries)
         low = 0
-        for start in range(0, num_queries, _BLOCK):
-            stop = min(start + _BLOCK, num_queries)
-            # low .. high are the hits of queries start .. stop, because hits are sorted by query.
-            high = int(torch.searchsorted(hits.query_P, stop))
-            self.best_BK[start:stop] = with_new_keys(
-                self.best_BK[start:stop],
+        for span in spans(num_queries, _BLOCK):
+            # low .. high are the hits of the queries of the span: hits are sorted by query.
+            high = int(torch.searchsorted(hits.query_P, span.stop))
+            self.best_BK[span] = with_new_keys(
+                self.best_BK[span],
                 key_P[low:high],
-                hits.query_P[low:high] - start,
+                hits.query_P[low:high] - span.start,
                 slot_P[low:high],
             )
             low = high

@@ -47,6 +47,7 @@ from xmcray.types import (
     TopLabels,
     WeightedRagged,
     offsets_of,
+    spans,
     weights_of,
 )
 
@@ -223,11 +224,10 @@ def remember(
         DataError: no query has a positive.
     """
     rows = remembered_rows(split)
-    blocks = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
 
     def write(bundle: Path) -> Mapping[str, Any]:
         folder = bundle / "memory"
-        vectors = (encode(split.tokens(block)) for block in blocks)
+        vectors = (encode(split.tokens(rows[span])) for span in spans(len(rows), ROWS))
         shards, _ = write_shards(folder, vectors, len(rows), spec, threads=threads)
         write_queries(folder, split, rows, relevance)
         return {
@@ -267,10 +267,9 @@ def write_queries(
     labels = np.lib.format.open_memmap(folder / "labels.npy", "w+", np.int32, (int(offsets[-1]),))
     queries_file = folder / "queries.parquet"
     with pq.ParquetWriter(queries_file, _QUERY_SCHEMA, compression="zstd") as writer:
-        for first in range(0, len(rows), ROWS):
-            block = rows[first : first + ROWS]
-            last = first + len(block)
-            labels[offsets[first] : offsets[last]] = split.positives(block).values
+        for span in spans(len(rows), ROWS):
+            block = rows[span]
+            labels[offsets[span.start] : offsets[span.stop]] = split.positives(block).values
             columns = {"uid": split.uids(block), "text": split.texts(block)}
             writer.write_table(pa.table(columns, schema=_QUERY_SCHEMA), row_group_size=ROWS)
     labels.flush()

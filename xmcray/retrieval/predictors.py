@@ -26,7 +26,7 @@ from xmcray.retrieval.votes import (
     key_weights,
     rank_votes,
 )
-from xmcray.types import Float32Array, Ragged, TopLabels
+from xmcray.types import Float32Array, Ragged, TopLabels, spans
 
 
 class Predictor(Protocol):
@@ -152,11 +152,9 @@ class MemoryPredictor:
         """See `Predictor.rank`."""
         num_labels = self.labels.settings.num_labels
         tops = []
-        for start in range(0, len(neighbours), VOTE_QUERIES):
-            chunk = neighbours.slice(start, start + VOTE_QUERIES)
-            chunk_exclude = None
-            if exclude is not None:
-                chunk_exclude = exclude.slice(start, start + len(chunk))
+        for span in spans(len(neighbours), VOTE_QUERIES):
+            chunk = neighbours.slice(span.start, span.stop)
+            chunk_exclude = None if exclude is None else exclude.slice(span.start, span.stop)
             votes = count_votes(
                 chunk,
                 self.memory.positives,

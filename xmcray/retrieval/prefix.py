@@ -19,7 +19,7 @@ from xmcray.retrieval.bundle import KIND, Settings, read_labels, read_settings, 
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.shards import open_vectors, vectors_name
 from xmcray.storage import open_artifact
-from xmcray.types import Float32Array
+from xmcray.types import Float32Array, spans
 
 _BLOCK_ROWS = 65_536
 
@@ -84,11 +84,10 @@ def _cut_vectors(
     """Label vectors float32 [n, dim] in internal order, in blocks of bounded size."""
     for number, shard in enumerate(settings.shards):
         num_rows = shard.stop - shard.start
-        for start in range(0, num_rows, _BLOCK_ROWS):
+        for span in spans(num_rows, _BLOCK_ROWS):
             # The file is opened anew each time, because pages of a mapped file stay in memory.
             with open_vectors(folder / vectors_name(number), "np") as file:
-                stop = min(start + _BLOCK_ROWS, num_rows)
-                vectors: Float32Array = file.get_slice("vectors")[start:stop, :dim]
+                vectors: Float32Array = file.get_slice("vectors")[span, :dim]
             if is_normalised:
                 lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
                 vectors = vectors / np.maximum(lengths, 1e-12)

@@ -17,7 +17,7 @@ from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.nn.heads import Head, load_head
 from xmcray.nn.static import StaticEncoder
 from xmcray.retrieval.bundle import Settings
-from xmcray.types import BoolArray, Float32Array, Ragged
+from xmcray.types import BoolArray, Float32Array, Ragged, spans
 
 CHUNK = 1024  # queries encoded at once
 
@@ -126,13 +126,12 @@ class QueryEncoder:
         self, queries: Sequence[str] | Ragged, vectors: Float32Array | None = None
     ) -> Iterator[Float32Array]:
         """As `encode`, but yields float32 [at most CHUNK, D] after each chunk."""
-        for start in range(0, len(queries), CHUNK):
-            stop = min(start + CHUNK, len(queries))
+        for span in spans(len(queries), CHUNK):
             if isinstance(queries, Ragged):
-                tokens = queries.slice(start, stop)
+                tokens = queries.slice(span.start, span.stop)
             else:
-                own_vectors = None if vectors is None else vectors[start:stop]
-                texts = list(queries[start:stop])
+                own_vectors = None if vectors is None else vectors[span]
+                texts = list(queries[span])
                 tokens = self.tokenizer.encode(texts).with_vectors(own_vectors)
             yield self._encode_tokens(tokens)
 

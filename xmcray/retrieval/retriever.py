@@ -31,7 +31,7 @@ from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.shards import ALL_SHARDS, EVERYTHING, SearchScope, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage import open_artifact
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 
 if TYPE_CHECKING:
     from xmcray.retrieval.reranker import Reranker
@@ -290,9 +290,9 @@ class Retriever:
         self.check_min_probability(min_probability, memory)
         self.check_vectors(vectors, len(texts))
         answers: list[list[FoundLabel]] = []
-        for start in range(0, len(texts), CHUNK):
-            chunk = texts[start : start + CHUNK]
-            own_vectors = None if vectors is None else vectors[start : start + CHUNK]
+        for span in spans(len(texts), CHUNK):
+            chunk = texts[span]
+            own_vectors = None if vectors is None else vectors[span]
             query_BD = self.encode(chunk, own_vectors)
             neighbours = self.find_neighbours(query_BD, k, memory=memory)
             answers += self.name_answers(
@@ -334,11 +334,11 @@ class Retriever:
         self._check_k(k)
         predictor = self.predictor(memory)
         tops = []
-        for start in range(0, len(queries), CHUNK):
-            stop = min(start + CHUNK, len(queries))
-            scope = SearchScope(None if exclude is None else exclude.slice(start, stop), exact)
-            own_vectors = None if vectors is None else vectors[start:stop]
-            query_BD, texts = self._chunk(queries, start, stop, own_vectors)
+        for span in spans(len(queries), CHUNK):
+            hidden = None if exclude is None else exclude.slice(span.start, span.stop)
+            scope = SearchScope(hidden, exact)
+            own_vectors = None if vectors is None else vectors[span]
+            query_BD, texts = self._chunk(queries, span, own_vectors)
             num_ranked = self.num_ranked(k)
             neighbours = predictor.find(query_BD, num_ranked, scope)
             top = predictor.rank(neighbours, num_ranked, scope.exclude, texts)
@@ -349,16 +349,15 @@ class Retriever:
     def _chunk(
         self,
         queries: Sequence[str] | Ragged | Float32Array,
-        start: int,
-        stop: int,
+        span: slice,
         vectors: Float32Array | None,
     ) -> tuple[Float32Array, Sequence[str] | None]:
         """Vectors of some queries, and their texts if those are given."""
         if isinstance(queries, Ragged):
-            return self.encode(queries.slice(start, stop)), None
+            return self.encode(queries.slice(span.start, span.stop)), None
         if isinstance(queries, np.ndarray):
-            return queries[start:stop], None
-        texts = queries[start:stop]
+            return queries[span], None
+        texts = queries[span]
         return self.encode(texts, vectors), texts
 
     def find_neighbours(

@@ -34,6 +34,7 @@ from xmcray.parallel.partition import LabelPartition
 from xmcray.storage import FileEntry
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.step import Stepper
+from xmcray.types import spans
 
 _NOTE = "written-*.json"
 _POLL_S = 0.05
@@ -305,9 +306,8 @@ def _write_blocks(
     # All tensors share a file, so one row of each counts. A rank without labels has no first row.
     row_bytes = sum(tensor[:1].nbytes for tensor in tensors.values())
     height = max(1, checkpoints.ROW_BLOCK_BYTES // max(1, row_bytes))
-    for low in range(0, partition.size, height):
-        file = folder / f"{name}-{partition.start + low:010d}.safetensors"
-        rows = slice(low, low + height)
+    for rows in spans(partition.size, height):
+        file = folder / f"{name}-{partition.start + rows.start:010d}.safetensors"
         block = {key: tensor[rows].contiguous() for key, tensor in tensors.items()}
         save_file(block, file)
         _add_entry(file, entries)

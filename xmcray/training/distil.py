@@ -42,7 +42,7 @@ from xmcray.training.held_out import held_out_by, without_voters
 from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor
 from xmcray.training.outcome import check_fits
 from xmcray.training.probability_curves import fit_calibration
-from xmcray.types import Float32Array, Int64Array, Ragged
+from xmcray.types import Float32Array, Int64Array, Ragged, spans
 
 # Of training queries, if the teacher's run held none out.
 OWN_HELD_OUT = 0.05
@@ -166,18 +166,7 @@ def distil(
     folder, manifest = storage.open_artifact(path, KIND)
     teacher = Retriever.of_folder(folder)
     check_fits(teacher, corpus)
-    if teacher.side_width:
-        raise ConfigError(
-            f"{path} mixes side vectors into its vectors, expected an encoder of texts alone; train"
-            " with encoder.side=ignore"
-        )
-    transformer = teacher.query_encoder.encoder
-    if teacher.fusion is not None or not isinstance(transformer, TransformerEncoder):
-        problem = "has no transformer" if teacher.fusion is None else "has several parts"
-        raise ConfigError(
-            f"{path} {problem}, expected a bundle of one transformer; distil the bundle of a run"
-            " with encoder.name=MODEL"
-        )
+    transformer = _transformer(teacher, path)
     data, unseen_by_teacher = _held_out(path, manifest.about, corpus)
     lessons = _lessons(teacher, data, config)
     settings = EncoderConfig(
@@ -190,11 +179,12 @@ def distil(
     query_encoder = dataclasses.replace(teacher.query_encoder, encoder=encoder.eval())
     student = dataclasses.replace(teacher, query_encoder=query_encoder, calibration=None)
     rows = data.validation_rows
+    measured = rows[:MOST_MEASURED]
     outcome = DistilOutcome(
-        _precision(teacher, corpus, rows[:MOST_MEASURED]),
-        _precision(student, corpus, rows[:MOST_MEASURED]),
-        min(len(rows), MOST_MEASURED),
-        unseen_by_teacher,
+        teacher=_precision(teacher, corpus, measured),
+        student=_precision(student, corpus, measured),
+        queries=len(measured),
+        unseen_by_teacher=unseen_by_teacher,
     )
     # The teacher's probabilities are those of the teacher's scores.
     if teacher.calibration is not None and unseen_by_teacher:
@@ -207,6 +197,25 @@ def distil(
     }
     _write(out, student, folder, manifest, changes)
     return outcome
+
+
+def _transformer(teacher: Retriever, path: str) -> TransformerEncoder:
+    """The encoder of a bundle; raises ConfigError if it has none that can be distilled alone."""
+    if teacher.side_width:
+        raise ConfigError(
+            f"{path} mixes side vectors into its vectors, expected an encoder of texts alone; train"
+            " with encoder.side=ignore"
+        )
+    problem = "has no transformer"
+    encoder = teacher.query_encoder.encoder
+    if teacher.fusion is not None:
+        problem = "has several parts"
+    elif isinstance(encoder, TransformerEncoder):
+        return encoder
+    raise ConfigError(
+        f"{path} {problem}, expected a bundle of one transformer; distil the bundle of a run"
+        " with encoder.name=MODEL"
+    )
 
 
 def _write(
@@ -244,8 +253,8 @@ def _lessons(teacher: Retriever, data: TrainingData, config: Distillation) -> _L
     ids = data.query_ids[np.sort(random_sample(generator, len(data.query_ids), num_texts))]
     vectors = []
     labels = []
-    for start in range(0, len(ids), CHUNK):
-        vector_BD = teacher.query_encoder.encode(data.tokens(ids[start : start + CHUNK]))
+    for span in spans(len(ids), CHUNK):
+        vector_BD = teacher.query_encoder.encode(data.tokens(ids[span]))
         num_labels = min(config.candidates, teacher.num_labels)
         vectors.append(vector_BD)
         labels.append(teacher.labels.search(vector_BD, num_labels).ids)
@@ -327,8 +336,8 @@ def _steps(num_texts: int, config: Distillation) -> Iterator[Int64Array]:
     """Places of the texts of each step; every text occurs once in an epoch."""
     for epoch in range(config.epochs):
         order = draws.generator(config.seed, "distil order", epoch).permutation(num_texts)
-        for start in range(0, num_texts, config.batch_size):
-            yield order[start : start + config.batch_size]
+        for span in spans(num_texts, config.batch_size):
+            yield order[span]
 
 
 def _step_labels(

@@ -15,6 +15,7 @@ from xmcray import storage
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError
+from xmcray.nn.label_side import LabelSide
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.calibration import Calibration
@@ -28,9 +29,8 @@ from xmcray.training.loop import Setup, assemble, build
 from xmcray.training.probability_curves import fit_calibration
 from xmcray.training.run import SELECTION, Run
 from xmcray.training.step import encode_queries
-from xmcray.types import Float32Array, Int64Array, Ragged
+from xmcray.types import Float32Array, Int64Array, Ragged, id_blocks
 
-_BLOCK = 65_536  # labels whose texts are read at once
 _ROWS = 1_000_000  # labels whose vectors are made at once
 _TUNE_QUERIES = 256  # training queries that the index is tuned by
 _RECALL = 0.99  # of the index: answers are for users, hard negatives may miss more
@@ -67,11 +67,6 @@ def export_run(
     # The encoder is whole in it; other blocks of labels are read one after the other below.
     first_block = LabelPartition(num_labels, _num_blocks(num_labels), 0)
     setup = _trained(run, last, data, first_block)
-    bundle_spec = setup.method.bundle_spec
-    if bundle_spec.cluster_state:
-        # The method holds a block of the labels; a bundle needs the clusters of all of them.
-        clusters = checkpoints.read_state(last, bundle_spec.cluster_state, num_labels)
-        bundle_spec.label_side.cluster_L = clusters
 
     def encode(tokens: Ragged) -> Float32Array:
         query_BD = encode_queries(setup.stepper.encoder, setup.method, tokens)
@@ -88,20 +83,29 @@ def export_run(
         last.path / "encoder",
         setup.method.head,
         corpus.tokenizer(),
-        _of_all_labels(corpus.label_uids, num_labels),
-        _of_all_labels(corpus.label_texts, num_labels),
+        of_all_labels(corpus.label_uids, num_labels),
+        of_all_labels(corpus.label_texts, num_labels),
         corpus.label_order,
         _label_vectors(run, last, data, setup),
         spec,
         about=_origin(run, last, corpus),
         method=run.config.method_name,
-        label_side=bundle_spec.label_side,
+        label_side=_label_side(setup, last, num_labels),
         queries=encode(data.tokens(sample)),
         predictor=predictor,
         threads=torch.get_num_threads(),
         calibration=_calibrator(run, corpus, data),
         removed=corpus.removed_labels,
     )
+
+
+def _label_side(setup: Setup, last: Checkpoint, num_labels: int) -> LabelSide:
+    """What makes vectors of labels that join later."""
+    spec = setup.method.bundle_spec
+    if spec.cluster_state:
+        # The method holds a block of the labels; a bundle needs the clusters of all of them.
+        spec.label_side.cluster_L = checkpoints.read_state(last, spec.cluster_state, num_labels)
+    return spec.label_side
 
 
 def _calibrator(
@@ -150,11 +154,10 @@ def _origin(run: Run, last: Checkpoint, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _of_all_labels(read: Callable[[Int64Array], Iterable[str]], num_labels: int) -> Iterator[str]:
+def of_all_labels(read: Callable[[Int64Array], Iterable[str]], num_labels: int) -> Iterator[str]:
     """Strings of all labels, read in blocks."""
-    for start in range(0, num_labels, _BLOCK):
-        stop = min(start + _BLOCK, num_labels)
-        yield from read(np.arange(start, stop, dtype=np.int64))
+    for label_ids in id_blocks(num_labels):
+        yield from read(label_ids)
 
 
 def index_spec(seed: int, settings: Mapping[str, Any]) -> IndexSpec:

@@ -42,7 +42,7 @@ from xmcray.training.outcome import bundle_of, check_fits
 from xmcray.training.part_weights import MEMORY_KEYS, METRICS, WORD_KEYS, Choice, WeightSearch
 from xmcray.training.probability_curves import fit_calibration
 from xmcray.training.run import SELECTION, Run
-from xmcray.types import Float32Array, Int64Array, Ragged
+from xmcray.types import Float32Array, Int64Array, Ragged, spans
 
 MOST_QUERIES = 5000  # held-out queries by which weights are chosen, and probabilities are fitted
 # Many queries vote, and those that are missed are mostly far and of little weight. A search for a
@@ -391,8 +391,8 @@ def _choose(
     predictor = FusedPredictor(retriever.fusion, retriever.members)
     train = corpus.split("train")
     candidates: list[Candidates] = []
-    for first in range(0, len(rows), _CHUNK):
-        chunk = rows[first : first + _CHUNK]
+    for span in spans(len(rows), _CHUNK):
+        chunk = rows[span]
         texts = train.texts(chunk)
         filters = train.filters(chunk)
         query_BD = retriever.encode(texts, train.side_vectors(chunk))

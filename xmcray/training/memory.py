@@ -21,13 +21,11 @@ from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.training.export import of_all_labels, sample_rows
 from xmcray.training.held_out import relevance_of
 from xmcray.training.outcome import bundle_of
 from xmcray.training.run import Run
-from xmcray.types import Float32Array, Int64Array, Ragged
-
-_BLOCK = 65_536  # labels whose texts are read at once
-_TUNE_QUERIES = 256  # training queries that the index is tuned by
+from xmcray.types import Float32Array, Ragged, id_blocks
 
 
 def memory_bundle(
@@ -59,7 +57,7 @@ def memory_bundle(
         model.to(device), head.to(device), corpus.tokenizer(), normalised=True
     )
     encode = _CountingEncoder(query_encoder, progress)
-    blocks = _label_blocks(corpus.card.num_labels)
+    num_labels = corpus.card.num_labels
     label_order = corpus.label_order
     train = corpus.split("train")
     spec = IndexSpec()
@@ -73,16 +71,18 @@ def memory_bundle(
         query_encoder.encoder,
         query_encoder.head,
         query_encoder.tokenizer,
-        (uid for block in blocks for uid in corpus.label_uids(block)),
-        (text for block in blocks for text in corpus.label_texts(block)),
+        of_all_labels(corpus.label_uids, num_labels),
+        of_all_labels(corpus.label_texts, num_labels),
         label_order,
-        (encode(model.as_labels(corpus.label_tokens(label_order[block]))) for block in blocks),
+        (
+            encode(model.as_labels(corpus.label_tokens(label_order[rows])))
+            for rows in id_blocks(num_labels)
+        ),
         spec,
         about={**about, **held_out},
         method="memory",
-        queries=encode(train.tokens(_sample_rows(len(train)))),
+        queries=encode(train.tokens(sample_rows(len(train), seed=0))),
         predictor=remember(train, encode, config or MemoryConfig(), spec, relevance=relevance),
-        threads=1,
         removed=corpus.removed_labels,
     )
 
@@ -116,19 +116,6 @@ def _held_out(encoder: str) -> dict[str, Any]:
     if not (Path(encoder) / "run.json").is_file():
         return {}
     return {"config": {"data": Run.open(encoder).config.to_dict()["data"]}}
-
-
-def _label_blocks(num_labels: int) -> list[Int64Array]:
-    """Returns the ids of all labels in blocks of bounded size."""
-    label_ids = np.arange(num_labels, dtype=np.int64)
-    return [label_ids[start : start + _BLOCK] for start in range(0, num_labels, _BLOCK)]
-
-
-def _sample_rows(num_rows: int) -> Int64Array:
-    """Returns some training queries, always the same ones, ascending."""
-    count = min(_TUNE_QUERIES, num_rows)
-    sample: Int64Array = np.random.default_rng(0).choice(num_rows, count, replace=False)
-    return np.sort(sample)
 
 
 def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:

@@ -32,7 +32,7 @@ from xmcray.retrieval.calibration import (
 from xmcray.retrieval.retriever import CHUNK, Retriever
 from xmcray.retrieval.shards import SearchScope
 from xmcray.training.held_out import without_voters
-from xmcray.types import BoolArray, Float64Array, Int64Array
+from xmcray.types import BoolArray, Float64Array, Int64Array, spans
 
 ANSWERS = 5  # of each query, as many as P@5 and ECE@5 look at
 MAX_QUERIES = 10_000
@@ -89,8 +89,8 @@ def answers_to(
     num_labels = corpus.card.num_labels
     predictor = retriever.predictor()
     chunks: list[Sample] = []
-    for start in range(0, len(rows), CHUNK):
-        chunk = rows[start : start + CHUNK]
+    for span in spans(len(rows), CHUNK):
+        chunk = rows[span]
         texts = split.texts(chunk)
         filters = split.filters(chunk)
         query_BD = retriever.encode(texts, split.side_vectors(chunk))

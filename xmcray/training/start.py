@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,8 @@ from xmcray.training.export import last_checkpoint, open_corpus
 from xmcray.training.loop import Setup, build
 from xmcray.training.outcome import bundle_of
 from xmcray.training.run import SELECTION, START, Run, RunConfig
-from xmcray.types import Float32Array, Int64Array
+from xmcray.types import Float32Array, Int64Array, id_blocks
 
-_ROWS_AT_ONCE = 65_536
 _SOME_LABELS = 1024
 # Settings of the encoder that do not decide what its trained weights mean.
 _FREE_SETTINGS = ("encoder.autocast", "encoder.dropout", "encoder.init_", "encoder.vectors_folder")
@@ -190,9 +189,9 @@ def _old_label_ids(old: Corpus, corpus: Corpus) -> Int64Array:
         source_ids[:num_old] = np.arange(num_old)
     else:
         id_of_uid: dict[str, int] = {}
-        for ids in _blocks(num_old):
+        for ids in id_blocks(num_old):
             id_of_uid.update(zip(old.label_uids(ids), ids.tolist(), strict=True))
-        for ids in _blocks(len(source_ids)):
+        for ids in id_blocks(len(source_ids)):
             source_ids[ids] = [id_of_uid.get(uid, -1) for uid in corpus.label_uids(ids)]
     in_order = source_ids[corpus.label_order]
     return np.where(in_order >= 0, old.label_rank[in_order], -1)
@@ -202,12 +201,7 @@ def _begins_with(names: _Names, old_names: _Names, num_old: int, num_rows: int) 
     """Whether the first rows have the names of all old rows, in their order."""
     if num_rows < num_old:
         return False
-    return all(names(ids) == old_names(ids) for ids in _blocks(num_old))
-
-
-def _blocks(num_rows: int) -> Iterator[Int64Array]:
-    for start in range(0, num_rows, _ROWS_AT_ONCE):
-        yield np.arange(start, min(start + _ROWS_AT_ONCE, num_rows))
+    return all(names(ids) == old_names(ids) for ids in id_blocks(num_old))
 
 
 def _carry(

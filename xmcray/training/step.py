@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +57,7 @@ class Embedder:
         seed = int(torch.randint(2**62, (1,)))
         vectors = []
         with torch.no_grad():
-            for i, chunk in enumerate(_chunks(tokens, self.micro_batch)):
+            for i, chunk in enumerate(tokens.chunks(self.micro_batch)):
                 vectors.append(self._encode_chunk(chunk, seed + i))
         leaf = torch.cat(vectors).requires_grad_()
         self._deferred.append(_Deferred(tokens, leaf, seed))
@@ -75,7 +74,7 @@ class Embedder:
             assert deferred.leaf.grad is not None
             # The same cuts as in the first pass, so that chunk i meets its own gradient and seed.
             gradients = deferred.leaf.grad.split(self.micro_batch)
-            for i, chunk in enumerate(_chunks(deferred.tokens, self.micro_batch)):
+            for i, chunk in enumerate(deferred.tokens.chunks(self.micro_batch)):
                 vectors = self._encode_chunk(chunk, deferred.seed + i)
                 vectors.backward(gradients[i])
         self._deferred.clear()
@@ -95,7 +94,7 @@ def encode_without_graph(encoder: Encoder, tokens: Ragged) -> Tensor:
     result: Tensor | None = None
     row = 0
     with torch.no_grad():
-        for chunk in _chunks(tokens, _PLAIN_ROWS):
+        for chunk in tokens.chunks(_PLAIN_ROWS):
             vectors = encoder(chunk)
             # A list of parts would be in memory twice while it is joined.
             if result is None:
@@ -178,8 +177,3 @@ class Stepper:
             table.update(table.config.lr * factor)
         self.method.after_step(batch, output)
         return output
-
-
-def _chunks(tokens: Ragged, rows: int) -> Iterator[Ragged]:
-    for start in range(0, len(tokens), rows):
-        yield tokens.slice(start, min(start + rows, len(tokens)))

@@ -25,6 +25,7 @@ from xmcray import __version__
 from xmcray.credentials import mask
 from xmcray.errors import ConfigError
 from xmcray.training.run import SELECTION, Run
+from xmcray.types import spans
 
 Name = Literal["tensorboard", "mlflow", "wandb"]
 _PROJECT = "xmcray"
@@ -148,8 +149,8 @@ class _MLflow:
         run_id: str = created.info.run_id
         settings = settings_of(run).items()
         parameters = [self._entities.Param(name, str(value)) for name, value in settings]
-        for start in range(0, len(parameters), _MLFLOW_BATCH):
-            request = parameters[start : start + _MLFLOW_BATCH]
+        for span in spans(len(parameters), _MLFLOW_BATCH):
+            request = parameters[span]
             self._client.log_batch(run_id, params=request)
         return run_id
 

@@ -29,7 +29,7 @@ from xmcray.training.export import selected_bundle
 from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import bundle_of
 from xmcray.training.run import Run
-from xmcray.types import Int64Array, TopLabels
+from xmcray.types import Int64Array, TopLabels, spans
 
 logger = logging.getLogger(__name__)
 CHUNK = 256  # queries whose answers are held at once
@@ -175,8 +175,8 @@ def _batches(
         draw = draws.generator(config.seed, "reranker", 1 + epoch)
         shuffled = draw.permutation(rows)
         lists: list[list[Pair]] = []
-        for start in range(0, len(shuffled), CHUNK):
-            chunk = shuffled[start : start + CHUNK]
+        for span in spans(len(shuffled), CHUNK):
+            chunk = shuffled[span]
             lists += _lists(retriever, corpus, split, chunk, config, draw)
             while len(lists) >= config.batch_size:
                 yield lists[: config.batch_size]

@@ -45,7 +45,7 @@ from xmcray.tuning.proposals import RandomProposals
 from xmcray.tuning.report import write_report
 from xmcray.tuning.space import Space, Values, check_space, nested
 from xmcray.tuning.sweep import Trial
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 
 # Of the indexes that lose less than this to the best one, the fastest is the best.
 TOLERATED_LOSS = 0.001
@@ -283,10 +283,9 @@ def _sweep_memory(held_out: _HeldOut, grid: list[Values]) -> list[MeasuredSettin
     width = min(most_keys, num_entries)
     answers: dict[MemoryConfig, list[TopLabels]] = {config: [] for config in configurations}
     num_queries = len(held_out.query_BD)
-    for start in range(0, num_queries, VOTE_QUERIES):
-        stop = min(start + VOTE_QUERIES, num_queries)
-        query_BD = held_out.query_BD[start:stop]
-        excluded = held_out.excluded.slice(start, stop)
+    for span in spans(num_queries, VOTE_QUERIES):
+        query_BD = held_out.query_BD[span]
+        excluded = held_out.excluded.slice(span.start, span.stop)
         labels = held_out.retriever.find_neighbours(
             query_BD,
             held_out.k,

@@ -28,6 +28,7 @@ from xmcray.data.formats.base import (
     read_lines,
 )
 from xmcray.errors import DataError, one_line
+from xmcray.types import spans
 
 Entries = tuple[list[int], list[float]]  # column ids and values of a row, as the file orders them
 _ROWS_AT_ONCE = 4096
@@ -137,8 +138,8 @@ def parse_entries(line: bytes, default: float | None = None) -> Entries:
 
 def _npz_rows(matrix: Any) -> Iterator[Entries | BadValue]:
     # Lists of Python numbers, for some rows at once: slicing them is faster than slicing arrays.
-    for start in range(0, matrix.shape[0], _ROWS_AT_ONCE):
-        rows = matrix[start : start + _ROWS_AT_ONCE]
+    for span in spans(matrix.shape[0], _ROWS_AT_ONCE):
+        rows = matrix[span]
         ids = rows.indices.tolist()
         values = rows.data.tolist()
         for first, stop in pairwise(rows.indptr.tolist()):
