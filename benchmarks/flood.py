@@ -26,7 +26,7 @@ from typing import Any
 import data_sets
 import numpy as np
 from common import refuse_if_busy, write_table
-from soak_serving import Server
+from xmcray_serve import Server
 
 from xmcray.client import Client, ClientError
 

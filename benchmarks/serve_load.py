@@ -16,20 +16,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import random
 import resource
-import secrets
 import shlex
 import subprocess
 import sys
-import tempfile
-import time
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +40,11 @@ from load import (
     open_loop,
     peak,
 )
+from served_bundles import BATCH, K, bundle_folder, in_process, read_queries
+from xmcray_serve import served, stop
 
 from xmcray.serving.settings import ServeConfig
 
-ROOT = Path(__file__).parents[1]
-CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks")) / "serve"
-K = 10
-BATCH = 32
-QUERIES = 2048
-SINGLES = 1024
-CHECKED = 20
 BUNDLES = ("sample", "synthetic")
 LIMITS = {"single": (8.0, 50.0), "composed": (18.0, float("inf"))}  # added p50 and p99, ms
 LIMIT_SHARE = 0.7  # of the in-process throughput
@@ -142,181 +131,6 @@ def main() -> None:
     write_table(
         options.out or name, title, header, [list(row.values()) for row in rows], [*notes, load]
     )
-
-
-# ---- the bundles ----
-
-
-def bundle_folder(name: str, num_labels: int) -> Path:
-    """A folder with `bundle` and queries.json, from the cache if it was made before."""
-    folder = CACHE / (name if name == "sample" else f"{name}-{num_labels}")
-    if not (folder / "queries.json").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        queries = (
-            sample_bundle(folder)
-            if name == "sample"
-            else synthetic_bundle(folder / "bundle", num_labels)
-        )
-        (folder / "queries.json").write_text(json.dumps(queries), encoding="utf-8")
-    return folder
-
-
-def sample_bundle(folder: Path) -> list[str]:
-    """ASTRA with the committed preset on the embedded sample; its test queries."""
-    import data_sets
-
-    from xmcray.training.export import export_run
-    from xmcray.training.launch import train
-
-    corpus = data_sets.corpus("sample")
-    config = data_sets.preset("sample", ["cluster.workers=0"])
-    export_run(train(corpus.path, folder / "run", config), folder / "bundle", corpus)
-    test = corpus.split("test")
-    return test.texts(np.arange(min(len(test), QUERIES)))
-
-
-def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
-    """Labels of four words of one of num_labels / 100 topics and two of their own, found by their text's vector.
-
-    A query is a label's text with one of its own words replaced, so its best answers are the label and its topic.
-    """
-    import torch
-
-    from xmcray.data.tokens import train_wordpiece
-    from xmcray.nn.heads import Head
-    from xmcray.nn.static import StaticEncoder
-    from xmcray.retrieval.bundle import write_bundle
-    from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec
-
-    draw = random.Random(0)
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    words = sorted({"".join(draw.choices(letters, k=draw.randint(3, 9))) for _ in range(20_000)})
-    topics = [draw.choices(words, k=4) for _ in range(max(1, num_labels // 100))]
-    labels = [[*topics[i % len(topics)], *draw.choices(words, k=2)] for i in range(num_labels)]
-    texts = [" ".join(label) for label in labels]
-    queries = [
-        " ".join([*label[:5], draw.choice(words)])
-        for label in draw.choices(labels, k=QUERIES + TUNE_QUERIES)
-    ]
-    tokenizer = train_wordpiece(words * 2, vocab_size=30_000, max_len=32)
-    encoder = StaticEncoder(torch.ones(tokenizer.vocab_size), dim, residual=False)
-    encoder.reset(0)
-
-    def vectors(block: Sequence[str]) -> np.ndarray:
-        with torch.inference_mode():
-            return encoder(tokenizer.encode(block)).float().numpy()
-
-    blocks = (vectors(texts[start : start + 8192]) for start in range(0, num_labels, 8192))
-    write_bundle(
-        path,
-        encoder,
-        Head(dim),
-        tokenizer,
-        (f"l{i}" for i in range(num_labels)),
-        texts,
-        np.arange(num_labels),
-        blocks,
-        IndexSpec(),
-        {"benchmark": "serve_load"},
-        method="synthetic",
-        queries=vectors(queries[QUERIES:]),
-        threads=os.cpu_count() or 1,
-    )
-    return queries[:QUERIES]
-
-
-# ---- in process ----
-
-
-def in_process(folder: Path, threads: int) -> dict[str, Any]:
-    """Latency of one text, ms; texts/s with 32 at once and with all; recall; the first answers."""
-    from xmcray.retrieval.retriever import Retriever
-
-    retriever = Retriever.load(folder / "bundle", threads=threads)
-    queries = read_queries(folder)
-    batches = [queries[start : start + BATCH] for start in range(0, len(queries), BATCH)]
-    retriever.search(queries[:256], K)  # pages of the index are read
-    singles = np.asarray(
-        [timed(lambda t=text: retriever.search([t], K)) for text in queries[:SINGLES]]
-    )
-    batch_s = sum(timed(lambda b=batch: retriever.search(b, K)) for batch in batches)
-    all_s = timed(lambda: retriever.search(queries, K))
-    tokens = retriever.tokenizer.encode(queries[:512])
-    found, wanted = (retriever.top_labels(tokens, K, exact=exact).ids for exact in (False, True))
-    recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(found, wanted, strict=True)])
-    p50, p99 = 1000 * np.percentile(singles, [50, 99])
-    uids = [
-        [answer.uid for answer in retriever.search([query], K)[0]] for query in queries[:CHECKED]
-    ]
-    rates = {"batch_texts_per_s": len(queries) / batch_s, "all_texts_per_s": len(queries) / all_s}
-    size = f"{retriever.num_labels:,} x {retriever.settings.dim}, {'exhaustive' if retriever.is_exact else 'IVF'}"
-    return {"p50": p50, "p99": p99, **rates, "recall": float(recall), "uids": uids, "size": size}
-
-
-def read_queries(folder: Path) -> list[str]:
-    queries: list[str] = json.loads((folder / "queries.json").read_text(encoding="utf-8"))
-    return queries[: len(queries) // BATCH * BATCH]
-
-
-def timed(function: Any) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
-
-
-# ---- the server ----
-
-
-@contextlib.contextmanager
-def served(command: list[str], bundle: Path, mode: str, threads: int) -> Iterator[tuple[int, str]]:
-    """Port and token of a server that is ready; stopped afterwards."""
-    with tempfile.TemporaryDirectory(prefix="xmcray-load.") as folder:
-        token = secrets.token_urlsafe(32)
-        port = free_port()
-        log = Path(folder, "log")
-        with os.fdopen(os.open(f"{folder}/token", os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
-            file.write(token)
-        arguments = ["--port", str(port), "--mode", mode, "--threads", str(threads)]
-        arguments += ["--token-file", f"{folder}/token", "--state-dir", f"{folder}/state"]
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [*command, str(bundle), *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            wait_until_ready(port, process, log)
-            yield port, token
-        finally:
-            stop(process)
-
-
-def wait_until_ready(
-    port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 300.0
-) -> None:
-    deadline = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < deadline:
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5),
-        ):
-            return
-        time.sleep(0.2)
-    print(log.read_text()[-2000:], file=sys.stderr)
-    raise SystemExit("error: the server did not become ready; its last words are above")
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.wait()
-
-
-# ---- the measurements ----
 
 
 async def usual(

@@ -22,10 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,20 +33,18 @@ from pathlib import Path
 
 import data_sets
 from common import provenance, refuse_if_busy, write_table
+from label_writer import Writer
 from load import free_port
 from ray import serve
-from serve_load import wait_until_ready
+from xmcray_serve import Server
 
-from xmcray.client import Client, ClientError
 from xmcray.retrieval.labels import NewLabel, add_labels
 from xmcray.serving.run import serving
-from xmcray.serving.schema import Operation
 from xmcray.serving.settings import ServeConfig
 
-sys.path.insert(
-    0, str(data_sets.ROOT / "tests")
-)  # what the tests do a little of, with the same means
-from bundles import TEXTS, write_bundle_of, write_transformer
+# The tests do a little of this, with the same means.
+sys.path.insert(0, str(data_sets.ROOT / "tests"))
+from bundles import write_bundle_of, write_transformer
 from fuzz import ROUTES, ask_described, ask_heads, ask_mutated
 from operations import ALL, COMMITS, flipped, interrupted, kill_writers, opened, written
 from replicas import Askers, Killer, client_of, insist, known_answers, replicas
@@ -56,10 +52,8 @@ from replicas import Askers, Killer, client_of, insist, known_answers, replicas
 LEDGER = data_sets.CACHE / "serve" / "soak.jsonl"
 ROUND = 500  # bodies between two looks at the memory
 WRITERS = 2
-PACE_S = 0.15
 SERVER_KILLS = 30
 SERVER_KILL_S = 8.0  # about half of it is the next start
-VISIBLE_S = 5.0
 TWO = {"num_replicas": 2}
 
 
@@ -256,124 +250,6 @@ def count(piece: Piece, askers: Askers) -> None:
 
 
 # ---- labels ----
-
-
-class Server:
-    """`xmcray serve` in a process that is killed and started again, always with the same state."""
-
-    def __init__(self, bundle: Path, state: Path) -> None:
-        self.port = free_port()
-        self._state = state
-        self._log = state.with_suffix(".log")
-        self._command = [
-            str(Path(sys.executable).parent / "xmcray"),
-            "serve",
-            str(bundle),
-            "--port",
-            str(self.port),
-        ]
-        self.process = self._start()
-
-    def revive(self) -> None:
-        """Starts it again if it was killed, and returns when it answers."""
-        if self.process.poll() is not None:
-            self.process = self._start()
-
-    def running(self) -> list[int]:
-        """The process, if it runs."""
-        return [self.process.pid] if self.process.poll() is None else []
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as log:
-            command = [*self._command, "--state-dir", str(self._state)]
-            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        wait_until_ready(self.port, process, self._log)
-        return process
-
-
-class Writer(threading.Thread):
-    """Changes labels of its own, and knows what each of them must be.
-
-    Attributes:
-        acknowledged: number of operations.
-        unknown: number of requests without an answer, which were looked up.
-        wrong: number of mistakes by kind.
-        text: text of each of its labels, None if there must be no such label.
-    """
-
-    def __init__(self, client: Client, number: int, seed: int) -> None:
-        super().__init__(daemon=True)
-        self.acknowledged = self.unknown = self._made = 0
-        self.wrong = Counter[str]()
-        self.done = threading.Event()
-        self.text: dict[str, str | None] = {f"w{number}-{i}": None for i in range(40)}
-        self._client = client
-        self._draw = random.Random(seed)
-        self.start()
-
-    def run(self) -> None:
-        while not self.done.wait(self._draw.uniform(0, 2 * PACE_S)):
-            batch = [
-                self._operation(uid)
-                for uid in self._draw.sample(sorted(self.text), self._draw.choice((1, 1, 3)))
-            ]
-            if self._sent(batch):
-                self.acknowledged += len(batch)
-                self.text |= {operation.uid: operation.text for operation in batch}
-            else:
-                self.check()
-
-    def check(self) -> None:
-        """Compares every label with what it must be."""
-        for uid, text in self.text.items():
-            found = self.read(uid)
-            if found != text:
-                kind = (
-                    "lost"
-                    if found is None
-                    else "resurrected"
-                    if text is None
-                    else "of another text"
-                )
-                self.wrong[kind] += 1
-
-    def read(self, uid: str) -> str | None:
-        """The label's text as the server has it; asks until there is an answer."""
-        for _ in range(10):
-            try:
-                return self._client.label(uid).text
-            except ClientError as error:
-                if error.kind == "not-found":
-                    return None
-        raise RuntimeError("the server does not come back")
-
-    def _operation(self, uid: str) -> Operation:
-        self._made += 1
-        text = f"{self._draw.choice(TEXTS)} {' '.join(self._draw.choices(TEXTS[0].split(), k=self._made % 7))}"
-        if self.text[uid] is None:
-            return Operation(op="add", uid=uid, text=text)
-        if self._draw.random() < 0.5 and text != self.text[uid]:
-            return Operation(op="update", uid=uid, text=text)
-        return Operation(op="delete", uid=uid)
-
-    def _sent(self, batch: Sequence[Operation]) -> bool:
-        """Whether the batch was applied; looked up if there was no answer. All of it or nothing."""
-        try:
-            self._client.change_labels(batch)
-        except ClientError as error:
-            if error.status == 409:
-                self.wrong[f"refused ({error.kind})"] += 1
-                return False
-            self.unknown += 1
-            time.sleep(1.0)
-            done = {self.read(operation.uid) == operation.text for operation in batch}
-            self.wrong["torn batch"] += len(done) > 1
-            return done == {True}
-        return True
 
 
 def labels(piece: Piece, folder: Path, left: int, deadline: float) -> Piece:

@@ -18,20 +18,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from claim import (
-    FRESH,
-    STORE,
-    Claim,
-    Variant,
-    collect,
-    due,
-    mean,
-    measured,
-    result_file,
-    section,
-)
+from claim import FRESH, STORE, Claim, collect, due, mean, measured, result_file, section
 from common import provenance
 from pictures import standalone
+from variants import Variant
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"

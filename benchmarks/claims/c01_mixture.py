@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from claim import Claim, Comparison, Training, main
+from claim import Claim, Comparison, main
+from variants import Training
 
 # Hard negatives need an index, and the earliest one is used from epoch 2: uniform labels until then, none after.
 HARD_ONLY = ("negatives.start_epoch=2", "negatives.uniform_epochs=2")

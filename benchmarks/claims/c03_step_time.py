@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from claim import Claim, Comparison, Measured, Result, main, mean
+from claim import Claim, Comparison, main, mean
 from classifier_step import HARD, POOL, POSITIVES, QUERIES, Case
+from variants import Measured, Result
 
 from xmcray.evaluation.charts import Series, line_chart
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from claim import Claim, Comparison, Measured, Result, main, mean
+from claim import Claim, Comparison, main, mean
 from classifier_step import HARD, POOL, POSITIVES, QUERIES, Case
 from peak_memory import Peak, in_child
+from variants import Measured, Result
 
 from xmcray.evaluation.charts import Series, line_chart
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from claim import Claim, Comparison, Training, main
+from claim import Claim, Comparison, main
 from random_texts import MARK, corpus, random_texts, write_texts
+from variants import Training
 
 from xmcray.data.corpus import Corpus
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from claim import Claim, Comparison, Result, Training, answers, main
+from claim import Claim, Comparison, main
 from random_texts import corpus, random_texts, write_texts
+from variants import Result, Training, answers
 
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.charts import Series, line_chart

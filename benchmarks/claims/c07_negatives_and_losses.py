@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from claim import Chosen, Claim, Comparison, Training, main, present
+from claim import Claim, Comparison, main
+from variants import Chosen, Training, present
 
 EPOCHS = 15
 BATCH = 1024

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from claim import Claim, Comparison, Measured, Result, main, mean
+from claim import Claim, Comparison, main, mean
 from peak_memory import Peak, in_child
 from random_texts import corpus, random_texts, write_texts
+from variants import Measured, Result
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus

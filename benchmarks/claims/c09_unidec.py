@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from claim import Claim, Comparison, Result, Training, answers, main, present
+from claim import Claim, Comparison, main
+from variants import Result, Training, answers, present
 
 from xmcray.data.corpus import Corpus
 from xmcray.training.run import Run

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from claim import Claim, Comparison, Training, main, present
+from claim import Claim, Comparison, main
+from variants import Training, present
 
 CORPUS = "tate-subjects"
 # NGAME batches, the paper's only source of hard negatives; the clusters grow sooner in fewer epochs.

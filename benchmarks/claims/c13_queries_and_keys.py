@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from claim import Claim, Comparison, main, present
+from claim import Claim, Comparison, main
 from memories import KEYS, LARGE, curves, sets, trained
+from variants import present
 
 BIG_BATCH = (
     "optim.batch_size=2048",

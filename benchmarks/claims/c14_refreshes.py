@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from claim import Claim, Comparison, Training, main, present
+from claim import Claim, Comparison, main
+from variants import Training, present
 
 CORPUS = "msdocs-links"
 # Random rows need hard negatives to find what is near, and few columns leave it to them. Label texts as queries would

@@ -12,20 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from claim import (
-    HELD_OUT,
-    Claim,
-    Comparison,
-    Measured,
-    Result,
-    choose_once,
-    hits_by_query,
-    main,
-    mean,
-    present,
-)
+from claim import Claim, Comparison, main, mean
 from data_sets import CACHE, preset
 from data_sets import corpus as open_corpus
+from variants import HELD_OUT, Measured, Result, choose_once, hits_by_query, present
 
 from xmcray.data.batches import TrainingData
 from xmcray.evaluation.charts import Series, line_chart

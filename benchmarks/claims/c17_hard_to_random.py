@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from claim import Claim, Comparison, Training, main, present
+from claim import Claim, Comparison, main
+from variants import Training, present
 
 CORPUS = "tate-subjects"
 # Uniform labels of a batch and hard ones of a query: every query meets 540 of either kind.

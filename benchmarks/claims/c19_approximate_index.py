@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from claim import Claim, Comparison, Training, main, present
+from claim import Claim, Comparison, main
+from variants import Training, present
 
 CORPUS = "tate-subjects"
 INDEXES = {"exact": "Flat", "inverted lists": "IVF128,SQfp16", "graph": "HNSW32"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from claim import Claim, Comparison, Training, main, present
+from claim import Claim, Comparison, main
+from variants import Training, present
 
 PAPER = {"P@1": "1.4 and 2.0", "PSP@5": ""}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from claim import Chosen, Claim, Comparison, Training, main, present
+from claim import Claim, Comparison, main
+from variants import Chosen, Training, present
 
 TEMPERATURES = (0.05, 0.1, 0.2, 0.5, 1.0)
 

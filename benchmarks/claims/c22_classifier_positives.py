@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from c09_unidec import CORPUS, unidec
-from claim import Claim, Comparison, main, present
+from claim import Claim, Comparison, main
+from variants import present
 
 TWO_POSITIVES = "method.num_positives=2"
 EXTRA = "method.classifier_positives=6"

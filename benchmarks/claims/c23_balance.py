@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from c09_unidec import CORPUS, unidec
-from claim import Claim, Comparison, Training, answers, main, present
+from claim import Claim, Comparison, main
+from variants import Training, answers, present
 
 SHARES = {"classifier alone": 0.0, "0.3": 0.3, "0.5": 0.5, "0.7": 0.7, "SupconDE": 1.0}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from claim import Claim, Comparison, Result, Training, main, present
+from claim import Claim, Comparison, main
+from variants import Result, Training, present
 
 from xmcray.data.batches import BatchSampler, QueryClusters, TrainingData
 from xmcray.data.corpus import Corpus

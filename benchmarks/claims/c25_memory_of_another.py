@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from claim import HELD_OUT, Claim, Comparison, Training, main
+from claim import Claim, Comparison, main
 from memories import LARGE, WEIGHTS, by_added_memory, curves, sets
+from variants import HELD_OUT, Training
 
 
 def make(full: bool) -> Claim:

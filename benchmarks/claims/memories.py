@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from claim import HELD_OUT, Measured, Result, Training, hits_by_query, mean, present
+from claim import mean
 from data_sets import CACHE, prepared
 from data_sets import corpus as open_corpus
+from variants import HELD_OUT, Measured, Result, Training, hits_by_query, present
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus

@@ -23,6 +23,13 @@ def claim(monkeypatch: pytest.MonkeyPatch) -> Any:
     return claim
 
 
+@pytest.fixture
+def variants(claim: Any) -> Any:
+    import variants
+
+    return variants
+
+
 def test_verdicts_follow_the_interval_of_paired_differences(claim: Any) -> None:
     # differences 1.0, 1.2, 0.8 points: 1.0 ± 0.497 (Student's t, 2 degrees of freedom), though each varies by 30
     a = {0: {"P@1": 0.51}, 1: {"P@1": 0.812}, 2: {"P@1": 0.308}, 3: {"P@1": 0.9}}
@@ -65,10 +72,10 @@ def test_seeds_alone_give_students_interval(claim: Any) -> None:
 
 
 def test_every_claim_names_its_variants_and_their_settings_resolve(
-    claim: Any, monkeypatch: pytest.MonkeyPatch
+    claim: Any, variants: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No corpus is opened, so all claims are there on a machine without the large data sets.
-    monkeypatch.setattr(claim, "is_present", lambda name: True)
+    monkeypatch.setattr(variants, "is_present", lambda name: True)
     # Random texts are written with a transformer, which takes seconds.
     import random_texts
 
@@ -81,24 +88,24 @@ def test_every_claim_names_its_variants_and_their_settings_resolve(
         names += [comparison.against for comparison in made.comparisons if comparison.against]
         assert set(names) <= set(made.variants), made.title
         assert set(made.slow) <= set(made.variants), made.title
-        for training in trainings(claim, made.variants):
+        for training in trainings(variants, made.variants):
             training.config(seed=0)  # raises if a setting is unknown or out of range
 
 
-def trainings(claim: Any, variants: Mapping[str, Any]) -> Iterator[Any]:
+def trainings(variants: Any, of_claim: Mapping[str, Any]) -> Iterator[Any]:
     """The trainings of a claim, and every candidate of those that validation chooses."""
-    for variant in variants.values():
-        if isinstance(variant, claim.Training):
+    for variant in of_claim.values():
+        if isinstance(variant, variants.Training):
             yield variant
-        if isinstance(variant, claim.Chosen):
+        if isinstance(variant, variants.Chosen):
             for settings in variant.candidates.values():
                 yield variant.with_settings(*settings)
 
 
 def test_validation_chooses_once_for_all_seeds(
-    claim: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    variants: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(claim.data_sets, "CACHE", tmp_path)
+    monkeypatch.setattr(variants.data_sets, "CACHE", tmp_path)
     values = {"low": 0.1, "high": 0.3, "as high": 0.3}
     measured = []
 
@@ -106,7 +113,7 @@ def test_validation_chooses_once_for_all_seeds(
         measured.append(name)
         return values[name]
 
-    choices = [claim.choose_once("key", list(values), validation) for _ in range(2)]
+    choices = [variants.choose_once("key", list(values), validation) for _ in range(2)]
     assert choices == ["high", "high"]
     assert measured == ["low", "high", "as high"]
 
