@@ -1,10 +1,11 @@
-"""How `make test` shares the tests out over processes."""
+"""How `make test` shares the tests out over processes, and the command line as a fixture."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from shell import Shell
 from xdist.scheduler import LoadScopeScheduling
 
 OF_ONE_CLUSTER = "tests/on_ray/"
@@ -41,6 +42,11 @@ class _Shares(LoadScopeScheduling):
         """Leaves out a process that has just been started and knows of no tests yet."""
         if node in self.registered_collections:
             super()._reschedule(node)
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shell import Shell
 
-from xmcray.cli import main
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.formats import detect
 from xmcray.data.pipeline import append, prepare
@@ -145,11 +145,8 @@ def test_skipped_rows_and_a_split_that_stays(old: Corpus, tmp_path: Path) -> Non
     assert corpus.card.num_test == 5
 
 
-def test_options_of_the_corpus_cannot_change(
-    old: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_the_corpus_cannot_change(old: Corpus, tmp_path: Path, shell: Shell) -> None:
     new = write(tmp_path / "new", NEW)
-    command = ["prepare", "--append", str(old.path), str(new), "--out", str(tmp_path / "c2")]
-    assert main([*command, "--tokenizer", "bert-base-uncased"]) == 2
-    assert "tokenizer is as in" in capsys.readouterr().err
+    command = f"prepare --append {old.path} {new} --out {tmp_path}/c2"
+    assert "tokenizer is as in" in shell.error(f"{command} --tokenizer bert-base-uncased")
     assert not (tmp_path / "c2").exists()

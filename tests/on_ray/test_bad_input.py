@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from planted import write_planted
-
-from xmcray import cli
+from shell import run_command
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -103,7 +102,7 @@ def test_bad_raw_files(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[s
     write_planted(tmp_path / "raw", num_queries=30, num_labels=10)
     spoil(tmp_path / "raw")
     before = {path.name: path.read_bytes() for path in (tmp_path / "raw").iterdir()}
-    assert cli.main(["prepare", str(tmp_path / "raw"), "--out", str(tmp_path / "corpus")]) == 2
+    assert run_command(f"prepare {tmp_path}/raw --out {tmp_path}/corpus") == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("error: ")

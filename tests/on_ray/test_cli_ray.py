@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from planted import write_planted
 from processes import When, descendants, last_step
+from shell import run_command, set_options
 
-from xmcray import cli
 from xmcray.doctor.sockets import Listener, listeners
 from xmcray.training.records import read_records
 
@@ -20,8 +20,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 def test_from_raw_text_to_answers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_planted(tmp_path / "raw", num_queries=300, num_labels=40)
     corpus, run, bundle = (str(tmp_path / name) for name in ("corpus", "run", "bundle"))
-    train = ["train", "astra", "--data", corpus, "--out", run, "--workers", "2"]
-    for setting in (
+    settings = (
         "encoder.dim=32",
         "optim.batch_size=64",
         "optim.epochs=12",
@@ -34,12 +33,12 @@ def test_from_raw_text_to_answers(tmp_path: Path, capfd: pytest.CaptureFixture[s
         "method.classifier.lr=0.1",
         "method.dropout=0.2",
         "log.every=2",
-    ):
-        train += ["--set", setting]
-    assert cli.main(["prepare", str(tmp_path / "raw"), "--out", corpus]) == 0
+    )
+    train = f"train astra --data {corpus} --out {run} --workers 2 {set_options(settings)}"
+    assert run_command(f"prepare {tmp_path}/raw --out {corpus}") == 0
     ports: list[Listener] = []
     watch = When(lambda: last_step(Path(run)) >= 4, lambda: ports.extend(listeners()))
-    assert cli.main(train) == 0
+    assert run_command(train) == 0
     watch.close()
     workers = [
         port
@@ -56,22 +55,22 @@ def test_from_raw_text_to_answers(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert {
         record.get("negatives_version") for record in read_records(Path(run) / "metrics.jsonl")
     } - {None}
-    assert cli.main(["evaluate", run, "--data", corpus, "--json"]) == 0
+    assert run_command(f"evaluate {run} --data {corpus} --json") == 0
     metrics = json.loads(capfd.readouterr().out)
     assert metrics["P@1"] > 0.3  # by chance 0.05
     assert metrics["index_recall"] is None
-    assert cli.main(["export", run, "--out", bundle]) == 0
+    assert run_command(f"export {run} --out {bundle}") == 0
     capfd.readouterr()
-    assert cli.main(["search", bundle, "w0x0 w0x1 w0x2", "-k", "1", "--json"]) == 0
+    assert run_command(f"search {bundle} 'w0x0 w0x1 w0x2' -k 1 --json") == 0
     assert json.loads(capfd.readouterr().out)[0]["answers"][0]["uid"] == "label0"
 
 
 def test_more_workers_than_cpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_planted(tmp_path / "raw", num_queries=30, num_labels=10)
     corpus, run = str(tmp_path / "corpus"), str(tmp_path / "run")
-    assert cli.main(["prepare", str(tmp_path / "raw"), "--out", corpus]) == 0
+    assert run_command(f"prepare {tmp_path}/raw --out {corpus}") == 0
     capfd.readouterr()
-    assert cli.main(["train", "astra", "--data", corpus, "--out", run, "--workers", "9"]) == 2
+    assert run_command(f"train astra --data {corpus} --out {run} --workers 9") == 2
     expected = "error: 9 workers ask for 1 CPUs each, the cluster's nodes have 4; lower --workers or cluster.cpus_per_worker\n"
     assert capfd.readouterr().err == expected
     assert not Path(run).exists()

@@ -16,8 +16,8 @@ from corpora import planted_corpus
 from heads import RAY, Head, free_ports, head
 from processes import descendants
 from ray._private.runtime_env.packaging import create_package
+from shell import run_command
 
-from xmcray import cli
 from xmcray.doctor.sockets import listeners
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def test_doctor_of_a_cluster(
                 patch.delenv(name, raising=False)
             for name, value in {"HOME": str(tmp_path), **environment}.items():
                 patch.setenv(name, value)
-            code = cli.main(["doctor", "--cluster", *options])
+            code = run_command("doctor --cluster", *options)
         out, err = capsys.readouterr()
         return code, out, err
 

@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from bundles import write_memory
 from processes import When
+from shell import Shell, run_command
 
-from xmcray import cli, storage
+from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, StorageError
 from xmcray.evaluation.predictions import predictions_to_top_labels, read_predictions
@@ -97,19 +98,13 @@ def test_answers_equal_search_in_the_order_of_the_input(folder: Path, tmp_path: 
 
 
 def test_a_folder_of_tables_and_other_settings_of_the_memory(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, shell: Shell
 ) -> None:
-    command = [
-        "predict",
-        str(folder / "bundle"),
-        str(folder / "tables"),
-        "--out",
-        str(tmp_path / "b"),
-        "-k",
-        str(K),
-    ]
-    assert cli.main([*command, "--set", "memory.weight=0", "--set", "memory.keys=30"]) == 0
-    assert f"{ROWS} queries answered" in capsys.readouterr().out
+    printed = shell.run(
+        f"predict {folder}/bundle {folder}/tables --out {tmp_path}/b -k {K}"
+        " --set memory.weight=0 --set memory.keys=30"
+    )
+    assert f"{ROWS} queries answered" in printed
     table = check(
         tmp_path / "b",
         expected(folder, texts_of(folder / "queries.jsonl"), MemoryConfig(weight=0, keys=30)),
@@ -211,14 +206,8 @@ def test_bad_input_is_one_line_and_nothing_is_left(
 ) -> None:
     (tmp_path / "raw").mkdir()
     write, message = BAD[kind]
-    command = [
-        "predict",
-        str(folder / "bundle"),
-        str(write(tmp_path / "raw")),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert cli.main(command) == 2
+    source = write(tmp_path / "raw")
+    assert run_command(f"predict {folder}/bundle {source} --out {tmp_path}/out") == 2
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from corpora import planted_corpus
 from scipy import sparse
+from shell import SMALL_SETTINGS, Shell, run_command
 
 from xmcray import cli
 from xmcray.data.corpus import Corpus
@@ -22,24 +23,7 @@ from xmcray.training import outcome
 from xmcray.training import run as runs
 
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    "--workers",
-    "0",
-    "--set",
-    "encoder.dim=16",
-    "--set",
-    "optim.batch_size=32",
-    "--set",
-    "optim.epochs=2",
-]
-SMALL += [
-    "--set",
-    "negatives.hard=3",
-    "--set",
-    "negatives.uniform=10",
-    "--set",
-    "cluster.threads_per_process=1",
-]
+SMALL = "--workers 0 --set optim.epochs=2 " + SMALL_SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -47,48 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus, a run of it and the bundle of that run."""
     folder = tmp_path_factory.mktemp("cli")
     planted_corpus(folder)
-    assert (
-        cli.main(
-            [
-                "train",
-                "astra",
-                "--data",
-                str(folder / "corpus"),
-                "--out",
-                str(folder / "run"),
-                *SMALL,
-            ]
-        )
-        == 0
-    )
+    assert run_command(f"train astra --data {folder}/corpus --out {folder}/run {SMALL}") == 0
     return folder
-
-
-class Shell:
-    """Runs commands in this process; `error` expects one that fails as a user's mistake must."""
-
-    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
-        self.capture = capture
-
-    def run(self, *arguments: object) -> str:
-        self.capture.readouterr()
-        assert cli.main([str(a) for a in arguments]) == 0
-        return self.capture.readouterr().out
-
-    def error(self, *arguments: object) -> str:
-        self.capture.readouterr()
-        assert cli.main([str(a) for a in arguments]) == 2
-        out, err = self.capture.readouterr()
-        assert out == ""
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
-        assert "Traceback" not in err
-        return err.removeprefix("error: ").rstrip("\n")
-
-
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -121,9 +65,7 @@ def test_a_finished_run_has_everything(folder: Path) -> None:
 
 def test_the_same_command_finds_the_finished_run(folder: Path, shell: Shell) -> None:
     before = (folder / "run" / "result.json").read_bytes()
-    printed = shell.run(
-        "train", "astra", "--data", folder / "corpus", "--out", folder / "run", *SMALL, "--json"
-    )
+    printed = shell.run(f"train astra --data {folder}/corpus --out {folder}/run {SMALL} --json")
     assert json.loads(printed) == json.loads((folder / "run" / "metrics.json").read_text())
     assert (folder / "run" / "result.json").read_bytes() == before
 
@@ -131,31 +73,20 @@ def test_the_same_command_finds_the_finished_run(folder: Path, shell: Shell) -> 
 def test_refit_trains_on_everything_for_the_best_number_of_epochs(
     folder: Path, shell: Shell, tmp_path: Path
 ) -> None:
-    shell.run(
-        "train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL, "--refit"
-    )
+    shell.run(f"train astra --data {folder}/corpus --out {tmp_path}/r {SMALL} --refit")
     run = runs.Run.open(tmp_path / "r")
     assert run.config.data.validation == 0
     assert 1 <= run.config.optim.stop_epoch <= 2
     assert (
         "Validation precision" in (tmp_path / "r" / "report.html").read_text()
     )  # of the run that chose
-    again = [
-        "train",
-        "astra",
-        "--data",
-        folder / "corpus",
-        "--out",
-        tmp_path / "r",
-        *SMALL,
-        "--refit",
-    ]
-    assert "is not empty and --resume never" in shell.error(*again, "--resume", "never")
+    again = f"train astra --data {folder}/corpus --out {tmp_path}/r {SMALL} --refit"
+    assert "is not empty and --resume never" in shell.error(f"{again} --resume never")
 
     # The weights of a fused bundle are chosen by the run that did not see the held-out queries.
-    data = ["--data", folder / "corpus"]
+    data = f"--data {folder}/corpus"
     out = tmp_path / "fused"
-    choice = json.loads(shell.run("fuse", tmp_path / "r", *data, "--out", out, "--json"))
+    choice = json.loads(shell.run(f"fuse {tmp_path}/r {data} --out {out} --json"))
     assert choice["queries"] == 5
     refitted = contents(tmp_path / "r" / "bundle")
     fused = contents(out)
@@ -164,9 +95,9 @@ def test_refit_trains_on_everything_for_the_best_number_of_epochs(
     curves = "calibration/curves.json"
     assert refitted[curves] == contents(tmp_path / "r" / "selection" / "bundle")[curves]
     assert refitted[curves] != fused[curves]
-    shell.run("calibrate", tmp_path / "r", *data, "--out", tmp_path / "again")
+    shell.run(f"calibrate {tmp_path}/r {data} --out {tmp_path}/again")
     assert contents(tmp_path / "again")[curves] == refitted[curves]
-    error = shell.error("fuse", tmp_path / "r" / "bundle", *data, "--out", tmp_path / "x")
+    error = shell.error(f"fuse {tmp_path}/r/bundle {data} --out {tmp_path}/x")
     assert "was trained on all training queries" in error
     assert not (tmp_path / "x").exists()
 
@@ -174,51 +105,49 @@ def test_refit_trains_on_everything_for_the_best_number_of_epochs(
 def test_fuse_writes_a_bundle_and_says_what_each_part_is_worth(
     folder: Path, shell: Shell, tmp_path: Path
 ) -> None:
-    data = ["--data", folder / "corpus"]
+    data = f"--data {folder}/corpus"
     out = tmp_path / "fused"
-    printed = shell.run("fuse", folder / "run", *data, "--out", out, "--metric", "P@1")
+    printed = shell.run(f"fuse {folder}/run {data} --out {out} --metric P@1")
     assert "labels alone" in printed
     assert "without words" in printed
-    answers = json.loads(shell.run("search", out, "w1 w2", "--explain", "--json"))[0]["answers"]
+    answers = json.loads(shell.run(f"search {out} 'w1 w2' --explain --json"))[0]["answers"]
     parts = answers[0]["parts"]
     assert sum(parts.values()) == pytest.approx(answers[0]["score"], abs=1e-5)
-    table = shell.run("search", out, "w1 w2", "--explain", "-k", "1")
+    table = shell.run(f"search {out} 'w1 w2' --explain -k 1")
     assert all(part in table for part in parts)
-    measured = json.loads(shell.run("evaluate", out, *data, "--json"))
+    measured = json.loads(shell.run(f"evaluate {out} {data} --json"))
     assert 0 <= measured["P@1"] <= 1
-    error = shell.error("fuse", folder / "run", *data, "--out", tmp_path / "x", "--metric", "P@2")
+    error = shell.error(f"fuse {folder}/run {data} --out {tmp_path}/x --metric P@2")
     assert "unknown metric 'P@2'" in error
-    assert "is not empty" in shell.error("fuse", folder / "run", *data, "--out", out)
+    assert "is not empty" in shell.error(f"fuse {folder}/run {data} --out {out}")
 
 
 def test_answers_have_probabilities_once_a_bundle_is_calibrated(
     folder: Path, shell: Shell, tmp_path: Path
 ) -> None:
-    data = ["--data", folder / "corpus"]
+    data = f"--data {folder}/corpus"
     bundle = tmp_path / "memory"
-    shell.run("memory", folder / "run", *data, "--out", bundle)
-    search = ["search", bundle, "w1 w2", "--json"]
-    assert "probability" not in json.loads(shell.run(*search))[0]["answers"][0]
-    error = shell.error(*search, "--min-probability", "0.5")
+    shell.run(f"memory {folder}/run {data} --out {bundle}")
+    search = f"search {bundle} 'w1 w2' --json"
+    assert "probability" not in json.loads(shell.run(search))[0]["answers"][0]
+    error = shell.error(f"{search} --min-probability 0.5")
     assert "xmcray calibrate" in error
-    assert "5 held-out queries" in shell.run("calibrate", bundle, *data)
-    answers = json.loads(shell.run(*search))[0]["answers"]
+    assert "5 held-out queries" in shell.run(f"calibrate {bundle} {data}")
+    answers = json.loads(shell.run(search))[0]["answers"]
     level = max(answer["probability"] for answer in answers)
-    probable = json.loads(shell.run(*search, "--min-probability", level))[0]["answers"]
+    probable = json.loads(shell.run(f"{search} --min-probability {level}"))[0]["answers"]
     assert probable == [answer for answer in answers if answer["probability"] >= level]
-    assert "Probabilities, in percent: ECE@1" in shell.run("evaluate", bundle, *data)
-    assert "ECE@5" in json.loads(shell.run("evaluate", bundle, *data, "--json"))["calibration"]
+    assert "Probabilities, in percent: ECE@1" in shell.run(f"evaluate {bundle} {data}")
+    assert "ECE@5" in json.loads(shell.run(f"evaluate {bundle} {data} --json"))["calibration"]
 
 
 def test_evaluate_measures_run_bundle_and_predictions_alike(
     folder: Path, shell: Shell, tmp_path: Path
 ) -> None:
-    data = ["--data", folder / "corpus"]
-    of_run = shell.run(
-        "evaluate", folder / "run", *data, "--json", "--predictions", tmp_path / "p.npz"
-    )
-    of_bundle = shell.run("evaluate", folder / "run" / "bundle", *data, "--json", "--exact")
-    of_file = shell.run("evaluate", tmp_path / "p.npz", *data, "--json")
+    data = f"--data {folder}/corpus"
+    of_run = shell.run(f"evaluate {folder}/run {data} --json --predictions {tmp_path}/p.npz")
+    of_bundle = shell.run(f"evaluate {folder}/run/bundle {data} --json --exact")
+    of_file = shell.run(f"evaluate {tmp_path}/p.npz {data} --json")
     metrics = json.loads(of_run)
     assert metrics == json.loads(of_bundle)
     # A file of predictions has scores alone.
@@ -226,13 +155,7 @@ def test_evaluate_measures_run_bundle_and_predictions_alike(
     assert metrics == json.loads(of_file)
     assert sparse.load_npz(tmp_path / "p.npz").shape == (20, 23)
     table = shell.run(
-        "evaluate",
-        folder / "run",
-        *data,
-        "--compare",
-        tmp_path / "p.npz",
-        "--json",
-        tmp_path / "m.json",
+        f"evaluate {folder}/run {data} --compare {tmp_path}/p.npz --json {tmp_path}/m.json"
     )
     assert json.loads((tmp_path / "m.json").read_text()) == json.loads(of_run)
     assert "Paired comparison" in table
@@ -240,90 +163,61 @@ def test_evaluate_measures_run_bundle_and_predictions_alike(
 
 
 def test_a_known_query_finds_its_label(folder: Path, shell: Shell, tmp_path: Path) -> None:
-    shell.run("export", folder / "run", "--out", tmp_path / "b")
+    shell.run(f"export {folder}/run --out {tmp_path}/b")
     assert contents(tmp_path / "b") == contents(folder / "run" / "bundle")
-    answers = json.loads(
-        shell.run("search", tmp_path / "b", "w0x0 w0x1", "w1x2 w1x3", "-k", 3, "--json")
-    )
+    answers = json.loads(shell.run(f"search {tmp_path}/b 'w0x0 w0x1' 'w1x2 w1x3' -k 3 --json"))
     assert [a["query"] for a in answers] == ["w0x0 w0x1", "w1x2 w1x3"]
     assert answers == json.loads(
-        shell.run("search", folder / "run", "w0x0 w0x1", "w1x2 w1x3", "-k", 3, "--json")
+        shell.run(f"search {folder}/run 'w0x0 w0x1' 'w1x2 w1x3' -k 3 --json")
     )
     assert all(len(a["answers"]) == 3 for a in answers)
     assert all(
         answer["uid"] == f"label{answer['label_id']}" for a in answers for answer in a["answers"]
     )
     first = answers[0]["answers"][0]
-    assert first["uid"] in shell.run("search", tmp_path / "b", "w0x0 w0x1", "-k", 1)
+    assert first["uid"] in shell.run(f"search {tmp_path}/b 'w0x0 w0x1' -k 1")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
-        (["trian"], "unknown verb 'trian'; did you mean 'train'?"),
+        ("trian", "unknown verb 'trian'; did you mean 'train'?"),
+        ("train asrta --data C --out R", "unknown method 'asrta'; did you mean 'astra'?"),
         (
-            ["train", "asrta", "--data", "C", "--out", "R"],
-            "unknown method 'asrta'; did you mean 'astra'?",
-        ),
-        (
-            ["train", "astra", "--data", "C"],
+            "train astra --data C",
             "the following arguments are required: --out; see xmcray train --help",
         ),
-        (
-            ["train", "astra", "--data", "C", "--out", "R", "--seed", "1"],
-            "unrecognized arguments: --seed 1",
-        ),
-        (["search", "B", "x", "-k", "many"], "argument -k: invalid int value: 'many'"),
-        (["search", "B", "x", "-k", "0"], "-k is 0, expected at least 1"),
-        (["search", "B", "x"], "B does not exist; expected a bundle folder"),
-        (
-            ["evaluate", "R", "--data", "C"],
-            "R does not exist, expected a run (run.json) or a bundle",
-        ),
-        (["export", "R", "--out", "B"], "R is not a run: it has no run.json"),
-        (["prepare", "RAW", "--out", "C"], "RAW does not exist, expected a folder of raw files"),
-        (["prepare", ".", "--out", "C", "--format", "jsnl"], "unknown format 'jsnl'; did you mean"),
-        (
-            ["train", "astra", "--data", "C", "--out", "R", "--config", "preset:astra/smaple"],
-            "unknown preset",
-        ),
-        (
-            ["train", "astra", "--data", "C", "--out", "R", "--config", "a.yaml"],
-            "file a.yaml does not exist",
-        ),
-        (
-            ["train", "astra", "--data", "C", "--out", "R", "--set", "optim.epoch=1"],
-            "did you mean 'optim.epochs'?",
-        ),
-        (
-            ["train", "astra", "--data", "C", "--out", "R", "--set", "optim.epochs=x"],
-            "optim.epochs is 'x'",
-        ),
-        (
-            ["train", "astra", "--data", "C", "--out", "R", "--workers", "-1"],
-            "cluster.workers is -1, expected",
-        ),
-        (
-            ["train", "astra", "--data", "C", "--out", "R"],
-            "C does not exist; expected a corpus folder",
-        ),
+        ("train astra --data C --out R --seed 1", "unrecognized arguments: --seed 1"),
+        ("search B x -k many", "argument -k: invalid int value: 'many'"),
+        ("search B x -k 0", "-k is 0, expected at least 1"),
+        ("search B x", "B does not exist; expected a bundle folder"),
+        ("evaluate R --data C", "R does not exist, expected a run (run.json) or a bundle"),
+        ("export R --out B", "R is not a run: it has no run.json"),
+        ("prepare RAW --out C", "RAW does not exist, expected a folder of raw files"),
+        ("prepare . --out C --format jsnl", "unknown format 'jsnl'; did you mean"),
+        ("train astra --data C --out R --config preset:astra/smaple", "unknown preset"),
+        ("train astra --data C --out R --config a.yaml", "file a.yaml does not exist"),
+        ("train astra --data C --out R --set optim.epoch=1", "did you mean 'optim.epochs'?"),
+        ("train astra --data C --out R --set optim.epochs=x", "optim.epochs is 'x'"),
+        ("train astra --data C --out R --workers -1", "cluster.workers is -1, expected"),
+        ("train astra --data C --out R", "C does not exist; expected a corpus folder"),
     ],
 )
 def test_one_line_and_nothing_written(
-    arguments: list[str],
+    command: str,
     message: str,
     shell: Shell,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert message in shell.error(*arguments)
+    assert message in shell.error(command)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_k_beyond_the_labels(folder: Path, shell: Shell) -> None:
     assert (
-        shell.error("search", folder / "run", "x", "-k", 24)
+        shell.error(f"search {folder}/run x -k 24")
         == "k is 24, expected 1 .. 23 (the number of labels)"
     )
 
@@ -335,18 +229,18 @@ def test_a_corpus_with_one_changed_byte(folder: Path, shell: Shell, tmp_path: Pa
     content[-20] ^= 1
     shard.write_bytes(content)
     for verb in (
-        ["train", "astra", "--out", tmp_path / "run", *SMALL],
-        ["evaluate", folder / "run"],
+        f"train astra --out {tmp_path}/run {SMALL}",
+        f"evaluate {folder}/run",
     ):
-        message = shell.error(*verb, "--data", tmp_path / "corpus")
+        message = shell.error(f"{verb} --data {tmp_path}/corpus")
         assert "labels/00000.parquet was altered (SHA-256 differs from the manifest)" in message
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
 def test_a_run_directory_in_use(folder: Path, shell: Shell, tmp_path: Path) -> None:
-    train = ["train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL]
+    train = f"train astra --data {folder}/corpus --out {tmp_path}/r {SMALL}"
     with runs.locked(tmp_path / "r"):
-        assert "is in use by another process; wait for it" in shell.error(*train)
+        assert "is in use by another process; wait for it" in shell.error(train)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -354,9 +248,9 @@ def test_resume_never_on_a_folder_that_is_not_empty(
     folder: Path, shell: Shell, tmp_path: Path
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    train = ["train", "astra", "--data", folder / "corpus", "--out", tmp_path, *SMALL]
-    assert "is not empty and --resume never was given" in shell.error(*train, "--resume", "never")
-    assert "is not a run" in shell.error(*train)
+    train = f"train astra --data {folder}/corpus --out {tmp_path} {SMALL}"
+    assert "is not empty and --resume never was given" in shell.error(f"{train} --resume never")
+    assert "is not a run" in shell.error(train)
     assert contents(tmp_path)["notes.txt"] == b"mine"
 
 
@@ -364,16 +258,16 @@ def test_resume_with_another_corpus_or_configuration(
     folder: Path, shell: Shell, tmp_path: Path
 ) -> None:
     before = contents(folder / "run")
-    train = ["train", "astra", "--data", folder / "corpus", "--out", folder / "run", *SMALL]
+    train = f"train astra --data {folder}/corpus --out {folder}/run {SMALL}"
     assert "was started with optim.epochs = 2, now 3; use" in shell.error(
-        *train, "--set", "optim.epochs=3"
+        f"{train} --set optim.epochs=3"
     )
     planted_corpus(tmp_path, seed=1)
-    other = ["--data", tmp_path / "corpus"]
-    assert "was trained on another corpus" in shell.error(*train, *other)
-    assert "is not the corpus" in shell.error("evaluate", folder / "run", *other)
+    other = f"--data {tmp_path}/corpus"
+    assert "was trained on another corpus" in shell.error(f"{train} {other}")
+    assert "is not the corpus" in shell.error(f"evaluate {folder}/run {other}")
     assert "has another vocabulary than the bundle" in shell.error(
-        "evaluate", folder / "run" / "bundle", *other
+        f"evaluate {folder}/run/bundle {other}"
     )
     assert contents(folder / "run") == before
 
@@ -383,8 +277,8 @@ def test_an_unfinished_run_is_not_measured(folder: Path, shell: Shell, tmp_path:
     shutil.rmtree(tmp_path / "run" / "bundle")
     (tmp_path / "run" / "result.json").unlink()
     expected = "is not finished; resume it with the same train command"
-    assert expected in shell.error("evaluate", tmp_path / "run", "--data", folder / "corpus")
-    assert expected in shell.error("export", tmp_path / "run", "--out", tmp_path / "b")
+    assert expected in shell.error(f"evaluate {tmp_path}/run --data {folder}/corpus")
+    assert expected in shell.error(f"export {tmp_path}/run --out {tmp_path}/b")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -393,10 +287,10 @@ def test_a_hub_id_without_network(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     name = "nobody/no-such-model"
-    train = ["train", "astra", "--data", folder / "corpus", "--out", tmp_path / "r", *SMALL]
-    assert name in shell.error(*train, "--set", f"encoder.name={name}")
+    train = f"train astra --data {folder}/corpus --out {tmp_path}/r {SMALL}"
+    assert name in shell.error(f"{train} --set encoder.name={name}")
     assert list(tmp_path.iterdir()) == []  # the same folder can be used with another encoder
-    bad = shell.error("prepare", folder / "raw", "--out", tmp_path / "c", "--tokenizer", name)
+    bad = shell.error(f"prepare {folder}/raw --out {tmp_path}/c --tokenizer {name}")
     assert name in bad
     assert list(tmp_path.iterdir()) == []
 
@@ -410,21 +304,21 @@ def test_evaluate_compares_with_several_runs_and_measures_slices(
     slices = tmp_path / "slices.jsonl"
     slices.write_text("".join(json.dumps(line) + "\n" for line in lines))
     bundle = folder / "run" / "bundle"
-    data = ["--data", folder / "corpus"]
-    printed = shell.run("evaluate", bundle, *data, "--slices", slices, "--compare", bundle, bundle)
+    data = f"--data {folder}/corpus"
+    printed = shell.run(f"evaluate {bundle} {data} --slices {slices} --compare {bundle} {bundle}")
     assert printed.count("p (sign flip, Holm for 2)") == 2
     assert "Slices of the queries" in printed
-    measured = json.loads(shell.run("evaluate", bundle, *data, "--slices", slices, "--json"))
+    measured = json.loads(shell.run(f"evaluate {bundle} {data} --slices {slices} --json"))
     assert [row["value"] for row in measured["slices"]] == [0, 1]
 
 
 def test_predictions_of_other_queries(folder: Path, shell: Shell, tmp_path: Path) -> None:
     sparse.save_npz(tmp_path / "p.npz", sparse.csr_matrix(np.eye(3)))
-    data = ["--data", folder / "corpus"]
+    data = f"--data {folder}/corpus"
     assert "is 3 x 3, expected 20 queries x 23 labels" in shell.error(
-        "evaluate", tmp_path / "p.npz", *data
+        f"evaluate {tmp_path}/p.npz {data}"
     )
-    both = shell.error("evaluate", tmp_path / "p.npz", *data, "--predictions", tmp_path / "q.npz")
+    both = shell.error(f"evaluate {tmp_path}/p.npz {data} --predictions {tmp_path}/q.npz")
     assert "already holds the answers" in both
 
 
@@ -433,15 +327,15 @@ def test_evaluate_refuses_a_file_it_cannot_write_before_it_measures(
 ) -> None:
     monkeypatch.setattr(outcome, "measure_bundle", lambda *_, **__: pytest.fail("it measured"))
     (tmp_path / "file").write_text("mine")
-    evaluate = ["evaluate", folder / "run", "--data", folder / "corpus"]
+    evaluate = f"evaluate {folder}/run --data {folder}/corpus"
     for option, name in (("--json", "m.json"), ("--predictions", "x.npz")):
-        missing = shell.error(*evaluate, option, tmp_path / "missing" / name)
+        missing = shell.error(f"{evaluate} {option} {tmp_path}/missing/{name}")
         assert f"folder {tmp_path}/missing does not exist; make it" in missing
         assert f"folder {tmp_path}/file is not a folder" in shell.error(
-            *evaluate, option, tmp_path / "file" / name
+            f"{evaluate} {option} {tmp_path}/file/{name}"
         )
         assert f"{tmp_path} is a folder, expected a file" in shell.error(
-            *evaluate, option, tmp_path
+            f"{evaluate} {option} {tmp_path}"
         )
     assert contents(tmp_path) == {"file": b"mine"}
 
@@ -454,14 +348,14 @@ def test_an_interrupt_is_one_line(
 
     verb = dataclasses.replace(cli.VERBS["search"], run=interrupted)
     monkeypatch.setitem(cli.VERBS, "search", verb)
-    assert cli.main(["search", "B", "x"]) == 130
+    assert run_command("search B x") == 130
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_every_verb_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in cli.VERBS:
         with pytest.raises(SystemExit) as exit_:
-            cli.main([verb, "--help"])
+            run_command(f"{verb} --help")
         assert exit_.value.code == 0
         assert f"example:\n  xmcray {verb} " in capsys.readouterr().out
 

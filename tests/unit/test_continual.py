@@ -12,9 +12,9 @@ import pytest
 from corpora import appended, grown_corpora
 from processes import kill_here, run_killed
 from served import ADMIN, TOKEN, listening
+from shell import run_command, set_options
 
 from xmcray import storage
-from xmcray.cli import main
 from xmcray.client import Client
 from xmcray.data import pipeline
 from xmcray.data.corpus import Corpus
@@ -31,10 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the corpus `first` and the run `a` that was trained on it."""
     folder = tmp_path_factory.mktemp("continual")
     corpus, _ = grown_corpora(folder, 15)
-    words = ["train", "astra", "--workers", "0", "--data", str(corpus.path), "--out", f"{folder}/a"]
-    for setting in (*SMALL, "optim.epochs=1"):
-        words += ["--set", setting]
-    assert main(words) == 0
+    options = set_options([*SMALL, "optim.epochs=1"])
+    train = f"train astra --workers 0 --data {corpus.path} --out {folder}/a {options}"
+    assert run_command(train) == 0
     return folder
 
 
@@ -118,7 +117,7 @@ def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
         promote = ["--margin", str(margin)]
         config = tmp_path / "cycle.yaml"
         config.write_text(json.dumps({**settings, "train": train, "promote": promote}))
-        code = main(["continual", "--once", "--config", str(config), "--out", str(cycles)])
+        code = run_command(f"continual --once --config {config} --out {cycles}")
         printed = capsys.readouterr()
         return code, (printed.err if code else printed.out).splitlines()[-1]
 
@@ -160,7 +159,7 @@ def test_a_cycle_goes_on_where_it_stopped_and_promotes_or_keeps(
     run = cycles / "cycle-0001" / "run"
     assert "label0" not in Retriever.load(str(run / "bundle")).labels.ids_by_uid()
     assert grown.removed_labels.tolist() == [0]
-    assert main(["evaluate", str(run), "--data", str(grown.path), "--json"]) == 0
+    assert run_command(f"evaluate {run} --data {grown.path} --json") == 0
 
     accept(client, corpus, NUM_TEXTS)
     code, line = cycle(0)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from corpora import planted_corpus
+from shell import SMALL_SETTINGS, Shell, run_command
 
-from xmcray import cli, credentials
+from xmcray import credentials
 from xmcray.errors import ConfigError
 from xmcray.training.launch import train
 from xmcray.training.run import RunConfig
@@ -25,24 +26,6 @@ PLANTED = {
     name: f"planted-{number:02d}-{name.lower()}-0123456789abcdef"
     for number, name in enumerate(NAMES)
 }
-SMALL = [
-    "--workers",
-    "0",
-    "--set",
-    "encoder.dim=16",
-    "--set",
-    "optim.batch_size=32",
-    "--set",
-    "optim.epochs=2",
-]
-SMALL += [
-    "--set",
-    "negatives.hard=3",
-    "--set",
-    "negatives.uniform=10",
-    "--set",
-    "cluster.threads_per_process=1",
-]
 
 
 def test_secrets_of_the_environment_reach_no_file_and_no_line(
@@ -57,18 +40,11 @@ def test_secrets_of_the_environment_reach_no_file_and_no_line(
     caplog.set_level(logging.DEBUG)
     corpus = str(planted_corpus(tmp_path / "planted").path)
     run = str(tmp_path / "run")
-    assert cli.main(["train", "astra", "--data", corpus, "--out", run, *SMALL]) == 0
-    assert (
-        cli.main(["evaluate", run, "--data", corpus, "--json", str(tmp_path / "measured.json")])
-        == 0
-    )
-    assert (
-        cli.main(
-            ["train", "astra", "--data", corpus, "--out", run, *SMALL, "--set", "optim.seed=9"]
-        )
-        == 2
-    )
-    cli.main(["doctor", "--json"])
+    train = f"train astra --data {corpus} --out {run} --workers 0 {SMALL_SETTINGS}"
+    assert run_command(f"{train} --set optim.epochs=2") == 0
+    assert run_command(f"evaluate {run} --data {corpus} --json {tmp_path}/measured.json") == 0
+    assert run_command(f"{train} --set optim.epochs=3") == 2
+    run_command("doctor --json")
     out, err = capfd.readouterr()
     assert '"check": "Ray token"' in out
     said = [out, err, caplog.text, *(path.name for path in tmp_path.rglob("*"))]
@@ -105,23 +81,19 @@ def test_secrets_in_urls_are_masked(text: str, masked: str) -> None:
     assert credentials.mask(text) == masked
 
 
-def test_urls_with_secrets_are_refused_and_leave_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_urls_with_secrets_are_refused_and_leave_nothing(tmp_path: Path, shell: Shell) -> None:
     url = "ftp://ann:s3cr3t@127.0.0.1:1/corpus"
     out = tmp_path / "run"
     for command in (
-        ["train", "astra", "--data", url, "--out", str(out)],
-        ["prepare", ".", "--out", url],
-        ["export", str(tmp_path), f"--out={url}"],
-        ["serve", f"m={url}"],
+        f"train astra --data {url} --out {out}",
+        f"prepare . --out {url}",
+        f"export {tmp_path} --out={url}",
+        f"serve m={url}",
     ):
-        assert cli.main(command) == 2
-        err = capsys.readouterr().err
-        assert err.startswith("error: the command line has a URL with a secret, ")
-        assert "ftp://ann:***@127.0.0.1:1/corpus" in err
-        assert "s3cr3t" not in err
-        assert err.count("\n") == 1
+        error = shell.error(command)
+        assert error.startswith("the command line has a URL with a secret, ")
+        assert "ftp://ann:***@127.0.0.1:1/corpus" in error
+        assert "s3cr3t" not in error
     with pytest.raises(
         ConfigError, match="what the run would keep has a URL"
     ) as caught:  # from Python, or from YAML

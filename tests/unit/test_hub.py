@@ -13,9 +13,9 @@ from bundles import write_bundle_of
 from corpora import planted_corpus
 from fsspec.implementations.dirfs import DirFileSystem
 from huggingface_hub import DatasetCard, ModelCard
+from shell import run_command, set_options
 
 from xmcray import api, hub
-from xmcray.cli import main
 from xmcray.data import pipeline
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import RawFiles
@@ -89,7 +89,7 @@ def test_a_bundle_is_one_commit_and_answers_as_before(
 ) -> None:
     bundle = write_bundle_of(tmp_path / "b", "texts")
     for _ in range(2):
-        assert main(["push", str(bundle), "hf://acme/docs"]) == 0
+        assert run_command(f"push {bundle} hf://acme/docs") == 0
     assert len(local_hub.commits) == 2
     answers = Retriever.load("hf://acme/docs").search(["matrix norm"], 5)
     assert answers == Retriever.load(str(bundle)).search(["matrix norm"], 5)
@@ -102,9 +102,9 @@ def test_a_run_is_measured_for_its_card(tmp_path: Path, local_hub: LocalHub) -> 
     corpus = planted_corpus(tmp_path / "c", num_queries=60, num_labels=23)
     run = str(tmp_path / "run")
     settings = ("encoder.dim=16", "optim.epochs=1", "negatives.hard=0", "cluster.workers=0")
-    words = [word for setting in settings for word in ("--set", setting)]
-    assert main(["train", "astra", "--data", str(corpus.path), "--out", run, *words]) == 0
-    assert main(["push", run, "hf://acme/docs", "--data", str(corpus.path)]) == 0
+    train = f"train astra --data {corpus.path} --out {run} {set_options(settings)}"
+    assert run_command(train) == 0
+    assert run_command(f"push {run} hf://acme/docs --data {corpus.path}") == 0
     card = ModelCard.load(local_hub.folder / "acme" / "docs" / "README.md")
     measured = {result.metric_type for result in card.data.eval_results}
     assert {"P@1", "P@5", "PSP@5"} <= measured
@@ -113,8 +113,8 @@ def test_a_run_is_measured_for_its_card(tmp_path: Path, local_hub: LocalHub) -> 
 
 def test_a_corpus_trains_from_the_hub(tmp_path: Path, local_hub: LocalHub) -> None:
     corpus = planted_corpus(tmp_path / "c", num_queries=60, num_labels=23)
-    assert main(["push", str(corpus.path), "hf://acme/set"]) == 2
-    assert main(["push", str(corpus.path), "hf://datasets/acme/set"]) == 0
+    assert run_command(f"push {corpus.path} hf://acme/set") == 2
+    assert run_command(f"push {corpus.path} hf://datasets/acme/set") == 0
     assert Corpus.open("hf://datasets/acme/set").sha256 == corpus.sha256
     card = DatasetCard.load(local_hub.folder / "acme" / "set" / "README.md")
     assert card.data.pretty_name == corpus.card.name

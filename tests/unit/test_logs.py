@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shell import run_command
 
 from xmcray import cli, logs
 from xmcray.progress import counting, watch_training
@@ -47,7 +48,7 @@ def test_records_warnings_and_last_words(
     assert {k: step[k] for k in ("level", "run", "message", "step", "loss")} == {
         "level": "info", "run": run.id, "message": "step", "step": 20, "loss": 0.5,
     }  # fmt: skip
-    assert cli.main(["train", "astrra", "--data", "a", "--out", "b"]) == 2
+    assert run_command("train astrra --data a --out b") == 2
     (error,) = lines(capsys)
     assert error["level"] == "error"
     assert error["run"] is None

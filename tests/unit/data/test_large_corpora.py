@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import corpus_of, planted_corpus
+from shell import Shell, run_command
 
-from xmcray.cli import main
 from xmcray.data.batches import BatchSampler, DataConfig, TrainingData
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.kept_ids import KeptIds
@@ -73,7 +73,7 @@ def test_older_corpora_are_read_and_migrated_by_one_command(corpus: Corpus, tmp_
     shards = corpus_of(raw, tmp_path / "s", vocab_size=2000, shard_rows=5, array_rows=5)
     old = as_older_release(shards, tmp_path / "old")
     assert contents(old) == contents(corpus)
-    assert main(["prepare", str(old.path), "--out", str(tmp_path / "new"), "--json"]) == 0
+    assert run_command(f"prepare {old.path} --out {tmp_path}/new --json") == 0
     new = Corpus.open(tmp_path / "new")
     assert len(list((new.path / "train").glob("*.tokens.npy"))) == 1
     assert contents(new) == contents(corpus)
@@ -83,14 +83,10 @@ def test_older_corpora_are_read_and_migrated_by_one_command(corpus: Corpus, tmp_
             assert (new.path / file.relative_to(direct.path)).read_bytes() == file.read_bytes()
 
 
-def test_a_new_corpus_is_not_migrated(
-    corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["prepare", str(corpus.path), "--out", str(tmp_path / "x")]) == 2
-    assert "has large files already" in capsys.readouterr().err
-    command = ["prepare", str(corpus.path), "--out", str(tmp_path / "x"), "--max-len", "8"]
-    assert main(command) == 2
-    assert "max_len is for raw files" in capsys.readouterr().err
+def test_a_new_corpus_is_not_migrated(corpus: Corpus, tmp_path: Path, shell: Shell) -> None:
+    command = f"prepare {corpus.path} --out {tmp_path}/x"
+    assert "has large files already" in shell.error(command)
+    assert "max_len is for raw files" in shell.error(f"{command} --max-len 8")
 
 
 @pytest.mark.parametrize("name", ["label_order.npy", "label_rank.npy"])

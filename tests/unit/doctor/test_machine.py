@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
+from shell import run_command
 
 from xmcray import cli
 from xmcray.doctor import exposure, machine, software
@@ -43,7 +44,7 @@ def test_the_command_says_ok_warning_error_and_what_to_do(
     token.parent.mkdir()
     token.write_text("0123456789abcdef")
     token.chmod(0o644)
-    assert cli.main(["doctor", "--json"]) == 2
+    assert run_command("doctor --json") == 2
     out, err = capsys.readouterr()
     assert err == f"error: token file: {token} has mode 0644; run chmod 600 {token}\n"
     errors = [one for one in json.loads(out) if one["level"] == "error"]

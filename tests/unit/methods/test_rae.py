@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from corpora import planted_corpus
+from shell import run_command
 
-from xmcray import cli
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
@@ -113,7 +113,7 @@ def test_a_batch_of_one_has_nothing_to_compete_with(corpus: Corpus) -> None:
 def test_a_finished_run_answers_with_its_memory(
     run: Run, corpus: Corpus, tmp_path: Path, capsys: Any
 ) -> None:
-    assert cli.main(["export", str(run.path), "--out", str(tmp_path / "b")]) == 0
+    assert run_command(f"export {run.path} --out {tmp_path}/b") == 0
     retriever = Retriever.load(tmp_path / "b", threads=1)
     assert retriever.memory is not None
     assert retriever.memory.config == MemoryConfig(keys=20)
@@ -130,7 +130,7 @@ def test_a_finished_run_answers_with_its_memory(
     found = np.concatenate([index.vectors.numpy() for index in retriever.memory.rows.indexes])
     np.testing.assert_allclose(found, encode(remembered), atol=1e-6)
     capsys.readouterr()
-    assert cli.main(["search", str(tmp_path / "b"), "w3x0", "-k", "1", "--explain", "--json"]) == 0
+    assert run_command(f"search {tmp_path}/b w3x0 -k 1 --explain --json") == 0
     assert json.loads(capsys.readouterr().out)[0]["answers"][0]["score"] > 0
 
 

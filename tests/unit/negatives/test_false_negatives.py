@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import planted_corpus
+from shell import run_command, set_options
 
-from xmcray import cli
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.errors import ConfigError
 from xmcray.negatives.false_negatives import Teacher, best_candidates, false_negatives
@@ -39,11 +39,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> TrainingData:
 
 
 def train(folder: Path, corpus: Path, *settings: str) -> int:
-    command = ["train", "astra", "--data", str(corpus), "--out", str(folder), "--workers", "0"]
-    command.append("--no-evaluate")
-    for setting in (*SMALL, *settings):
-        command += ["--set", setting]
-    return cli.main(command)
+    options = set_options([*SMALL, *settings])
+    return run_command(
+        f"train astra --data {corpus} --out {folder} --workers 0 --no-evaluate {options}"
+    )
 
 
 def left_out(run: Path) -> int | None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from corpora import planted_corpus
 from safetensors.torch import load_file, save_file
+from shell import Shell
 from torch import Tensor, nn
 
-from xmcray import cli
 from xmcray.nn.encoder import ENCODERS, Encoder, EncoderConfig, EncoderKind, load_encoder
 from xmcray.types import Ragged
 
@@ -62,29 +62,23 @@ def load(folder: Path) -> Encoder:
 
 
 def test_a_new_encoder_trains_is_saved_and_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     kind = EncoderKind(settings_file=SETTINGS_FILE, build=build, load=load)
     monkeypatch.setitem(ENCODERS, "projected", kind)
     planted_corpus(tmp_path)
     run = tmp_path / "run"
-    train = ["train", "dexml", "--data", str(tmp_path / "corpus"), "--out", str(run)]
-    settings = [
-        *("--workers", "0"),
-        *("--set", "encoder.name=projected"),
-        *("--set", "encoder.dim=16"),
-        *("--set", "optim.batch_size=32"),
-        *("--set", "optim.epochs=2"),
-        *("--set", "cluster.threads_per_process=1"),
-    ]
-    assert cli.main([*train, *settings]) == 0
+    train = (
+        f"train dexml --data {tmp_path}/corpus --workers 0 --set encoder.name=projected"
+        " --set encoder.dim=16 --set optim.batch_size=32 --set optim.epochs=2"
+        " --set cluster.threads_per_process=1"
+    )
+    shell.run(f"{train} --out {run}")
     encoder = load_encoder(run / "bundle" / "encoder")
     assert isinstance(encoder, ProjectedEncoder)
     assert not torch.equal(encoder.layer.weight, torch.eye(16))  # it was trained
-    capsys.readouterr()
-    assert cli.main(["search", str(run), "w0x0 w0x1", "-k", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["answers"][0]["uid"] == "label0"
+    found = json.loads(shell.run(f"search {run} 'w0x0 w0x1' -k 1 --json"))
+    assert found[0]["answers"][0]["uid"] == "label0"
 
     # The encoder of a run can start another one.
-    again = ["train", "dexml", "--data", str(tmp_path / "corpus"), "--out", str(tmp_path / "two")]
-    assert cli.main([*again, *settings, "--set", f"encoder.name={run}"]) == 0
+    shell.run(f"{train} --out {tmp_path}/two --set encoder.name={run}")

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from models import write_bert
+from shell import Shell
 from torch.utils.flop_counter import FlopCounterMode
 
-from xmcray.cli import main
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, ResourceError, StorageError
@@ -390,18 +390,16 @@ def test_rates_are_kept_and_read(tmp_path: Path) -> None:
     assert {"a100-80gb", "h100-80gb", "h200-141gb", "l4-24gb"} <= SPECS.keys()
 
 
-SIZE = ["--labels", "1.3e6", "--queries", "2.2e6", "--device", "a100-80gb"]
+SIZE = "--labels 1.3e6 --queries 2.2e6 --device a100-80gb"
 
 
-def test_the_verb_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    options = [*SIZE, "--workers", "8", "--price-per-hour", "2"]
-    assert main(["plan", "astra", *options, "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
+def test_the_verb_prints_a_plan(shell: Shell) -> None:
+    plan = f"plan astra {SIZE} --workers 8 --price-per-hour 2"
+    planned = json.loads(shell.run(f"{plan} --json"))
     sizes = planned["labels"], planned["workers"], planned["source"]
     assert sizes == (1_300_000, 8, "published specs")
     assert planned["cost"] == pytest.approx(16 * planned["total_s"] / 3600)
-    assert main(["plan", "astra", *options]) == 0
-    printed = capsys.readouterr().out
+    printed = shell.run(plan)
     assert "device: label rows" in printed
     assert "assumed: device rates are published specs" in printed
     assert "16 tokens in each text (no --tokens-per-text was given)" in printed
@@ -410,23 +408,18 @@ def test_the_verb_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["astra"], "the size of the data is not known"),
-        (["astr", *SIZE], "did you mean 'astra'"),
-        (["astra", *SIZE[:-1], "a100-81gb"], "did you mean 'a100-80gb'"),
-        (["astra", *SIZE, "--memory-gb", "1"], "a worker needs"),
-        (["astra", *SIZE, "--workers", "0"], "workers is 0, expected more than 0"),
-        (["astra", *SIZE, "--labels", "many"], "not a number"),
-        (["astra", *SIZE, "--labels", "0"], "--labels is 0, expected at least 1"),
-        (["astra", "--data", "no-such-corpus"], "does not exist"),
+        ("astra", "the size of the data is not known"),
+        (f"astr {SIZE}", "did you mean 'astra'"),
+        (f"astra {SIZE[:-4]}81gb", "did you mean 'a100-80gb'"),
+        (f"astra {SIZE} --memory-gb 1", "a worker needs"),
+        (f"astra {SIZE} --workers 0", "workers is 0, expected more than 0"),
+        (f"astra {SIZE} --labels many", "not a number"),
+        (f"astra {SIZE} --labels 0", "--labels is 0, expected at least 1"),
+        ("astra --data no-such-corpus", "does not exist"),
     ],
 )
-def test_a_mistake_is_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+def test_a_mistake_is_one_line(arguments: str, said: str, shell: Shell) -> None:
+    assert said in shell.error(f"plan {arguments}")
 
 
 def test_the_page_on_scale_is_up_to_date() -> None:

@@ -16,8 +16,9 @@ import pytest
 from bundles import TEXTS, write_bundle_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shell import Shell
 
-from xmcray import cli, storage
+from xmcray import storage
 from xmcray.errors import BundleError, ConfigError, DataError
 from xmcray.retrieval.attributes import FILE, LabelAttributes, attribute_set
 from xmcray.retrieval.bundle import read_attributes, read_settings
@@ -316,42 +317,25 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_mistakes_are_one_line(
-    name: str, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(name: str, bundle: Path, tmp_path: Path, shell: Shell) -> None:
     line, message = BAD[name]
     (tmp_path / "x.jsonl").write_text('{"uid": "u0", "attributes": {"a": 1}}\n' + line)
-    arguments = [
-        "labels",
-        "annotate",
-        str(bundle),
-        str(tmp_path / "x.jsonl"),
-        "--out",
-        str(tmp_path / "b"),
-    ]
-    assert cli.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
+    command = f"labels annotate {bundle} {tmp_path}/x.jsonl --out {tmp_path}/b"
+    assert message in shell.error(command)
     assert not (tmp_path / "b").exists()
 
 
-def test_the_commands(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands(bundle: Path, tmp_path: Path, shell: Shell) -> None:
     lines = [
         {"uid": "n", "text": "sort norm", "attributes": {"a": 1}},
         {"uid": "m", "text": "sort", "attributes": None},
     ]
     (tmp_path / "new.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / "sets.jsonl").write_text('{"uid": "u0", "attributes": {"a": 2, "b": "x"}}')
-    path = str(tmp_path / "b")
-    assert cli.main(["labels", "add", str(bundle), str(tmp_path / "new.jsonl"), "--out", path]) == 0
-    assert cli.main(["labels", "annotate", path, str(tmp_path / "sets.jsonl")]) == 0
-    assert "has 562 labels" in capsys.readouterr().out
-    assert attributes_of(Path(path)).of([0, 1, 560, 561]) == [{"a": 2, "b": "x"}, {}, {"a": 1}, {}]
+    path = tmp_path / "b"
+    shell.run(f"labels add {bundle} {tmp_path}/new.jsonl --out {path}")
+    assert "has 562 labels" in shell.run(f"labels annotate {path} {tmp_path}/sets.jsonl")
+    assert attributes_of(path).of([0, 1, 560, 561]) == [{"a": 2, "b": "x"}, {}, {"a": 1}, {}]
     (tmp_path / "new.jsonl").write_text('{"uid": "k", "text": "sort", "attributes": {"a": "1"}}')
-    assert cli.main(["labels", "add", path, str(tmp_path / "new.jsonl")]) == 2
-    assert (
-        "attribute 'a' of other labels is of type int64, found '1': give it one type"
-        in capsys.readouterr().err
-    )
+    error = shell.error(f"labels add {path} {tmp_path}/new.jsonl")
+    assert "attribute 'a' of other labels is of type int64, found '1': give it one type" in error

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from bundles import DIM, TEXTS, WORDS, write_bundle_of, write_fused, write_memory
+from shell import Shell
 
-from xmcray import cli, storage
+from xmcray import storage
 from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, DataError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
@@ -232,43 +233,33 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_labels_are_one_line(
-    name: str, bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_labels_are_one_line(name: str, bundles: Any, tmp_path: Path, shell: Shell) -> None:
     line, message = BAD[name]
     (tmp_path / "new.jsonl").write_text(json.dumps({"uid": "new0", "text": "sort"}) + "\n" + line)
-    refused(
-        ["labels", "add", bundles("texts"), tmp_path / "new.jsonl", "--out", tmp_path / "b"],
-        message,
-        capsys,
-    )
+    command = f"labels add {bundles('texts')} {tmp_path}/new.jsonl --out {tmp_path}/b"
+    assert message in shell.error(command)
     assert [path.name for path in tmp_path.iterdir()] == ["new.jsonl"]
 
 
-def test_other_mistakes_are_one_line(
-    bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_mistakes_are_one_line(bundles: Any, tmp_path: Path, shell: Shell) -> None:
     bundle = bundles("texts")
-    refused(["labels", "remove", bundle, "u1", "nobody"], "label 'nobody' is not in", capsys)
-    refused(
-        ["labels", "remove", bundle, *(f"u{i}" for i in range(len(TEXTS)))],
-        "these are all 560 labels",
-        capsys,
-    )
-    refused(["labels", "add", bundle, tmp_path / "none.jsonl"], "none.jsonl is no file", capsys)
-    refused(["labels", "remove", bundle, "u1", "--out", bundle], "exists and is not empty", capsys)
-    refused(["labels", "remove", "memory://b", "u1"], "is a URL", capsys)
-    refused(
-        ["labels", "remove", tmp_path / "none", "u1"], "does not exist; expected a bundle", capsys
-    )
-    refused(["labels", "drop", bundle, "u1"], "invalid choice: 'drop'", capsys)
-    remove_labels(bundles("memory"), ["label1"], tmp_path / "less")
-    data = ["--data", bundles("memory").parent / "corpus"]
-    refused(
-        ["evaluate", tmp_path / "less", *data],
-        "joined or were removed since the bundle was exported",
-        capsys,
-    )
+    memory = bundles("memory")
+    remove_labels(memory, ["label1"], tmp_path / "less")
+    all_uids = " ".join(f"u{number}" for number in range(len(TEXTS)))
+    for command, message in (
+        (f"labels remove {bundle} u1 nobody", "label 'nobody' is not in"),
+        (f"labels remove {bundle} {all_uids}", "these are all 560 labels"),
+        (f"labels add {bundle} {tmp_path}/none.jsonl", "none.jsonl is no file"),
+        (f"labels remove {bundle} u1 --out {bundle}", "exists and is not empty"),
+        ("labels remove memory://b u1", "is a URL"),
+        (f"labels remove {tmp_path}/none u1", "does not exist; expected a bundle"),
+        (f"labels drop {bundle} u1", "invalid choice: 'drop'"),
+        (
+            f"evaluate {tmp_path}/less --data {memory.parent}/corpus",
+            "joined or were removed since the bundle was exported",
+        ),
+    ):
+        assert message in shell.error(command)
     shutil.copytree(
         bundle, tmp_path / "old", ignore=shutil.ignore_patterns("label_side", "manifest.json")
     )
@@ -293,34 +284,19 @@ def write_texts_without(path: Path) -> Path:
     return path
 
 
-def refused(arguments: list[Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert cli.main([str(argument) for argument in arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
-
-
-def test_the_command(bundles: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(bundles: Any, tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "new.jsonl").write_text(
         json.dumps({"uid": "n", "title": "sort sort", "content": "norm norm"})
     )
-    bundle = str(tmp_path / "b")
-    assert (
-        cli.main(
-            ["labels", "add", str(bundles("rows")), str(tmp_path / "new.jsonl"), "--out", bundle]
-        )
-        == 0
-    )
-    assert "has 561 labels" in capsys.readouterr().out
-    assert cli.main(["search", bundle, "sort sort norm norm", "-k", "1", "--json"]) == 0
-    (answer,) = json.loads(capsys.readouterr().out)[0]["answers"]
+    bundle = tmp_path / "b"
+    rows = bundles("rows")
+    printed = shell.run(f"labels add {rows} {tmp_path}/new.jsonl --out {bundle}")
+    assert "has 561 labels" in printed
+    search = f"search {bundle} 'sort sort norm norm' -k 1 --json"
+    (answer,) = json.loads(shell.run(search))[0]["answers"]
     assert (answer["uid"], answer["label_id"]) == ("n", 560)
-    assert cli.main(["labels", "remove", bundle, "n"]) == 0
-    capsys.readouterr()
-    assert cli.main(["search", bundle, "sort sort norm norm", "-k", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["answers"][0]["uid"] != "n"
+    shell.run(f"labels remove {bundle} n")
+    assert json.loads(shell.run(search))[0]["answers"][0]["uid"] != "n"
 
 
 @pytest.mark.parametrize("kind", ["texts", "rowsIVF", "memory", "fused"])

@@ -14,8 +14,8 @@ import pytest
 import transformers
 from corpora import planted_corpus
 from ranks import golden
+from shell import Shell
 
-from xmcray import cli
 from xmcray.data.corpus import Corpus
 from xmcray.data.tokens import TextTokenizer, from_transformer
 from xmcray.errors import BundleError, ConfigError, DataError
@@ -368,86 +368,48 @@ class TestCommand:
         return folder
 
     def test_a_plain_encoder_and_a_bundle(
-        self, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, corpus: Corpus, tmp_path: Path, shell: Shell
     ) -> None:
-        first = str(tmp_path / "first")
-        made = [
-            "memory",
-            str(self.encoder(corpus, tmp_path / "encoder")),
-            "--data",
-            str(corpus.path),
-            "--out",
-            first,
-        ]
-        assert cli.main([*made, "--set", "memory.keys=30"]) == 0
-        again = [
-            "memory",
-            first,
-            "--data",
-            str(corpus.path),
-            "--out",
-            str(tmp_path / "second"),
-            "--set",
-            "memory.weight=0",
-        ]
-        assert cli.main(again) == 0
+        first = tmp_path / "first"
+        data = f"--data {corpus.path}"
+        encoder = self.encoder(corpus, tmp_path / "encoder")
+        shell.run(f"memory {encoder} {data} --out {first} --set memory.keys=30")
+        shell.run(f"memory {first} {data} --out {tmp_path}/second --set memory.weight=0")
         retrievers_ = [Retriever.load(tmp_path / name) for name in ("first", "second")]
         configs = [r.memory.config for r in retrievers_ if r.memory]
         assert configs == [MemoryConfig(keys=30), MemoryConfig(weight=0)]
         tokens = corpus.split("test").tokens(np.arange(9))
         tops = [r.top_labels(tokens, 5, memory=MemoryConfig()).ids.tolist() for r in retrievers_]
         assert tops[0] == tops[1]
-        capsys.readouterr()
         text = corpus.split("test").texts(np.arange(1))[0]
-        assert (
-            cli.main(
-                [
-                    "search",
-                    first,
-                    text,
-                    "-k",
-                    "2",
-                    "--explain",
-                    "--set",
-                    "memory.weight=1",
-                    "--json",
-                ]
-            )
-            == 0
-        )
-        (found,) = json.loads(capsys.readouterr().out)
+        search = f"search {first} '{text}' -k 2 --explain"
+        (found,) = json.loads(shell.run(f"{search} --set memory.weight=1 --json"))
         assert {"uid", "text", "weight"} == found["answers"][0]["voters"][0].keys()
-        assert cli.main(["search", first, text, "-k", "2", "--explain"]) == 0
-        assert "  by " in capsys.readouterr().out
-        assert cli.main(["evaluate", first, "--data", str(corpus.path)]) == 0
+        assert "  by " in shell.run(search)
+        shell.run(f"evaluate {first} {data}")
 
-    def test_mistakes_are_one_line(
-        self, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_mistakes_are_one_line(self, corpus: Corpus, tmp_path: Path, shell: Shell) -> None:
         other = planted_corpus(tmp_path / "other", num_queries=40, num_labels=47, seed=9)
-        encoder, data = str(self.encoder(corpus, tmp_path / "encoder")), str(corpus.path)
-        memory_bundle(encoder, corpus, tmp_path / "b")
-        for arguments, message in (
-            (["memory", encoder, "--data", str(other.path)], "other tokens"),
-            (["memory", str(tmp_path / "b"), "--data", str(other.path)], "other tokens"),
-            (["memory", str(tmp_path / "nowhere" / "x y"), "--data", data], "neither"),
-            (["memory", encoder, "--data", data, "--set", "memory.weight=2"], "memory.weight is 2"),
-            (["memory", encoder, "--data", data, "--set", "memory.lambda=2"], "memory.lambda"),
-            (["search", str(tmp_path / "b"), "w1", "-k", "48"], "k is 48"),
-            (["search", str(tmp_path / "b"), "w1", "--set", "memory.keys=0"], "memory.keys is 0"),
-            (["search", str(tmp_path / "b"), "w1", "--set", "optim.lr=1"], "setting 'optim'"),
+        encoder = self.encoder(corpus, tmp_path / "encoder")
+        bundle = tmp_path / "b"
+        memory_bundle(str(encoder), corpus, bundle)
+        data = f"--data {corpus.path} --out {tmp_path}/never"
+        other_data = f"--data {other.path} --out {tmp_path}/never"
+        for command, message in (
+            (f"memory {encoder} {other_data}", "other tokens"),
+            (f"memory {bundle} {other_data}", "other tokens"),
+            (f"memory '{tmp_path}/nowhere/x y' {data}", "neither"),
+            (f"memory {encoder} {data} --set memory.weight=2", "memory.weight is 2"),
+            (f"memory {encoder} {data} --set memory.lambda=2", "memory.lambda"),
+            (f"search {bundle} w1 -k 48", "k is 48"),
+            (f"search {bundle} w1 --set memory.keys=0", "memory.keys is 0"),
+            (f"search {bundle} w1 --set optim.lr=1", "setting 'optim'"),
             (
-                ["search", str(tmp_path / "b"), "w1", "--memory", "weight=0"],
+                f"search {bundle} w1 --memory weight=0",
                 "--memory weight=0 is now written --set memory.weight=0",
             ),
         ):
-            out = ["--out", str(tmp_path / "never")] if arguments[0] == "memory" else []
-            capsys.readouterr()
-            assert cli.main([*arguments, *out]) == 2, arguments
-            error = capsys.readouterr().err
-            assert error.startswith("error: ")
-            assert error.count("\n") == 1
-            assert message in error
+            assert message in shell.error(command)
         assert not (tmp_path / "never").exists()
 
 

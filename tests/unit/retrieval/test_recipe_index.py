@@ -6,25 +6,18 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from corpora import planted_corpus
+from shell import SMALL_SETTINGS, Shell, set_options
 
-from xmcray import cli
 from xmcray.retrieval.index import IndexSpec, build_index
 from xmcray.retrieval.retriever import Retriever
 
 FACTORY = "IVF4,SQ6"
 ROOT = Path(__file__).parents[3]
 SETTINGS = [
-    *("--workers", "0"),
-    *("--set", "encoder.dim=16"),
-    *("--set", "optim.batch_size=32"),
-    *("--set", "optim.epochs=3"),
-    *("--set", "negatives.hard=3"),
-    *("--set", "negatives.uniform=10"),
-    *("--set", "negatives.start_epoch=2"),
-    *("--set", f"negatives.index={FACTORY}"),
-    *("--set", "cluster.threads_per_process=1"),
+    "optim.epochs=3",
+    "negatives.start_epoch=2",
+    f"negatives.index={FACTORY}",
 ]
 
 
@@ -33,19 +26,17 @@ def test_the_code_does_not_know_the_factory() -> None:
     assert not any(FACTORY in path.read_text(encoding="utf-8") for path in sources)
 
 
-def test_it_trains_exports_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_trains_exports_and_answers(tmp_path: Path, shell: Shell) -> None:
     planted_corpus(tmp_path)
-    run = str(tmp_path / "run")
-    bundle = str(tmp_path / "bundle")
-    train = ["train", "astra", "--data", str(tmp_path / "corpus"), "--out", run, *SETTINGS]
-    assert cli.main(train) == 0
-    export = ["export", run, "--out", bundle, "--set", f"index.factory={FACTORY}"]
-    assert cli.main(export) == 0
-    assert list((tmp_path / "bundle" / "index").glob("*.faiss"))
-    capsys.readouterr()
-    assert cli.main(["search", bundle, "w0x0 w0x1", "-k", "3", "--json"]) == 0
-    answers = json.loads(capsys.readouterr().out)[0]["answers"]
-    exact = Retriever.load(run + "/bundle").search(["w0x0 w0x1"], k=3)[0]
+    run = tmp_path / "run"
+    bundle = tmp_path / "bundle"
+    options = f"--workers 0 {SMALL_SETTINGS} {set_options(SETTINGS)}"
+    shell.run(f"train astra --data {tmp_path}/corpus --out {run} {options}")
+    shell.run(f"export {run} --out {bundle} --set index.factory={FACTORY}")
+    assert list((bundle / "index").glob("*.faiss"))
+    found = json.loads(shell.run(f"search {bundle} 'w0x0 w0x1' -k 3 --json"))
+    answers = found[0]["answers"]
+    exact = Retriever.load(run / "bundle").search(["w0x0 w0x1"], k=3)[0]
     assert [answer["uid"] for answer in answers] == [answer.uid for answer in exact]
 
 

@@ -11,8 +11,8 @@ import pytest
 from corpora import planted_corpus
 from models import write_bert
 from served import served
+from shell import run_command, set_options
 
-from xmcray.cli import main
 from xmcray.data.corpus import Corpus
 from xmcray.errors import BundleError
 from xmcray.nn.cross_encoder import CrossEncoder
@@ -39,8 +39,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture(scope="module")
 def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("run") / "r"
-    words = [word for setting in SETTINGS for word in ("--set", setting)]
-    assert main(["train", "astra", "--data", str(corpus.path), "--out", str(out), *words]) == 0
+    train = f"train astra --data {corpus.path} --out {out} {set_options(SETTINGS)}"
+    assert run_command(train) == 0
     return out
 
 
@@ -51,9 +51,9 @@ def reranker(corpus: Corpus, run: Path, tmp_path_factory: pytest.TempPathFactory
     label_texts = corpus.label_texts(np.arange(corpus.card.num_labels))
     words = sorted(set(" ".join(label_texts).split()))
     model = write_bert(folder / "model", words)
-    arguments = ["--data", str(corpus.path), "--model", str(model), "--out", str(folder / "r")]
-    small = ["--negatives", "3", "--candidates", "10", "--max-len", "24", "--lr", "0.003"]
-    assert main(["train-reranker", str(run), *arguments, *small]) == 0
+    small = "--negatives 3 --candidates 10 --max-len 24 --lr 0.003"
+    paths = f"--data {corpus.path} --model {model} --out {folder}/r"
+    assert run_command(f"train-reranker {run} {paths} {small}") == 0
     return folder / "r"
 
 

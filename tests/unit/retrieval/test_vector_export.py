@@ -11,8 +11,9 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 from bundles import write_memory
+from shell import run_command
 
-from xmcray import cli, storage
+from xmcray import storage
 from xmcray.cli.training import VECTOR_SYSTEMS
 from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, StorageError
@@ -230,9 +231,7 @@ def test_a_memory_gives_its_labels_and_says_so(
 ) -> None:
     memory = write_memory(tmp_path)
     for system in SYSTEMS:
-        assert (
-            cli.main(["export", str(memory), "--to", system, "--out", str(tmp_path / system)]) == 0
-        )
+        assert run_command(f"export {memory} --to {system} --out {tmp_path}/{system}") == 0
         assert "47 label vectors" in capsys.readouterr().out
         assert "memory of training queries" in (tmp_path / system / "README.md").read_text()
     assert tuple(SYSTEMS) == VECTOR_SYSTEMS
@@ -247,11 +246,8 @@ def test_a_memory_gives_its_labels_and_says_so(
 
 
 def test_mistakes(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", str(bundle), "--to", "qdrnt", "--out", str(tmp_path / "x")]) == 2
-    assert (
-        cli.main(["export", str(tmp_path / "none"), "--to", "qdrant", "--out", str(tmp_path / "x")])
-        == 2
-    )
+    assert run_command(f"export {bundle} --to qdrnt --out {tmp_path}/x") == 2
+    assert run_command(f"export {tmp_path}/none --to qdrant --out {tmp_path}/x") == 2
     assert capsys.readouterr().err.count("\n") == 2
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()

@@ -13,8 +13,8 @@ import pytest
 from bundles import write_bundle_of
 from collectors import kill_collectors
 from served import Served, served
+from shell import run_command
 
-from xmcray import cli
 from xmcray.data.formats import detect
 from xmcray.errors import StorageError
 from xmcray.serving import event_log
@@ -83,7 +83,7 @@ async def react(one: Served, search: Any, place: int, event: str, status: int = 
 
 
 def export(folder: Path, out: Path, *options: str) -> int:
-    return cli.main(["events", "export", str(folder / "state"), "--out", str(out), *options])
+    return run_command(f"events export {folder}/state --out {out}", *options)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

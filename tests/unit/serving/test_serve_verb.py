@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 from bundles import write_bundle_of
+from shell import Shell
 
-from xmcray import cli
 from xmcray.client import Client
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.search_pb2 import SearchRequest
@@ -34,22 +34,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path) -> None:
     port = free_port()
     rpc_port = free_port()
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from xmcray.cli import main; sys.exit(main())",
-        "serve",
-        str(bundle),
-    ]
-    command += [
-        "--port",
-        str(port),
-        "--state-dir",
-        str(tmp_path / "state"),
-        "--grpc-port",
-        str(rpc_port),
-        "--collect-events",
-    ]
+    options = f"--port {port} --state-dir {tmp_path}/state --grpc-port {rpc_port} --collect-events"
+    program = "import sys; from xmcray.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "serve", str(bundle), *options.split()]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:
@@ -77,23 +64,22 @@ def test_it_serves_and_ends(number: signal.Signals, bundle: Path, tmp_path: Path
         assert (server.returncode, output, errors) == (0, "", "")
 
 
-def test_mistakes(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = ["--state-dir", str(tmp_path)]
+def test_mistakes(bundle: Path, tmp_path: Path, shell: Shell) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     taken = listener.getsockname()[1]
     for arguments, message in [
-        ([str(tmp_path / "no")], "does not exist"),
-        ([str(bundle), "--host", "0.0.0.0"], "expected --token-file and --admin-token-file"),
-        ([str(bundle), "--replicas", "2", "--grpc-port", "9000"], "say --accept-open-ports"),
-        ([f"a={bundle}", f"a={bundle}"], "several bundles go by one name"),
-        ([str(bundle), "--set", "recall_flor=1"], "did you mean 'recall_floor'"),
-        ([str(bundle), "--mode", "both"], "mode"),
-        ([str(bundle), "--token-file", str(tmp_path / "none")], "token file"),
-        ([str(bundle), "--grpc-port", "99999"], "--grpc-port is 99999"),
-        ([str(bundle), "--grpc-port", str(taken)], "choose another --grpc-port"),
-        ([str(bundle), "--set", "swap_s=-1"], "swap_s is -1"),
-        (["nowhere://x/y"], "Protocol not known"),
+        (f"{tmp_path}/no", "does not exist"),
+        (f"{bundle} --host 0.0.0.0", "expected --token-file and --admin-token-file"),
+        (f"{bundle} --replicas 2 --grpc-port 9000", "say --accept-open-ports"),
+        (f"a={bundle} a={bundle}", "several bundles go by one name"),
+        (f"{bundle} --set recall_flor=1", "did you mean 'recall_floor'"),
+        (f"{bundle} --mode both", "mode"),
+        (f"{bundle} --token-file {tmp_path}/none", "token file"),
+        (f"{bundle} --grpc-port 99999", "--grpc-port is 99999"),
+        (f"{bundle} --grpc-port {taken}", "choose another --grpc-port"),
+        (f"{bundle} --set swap_s=-1", "swap_s is -1"),
+        ("nowhere://x/y", "Protocol not known"),
     ]:
-        assert cli.main(["serve", *arguments, *state, "--port", str(free_port())]) == 2
-        assert message in capsys.readouterr().err
+        command = f"serve {arguments} --state-dir {tmp_path} --port {free_port()}"
+        assert message in shell.error(command)
     listener.close()

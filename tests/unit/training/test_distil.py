@@ -10,10 +10,10 @@ from bundles import write_memory_of
 from corpora import corpus_of
 from models import write_bert
 from planted import WORDS_PER_LABEL, write_planted
+from shell import run_command, set_options
 
 import xmcray
 from xmcray import storage
-from xmcray.cli import main
 from xmcray.data.corpus import Corpus
 from xmcray.errors import XmcrayError
 from xmcray.retrieval.bundle import KIND
@@ -46,9 +46,9 @@ def teacher(corpus: Corpus) -> Path:
 def student(corpus: Corpus, teacher: Path) -> Path:
     """Made by the command."""
     out = teacher.parent / "student"
-    settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
-    arguments = ["--into", "static", "--data", str(corpus.path), "--out", str(out)]
-    assert main(["distil", str(teacher), *arguments, *settings]) == 0
+    options = set_options(f"{name}={value}" for name, value in SMALL.items())
+    command = f"distil {teacher} --into static --data {corpus.path} --out {out} {options}"
+    assert run_command(command) == 0
     return out
 
 

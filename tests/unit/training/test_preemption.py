@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 from corpora import planted_corpus
+from shell import run_command, set_options
 
 from xmcray import cli
 from xmcray.parallel import collectives
@@ -47,18 +48,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(corpus: Path, out: Path) -> int:
-    command = [
-        "train",
-        "astra",
-        "--data",
-        str(corpus),
-        "--out",
-        str(out),
-        "--workers",
-        "0",
-        "--no-evaluate",
-    ]
-    return cli.main([*command, *(part for setting in SETTINGS for part in ("--set", setting))])
+    options = set_options(SETTINGS)
+    return run_command(
+        f"train astra --data {corpus} --out {out} --workers 0 --no-evaluate {options}"
+    )
 
 
 def weights(run: Path) -> dict[str, str]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from corpora import grown_corpora
 from served import ADMIN, TOKEN, listening
+from shell import run_command, set_options
 from simulated import simulated_verdict
 
-from xmcray.cli import main
 from xmcray.client import Client
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.retriever import Retriever
@@ -36,12 +36,11 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Corpus]:
     """A folder with the runs `a`, and `b` with more queries and labels; the corpus of `b`."""
     folder = tmp_path_factory.mktemp("promote")
     old, new = grown_corpora(folder, 15)
-    settings = [word for setting in SMALL for word in ("--set", setting)]
-    train = ["train", "astra", "--workers", "0", "--no-evaluate"]
-    first = ["--data", str(old.path), "--out", f"{folder}/a", *settings]
-    second = ["--data", str(new.path), "--out", f"{folder}/b", "--from", f"{folder}/a"]
-    assert main([*train, *first, "--set", "optim.epochs=1"]) == 0
-    assert main([*train, *second, "--set", "optim.epochs=8"]) == 0
+    train = "train astra --workers 0 --no-evaluate"
+    first = f"--data {old.path} --out {folder}/a {set_options(SMALL)} --set optim.epochs=1"
+    second = f"--data {new.path} --out {folder}/b --from {folder}/a --set optim.epochs=8"
+    assert run_command(f"{train} {first}") == 0
+    assert run_command(f"{train} {second}") == 0
     return folder, new
 
 
@@ -65,29 +64,29 @@ def test_a_server_answers_from_the_new_bundle_and_goes_back(
     new = folder / "b/bundle"
     roots = {"bundle_roots": (str(folder),)}
     with listening(tmp_path, {"m": old}, **roots) as url:
-        end = ["--url", url, "--admin-token-file", f"{tmp_path}/state/admin-token"]
-        end += ["--token-file", f"{tmp_path}/state/token"]
-        data = ["--data", str(corpus.path)]
+        state = tmp_path / "state"
+        tokens = f"--token-file {state}/token --admin-token-file {state}/admin-token"
+        data = f"--data {corpus.path}"
 
-        def promote(*words: object) -> int:
-            return main(["promote", *map(str, words), *end])
+        def promote(arguments: str) -> int:
+            return run_command(f"promote {arguments} --url {url} {tokens}")
 
         def served() -> Any:
             with Client(url, token=TOKEN, admin_token=ADMIN) as client:
                 return client.models()[0]
 
         first = served()
-        assert promote(old, new, *data, "--metric", "P@6") == 2
-        assert promote(new, old, *data) == 2
+        assert promote(f"{old} {new} {data} --metric P@6") == 2
+        assert promote(f"{new} {old} {data}") == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert "the new bundle is not promoted: P@5 -" in error
         assert served() == first
-        assert promote(old, new, *data) == 0
+        assert promote(f"{old} {new} {data}") == 0
         assert "to go back: xmcray promote" in capsys.readouterr().out
         assert served().num_labels == corpus.card.num_labels
         # A command that was killed after the swap is repeated.
-        assert promote(old, new, *data) == 0
-        assert promote(old, new, "--roll-back") == 0
+        assert promote(f"{old} {new} {data}") == 0
+        assert promote(f"{old} {new} --roll-back") == 0
         assert served().version == first.version
-        assert promote(new, tmp_path / "state") == 2
+        assert promote(f"{new} {state}") == 2
         assert served().version == first.version

@@ -11,8 +11,8 @@ import torch
 from corpora import grown_corpora
 from processes import kill_here, run_killed
 from safetensors.torch import load_file
+from shell import Shell, run_command, set_options
 
-from xmcray.cli import main
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
@@ -39,17 +39,15 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, Corpus]:
     return grown_corpora(tmp_path_factory.mktemp("start"), NUM_OLD)
 
 
-def command(method: str, corpus: Corpus, out: Path, *more: str, **settings: Any) -> list[str]:
-    words = ["train", method, "--data", str(corpus.path), "--out", str(out), "--workers", "0"]
-    for name, value in settings.items():
-        words += ["--set", f"{name}={value}"]
-    return [*words, *more]
+def command(method: str, corpus: Corpus, out: Path, more: str = "", **settings: Any) -> str:
+    options = set_options(f"{name}={value}" for name, value in settings.items())
+    return f"train {method} --data {corpus.path} --out {out} --workers 0 {options} {more}"
 
 
 @pytest.fixture(scope="module")
 def astra(corpora: tuple[Corpus, Corpus], tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("astra") / "first"
-    assert main(command("astra", corpora[0], out, **SETTINGS)) == 0
+    assert run_command(command("astra", corpora[0], out, **SETTINGS)) == 0
     return Run.open(out)
 
 
@@ -70,8 +68,8 @@ def test_every_method_goes_on_from_its_rows(
     method: str, corpora: tuple[Corpus, Corpus], tmp_path: Path
 ) -> None:
     old, new = corpora
-    assert main(command(method, old, tmp_path / "a", **SETTINGS)) == 0
-    assert main(command(method, new, tmp_path / "b", "--from", str(tmp_path / "a"))) == 0
+    assert run_command(command(method, old, tmp_path / "a", **SETTINGS)) == 0
+    assert run_command(command(method, new, tmp_path / "b", f"--from {tmp_path}/a")) == 0
     first = Run.open(tmp_path / "a")
     second = Run.open(tmp_path / "b")
     assert second.start is not None
@@ -101,8 +99,8 @@ def test_new_labels_and_queries_are_new_to_the_run(
     corpora: tuple[Corpus, Corpus], astra: Run, tmp_path: Path
 ) -> None:
     old, new = corpora
-    words = command("astra", new, tmp_path / "b", "--from", str(astra.path), "--no-evaluate")
-    assert main([*words, "--set", "data.validation=0.2"]) == 0
+    more = f"--from {astra.path} --no-evaluate --set data.validation=0.2"
+    assert run_command(command("astra", new, tmp_path / "b", more)) == 0
     config = Run.open(tmp_path / "b").config
     # New labels start with the rows that they would get in the bundle of the first run.
     new_ids = np.arange(NUM_OLD, new.card.num_labels)
@@ -126,9 +124,9 @@ def test_a_run_that_was_killed_ends_with_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
     moment: str,
 ) -> None:
-    def words(name: str) -> list[str]:
-        end = ["--from", str(astra.path), "--no-evaluate", "--set", "log.checkpoint_every=3"]
-        return command("astra", corpora[1], tmp_path / name, *end)
+    def train(name: str) -> int:
+        more = f"--from {astra.path} --no-evaluate --set log.checkpoint_every=3"
+        return run_command(command("astra", corpora[1], tmp_path / name, more))
 
     whole_step = Stepper.step
     num_steps = 0
@@ -148,9 +146,9 @@ def test_a_run_that_was_killed_ends_with_the_same_bytes(
             patch.setattr(Run, "create", created)
         else:
             patch.setattr(Stepper, "step", step)
-        run_killed(lambda: main(words("killed")))
-    assert main(words("killed")) == 0
-    assert main(words("whole")) == 0
+        run_killed(lambda: train("killed"))
+    assert train("killed") == 0
+    assert train("whole") == 0
     [killed] = sorted((tmp_path / "killed/checkpoints").glob("step-*"))[-1:]
     compared = sorted(killed.rglob("*.safetensors"))
     assert len(compared) == 3
@@ -172,15 +170,13 @@ def test_what_cannot_carry_over_is_refused_in_one_line(
     corpora: tuple[Corpus, Corpus],
     astra: Run,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
     method: str,
     settings: dict[str, Any],
     message: str,
 ) -> None:
-    words = command(method, corpora[1], tmp_path / "b", "--from", str(astra.path), **settings)
-    assert main(words) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert message in error
+    train = command(method, corpora[1], tmp_path / "b", f"--from {astra.path}", **settings)
+    assert message in shell.error(train)
     assert not (tmp_path / "b").exists()
 
 
@@ -188,9 +184,8 @@ def test_a_run_keeps_its_start(
     corpora: tuple[Corpus, Corpus],
     astra: Run,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
 ) -> None:
-    words = command("astra", corpora[1], tmp_path / "b", "--no-evaluate", **SETTINGS)
-    assert main([*words, "--from", str(astra.path)]) == 0
-    assert main(words) == 2
-    assert f"was started --from {astra.path}" in capsys.readouterr().err
+    train = command("astra", corpora[1], tmp_path / "b", "--no-evaluate", **SETTINGS)
+    shell.run(f"{train} --from {astra.path}")
+    assert f"was started --from {astra.path}" in shell.error(train)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from corpora import planted_corpus
+from shell import run_command, set_options
 
-from xmcray import cli
 from xmcray.errors import ConfigError
 from xmcray.training import trackers, tracking
 from xmcray.training.records import Records, read_records
@@ -224,11 +224,10 @@ def test_a_training_sends_everything_from_the_first_record_to_the_test_metrics(
         "log.every=1",
         "cluster.threads_per_process=1",
     )
-    settings = [part for value in (*small, "log.track=tensorboard") for part in ("--set", value)]
-    data, out = str(tmp_path / "corpus"), str(tmp_path / "one")
-    assert (
-        cli.main(["train", "astra", "--data", data, "--out", out, "--workers", "0", *settings]) == 0
-    )
+    options = set_options([*small, "log.track=tensorboard"])
+    out = tmp_path / "one"
+    train = f"train astra --data {tmp_path}/corpus --out {out} --workers 0 {options}"
+    assert run_command(train) == 0
     run = Run.open(out)
     found, records = read_tensorboard(run), read_records(run.path / "metrics.jsonl")
     losses = [(r["step"], pytest.approx(r["loss"])) for r in records if "loss" in r]

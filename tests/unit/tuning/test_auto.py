@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from corpora import planted_corpus
+from shell import Shell
 
-from xmcray import cli
 from xmcray.data.corpus import Corpus
 from xmcray.errors import RunError
 from xmcray.retrieval.retriever import Retriever
@@ -229,24 +229,20 @@ def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget", "soon"], "--budget is 'soon', expected a time such as 90s, 20m or 2h"),
-        (["--methods", "astro"], "astro"),
-        (["--set", "optim.epoch=3"], "optim.epoch"),
+        ("--budget soon", "--budget is 'soon', expected a time such as 90s, 20m or 2h"),
+        ("--methods astro", "astro"),
+        ("--set optim.epoch=3", "optim.epoch"),
     ],
 )
 def test_mistakes_are_one_line(
     corpus: Corpus,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
+    shell: Shell,
+    arguments: str,
     message: str,
 ) -> None:
     out = tmp_path / "study"
-    command = ["auto", "--data", str(corpus.path), "--out", str(out), *arguments]
-    assert cli.main(command) == 2
-    line = capsys.readouterr().err
-    assert message in line
-    assert line.count("\n") == 1
+    assert message in shell.error(f"auto --data {corpus.path} --out {out} {arguments}")
     assert not out.exists()
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 from corpora import planted_corpus
+from shell import Shell
 
-from xmcray import cli
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
@@ -180,24 +180,11 @@ def test_what_cannot_be_swept(corpus: Corpus, memory: str, tmp_path: Path) -> No
         sweep_bundle(memory, other, weight, 3, 0, "P@1")
 
 
-def test_the_command(
-    corpus: Corpus, memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(corpus: Corpus, memory: str, tmp_path: Path, shell: Shell) -> None:
     space, out = tmp_path / "space.yaml", tmp_path / "out"
     space.write_text("memory.weight: {uniform: [0, 1]}\nmemory.keys: {int: [1, 50]}\n")
-    command = [
-        "tune",
-        "--bundle",
-        memory,
-        "--data",
-        str(corpus.path),
-        "--space",
-        str(space),
-        "--out",
-        str(out),
-    ]
-    assert cli.main([*command, "--trials", "8"]) == 0
-    assert "--set memory.weight=" in capsys.readouterr().out
+    command = f"tune --bundle {memory} --data {corpus.path} --space {space} --out {out}"
+    assert "--set memory.weight=" in shell.run(f"{command} --trials 8")
     best = yaml.safe_load((out / "best.yaml").read_text())
     results = json.loads((out / "results.json").read_text())
     assert (
@@ -206,16 +193,13 @@ def test_the_command(
     )
     assert len(results["settings"]) == 8
     assert "Parallel coordinates" in (out / "report.html").read_text()
-    assert cli.main([*command, "--trials", "8", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == results, "the same samples, the same numbers"
+    again = json.loads(shell.run(f"{command} --trials 8 --json"))
+    assert again == results, "the same samples, the same numbers"
     (out / "thesis.tex").touch()
-    assert cli.main(command) == 2
-    assert "holds thesis.tex, not a sweep of a bundle" in capsys.readouterr().err
+    assert "holds thesis.tex, not a sweep of a bundle" in shell.error(command)
 
 
-def test_the_best_index_is_exported(
-    corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_index_is_exported(corpus: Corpus, tmp_path: Path, shell: Shell) -> None:
     """The file that a sweep of indexes leaves is all that `export` needs."""
     faiss = pytest.importorskip("faiss")
     run, space, out, bundle = (tmp_path / name for name in ("run", "space.yaml", "sweep", "bundle"))
@@ -228,29 +212,13 @@ def test_the_best_index_is_exported(
     ]
     train(corpus.path, run, RunConfig.resolve("renee", {}, settings))
     space.write_text("index.factory: {choice: [HNSW8]}\nindex.ef_search: {choice: [37]}\n")
-    sweep = [
-        "tune",
-        "--bundle",
-        str(run),
-        "--data",
-        str(corpus.path),
-        "--space",
-        str(space),
-        "--out",
-        str(out),
-    ]
-    assert cli.main([*sweep, "--trials", "2"]) == 0
-    next_line = next(
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")
+    printed = shell.run(
+        f"tune --bundle {run} --data {corpus.path} --space {space} --out {out} --trials 2"
     )
-    command = next_line.removeprefix("next: xmcray ").replace("BUNDLE", str(bundle)).split()
-    assert cli.main(command) == 0
-    assert (
-        cli.main(
-            [*command[:3], str(tmp_path / "flat"), *command[4:], "--set", "index.factory=Flat"]
-        )
-        == 0
-    )
+    (next_line,) = [line for line in printed.splitlines() if line.startswith("next: ")]
+    export = next_line.removeprefix("next: xmcray ")
+    shell.run(export.replace("BUNDLE", str(bundle)))
+    shell.run(export.replace("BUNDLE", f"{tmp_path}/flat"), "--set", "index.factory=Flat")
     index = faiss.read_index(str(bundle / "index" / "00000.faiss"))
     assert isinstance(index, faiss.IndexHNSW)
     assert index.hnsw.efSearch == 37
