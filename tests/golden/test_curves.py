@@ -13,17 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from corpora import planted_corpus
+from loops import trained
 
-from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.methods.registry import method_names
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
-from xmcray.training.loop import Loop, build
 from xmcray.training.records import read_records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import RunConfig
 
 FOLDER = Path(__file__).parent
 CURVES: dict[str, Any] = yaml.safe_load((FOLDER / "curves.yaml").read_text(encoding="utf-8"))
@@ -40,12 +37,7 @@ def curve(name: str, corpus: Corpus, folder: Path) -> dict[str, Any]:
     """Losses of all steps and the validation at the end."""
     method = CURVES[name]["method"]
     config = RunConfig.resolve(method, {}, [*COMMON, *CURVES[name]["settings"]])
-    data = TrainingData(corpus, config.data)
-    setup = build(config, data, torch.device("cpu"))
-    run = Run(folder, "golden", config, corpus.origin, corpus.sha256)
-    loop = Loop(run, setup, ThreadRefresher(data, RefreshSpec(1, config.negatives, 0)))
-    loop.last_step = STEPS
-    loop.train()
+    trained(folder, corpus, config, STEPS)
     records = read_records(folder / "metrics.jsonl")
     return {
         "loss": [record["loss"] for record in records if "loss" in record],

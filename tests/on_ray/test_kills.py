@@ -10,20 +10,16 @@ from pathlib import Path
 
 import pytest
 import ray
-import torch
 from corpora import planted_corpus
+from loops import final_weights, trained_on_rank
 from pools import run_with_pool, train_with_pool
 from processes import When, kill, last_step, train_workers
 from ranks import on_ranks
 
-from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.pool import shard_name
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
-from xmcray.storage import read_manifest
 from xmcray.training.launch import train
-from xmcray.training.loop import Loop, build
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
@@ -57,29 +53,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return planted_corpus(tmp_path_factory.mktemp("kills"), num_queries=1500, num_labels=150).path
 
 
-def undisturbed_on_rank(corpus: Path, folder: Path, settings: list[str]) -> None:
-    config = RunConfig.resolve("astra", {}, settings)
-    opened = Corpus.open(corpus, verify=False)
-    data = TrainingData(opened, config.data)
-    setup = build(config, data, torch.device("cpu"))
-    refresher = ThreadRefresher(data, RefreshSpec(2, config.negatives, config.optim.seed))
-    Loop(Run(folder, "undisturbed", config, opened.origin, opened.sha256), setup, refresher).train()
-
-
 @pytest.fixture(scope="module")
 def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Hashes of the final weights of the same loop on two bare processes."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    on_ranks(undisturbed_on_rank, 2, corpus, folder, SETTINGS)
+    on_ranks(trained_on_rank, 2, corpus, folder, SETTINGS)
     return final_weights(folder)
-
-
-def final_weights(run: Path) -> dict[str, str]:
-    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
-    files = read_manifest(newest, "checkpoint").files
-    return {
-        name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")
-    } | {"": newest.name}
 
 
 def resolve(*extra: str) -> RunConfig:

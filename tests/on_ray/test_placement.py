@@ -14,20 +14,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-import torch
 from corpora import planted_corpus
 from local_nodes import LocalNodes, environment, slow_until, standing
+from loops import trained_on_rank
 from processes import When, last_step, train_workers
 from ranks import on_ranks
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.training.launch import train
-from xmcray.training.loop import Loop, build
 from xmcray.training.preemption import StopFlag, Terminated
 from xmcray.training.records import read_records
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import RunConfig
 
 SETTINGS = [
     "cluster.workers=2",
@@ -76,14 +74,6 @@ def served(folder: Path) -> Iterator[tuple[str, collections.Counter[str]]]:
         yield f"http://127.0.0.1:{server.server_port}", asked
         server.shutdown()
         thread.join()
-
-
-def undisturbed_on_rank(corpus: Path, folder: Path, settings: list[str]) -> None:
-    config, opened = RunConfig.resolve("astra", {}, settings), Corpus.open(corpus, verify=False)
-    data = TrainingData(opened, config.data)
-    setup = build(config, data, torch.device("cpu"))
-    refresher = ThreadRefresher(data, RefreshSpec(2, config.negatives, config.optim.seed))
-    Loop(Run(folder, "undisturbed", config, opened.origin, opened.sha256), setup, refresher).train()
 
 
 def curve(run: Path) -> Curve:
@@ -171,7 +161,7 @@ def test_nodes_lost_and_joined(tmp_path: Path) -> None:
     )
     settings = [*SETTINGS, f"optim.stop_epoch={-(-steps // per_epoch)}"]
     (tmp_path / "undisturbed").mkdir()
-    on_ranks(undisturbed_on_rank, 2, corpus, tmp_path / "undisturbed", settings)
+    on_ranks(trained_on_rank, 2, corpus, tmp_path / "undisturbed", settings)
     expected = curve(tmp_path / "undisturbed")
     assert resized == pytest.approx({step: expected[step] for step in resized}, rel=1e-9)
 

@@ -14,11 +14,11 @@ import pytest
 import ray
 import yaml
 from corpora import planted_corpus
+from loops import final_weights
 from processes import When, descendants, last_step, wait_until
 from ray.util.placement_group import placement_group_table
 
 from xmcray import cli
-from xmcray.storage import read_manifest
 from xmcray.training.launch import train
 from xmcray.training.run import Run, RunConfig
 from xmcray.tuning.sweep import Sweep
@@ -65,12 +65,6 @@ def command(corpus: Path, folder: Path, *options: str, epochs: int) -> list[str]
     for setting in [*SETTINGS, f"optim.epochs={epochs}"]:
         words += ["--set", setting]
     return [*words, "--metric", "P@1", *options]
-
-
-def weights(run: Path) -> dict[str, str]:
-    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
-    files = read_manifest(newest, "checkpoint").files
-    return {name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")}
 
 
 @pytest.mark.usefixtures("cluster")
@@ -137,7 +131,7 @@ def test_sweep_killed_and_restored(
         tuned.trial(number).values, {"workers": 0, "device": "cpu", "threads_per_process": 1}
     )
     train(corpus, tmp_path / "undisturbed", config)
-    assert weights(tuned.run_path(number)) == weights(tmp_path / "undisturbed")
+    assert final_weights(tuned.run_path(number)) == final_weights(tmp_path / "undisturbed")
     assert not (sweep / "ray").exists()
     best = RunConfig.resolve("astra", yaml.safe_load((sweep / "best.yaml").read_text()))
     ranked = json.loads((sweep / "results.json").read_text())["trials"]

@@ -45,6 +45,12 @@ def on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[A
     return [results[rank] for rank in range(num_ranks)]
 
 
+def over_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
+    """The sum of the losses that `function` returns on each rank, and each gradient in one piece."""
+    losses, *gradients = zip(*on_ranks(function, num_ranks, *args), strict=True)
+    return [sum(losses), *map(np.concatenate, gradients)]
+
+
 def _rank(
     rank: int, num_ranks: int, folder: str, queue: Any, function: Callable[..., Any], args: Any
 ) -> None:

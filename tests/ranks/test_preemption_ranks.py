@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 from corpora import planted_corpus
+from loops import final_weights
 from ranks import on_ranks
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.parallel import collectives
-from xmcray.storage import read_manifest
 from xmcray.training.loop import Loop, build
 from xmcray.training.preemption import StopFlag
 from xmcray.training.run import Run, RunConfig
@@ -59,14 +59,6 @@ def trained_on_rank(corpus: Path, folder: Path, stop_at: int | None) -> int:
     return loop.saved_step
 
 
-def weights(run: Path) -> dict[str, str]:
-    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
-    files = read_manifest(newest, "checkpoint").files
-    return {
-        name: entry.sha256 for name, entry in files.items() if name.endswith(".safetensors")
-    } | {"": newest.name}
-
-
 def versions(run: Path) -> list[dict[str, object]]:
     """Hash, recall and number of query blocks of the versions that are left."""
     return [
@@ -86,7 +78,7 @@ def test_all_ranks_stop_at_one_step_and_resume_exactly(tmp_path: Path) -> None:
         assert stop_at <= first <= stop_at + 1  # rank 0 may have looked just before
         StopFlag(runs[1]).path.unlink()
     assert on_ranks(trained_on_rank, 2, corpus, runs[1], None) == last
-    assert weights(runs[1]) == weights(runs[0])
+    assert final_weights(runs[1]) == final_weights(runs[0])
     assert versions(runs[1]) == versions(runs[0]), (
         "an approximate index answers by blocks: they must be the same"
     )

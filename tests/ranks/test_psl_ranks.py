@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import golden, on_ranks
+from ranks import golden, over_ranks
 
 from xmcray.losses.pairs import Pairs
 from xmcray.losses.psl import Picked, pick_some_labels
@@ -52,19 +52,17 @@ def on_rank(name: str, balance: float) -> tuple[float, Any, Any]:
 @pytest.mark.parametrize("name", ["psl_paln", "psl_pal"])
 def test_psl_is_golden(name: str, num_ranks: int) -> None:
     g = golden(name)
-    results = on_ranks(on_rank, num_ranks, name, float(g["lambda_"]))
-    np.testing.assert_allclose(sum(r[0] for r in results), g["loss"], rtol=1e-9)
-    found = np.concatenate([r[2] for r in results]).T
-    np.testing.assert_allclose(found, g["grad_scores"], rtol=1e-9, atol=1e-11)
-    found = np.concatenate([r[1] for r in results])
-    np.testing.assert_allclose(found, g["grad_scores"] @ g["scores"].T, rtol=1e-9, atol=1e-11)
+    total, query_GG, column_UG = over_ranks(on_rank, num_ranks, name, float(g["lambda_"]))
+    np.testing.assert_allclose(total, g["loss"], rtol=1e-9)
+    np.testing.assert_allclose(column_UG.T, g["grad_scores"], rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(query_GG, g["grad_scores"] @ g["scores"].T, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["psl_paln", "psl_pal"])
 @pytest.mark.parametrize(("balance", "direction"), [(1.0, "loss_q2l"), (0.0, "loss_l2q")])
 def test_each_direction_is_golden(name: str, balance: float, direction: str) -> None:
-    results = on_ranks(on_rank, 2, name, balance)
-    np.testing.assert_allclose(sum(r[0] for r in results), golden(name)[direction], rtol=1e-9)
+    total, *_ = over_ranks(on_rank, 2, name, balance)
+    np.testing.assert_allclose(total, golden(name)[direction], rtol=1e-9)
 
 
 def test_two_queries_by_hand() -> None:
@@ -134,13 +132,11 @@ def few_labels_on_rank() -> tuple[float, Any, Any]:
 
 
 def test_a_rank_without_a_label() -> None:
-    one, three = on_ranks(few_labels_on_rank, 1), on_ranks(few_labels_on_rank, 3)
-    assert len(three[0][2]) == 0
-    np.testing.assert_allclose(sum(r[0] for r in three), one[0][0], rtol=1e-9)
-    for gradient in (1, 2):
-        np.testing.assert_allclose(
-            np.concatenate([r[gradient] for r in three]), one[0][gradient], rtol=1e-9
-        )
+    assert LabelPartition(2, 3, 0).size == 0
+    one = over_ranks(few_labels_on_rank, 1)
+    three = over_ranks(few_labels_on_rank, 3)
+    for found, expected in zip(three, one, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
 def test_gradients() -> None:

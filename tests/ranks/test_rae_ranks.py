@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import golden, on_ranks
+from ranks import golden, over_ranks
 
 from xmcray.losses import columns
 from xmcray.methods.label_pool import LabelPool
@@ -52,11 +52,9 @@ def test_the_loss_is_golden(
 ) -> None:
     monkeypatch.setattr(columns, "BLOCK_FLOATS", block_floats)
     g = golden("rae_loss")
-    results = on_ranks(on_rank, num_ranks)
-    np.testing.assert_allclose(sum(r[0] for r in results), g["loss"], rtol=1e-9)
-    query_GD = np.concatenate([r[1] for r in results])
+    total, query_GD, label_PD = over_ranks(on_rank, num_ranks)
+    np.testing.assert_allclose(total, g["loss"], rtol=1e-9)
     np.testing.assert_allclose(query_GD, g["grad_queries"], rtol=1e-9, atol=1e-11)
-    label_PD = np.concatenate([r[2] for r in results])
     expected = g["grad_label_pool"][np.argsort(g["pool_label_ids"])]
     np.testing.assert_allclose(label_PD, expected, rtol=1e-9, atol=1e-11)
 

@@ -8,6 +8,7 @@ import torch
 from corpora import planted_corpus
 from scipy.optimize import brentq
 from scipy.special import expit, logsumexp
+from torch import Tensor
 
 from xmcray import draws
 from xmcray.data.batches import TrainingData
@@ -15,7 +16,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.methods.dexml import Dexml
 from xmcray.training.loop import Setup, build
 from xmcray.training.run import RunConfig
-from xmcray.types import Shortlist
+from xmcray.types import Batch, Int64Array, Ragged, Shortlist
 
 SETTINGS = [
     "encoder.dim=6",
@@ -57,6 +58,34 @@ def loss_of_query(loss: str, scores: np.ndarray, place: int, top_k: float) -> fl
     return float(-np.log(expit(2 * (scores[place] + threshold))))
 
 
+def left_out_of(batch: Batch, drawn: Ragged, query: int) -> Int64Array:
+    """Labels that are no negatives of a query: positives that were not drawn, and its own label."""
+    labels = np.concatenate([batch.positives[query], batch.excluded[query]])
+    return np.setdiff1d(labels, drawn[query])
+
+
+def summed_loss(
+    batch: Batch, drawn: Ragged, pool: Int64Array, logits_GC: Tensor, loss: str, top_k: float = 0
+) -> float:
+    """The loss of all queries, one after the other.
+
+    Args:
+        batch: the queries.
+        drawn: the positive of each.
+        pool: labels of the columns.
+        logits_GC: inner products with them.
+        loss: as the setting.
+        top_k: k of SoftTop-k.
+    """
+    score_GC = logits_GC.numpy() / 0.25
+    total = 0.0
+    for query, score_C in enumerate(score_GC):
+        counted = np.flatnonzero(~np.isin(pool, left_out_of(batch, drawn, query)))
+        place = int(np.flatnonzero(pool[counted] == drawn[query][0])[0])
+        total += loss_of_query(loss, score_C[counted], place, top_k)
+    return total
+
+
 @pytest.mark.parametrize("columns", ["all", "in_batch"])
 @pytest.mark.parametrize("loss", ["decoupled", "softmax", "soft_top_k", "bce"])
 def test_undrawn_positives_are_no_negatives(corpus: Corpus, loss: str, columns: str) -> None:
@@ -66,15 +95,10 @@ def test_undrawn_positives_are_no_negatives(corpus: Corpus, loss: str, columns: 
     pool = np.arange(setup.data.num_labels) if columns == "all" else np.unique(drawn.values)
     with torch.no_grad():
         query_GD, label_CD = method.encode(batch, pool)
-    score_GC = (query_GD @ label_CD.T).numpy() / 0.25
+    expected = summed_loss(batch, drawn, pool, query_GD @ label_CD.T, loss, top_k=5)
     undrawn_in_pool = 0
-    expected = 0.0
-    for i in range(len(batch.query_ids)):
-        left_out = np.setdiff1d(np.concatenate([batch.positives[i], batch.excluded[i]]), drawn[i])
-        undrawn_in_pool += int(np.isin(left_out, pool).sum())
-        counted = np.flatnonzero(~np.isin(pool, left_out))
-        place = int(np.flatnonzero(pool[counted] == drawn[i][0])[0])
-        expected += loss_of_query(loss, score_GC[i, counted], place, top_k=5)
+    for query in range(len(batch.query_ids)):
+        undrawn_in_pool += int(np.isin(left_out_of(batch, drawn, query), pool).sum())
     assert undrawn_in_pool > 10, "too few to show a difference"
     with torch.no_grad():
         output = method.loss(batch, None)
@@ -93,13 +117,7 @@ def test_hard_columns_are_drawn_from_the_shortlist(corpus: Corpus) -> None:
     with torch.no_grad():
         query_GD, label_CD = method.encode(batch, pool)
         output = method.loss(batch, Shortlist(0, 0, labels))
-    score_GC = (query_GD @ label_CD.T).numpy() / 0.25
-    expected = 0.0
-    for i in range(len(batch.query_ids)):
-        left_out = np.setdiff1d(np.concatenate([batch.positives[i], batch.excluded[i]]), drawn[i])
-        counted = np.flatnonzero(~np.isin(pool, left_out))
-        place = int(np.flatnonzero(pool[counted] == drawn[i][0])[0])
-        expected += loss_of_query("decoupled", score_GC[i, counted], place, top_k=0)
+    expected = summed_loss(batch, drawn, pool, query_GD @ label_CD.T, "decoupled")
     assert float(output.total) == pytest.approx(expected, rel=1e-8)
 
 
@@ -116,13 +134,7 @@ def test_k_leaves_a_column_outside(corpus: Corpus) -> None:
         query_GD, label_CD = method.encode(batch, pool)
         output = method.loss(batch, None)
     found = float(output.total.detach()) / output.divisor
-    score_GC = (query_GD @ label_CD.T).numpy() / 0.25
-    expected = 0.0
-    for i in range(len(batch.query_ids)):
-        left_out = np.setdiff1d(np.concatenate([batch.positives[i], batch.excluded[i]]), drawn[i])
-        counted = np.flatnonzero(~np.isin(pool, left_out))
-        place = int(np.flatnonzero(pool[counted] == drawn[i][0])[0])
-        expected += loss_of_query("soft_top_k", score_GC[i, counted], place, top_k)
+    expected = summed_loss(batch, drawn, pool, query_GD @ label_CD.T, "soft_top_k", top_k)
     assert found == pytest.approx(expected / len(batch.query_ids), rel=1e-8)
 
 
@@ -137,11 +149,5 @@ def test_dropout_keeps_the_expected_length_of_free_vectors(corpus: Corpus) -> No
     for vectors, purpose in ((query_GD, "queries"), (label_LD, "labels")):
         mask = draws.keep_mask(0, f"dropout {purpose}", 0, 0, len(vectors), 6, 0.75)
         vectors *= 4.0 * torch.from_numpy(mask)
-    score_GL = (query_GD @ label_LD.T).numpy() / 0.25
-    expected = 0.0
-    for i in range(len(batch.query_ids)):
-        left_out = np.setdiff1d(np.concatenate([batch.positives[i], batch.excluded[i]]), drawn[i])
-        counted = np.flatnonzero(~np.isin(labels, left_out))
-        place = int(np.flatnonzero(counted == drawn[i][0])[0])
-        expected += loss_of_query("decoupled", score_GL[i, counted], place, top_k=0)
+    expected = summed_loss(batch, drawn, labels, query_GD @ label_LD.T, "decoupled")
     assert float(output.total) == pytest.approx(expected, rel=1e-8)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from corpora import planted_corpus
+from loops import trained
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
 from xmcray.methods.matryoshka import Matryoshka
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
-from xmcray.training.loop import Loop, Setup, build
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.loop import Setup, build
+from xmcray.training.run import RunConfig
 from xmcray.training.step import encode_queries
 
 WIDTH = 8
@@ -33,16 +33,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return planted_corpus(tmp_path_factory.mktemp("matryoshka"), num_queries=300, num_labels=30)
 
 
-def trained(folder: Path, corpus: Corpus, *extra: str) -> Setup:
-    config = RunConfig.resolve("dexml", {}, [*SETTINGS, *extra])
-    data = TrainingData(corpus, config.data)
-    setup = build(config, data, torch.device("cpu"))
-    folder.mkdir()
-    run = Run(folder, "test", config, corpus.origin, corpus.sha256)
-    Loop(run, setup, ThreadRefresher(data, RefreshSpec(1, config.negatives, 0))).train()
-    return setup
-
-
 def precision(setup: Setup, corpus: Corpus, width: int) -> float:
     """P@1 on test queries by the first columns of queries and labels."""
     test = corpus.split("test")
@@ -56,8 +46,10 @@ def precision(setup: Setup, corpus: Corpus, width: int) -> float:
 
 
 def test_prefixes_answer_better_than_those_of_whole_vectors(tmp_path: Path, corpus: Corpus) -> None:
-    plain = trained(tmp_path / "plain", corpus)
-    nested = trained(tmp_path / "nested", corpus, f"encoder.matryoshka=[4,{WIDTH}]")
+    config = RunConfig.resolve("dexml", {}, SETTINGS)
+    plain = trained(tmp_path / "plain", corpus, config)
+    config = RunConfig.resolve("dexml", {}, [*SETTINGS, f"encoder.matryoshka=[4,{WIDTH}]"])
+    nested = trained(tmp_path / "nested", corpus, config)
     prefixes = [precision(setup, corpus, WIDTH) for setup in (plain, nested)]
     wholes = [precision(setup, corpus, 32) for setup in (plain, nested)]
     assert prefixes[1] > prefixes[0] + 0.05, (prefixes, wholes)

@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from corpora import corpus_of, planted_corpus
+from loops import trained
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
 from xmcray.evaluation.metrics import inverse_propensity
 from xmcray.methods.prime import Prime, PrimeConfig
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
-from xmcray.training.loop import Loop, Setup, build
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.loop import Setup, build
+from xmcray.training.run import RunConfig
 
 SETTINGS = [
     "encoder.dim=8",
@@ -191,11 +191,7 @@ def weights(folder: Path, corpus: Corpus, stop: int) -> dict[str, torch.Tensor]:
     config = RunConfig.resolve(
         "prime", {}, [*SETTINGS, "optim.precision=float32", "log.checkpoint_every=2"]
     )
-    setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))
-    run = Run(folder, "test", config, corpus.origin, corpus.sha256)
-    loop = Loop(run, setup, ThreadRefresher(setup.data, RefreshSpec(1, config.negatives, 0)))
-    loop.last_step = stop
-    loop.train()
+    setup = trained(folder, corpus, config, stop)
     state = {
         f"{m}.{k}": v
         for m, module in setup.stepper.modules.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import loops
 import pytest
 import torch
 from corpora import planted_corpus
@@ -13,11 +14,10 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import StorageError
 from xmcray.methods.registry import method_names
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.loop import Loop, Setup, build
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import RunConfig
 
 COMMON = ["encoder.dim=8", "optim.batch_size=32", "negatives.hard=0", "log.checkpoint_every=2"]
 PRIME = ["method.free_vectors=4", "method.feed_forward=8"]
@@ -47,11 +47,8 @@ def built(corpus: Corpus, case: str, partition: LabelPartition | None = None) ->
 
 
 def loop_in(folder: Path, corpus: Corpus, case: str) -> Loop:
-    folder.mkdir(exist_ok=True)
-    config = config_of(case)
-    setup = built(corpus, case)
-    run = Run(folder, "seam", config, corpus.origin, corpus.sha256)
-    return Loop(run, setup, ThreadRefresher(setup.data, RefreshSpec(1, config.negatives, 0)))
+    loop, _ = loops.loop_in(folder, corpus, config_of(case))
+    return loop
 
 
 def tensors_of(setup: Setup) -> dict[str, torch.Tensor]:

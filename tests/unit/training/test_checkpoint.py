@@ -10,21 +10,20 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import loops
 import pytest
 import torch
 from corpora import planted_corpus
 
 from xmcray import storage
-from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import StorageError
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint_writer import CheckpointWriter
-from xmcray.training.loop import Loop, Setup, build
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.loop import Loop, Setup
+from xmcray.training.run import RunConfig
 
 SETTINGS = [
     "encoder.dim=16",
@@ -41,11 +40,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def loop_in(folder: Path, corpus: Corpus, *extra: str) -> tuple[Loop, Setup]:
-    config = RunConfig.resolve("astra", {}, [*SETTINGS, *extra])
-    data = TrainingData(corpus, config.data)
-    setup = build(config, data, torch.device("cpu"))
-    run = Run(folder, "test", config, corpus.origin, corpus.sha256)
-    return Loop(run, setup, ThreadRefresher(data, RefreshSpec(1, config.negatives, 0))), setup
+    return loops.loop_in(folder, corpus, RunConfig.resolve("astra", {}, [*SETTINGS, *extra]))
 
 
 def trained(folder: Path, corpus: Corpus) -> tuple[Path, Setup]:

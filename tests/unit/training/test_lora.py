@@ -9,18 +9,16 @@ import pytest
 import torch
 import transformers
 from corpora import planted_decoder
+from loops import trained
 from models import write_family
 from torch import Tensor
 
-from xmcray.data.batches import TrainingData
 from xmcray.data.tokens import TextTokenizer, from_transformer
 from xmcray.errors import ConfigError
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
 from xmcray.nn.transformer import TransformerEncoder
-from xmcray.training.loop import Loop, build
 from xmcray.training.optim import EncoderOptimizer, OptimConfig
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import RunConfig
 from xmcray.training.step import Embedder
 
 WORDS = ["sort", "an", "array", "of", "numbers", "find", "the", "largest", "element", "in", "row"]
@@ -167,14 +165,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     config = RunConfig.resolve("dexml", {}, values)
 
     def train_to(folder: Path, step: int) -> dict[str, Tensor]:
-        data = TrainingData(corpus, config.data)
-        setup = build(config, data, torch.device("cpu"))
-        folder.mkdir(exist_ok=True)
-        run = Run(folder, "test", config, corpus.origin, corpus.sha256)
-        loop = Loop(run, setup, ThreadRefresher(data, RefreshSpec(1, config.negatives, 0)))
-        loop.last_step = step
-        loop.train()
-        return {**setup.stepper.encoder.state_dict(), **setup.stepper.optimizer.tensors()}
+        stepper = trained(folder, corpus, config, step).stepper
+        return {**stepper.encoder.state_dict(), **stepper.optimizer.tensors()}
 
     whole = train_to(tmp_path / "whole", 6)
     before = train_to(tmp_path / "killed", 3)

@@ -12,22 +12,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from corpora import corpus_of
+from loops import trained
 from planted import write_planted, write_side_vectors
 from served import served
 from torch import Tensor
 
-from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
-from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.batch_predict import QueryChunk, answer_chunk, read_chunks
 from xmcray.retrieval.encoder_export import export_encoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.launch import train
-from xmcray.training.loop import Loop, build
 from xmcray.training.outcome import bundle_of, measure_bundle
-from xmcray.training.run import Run, RunConfig
+from xmcray.training.run import RunConfig
 
 WIDTH = 16
 SETTINGS = [
@@ -175,14 +173,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(corpus: Corpus, tmp_path: Path)
     config = RunConfig.resolve("astra", {}, [*SETTINGS, "encoder.side=mix"])
 
     def train_to(folder: Path, step: int) -> dict[str, Tensor]:
-        data = TrainingData(corpus, config.data)
-        setup = build(config, data, torch.device("cpu"))
-        folder.mkdir(exist_ok=True)
-        run = Run(folder, "test", config, corpus.origin, corpus.sha256)
-        loop = Loop(run, setup, ThreadRefresher(data, RefreshSpec(1, config.negatives, 0)))
-        loop.last_step = step
-        loop.train()
-        return {**setup.stepper.encoder.state_dict(), **setup.stepper.optimizer.tensors()}
+        stepper = trained(folder, corpus, config, step).stepper
+        return {**stepper.encoder.state_dict(), **stepper.optimizer.tensors()}
 
     whole = train_to(tmp_path / "whole", 6)
     train_to(tmp_path / "killed", 3)
