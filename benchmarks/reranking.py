@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
-from pathlib import Path
 
 import data_sets
 import numpy as np
@@ -51,16 +49,16 @@ def main() -> None:
     here = ["cluster.workers=0", f"cluster.threads_per_process={options.threads}", "log.keep=1"]
     run, _ = trained(corpus, data_sets.preset(options.name, here, options.method))
     config = RerankTraining(model=data_sets.MINILM, queries=options.queries, epochs=options.epochs)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "reranker"
+    out = run.path / f"reranker-{options.queries}-{options.epochs}"
+    if not out.exists():
         begin = time.perf_counter()
-        outcome = train_reranker(str(run.path), corpus, out, config)
-        seconds = time.perf_counter() - begin
-        plain = Retriever.load(bundle_of(run, corpus))
-        reordered = plain.reranked_by(out)
-        before = measure_bundle(plain, corpus, "test")
-        after = measure_bundle(reordered, corpus, "test")
-        times = [one_query_ms(retriever, corpus) for retriever in (plain, reordered)]
+        train_reranker(str(run.path), corpus, out, config)
+        print(f"trained in {(time.perf_counter() - begin) / 60:.1f} minutes", flush=True)
+    plain = Retriever.load(bundle_of(run, corpus))
+    reordered = plain.reranked_by(out)
+    before = measure_bundle(plain, corpus, "test")
+    after = measure_bundle(reordered, corpus, "test")
+    times = [one_query_ms(retriever, corpus) for retriever in (plain, reordered)]
     header = ["answers", *METRICS, "ms a query"]
     rows: list[list[object]] = []
     for name, evaluation, milliseconds in zip(
@@ -76,10 +74,10 @@ def main() -> None:
                 f"{comparison.metric}: {100 * comparison.difference:+.1f} {interval},"
                 f" p = {comparison.p_value:.3f}"
             )
-    notes.append(
-        f"weight of the bundle's score, chosen on held-out queries: {outcome.weight:.3g}; training"
-        f" {seconds / 60:.1f} minutes; load average {load:.2f} at the start"
-    )
+    assert reordered.reranker is not None
+    weight = reordered.reranker.config.weight
+    notes.append(f"weight of the bundle's score, chosen on held-out queries: {weight:.3g}")
+    notes.append(load)
     write_table("reranking.md", "Answers read again by a cross-encoder", header, rows, notes)
 
 
