@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -30,7 +29,7 @@ from pathlib import Path
 
 import data_sets
 import torch
-from common import mean_and_half_width, refuse_if_busy, write_table
+from common import mean_and_half_width, new_parser, refuse_if_busy, write_table
 
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.retriever import Retriever
@@ -42,6 +41,8 @@ from xmcray.training.run import RunConfig
 METRICS = ("P@1", "P@5", "PSP@5")
 SETS = ("msdocs-seealso", "msdocs-links")
 REFERENCE = "mixture"
+NONE = "none"  # the variant that others are compared with
+NO_GOALS: Mapping[str, str] = {}
 EPOCHS = "epochs"
 TIME = "time"
 DEFAULT_HARD = 30  # hard negatives if the preset has none
@@ -120,8 +121,8 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = new_parser(
+        __doc__, out="ablation.md", threads=os.cpu_count() or 1, minutes=True, anyway=True
     )
     parser.add_argument("--data", nargs="+", default=list(SETS), metavar="CORPUS")
     parser.add_argument("--seeds", type=int, default=5)
@@ -134,13 +135,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings over the preset"
     )
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="start no training after so many"
-    )
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--quick", action="store_true", help="tiny epochs, printed only")
-    parser.add_argument("--out", type=Path, default=Path("ablation.md"))
-    parser.add_argument("--anyway", action="store_true", help="train on a busy machine")
     return parser.parse_args()
 
 
@@ -303,6 +298,51 @@ def comparisons(
                     f"{name}, equal {equal}: P@1 of the mixture less {other}:"
                     f" {spread(differences)} points ({wanted})"
                 )
+    return lines
+
+
+def known_or_measured(
+    kind: str,
+    corpus: Corpus,
+    config: RunConfig,
+    deadline: float,
+    further: Callable[[Retriever], Result] | None = None,
+) -> Result | None:
+    """The result of a training, from the cache or measured now; None if there is no time.
+
+    Args:
+        kind: folder of the cache.
+        corpus: the set.
+        config: settings of the training.
+        deadline: after which nothing is trained.
+        further: measures more of the bundle.
+    """
+    key = data_sets.fingerprint(config, corpus)
+    path = data_sets.CACHE / kind / corpus.card.name / f"{key}.json"
+    if path.is_file():
+        stored: Result = json.loads(path.read_text(encoding="utf-8"))
+        return stored
+    if time.monotonic() > deadline:
+        return None
+    return measured(corpus, config, path, further)
+
+
+def differences_to_none(
+    preset: str, results: Mapping[str, dict[int, Result]], wanted: Mapping[str, str] = NO_GOALS
+) -> list[str]:
+    """Each variant against NONE, paired by seed; `wanted` has the goals of some."""
+    lines = []
+    reference = results.get(NONE, {})
+    for variant, by_seed in results.items():
+        seeds = sorted(reference.keys() & by_seed.keys())
+        if variant == NONE or not seeds:
+            continue
+        parts = []
+        for metric in METRICS:
+            gains = [by_seed[seed][metric] - reference[seed][metric] for seed in seeds]
+            parts.append(f"{metric} {spread(gains)}")
+        goal = f" ({wanted[variant]})" if variant in wanted else ""
+        lines.append(f"{preset}, {variant} less none, in points: {', '.join(parts)}{goal}")
     return lines
 
 

@@ -11,14 +11,13 @@ interrupted training continues when the same command is started again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
 from pathlib import Path
 
 import data_sets
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from floors import FLOORS, METRICS
 
 from xmcray.data.corpus import Corpus
@@ -37,16 +36,12 @@ LIMIT_MINUTES = {"msdocs-seealso": 10, "msdocs-links": 10}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="accuracy.md", anyway=True)
     parser.add_argument("--set", dest="sets", nargs="+", choices=list(FLOORS), default=list(FLOORS))
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the preset"
     )
     parser.add_argument("--quick", action="store_true", help="one short epoch, printed only")
-    parser.add_argument("--out", type=Path, default=Path("accuracy.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.out = Path(os.devnull)

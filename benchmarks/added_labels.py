@@ -17,7 +17,7 @@ from pathlib import Path
 
 import data_sets
 import numpy as np
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray import config as configs
 from xmcray.data.corpus import Corpus
@@ -43,15 +43,12 @@ K = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="added_labels.md")
     parser.add_argument("--method", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--labels", type=int, default=100, help="that join (default: %(default)s)")
     parser.add_argument(
         "--draws", type=int, default=5, help="of these labels (default: %(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=Path("added_labels.md"))
     arguments = parser.parse_args()
     load = refuse_if_busy(anyway=True)
     corpus = data_sets.corpus("sample")

@@ -9,7 +9,6 @@ is the scheduler's alone. Steps are those recorded, also of trials that trained 
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 
 import data_sets
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.data.sample import write_sample
 from xmcray.tuning.sweep import Sweep
@@ -32,17 +31,11 @@ MAX_LOSS = 0.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="asha.md", anyway=True)
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="settings of all trials"
-    )
-    parser.add_argument("--out", type=Path, default=Path("asha.md"))
-    parser.add_argument(
-        "--anyway", action="store_true", help="measure on a busy machine too, and say so"
     )
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway)

@@ -11,7 +11,6 @@ wall time, so a busy machine trains less in it. results/auto.json keeps all meas
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import fcntl
 import json
@@ -20,7 +19,7 @@ import sys
 from typing import Any
 
 import data_sets
-from common import RESULTS, refuse_if_busy, write_table
+from common import RESULTS, new_parser, refuse_if_busy, write_table
 
 from xmcray import storage
 from xmcray.data.corpus import Corpus
@@ -46,12 +45,9 @@ NOTES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, anyway=True)
     parser.add_argument("--set", dest="sets", nargs="+", choices=SET_SIZES, default=list(SET_SIZES))
     parser.add_argument("--minutes", type=float, help="of each set; 0 measures nothing")
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     options = parser.parse_args()
     load = refuse_if_busy(options.anyway)
     data_sets.offer_minilm()

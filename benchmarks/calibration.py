@@ -11,14 +11,13 @@ by their texts alone.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import RESULTS, refuse_if_busy, write_table
+from common import RESULTS, new_parser, refuse_if_busy, write_table
 
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.metrics import relevant
@@ -63,13 +62,10 @@ NOTES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="calibration.md")
     parser.add_argument("runs", nargs="*", metavar="RUN")
     parser.add_argument("--fused", action="store_true", help="also fuse each run")
     parser.add_argument("--keep", action="store_true", help="keep the other rows of the table")
-    parser.add_argument("--out", type=Path, default=Path("calibration.md"))
     arguments = parser.parse_args()
     load = refuse_if_busy(anyway=True)
     rows: dict[str, list[object]] = {}

@@ -11,7 +11,6 @@ writing starts is not part of a step; its time is a line of its own.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -23,7 +22,7 @@ import numpy as np
 import scale
 import synthetic
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.data.batches import TrainingData
 from xmcray.training import checkpoint as checkpoints
@@ -57,14 +56,10 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="checkpoint_saving.md", anyway=True)
     parser.add_argument("--labels", type=float, default=1e7)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("checkpoint_saving.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway)
     torch.set_num_threads(arguments.threads)

@@ -12,7 +12,6 @@ the caches, do not count.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray import draws
 from xmcray.losses.bce import full_bce, sampled_bce
@@ -150,17 +149,13 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="classifier_step.md", anyway=True)
     parser.add_argument("--rounds", type=int, default=12, help="blocks of each size")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a block")
     parser.add_argument("--exact-steps", type=int, default=3)
     parser.add_argument(
         "--quick", action="store_true", help="three small sizes, a few steps, printed only"
     )
-    parser.add_argument("--out", type=Path, default=Path("classifier_step.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import math
@@ -27,6 +28,38 @@ PACKAGES = (
     "numpy",
     "pyarrow",
 )
+
+
+def new_parser(
+    about: str | None,
+    *,
+    out: str = "",
+    threads: int = 0,
+    minutes: bool = False,
+    anyway: bool = False,
+) -> argparse.ArgumentParser:
+    """A parser with the options that several benchmarks have.
+
+    Args:
+        about: text of the script.
+        out: --out has this page of results as its default; "" leaves the option out.
+        threads: --threads has this default; 0 leaves it out.
+        minutes: --minutes ends a long measurement between two trainings.
+        anyway: --anyway measures on a busy machine.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if out:
+        parser.add_argument("--out", type=Path, default=Path(out))
+    if threads:
+        parser.add_argument("--threads", type=int, default=threads)
+    if minutes:
+        about_minutes = "start no training after so many"
+        parser.add_argument("--minutes", type=float, default=math.inf, help=about_minutes)
+    if anyway:
+        parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
+    return parser
 
 
 def machine() -> str:

@@ -24,7 +24,7 @@ from statistics import median
 import data_sets
 import numpy as np
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from encoder_speed import packaged_model
 from minilm import SETS, tokenised
 
@@ -73,9 +73,7 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="compact.md", threads=1, anyway=True)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--texts", type=int, default=2000, help="at most so many test queries of each set"
@@ -87,13 +85,8 @@ def main() -> None:
         "--set", default="msdocs-links", help="whose trained bundle gives the label vectors"
     )
     parser.add_argument("--factory", nargs="+", default=list(FACTORIES))
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--quick", action="store_true", help="400 texts; labels of msdocs-seealso; no PQ"
-    )
-    parser.add_argument("--out", type=Path, default=Path("compact.md"))
-    parser.add_argument(
-        "--anyway", action="store_true", help="measure on a busy machine: only the times suffer"
     )
     options = parser.parse_args()
     if options.quick:

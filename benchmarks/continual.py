@@ -24,7 +24,7 @@ from typing import Any
 
 import data_sets
 import numpy as np
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from corpora import appended, corpus_of, vocabulary_of
 from simulated import simulated_verdict
 
@@ -49,9 +49,7 @@ ALONE = ["cluster.workers=0", "cluster.threads_per_process=1"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="continual.md", anyway=True)
     parser.add_argument("--set", default="msdocs-links")
     parser.add_argument("--method", default="astra")
     parser.add_argument("--slices", type=int, default=10)
@@ -62,8 +60,6 @@ def main() -> None:
     )
     parser.add_argument("--draws", type=int, default=0, metavar="N")
     parser.add_argument("--quick", action="store_true", help="one short epoch, printed only")
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
-    parser.add_argument("--out", type=Path, default=Path("continual.md"))
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     if arguments.quick:

@@ -1,4 +1,4 @@
-"""Corpora of the benchmarks, prepared once into a cache, and the presets of their trainings."""
+"""Corpora of the benchmarks, prepared once into a cache, and the presets and comparisons of their trainings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from xmcray.data import pipeline
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
 from xmcray.data.sample import write_sample
+from xmcray.evaluation.evaluate import Evaluation, compare
 from xmcray.storage import MANIFEST
 from xmcray.training.run import RunConfig
 
@@ -124,6 +125,19 @@ def fingerprint(config: RunConfig, corpus: Corpus) -> str:
 
 
 @functools.cache
+def paired_notes(ours: Evaluation, other: Evaluation, metrics: Collection[str]) -> list[str]:
+    """By how much some metrics differ, with 95 % intervals of a paired test over queries."""
+    notes = []
+    for comparison in compare(ours, other):
+        if comparison.metric in metrics:
+            interval = f"[{100 * comparison.low:+.1f}, {100 * comparison.high:+.1f}]"
+            notes.append(
+                f"{comparison.metric}: {100 * comparison.difference:+.1f} {interval},"
+                f" p = {comparison.p_value:.3f}"
+            )
+    return notes
+
+
 def default_settings(method: str) -> dict[str, Any]:
     """All settings of a method; read once, because a page of claims names a thousand trainings."""
     return RunConfig.resolve(method, {}).to_dict()

@@ -20,14 +20,13 @@ from statistics import median
 import data_sets
 import numpy as np
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from encoder_speed import packaged_model
 from minilm import COMMON, SETTINGS, tokenised
 
 from xmcray import api
 from xmcray import config as configs
 from xmcray.data.corpus import Corpus
-from xmcray.evaluation.evaluate import compare
 from xmcray.retrieval.retriever import Retriever
 
 METRICS = ("P@1", "P@5", "PSP@5")
@@ -47,15 +46,12 @@ FINE_TUNING = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, anyway=True)
     parser.add_argument("--data", default="cdnjs-keywords", help="set, or with --teacher a corpus")
     parser.add_argument("--teacher", type=Path, help="run or bundle; fine-tuned if not given")
     parser.add_argument("--set", action="append", default=[], metavar="A=B", dest="settings")
     parser.add_argument("--texts", type=int, default=512, help="texts encoded per round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of encoding")
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     options = parser.parse_args()
     load = refuse_if_busy(options.anyway)
     torch.set_num_threads(1)
@@ -86,13 +82,7 @@ def main() -> None:
         f" {corpus.card.num_test:,} test queries; settings: {' '.join(options.settings) or 'defaults'};"
         f" distilled in {minutes:.1f} minutes"
     ]
-    for comparison in compare(evaluations["static"], evaluations["transformer"]):
-        if comparison.metric in METRICS:
-            interval = f"[{100 * comparison.low:+.1f}, {100 * comparison.high:+.1f}]"
-            notes.append(
-                f"{comparison.metric}: {100 * comparison.difference:+.1f} {interval},"
-                f" p = {comparison.p_value:.3f}"
-            )
+    notes += data_sets.paired_notes(evaluations["static"], evaluations["transformer"], METRICS)
     notes.append(load)
     header = ["encoder", *METRICS, "texts/s on one core"]
     write_table("distil.md", "A static encoder distilled from a transformer", header, rows, notes)

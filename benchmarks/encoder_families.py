@@ -7,7 +7,6 @@ MiniLM is the real model. sentence-transformers runs in its own environment, whi
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import write_table
+from common import new_parser, write_table
 from data_sets import MINILM  # puts the folder of the tests on the path
 from models import as_sentence_transformer, write_family
 from peer_environment import SENTENCES, run_script
@@ -62,9 +61,7 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -19,7 +19,7 @@ from statistics import median
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.data.tokens import from_transformer
 from xmcray.nn.encoder import load_encoder
@@ -30,9 +30,7 @@ Step = Callable[[int], object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, anyway=True)
     parser.add_argument(
         "--data", type=Path, default=DATA, help="folder with msdocs-links and cdnjs-keywords"
     )
@@ -48,7 +46,6 @@ def main() -> None:
     parser.add_argument(
         "--autocast", choices=["auto", "bf16", "none"], default="none", help="ours and theirs alike"
     )
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine too")
     options = parser.parse_args()
     model = options.model or packaged_model()
     sets = [

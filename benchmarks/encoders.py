@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 import data_sets
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from encoder_speed import packaged_model
 from minilm import tokenised, vectors
 
@@ -100,9 +99,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="encoders.md", threads=1, minutes=True, anyway=True)
     parser.add_argument("--set", dest="sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
@@ -110,13 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings over the presets"
     )
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="start no training after so many"
-    )
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="one short epoch, printed only")
-    parser.add_argument("--out", type=Path, default=Path("encoders.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     return parser.parse_args()
 
 

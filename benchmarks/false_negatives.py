@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -31,8 +30,16 @@ from pathlib import Path
 import data_sets
 import numpy as np
 import torch
-from ablation import METRICS, Result, measured, spread, table_row
-from common import refuse_if_busy, write_table
+from ablation import (
+    METRICS,
+    NONE,
+    Result,
+    differences_to_none,
+    known_or_measured,
+    spread,
+    table_row,
+)
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.data.corpus import Corpus, Split
 from xmcray.retrieval.retriever import Retriever
@@ -45,7 +52,6 @@ from xmcray.types import Int64Array, Ragged
 PRESETS = ("astra/sample", "prime/sample", "dexml/ance-sample")
 HIDDEN = 0.05
 TEACHER_SEED = 100
-NONE = "none"
 TEACHER = "teacher, 0.9"
 VARIANTS = {NONE: 0.0, "0.95": 0.95, "0.9": 0.9, "0.8": 0.8, TEACHER: 0.9}
 # Of --where: ANCE draws some of a query's hard negatives in each step, and its loss compares them with one positive.
@@ -77,7 +83,7 @@ def main() -> None:
         settings = Settings(corpus, preset, arguments, deadline)
         results = results_of(settings, arguments.only)
         rows += [table_row(preset, variant, by_seed) for variant, by_seed in results.items()]
-        notes += differences(preset, results)
+        notes += differences_to_none(preset, results)
     notes += [
         "committed presets; percent on the whole test split, exact search; mean over"
         " seeds with its 95 % interval (Student's t); differences are paired by seed",
@@ -90,20 +96,13 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, threads=os.cpu_count() or 1, minutes=True, anyway=True)
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), metavar="METHOD/PRESET")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, help="instead of the preset's")
     parser.add_argument("--where", action="store_true", help="where the filter wins")
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="start no training after so many"
-    )
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="instead of the page in results")
-    parser.add_argument("--anyway", action="store_true", help="train on a busy machine")
     return parser.parse_args()
 
 
@@ -224,21 +223,16 @@ def result_of(settings: Settings, variant: str, seed: int) -> Result | None:
         if teacher is None:
             return None
     config = config_of(settings, variant, seed, teacher)
-    key = data_sets.fingerprint(config, corpus)
-    kind = "false_negatives" if settings.whole is None else "false_negatives_where"
-    path = data_sets.CACHE / kind / corpus.card.name / f"{key}.json"
-    if path.is_file():
-        stored: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
-        return stored
-    if time.monotonic() > settings.deadline:
-        return None
+    kind = "false_negatives"
     further = None
     if settings.whole is not None:
+        kind = "false_negatives_where"
         hard = config.negatives.hard
         further = functools.partial(hidden_among_hard, corpus, settings.whole, hard)
-    result = measured(corpus, config, path, further)
-    shown = ", ".join(f"{metric} {100 * result[metric]:.1f}" for metric in METRICS)
-    print(f"{corpus.card.name}, {settings.preset}, {variant}, seed {seed}: {shown}", flush=True)
+    result = known_or_measured(kind, corpus, config, settings.deadline, further)
+    if result is not None:
+        shown = ", ".join(f"{metric} {100 * result[metric]:.1f}" for metric in METRICS)
+        print(f"{corpus.card.name}, {settings.preset}, {variant}, seed {seed}: {shown}", flush=True)
     return result
 
 
@@ -295,22 +289,6 @@ def pair_keys(positives: Ragged) -> Int64Array:
 
 
 # --- table
-
-
-def differences(preset: str, results: dict[str, dict[int, Result]]) -> list[str]:
-    """Each variant against none, paired by seed."""
-    lines = []
-    reference = results.get(NONE, {})
-    for variant, by_seed in results.items():
-        seeds = sorted(reference.keys() & by_seed.keys())
-        if variant == NONE or not seeds:
-            continue
-        parts = []
-        for metric in METRICS:
-            gains = [by_seed[seed][metric] - reference[seed][metric] for seed in seeds]
-            parts.append(f"{metric} {spread(gains)}")
-        lines.append(f"{preset}, {variant} less none, in points: {', '.join(parts)}")
-    return lines
 
 
 def write_where(arguments: argparse.Namespace, deadline: float, load: str) -> None:

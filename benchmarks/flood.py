@@ -11,7 +11,6 @@ a second later. Last, the same searches after all of that.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import multiprocessing
@@ -25,7 +24,7 @@ from typing import Any
 
 import data_sets
 import numpy as np
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from xmcray_serve import Server
 
 from xmcray.client import Client, ClientError
@@ -44,11 +43,8 @@ BODY = HEAD + b"Content-Type: application/json\r\nContent-Length: 5000\r\n\r\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, anyway=True)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each phase")
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway)
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -13,7 +13,6 @@ Bundles are kept in the cache, because an index over the training queries takes 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shutil
 import time
@@ -25,7 +24,7 @@ import faiss
 import numpy as np
 import synthetic
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.data.corpus import Corpus
 from xmcray.nn.encoder import EncoderConfig, build_encoder
@@ -41,14 +40,10 @@ HEADER = ["labels", "training queries", "side", "p50 ms", "p90 ms", "added p50 m
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="fused_latency.md", anyway=True)
     parser.add_argument("--labels", type=int, nargs="+", default=[14_471, 104_969])
     parser.add_argument("--queries-per-label", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9, help="through all texts")
-    parser.add_argument("--out", default="fused_latency.md")
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     options = parser.parse_args()
     load = refuse_if_busy(options.anyway)
     torch.set_num_threads(1)

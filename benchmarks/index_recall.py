@@ -23,7 +23,7 @@ import data_sets
 import faiss
 import numpy as np
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from safetensors.numpy import load_file, save_file
 
 from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, build_index, resolve_factory
@@ -46,9 +46,7 @@ HEADER = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="index_recall.md", anyway=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--queries", type=int, default=100_000)
@@ -60,8 +58,6 @@ def main() -> None:
     parser.add_argument(
         "--stand-ins", action="store_true", help="tune on noisy rows, as an export does"
     )
-    parser.add_argument("--out", default="index_recall.md")
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway)
     torch.set_num_threads(1)

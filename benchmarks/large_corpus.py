@@ -28,7 +28,7 @@ from typing import Any
 import data_sets
 import numpy as np
 import pyarrow as pa
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from synthetic import word_tokenizer
 
 from xmcray.data.batches import BatchSampler, DataConfig, TrainingData
@@ -52,15 +52,11 @@ SETTINGS = PrepareConfig()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="large_corpus.md", anyway=True)
     parser.add_argument("--queries", type=float, default=370e6)
     parser.add_argument("--labels", type=float, default=120e6)
     parser.add_argument("--readers", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=data_sets.CACHE, help="a disk with room")
-    parser.add_argument("--out", type=Path, default=Path("large_corpus.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.read:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import data_sets
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
@@ -56,9 +56,7 @@ class ProcessRefresher:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="memory.md", anyway=True)
     parser.add_argument("--labels", type=int, default=1_000_000)
     parser.add_argument("--queries", type=int, default=30_000)
     parser.add_argument("--dim", type=int, default=256)
@@ -66,8 +64,6 @@ def main() -> None:
         "--augment", action="store_true", help="label texts are training queries too"
     )
     parser.add_argument("--quick", action="store_true", help="20,000 labels, printed only")
-    parser.add_argument("--out", type=Path, default=Path("memory.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     parser.add_argument("--train", nargs=2, metavar=("RUN", "CORPUS"), help=argparse.SUPPRESS)
     parser.add_argument("--refresh", nargs=2, metavar=("VERSION", "RUN"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

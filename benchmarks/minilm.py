@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 import data_sets
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from encoder_speed import packaged_model
 
 from xmcray.data.batches import TrainingData
@@ -93,9 +92,7 @@ SETTINGS: dict[str, list[str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="minilm.md", threads=1, minutes=True, anyway=True)
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--method", nargs="*", choices=method_names(), default=method_names())
     parser.add_argument(
@@ -103,14 +100,6 @@ def main() -> None:
     )
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over those here"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="start no training after so many"
-    )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("minilm.md"))
-    parser.add_argument(
-        "--anyway", action="store_true", help="train on a busy machine: only the seconds suffer"
     )
     arguments = parser.parse_args()
     if not arguments.model:

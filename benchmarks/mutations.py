@@ -16,7 +16,6 @@ list, cosmic-ray starts a process that imports torch for each mutation, and mutm
 
 from __future__ import annotations
 
-import argparse
 import compileall
 import contextlib
 import dataclasses
@@ -38,7 +37,7 @@ from typing import Any
 
 import pytest
 import yaml
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from mutation_operators import Mutation, chosen_mutation, count_statements, drawn_mutations
 
 ROOT = Path(__file__).parents[1]
@@ -202,9 +201,7 @@ class Slot:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--drawn", type=int, default=40, help="mutations drawn by operators")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn mutations")
     parser.add_argument("--processes", type=int, default=2)

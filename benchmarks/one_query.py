@@ -25,7 +25,7 @@ import data_sets
 import faiss
 import numpy as np
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import FLAT_ROWS, Index, IndexSpec, build_index, resolve_factory
@@ -59,14 +59,10 @@ class Side:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="one_query.md", anyway=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[2200, 32_085, 104_969, 10**6])
     parser.add_argument("--peer-graphs", type=int, default=200_000, help="at most so many rows")
     parser.add_argument("--rounds", type=int, default=1, help="through all queries")
-    parser.add_argument("--out", default="one_query.md")
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     options = parser.parse_args()
     load = refuse_if_busy(options.anyway)
     torch.set_num_threads(1)

@@ -5,7 +5,6 @@ python benchmarks/open_ports.py          # two minutes
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.doctor.sockets import Listener, listeners
 
@@ -32,10 +31,7 @@ PATIENCE_S = 120
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("open_ports.md"))
+    parser = new_parser(__doc__, out="open_ports.md")
     arguments = parser.parse_args()
     load = refuse_if_busy(anyway=True)
     folder = Path(tempfile.mkdtemp(prefix="xp"))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -31,7 +30,7 @@ from typing import Any
 import data_sets
 import matplotlib as mpl
 import torch
-from common import RESULTS, refuse_if_busy, write_table
+from common import RESULTS, new_parser, refuse_if_busy, write_table
 from methods import METRICS, SETS, floors_folder
 from peer_environment import run_script
 
@@ -116,17 +115,10 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, threads=os.cpu_count() or 1, minutes=True, anyway=True)
     names = [name for name in SETS if name != "sample"]
     parser.add_argument("--set", dest="sets", nargs="+", choices=names, default=names)
     parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="start no training after so many"
-    )
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     return parser.parse_args()
 
 

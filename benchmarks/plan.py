@@ -14,7 +14,6 @@ batch of one more training is drawn: MiniLM on the embedded sample, against the 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shutil
@@ -26,7 +25,7 @@ from typing import Any
 import data_sets
 import numpy as np
 import synthetic
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from encoder_speed import packaged_model
 from minilm import tokenised
 
@@ -65,9 +64,7 @@ class Drawn:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="plan.md", anyway=True)
     parser.add_argument("--seed", type=int, required=True, help="draws the configurations")
     parser.add_argument("--only", type=int, nargs="+", help="places of configurations, from 0")
     parser.add_argument(
@@ -76,8 +73,6 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="two small configurations, printed only"
     )
-    parser.add_argument("--out", type=Path, default=Path("plan.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway or arguments.quick)
     drawn = draw(arguments.seed)

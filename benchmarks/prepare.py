@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 TOKENS = 32
 LABELS = 10_000
@@ -25,13 +25,8 @@ WORDS = 20_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, anyway=True)
     parser.add_argument("--rows", type=int, default=1_000_000, help="N")
-    parser.add_argument(
-        "--anyway", action="store_true", help="measure although the machine is busy"
-    )
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

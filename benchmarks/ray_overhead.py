@@ -22,7 +22,7 @@ import data_sets
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
@@ -43,16 +43,12 @@ ENVIRONMENT = {  # as workers under Ray Train are started
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="ray_overhead.md", anyway=True)
     parser.add_argument("--data", default="planted", metavar="CORPUS")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="two epochs, one round, printed only")
-    parser.add_argument("--out", type=Path, default=Path("ray_overhead.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     parser.add_argument("--rank", nargs=2, metavar=("RANK", "RUN"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:

@@ -25,7 +25,7 @@ from typing import Any
 
 import data_sets
 import numpy as np
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.training.launch import train
 from xmcray.training.records import read_records
@@ -83,9 +83,7 @@ class Watcher:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="refresh.md", anyway=True)
     parser.add_argument("--data", default="msdocs-seealso", metavar="CORPUS")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument(
@@ -100,8 +98,6 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="small batches and vectors, printed only"
     )
-    parser.add_argument("--out", type=Path, default=Path("refresh.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.out = Path(os.devnull)

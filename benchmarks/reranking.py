@@ -9,7 +9,6 @@ bundle's hard negatives by `xmcray train-reranker`. Both are measured on the tes
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 
@@ -17,10 +16,9 @@ import data_sets
 import numpy as np
 import torch
 from accuracy import trained
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.data.corpus import Corpus
-from xmcray.evaluation.evaluate import compare
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.outcome import bundle_of, measure_bundle
 from xmcray.training.train_reranker import RerankTraining, train_reranker
@@ -30,15 +28,11 @@ TIMED = 200  # queries that are answered for the time of one
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, threads=os.cpu_count() or 1, anyway=True)
     parser.add_argument("--set", default="sample", dest="name")
     parser.add_argument("--method", default="dexml")
     parser.add_argument("--queries", type=int, default=20_000)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     options = parser.parse_args()
     load = refuse_if_busy(options.anyway)
     torch.set_num_threads(options.threads)
@@ -67,13 +61,7 @@ def main() -> None:
         values = [f"{100 * evaluation.metrics[metric]:.1f}" for metric in METRICS]
         rows.append([name, *values, f"{milliseconds:.1f}"])
     notes = [f"{options.method} on {options.name}, MiniLM, epochs: {options.epochs}"]
-    for comparison in compare(after, before):
-        if comparison.metric in METRICS:
-            interval = f"[{100 * comparison.low:+.1f}, {100 * comparison.high:+.1f}]"
-            notes.append(
-                f"{comparison.metric}: {100 * comparison.difference:+.1f} {interval},"
-                f" p = {comparison.p_value:.3f}"
-            )
+    notes += data_sets.paired_notes(after, before, METRICS)
     assert reordered.reranker is not None
     weight = reordered.reranker.config.weight
     notes.append(f"weight of the bundle's score, chosen on held-out queries: {weight:.3g}")

@@ -7,13 +7,13 @@ Nothing is measured. A method's dot is the row with the better validation, alone
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from common import new_parser
 from floors import BOTH, FLOORS, LINEAR, METRICS
 
 TABLE = Path(__file__).parent / "results" / "methods.json"
@@ -43,9 +43,7 @@ NUM_LABELS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--out", type=Path, default=PLOT)
     arguments = parser.parse_args()
     rows = json.loads(TABLE.read_text(encoding="utf-8"))["results"]

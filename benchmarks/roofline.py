@@ -12,7 +12,6 @@ of a large one; both rates are measured on the device.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import platform
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from common import new_parser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where the package is not installed
 from xmcray.losses.bce import sampled_bce
@@ -52,9 +52,7 @@ class Size:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[1, 8], help="workers that share the labels"
     )

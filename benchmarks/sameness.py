@@ -16,7 +16,6 @@ sets. A recording names its processor, and --compare refuses a recording of anot
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -30,6 +29,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import torch
+from common import new_parser
 from safetensors import safe_open
 
 from xmcray.data.corpus import Corpus
@@ -74,9 +74,7 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--methods", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--workers", nargs="+", type=int, default=[0, 2])
     parser.add_argument("--corpus", type=Path, help="a prepared sample (default: prepare one)")

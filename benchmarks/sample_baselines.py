@@ -5,11 +5,11 @@ python benchmarks/sample_baselines.py [FOLDER]     # a folder of JSON lines inst
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from common import new_parser
 
 from xmcray.data.formats import BadRow, RawFiles, detect
 from xmcray.data.sample import write_sample
@@ -24,9 +24,7 @@ MAX_ANSWERS = 100
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("folder", nargs="?", type=Path, help="default: the embedded sample")
     arguments = parser.parse_args()
     if arguments.folder is not None:

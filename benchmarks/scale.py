@@ -39,7 +39,7 @@ import refresh
 import synthetic
 import torch
 import torch.distributed as dist
-from common import RESULTS, refuse_if_busy, write_table
+from common import RESULTS, new_parser, refuse_if_busy, write_table
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
@@ -78,9 +78,7 @@ COLUMNS = {  # what is measured, and how a plan calls it
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="scale.md", anyway=True)
     parser.add_argument("--labels", type=float, nargs="+", default=[1e5, 1e6])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dim", type=int, default=64)
@@ -89,8 +87,6 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="5,000 labels, one worker, kept and written nowhere"
     )
-    parser.add_argument("--out", type=Path, default=Path("scale.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     parser.add_argument(
         "--rank", nargs=4, metavar=("RANK", "RANKS", "CORPUS", "FOLDER"), help=argparse.SUPPRESS
     )

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from load import (
     MAX_CONNECTIONS,
     Connections,
@@ -58,9 +58,7 @@ CLOSED_BATCH = (1, 2, 4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, anyway=True)
     parser.add_argument(
         "--bundle", dest="bundles", nargs="+", default=list(BUNDLES), choices=BUNDLES
     )
@@ -86,7 +84,6 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="short, the sample in one process, printed only"
     )
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--null", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import math
 import os
 import shutil
 import time
@@ -24,8 +22,8 @@ from pathlib import Path
 
 import data_sets
 import torch
-from ablation import METRICS, Result, measured, spread, table_row
-from common import refuse_if_busy, write_table
+from ablation import METRICS, NONE, Result, differences_to_none, known_or_measured, table_row
+from common import new_parser, refuse_if_busy, write_table
 from planted import write_side_vectors
 
 from xmcray.data.batches import DataConfig, TrainingData
@@ -42,7 +40,6 @@ PRESETS = (
     "dexml/cdnjs-keywords",
 )
 WIDTH = 64
-WITHOUT = "none"
 PLANTED = "planted"
 ONLY_NOISE = "noise"
 # Expected length of the noise, next to a direction of length 1.
@@ -65,7 +62,7 @@ def main() -> None:
         for vectors, by_seed in results.items():
             if by_seed:
                 rows.append(table_row(preset, vectors, by_seed))
-        notes += differences(preset, results)
+        notes += differences_to_none(preset, results, WANTED)
         notes += signals(corpora)
     lengths = ", ".join(f"{NOISE[vectors]:g} ({vectors})" for vectors in arguments.vectors)
     notes = list(dict.fromkeys(notes))  # several presets share a set
@@ -80,19 +77,13 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = new_parser(
+        __doc__, out="side_vectors.md", threads=os.cpu_count() or 1, minutes=True, anyway=True
     )
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), metavar="METHOD/PRESET")
     parser.add_argument("--vectors", nargs="+", choices=list(NOISE), default=list(NOISE))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help="instead of the preset's")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="start no training after so many"
-    )
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, default=Path("side_vectors.md"))
-    parser.add_argument("--anyway", action="store_true", help="train on a busy machine")
     return parser.parse_args()
 
 
@@ -139,13 +130,14 @@ def results_of(
     """Results by vectors and seed."""
     # The text encoder alone trains the same on all.
     first = next(iter(corpora.values()))
-    results: dict[str, dict[int, Result]] = {WITHOUT: {}}
+    results: dict[str, dict[int, Result]] = {NONE: {}}
     results |= {vectors: {} for vectors in corpora}
     # One seed of everything before the next.
     for seed in range(arguments.seeds):
         for vectors, by_seed in results.items():
             config = config_of(preset, vectors, seed, arguments)
-            result = result_of(corpora.get(vectors, first), config, deadline)
+            corpus = corpora.get(vectors, first)
+            result = known_or_measured("side_vectors", corpus, config, deadline)
             if result is not None:
                 by_seed[seed] = result
                 shown = ", ".join(f"{metric} {100 * result[metric]:.1f}" for metric in METRICS)
@@ -155,17 +147,11 @@ def results_of(
 
 def config_of(preset: str, vectors: str, seed: int, arguments: argparse.Namespace) -> RunConfig:
     """A preset, with its side vectors ignored or mixed."""
-    side = "ignore" if vectors == WITHOUT else "mix"
+    side = "ignore" if vectors == NONE else "mix"
     overrides = [
         f"encoder.side={side}",
         f"optim.seed={seed}",
-        "data.validation=0",
-        "cluster.workers=0",
-        "cluster.device=cpu",
-        f"cluster.threads_per_process={arguments.threads}",
-        "log.validate_every=0",
-        "log.keep=1",
-        f"log.checkpoint_every={10**9}",
+        *data_sets.measured_settings(arguments.threads),
     ]
     if arguments.epochs:
         overrides += [f"optim.epochs={arguments.epochs}", "negatives.start_epoch=2"]
@@ -173,36 +159,7 @@ def config_of(preset: str, vectors: str, seed: int, arguments: argparse.Namespac
     return data_sets.preset(name, overrides, method)
 
 
-def result_of(corpus: Corpus, config: RunConfig, deadline: float) -> Result | None:
-    """The result of a training, from the cache or measured now; None if there is no time."""
-    key = data_sets.fingerprint(config, corpus)
-    path = data_sets.CACHE / "side_vectors" / corpus.card.name / f"{key}.json"
-    if path.is_file():
-        stored: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
-        return stored
-    if time.monotonic() > deadline:
-        return None
-    return measured(corpus, config, path)
-
-
 # --- table
-
-
-def differences(preset: str, results: dict[str, dict[int, Result]]) -> list[str]:
-    """Each kind of vectors against none, paired by seed."""
-    lines = []
-    reference = results[WITHOUT]
-    for vectors, by_seed in results.items():
-        seeds = sorted(reference.keys() & by_seed.keys())
-        if vectors == WITHOUT or not seeds:
-            continue
-        parts = []
-        for metric in METRICS:
-            gains = [by_seed[seed][metric] - reference[seed][metric] for seed in seeds]
-            parts.append(f"{metric} {spread(gains)}")
-        wanted = f" ({WANTED[vectors]})" if vectors in WANTED else ""
-        lines.append(f"{preset}, {vectors} less none, in points: {', '.join(parts)}{wanted}")
-    return lines
 
 
 def signals(corpora: dict[str, Corpus]) -> list[str]:

@@ -16,7 +16,6 @@ Correctness only: it may run on a busy machine.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -32,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import data_sets
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from load import free_port
 
 from xmcray.cli import main as xmcray
@@ -85,14 +84,11 @@ class Tally:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="soak_continual.md")
     parser.add_argument("--part", choices=("events", "cycle"))
     parser.add_argument("--kills", type=int, default=KILLS, metavar="N")
     parser.add_argument("--minutes", type=float, default=60.0, help="of each part, at most")
     parser.add_argument("--without-ray", action="store_true", help="append in one process")
-    parser.add_argument("--out", type=Path, default=Path("soak_continual.md"))
     options = parser.parse_args()
     load = refuse_if_busy(anyway=True)
     notes = [load, "correctness only: the machine may have been busy"]

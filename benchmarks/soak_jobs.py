@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -24,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import data_sets
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from heads import RAY, Head, head
 from planted import write_planted
 from processes import When, descendants, last_step
@@ -58,16 +57,13 @@ SECRETS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="soak_jobs.md")
     parser.add_argument("--quick", action="store_true", help="prepare, ASTRA, and one stop")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: both)")
     parser.add_argument(
         "--stops", type=int, default=5, help="by SIGTERM, at random steps (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("soak_jobs.md"))
     arguments = parser.parse_args()
     load = refuse_if_busy(anyway=True)
     os.environ.update(SECRETS)

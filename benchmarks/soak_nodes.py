@@ -29,7 +29,7 @@ from typing import Any
 
 import data_sets
 import numpy as np
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from local_nodes import AutoscaledNodes, LocalNodes, environment, slow_until, standing
 from planted import write_planted
 from processes import When, last_step, train_workers
@@ -73,9 +73,7 @@ CHOICES = [name for name in LOSSES if name != "nothing"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="soak_nodes.md")
     parser.add_argument("--losses", nargs="*", choices=CHOICES, default=CHOICES)
     parser.add_argument("--rounds", type=int, default=1, help="of each loss (default: %(default)s)")
     parser.add_argument("--without-autoscaler", action="store_true")
@@ -83,7 +81,6 @@ def main() -> None:
         "--queries", type=int, default=6000, help="of the planted corpus (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("soak_nodes.md"))
     parser.add_argument(
         "--trial",
         nargs=5,

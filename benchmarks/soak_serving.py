@@ -19,7 +19,6 @@ may run on a busy machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -32,7 +31,7 @@ from functools import partial
 from pathlib import Path
 
 import data_sets
-from common import provenance, refuse_if_busy, write_table
+from common import new_parser, provenance, refuse_if_busy, write_table
 from label_writer import Writer
 from load import free_port
 from ray import serve
@@ -81,9 +80,7 @@ class Piece:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="soak_serving.md")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--minutes",
@@ -92,7 +89,6 @@ def main() -> None:
         help="of this call, without starting and ending",
     )
     parser.add_argument("--fresh", action="store_true", help="forget what earlier calls did")
-    parser.add_argument("--out", type=Path, default=Path("soak_serving.md"))
     options = parser.parse_args()
     refuse_if_busy(anyway=True)
     LEDGER.parent.mkdir(parents=True, exist_ok=True)

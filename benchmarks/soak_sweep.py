@@ -11,7 +11,6 @@ only the first two are asked.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import data_sets
 from asha import MAIN, SPACE, settings
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.data.sample import write_sample
 from xmcray.tuning.sweep import Sweep, Trial
@@ -41,15 +40,12 @@ PATIENCE_S = 3600
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="soak_sweep.md")
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="settings of all trials"
     )
-    parser.add_argument("--out", type=Path, default=Path("soak_sweep.md"))
     arguments = parser.parse_args()
     load = refuse_if_busy(anyway=True)
     corpus = data_sets.prepared("sample", write_sample).path

@@ -12,7 +12,6 @@ Disks are filled where this process may mount one. Correctness only: it may run 
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import data_sets
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 from serving_machine import ServingMachine
 from training_machine import TrainingMachine, small_disk
 
@@ -36,9 +35,7 @@ TITLES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("machine", nargs="*", choices=MACHINES, default=list(MACHINES))
     parser.add_argument("--sequences", type=int, default=GOAL, metavar="N")
     parser.add_argument("--seed", type=int, metavar="S", help="of the first sequence")

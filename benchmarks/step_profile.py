@@ -26,7 +26,7 @@ from typing import Any
 import data_sets
 import numpy as np
 import torch
-from common import refuse_if_busy, write_table
+from common import new_parser, refuse_if_busy, write_table
 
 from xmcray import config as configs
 from xmcray import draws
@@ -123,18 +123,13 @@ def watch_all(clock: Clock) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__, out="step_profile.md", threads=1, anyway=True)
     parser.add_argument("--data", nargs="+", default=["sample"], metavar="CORPUS")
     parser.add_argument("--method", nargs="+", default=method_names(), choices=method_names())
     parser.add_argument(
         "--override", nargs="+", default=[], metavar="a.b=c", help="settings laid over the presets"
     )
     parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("step_profile.md"))
-    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine too")
     arguments = parser.parse_args()
     load = refuse_if_busy(arguments.anyway)
     torch.set_num_threads(arguments.threads)

@@ -39,6 +39,7 @@ from typing import Any
 
 import data_sets
 import yaml
+from common import new_parser
 
 from xmcray import config as configs
 from xmcray.data.corpus import Corpus
@@ -82,9 +83,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument(
         "--pairs", default="*:*", metavar="METHOD:SET,...", help="with wildcards (default: all)"
     )

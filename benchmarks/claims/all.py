@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from claim import FRESH, STORE, Claim, collect, due, mean, measured, result_file, section
-from common import provenance
+from common import new_parser, provenance
 from pictures import standalone
 from variants import Variant
 
@@ -28,9 +28,7 @@ DOCS = HERE.parents[1] / "docs"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="more for claims that have more")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", nargs="+", type=int, metavar="NUMBER", help="claims to measure")
