@@ -1,12 +1,17 @@
-"""How `make test` shares the tests out over processes, and the command line as a fixture."""
+"""How `make test` shares the tests out over processes, tests that are coroutines, and fixtures."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import inspect
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from shell import Shell
 from xdist.scheduler import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from xmcray.data.corpus import Corpus
 
 OF_ONE_CLUSTER = "tests/on_ray/"
 WITH_OWN_CLUSTERS = ("test_jobs.py", "test_placement.py", "test_seventh_method.py")
@@ -47,6 +52,24 @@ class _Shares(LoadScopeScheduling):
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
     return Shell(capsys)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A planted corpus, for modules that need no other."""
+    from corpora import planted_corpus  # here, because torch is slow to import
+
+    return planted_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine; pytest runs all others."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -59,6 +59,29 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--format", metavar="F", help="layout of the raw files (default: detected)")
     verb.add_argument("--name", help="name in the card (default: that of SRC)")
     verb.add_argument("--licence", default="unknown", help="licence in the card")
+    _add_tokens(verb)
+    verb.add_argument(
+        "--propensity",
+        type=float,
+        nargs=2,
+        metavar=("A", "B"),
+        help="constants (default: 0.55 1.5)",
+    )
+    verb.add_argument(
+        "--on-error",
+        choices=("fail", "skip"),
+        help="malformed rows: stop (default), or record and skip",
+    )
+    verb.add_argument(
+        "--on-leak",
+        choices=("keep", "drop"),
+        help="training queries with the text of a test query: count them (default), or leave them out",
+    )
+    add_json(verb, "the card")
+
+
+def _add_tokens(verb: argparse.ArgumentParser) -> None:
+    """Adds how texts become tokens."""
     verb.add_argument(
         "--max-len",
         type=int,
@@ -85,24 +108,6 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
         help="put before each label text (default: what the model of --tokenizer declares)",
     )
     verb.add_argument("--vocab-size", type=int, metavar="N", help="largest vocabulary to train")
-    verb.add_argument(
-        "--propensity",
-        type=float,
-        nargs=2,
-        metavar=("A", "B"),
-        help="constants (default: 0.55 1.5)",
-    )
-    verb.add_argument(
-        "--on-error",
-        choices=("fail", "skip"),
-        help="malformed rows: stop (default), or record and skip",
-    )
-    verb.add_argument(
-        "--on-leak",
-        choices=("keep", "drop"),
-        help="training queries with the text of a test query: count them (default), or leave them out",
-    )
-    add_json(verb, "the card")
 
 
 def prepare(options: argparse.Namespace) -> None:

@@ -7,16 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import planted_corpus
 
 from xmcray.data.batches import BatchSampler, DataConfig, QueryClusters, TrainingData
 from xmcray.data.corpus import Corpus, Split
 from xmcray.types import Ragged
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return planted_corpus(tmp_path_factory.mktemp("batches"))
 
 
 def rows_of(ragged: Ragged) -> list[list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from corpora import planted_corpus
 from scipy.optimize import brentq
 from scipy.special import expit, logsumexp
 from torch import Tensor
@@ -25,11 +24,6 @@ SETTINGS = [
     "method.num_positives=1",
     "method.temperature=0.25",
 ]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return planted_corpus(tmp_path_factory.mktemp("dexml"))
 
 
 def made(corpus: Corpus, *extra: str) -> tuple[Setup, Dexml]:

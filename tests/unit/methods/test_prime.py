@@ -36,11 +36,6 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return planted_corpus(tmp_path_factory.mktemp("prime"))
-
-
 def built(corpus: Corpus, *extra: str) -> tuple[Setup, Prime]:
     config = RunConfig.resolve("prime", {}, [*SETTINGS, *extra])
     setup = build(config, TrainingData(corpus, config.data), torch.device("cpu"))

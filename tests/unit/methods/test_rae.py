@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import planted_corpus
 from shell import run_command
 
 from xmcray.data.batches import TrainingData
@@ -36,11 +35,6 @@ SETTINGS = [
     "negatives.hard=5",
 ]
 SETTINGS += ["cluster.threads_per_process=1", "negatives.start_epoch=2", "memory.keys=20"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return planted_corpus(tmp_path_factory.mktemp("rae"))
 
 
 @pytest.fixture(scope="module")

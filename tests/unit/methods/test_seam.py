@@ -8,7 +8,6 @@ from pathlib import Path
 import loops
 import pytest
 import torch
-from corpora import planted_corpus
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
@@ -29,11 +28,6 @@ CASES = {
     "renee-texts": ("renee", ["method.init=centroids"]),
 }
 WITH_STATE = ["dexml-cache", "prime"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return planted_corpus(tmp_path_factory.mktemp("seam"))
 
 
 def config_of(case: str) -> RunConfig:

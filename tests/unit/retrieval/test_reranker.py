@@ -87,7 +87,7 @@ def test_labels_that_were_not_read_keep_their_places_behind_the_others() -> None
     assert np.all(np.diff(reordered.scores[0, :4]) < 0)
 
 
-def test_evaluation_and_serving_use_it(
+async def test_evaluation_and_serving_use_it(
     run: Path, reranker: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     reordered = Retriever.load(run / "bundle").reranked_by(reranker)
@@ -99,17 +99,14 @@ def test_evaluation_and_serving_use_it(
     hits = [best[row] in positives[row] for row in rows]
     assert measured == pytest.approx(np.mean(hits), abs=1e-6)
 
-    async def test() -> None:
-        bundles = {"m": run / "bundle"}
-        async with served(tmp_path, bundles, rerank=str(reranker)) as one:
-            # A replica follows the coordinator; a server in one process answers from it.
-            for service in (one.service, Service(one.service.config, one.admin)):
-                request = SearchRequest(texts=QUERIES, k=5)
-                results = (await service.search(request, "test")).results
-                for result, wanted in zip(results, reordered.search(QUERIES, 5), strict=True):
-                    assert [a.uid for a in result.answers] == [label.uid for label in wanted]
-
-    asyncio.run(test())
+    bundles = {"m": run / "bundle"}
+    async with served(tmp_path, bundles, rerank=str(reranker)) as one:
+        # A replica follows the coordinator; a server in one process answers from it.
+        for service in (one.service, Service(one.service.config, one.admin)):
+            request = SearchRequest(texts=QUERIES, k=5)
+            results = (await service.search(request, "test")).results
+            for result, wanted in zip(results, reordered.search(QUERIES, 5), strict=True):
+                assert [a.uid for a in result.answers] == [label.uid for label in wanted]
 
 
 def test_in_the_composed_mode_another_process_reads(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ def test_a_root_is_one_plain_folder_or_url(root: str, tmp_path: Path) -> None:
         roots_of(tmp_path, root)
 
 
-def test_a_refused_name_reaches_no_disk_and_no_network(
+async def test_a_refused_name_reaches_no_disk_and_no_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both requests, over HTTP. Until these roots existed, `compact` made folders anywhere."""
@@ -111,16 +110,13 @@ def test_a_refused_name_reaches_no_disk_and_no_network(
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", opened)
 
-    async def test() -> None:
-        roots = (str(home),)
-        async with served(home, {"default": bundle}, bundle_roots=roots) as one:
-            outside = str(tmp_path / "outside" / "deep")
-            for location in (outside, "reference::/tmp/x", "http://127.0.0.1:1/x", "memory://a/b"):
-                swap = await one.ask("/admin/v1/swap", {"bundle": location}, ADMIN)
-                compact = await one.ask("/admin/v1/compact", {"out": location}, ADMIN)
-                assert (swap.status_code, compact.status_code) == (409, 409)
-            inside = {"out": str(home / "compacted")}
-            assert (await one.ask("/admin/v1/compact", inside, ADMIN)).status_code == 200
-
-    asyncio.run(test())
+    roots = (str(home),)
+    async with served(home, {"default": bundle}, bundle_roots=roots) as one:
+        outside = str(tmp_path / "outside" / "deep")
+        for location in (outside, "reference::/tmp/x", "http://127.0.0.1:1/x", "memory://a/b"):
+            swap = await one.ask("/admin/v1/swap", {"bundle": location}, ADMIN)
+            compact = await one.ask("/admin/v1/compact", {"out": location}, ADMIN)
+            assert (swap.status_code, compact.status_code) == (409, 409)
+        inside = {"out": str(home / "compacted")}
+        assert (await one.ask("/admin/v1/compact", inside, ADMIN)).status_code == 200
     assert not (tmp_path / "outside").exists()

@@ -96,82 +96,67 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn, "Config", functools.partial(uvicorn.Config, timeout_keep_alive=1))
 
 
-def test_an_endless_header_ends_at_its_limit(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with server_with(tmp_path) as server:
-            begin = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: "
-            # In one piece, in many, and after a request that was answered.
-            complete, _ = await server.connect(begin + b"a" * MAX_HEAD + b"\r\n\r\n")
-            assert await status_of(complete) == 431
-            for first in (b"", HEALTH):
-                reader, writer = await server.connect(first)
-                if first:
-                    assert await status_of(reader) == 200
-                    await reader.readexactly(len('{"status":"ok"}'))
-                with contextlib.suppress(ConnectionError):
-                    writer.write(begin)
-                    for _ in range(64):
-                        writer.write(b"a" * 1024)
-                        await writer.drain()
-                assert await status_of(reader) in (431, 0)
-                await ended(reader)
-            allowed, _ = await server.connect(begin + b"a" * (MAX_HEAD // 2) + b"\r\n\r\n")
-            assert await status_of(allowed) == 200
-
-    asyncio.run(main())
+async def test_an_endless_header_ends_at_its_limit(tmp_path: Path) -> None:
+    async with server_with(tmp_path) as server:
+        begin = b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: "
+        # In one piece, in many, and after a request that was answered.
+        complete, _ = await server.connect(begin + b"a" * MAX_HEAD + b"\r\n\r\n")
+        assert await status_of(complete) == 431
+        for first in (b"", HEALTH):
+            reader, writer = await server.connect(first)
+            if first:
+                assert await status_of(reader) == 200
+                await reader.readexactly(len('{"status":"ok"}'))
+            with contextlib.suppress(ConnectionError):
+                writer.write(begin)
+                for _ in range(64):
+                    writer.write(b"a" * 1024)
+                    await writer.drain()
+            assert await status_of(reader) in (431, 0)
+            await ended(reader)
+        allowed, _ = await server.connect(begin + b"a" * (MAX_HEAD // 2) + b"\r\n\r\n")
+        assert await status_of(allowed) == 200
 
 
 @pytest.mark.usefixtures("short_times")
 @pytest.mark.parametrize("sent", [b"", b"GET /heal", HEALTH + b"GET"])
-def test_a_head_that_does_not_come_ends_the_connection(sent: bytes, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with server_with(tmp_path) as server:
-            reader, _ = await server.connect(sent)
-            assert (await ended(reader)).count(b"200 OK") == sent.count(HEALTH)
-
-    asyncio.run(main())
+async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes, tmp_path: Path) -> None:
+    async with server_with(tmp_path) as server:
+        reader, _ = await server.connect(sent)
+        assert (await ended(reader)).count(b"200 OK") == sent.count(HEALTH)
 
 
 @pytest.mark.usefixtures("short_times")
-def test_a_body_that_does_not_come_ends_the_connection(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with server_with(tmp_path, deadline_ms=200) as server:
-            for token, status in ((TOKEN, b"408"), ("wrong", b"401")):
-                head = f"POST /v1/search HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
-                lengths = (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1")
-                for length in lengths:
-                    reader, _ = await server.connect(head.encode() + length)
-                    assert status in await ended(reader)
-
-    asyncio.run(main())
+async def test_a_body_that_does_not_come_ends_the_connection(tmp_path: Path) -> None:
+    async with server_with(tmp_path, deadline_ms=200) as server:
+        for token, status in ((TOKEN, b"408"), ("wrong", b"401")):
+            head = f"POST /v1/search HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
+            lengths = (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1")
+            for length in lengths:
+                reader, _ = await server.connect(head.encode() + length)
+                assert status in await ended(reader)
 
 
-def test_idle_connections_make_room_for_new_ones(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with server_with(tmp_path, max_connections=8) as server:
-            idle = [await server.connect() for _ in range(20)]
-            for _ in range(20):
-                reader, _ = await server.connect(HEALTH)
-                assert await status_of(reader) == 200
-            # The oldest had to go.
-            await ended(idle[0][0])
-
-    asyncio.run(main())
+async def test_idle_connections_make_room_for_new_ones(tmp_path: Path) -> None:
+    async with server_with(tmp_path, max_connections=8) as server:
+        idle = [await server.connect() for _ in range(20)]
+        for _ in range(20):
+            reader, _ = await server.connect(HEALTH)
+            assert await status_of(reader) == 200
+        # The oldest had to go.
+        await ended(idle[0][0])
 
 
-def test_no_idle_connection_means_a_refusal(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with server_with(tmp_path, max_connections=2) as server:
-            head = f"POST /v1/search HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-            busy = head.encode() + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n"
-            for _ in range(2):
-                reader, _ = await server.connect(busy)
-                # The server waits for the body now.
-                assert await status_of(reader) == 100
-            refused, _ = await server.connect(HEALTH)
-            assert await status_of(refused) == 503
-
-    asyncio.run(main())
+async def test_no_idle_connection_means_a_refusal(tmp_path: Path) -> None:
+    async with server_with(tmp_path, max_connections=2) as server:
+        head = f"POST /v1/search HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+        busy = head.encode() + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n"
+        for _ in range(2):
+            reader, _ = await server.connect(busy)
+            # The server waits for the body now.
+            assert await status_of(reader) == 100
+        refused, _ = await server.connect(HEALTH)
+        assert await status_of(refused) == 503
 
 
 def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,38 +166,32 @@ def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyP
         check_open_files(513)
 
 
-def test_malformed_requests_do_not_fill_the_log(
+async def test_malformed_requests_do_not_fill_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with server_with(tmp_path) as server:
-            reader, _ = await server.connect(b"\x00\x01\r\n\r\n")
-            assert await status_of(reader) == 400
-
-    asyncio.run(main())
+    async with server_with(tmp_path) as server:
+        reader, _ = await server.connect(b"\x00\x01\r\n\r\n")
+        assert await status_of(reader) == 400
     assert not caplog.records
 
 
-def test_connections_of_grpc_are_limited_too(
+async def test_connections_of_grpc_are_limited_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "HEAD_S", 0.5)
     port = free_port()
 
-    async def main() -> None:
-        async with server_with(tmp_path, grpc_port=port):
-            silent, writer = await asyncio.open_connection("127.0.0.1", port)
-            # The server says hello, and ends the connection of a client that does not.
-            await ended(silent)
-            writer.close()
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                call = RetrieverStub(channel).Search
-                large = [("x", "a" * 2 * MAX_HEAD)]
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call(SearchRequest(texts=["a"]), metadata=large)
-                assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call(SearchRequest(texts=["a" * 5_000_000]))
-                assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    asyncio.run(main())
+    async with server_with(tmp_path, grpc_port=port):
+        silent, writer = await asyncio.open_connection("127.0.0.1", port)
+        # The server says hello, and ends the connection of a client that does not.
+        await ended(silent)
+        writer.close()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = RetrieverStub(channel).Search
+            large = [("x", "a" * 2 * MAX_HEAD)]
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(SearchRequest(texts=["a"]), metadata=large)
+            assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(SearchRequest(texts=["a" * 5_000_000]))
+            assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

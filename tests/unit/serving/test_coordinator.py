@@ -70,7 +70,7 @@ def test_a_client_that_leaves_takes_no_operation_with_it(
     asyncio.run(test())
 
 
-def test_a_swap_waits_for_a_replica_that_loads_longer_than_the_dead_are_silent(
+async def test_a_swap_waits_for_a_replica_that_loads_longer_than_the_dead_are_silent(
     bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "ALIVE_S", 0.5)
@@ -86,46 +86,40 @@ def test_a_swap_waits_for_a_replica_that_loads_longer_than_the_dead_are_silent(
             hold.wait(60)
         return load(*arguments, **options)
 
-    async def test() -> None:
-        async with served(tmp_path, {"default": bundle}) as one:
-            monkeypatch.setattr(Snapshot, "load", slow)
-            body = {"bundle": str(other), "recall_floor": 0}
-            swap = asyncio.create_task(one.ask("/admin/v1/swap", body, ADMIN))
-            done, _ = await asyncio.wait([swap], timeout=1.5)
-            assert not done, "three times as long as a silent replica is waited for"
-            hold.set()
-            answer = await swap
-            assert answer.status_code == 200, answer.text
-            assert one.models.current(None).version == answer.json()["version"]
-
-    asyncio.run(test())
+    async with served(tmp_path, {"default": bundle}) as one:
+        monkeypatch.setattr(Snapshot, "load", slow)
+        body = {"bundle": str(other), "recall_floor": 0}
+        swap = asyncio.create_task(one.ask("/admin/v1/swap", body, ADMIN))
+        done, _ = await asyncio.wait([swap], timeout=1.5)
+        assert not done, "three times as long as a silent replica is waited for"
+        hold.set()
+        answer = await swap
+        assert answer.status_code == 200, answer.text
+        assert one.models.current(None).version == answer.json()["version"]
 
 
-def test_a_swap_that_cannot_be_remembered_changes_nothing(
+async def test_a_swap_that_cannot_be_remembered_changes_nothing(
     bundle: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, value: object) -> None:
         raise StorageError(f"{path} cannot be written; the disk is full")
 
-    async def test() -> None:
-        async with served(tmp_path, {"default": bundle}) as one:
-            before = one.models.current(None).version
-            monkeypatch.setattr(storage, "write_json", full)
-            body = {"bundle": str(other), "recall_floor": 0}
-            answer = await one.ask("/admin/v1/swap", body, ADMIN)
-            assert (answer.status_code, "disk is full" in answer.json()["detail"]) == (409, True)
-            found = inside(one)
-            assert found.decision.loading is None
-            assert (
-                found.snapshot.version
-                == found.decision.version
-                == one.models.current(None).version
-                == before
-            )
-            monkeypatch.undo()
-            assert (await one.ask("/admin/v1/swap", body, ADMIN)).status_code == 200
-
-    asyncio.run(test())
+    async with served(tmp_path, {"default": bundle}) as one:
+        before = one.models.current(None).version
+        monkeypatch.setattr(storage, "write_json", full)
+        body = {"bundle": str(other), "recall_floor": 0}
+        answer = await one.ask("/admin/v1/swap", body, ADMIN)
+        assert (answer.status_code, "disk is full" in answer.json()["detail"]) == (409, True)
+        found = inside(one)
+        assert found.decision.loading is None
+        assert (
+            found.snapshot.version
+            == found.decision.version
+            == one.models.current(None).version
+            == before
+        )
+        monkeypatch.undo()
+        assert (await one.ask("/admin/v1/swap", body, ADMIN)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -136,34 +130,28 @@ def test_a_swap_that_cannot_be_remembered_changes_nothing(
         ("memory://none/y", "has no"),
     ],
 )
-def test_a_url_that_cannot_be_read_is_refused(
+async def test_a_url_that_cannot_be_read_is_refused(
     bundle: Path, tmp_path: Path, url: str, said: str
 ) -> None:
     roots = ("nowhere://x", "http://127.0.0.1:9/x", "memory://none")
 
-    async def test() -> None:
-        async with served(tmp_path, {"default": bundle}, bundle_roots=roots) as one:
-            answer = await one.ask("/admin/v1/swap", {"bundle": url}, ADMIN)
-            assert answer.status_code == 409, answer.text
-            assert said in answer.json()["detail"]
-
-    asyncio.run(test())
+    async with served(tmp_path, {"default": bundle}, bundle_roots=roots) as one:
+        answer = await one.ask("/admin/v1/swap", {"bundle": url}, ADMIN)
+        assert answer.status_code == 409, answer.text
+        assert said in answer.json()["detail"]
 
 
-def test_a_damaged_record_of_a_swap_ends_the_start_with_one_line(
+async def test_a_damaged_record_of_a_swap_ends_the_start_with_one_line(
     bundle: Path, other: Path, tmp_path: Path
 ) -> None:
     head = tmp_path / "state" / "default" / "head.json"
 
-    async def test() -> None:
-        async with served(tmp_path, {"default": bundle}) as one:
-            body = {"bundle": str(other), "recall_floor": 0}
-            assert (await one.ask("/admin/v1/swap", body, ADMIN)).status_code == 200
-        content = head.read_bytes()
-        for damaged in (content[:-9], b"", b"[]", b"{}", b"null", b"\xff", b"[" * 100_000):
-            head.write_bytes(damaged)
-            with pytest.raises(StorageError, match=r"head\.json is damaged.*remove the file"):
-                async with served(tmp_path, {"default": bundle}):
-                    pass
-
-    asyncio.run(test())
+    async with served(tmp_path, {"default": bundle}) as one:
+        body = {"bundle": str(other), "recall_floor": 0}
+        assert (await one.ask("/admin/v1/swap", body, ADMIN)).status_code == 200
+    content = head.read_bytes()
+    for damaged in (content[:-9], b"", b"[]", b"{}", b"null", b"\xff", b"[" * 100_000):
+        head.write_bytes(damaged)
+        with pytest.raises(StorageError, match=r"head\.json is damaged.*remove the file"):
+            async with served(tmp_path, {"default": bundle}):
+                pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bundle_of(tmp_path_factory.mktemp("events") / "b", "texts")
 
 
-def serve(folder: Path, bundle: Path, steps: Callable[[Served], Any], **settings: Any) -> None:
-    """Runs steps on a server that collects events."""
-
-    async def main() -> None:
-        async with served(folder, {"default": bundle}, collect_events=True, **settings) as one:
-            await steps(one)
-
-    asyncio.run(main())
-
-
-def test_feedback_does_not_overtake_a_search_on_its_way() -> None:
+async def test_feedback_does_not_overtake_a_search_on_its_way() -> None:
     arrived: list[str] = []
     on_its_way = asyncio.Event()
     may_arrive = asyncio.Event()
@@ -58,18 +48,15 @@ def test_feedback_does_not_overtake_a_search_on_its_way() -> None:
             arrived.append(event.event)
             return 1
 
-    async def main() -> None:
-        sender = EventSender(Coordinator())
-        search = SearchEvent(request="r1", version="v", texts=["a"], answers=[["u"]])
-        sender.note_searches("default", [search])
-        await on_its_way.wait()
-        feedback = FeedbackEvent(request="r1", text=0, label="u", label_text="", event="accept")
-        acknowledged = asyncio.create_task(sender.add_feedback("default", feedback))
-        await asyncio.sleep(0)
-        may_arrive.set()
-        await acknowledged
-
-    asyncio.run(main())
+    sender = EventSender(Coordinator())
+    search = SearchEvent(request="r1", version="v", texts=["a"], answers=[["u"]])
+    sender.note_searches("default", [search])
+    await on_its_way.wait()
+    feedback = FeedbackEvent(request="r1", text=0, label="u", label_text="", event="accept")
+    acknowledged = asyncio.create_task(sender.add_feedback("default", feedback))
+    await asyncio.sleep(0)
+    may_arrive.set()
+    await acknowledged
     assert arrived == ["r1", "accept"]
 
 
@@ -90,13 +77,13 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_feedback_becomes_graded_queries(
+async def test_feedback_becomes_graded_queries(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uids: list[str] = []
     versions: list[str] = []
 
-    async def steps(one: Served) -> None:
+    async with served(tmp_path, {"default": bundle}, collect_events=True) as one:
         assert (await one.ask("/v1/models")).json()["models"][0]["feedback"]
         await one.search(["a search without feedback"])
         search = await one.search(["sort join"], k=4, fields=["score"])
@@ -109,8 +96,6 @@ def test_feedback_becomes_graded_queries(
         # While the server runs.
         assert await asyncio.to_thread(export, tmp_path, tmp_path / "raw", "--hold-out", "0") == 0
         await one.change({"op": "delete", "uid": uids[2]})
-
-    serve(tmp_path, bundle, steps)
     [row] = rows_of(tmp_path / "raw" / "train.jsonl")
     assert row["text"] == "sort join"
     assert row["labels"] == [uids[0], uids[2]]
@@ -131,13 +116,15 @@ def test_feedback_becomes_graded_queries(
     assert not (tmp_path / "no").exists()
 
 
-def test_redaction_leaves_no_text_on_the_disk(
+async def test_redaction_leaves_no_text_on_the_disk(
     bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     alpha, beta = SECRETS
 
-    async def steps(one: Served) -> None:
+    async with served(
+        tmp_path, {"default": bundle}, collect_events=True, redact_events=True
+    ) as one:
         body = {"texts": [f"sort {alpha}"], "k": 3}
         search = (await one.ask("/v1/search", body, headers={"x-request-id": beta})).json()
         assert search["request_id"] == beta
@@ -148,8 +135,6 @@ def test_redaction_leaves_no_text_on_the_disk(
         assert refused.status_code == 404
         # What is on the disk before the log is closed, too.
         assert_absent(tmp_path / "state")
-
-    serve(tmp_path, bundle, steps, redact_events=True)
     assert_absent(tmp_path / "state")
     assert not any(secret in caplog.text for secret in SECRETS)
     key = tmp_path / "state" / "default" / "events" / "key"
@@ -170,8 +155,8 @@ def assert_absent(folder: Path) -> None:
         assert not any(secret.encode() in content for secret in SECRETS), path
 
 
-def test_what_cannot_be_feedback_is_refused(bundle: Path, tmp_path: Path) -> None:
-    async def steps(one: Served) -> None:
+async def test_what_cannot_be_feedback_is_refused(bundle: Path, tmp_path: Path) -> None:
+    async with served(tmp_path, {"default": bundle}, collect_events=True) as one:
         search = await one.search(["sort"], k=2)
         body = {"request_id": search["request_id"], "label": "u1", "event": "accept"}
         wrong: list[tuple[dict[str, Any], int]] = [
@@ -188,21 +173,17 @@ def test_what_cannot_be_feedback_is_refused(bundle: Path, tmp_path: Path) -> Non
         # Only the right one is in the log.
         assert (await one.ask("/v1/feedback", body)).json() == {"model": "default", "number": 2}
 
-    serve(tmp_path, bundle, steps)
-
-    async def without() -> None:
-        async with served(tmp_path / "off", {"default": bundle}) as one:
-            search = await one.search(["sort"])
-            await react(one, search, 0, "click", status=404)
-            assert not list((tmp_path / "off").rglob("events"))
-
-    asyncio.run(without())
+    async with served(tmp_path / "off", {"default": bundle}) as one:
+        search = await one.search(["sort"])
+        await react(one, search, 0, "click", status=404)
+        assert not list((tmp_path / "off").rglob("events"))
 
 
-def test_a_failing_disk_drops_searches_and_refuses_feedback(
+async def test_a_failing_disk_drops_searches_and_refuses_feedback(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def steps(one: Served) -> None:
+    async with served(tmp_path, {"default": bundle}, collect_events=True) as one:
+
         def full(*_: object) -> None:
             raise StorageError("no space left")
 
@@ -218,8 +199,6 @@ def test_a_failing_disk_drops_searches_and_refuses_feedback(
         labels = '{model="default",replica="coordinator"}'
         assert f"xmcray_events_dropped_total{labels} 1.0" in metrics
         assert f"xmcray_events_total{labels} 2.0" in metrics
-
-    serve(tmp_path, bundle, steps)
 
 
 def test_a_killed_collector_loses_nothing_acknowledged(tmp_path: Path) -> None:

@@ -58,27 +58,24 @@ def changes(number: int, draw: random.Random) -> list[dict[str, object]]:
     ]
 
 
-def test_recall_after_a_restart_and_a_compaction(bundle: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        draw = random.Random(0)
-        async with served(tmp_path, {"a": bundle}) as one:
-            for number in range(12):
-                await one.change(*changes(number, draw))
-            deleted = [{"op": "delete", "uid": f"u{uid}"} for uid in range(0, len(TEXTS), 19)]
-            last = (await one.change(*deleted)).json()["label_log"]
-            await one.reached(last)
-            before = await recall(one)
-            same = await answers(one)
-        async with served(tmp_path, {"a": bundle}) as one:
-            await one.reached(last)
-            assert await answers(one) == same
-            out = {"out": str(tmp_path / "compacted")}
-            assert (await one.ask("/admin/v1/compact", out, ADMIN)).status_code == 200
-            swap = {"bundle": out["out"], "recall_floor": 0.5}
-            assert (await one.ask("/admin/v1/swap", swap, ADMIN)).status_code == 200
-            assert await recall(one) >= before - 0.001
-
-    asyncio.run(main())
+async def test_recall_after_a_restart_and_a_compaction(bundle: Path, tmp_path: Path) -> None:
+    draw = random.Random(0)
+    async with served(tmp_path, {"a": bundle}) as one:
+        for number in range(12):
+            await one.change(*changes(number, draw))
+        deleted = [{"op": "delete", "uid": f"u{uid}"} for uid in range(0, len(TEXTS), 19)]
+        last = (await one.change(*deleted)).json()["label_log"]
+        await one.reached(last)
+        before = await recall(one)
+        same = await answers(one)
+    async with served(tmp_path, {"a": bundle}) as one:
+        await one.reached(last)
+        assert await answers(one) == same
+        out = {"out": str(tmp_path / "compacted")}
+        assert (await one.ask("/admin/v1/compact", out, ADMIN)).status_code == 200
+        swap = {"bundle": out["out"], "recall_floor": 0.5}
+        assert (await one.ask("/admin/v1/swap", swap, ADMIN)).status_code == 200
+        assert await recall(one) >= before - 0.001
 
 
 def test_files_threads_and_memory_stay_flat(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +30,25 @@ def in_front_of(one: Served, token_file: Path | None) -> Any:
     return tool_server("http://127.0.0.1:1", file, None, transport=transport)
 
 
-def test_the_tool_answers_as_the_bundle_does(tmp_path: Path) -> None:
+async def test_the_tool_answers_as_the_bundle_does(tmp_path: Path) -> None:
     bundle = write_bundle_of(tmp_path / "b", "texts")
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     token_file.chmod(0o600)
     wanted = Retriever.load(bundle).search([TEXT], 3)[0]
 
-    async def test() -> None:
-        async with served(tmp_path, {"m": bundle}) as one:
-            server = in_front_of(one, token_file)
-            async with mcp.Client(server) as client:
-                tools = (await client.list_tools()).tools
-                assert [tool.name for tool in tools] == ["search"]
-                labels = await found_labels(client, k=3)
-                assert [label["uid"] for label in labels] == [label.uid for label in wanted]
-                wrong = await client.call_tool("search", {"text": TEXT, "k": 0})
-                assert wrong.is_error
-
-    asyncio.run(test())
+    async with served(tmp_path, {"m": bundle}) as one:
+        server = in_front_of(one, token_file)
+        async with mcp.Client(server) as client:
+            tools = (await client.list_tools()).tools
+            assert [tool.name for tool in tools] == ["search"]
+            labels = await found_labels(client, k=3)
+            assert [label["uid"] for label in labels] == [label.uid for label in wanted]
+            wrong = await client.call_tool("search", {"text": TEXT, "k": 0})
+            assert wrong.is_error
 
 
-def test_over_http_the_token_of_each_request_counts(tmp_path: Path) -> None:
+async def test_over_http_the_token_of_each_request_counts(tmp_path: Path) -> None:
     bundle = write_bundle_of(tmp_path / "b", "texts")
 
     async def ask(one: Served, token: str) -> Any:
@@ -67,11 +63,8 @@ def test_over_http_the_token_of_each_request_counts(tmp_path: Path) -> None:
         async with server.session_manager.run(), http, mcp.Client(transport) as client:
             return await client.call_tool("search", {"text": TEXT})
 
-    async def test() -> None:
-        async with served(tmp_path, {"m": bundle}) as one:
-            assert len((await ask(one, TOKEN)).structured_content["labels"]) == 10
-            refused = await ask(one, "another")
-            assert refused.is_error
-            assert "expected `Authorization: Bearer TOKEN`" in refused.content[0].text
-
-    asyncio.run(test())
+    async with served(tmp_path, {"m": bundle}) as one:
+        assert len((await ask(one, TOKEN)).structured_content["labels"]) == 10
+        refused = await ask(one, "another")
+        assert refused.is_error
+        assert "expected `Authorization: Bearer TOKEN`" in refused.content[0].text

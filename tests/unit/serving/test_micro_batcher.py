@@ -27,35 +27,32 @@ class Work:
         return [2 * item for item in items]
 
 
-def test_queued_items_with_equal_keys_are_one_call() -> None:
+async def test_queued_items_with_equal_keys_are_one_call() -> None:
     work = Work()
     thread = ThreadPoolExecutor(1)
 
-    async def main() -> None:
-        batcher = MicroBatcher(thread, work, max_texts=4)
-        held = threading.Event()
-        thread.submit(held.wait, 10)  # the thread is busy while all of these come
-        items = [
-            ("a", 1, 1),
-            ("b", 1, 2),
-            ("a", 1, 3),
-            ("a", 9, 4),
-            ("a", 1, 13),
-            ("b", 1, 5),
-            ("a", 1, 6),
-        ]
-        waiting = [asyncio.ensure_future(batcher.run(*item)) for item in items]
-        given_up = asyncio.ensure_future(batcher.run("a", 1, 99))
-        await asyncio.sleep(0)
-        given_up.cancel()
-        await asyncio.sleep(0)
-        work.go.set()
-        held.set()
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert isinstance(results.pop(4), ValueError), "no other item gets it"
-        assert results == [2, 4, 6, 8, 10, 12]
-
-    asyncio.run(main())
+    batcher = MicroBatcher(thread, work, max_texts=4)
+    held = threading.Event()
+    thread.submit(held.wait, 10)  # the thread is busy while all of these come
+    items = [
+        ("a", 1, 1),
+        ("b", 1, 2),
+        ("a", 1, 3),
+        ("a", 9, 4),
+        ("a", 1, 13),
+        ("b", 1, 5),
+        ("a", 1, 6),
+    ]
+    waiting = [asyncio.ensure_future(batcher.run(*item)) for item in items]
+    given_up = asyncio.ensure_future(batcher.run("a", 1, 99))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.sleep(0)
+    work.go.set()
+    held.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results.pop(4), ValueError), "no other item gets it"
+    assert results == [2, 4, 6, 8, 10, 12]
     assert work.calls == [[1, 3, 13, 6], [1], [3], [13], [6], [2, 5], [4]]
 
 
@@ -73,22 +70,19 @@ def test_a_free_thread_begins_at_once_and_nothing_is_lost(number: int) -> None:
     assert max(map(len, work.calls)) <= 8
 
 
-def test_large_items_do_not_starve_small_ones_and_do_not_share_a_batch() -> None:
+async def test_large_items_do_not_starve_small_ones_and_do_not_share_a_batch() -> None:
     work = Work()
     thread = ThreadPoolExecutor(1)
 
-    async def main() -> None:
-        batcher = MicroBatcher(thread, work, max_texts=64)
-        held = threading.Event()
-        thread.submit(held.wait, 10)
-        # Three large items come first, of which two do not fit into one batch.
-        items = [("a", 8, 100, 6_400), ("a", 8, 101, 6_400), ("b", 8, 102, 3_200)]
-        items += [("c", 1, 1, 10), ("c", 1, 2, 10)]
-        waiting = [asyncio.ensure_future(batcher.run(*item)) for item in items]
-        await asyncio.sleep(0)
-        work.go.set()
-        held.set()
-        await asyncio.gather(*waiting)
-
-    asyncio.run(main())
+    batcher = MicroBatcher(thread, work, max_texts=64)
+    held = threading.Event()
+    thread.submit(held.wait, 10)
+    # Three large items come first, of which two do not fit into one batch.
+    items = [("a", 8, 100, 6_400), ("a", 8, 101, 6_400), ("b", 8, 102, 3_200)]
+    items += [("c", 1, 1, 10), ("c", 1, 2, 10)]
+    waiting = [asyncio.ensure_future(batcher.run(*item)) for item in items]
+    await asyncio.sleep(0)
+    work.go.set()
+    held.set()
+    await asyncio.gather(*waiting)
     assert work.calls == [[1, 2], [102], [100], [101]]

@@ -68,20 +68,17 @@ def test_probabilities_are_those_of_the_retriever(bundles: dict[str, Path], tmp_
     asyncio.run(test())
 
 
-def test_the_drift_of_served_probabilities_is_a_gauge(
+async def test_the_drift_of_served_probabilities_is_a_gauge(
     bundles: dict[str, Path], tmp_path: Path
 ) -> None:
-    async def test() -> None:
-        async with served(tmp_path, bundles) as one:
-            name = 'xmcray_probability_drift{model="calibrated"'
-            assert name not in (await one.ask("/metrics")).text
-            # A least probability changes what is answered and not what is noted.
-            for _ in range(2):
-                await one.search([ASKED[0]] * (FEWEST // 2), min_probability=1.0)
-            assert name in (await one.ask("/metrics")).text
-            assert one.service.drifts()["calibrated"] > 0.25
-
-    asyncio.run(test())
+    async with served(tmp_path, bundles) as one:
+        name = 'xmcray_probability_drift{model="calibrated"'
+        assert name not in (await one.ask("/metrics")).text
+        # A least probability changes what is answered and not what is noted.
+        for _ in range(2):
+            await one.search([ASKED[0]] * (FEWEST // 2), min_probability=1.0)
+        assert name in (await one.ask("/metrics")).text
+        assert one.service.drifts()["calibrated"] > 0.25
 
 
 @pytest.mark.parametrize(

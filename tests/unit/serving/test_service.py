@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +37,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {**made, "memory": memory, "fused": write_fused(memory)}
 
 
-@pytest.fixture
-def serving(tmp_path: Path) -> Callable[..., None]:
-    """Runs a coroutine of a served application."""
-
-    def run(
-        test: Callable[[Served], Coroutine[Any, Any, None]],
-        bundles: dict[str, Path],
-        **settings: Any,
-    ) -> None:
-        async def main() -> None:
-            async with served(tmp_path, bundles, **settings) as one:
-                await test(one)
-
-        asyncio.run(main())
-
-    return run
-
-
-def test_answers_are_the_retrievers(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
-    async def test(one: Served) -> None:
+async def test_answers_are_the_retrievers(bundles: dict[str, Path], tmp_path: Path) -> None:
+    async with served(tmp_path, bundles) as one:
         for kind, path in bundles.items():
             fields = ["uid", "text", "label_id", "score"]
             explain = kind in EXPLAINED
@@ -82,11 +64,9 @@ def test_answers_are_the_retrievers(bundles: dict[str, Path], serving: Callable[
                 encoded["vectors"], Retriever.load(path).encode(ASKED), atol=1e-6
             )
 
-    serving(test, bundles)
 
-
-def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
-    bundles: dict[str, Path], tmp_path: Path, serving: Callable[..., None]
+async def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
+    bundles: dict[str, Path], tmp_path: Path
 ) -> None:
     """In the composed mode a static encoder's vectors are made by the searchers, a transformer's by the encoder."""
     sent = list[str]()
@@ -104,7 +84,12 @@ def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
         async def find(self, reference: SnapshotReference, *search: Any) -> Any:
             return find_hits([PendingSearch(self.current(reference.model), *search)], 512)[0]
 
-    async def test(one: Served) -> None:
+    paths = {
+        "static": bundles["texts"],
+        "fused": bundles["fused"],
+        "bert": write_transformer(tmp_path),
+    }
+    async with served(tmp_path, paths) as one:
         one.service._backend = Backend(one)
         for name, path in paths.items():
             wanted = Retriever.load(path, threads=1)
@@ -115,18 +100,9 @@ def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
             np.testing.assert_allclose(encoded["vectors"], wanted.encode(ASKED), atol=1e-6)
         assert sent == ["bert", "bert"]
 
-    paths = {
-        "static": bundles["texts"],
-        "fused": bundles["fused"],
-        "bert": write_transformer(tmp_path),
-    }
-    serving(test, paths)
 
-
-def test_memory_settings_of_a_request(
-    bundles: dict[str, Path], serving: Callable[..., None]
-) -> None:
-    async def test(one: Served) -> None:
+async def test_memory_settings_of_a_request(bundles: dict[str, Path], tmp_path: Path) -> None:
+    async with served(tmp_path, {"memory": bundles["memory"]}) as one:
         body = await one.search(ASKED, k=5, memory={"weight": 0.0, "keys": 9})
         retriever = Retriever.load(bundles["memory"], threads=1)
         known = retriever.memory.config if retriever.memory else MemoryConfig()
@@ -136,15 +112,13 @@ def test_memory_settings_of_a_request(
             [a.uid for a in r] for r in wanted
         ]
 
-    serving(test, {"memory": bundles["memory"]})
 
-
-def test_every_route_wants_its_token(
+async def test_every_route_wants_its_token(
     bundles: dict[str, Path],
-    serving: Callable[..., None],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test(one: Served) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
         search = {"texts": ["a"]}
         reading = [
             ("/v1/search", search),
@@ -193,8 +167,6 @@ def test_every_route_wants_its_token(
         assert (await one.ask("/v1/models")).status_code == 401
         assert (await one.ask("/healthz", token=None)).json() == {"status": "ok"}
 
-    serving(test, {"a": bundles["texts"]})
-
 
 @pytest.mark.parametrize(
     ("headers", "status"),
@@ -209,24 +181,22 @@ def test_every_route_wants_its_token(
         ({"Authorization": TOKEN_HEADER, "Host": b"\xff"}, 404),
     ],
 )
-def test_no_header_is_a_mistake_of_ours(
+async def test_no_header_is_a_mistake_of_ours(
     headers: dict[str, bytes],
     status: int,
     bundles: dict[str, Path],
-    serving: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
-    async def test(one: Served) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
         for _ in range(2):
             answer = await one.ask("/nowhere", token=None, headers=headers)
             assert answer.status_code == status, answer.text
 
-    serving(test, {"a": bundles["texts"]})
 
-
-def test_a_prefix_opens_no_door(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
+async def test_a_prefix_opens_no_door(bundles: dict[str, Path], tmp_path: Path) -> None:
     """Behind `route_prefix: /x` of Ray Serve, ASGI's path begins with the prefix."""
 
-    async def test(one: Served) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
         transport = httpx.ASGITransport(one.app, root_path="/x")
         async with httpx.AsyncClient(transport=transport, base_url="http://test/x") as client:
             operations = {"operations": [{"op": "delete", "uid": "u1"}]}
@@ -237,8 +207,6 @@ def test_a_prefix_opens_no_door(bundles: dict[str, Path], serving: Callable[...,
                 ).status_code == status
             assert (await client.get("/healthz")).status_code == 200
             assert (await client.get("/v1/models")).status_code == 401
-
-    serving(test, {"a": bundles["texts"]})
 
 
 @pytest.mark.parametrize(
@@ -259,15 +227,15 @@ def test_a_prefix_opens_no_door(bundles: dict[str, Path], serving: Callable[...,
         ({"texts": ["matrix " * 500]}, 422, "too-long", "text 0"),
     ],
 )
-def test_requests_that_are_refused(
+async def test_requests_that_are_refused(
     body: dict[str, Any],
     status: int,
     kind: str,
     detail: str,
     bundles: dict[str, Path],
-    serving: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
-    async def test(one: Served) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}, long_texts="refuse") as one:
         answer = await one.ask("/v1/search", body, headers={"X-Request-ID": "me-1"})
         problem = answer.json()
         assert (answer.status_code, problem["status"], problem["type"]) == (
@@ -278,21 +246,16 @@ def test_requests_that_are_refused(
         assert detail in problem["detail"]
         assert problem["request_id"] == answer.headers["x-request-id"] == "me-1"
 
-    serving(test, {"a": bundles["texts"]}, long_texts="refuse")
 
-
-def test_a_long_text_is_cut_and_says_so(
-    bundles: dict[str, Path], serving: Callable[..., None]
-) -> None:
-    async def test(one: Served) -> None:
+async def test_a_long_text_is_cut_and_says_so(bundles: dict[str, Path], tmp_path: Path) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
         body = await one.search(["matrix " * 17, "matrix " * 16, "x"], k=1)
         assert [result["truncated"] for result in body["results"]] == [True, False, False]
 
-    serving(test, {"a": bundles["texts"]})
 
+async def test_a_body_that_does_not_come(bundles: dict[str, Path], tmp_path: Path) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}, deadline_ms=300) as one:
 
-def test_a_body_that_does_not_come(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
-    async def test(one: Served) -> None:
         async def begun() -> AsyncIterator[bytes]:
             yield b'{"texts": '
             await asyncio.Event().wait()
@@ -301,13 +264,12 @@ def test_a_body_that_does_not_come(bundles: dict[str, Path], serving: Callable[.
         assert (answer.status_code, answer.json()["type"]) == (408, "urn:xmcray:late")
         assert (await one.search(["a"]))["results"]
 
-    serving(test, {"a": bundles["texts"]}, deadline_ms=300)
 
-
-def test_too_many_requests_and_too_little_time(
-    bundles: dict[str, Path], serving: Callable[..., None]
+async def test_too_many_requests_and_too_little_time(
+    bundles: dict[str, Path], tmp_path: Path
 ) -> None:
-    async def test(one: Served) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}, in_flight=2) as one:
+
         async def stuck(*_: Any) -> Any:
             await asyncio.Event().wait()
 
@@ -333,11 +295,9 @@ def test_too_many_requests_and_too_little_time(
         assert (await one.ask("/v1/search", body | {"timeout_ms": 9000})).status_code == 200
         assert one.service.working == 0
 
-    serving(test, {"a": bundles["texts"]}, in_flight=2)
 
-
-def test_allow_and_deny(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
-    async def test(one: Served) -> None:
+async def test_allow_and_deny(bundles: dict[str, Path], tmp_path: Path) -> None:
+    async with served(tmp_path, {"a": bundles["rowsIVF"]}) as one:
         allow = [f"u{i}" for i in range(0, len(TEXTS), 50)]
         body = await one.search(
             ASKED[:3], k=100, filter={"allow": [*allow, "unknown"], "deny": allow[:2]}
@@ -348,72 +308,66 @@ def test_allow_and_deny(bundles: dict[str, Path], serving: Callable[..., None]) 
             r["answers"] for r in (await one.search(["a"], filter={"allow": []}))["results"]
         ] == [[]]
 
-    serving(test, {"a": bundles["rowsIVF"]})
+
+async def test_labels_change_while_they_are_served(
+    bundles: dict[str, Path], tmp_path: Path
+) -> None:
+    names = {"a": bundles["texts"]}
+    async with served(tmp_path, names) as one:
+        before = await one.search(["sort"], k=560)
+        added = {"op": "add", "uid": "n1", "text": "sort sort join"}
+        answer = await one.change(added, {"op": "delete", "uid": "u9"})
+        assert answer.json() == {"model": "a", "label_log": 2}
+        await one.reached(2)
+        after = await one.search(["sort"], k=560)
+        assert (before["label_log"], after["label_log"]) == (0, 2)
+        scores = [
+            {a["uid"]: a["score"] for a in body["results"][0]["answers"]}
+            for body in (before, after)
+        ]
+        assert scores[0].keys() - scores[1].keys() == {"u9"}
+        assert scores[1].keys() - scores[0].keys() == {"n1"}
+        assert all(scores[1][uid] == scores[0][uid] for uid in scores[0].keys() & scores[1].keys())
+        assert (await one.search(["sort sort join"], k=1))["results"][0]["answers"][0][
+            "uid"
+        ] == "n1"
+        assert (await one.ask("/v1/labels/n1")).json()["text"] == "sort sort join"
+        for operation, reason in [
+            ({"op": "add", "uid": "n1", "text": "x"}, "there already"),
+            ({"op": "delete", "uid": "u9"}, "not there"),
+            ({"op": "update", "uid": "u9", "text": "x"}, "not there"),
+            ({"op": "add", "uid": "n2", "text": " "}, "no text"),
+        ]:
+            refused = await one.change({"op": "delete", "uid": "u10"}, operation)
+            assert refused.status_code == 409
+            assert reason in refused.json()["detail"]
+        assert (await one.ask("/v1/labels/u10")).status_code == 200, "all of a batch or nothing"
+        assert (await one.change({"op": "update", "uid": "n1", "text": "median"})).json()[
+            "label_log"
+        ] == 3
+        compact = await one.ask("/admin/v1/compact", {"out": str(tmp_path / "compact")}, ADMIN)
+        assert (compact.status_code, compact.json()["label_log"]) == (200, 3)
+    # the same state folder again: the log is replayed
+    async with served(tmp_path, names) as one:
+        answer = (await one.search(["median"], k=1))["results"][0]["answers"][0]
+        assert (answer["uid"], (await one.ask("/v1/labels/u9")).status_code) == ("n1", 404)
+        everything = await one.search(ASKED, k=560)
+        await one.change({"op": "add", "uid": "late", "text": "trace trace"})
+        swapped = await one.ask("/admin/v1/swap", {"bundle": str(tmp_path / "compact")}, ADMIN)
+        assert (swapped.status_code, swapped.json()["recall"]) == (200, 1.0)
+        assert (await one.search(["trace trace"], k=1))["results"][0]["answers"][0]["uid"] == "late"
+        again = await one.search(ASKED, k=560, filter={"deny": ["late"]})
+        assert again["version"] != everything["version"]
+        assert again["results"] == everything["results"]
+    # what was swapped in stays
+    async with served(tmp_path, names) as one:
+        assert (await one.search(["trace trace"], k=1))["version"] == again["version"]
+        assert (await one.ask("/v1/labels/late")).status_code == 200
 
 
-def test_labels_change_while_they_are_served(bundles: dict[str, Path], tmp_path: Path) -> None:
-    async def main() -> None:
-        names = {"a": bundles["texts"]}
-        async with served(tmp_path, names) as one:
-            before = await one.search(["sort"], k=560)
-            added = {"op": "add", "uid": "n1", "text": "sort sort join"}
-            answer = await one.change(added, {"op": "delete", "uid": "u9"})
-            assert answer.json() == {"model": "a", "label_log": 2}
-            await one.reached(2)
-            after = await one.search(["sort"], k=560)
-            assert (before["label_log"], after["label_log"]) == (0, 2)
-            scores = [
-                {a["uid"]: a["score"] for a in body["results"][0]["answers"]}
-                for body in (before, after)
-            ]
-            assert scores[0].keys() - scores[1].keys() == {"u9"}
-            assert scores[1].keys() - scores[0].keys() == {"n1"}
-            assert all(
-                scores[1][uid] == scores[0][uid] for uid in scores[0].keys() & scores[1].keys()
-            )
-            assert (await one.search(["sort sort join"], k=1))["results"][0]["answers"][0][
-                "uid"
-            ] == "n1"
-            assert (await one.ask("/v1/labels/n1")).json()["text"] == "sort sort join"
-            for operation, reason in [
-                ({"op": "add", "uid": "n1", "text": "x"}, "there already"),
-                ({"op": "delete", "uid": "u9"}, "not there"),
-                ({"op": "update", "uid": "u9", "text": "x"}, "not there"),
-                ({"op": "add", "uid": "n2", "text": " "}, "no text"),
-            ]:
-                refused = await one.change({"op": "delete", "uid": "u10"}, operation)
-                assert refused.status_code == 409
-                assert reason in refused.json()["detail"]
-            assert (await one.ask("/v1/labels/u10")).status_code == 200, "all of a batch or nothing"
-            assert (await one.change({"op": "update", "uid": "n1", "text": "median"})).json()[
-                "label_log"
-            ] == 3
-            compact = await one.ask("/admin/v1/compact", {"out": str(tmp_path / "compact")}, ADMIN)
-            assert (compact.status_code, compact.json()["label_log"]) == (200, 3)
-        # the same state folder again: the log is replayed
-        async with served(tmp_path, names) as one:
-            answer = (await one.search(["median"], k=1))["results"][0]["answers"][0]
-            assert (answer["uid"], (await one.ask("/v1/labels/u9")).status_code) == ("n1", 404)
-            everything = await one.search(ASKED, k=560)
-            await one.change({"op": "add", "uid": "late", "text": "trace trace"})
-            swapped = await one.ask("/admin/v1/swap", {"bundle": str(tmp_path / "compact")}, ADMIN)
-            assert (swapped.status_code, swapped.json()["recall"]) == (200, 1.0)
-            assert (await one.search(["trace trace"], k=1))["results"][0]["answers"][0][
-                "uid"
-            ] == "late"
-            again = await one.search(ASKED, k=560, filter={"deny": ["late"]})
-            assert again["version"] != everything["version"]
-            assert again["results"] == everything["results"]
-        # what was swapped in stays
-        async with served(tmp_path, names) as one:
-            assert (await one.search(["trace trace"], k=1))["version"] == again["version"]
-            assert (await one.ask("/v1/labels/late")).status_code == 200
-
-    asyncio.run(main())
-
-
-def test_swaps_that_are_refused(
-    bundles: dict[str, Path], tmp_path: Path, serving: Callable[..., None]
+async def test_swaps_that_are_refused(
+    bundles: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     damaged = {
         name: shutil.copytree(bundles["texts"], tmp_path / name) for name in ("flipped", "missing")
@@ -427,7 +381,7 @@ def test_swaps_that_are_refused(
     worse = tmp_path / "worse"
     remove_labels(bundles["texts"], [f"u{i}" for i in range(300)], worse)
 
-    async def test(one: Served) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
         before = await one.search(ASKED, k=9)
         for name, reason in [
             ("flipped", "was altered"),
@@ -446,11 +400,9 @@ def test_swaps_that_are_refused(
         assert answer.status_code == 200
         assert (await one.search(["a"]))["version"] == answer.json()["version"] != before["version"]
 
-    serving(test, {"a": bundles["texts"]})
 
-
-def test_pages_and_description(bundles: dict[str, Path], serving: Callable[..., None]) -> None:
-    async def test(one: Served) -> None:
+async def test_pages_and_description(bundles: dict[str, Path], tmp_path: Path) -> None:
+    async with served(tmp_path, {"a": bundles["texts"]}) as one:
         page = await one.ask("/")
         assert "script-src 'self'" in page.headers["content-security-policy"]
         assert page.headers["x-content-type-options"] == "nosniff"
@@ -464,5 +416,3 @@ def test_pages_and_description(bundles: dict[str, Path], serving: Callable[..., 
         assert 'xmcray_texts_total{model="a",replica="local"} 2.0' in text
         assert 'xmcray_requests_total{replica="local",route="/v1/search",status="200"} 1.0' in text
         assert json.dumps(TOKEN) not in text
-
-    serving(test, {"a": bundles["texts"]})

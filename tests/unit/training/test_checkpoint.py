@@ -13,7 +13,6 @@ from pathlib import Path
 import loops
 import pytest
 import torch
-from corpora import planted_corpus
 
 from xmcray import storage
 from xmcray.data.corpus import Corpus
@@ -32,11 +31,6 @@ SETTINGS = [
     "negatives.hard=0",
     "negatives.uniform=10",
 ]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return planted_corpus(tmp_path_factory.mktemp("checkpoint"))
 
 
 def loop_in(folder: Path, corpus: Corpus, *extra: str) -> tuple[Loop, Setup]:

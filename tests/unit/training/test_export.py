@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import planted_corpus
 from safetensors.torch import load_file, save_file
 
 from xmcray.data.corpus import Corpus
@@ -32,11 +31,6 @@ SETTINGS = [
     "negatives.uniform=10",
 ]
 SETTINGS += ["cluster.workers=0", "cluster.threads_per_process=1"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return planted_corpus(tmp_path_factory.mktemp("export"))
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,9 @@ def test_vectors_that_a_bundle_cannot_use_are_refused(
         export_encoder(mixed, tmp_path / "out")
 
 
-def test_a_server_takes_vectors_of_queries(corpus: Corpus, mixed: str, tmp_path: Path) -> None:
+async def test_a_server_takes_vectors_of_queries(
+    corpus: Corpus, mixed: str, tmp_path: Path
+) -> None:
     test = corpus.split("test")
     rows = np.arange(4)
     texts = test.texts(rows)
@@ -141,24 +143,21 @@ def test_a_server_takes_vectors_of_queries(corpus: Corpus, mixed: str, tmp_path:
     assert vectors is not None
     retriever = Retriever.load(mixed)
 
-    async def asked() -> None:
-        async with served(tmp_path, {"a": Path(mixed)}) as server:
-            fields = {"k": 3, "fields": ["label_id"]}
-            (model,) = (await server.ask("/v1/models")).json()["models"]
-            assert model["side_width"] == WIDTH
-            # Requests with and without vectors are one batch.
-            sided, plain = await asyncio.gather(
-                server.search(texts, vectors=vectors.tolist(), **fields),
-                server.search(texts, **fields),
-            )
-            assert served_ids(sided) == label_ids(retriever.search(texts, 3, vectors=vectors))
-            assert served_ids(plain) == label_ids(retriever.search(texts, 3))
-            for wrong in ([[0.0] * WIDTH], [[0.0]] * 4, [[0.0], *vectors[1:].tolist()]):
-                answer = await server.ask("/v1/search", {"texts": texts, "vectors": wrong})
-                assert answer.status_code == 422
-                assert "side vectors" in answer.json()["detail"]
-
-    asyncio.run(asked())
+    async with served(tmp_path, {"a": Path(mixed)}) as server:
+        fields = {"k": 3, "fields": ["label_id"]}
+        (model,) = (await server.ask("/v1/models")).json()["models"]
+        assert model["side_width"] == WIDTH
+        # Requests with and without vectors are one batch.
+        sided, plain = await asyncio.gather(
+            server.search(texts, vectors=vectors.tolist(), **fields),
+            server.search(texts, **fields),
+        )
+        assert served_ids(sided) == label_ids(retriever.search(texts, 3, vectors=vectors))
+        assert served_ids(plain) == label_ids(retriever.search(texts, 3))
+        for wrong in ([[0.0] * WIDTH], [[0.0]] * 4, [[0.0], *vectors[1:].tolist()]):
+            answer = await server.ask("/v1/search", {"texts": texts, "vectors": wrong})
+            assert answer.status_code == 422
+            assert "side vectors" in answer.json()["detail"]
 
 
 def served_ids(body: dict[str, Any]) -> list[list[int]]:
