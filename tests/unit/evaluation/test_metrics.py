@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dense_metrics import remove_pairs, top_k
+from dense_metrics import top_k
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,26 +96,6 @@ def test_foreign_label_ids_are_refused() -> None:
         measure(answers([6]), Ragged.from_rows([[0]]))
     with pytest.raises(DataError, match="answers of 1 queries, expected 2"):
         measure(answers([0]), Ragged.from_rows([[0], [1]]))
-
-
-def test_top_k_breaks_ties_by_lower_id() -> None:
-    top = top_k(np.array([[1.0, 3.0, 3.0, 1.0], [0.0, 0.0, 0.0, 0.0]]), 3)
-    assert top.ids.tolist() == [[1, 2, 0], [0, 1, 2]]
-
-
-def test_top_k_masks_before_it_cuts() -> None:
-    scores = np.array([[4.0, 3.0, 2.0, 1.0], [1.0, np.nan, -np.inf, 2.0]])
-    top = top_k(scores, 2, Ragged.from_rows([[0, 1], [0]]))
-    assert top.ids.tolist() == [[2, 3], [3, -1]]
-    assert top.scores.tolist() == [[2.0, 1.0], [2.0, -np.inf]]
-    assert top_k(scores, 9).width == 4
-
-
-def test_remove_pairs_keeps_row_boundaries() -> None:
-    left = remove_pairs(
-        Ragged.from_rows([[1, 2], [2], [], [0, 5]]), Ragged.from_rows([[2, 9], [2], [1], []])
-    )
-    assert [left[i].tolist() for i in range(4)] == [[1], [], [], [0, 5]]
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,12 +1,12 @@
 """The report page: complete, escaped, self-contained, and calm about what is missing."""
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from parsed_page import Page
 
 from xmcray.errors import StorageError
 from xmcray.evaluation.charts import Series, bar_chart, line_chart, short_number, ticks
@@ -56,33 +56,6 @@ METRICS: dict[str, Any] = {
     ],
     "index_recall": {"queries": 10, "recall@10": 0.987},
 }
-
-
-class Page(HTMLParser):
-    """Every element opened is closed; collects titles of charts and anything that could load or run."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.charts: list[str] = []
-        self.foreign: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        if tag == "svg":
-            self.charts.append(given["aria-label"] or "")
-        if tag in ("script", "link", "img", "iframe", "object") or {"src", "href"} & given.keys():
-            self.foreign.append(tag)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
 
 def page(path: Path, **given: Any) -> str:

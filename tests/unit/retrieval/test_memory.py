@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 from corpora import planted_corpus
+from models import write_bert
 from ranks import golden
 from shell import Shell
 
@@ -329,26 +329,11 @@ def test_a_memory_that_does_not_fit_is_refused(corpus: Corpus, tmp_path: Path, d
 
 
 def test_a_transformer_fits_the_tokens_it_was_trained_with(corpus: Corpus, tmp_path: Path) -> None:
-    def model(name: str, words: list[str]) -> Path:
-        vocabulary = {
-            word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
-        }
-        transformers.BertTokenizer(vocab=vocabulary).save_pretrained(tmp_path / name)
-        sizes = {
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-        }
-        transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes)).save_pretrained(
-            tmp_path / name
-        )
-        return tmp_path / name
-
     def prepared_with(tokenizer: TextTokenizer) -> Any:
         return SimpleNamespace(tokenizer=lambda: tokenizer, path="corpus")
 
-    one, other = model("one", ["sort", "an", "array"]), model("other", ["array", "sort", "an"])
+    one = write_bert(tmp_path / "one", ["sort", "an", "array"])
+    other = write_bert(tmp_path / "other", ["array", "sort", "an"])
     prepared = prepared_with(from_transformer(str(one), max_len=16))
     encoder, head = open_encoder(str(one), prepared)
     assert (encoder.dim, head.kind) == (16, "plain")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
+from parsed_page import Page
 from shell import Shell
 
 from xmcray.errors import ConfigError, ResourceError, RunError
@@ -59,23 +59,6 @@ def make(
         if state != "unfinished":
             sweep.end(number, state, "why" if state == "failed" else "")  # type: ignore[arg-type]
     return sweep
-
-
-class Page(HTMLParser):
-    """Titles of the charts, and whatever would load or run something."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.charts: list[str] = []
-        self.foreign: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        if tag == "svg":
-            self.charts.append(given["aria-label"] or "")
-        if tag in ("script", "link", "img", "iframe", "object") or {"src", "href"} & given.keys():
-            self.foreign.append(tag)
 
 
 def test_the_best_is_one_that_was_trained_to_the_end(tmp_path: Path) -> None:
