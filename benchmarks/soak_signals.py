@@ -9,11 +9,15 @@ ends. Every other SIGTERM goes to a process that ignores SIGINT, as in the backg
 same command then continues, until the run is finished and the next one begins. Each signal has to
 end the command within 10 s on an idle machine and leave no process behind, and each finished run has
 to have the weights of the undisturbed one, byte for byte.
+
+What came of the signals is kept in the benchmarks' cache as soon as the run that they met is
+finished. The next call goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import secrets
@@ -23,12 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import data_sets
-from common import refuse_if_busy, write_table
+from common import MAX_LOAD_PER_CORE, refuse_if_busy, write_table
 from planted import write_planted
 from processes import last_step
 from soak import OF_METHOD, SETTINGS, final_weights
@@ -37,23 +41,27 @@ METHOD = "astra"
 MAIN = "import sys; from xmcray.cli import main; sys.exit(main(sys.argv[1:]))"
 MARK = "XMCRAY_SOAK_SIGNALS"  # a variable that all processes of a command inherit
 _TOKEN = secrets.token_hex(8)  # its value
+LEDGER = data_sets.CACHE / "soak_signals.jsonl"
 LIMIT_S = 10
-PATIENCE_S = 300
+PATIENCE_S = 900
 # Before the command has its handlers, Python's own and those of the system end it.
 CODES = {signal.SIGINT: {130, -signal.SIGINT, 1}, signal.SIGTERM: {143, -signal.SIGTERM}}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a signal met and how the command ended.
+    """What a signal met and how the command ended, or the weights of a finished run.
 
     Attributes:
+        moment: number of the signal; of the last one, for a finished run.
         cells: of the table.
-        good: whether the promises were kept.
+        kept: whether the promises were kept: "yes", "no", or "late" if the command ended too late
+            on a machine that was busy.
     """
 
+    moment: int
     cells: list[object]
-    good: bool
+    kept: str
 
 
 def main() -> None:
@@ -69,10 +77,14 @@ def main() -> None:
         "soak", lambda raw: write_planted(raw, num_queries=6000, num_labels=2000)
     ).path
     with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:
-        outcomes = list(play(arguments, corpus, Path(folder)))
-    num_good = sum(outcome.good for outcome in outcomes)
+        play(arguments, corpus, Path(folder))
+    outcomes = finished()
+    counts = Counter(outcome.kept for outcome in outcomes)
     notes = [
-        f"{num_good} of {len(outcomes)} signals and finished runs kept every promise",
+        f"{counts['yes']} of {len(outcomes)} signals and finished runs kept every promise",
+        f"{counts['late']} signals ended the command after more than {LIMIT_S} s while the machine"
+        " was busy: the limit is for an idle one",
+        "load: average of the last minute when the signal came",
         "planted corpus of 2,000 labels, 2 workers, hard negatives in every epoch, CPU",
         load,
     ]
@@ -83,62 +95,86 @@ def main() -> None:
         "at step",
         "code",
         "ended in s",
+        "load",
         "left",
-        "good",
+        "kept",
     ]
-    rows = [outcome.cells for outcome in outcomes]
+    rows = [[*outcome.cells, outcome.kept] for outcome in outcomes]
     write_table(arguments.out, "Signals at random moments", header, rows, notes)
-    if num_good < len(outcomes):
-        raise SystemExit(f"error: {len(outcomes) - num_good} promises were broken")
+    if counts["no"]:
+        raise SystemExit(f"error: {counts['no']} promises were broken")
 
 
-def play(arguments: argparse.Namespace, corpus: Path, folder: Path) -> Iterator[Outcome]:
-    """Sends the signals one after the other; yields what came of each, and of each finished run."""
+def play(arguments: argparse.Namespace, corpus: Path, folder: Path) -> None:
+    """Sends the signals that are missing, one after the other, and keeps what came of them."""
+    done = {outcome.moment for outcome in finished()}
+    missing = [moment for moment in range(arguments.moments) if moment not in done]
+    if not missing:
+        return
     began = time.perf_counter()
     undisturbed = folder / "undisturbed"
     start(corpus, undisturbed, ignores_sigint=False).wait(PATIENCE_S)
     duration_s = time.perf_counter() - began
     expected = final_weights(undisturbed)
-    draw = random.Random(arguments.seed)
     run = folder / "run"
-    for number in range(arguments.moments):
-        kind = signal.SIGTERM if number % 2 else signal.SIGINT
-        outcome = interrupt(corpus, run, kind, draw.uniform(0, duration_s), number % 4 == 3)
-        yield show(outcome)
-        is_last = number == arguments.moments - 1
-        if is_last and not (run / "result.json").exists():
+    outcomes = []
+    for moment in missing:
+        after_s = random.Random(f"{arguments.seed} {moment}").uniform(0, duration_s)
+        outcomes.append(show(interrupt(corpus, run, moment, after_s)))
+        if moment == missing[-1] and not (run / "result.json").exists():
             start(corpus, run, ignores_sigint=False).wait(PATIENCE_S)
         if (run / "result.json").exists():
             alike = final_weights(run) == expected
-            cells = ["a finished run", "", "", last_step(run), "", "", "", "yes" if alike else "no"]
-            yield show(Outcome(cells, alike))
+            cells = ["a finished run", "", "", last_step(run), "", "", "", ""]
+            outcomes.append(show(Outcome(moment, cells, "yes" if alike else "no")))
+            keep(outcomes)
+            outcomes = []
             shutil.rmtree(run)
 
 
-def interrupt(
-    corpus: Path, run: Path, kind: signal.Signals, after_s: float, ignores_sigint: bool
-) -> Outcome:
+def keep(outcomes: list[Outcome]) -> None:
+    """Writes what came of the signals of a finished run."""
+    with LEDGER.open("a") as file:
+        for outcome in outcomes:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def finished() -> list[Outcome]:
+    """What came of the signals of all finished runs, of earlier calls too."""
+    if not LEDGER.is_file():
+        return []
+    return [Outcome(**json.loads(line)) for line in LEDGER.read_text().splitlines()]
+
+
+def interrupt(corpus: Path, run: Path, moment: int, after_s: float) -> Outcome:
     """Starts the command, signals it after some seconds, and waits for its end."""
+    kind = signal.SIGTERM if moment % 2 else signal.SIGINT
+    ignores_sigint = moment % 4 == 3
     command = start(corpus, run, ignores_sigint)
+    cells: list[object] = [kind.name, ignores_sigint, f"{after_s:.1f}"]
     try:
         code = command.wait(after_s)
     except subprocess.TimeoutExpired:
         pass
     else:
         # It was finished before its moment came.
-        return Outcome(
-            [kind.name, ignores_sigint, f"{after_s:.1f}", "", code, "", "", ""], not code
-        )
+        return Outcome(moment, [*cells, "", code, "", "", ""], "no" if code else "yes")
     step = last_step(run)
+    load = os.getloadavg()[0]
     sent = time.perf_counter()
     command.send_signal(kind)
     code = command.wait(PATIENCE_S)
     seconds = time.perf_counter() - sent
     left = still_running(LIMIT_S)
+    cells += [step, code, f"{seconds:.1f}", f"{load:.1f}", left]
+    is_busy = load > MAX_LOAD_PER_CORE * len(os.sched_getaffinity(0))
+    kept = "yes"
     # 0: the signal came when nothing was left to do.
-    good = code in CODES[kind] | {0} and seconds <= LIMIT_S and not left
-    cells = [kind.name, ignores_sigint, f"{after_s:.1f}", step, code, f"{seconds:.1f}", left]
-    return Outcome([*cells, "yes" if good else "no"], good)
+    if code not in CODES[kind] | {0} or left:
+        kept = "no"
+    elif seconds > LIMIT_S:
+        kept = "late" if is_busy else "no"
+    return Outcome(moment, cells, kept)
 
 
 def start(corpus: Path, run: Path, ignores_sigint: bool) -> subprocess.Popen[bytes]:
@@ -177,7 +213,7 @@ def _is_ours(process: Path) -> bool:
 
 def show(outcome: Outcome) -> Outcome:
     """Prints a row as soon as it is there."""
-    print(*outcome.cells, sep=" | ", flush=True)
+    print(*outcome.cells, outcome.kept, sep=" | ", flush=True)
     return outcome
 
 
