@@ -63,6 +63,9 @@ def load_label_side(folder: Path) -> LabelSide:
         state = load_file(folder / WEIGHTS)
         cluster_L = state.pop("cluster_L")
         num_vectors, dim = state["bank.weight"].shape
+        are_rows = cluster_L.dtype == torch.int64 and cluster_L.dim() == 1
+        if not are_rows or ((cluster_L < 0) | (cluster_L >= num_vectors)).any():
+            raise ValueError(f"expected clusters as a list of integers from 0 to {num_vectors - 1}")
         feed_forward = len(state["up.weight"])
         # On the meta device nothing is allocated; `assign` then takes the loaded tensors as they
         # are.

@@ -71,6 +71,11 @@ def _nearest_clusters(retriever: Retriever, side: LabelSide, text_UD: Float32Arr
     nearest = retriever.labels.search_exported(text_UD, 1).ids[:, 0]
     # Clusters are listed by row, not by source id.
     nearest_rows = retriever.labels.label_rows[nearest]
+    if nearest_rows.max(initial=-1) >= len(side.cluster_L):
+        raise BundleError(
+            f"prototypes.safetensors has the clusters of {len(side.cluster_L)} labels, expected"
+            f" {len(retriever.labels.label_rows)}; export the bundle again"
+        )
     return side.cluster_L[torch.from_numpy(nearest_rows)]
 
 

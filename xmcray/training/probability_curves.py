@@ -20,6 +20,7 @@ from scipy.optimize import isotonic_regression, minimize
 from scipy.special import expit
 
 from xmcray.data.corpus import Corpus
+from xmcray.errors import BundleError
 from xmcray.evaluation.metrics import SEGMENTS, relevant
 from xmcray.retrieval.calibration import (
     BINS,
@@ -66,10 +67,18 @@ def fit_calibration(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> C
         retriever: the bundle.
         corpus: the one that it was made from.
         rows: training queries that no part of the bundle was trained on. They do not vote.
+
+    Raises:
+        BundleError: no query has an answer, as with weights that are no numbers.
     """
     # Evenly spaced, because queries may be sorted by time.
     rows = rows[:: -(-len(rows) // MAX_QUERIES)]
     sample = answers_to(without_voters(retriever, corpus, rows), corpus, rows)
+    if not len(sample.label_A):
+        raise BundleError(
+            f"none of {len(rows)} queries held out of training gets an answer, expected some;"
+            " look for weights that are no numbers, and train again"
+        )
     return calibration_of(sample, corpus, len(rows))
 
 

@@ -1,9 +1,14 @@
 """The prototype network is torch's encoder layer over three tokens; centroids move query by query."""
 
+from pathlib import Path
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xmcray.errors import BundleError
+from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.nn.prototypes import PrototypeNetwork, move_centroids
 
 DIM, FEED_FORWARD, VECTORS = 6, 10, 4
@@ -92,3 +97,16 @@ def test_centroids_move_query_by_query_in_order() -> None:
     assert torch.equal(moved[[0, 2, 3]], start[[0, 2, 3]])
     move_centroids(moved, labels[:0], query_GD, queries[:0], 0.95)
     torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "clusters",
+    [torch.zeros(3).double(), torch.tensor([0, VECTORS]), torch.tensor([-1]), torch.tensor([[0]])],
+    ids=["no integers", "too large", "negative", "no list"],
+)
+def test_clusters_that_the_network_does_not_have_are_refused(
+    clusters: Tensor, tmp_path: Path
+) -> None:
+    LabelSide(prototypes=network(), cluster_L=clusters).save(tmp_path)
+    with pytest.raises(BundleError, match="expected clusters as a list of integers from 0 to 3"):
+        load_label_side(tmp_path)

@@ -180,6 +180,14 @@ def test_a_label_side_of_another_width_is_refused(row_columns: int, bundles: Any
         new_vectors(retriever, LabelSide(row_columns), [NEW[0].text])
 
 
+def test_clusters_of_fewer_labels_are_refused(bundles: Any) -> None:
+    retriever = Retriever.load(bundles("prototypes"))
+    network = PrototypeNetwork(DIM, 8, 4, seed=0)
+    side = LabelSide(prototypes=network, cluster_L=torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(BundleError, match="has the clusters of 0 labels, expected 560"):
+        new_vectors(retriever, side, [NEW[0].text])
+
+
 def test_prototypes_share_the_free_vector_of_the_nearest(bundles: Any, tmp_path: Path) -> None:
     network = PrototypeNetwork(DIM, 8, 4, seed=0)
     clusters = torch.arange(len(TEXTS)) % 4

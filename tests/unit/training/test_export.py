@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from xmcray.data.corpus import Corpus
-from xmcray.errors import ConfigError, RunError, StorageError
+from xmcray.errors import BundleError, ConfigError, RunError, StorageError
 from xmcray.nn.encoder import Encoder, build_encoder, load_encoder
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.new_vectors import new_vectors
@@ -105,6 +105,19 @@ def test_it_is_the_same_whatever_ranks_wrote_the_checkpoint(run: Run, tmp_path: 
         read_manifest(tmp_path / "a", "bundle").sha256
         == read_manifest(tmp_path / "b", "bundle").sha256
     )
+
+
+def test_weights_that_are_no_numbers_are_one_line(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "copy")
+    checkpoint = sorted((tmp_path / "copy" / "checkpoints").iterdir())[-1]
+    weights = checkpoint / "encoder" / "model.safetensors"
+    broken = {name: torch.full_like(value, torch.nan) for name, value in load_file(weights).items()}
+    save_file(broken, weights)
+    finish_manifest(checkpoint, "checkpoint", {"step": last_checkpoint(run).step}, {})
+    with pytest.raises(
+        BundleError, match=r"none of \d+ queries held out of training gets an answer"
+    ):
+        export_run(Run.open(tmp_path / "copy"), tmp_path / "bundle")
 
 
 def test_blocks_of_labels_share_one_encoder(
