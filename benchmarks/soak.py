@@ -1,14 +1,15 @@
-"""Twenty SIGKILLs per method, in every phase of a refresh; each run, resumed, must end byte for byte alike.
+"""SIGKILLs of every process of a run, in every phase of a refresh; each run, resumed, must end byte for byte alike.
 
-    python benchmarks/soak.py                             # two hours; finished trials are kept
+    python benchmarks/soak.py                             # 60 kills, two hours; finished trials are kept
     python benchmarks/soak.py --method astra              # twenty minutes
     python benchmarks/soak.py --kills 1                   # does it work? one for each method
 
-A planted corpus, 2 workers, `scheduled`, CPU. Every trial is a run of its own with one kill, of a worker (Ray Train
-restarts the group, which goes on from the newest checkpoint) or of the driver (the same command is started again at
-once, next to everything that the killed one left behind). The moments take turns: a random step, while queries are collected,
-published but not yet searched, searching, and the step at which a version is switched. What a kill really met is read
-from the ledger at that moment and printed. The undisturbed run of each method is trained first, in the same way.
+A planted corpus, 2 workers, `scheduled`, CPU. Every trial is a run of its own with one kill: of a worker (Ray Train
+restarts the group, which goes on from the newest checkpoint), of an index actor, of the driver, of the GCS or of the
+raylet. Where the kill ends the driver, the same command is started again at once, next to everything that was left
+behind. The moments take turns: a random step, while queries are collected, published but not yet searched, searching,
+and the step at which a version is switched. What a kill really met is read from the ledger at that moment and printed.
+The undisturbed run of each method is trained first, in the same way.
 """
 
 from __future__ import annotations
@@ -72,6 +73,14 @@ OF_METHOD = {  # each with something to refresh
     "rae": ["negatives.hard=10"],
 }
 PATIENCE_S = 300  # a run takes half a minute
+RESTARTS = 3  # of a driver that a kill has ended
+TARGETS = {  # what the name or the path of each process holds
+    "worker": "RayTrainWorker",
+    "index actor": "IndexShard",
+    "driver": "",
+    "GCS": "gcs/gcs_server",
+    "raylet": "raylet/raylet",
+}
 MOMENTS = ("any step", "collecting", "building", "searching", "switching")
 
 
@@ -103,8 +112,9 @@ def main() -> None:
     )
     parser.add_argument("--method", nargs="+", choices=OF_METHOD, default=list(OF_METHOD))
     parser.add_argument(
-        "--kills", type=int, default=20, help="of each method (default: %(default)s)"
+        "--kills", type=int, default=10, help="of each method (default: %(default)s)"
     )
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("soak.md"))
@@ -137,7 +147,8 @@ def main() -> None:
             "planted corpus of 2,000 labels, 2 workers, scheduled, CPU, a refresh in every epoch",
             load,
         ]
-        header = ["method", "kill", "of", "aimed at", "met", "at step", "seconds", "byte-equal"]
+        header = ["method", "kill", "of", "aimed at", "met", "at step"]
+        header += ["starts again", "seconds", "byte-equal"]
         write_table(arguments.out, "Killed and resumed", header, rows, notes)
     if equal < (wanted := arguments.kills * len(arguments.method)):
         raise SystemExit(
@@ -184,42 +195,52 @@ def of_method(
 
 
 def trials(arguments: argparse.Namespace, method: str, steps: int) -> list[Trial]:
-    """Workers and drivers in turn, moments in turn, at random steps not too close to the end."""
+    """Targets in turn, moments in turn, at random steps not too close to the end."""
     draw = random.Random(arguments.seed)
     per_epoch = steps // EPOCHS
-    pairs = [(target, moment) for moment in arguments.moments for target in ("worker", "driver")]
-    chosen = [pairs[i % len(pairs)] for i in range(arguments.kills)]
     last = steps - 2 * per_epoch
-    return [
-        Trial(method, target, moment, draw.randrange(1, last), per_epoch)
-        for target, moment in chosen
-    ]
+    chosen = []
+    for number in range(arguments.kills):
+        target = arguments.targets[number % len(arguments.targets)]
+        # One moment further in each round, so that each target meets each moment.
+        num_rounds = number // len(arguments.targets)
+        moment = arguments.moments[(number + num_rounds) % len(arguments.moments)]
+        chosen.append(Trial(method, target, moment, draw.randrange(1, last), per_epoch))
+    return chosen
 
 
 def kill_and_resume(
     trial: Trial, corpus: Path, run: Path, expected: dict[str, str]
 ) -> list[object]:
-    """What the kill met, at which step, seconds in all, and whether the weights are the expected ones."""
+    """What the kill met, at which step, how often the command was started again, seconds in all,
+    and whether the weights are the expected ones.
+    """
     started = time.perf_counter()
     met = ["nothing", 0]
     driver = start(trial.method, corpus, run)
     family: dict[int, str] = {}
+
+    def victims() -> list[int]:
+        if trial.target == "driver":
+            return [driver.pid]
+        commands = descendants(driver.pid)
+        # The first word: others name a process in their arguments.
+        programs = {pid: command.partition(" ")[0] for pid, command in commands.items()}
+        return sorted(pid for pid, program in programs.items() if TARGETS[trial.target] in program)
 
     def strike() -> None:
         step = last_step(run)
         boundary = step % trial.steps_per_epoch == 0 and step // trial.steps_per_epoch >= 2
         met[:] = ["+".join(phases(run) + ["switching"] * boundary), step]
         family.update(descendants(driver.pid))
-        workers = sorted(pid for pid, command in family.items() if "RayTrainWorker" in command)
-        os.kill(
-            random.Random(trial.step).choice(workers) if trial.target == "worker" else driver.pid,
-            signal.SIGKILL,
-        )
+        os.kill(random.Random(trial.step).choice(victims()), signal.SIGKILL)
 
-    watcher = When(lambda: trial.due(run), strike)
+    watcher = When(lambda: trial.due(run) and bool(victims()), strike)
     wait(driver)
     watcher.close()
-    if trial.target == "driver" and watcher.done:
+    num_restarts = 0
+    while driver.returncode and watcher.done and num_restarts < RESTARTS:
+        num_restarts += 1
         driver = start(trial.method, corpus, run)
         wait(driver)
     for pid, command in family.items():  # ours, should something have outlived its driver
@@ -229,7 +250,8 @@ def kill_and_resume(
             ).decode() == command:
                 os.kill(pid, signal.SIGKILL)
     alike = driver.returncode == 0 and watcher.done and final_weights(run) == expected
-    return [*met, f"{time.perf_counter() - started:.0f}", "yes" if alike else "no"]
+    seconds = f"{time.perf_counter() - started:.0f}"
+    return [*met, num_restarts, seconds, "yes" if alike else "no"]
 
 
 def start(method: str, corpus: Path, run: Path) -> subprocess.Popen[bytes]:
