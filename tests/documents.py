@@ -52,7 +52,7 @@ def table_rows(page: Path, header: list[str]) -> list[list[str]]:
 def names_in(file: Path) -> set[str]:
     """Functions, classes and methods of a module, a method as Class.method."""
     names = set()
-    definitions = ast.FunctionDef | ast.ClassDef
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, definitions):
             names.add(node.name)
