@@ -25,7 +25,9 @@ from xmcray.errors import BundleError, DataError, StorageError
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.state_folder import StateFolder
+from xmcray.training.launch import refit_config
 from xmcray.training.records import Records, read_records
+from xmcray.training.run import Run, RunConfig
 
 TESTS = Path(__file__).parents[1]
 TRIALS = 3  # of each file; benchmarks/soak_files.py makes thousands
@@ -111,6 +113,16 @@ def test_a_cut_record_of_what_was_swapped_in_is_one_line(tmp_path: Path, text: s
     (tmp_path / "m" / "head.json").write_text(text)
     with pytest.raises(StorageError, match=r"head\.json is damaged.*; remove the file"):
         folder.bundle()
+
+
+@pytest.mark.parametrize(
+    "record", ['{"step": 1, "epoch": 0, "nDCG@5": "x"}', '{"step": 1, "nDCG@5": 0.5}']
+)
+def test_a_damaged_record_that_chooses_the_epochs_is_one_line(record: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(record)
+    selection = Run(tmp_path, "id", RunConfig.resolve("astra", {}, []), tmp_path, "")
+    with pytest.raises(StorageError, match=r"metrics\.jsonl is damaged \(.*\); pass --restart"):
+        refit_config(selection)
 
 
 def test_a_gzip_of_newlines_is_refused_at_once(

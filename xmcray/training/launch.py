@@ -20,7 +20,7 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.node_copy import CorpusSource
 from xmcray.data.side_signal import side_signal
-from xmcray.errors import ConfigError, ResourceError, StorageError, XmcrayError
+from xmcray.errors import ConfigError, ResourceError, StorageError, XmcrayError, readable
 from xmcray.methods.registry import method_entry
 from xmcray.negatives.false_negatives import Teacher
 from xmcray.negatives.pool import NegativePool
@@ -203,11 +203,13 @@ def refit_config(selection: Run) -> RunConfig:
     config = selection.config
     best_epoch = config.optim.epochs - 1
     best_score = -float("inf")
-    for record in read_records(selection.path / "metrics.jsonl"):
-        score = float(record.get(_SELECT_BY, -float("inf")))
-        if score > best_score:
-            best_score = score
-            best_epoch = int(record["epoch"])
+    path = selection.path / "metrics.jsonl"
+    with readable(f"{path} is damaged", "pass --restart to train anew"):
+        for record in read_records(path):
+            score = float(record.get(_SELECT_BY, -float("inf")))
+            if score > best_score:
+                best_score = score
+                best_epoch = int(record["epoch"])
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, validation=0.0),
