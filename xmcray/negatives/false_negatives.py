@@ -2,10 +2,14 @@
 
 A candidate is left out if its score exceeds a share of the score of the query's best positive, as in
 NV-Retriever ("TopK-PercPos", Moreira et al., 2024). The scores are those of the version's vectors, or
-those of another bundle, the teacher.
+those of a teacher: another bundle, or a cross-encoder.
 """
 
 from __future__ import annotations
+
+import abc
+import threading
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,24 +29,63 @@ from xmcray.types import (
 NO_SCORE = np.float32(-np.inf)
 
 
-class Teacher:
-    """Scores queries and labels of the training data with a bundle.
+class Teacher(abc.ABC):
+    """Scores queries and labels of the training data.
 
     Args:
-        bundle: folder or URL.
         data: the training data.
+    """
+
+    def __init__(self, data: TrainingData) -> None:
+        self._data = data
+
+    @abc.abstractmethod
+    def scores(self, query_ids: Int64Array, label_BC: Int64Array) -> Float32Array:
+        """Scores of queries and labels, of which shares can be compared.
+
+        Args:
+            query_ids: int64 [B].
+            label_BC: int64 [B, C], internal label ids; -1 for none.
+        Returns:
+            float32 [B, C]; -inf where there is no label.
+        """
+
+    def _texts(self, query_ids: Int64Array) -> list[str]:
+        """Texts of queries; the id of a label's text follows those of the training queries."""
+        corpus = self._data.corpus
+        num_train = self._data.num_train
+        is_label = query_ids >= num_train
+        texts = np.empty(len(query_ids), object)
+        texts[~is_label] = corpus.split("train").texts(query_ids[~is_label])
+        texts[is_label] = corpus.label_texts(corpus.label_order[query_ids[is_label] - num_train])
+        return list(texts)
+
+
+def open_teacher(path: str, data: TrainingData) -> Teacher:
+    """Opens a bundle, by folder or URL, or the folder of a cross-encoder.
 
     Raises:
         ConfigError: the bundle has other labels, or adds up several parts.
+        BundleError: the cross-encoder is damaged, or has several outputs.
     """
+    # Every bundle has a manifest; so has a cross-encoder of `xmcray train-reranker`.
+    has_manifest = (Path(path) / "manifest.json").is_file()
+    is_model = (Path(path) / "config.json").is_file() and not has_manifest
+    if is_model or (Path(path) / "reranker.json").is_file():
+        return CrossEncoderTeacher(path, data)
+    return BundleTeacher(path, data)
+
+
+class BundleTeacher(Teacher):
+    """Scores by inner products of a bundle's vectors."""
 
     def __init__(self, bundle: str, data: TrainingData) -> None:
+        super().__init__(data)
         # Not at the top: importing it takes half a second in every process of a training, and few
         # trainings have a teacher.
         from xmcray.retrieval.retriever import Retriever
 
         self._retriever = Retriever.load(bundle)
-        self._data = data
         settings = self._retriever.settings
         if settings.num_labels != data.num_labels or self._retriever.labels.changed:
             raise ConfigError(
@@ -55,14 +98,7 @@ class Teacher:
             )
 
     def scores(self, query_ids: Int64Array, label_BC: Int64Array) -> Float32Array:
-        """Inner products of queries and labels.
-
-        Args:
-            query_ids: int64 [B].
-            label_BC: int64 [B, C], internal label ids; -1 for none.
-        Returns:
-            float32 [B, C]; -inf where there is no label.
-        """
+        """Inner products of their vectors."""
         vectors = None
         width = self._retriever.side_width
         if width:
@@ -71,15 +107,35 @@ class Teacher:
         source_BC = np.where(label_BC >= 0, self._data.corpus.label_order[label_BC], -1)
         return self._retriever.labels.scores_of(query_BD, source_BC)
 
-    def _texts(self, query_ids: Int64Array) -> list[str]:
-        """Texts of queries; the id of a label's text follows those of the training queries."""
+
+class CrossEncoderTeacher(Teacher):
+    """Scores by the odds of a cross-encoder, which reads the texts of a query and a label together."""
+
+    def __init__(self, folder: str, data: TrainingData) -> None:
+        super().__init__(data)
+        from xmcray.retrieval.reranker import Reranker
+
+        encoder = Reranker.load(folder).encoder
+        assert encoder is not None, "it was loaded in this process"
+        self._encoder = encoder
+        # Blocks of queries are merged by several threads, and a tokenizer is for one at a time.
+        self._lock = threading.Lock()
+
+    def scores(self, query_ids: Int64Array, label_BC: Int64Array) -> Float32Array:
+        """Exponentials of the outputs for their texts."""
+        texts = self._texts(query_ids)
+        is_label_BC = label_BC >= 0
         corpus = self._data.corpus
-        num_train = self._data.num_train
-        is_label = query_ids >= num_train
-        texts = np.empty(len(query_ids), object)
-        texts[~is_label] = corpus.split("train").texts(query_ids[~is_label])
-        texts[is_label] = corpus.label_texts(corpus.label_order[query_ids[is_label] - num_train])
-        return list(texts)
+        label_texts = corpus.label_texts(corpus.label_order[label_BC[is_label_BC]])
+        row_P = np.nonzero(is_label_BC)[0].tolist()
+        pairs = [(texts[row], label) for row, label in zip(row_P, label_texts, strict=True)]
+        with self._lock:
+            logit_P = self._encoder.score(pairs)
+        scores = np.full(label_BC.shape, NO_SCORE)
+        # Only differences of its outputs have a meaning, so their exponentials are what has shares.
+        # No model comes near the bound, above which float32 would be infinite.
+        scores[is_label_BC] = np.exp(np.minimum(logit_P, 80))
+        return scores
 
 
 def best_candidates(

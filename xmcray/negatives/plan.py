@@ -36,8 +36,8 @@ class NegativesConfig:
         max_relative_score: hard negatives whose score exceeds this share of the score of the
             query's best positive are left out, because they are probably right answers that the
             data does not list; 0 keeps all.
-        teacher: bundle (folder or URL) of the same labels that gives these scores; "" takes those
-            of the training itself.
+        teacher: what gives these scores: a bundle of the same labels (folder or URL), or the folder
+            of a cross-encoder; "" takes those of the training itself.
         recall_queries: queries whose exact neighbours are also found, to report the recall of the
             index; 0 for none.
     """

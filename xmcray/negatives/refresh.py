@@ -22,7 +22,12 @@ import torch
 from xmcray import draws
 from xmcray.data.batches import TrainingData
 from xmcray.negatives.clusters import balanced_clusters
-from xmcray.negatives.false_negatives import Teacher, best_candidates, false_negatives
+from xmcray.negatives.false_negatives import (
+    Teacher,
+    best_candidates,
+    false_negatives,
+    open_teacher,
+)
 from xmcray.negatives.ledger import MergedBlock, QueryBlock, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
@@ -175,7 +180,7 @@ def merge_blocks(folder: VersionFolder, shard: int, data: TrainingData, spec: Re
     missing = [block for block in share if not folder.has_merged(spec.num_shards, block)]
     if not missing:
         return
-    teacher = Teacher(spec.negatives.teacher, data) if spec.negatives.teacher else None
+    teacher = open_teacher(spec.negatives.teacher, data) if spec.negatives.teacher else None
     with ThreadPoolExecutor(spec.threads) as pool:
         merges = [
             pool.submit(_merge_block, folder, block, data, spec, teacher) for block in missing

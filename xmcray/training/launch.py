@@ -22,7 +22,7 @@ from xmcray.data.node_copy import CorpusSource
 from xmcray.data.side_signal import side_signal
 from xmcray.errors import ConfigError, ResourceError, StorageError, XmcrayError, readable
 from xmcray.methods.registry import method_entry
-from xmcray.negatives.false_negatives import Teacher
+from xmcray.negatives.false_negatives import open_teacher
 from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.ray_adapter.session import ray_session
@@ -94,7 +94,7 @@ def train(
     opened = Corpus.open(corpus)
     if config.negatives.teacher:
         # It is used late, so a wrong one is refused now.
-        Teacher(config.negatives.teacher, TrainingData(opened, config.data))
+        open_teacher(config.negatives.teacher, TrainingData(opened, config.data))
     num_without_text = len(opened.labels_without_tokens())
     card = opened.card
     for warning in clipped(config, card.num_train, card.num_labels, num_without_text):

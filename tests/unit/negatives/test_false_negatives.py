@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import planted_corpus
+from models import write_cross_encoder
 from shell import run_command, set_options
 
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.errors import ConfigError
-from xmcray.negatives.false_negatives import Teacher, best_candidates, false_negatives
+from xmcray.negatives.false_negatives import best_candidates, false_negatives, open_teacher
 from xmcray.negatives.ledger import Ledger, QueryBlock
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import RefreshSpec, run_version
+from xmcray.nn.cross_encoder import CrossEncoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import Ragged, TopLabels
 
@@ -139,7 +141,7 @@ def test_a_teacher_scores_as_its_bundle_does(data: TrainingData, tmp_path: Path)
     augmented = TrainingData(data.corpus, DataConfig(augment_with_labels=True))
     # A training query and the text of internal label 2.
     query_ids = np.array([5, augmented.num_train + 2])
-    scores = Teacher(bundle, augmented).scores(query_ids, np.array([[4, 9], [-1, 0]]))
+    scores = open_teacher(bundle, augmented).scores(query_ids, np.array([[4, 9], [-1, 0]]))
     retriever = Retriever.load(bundle)
     order = data.corpus.label_order
     text = data.corpus.split("train").texts(np.array([5]))[0]
@@ -152,4 +154,21 @@ def test_a_teacher_scores_as_its_bundle_does(data: TrainingData, tmp_path: Path)
     np.testing.assert_allclose(scores[1, 1], expected[1, 2], rtol=1e-5)
     other = TrainingData(planted_corpus(tmp_path, num_labels=11), DataConfig())
     with pytest.raises(ConfigError, match="has 23 labels, expected the 11 of the corpus"):
-        Teacher(bundle, other)
+        open_teacher(bundle, other)
+
+
+def test_a_cross_encoder_is_a_teacher(data: TrainingData, tmp_path: Path) -> None:
+    folder = write_cross_encoder(tmp_path / "model", ["w0x0", "w1x0", "w2x0"])
+    scores = open_teacher(str(folder), data).scores(np.array([5, 6]), np.array([[4, 9], [-1, 0]]))
+    order = data.corpus.label_order
+    queries = data.corpus.split("train").texts(np.array([5, 5, 6]))
+    label_texts = data.corpus.label_texts(order[[4, 9, 0]])
+    outputs = CrossEncoder.load(str(folder)).score(list(zip(queries, label_texts, strict=True)))
+    assert scores[1, 0] == NONE
+    np.testing.assert_allclose(scores[[0, 0, 1], [0, 1, 1]], np.exp(outputs), rtol=1e-5)
+
+    settings = ("negatives.max_relative_score=0.5", f"negatives.teacher={folder}")
+    assert train(tmp_path / "run", data.corpus.path, *settings) == 0
+    number = left_out(tmp_path / "run")
+    assert number is not None
+    assert number > 0
