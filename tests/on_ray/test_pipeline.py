@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,6 +190,11 @@ def test_a_slow_task_is_waited_for() -> None:
 
     with watched(stall_s=0.2) as beat:
         assert list(results(mapped(stream_of([7]), slow, READ_CPUS), beat)) == [7]
+
+
+def test_workers_have_the_priority_of_the_command() -> None:
+    niceness = ray.remote(lambda: os.getpriority(os.PRIO_PROCESS, 0))
+    assert ray.get(niceness.remote()) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_the_cluster_is_on_loopback() -> None:

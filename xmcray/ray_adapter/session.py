@@ -22,6 +22,9 @@ _LOCAL_SETTINGS = {  # of a local cluster, read from the environment
     # Ray keeps what it knows of so many finished calls, about 3 KB each. Its default is 100,000,
     # which the polls of training workers reach in some hours.
     "RAY_task_events_max_num_task_in_gcs": "10000",
+    # By default workers yield to all other processes: on a busy machine the command that waits for
+    # them would hardly move.
+    "RAY_worker_niceness": "0",
 }
 
 

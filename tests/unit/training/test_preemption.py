@@ -147,6 +147,7 @@ def test_ray_leaves_our_handler_alone(address: str, monkeypatch: pytest.MonkeyPa
         "RAY_AUTH_TOKEN",
         "RAY_USAGE_STATS_ENABLED",
         "RAY_task_events_max_num_task_in_gcs",
+        "RAY_worker_niceness",
     ):  # which it sets: back to what they were afterwards
         monkeypatch.setenv(name, "x")
     with handling(signal.SIGTERM, print):
