@@ -124,7 +124,6 @@ def fingerprint(config: RunConfig, corpus: Corpus) -> str:
     return hashlib.sha256(described.encode()).hexdigest()[:12]
 
 
-@functools.cache
 def paired_notes(ours: Evaluation, other: Evaluation, metrics: Collection[str]) -> list[str]:
     """By how much some metrics differ, with 95 % intervals of a paired test over queries."""
     notes = []
@@ -138,6 +137,7 @@ def paired_notes(ours: Evaluation, other: Evaluation, metrics: Collection[str]) 
     return notes
 
 
+@functools.cache
 def default_settings(method: str) -> dict[str, Any]:
     """All settings of a method; read once, because a page of claims names a thousand trainings."""
     return RunConfig.resolve(method, {}).to_dict()
