@@ -19,7 +19,7 @@ import pytest
 import torch
 from corpora import planted_corpus
 
-from xmcray.planning import refresh
+from xmcray.planning import device_search
 
 HERE = Path(__file__).parent
 COMMON = [
@@ -214,8 +214,21 @@ def test_an_index_searches_on_a_device_that_has_room_and_finds_the_same(results:
 def test_an_exact_search_takes_the_planned_operations_and_memory(results: Any) -> None:
     blocks = results["blocks"]
     assert "error" not in blocks, blocks["error"]
-    assert blocks["calls"] == pytest.approx(refresh.BLOCK_CALLS, rel=0.15)
+    assert blocks["calls"] == pytest.approx(device_search.BLOCK_CALLS, rel=0.15)
     assert blocks["peak_bytes"] <= blocks["planned_bytes"]
+
+
+def test_a_search_of_lists_takes_the_planned_operations_and_memory(results: Any) -> None:
+    lists = results["lists"]
+    assert "error" not in lists, lists["error"]
+    assert lists["same"], "a device finds what the CPU finds"
+    assert lists["calls"] == pytest.approx(lists["planned_calls"], rel=0.15)
+    assert lists["peak_bytes"] <= lists["planned_bytes"]
+    # The host asks for the groups and for the hits of lists that are scored together. Other syncs are
+    # those of rounds.
+    waits = sum(number for line, number in lists["syncs"].items() if line.startswith("nonzero"))
+    assert waits == 2 * lists["batches"]
+    assert sum(lists["syncs"].values()) - waits <= 8 * lists["rounds"]
 
 
 @pytest.mark.parametrize("name", OF_EIGHT)

@@ -37,10 +37,13 @@ from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, run_version
 from xmcray.nn.static import StaticEncoder
 from xmcray.parallel.partition import LabelPartition
 from xmcray.planning.data_size import from_numbers
+from xmcray.planning.device_search import DeviceSearch, Spread
 from xmcray.planning.devices import device_rates
 from xmcray.planning.estimate import INDEX, estimate
 from xmcray.planning.stand_in import StandInData
-from xmcray.retrieval import exact
+from xmcray.retrieval import exact, inverted_lists
+from xmcray.retrieval.answerable import AnswerableRows
+from xmcray.retrieval.kmeans import build_lists
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.export import export_run
 from xmcray.training.launch import train_here
@@ -224,7 +227,49 @@ def exact_search_of_blocks() -> dict[str, float]:
     return {
         "calls": (counts.launches.total() - launches) / 8,
         "peak_bytes": counts.peak_bytes - live_bytes,
-        "planned_bytes": exact.device_bytes(*rows.shape),
+        "planned_bytes": exact.exact_device_bytes(*rows.shape),
+    }
+
+
+def search_of_lists() -> dict[str, Any]:
+    """Lists are made and searched on the device: answers, operations, host syncs and bytes."""
+    random = np.random.default_rng(0)
+    centres = random.standard_normal((60, 8), np.float32)
+    rows = centres[random.integers(60, size=12_000)]
+    rows += 0.4 * random.standard_normal(rows.shape, np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    rows[:600] *= 3
+    queries = rows[random.integers(12_000, size=3000)]
+    queries += 0.1 * random.standard_normal(queries.shape, np.float32)
+    # What is computed at once shrinks with the rows, so that there are as many parts as of many.
+    limits = inverted_lists.Limits(
+        queries=1000, visits=1 << 16, scores=1 << 18, hits=1 << 16, keys=1 << 16
+    )
+    inverted_lists.gpu_limits = lambda num_rows, dim: limits
+    long_ids = np.arange(600)
+    all_rows = AnswerableRows.of(len(rows), len(queries), None, None)
+    on_host = build_lists(torch.from_numpy(rows), long_ids, 64, 0)
+    expected = on_host.search(queries, 20, 20, all_rows)
+    live_bytes = counts.live_bytes
+    counts.peak_bytes = live_bytes
+    with PretendedCuda():
+        lists = build_lists(torch.from_numpy(rows).to(CUDA), long_ids, 64, 0)
+        launched = counts.launches.copy()
+        waited = counts.syncs.copy()
+        found = lists.search(queries, 20, 20, all_rows)
+    plan = DeviceSearch(
+        rates=device_rates("a100-80gb"), rows=len(rows), dim=8, queries=len(queries), lists=64
+    )
+    work = plan.list_work(Spread(visited=20 / 64, long=0.05))
+    return {
+        "same": torch.equal(found, expected),
+        "calls": (counts.launches - launched).total(),
+        "batches": (counts.launches - launched)["amax"],
+        "rounds": (counts.launches - launched)["sort"],
+        "syncs": counts.syncs - waited,
+        "planned_calls": work.calls + work.products,
+        "peak_bytes": counts.peak_bytes - live_bytes,
+        "planned_bytes": inverted_lists.device_bytes(*rows.shape),
     }
 
 
@@ -258,6 +303,7 @@ def main() -> None:
     note("answers", answers, folder, "astra")
     note("hard negatives", hard_negatives, folder)
     note("blocks", exact_search_of_blocks)
+    note("lists", search_of_lists)
     (folder / "results.json").write_text(json.dumps(results, indent=1))
 
 

@@ -91,7 +91,7 @@ class NegativesConfig:
 
     @property
     def suits_gpu(self) -> bool:
-        """Whether there is an index that compares all rows on a GPU; others need a FAISS for it."""
+        """Whether torch alone searches the index on a GPU; others need a FAISS for it."""
         return self.hard > 0 and self.index in ("auto", "Flat")
 
     @property

@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from xmcray import draws
 from xmcray.data.batches import TrainingData
@@ -31,13 +32,21 @@ from xmcray.negatives.false_negatives import (
 from xmcray.negatives.ledger import MergedBlock, QueryBlock, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.parallel.partition import LabelPartition
-from xmcray.retrieval.exact import device_bytes, exact_search, from_keys, to_keys
-from xmcray.retrieval.index import Index, IndexSpec, build_index
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+from xmcray.retrieval.exact import (
+    empty_keys,
+    exact_search,
+    from_keys,
+    row_slots,
+    to_keys,
+    with_new_keys,
+)
+from xmcray.retrieval.index import Index, IndexSpec, build_index, device_bytes
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 
 logger = logging.getLogger(__name__)
 
 _TUNING_QUERIES = 256  # an approximate index chooses its settings on these
+_BLOCKS_AT_ONCE = 8  # blocks of queries of one search; more queries make larger products
 _POLL_S = 0.05
 
 
@@ -102,17 +111,41 @@ def search_shard(folder: VersionFolder, shard: int, num_labels: int, spec: Refre
         gpu=_free_gpu(rows, spec),
         queries=tuning_queries,
     )
-    for name in missing:
-        block = folder.read_queries(name)
-        width_B = np.minimum(_reach(block, spec.negatives), part.size)
-        top = _search(index, block.vectors, width_B)
-        # The index counts rows of the shard; -1 for no answer stays -1.
-        label_ids = np.where(top.ids >= 0, part.to_global(top.ids), -1)
-        hits = TopLabels(label_ids, top.scores)
-        folder.write_hits(part, name, hits)
+    names = folder.query_blocks
+    for span in spans(len(names), _BLOCKS_AT_ONCE):
+        # The last bits of scores depend on which queries are searched together. So those of blocks
+        # that are there already are searched with the others again.
+        together = names[span]
+        if not set(together).isdisjoint(missing):
+            _search_blocks(folder, part, together, index, spec)
     # A version that was withdrawn meanwhile has no query blocks any more.
     if spec.negatives.recall_queries and folder.query_blocks:
         _measure_recall(folder, part, rows, index, spec)
+
+
+def _search_blocks(
+    folder: VersionFolder,
+    part: LabelPartition,
+    names: list[str],
+    index: Index,
+    spec: RefreshSpec,
+) -> None:
+    """Searches some query blocks together, and writes the hits that are not there yet."""
+    blocks = [folder.read_queries(name) for name in names]
+    vectors = np.concatenate([block.vectors for block in blocks])
+    widths = [np.minimum(_reach(block, spec.negatives), part.size) for block in blocks]
+    top = _search(index, vectors, np.concatenate(widths))
+    # The index counts rows of the shard; -1 for no answer stays -1.
+    label_ids = np.where(top.ids >= 0, part.to_global(top.ids), -1)
+    start = 0
+    for name, width_B in zip(names, widths, strict=True):
+        stop = start + len(width_B)
+        widest = int(width_B.max(initial=1))
+        if not folder.has_hits(part, name):
+            ids = np.ascontiguousarray(label_ids[start:stop, :widest])
+            scores = np.ascontiguousarray(top.scores[start:stop, :widest])
+            folder.write_hits(part, name, TopLabels(ids, scores))
+        start = stop
 
 
 def _free_gpu(rows: Float32Array, spec: RefreshSpec) -> int | None:
@@ -125,7 +158,7 @@ def _free_gpu(rows: Float32Array, spec: RefreshSpec) -> int | None:
     else:
         # Trainers have taken an epoch of steps, so their memory has reached its peak.
         free_bytes, _ = torch.cuda.mem_get_info(spec.gpu)
-        num_bytes = device_bytes(*rows.shape)
+        num_bytes = device_bytes(spec.negatives.index, *rows.shape)
         if free_bytes < num_bytes:
             missing = (
                 f"{num_bytes / 1e9:.1f} GB on device {spec.gpu}, {free_bytes / 1e9:.1f} GB are free"
@@ -309,17 +342,16 @@ def best_allowed(
     """
     is_candidate = (candidate_BC >= 0) & np.isfinite(score_BC)
     score_BC = np.where(is_candidate, score_BC, np.float32(-np.inf))
-    key_BC = to_keys(torch.from_numpy(score_BC), torch.from_numpy(np.maximum(candidate_BC, 0)))
     # So many that enough of them are allowed for every query; the others need no look-up.
     num_forbidden_B = np.sum([labels.lengths for labels in forbidden], axis=0)
     num_best = width + int(num_forbidden_B.max(initial=0))
     num_best = min(num_best, candidate_BC.shape[1])
-    best = from_keys(key_BC.topk(num_best, dim=1).values)
+    best = _best_candidates(torch.from_numpy(candidate_BC), torch.from_numpy(score_BC), num_best)
     # One number for each (query, label) makes membership a single look-up.
     forbidden_keys = [labels.row_ids * num_labels + labels.values for labels in forbidden]
     row_B = np.arange(len(candidate_BC))
     pair_BC = row_B[:, None] * num_labels + best.ids
-    is_forbidden = np.isin(pair_BC, np.concatenate(forbidden_keys)) & (best.ids >= 0)
+    is_forbidden = _is_in(pair_BC, np.concatenate(forbidden_keys)) & (best.ids >= 0)
     # A stable sort moves forbidden labels to the end, and leaves the order of the others.
     order = np.argsort(is_forbidden, axis=1, kind="stable")[:, :width]
     allowed_ids = np.where(is_forbidden, -1, best.ids)
@@ -328,6 +360,28 @@ def best_allowed(
     padded = np.full((len(best_ids), width), -1, np.int32)
     padded[:, : best_ids.shape[1]] = best_ids
     return padded
+
+
+def _is_in(numbers: Int64Array, others: Int64Array) -> npt.NDArray[np.bool_]:
+    """As `np.isin`, at half of its time if most of both are in ascending order."""
+    if not len(others):
+        return np.zeros(numbers.shape, bool)
+    ordered = np.sort(others)
+    place = np.searchsorted(ordered, numbers)
+    found: npt.NDArray[np.bool_] = ordered[np.minimum(place, len(ordered) - 1)] == numbers
+    return found
+
+
+def _best_candidates(candidate_BC: Tensor, score_BC: Tensor, width: int) -> TopLabels:
+    """The best candidates, ties by the lower id; those with score -inf are none."""
+    # A selection by score alone is fast, and leaves few candidates to be ordered by score and id.
+    bar_B = score_BC.topk(width, dim=1).values[:, -1]
+    is_best_BC = (score_BC >= bar_B[:, None]) & (score_BC > -torch.inf)
+    row_P, column_P = is_best_BC.nonzero(as_tuple=True)
+    key_P = to_keys(score_BC[row_P, column_P], candidate_BC[row_P, column_P])
+    num_rows = len(candidate_BC)
+    best_BK = empty_keys(num_rows, width)
+    return from_keys(with_new_keys(best_BK, key_P, row_P, row_slots(row_P, num_rows)))
 
 
 class ThreadRefresher:

@@ -20,6 +20,7 @@ HOST_BYTES = 128 << 30
 HOST_FLOP_S = 1e12
 HOST_DISK_BYTES_S = 1e9
 HOST_ENTRY_S = 2.5e-7  # a token or label is read, sorted and compared some five times
+HOST_MERGE_S = 5e-8  # of a found label; a core of a Xeon takes 31 to 46 ns (planning/probe.py)
 PROCESS_BYTES = (1 << 30, 3 << 29)
 
 
@@ -87,6 +88,7 @@ def device_rates(name: str, matmul: str = "float32") -> Rates:
         sort_s=64 / ordered_bytes_s,
         call_s=8e-6,
         host_entry_s=HOST_ENTRY_S,
+        merge_s=HOST_MERGE_S,
         exchange_s=30e-6,
         exchange_bytes_s=BANDWIDTH_SHARE * spec.link,
         disk_bytes_s=HOST_DISK_BYTES_S,
@@ -104,5 +106,6 @@ def assumptions() -> list[str]:
         f"a GPU's share of its server: {HOST_BYTES >> 30} GiB of memory, {HOST_FLOP_S / 1e12:g}"
         f" Tflop/s for its index, {HOST_DISK_BYTES_S / 1e9:g} GB/s of storage; indexes are built"
         " there",
-        f"the host spends {HOST_ENTRY_S * 1e9:g} ns on each token and label of a batch",
+        f"the host spends {HOST_ENTRY_S * 1e9:g} ns on each token and label of a batch, and"
+        f" {HOST_MERGE_S * 1e9:g} ns on each label that an index shard has found",
     ]

@@ -8,19 +8,14 @@ from dataclasses import dataclass
 
 from xmcray.planning import sizes
 from xmcray.planning.data_size import DataSize
+from xmcray.planning.device_search import ANYWHERE, APART, Spread
 from xmcray.planning.devices import assumptions
 from xmcray.planning.rates import DEVICE_PARTS, Rates
-from xmcray.planning.refresh import (
-    ANYWHERE,
-    APART,
-    Refresh,
-    Spread,
-    shared_cores_s,
-    shared_device_s,
-)
+from xmcray.planning.refresh import Refresh, shared_cores_s, shared_device_s
 from xmcray.planning.stand_in import epoch_queries
 from xmcray.planning.trace import Trace, on_line, trace
-from xmcray.retrieval import exact
+from xmcray.retrieval.index import device_bytes as index_device_bytes
+from xmcray.retrieval.index import num_lists
 from xmcray.training.run import RunConfig
 
 SPARE = 0.95  # of a memory that can be planned with
@@ -29,7 +24,7 @@ _DRIVER_BYTES = 2 << 30  # the driver, the coordinator and Ray's own processes
 REFRESH = "refresh of the negatives, while training goes on"
 FIRST_REFRESH = "the first refresh, of rows close to their start"
 SEARCH = "of which: searching it"
-DEVICE_SEARCH = "of which: comparing all rows, next to the steps"
+DEVICE_SEARCH = "of which: index and search on the devices, next to the steps"
 MERGE = "of which: merging what the shards found"
 INDEX = "index actor, while it searches"
 STEPS = "the steps of an epoch"
@@ -191,7 +186,7 @@ def estimate(
     limit_bytes = int(SPARE * rates.memory_bytes) if memory_bytes is None else memory_bytes
     device_bytes = _device_bytes(training, traced)
     if device_bytes and negatives.suits_gpu and config.cluster.index_resource != "CPU":
-        index_bytes = _CUDA_BYTES + exact.device_bytes(training.rows, dim)
+        index_bytes = _CUDA_BYTES + index_device_bytes(negatives.index, training.rows, dim)
         if sum(device_bytes.values()) + index_bytes <= limit_bytes:
             device_bytes[INDEX] = index_bytes
             training = dataclasses.replace(training, index_on_device=True)
@@ -356,12 +351,17 @@ def _refresh_seconds(training: _Training, traced: Trace, epoch_s: float) -> dict
         on_device=training.index_on_device,
     )
     if training.index_on_device:
-        search_s = work.search_s(APART)
-        next_to_steps_s = shared_device_s(search_s, epoch_s, _busy(traced))
+
+        def search_s(spread: Spread) -> float:
+            """Seconds of index and search next to an epoch of training."""
+            device_s = work.build_s() + work.search_s(spread)
+            return shared_device_s(device_s, epoch_s, _busy(traced))
+
         return {
-            REFRESH: next_to_steps_s + work.host_s(),
-            DEVICE_SEARCH: next_to_steps_s,
+            REFRESH: search_s(APART) + work.host_s(),
+            DEVICE_SEARCH: search_s(APART),
             MERGE: work.merge_s(),
+            FIRST_REFRESH: search_s(training.first_spread) + work.host_s(),
         }
 
     def total_s(spread: Spread) -> float:
@@ -415,19 +415,26 @@ def _assumptions(training: _Training) -> list[str]:
     notes = list(training.data.assumptions)
     if rates.source == "published specs":
         notes += assumptions()
-    if training.index_on_device:
-        notes.append(
-            "index actors compare all rows on the workers' devices, where steps and searches take"
-            " turns; they merge on their own cores"
-        )
-    elif training.config.negatives.hard:
-        first_share = training.first_spread.visited
-        notes.append(
-            f"a search of an index with lists visits {APART.visited:.0%} of them; that of the first"
-            f" version {first_share:.0%}, because rows are close to their start"
-        )
-        shared = "the cores that workers leave, and those of workers that wait for them"
-        notes.append(f"index actors have {shared if rates.cores else 'their own cores'}")
+    if training.config.negatives.hard:
+        if num_lists(training.config.negatives.index, training.rows):
+            note = (
+                f"a search of an index with lists visits {APART.visited:.0%} of them, and"
+                f" {APART.long:.0%} of the rows with every query"
+            )
+            if training.first_spread == ANYWHERE:
+                note += (
+                    f"; that of the first version {ANYWHERE.visited:.0%}, because rows are close to"
+                    " their start"
+                )
+            notes.append(note)
+        if training.index_on_device:
+            notes.append(
+                "index actors search on the workers' devices, where steps and searches take turns;"
+                " they merge on their own cores"
+            )
+        else:
+            shared = "the cores that workers leave, and those of workers that wait for them"
+            notes.append(f"index actors have {shared if rates.cores else 'their own cores'}")
     if training.rows > _TRACED_LABELS:
         notes.append("what a step takes grows along a straight line with the number of labels")
     return notes

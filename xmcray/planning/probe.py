@@ -28,8 +28,10 @@ from torch import multiprocessing, nn
 
 from xmcray import storage
 from xmcray.errors import ResourceError
+from xmcray.negatives.refresh import best_allowed
 from xmcray.parallel import collectives
 from xmcray.planning.rates import Rates, load_rates
+from xmcray.types import Ragged
 
 _INNER = 1 << 22  # bytes: more than the inner caches hold
 _OUTER = 1 << 26  # bytes: more than is left of the outer cache
@@ -40,6 +42,8 @@ _ARRAY = 1 << 22  # elements
 _TABLE = 1 << 18  # rows
 _ROWS = 8192  # read by one call
 _SORTED = 30_000  # elements
+_SHARDS = 8  # of an index
+_FOUND = 28  # labels that a shard finds for a query
 _SENT = 1 << 23  # bytes of a large collective
 _EXCHANGES = 40
 _REPEATS = 9
@@ -103,6 +107,7 @@ def _measure_machine() -> Rates:
         slow_s=_slow_pass(),
         sort_s=_sort(),
         call_s=_call(),
+        merge_s=_merge(),
         exchange_s=exchange_s,
         exchange_bytes_s=exchange_bytes_s,
         disk_bytes_s=_disk(),
@@ -162,6 +167,19 @@ def _slow_pass() -> float:
     scores = torch.randn(_QUERIES, _LABELS)
     pass_s = _seconds(lambda: nn.functional.softplus(scores))
     return pass_s / scores.numel()
+
+
+def _merge() -> float:
+    """Seconds of merging a label that an index shard has found."""
+    random = np.random.default_rng(0)
+    shape = (_QUERIES, _SHARDS * _FOUND)
+    labels = random.integers(_TABLE, size=shape)
+    scores = random.standard_normal(shape, np.float32)
+    positives = Ragged(
+        random.integers(_TABLE, size=5 * _QUERIES), np.arange(0, 5 * _QUERIES + 1, 5)
+    )
+    merge_s = _seconds(lambda: best_allowed(labels, scores, [positives], _TABLE, 20))
+    return merge_s / labels.size
 
 
 def _sort() -> float:

@@ -56,6 +56,7 @@ class Rates:
         call_s: Seconds of one operation on little data.
         host_entry_s: Seconds of the host for a token or label of the batch. None: the host's
             share of a step is measured while the step is traced.
+        merge_s: Seconds of the host to merge a label that an index shard has found for a query.
         exchange_s: Seconds of a collective of a few bytes when each rank has worked before it.
         exchange_bytes_s: Bytes per second that one rank sends in a large collective.
         disk_bytes_s: Bytes per second of writing, syncing and hashing.
@@ -79,6 +80,7 @@ class Rates:
     sort_s: float
     call_s: float
     host_entry_s: float | None = None
+    merge_s: float
     exchange_s: float
     exchange_bytes_s: float
     disk_bytes_s: float

@@ -6,35 +6,14 @@ planned: rows that point anywhere, as after a random start, and rows that traini
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from xmcray.negatives.plan import NegativesConfig
+from xmcray.planning.device_search import TUNE_VISITS, DeviceSearch, Spread
 from xmcray.planning.rates import Rates
-from xmcray.planning.sizes import CANDIDATES, ID, VALUE, num_lists, shortlist_bytes
+from xmcray.planning.sizes import CANDIDATES, ID, VALUE, shortlist_bytes
 from xmcray.retrieval.ann import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
-from xmcray.retrieval.exact import GPU_BLOCK
-from xmcray.retrieval.index import LONG_SHARE, TUNE_QUERIES
-
-_TUNE_VISITS = 8  # searches of the tuning queries until the recall is right
-BLOCK_CALLS = 50  # operations of an exact search on a block of scores, counted in tests/gpu
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How rows lie.
-
-    Attributes:
-        visited: Share of lists that have 95 % of the best rows.
-        long: Share of rows that are in no list, because they are much longer than others.
-    """
-
-    visited: float
-    long: float
-
-
-ANYWHERE = Spread(0.4, 0.0)  # random directions, about one length
-APART = Spread(0.04, LONG_SHARE)  # a trained classifier's, by benchmarks/index_recall.py
+from xmcray.retrieval.index import TUNE_QUERIES, num_lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +26,7 @@ class Refresh:
         rows: Labels of a shard.
         dim: Width of the vectors.
         queries: Queries of an epoch.
-        on_device: Whether rows are searched on the trainers' devices, all of them.
+        on_device: Whether rows are searched on the trainers' devices.
     """
 
     rates: Rates
@@ -60,12 +39,12 @@ class Refresh:
     @property
     def lists(self) -> int:
         """Inverted lists; 0 for an exhaustive index."""
-        if self.on_device:
-            return 0
         return num_lists(self.config.index, self.rows)
 
     def build_s(self) -> float:
         """k-means on a sample, then every row to its list."""
+        if self.on_device:
+            return self._on_device().build_s()
         sample = min(self.rows, TRAIN_ROWS_PER_LIST * self.lists)
         # The last round is for the residuals that codes are made of.
         assigned = (KMEANS_ROUNDS + 1) * sample + self.rows
@@ -73,49 +52,46 @@ class Refresh:
 
     def search_s(self, spread: Spread) -> float:
         """Queries against the lists that they visit, or against all rows."""
-        compared = float(self.rows * self.queries)
         if self.on_device:
-            return self._device_s(compared)
+            return self._on_device().search_s(spread)
+        compared = float(self.rows * self.queries)
         if self.lists:
             in_lists = (1 - spread.long) * spread.visited
             visited_rows = self.lists + self.rows * (in_lists + spread.long)
             # To tune it, some queries meet all rows, and then more and fewer lists.
-            compared = visited_rows * (self.queries + _TUNE_VISITS * TUNE_QUERIES)
+            compared = visited_rows * (self.queries + TUNE_VISITS * TUNE_QUERIES)
             compared += self.rows * TUNE_QUERIES
         return 2.0 * self.dim * compared / self.rates.search_flop_s
 
-    def _device_s(self, compared: float) -> float:
-        """Blocks of scores on a GPU: products write them, and one pass finds the best."""
-        rates = self.rates
-        pass_s = VALUE * compared / rates.pass_bytes_s
-        product_s = 2.0 * self.dim * compared / rates.product_flop_s
-        block_queries, block_rows = GPU_BLOCK
-        num_blocks = math.ceil(self.queries / block_queries) * math.ceil(self.rows / block_rows)
-        return max(product_s, pass_s) + pass_s + num_blocks * BLOCK_CALLS * rates.call_s
+    def _on_device(self) -> DeviceSearch:
+        return DeviceSearch(
+            rates=self.rates,
+            rows=self.rows,
+            dim=self.dim,
+            queries=self.queries,
+            lists=self.lists,
+        )
 
     def merge_s(self) -> float:
         """The hits of all shards for a share of the queries; there are as many shares as shards."""
-        candidate_s = self.rates.host_entry_s
-        if candidate_s is None:
-            candidate_s = 2 * self.rates.sort_s
-        return self.queries * (self.config.hard + CANDIDATES) * candidate_s
+        return self.queries * (self.config.hard + CANDIDATES) * self.rates.merge_s
 
     def host_s(self) -> float:
-        """All but the search itself: the index, the merge and the files."""
+        """All but the index and its search: the merge and the files."""
         file_bytes = shortlist_bytes(self.config, self.queries)
         work_s = 0.0
         if self.config.hard:
             candidates = self.queries * (self.config.hard + CANDIDATES)
             # Hits are written by the shard that finds them, and read by those that merge them.
             file_bytes += 2 * candidates * (ID + VALUE) + self.rows * self.dim * VALUE
-            work_s = self.build_s() + self.merge_s()
+            work_s = self.merge_s()
         return work_s + file_bytes / self.rates.disk_bytes_s
 
     def total_s(self, spread: Spread) -> float:
         """From published to complete, on cores and a device of its own."""
         if not self.config.hard:
             return self.host_s()
-        return self.host_s() + self.search_s(spread)
+        return self.host_s() + self.build_s() + self.search_s(spread)
 
 
 def shared_device_s(work_s: float, epoch_s: float, busy: float) -> float:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.permutations import MAX_STORED_SIZE
 from xmcray.planning.data_size import DataSize
 from xmcray.retrieval.ann import TRAIN_ROWS_PER_LIST
-from xmcray.retrieval.index import resolve_factory
+from xmcray.retrieval.index import num_lists, resolve_factory
 
 ID = 8  # bytes of an int64
 VALUE = 4  # bytes of a float32 or an int32
@@ -118,9 +116,3 @@ def index_bytes(factory: str, rows: int, dim: int) -> int:
     # Centroids of the lists.
     num_bytes += num_lists(factory, rows) * dim * VALUE
     return num_bytes
-
-
-def num_lists(factory: str, rows: int) -> int:
-    """Inverted lists of an index, such as 4096 of "IVF4096,SQfp16"; 0 without."""
-    match = re.match(r"IVF(\d+)(,|$)", resolve_factory(factory, rows))
-    return int(match[1]) if match else 0

@@ -218,23 +218,23 @@ def lists_of(faiss_index: Any) -> Any | None:
         return None
 
 
-def read_lists(lists: Any) -> tuple[Float32Array, Int64Array, list[int]]:
+def read_lists(lists: Any) -> tuple[Float32Array, Int64Array, Int64Array]:
     """The inverted lists as arrays.
 
     Returns:
-        Centroids float32 [C, D]; ids of the rows list after list, int64; and where each list
-        begins, C + 1 numbers.
+        Centroids float32 [C, D]; ids of the rows list after list, int64; and the list of each.
     """
     faiss = import_faiss()
     ids = [np.empty(0, np.int64)]
-    offsets = [0]
+    sizes = np.zeros(lists.nlist, np.int64)
     for number in range(lists.nlist):
         size = int(lists.invlists.list_size(number))
         if size:
             # The memory belongs to FAISS, so it is copied.
             ids.append(faiss.rev_swig_ptr(lists.invlists.get_ids(number), size).copy())
-        offsets.append(offsets[-1] + size)
-    return lists.quantizer.reconstruct_n(0, lists.nlist), np.concatenate(ids), offsets
+        sizes[number] = size
+    list_ids = np.repeat(np.arange(lists.nlist), sizes)
+    return lists.quantizer.reconstruct_n(0, lists.nlist), np.concatenate(ids), list_ids
 
 
 def to_gpu(faiss_index: Any, gpu: int) -> Any:

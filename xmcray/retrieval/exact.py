@@ -29,7 +29,7 @@ LOW_BITS = 0x7FFFFFFF
 Bits = TypeVar("Bits", Tensor, npt.NDArray[np.int32])
 
 
-def device_bytes(num_rows: int, dim: int) -> int:
+def exact_device_bytes(num_rows: int, dim: int) -> int:
     """Bytes of a GPU that an exact search takes at its largest, without CUDA's own.
 
     Args:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from torch import Tensor
 from xmcray.config import check_range
 from xmcray.data.checked_files import read_array
 from xmcray.errors import ResourceError
-from xmcray.retrieval import ann
+from xmcray.retrieval import ann, inverted_lists
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import (
     as_tensor,
     empty_keys,
+    exact_device_bytes,
     exact_keys,
     exact_search,
     from_keys,
@@ -37,6 +39,7 @@ from xmcray.retrieval.exact import (
     to_keys,
 )
 from xmcray.retrieval.inverted_lists import InvertedLists, long_rows
+from xmcray.retrieval.kmeans import build_lists
 from xmcray.retrieval.readable import readable
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
@@ -101,6 +104,27 @@ def resolve_factory(factory: str, rows: int) -> str:
     return f"IVF{num_lists},SQfp16"
 
 
+def num_lists(factory: str, rows: int) -> int:
+    """Inverted lists of an index, such as 4096 of "IVF4096,SQfp16"; 0 without."""
+    match = re.match(r"IVF(\d+)(,|$)", resolve_factory(factory, rows))
+    return int(match[1]) if match else 0
+
+
+def device_bytes(factory: str, rows: int, dim: int) -> int:
+    """Bytes of a GPU that an index there takes at its largest, without CUDA's own.
+
+    Args:
+        factory: "auto" or "Flat".
+        rows: rows of the index.
+        dim: width of the vectors.
+    """
+    exact_bytes = exact_device_bytes(rows, dim)
+    if not num_lists(factory, rows):
+        return exact_bytes
+    # If the lists do not find enough, all rows are compared.
+    return max(exact_bytes, inverted_lists.device_bytes(rows, dim))
+
+
 def build_index(
     vectors: Float32Array,
     spec: IndexSpec,
@@ -117,8 +141,8 @@ def build_index(
         vectors: float32 [n, D]; n = 0 is legal. The index refers to them, it does not copy them.
         spec: how to index them.
         threads: threads that build the index and that search it later.
-        gpu: CUDA device number. "auto" and "Flat" then search all rows there; others need a FAISS
-            build for GPUs.
+        gpu: CUDA device number. "auto" and "Flat" need torch alone there; others need a FAISS build
+            for GPUs.
         queries: float32 [Q, D], a sample of real queries by which `nprobe` and `candidates` are
             chosen; noisy rows if not given.
     Raises:
@@ -127,12 +151,11 @@ def build_index(
     """
     num_rows = len(vectors)
     device = _device(gpu)
-    if spec.factory == "auto" and gpu is not None:
-        factory = "Flat"
-    else:
-        factory = resolve_factory(spec.factory, num_rows)
+    factory = resolve_factory(spec.factory, num_rows)
     if factory == "Flat" or num_rows == 0:
         return Index(as_tensor(vectors).to(device), None, threads=threads)
+    if gpu is not None and spec.factory == "auto":
+        return index_of_lists(vectors, spec, device, queries)
     # FAISS wants contiguous float32, and the index keeps referring to these rows.
     rows = np.ascontiguousarray(vectors, np.float32)
     long_ids = np.empty(0, np.int64)
@@ -152,6 +175,31 @@ def build_index(
         return index
     faiss_index = ann.to_gpu(faiss_index, gpu)
     return Index(index.vectors, faiss_index, long_ids=long_ids, candidates=index.candidates)
+
+
+def index_of_lists(
+    vectors: Float32Array, spec: IndexSpec, device: torch.device, queries: Float32Array | None
+) -> Index:
+    """An index as "auto" is on a CPU, but of torch alone: inverted lists on a device.
+
+    Args:
+        vectors: float32 [n, D].
+        spec: how to index them.
+        device: where the vectors go, and where lists are made and searched.
+        queries: as in `build_index`.
+    """
+    long_ids = long_rows(vectors, LONG_SHARE, LONG_RATIO)
+    vector_ND = as_tensor(vectors).to(device)
+    lists = build_lists(vector_ND, long_ids, num_lists("auto", len(vectors)), spec.seed)
+    index = _ListIndex(lists)
+    if queries is None or not len(queries):
+        queries = _noisy_rows(vectors, spec.seed)
+    recall = index.tune(queries, spec)
+    # Half of the lists take as long as all rows (benchmarks/device_lists.py).
+    is_slow = index.nprobe >= len(lists.centroid_CD) // 2
+    if not spec.nprobe and (is_slow or recall < spec.recall):
+        return Index(vector_ND, None)
+    return index
 
 
 class Index:
@@ -244,12 +292,17 @@ class Index:
             keys = self._search_lists(queries, k, rows)
         else:
             keys = self._search_candidates(queries, width, k, rows)
-        # Too few rows in the visited lists: rather than return less than k answers, search these
-        # queries exhaustively.
+        return self._completed(keys, queries, rows)
+
+    def _completed(self, keys: Tensor, queries: Float32Array, rows: AnswerableRows) -> Tensor:
+        """The keys of a search, without gaps where the visited lists had too few rows.
+
+        Rather than return less than k answers, these queries are searched exhaustively.
+        """
         short = torch.nonzero(scores_of(keys[:, -1]) == -torch.inf)[:, 0]
         if len(short):
             short_rows = AnswerableRows(rows.ids, rows.hidden.take(short.numpy()))
-            best = empty_keys(len(short), k)
+            best = empty_keys(len(short), keys.shape[1])
             keys[short] = exact_keys(self.vectors, queries[short.numpy()], best, short_rows)
         return keys
 
@@ -287,6 +340,10 @@ class Index:
         k = min(TUNE_K, len(self))
         # The truth that recall is measured against.
         exact_ids = exact_search(self.vectors, queries, k).ids
+        return self._tune(queries, k, exact_ids, spec)
+
+    def _tune(self, queries: Float32Array, k: int, exact_ids: Int64Array, spec: IndexSpec) -> float:
+        """Chooses the settings by the exact answers to some queries; returns the recall."""
         if ann.is_plain_graph(self._faiss):
             return self._tune_breadth(queries, k, exact_ids, spec)
         lists = ann.lists_of(self._faiss)
@@ -384,15 +441,13 @@ class Index:
         lists = ann.lists_of(self._faiss)
         if lists is None or not hasattr(lists, "invlists") or self.vectors.is_cuda:
             return None
-        centroids, row_ids, offsets = ann.read_lists(lists)
-        # The longest first: they raise the bar for the others.
-        by_length = torch.argsort(self._long_vectors.norm(dim=1), descending=True, stable=True)
-        return InvertedLists(
+        centroids, row_ids, list_ids = ann.read_lists(lists)
+        return InvertedLists.of(
             self.vectors,
             torch.from_numpy(centroids),
             torch.from_numpy(row_ids),
-            offsets,
-            torch.from_numpy(self.long_ids)[by_length],
+            torch.from_numpy(list_ids),
+            self.long_ids,
         )
 
     @functools.cached_property
@@ -402,7 +457,7 @@ class Index:
     def _search_lists(self, queries: Float32Array, k: int, rows: AnswerableRows) -> Tensor:
         """Keys [Q, k] of the best rows of the visited lists and of the long rows."""
         assert self._lists is not None
-        return self._lists.search(as_tensor(queries), k, self.nprobe, rows)
+        return self._lists.search(queries, k, self.nprobe, rows)
 
     def _search_candidates(
         self, queries: Float32Array, width: int, k: int, rows: AnswerableRows
@@ -469,6 +524,39 @@ class Index:
             score_BC[row_BC < 0] = -torch.inf
             scores.append(score_BC.cpu().numpy())
         return np.concatenate(scores)
+
+
+class _ListIndex(Index):
+    """Rows in inverted lists, searched by torch alone on the device of the rows.
+
+    Args:
+        lists: the rows.
+
+    Attributes:
+        nlist: all lists, and `nprobe` those that a query visits; the names are those of FAISS.
+    """
+
+    nprobe = 1
+
+    def __init__(self, lists: InvertedLists) -> None:
+        super().__init__(lists.vector_ND, None)
+        self.nlist = len(lists.centroid_CD)
+        self._lists = lists
+
+    @property
+    def is_exact(self) -> bool:
+        return False
+
+    def search_keys(
+        self, queries: Float32Array, k: int, rows: AnswerableRows, exact: bool = False
+    ) -> Tensor:
+        queries = np.ascontiguousarray(queries, np.float32)
+        if exact or not len(queries):
+            return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
+        return self._completed(self._search_lists(queries, k, rows), queries, rows)
+
+    def _tune(self, queries: Float32Array, k: int, exact_ids: Int64Array, spec: IndexSpec) -> float:
+        return self._tune_nprobe(self, queries, k, exact_ids, spec)
 
 
 class _RowSelection(Index):

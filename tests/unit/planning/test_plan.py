@@ -29,9 +29,10 @@ from xmcray.parallel.partition import LabelPartition
 from xmcray.planning import refresh
 from xmcray.planning.counter import Counter, Operation
 from xmcray.planning.data_size import DataSize, from_corpus, from_numbers
+from xmcray.planning.device_search import ANYWHERE, APART, DeviceSearch
 from xmcray.planning.devices import SPECS, device_rates
 from xmcray.planning.encoders import KNOWN, planned_encoder
-from xmcray.planning.estimate import INDEX, REFRESH, STEPS, Plan, estimate
+from xmcray.planning.estimate import FIRST_REFRESH, INDEX, REFRESH, STEPS, Plan, estimate
 from xmcray.planning.plan import plan
 from xmcray.planning.rates import Rates, load_rates
 from xmcray.planning.stand_in import StandInData
@@ -300,7 +301,7 @@ def test_worker_parts_are_on_the_device_or_in_the_process() -> None:
 def test_the_first_refresh_visits_more_lists() -> None:
     config = NegativesConfig(hard=50)
     work = refresh.Refresh(rates=ON_CPU, config=config, rows=400_000, dim=64, queries=20_000)
-    assert work.total_s(refresh.ANYWHERE) > work.total_s(refresh.APART)
+    assert work.total_s(ANYWHERE) > work.total_s(APART)
     assert work.build_s() > 0
 
 
@@ -320,24 +321,55 @@ def test_indexes_are_on_the_devices_of_the_workers_where_they_fit() -> None:
     assert INDEX not in made("astra", "negatives.index=IVF64,Flat", workers=2).device_bytes
 
 
+def device_search(lists: int = 8192) -> DeviceSearch:
+    """The search of one of eight shards of 120 million labels, for 370 million queries."""
+    return DeviceSearch(
+        rates=device_rates("a100-80gb", "bf16"),
+        rows=15_000_000,
+        dim=64,
+        queries=370_000_000,
+        lists=lists,
+    )
+
+
 def test_an_exact_search_of_many_labels_is_bound_by_the_traffic_of_scores() -> None:
-    """What keeps the refresh of 370 million queries and 120 million labels longer than an epoch."""
-    rates = device_rates("a100-80gb", "bf16")
-    sizes: Any = {
-        "config": NegativesConfig(),
-        "rows": 15_000_000,
-        "dim": 64,
-        "queries": 370_000_000,
-    }
-    on_device = refresh.Refresh(rates=rates, **sizes, on_device=True)
-    on_host = refresh.Refresh(rates=rates, **sizes)
-    assert on_device.search_s(refresh.APART) < 0.5 * on_host.search_s(refresh.APART)
+    search = device_search(lists=0)
     # Each score is written once and read once.
     num_scores = 15_000_000 * 370_000_000
-    moved_s = 8 * num_scores / rates.pass_bytes_s
-    product_s = 2 * 64 * num_scores / rates.product_flop_s
+    moved_s = 8 * num_scores / search.rates.pass_bytes_s
+    product_s = 2 * 64 * num_scores / search.rates.product_flop_s
     assert moved_s > 2 * product_s
-    assert on_device.search_s(refresh.APART) > moved_s
+    assert search.search_s(APART) > moved_s
+
+
+def test_lists_on_a_device_compare_few_of_many_rows() -> None:
+    search = device_search()
+    all_rows_s = device_search(lists=0).search_s(APART)
+    # Lists of 4 % of the rows, and 5 % that are long: what is left is a tenth of the scores.
+    scores = search.list_work(APART).scores
+    assert scores == pytest.approx(0.09 * search.rows * search.queries, rel=0.03)
+    assert 8 * scores / search.rates.pass_bytes_s < search.search_s(APART) < all_rows_s / 8
+    assert search.search_s(APART) < search.search_s(ANYWHERE) < all_rows_s
+    # k-means of half a million rows is no work for a device.
+    assert 0 < search.build_s() < 60
+
+
+def test_the_refresh_of_370_million_queries_is_shorter_than_an_epoch() -> None:
+    settings = (
+        "encoder.name=distilbert-base-uncased",
+        "encoder.dim=64",
+        "data.augment_with_labels=false",
+        "negatives.hard=20",
+        "negatives.uniform=4000",
+        "method.init=texts",
+        "optim.matmul=bf16",
+        "optim.batch_size=8192",
+    )
+    config = RunConfig.resolve("astra", {}, settings)
+    data = from_numbers(120_000_000, 370_000_000, 12, 5)
+    planned = plan(config, data, device_rates("a100-80gb", "bf16"), 8)
+    assert planned.run_s[FIRST_REFRESH] == planned.run_s[REFRESH] < planned.run_s[STEPS]
+    assert not planned.advice
 
 
 def test_a_search_takes_turns_with_the_steps_of_an_epoch() -> None:

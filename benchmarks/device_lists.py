@@ -1,0 +1,86 @@
+"""Hard negatives as a GPU searches them, on this CPU: inverted lists of torch alone against a search of all rows.
+
+    python benchmarks/device_lists.py
+
+Rows lie around 2,000 centres, with lengths that differ, or point anywhere, where lists do not pay. Queries are rows with
+noise; the index is tuned on 256 others. Times are CPU seconds of one thread. On a GPU products are faster than reading
+and writing scores, so what counts there is the share of rows that are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from common import refuse_if_busy, write_table
+
+from xmcray.retrieval.exact import exact_search
+from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, index_of_lists, num_lists
+
+K = 50
+HEADER = ["rows", "lists", "visited", "recall@50", "build s", "search s", "all rows s", "ratio"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--queries", type=int, default=20_000)
+    parser.add_argument("--out", default="device_lists.md")
+    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
+    arguments = parser.parse_args()
+    load = refuse_if_busy(arguments.anyway)
+    torch.set_num_threads(1)
+    measured = [
+        measure("around centres", 0.6, arguments),
+        measure("wide around centres", 1.0, arguments),
+        measure("anywhere", None, arguments),
+    ]
+    size = f"{arguments.rows:,} x {arguments.dim} rows, {arguments.queries:,} queries, one thread; no GPU was there"
+    notes = [size, "ratio: comparing all rows over build and search together", load]
+    write_table(arguments.out, "Inverted lists of torch", HEADER, measured, notes)
+
+
+def measure(name: str, noise: float | None, arguments: argparse.Namespace) -> list[Any]:
+    rows, queries = made(noise, arguments)
+    sample = queries[-TUNE_QUERIES:]
+    queries = queries[:-TUNE_QUERIES]
+    wanted, exact_s = timed(lambda: exact_search(rows, queries, K))
+    cpu = torch.device("cpu")
+    index, build_s = timed(lambda: index_of_lists(rows, IndexSpec(), cpu, sample))
+    found, search_s = timed(lambda: index.search(queries, K))
+    pairs = zip(found.ids, wanted.ids, strict=True)
+    recall = np.mean([len(np.intersect1d(one, other)) / K for one, other in pairs])
+    visited: object = "all rows" if index.is_exact else index.nprobe
+    lists = num_lists("auto", len(rows))
+    ratio = f"{exact_s / (build_s + search_s):.1f} x"
+    return [name, lists, visited, float(recall), build_s, search_s, exact_s, ratio]
+
+
+def made(noise: float | None, arguments: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Rows float32 [L, D] and queries float32 [Q, D]."""
+    random = np.random.default_rng(0)
+    rows = random.standard_normal((arguments.rows, arguments.dim), np.float32)
+    if noise is not None:
+        centres = random.standard_normal((2000, arguments.dim), np.float32)
+        rows = centres[random.integers(len(centres), size=len(rows))] + np.float32(noise) * rows
+        rows *= random.lognormal(0, 0.3, (len(rows), 1)).astype(np.float32)
+    queries = rows[random.integers(len(rows), size=arguments.queries + TUNE_QUERIES)]
+    queries += 0.5 * random.standard_normal(queries.shape, np.float32)
+    return rows, queries
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.process_time()
+    value = function()
+    return value, time.process_time() - start
+
+
+if __name__ == "__main__":
+    main()
