@@ -21,7 +21,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
 from xmcray.data.sample import write_sample
 from xmcray.evaluation.evaluate import Evaluation, compare
-from xmcray.storage import MANIFEST
+from xmcray.storage import MANIFEST, read_manifest
 from xmcray.training.run import RunConfig
 
 # Some benchmarks share helpers with the tests.
@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 # git ignores runs/
 CACHE = Path(os.environ.get("XMCRAY_BENCHMARK_CACHE", ROOT / "runs" / "benchmarks"))
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+TRAINED_ON = ("train/", "labels/", "tokenizer/")  # folders of a corpus
 DATA = ROOT.parent / "shared" / "data"  # public data sets that are too large for the repository
 
 
@@ -114,13 +115,16 @@ def measured_settings(threads: int) -> list[str]:
 def fingerprint(config: RunConfig, corpus: Corpus) -> str:
     """Names a training: equal for equal settings and data, on any machine.
 
-    Defaults do not count, so a release that adds settings changes no name.
+    Defaults do not count, nor what a corpus says about itself, so a release that adds settings
+    changes no name.
     """
     defaults = default_settings(config.method_name)
     settings = config.to_dict()
     for section in ("cluster", "log"):  # they change no result
         del settings[section]
-    described = json.dumps([changed(settings, defaults), corpus.sha256])
+    files = read_manifest(corpus.path, "corpus").files
+    content = {path: files[path].sha256 for path in sorted(files) if path.startswith(TRAINED_ON)}
+    described = json.dumps([changed(settings, defaults), content])
     return hashlib.sha256(described.encode()).hexdigest()[:12]
 
 
