@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ def on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[A
         ]
         for process in processes:
             process.start()
-        results = dict(queue.get() for _ in processes)
+        results = dict(pickle.loads(queue.get()) for _ in processes)
         for process in processes:
             process.join()
     failed = [value for value in results.values() if isinstance(value, BaseException)]
@@ -59,7 +60,9 @@ def _rank(
         store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         dist.barrier()  # a function without collectives could end before slower ranks have met this one
-        queue.put((rank, function(*args)))
+        # As bytes: a tensor in a queue is shared memory, which is gone when its process has ended.
+        queue.put(pickle.dumps((rank, function(*args))))
         dist.destroy_process_group()
     except BaseException as error:
-        queue.put((rank, RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")))
+        failure = RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
+        queue.put(pickle.dumps((rank, failure)))

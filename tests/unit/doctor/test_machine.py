@@ -104,6 +104,8 @@ def test_a_failed_start_of_ray_is_one_line(address: str, monkeypatch: pytest.Mon
 
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("ray.init", fail)
+    # Tests of the same process may have left a cluster.
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(ResourceError, match=r"timed out during startup\. The GCS") as caught:
         start_ray()
     assert "\n" not in str(caught.value)
