@@ -10,14 +10,17 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import scipy.stats
 
 RESULTS = Path(__file__).parent / "results"
 MAX_LOAD_PER_CORE = 0.5
+Value = TypeVar("Value")
 PACKAGES = (
     "ray",
     "torch",
@@ -60,6 +63,13 @@ def new_parser(
     if anyway:
         parser.add_argument("--anyway", action="store_true", help="measure on a busy machine")
     return parser
+
+
+def cpu_timed(function: Callable[[], Value]) -> tuple[Value, float]:
+    """What the function returns, and the CPU seconds of this process that it took."""
+    begin = time.process_time()
+    value = function()
+    return value, time.process_time() - begin
 
 
 def machine() -> str:

@@ -10,13 +10,11 @@ and writing scores, so what counts there is the share of rows that are compared.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from common import refuse_if_busy, write_table
+from common import cpu_timed, refuse_if_busy, write_table
 
 from xmcray.retrieval.exact import exact_search
 from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, index_of_lists, num_lists
@@ -51,10 +49,10 @@ def measure(name: str, noise: float | None, arguments: argparse.Namespace) -> li
     rows, queries = made(noise, arguments)
     sample = queries[-TUNE_QUERIES:]
     queries = queries[:-TUNE_QUERIES]
-    wanted, exact_s = timed(lambda: exact_search(rows, queries, K))
+    wanted, exact_s = cpu_timed(lambda: exact_search(rows, queries, K))
     cpu = torch.device("cpu")
-    index, build_s = timed(lambda: index_of_lists(rows, IndexSpec(), cpu, sample))
-    found, search_s = timed(lambda: index.search(queries, K))
+    index, build_s = cpu_timed(lambda: index_of_lists(rows, IndexSpec(), cpu, sample))
+    found, search_s = cpu_timed(lambda: index.search(queries, K))
     pairs = zip(found.ids, wanted.ids, strict=True)
     recall = np.mean([len(np.intersect1d(one, other)) / K for one, other in pairs])
     visited: object = "all rows" if index.is_exact else index.nprobe
@@ -74,12 +72,6 @@ def made(noise: float | None, arguments: argparse.Namespace) -> tuple[np.ndarray
     queries = rows[random.integers(len(rows), size=arguments.queries + TUNE_QUERIES)]
     queries += 0.5 * random.standard_normal(queries.shape, np.float32)
     return rows, queries
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.process_time()
-    value = function()
-    return value, time.process_time() - start
 
 
 if __name__ == "__main__":

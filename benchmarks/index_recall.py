@@ -14,8 +14,6 @@ part of the queries and scaled, and is FAISS's own, the faster of the two we hav
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import data_sets
 import faiss
 import numpy as np
 import torch
-from common import new_parser, refuse_if_busy, write_table
+from common import cpu_timed, new_parser, refuse_if_busy, write_table
 from safetensors.numpy import load_file, save_file
 
 from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, build_index, resolve_factory
@@ -92,13 +90,13 @@ def measure(rows: np.ndarray, queries: np.ndarray, arguments: argparse.Namespace
     sample = queries[-TUNE_QUERIES:]
     queries = queries[:-TUNE_QUERIES]
     few = queries[:FLAT_QUERIES]
-    wanted, flat_s = timed(lambda: full_search(rows, few))
+    wanted, flat_s = cpu_timed(lambda: full_search(rows, few))
     flat_s *= len(queries) / len(few)
     chosen_by = None if arguments.stand_ins else sample
     name = resolve_factory(arguments.factory, len(rows))
     spec = IndexSpec(factory=name)
-    index, build_s = timed(lambda: build_index(rows, spec, queries=chosen_by))
-    top, search_s = timed(lambda: index.search(queries, K))
+    index, build_s = cpu_timed(lambda: build_index(rows, spec, queries=chosen_by))
+    top, search_s = cpu_timed(lambda: index.search(queries, K))
     recall = np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(top.ids, wanted, strict=False)])
     ratio = f"{flat_s / (build_s + search_s):.1f} x"
     tuned = [name, index.nprobe, index.candidates]
@@ -171,12 +169,6 @@ def trained(
             square_L1[touched] += sum_UD.square().mean(dim=1, keepdim=True)
             row_LD[touched] -= 0.2 * sum_UD / square_L1[touched].sqrt()
     return row_LD.numpy(), draw(num_queries)[0].numpy()
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.process_time()
-    value = function()
-    return value, time.process_time() - start
 
 
 if __name__ == "__main__":

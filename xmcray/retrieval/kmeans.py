@@ -42,7 +42,8 @@ def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
     """float32 [C, D], unit vectors: spherical k-means, as FAISS does it for inner products."""
     # The sample is in random order.
     centroid_CD = nn.functional.normalize(sample_SD[:num_lists], dim=1)
-    # A GPU adds the rows of a list in any order. Sums of integers do not depend on it.
+    # A GPU adds the rows of a list in any order. Sums of integers do not depend on it, and those of
+    # 2^31 numbers up to 2^32 fit.
     scale = 2.0**32 / sample_SD.abs().max().clamp_min(1e-30)
     whole_SD = (sample_SD.double() * scale).long()
     for _ in range(KMEANS_ROUNDS):
