@@ -125,7 +125,7 @@ def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A0
     """
     folder = Path(path)
     if format is not None and format not in FORMATS:
-        raise ConfigError(unknown("format", format, list(FORMATS)))
+        raise ConfigError(unknown("format", format, [*FORMATS, "datasets"]))
     if not folder.is_dir():
         state = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{path} {state}, expected a folder of raw files")
@@ -148,7 +148,8 @@ def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A0
         )
     present = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
     raise DataError(
-        f"{folder} fits no known layout (found: {present}); expected files of one of {', '.join(FORMATS)}"
+        f"{folder} fits no known layout (found: {present}); expected files of one of"
+        f" {', '.join(FORMATS)}, or --format datasets for a table with other columns"
     )
 
 

@@ -1,0 +1,204 @@
+"""Tables that the package datasets opens become raw files; no network is used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from shell import Shell
+
+from xmcray import api
+from xmcray.data import pipeline
+from xmcray.data.formats import RawFiles, detect
+from xmcray.data.hub_tables import Columns, HubTables
+from xmcray.errors import ConfigError, DataError
+
+datasets = pytest.importorskip("datasets")
+
+CLASSES = datasets.ClassLabel(names=["red", "green", "blue"])
+STRING = datasets.Value("string")
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def write_table(path: Path, rows: Mapping[str, list[Any]], **features: Any) -> None:
+    """A Parquet file with the types of `datasets` in its schema; other columns are strings."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kinds = {name: features.get(name, STRING) for name in rows}
+    table = datasets.Dataset.from_dict(dict(rows), features=datasets.Features(kinds))
+    table.to_parquet(path)
+
+
+def raw_files(source: Path, out: Path, tables: HubTables | None = None, **columns: str) -> RawFiles:
+    out.mkdir()
+    (tables or HubTables(str(source), Columns(**columns))).write(out)
+    return detect(out, "parquet")
+
+
+def refused(bad: object) -> None:
+    raise AssertionError(bad)
+
+
+def queries(raw: RawFiles, split: str = "train") -> list[tuple[str, str, list[str]]]:
+    """Uid, text and label texts of all queries."""
+    labels = [row.text for row in raw.labels(refused)]
+    return [
+        (row.uid, row.text, [labels[label] for label in row.label_ids])
+        for row in raw.queries(split, len(labels), refused)
+    ]
+
+
+def test_numbers_of_classes_become_their_names(tmp_path: Path) -> None:
+    rows = {"title": ["sky", "leaf", "void"], "tags": [[2, 0], [1], []]}
+    write_table(tmp_path / "set" / "train.parquet", rows, tags=datasets.List(CLASSES))
+    raw = raw_files(tmp_path / "set", tmp_path / "raw", text="title", labels="tags")
+    # Labels keep the order of the classes, and those of no query are there too.
+    assert [(row.uid, row.text) for row in raw.labels(refused)] == [
+        ("red", "red"),
+        ("green", "green"),
+        ("blue", "blue"),
+    ]
+    assert queries(raw) == [
+        ("0", "sky", ["red", "blue"]),
+        ("1", "leaf", ["green"]),
+        ("2", "void", []),
+    ]
+    assert raw.splits == ("train",)
+
+
+def test_a_row_may_have_one_class_or_none(tmp_path: Path) -> None:
+    rows = {"text": ["sky", "void"], "labels": [2, -1]}
+    write_table(tmp_path / "set" / "train.parquet", rows, labels=CLASSES)
+    raw = raw_files(tmp_path / "set", tmp_path / "raw")
+    assert [labels for _, _, labels in queries(raw)] == [["blue"], []]
+
+
+def test_label_texts_are_labels_of_all_splits(tmp_path: Path) -> None:
+    names = datasets.List(STRING)
+    train = {"text": ["a", "b"], "labels": [["y", "x"], None]}
+    test = {"text": ["c"], "labels": [["z", "x"]]}
+    write_table(tmp_path / "set" / "train.parquet", train, labels=names)
+    write_table(tmp_path / "set" / "test.parquet", test, labels=names)
+    raw = raw_files(tmp_path / "set", tmp_path / "raw")
+    assert [row.uid for row in raw.labels(refused)] == ["y", "x", "z"]
+    assert [labels for _, _, labels in queries(raw)] == [["y", "x"], []]
+    assert queries(raw, "test") == [("0", "c", ["x", "z"])]
+
+
+def test_texts_join_columns_and_rows_have_uids_and_relevance(tmp_path: Path) -> None:
+    rows = {
+        "id": [7, 9],
+        "title": ["a", "b"],
+        "body": ["x", None],
+        "tag": ["red", "blue"],
+        "clicks": [3, 2],
+    }
+    numbers = datasets.Value("int64")
+    write_table(tmp_path / "set" / "train.parquet", rows, id=numbers, clicks=numbers)
+    columns = {"text": "title+body", "labels": "tag", "uid": "id", "relevance": "clicks"}
+    raw = raw_files(tmp_path / "set", tmp_path / "raw", **columns)
+    assert queries(raw) == [("7", "a x", ["red"]), ("9", "b", ["blue"])]
+    assert [row.relevance for row in raw.queries("train", 2, refused)] == [(3.0,), (2.0,)]
+
+
+def test_labels_come_from_a_table_of_another_configuration(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    rows = {"text": list("abcd"), "labels": [[11], [12, 11], [12], [11]]}
+    write_table(source / "pairs.parquet", rows, labels=datasets.List(datasets.Value("int32")))
+    labels = {"_id": [12, 11], "name": ["kettle", "pan"]}
+    write_table(source / "names.parquet", labels, _id=datasets.Value("int32"))
+    (source / "README.md").write_text(
+        "---\nconfigs:\n- config_name: pairs\n  data_files: pairs.parquet\n"
+        "- config_name: names\n  data_files: [{split: rows, path: names.parquet}]\n---\n"
+    )
+    splits = {"train": "train[:75%]", "test": "train[75%:]", "labels": "names/rows"}
+    columns = Columns(label_uid="_id", label_text="name")
+    tables = HubTables(str(source), columns, "pairs", splits)
+    raw = raw_files(source, tmp_path / "raw", tables)
+    assert [labels for _, _, labels in queries(raw)] == [["pan"], ["kettle", "pan"], ["kettle"]]
+    assert queries(raw, "test") == [("0", "d", ["pan"])]
+
+
+def test_rows_are_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xmcray.data.hub_tables._BATCH_ROWS", 3)
+    rows = {"text": [f"t{row}" for row in range(8)], "labels": ["x"] * 8}
+    write_table(tmp_path / "set" / "train.parquet", rows)
+    raw = raw_files(tmp_path / "set", tmp_path / "raw")
+    assert [uid for uid, _, _ in queries(raw)] == [str(row) for row in range(8)]
+    assert pq.ParquetFile(tmp_path / "raw" / "train.parquet").num_row_groups == 3
+
+
+def test_mistakes_are_one_line(tmp_path: Path, shell: Shell) -> None:
+    source = tmp_path / "set"
+    rows = {"title": ["a"], "tags": [[1]], "year": [1999]}
+    numbers = datasets.Value("int64")
+    write_table(source / "train.parquet", rows, tags=datasets.List(numbers), year=numbers)
+    prepare = f"prepare {source} --out {tmp_path}/corpus --format datasets"
+    mistakes = {
+        "": "has no column 'text' for train (found: title, tags, year); name it with --columns",
+        "--columns text=year": "column 'year' for train is of type Value('int64'), expected string",
+        "--columns text=title,labels=tags": "integers without names need a table of labels",
+        "--columns txt=title": "did you mean 'text'?",
+        "--columns title": "--columns has 'title', expected NAME=VALUE",
+        "--splits train=dev": "Unknown split",
+        "--splits test=train": "splits lack train",
+        "--splits dev=train": "a split is 'dev', expected one of train, test, labels",
+        "--configuration en": "'en' not found",
+    }
+    for options, message in mistakes.items():
+        assert message in shell.error(f"{prepare} {options}")
+    assert "is for format datasets" in shell.error(
+        f"prepare {source} --out {tmp_path}/corpus --columns text=title"
+    )
+    assert "does not exist" in shell.error(f"prepare none --out {tmp_path}/c --format datasets")
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_no_code_of_a_data_set_runs(tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    write_table(source / "train.parquet", {"text": ["a"], "labels": ["b"]})
+    (source / "set.py").write_text("open('ran', 'w')")
+    with pytest.raises(DataError, match="scripts are no longer supported"):
+        raw_files(source, tmp_path / "raw")
+
+
+def test_no_network_and_a_folder_of_the_same_name(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A folder here is not taken for the repository.
+    write_table(tmp_path / "acme" / "words" / "train.parquet", {"text": ["a"], "labels": ["b"]})
+    monkeypatch.chdir(tmp_path)
+    url = "hf://datasets/acme/words"
+    error = shell.error(f"prepare {url} --out {tmp_path}/corpus --format datasets")
+    assert error.startswith(f"{url} cannot be opened by datasets (ConnectionError")
+    assert "the network" in error
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'xmcray\[datasets\]'"):
+        raw_files(tmp_path, tmp_path / "raw")
+
+
+def test_prepare_names_the_corpus_by_the_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[tuple[str, str, list[tuple[str, str, list[str]]]]] = []
+
+    def prepare(source: RawFiles, out: str, name: str, **_: Any) -> None:
+        prepared.append((source.path.name, name, queries(source)))
+
+    monkeypatch.setattr(pipeline, "prepare", prepare)
+    write_table(tmp_path / "words" / "train.parquet", {"title": ["a"], "tag": ["b"]})
+    columns = {"text": "title", "labels": "tag"}
+    source = tmp_path / "words"
+    api.prepare(source, tmp_path / "out", format="datasets", columns=columns)
+    assert prepared == [("words", "words", [("0", "a", ["b"])])]

@@ -1,0 +1,285 @@
+"""Tables of any layout that the library `datasets` opens, on the Hub or in a folder, as raw files.
+
+A column holds the texts of the queries, another one their labels: names, or numbers of a
+`ClassLabel`, one or a list of them. The rows are written in batches as raw files of the layout
+`parquet`, which the pipeline reads several times and from several processes. The library runs no
+code of a data set: since release 4 it refuses those that need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from xmcray import config, hub, storage
+from xmcray.errors import ConfigError, DataError, readable
+
+SPLITS = ("train", "test", "labels")
+_BATCH_ROWS = 16_384
+_QUERY_FIELDS = {"uid": pa.string(), "text": pa.string(), "labels": pa.list_(pa.string())}
+_LABEL_SCHEMA = pa.schema({"uid": pa.string(), "text": pa.string()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Names of the columns of a table.
+
+    Attributes:
+        text: texts of queries; "title+body" joins two columns.
+        labels: labels of queries: names, numbers of a ClassLabel, or uids of the table of labels.
+        uid: uids of queries; None numbers them.
+        relevance: lists of a number per label.
+        label_uid: uids in the table of labels.
+        label_text: texts in the table of labels; "name+description" joins two columns.
+    """
+
+    text: str = "text"
+    labels: str = "labels"
+    uid: str | None = None
+    relevance: str | None = None
+    label_uid: str = "uid"
+    label_text: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class HubTables:
+    """Tables of one data set.
+
+    Attributes:
+        source: hf://datasets/OWNER/NAME, or a folder.
+        columns: names of their columns.
+        configuration: of the data set; None if it has one only.
+        splits: by "train", "test" and "labels", a split or a part of it, such as "train[:90%]",
+            after "CONFIGURATION/" if that is another one. None takes train and, if there is one, test.
+    """
+
+    source: str
+    columns: Columns
+    configuration: str | None = None
+    splits: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.splits or ():
+            config.check_choice("a split", name, SPLITS)
+        if self.splits and "train" not in self.splits:
+            raise ConfigError("splits lack train; name the split with the training queries")
+
+    def write(self, folder: Path, progress: bool = True) -> None:
+        """Writes the raw files.
+
+        Args:
+            folder: an empty one.
+            progress: show downloads on stderr if that is a terminal.
+        Raises:
+            ConfigError: the package datasets is missing, or a column is missing or of another type.
+            DataError: the data set cannot be opened.
+        """
+        tables = self._open(progress)
+        # Label names in the order in which they are met; a dictionary keeps it.
+        label_uids: dict[str, None] = {}
+        schema = pa.schema(_QUERY_FIELDS)
+        if self.columns.relevance:
+            schema = schema.append(pa.field("relevance", pa.list_(pa.float64())))
+        with storage.disk_errors(folder):
+            for split in ("train", "test"):
+                if split in tables:
+                    batches = self._queries(tables[split], split, "labels" in tables, label_uids)
+                    _write(folder / f"{split}.parquet", schema, batches)
+            labels: Iterable[Mapping[str, Any]]
+            if "labels" in tables:
+                labels = self._labels(tables["labels"])
+            else:
+                labels = [{"uid": list(label_uids), "text": list(label_uids)}]
+            _write(folder / "labels.parquet", _LABEL_SCHEMA, labels)
+
+    def _open(self, progress: bool) -> dict[str, Any]:
+        """The table of each split; its rows are mapped, not read."""
+        try:
+            from datasets import load_dataset_builder
+        except ImportError:
+            raise ConfigError(
+                "format datasets needs the package datasets, which is not installed; run"
+                " pip install 'xmcray[datasets]'"
+            ) from None
+        path, options = self._location()
+        network = ", the network and HF_TOKEN" if self.source.startswith(hub.PREFIX) else ""
+        remedy = f"check the name, --configuration, --splits{network}"
+        builders: dict[str | None, Any] = {}
+
+        def builder_of(configuration: str | None) -> Any:
+            if configuration not in builders:
+                builder = load_dataset_builder(path, configuration, **options)
+                builder.download_and_prepare()
+                builders[configuration] = builder
+            return builders[configuration]
+
+        failure = f"{self.source} cannot be opened by datasets"
+        with _progress_bars(progress), readable(failure, remedy, DataError):
+            splits = self.splits
+            if splits is None:
+                has_test = "test" in builder_of(self.configuration).info.splits
+                splits = {split: split for split in SPLITS[: 1 + has_test]}
+            tables = {}
+            for name, split in splits.items():
+                configuration, _, part = split.rpartition("/")
+                builder = builder_of(configuration or self.configuration)
+                tables[name] = builder.as_dataset(split=part)
+        return tables
+
+    def _location(self) -> tuple[str, dict[str, Any]]:
+        """What `load_dataset_builder` gets."""
+        if self.source.startswith(hub.PREFIX):
+            place = hub.HubPath.parse(self.source)
+            # With its scheme, so that a local folder of that name is not taken for it.
+            path = f"{hub.PREFIX}datasets/{place.repo_id}"
+            return path, {"revision": place.revision, "data_dir": place.path or None}
+        if not Path(self.source).is_dir():
+            raise DataError(f"{self.source} does not exist, expected a folder that datasets opens")
+        # The absolute path, because names such as "csv" have a meaning of their own.
+        return str(Path(self.source).absolute()), {}
+
+    def _queries(
+        self,
+        table: Any,
+        split: str,
+        has_label_table: bool,
+        label_uids: dict[str, None],
+    ) -> Iterator[dict[str, list[Any]]]:
+        """The queries of a split in batches; adds the uids of its labels to `label_uids`."""
+        columns = self.columns
+        text_columns = columns.text.split("+")
+        for column in text_columns:
+            self._check(table, split, "text", column, ("string",))
+        kinds = ("string", "class", "int") if has_label_table else ("string", "class")
+        self._check(table, split, "labels", columns.labels, kinds, lists=True)
+        if columns.uid:
+            self._check(table, split, "uid", columns.uid, ("string", "int"))
+        if columns.relevance:
+            kinds = ("int", "float")
+            self._check(table, split, "relevance", columns.relevance, kinds, lists=True)
+        names = getattr(_item(table.features[columns.labels]), "names", None)
+        # All names of a ClassLabel are labels, also those of no query.
+        label_uids.update(dict.fromkeys(names or ()))
+        named = (*text_columns, columns.labels, columns.uid, columns.relevance)
+        wanted = sorted({column for column in named if column})
+        first_row = 0
+        for batch in table.select_columns(wanted).iter(_BATCH_ROWS):
+            labels = [_label_uids(cell, names) for cell in batch[columns.labels]]
+            for row_labels in labels:
+                label_uids.update(dict.fromkeys(row_labels))
+            rows: dict[str, list[Any]] = {"text": _texts(batch, text_columns), "labels": labels}
+            if columns.relevance:
+                rows["relevance"] = [_as_list(cell) for cell in batch[columns.relevance]]
+            numbers = range(first_row, first_row + len(labels))
+            uids = batch[columns.uid] if columns.uid else numbers
+            rows["uid"] = [str(uid) for uid in uids]
+            yield rows
+            first_row += len(labels)
+
+    def _labels(self, table: Any) -> Iterator[dict[str, list[Any]]]:
+        """The rows of the table of labels in batches."""
+        uid_column = self.columns.label_uid
+        text_columns = self.columns.label_text.split("+")
+        self._check(table, "labels", "label_uid", uid_column, ("string", "int"))
+        for column in text_columns:
+            self._check(table, "labels", "label_text", column, ("string",))
+        for batch in table.select_columns(sorted({uid_column, *text_columns})).iter(_BATCH_ROWS):
+            uids = [str(uid) for uid in batch[uid_column]]
+            yield {"uid": uids, "text": _texts(batch, text_columns)}
+
+    def _check(
+        self,
+        table: Any,
+        split: str,
+        option: str,
+        column: str,
+        kinds: tuple[str, ...],
+        lists: bool = False,
+    ) -> None:
+        """Raises ConfigError if a table lacks a column, or if that is of another type.
+
+        Args:
+            table: of `datasets`.
+            split: what it is for.
+            option: field of `Columns` that names the column.
+            column: its name.
+            kinds: types that are allowed, as the beginnings of their names.
+            lists: whether lists of them are allowed too.
+        """
+        if column not in table.features:
+            found = ", ".join(table.features)[:200]
+            raise ConfigError(
+                f"{self.source} has no column {column!r} for {split} (found: {found}); name it with"
+                f" --columns {option}=COLUMN"
+            )
+        feature = table.features[column]
+        item = _item(feature) if lists else feature
+        kind = "class" if hasattr(item, "names") else str(getattr(item, "dtype", ""))
+        # "large_string" is a string too.
+        if not kind.removeprefix("large_").startswith(kinds):
+            expected = " or ".join(kinds)
+            hint = ""
+            if option == "labels" and kind.startswith("int"):
+                hint = "; integers without names need a table of labels: --splits labels=SPLIT"
+            raise ConfigError(
+                f"{self.source}: column {column!r} for {split} is of type {str(feature)[:80]},"
+                f" expected {expected}{hint}"
+            )
+
+
+@contextlib.contextmanager
+def _progress_bars(progress: bool) -> Iterator[None]:
+    """Lets the library show its progress or not; afterwards it does what it did before."""
+    import datasets
+
+    if datasets.are_progress_bars_disabled() or (progress and sys.stderr.isatty()):
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+def _item(feature: Any) -> Any:
+    """The type of a list's items; that of the column if it holds no lists."""
+    return getattr(feature, "feature", feature)
+
+
+def _label_uids(cell: Any, names: list[str] | None) -> list[str]:
+    """The uids of the labels in a cell, which holds one of them, several or none.
+
+    Args:
+        cell: of the labels column.
+        names: of a ClassLabel; None if the cell holds the uids themselves.
+    """
+    labels = [label for label in _as_list(cell) if label is not None]
+    if names is None:
+        return [str(label) for label in labels]
+    # The library writes -1 where a row has no class.
+    return [names[number] for number in labels if number >= 0]
+
+
+def _as_list(cell: Any) -> list[Any]:
+    """A list as it is, and a value alone as a list."""
+    return cell if isinstance(cell, list) else [cell]
+
+
+def _texts(batch: Mapping[str, list[Any]], columns: list[str]) -> list[str]:
+    """The texts of rows, joined by a blank if they have several."""
+    rows = zip(*(batch[column] for column in columns), strict=True)
+    return [" ".join(text or "" for text in row) for row in rows]
+
+
+def _write(path: Path, schema: pa.Schema, batches: Iterable[Mapping[str, Any]]) -> None:
+    with pq.ParquetWriter(path, schema) as writer:
+        for batch in batches:
+            writer.write_batch(pa.RecordBatch.from_pydict(batch, schema=schema))
