@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from xmcray.errors import StorageError
 
 PREFIX = "hf://"
 EXPECTED = "hf://OWNER/NAME or hf://datasets/OWNER/NAME, both with @REVISION and /PATH if needed"
+REMEDY = "check the URL, the network and HF_TOKEN"
 _URL = re.compile(
-    r"hf://(?P<kind>datasets/|spaces/)?(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)"
-    r"(@(?P<revision>[\w.-]+))?(/(?P<path>.*))?"
+    # Without the lookahead, "datasets" would be the owner in hf://datasets/OWNER, which lacks a name.
+    r"hf://(?P<kind>datasets/|spaces/)?(?!datasets/|spaces/)(?P<owner>[\w.-]+)/(?P<name>[\w.-]+)"
+    r"(@(?P<revision>[\w.%-]+))?(/(?P<path>.*))?"
 )
 
 
@@ -51,7 +54,9 @@ class HubPath:
             raise StorageError(f"found {url}, expected {EXPECTED}")
         repo_type = (match["kind"] or "models/")[:-2]
         repo_id = f"{match['owner']}/{match['name']}"
-        return cls(repo_type, repo_id, match["revision"], match["path"] or "")
+        # A branch such as refs/pr/1 is written refs%2Fpr%2F1.
+        revision = unquote(match["revision"]) if match["revision"] else None
+        return cls(repo_type, repo_id, revision, match["path"] or "")
 
 
 def commit_folder(folder: Path, url: str, message: str, replace: bool = False) -> None:
@@ -111,6 +116,5 @@ def _reaching(url: str) -> Iterator[None]:
         # The first line says what; the others are advice on that library's own functions.
         reason = str(error).strip().split("\n")[0]
         raise StorageError(
-            f"{url} cannot be used ({type(error).__name__}: {reason}); check the URL, the network and"
-            " HF_TOKEN"
+            f"{url} cannot be used ({type(error).__name__}: {reason}); {REMEDY}"
         ) from error

@@ -1,9 +1,9 @@
 """Directories that are complete or absent: corpus, checkpoint and bundle.
 
 An artifact is a directory with `manifest.json`: its kind, schema version, what made it, and name,
-size and SHA-256 of every file. Locally it is written under a temporary name in the destination's
-folder, synced and renamed. An object store has no rename, so data files are uploaded first and the
-manifest last. Readers ignore a directory without a verified manifest.
+size and SHA-256 of every file but `README.md`. Locally it is written under a temporary name in the
+destination's folder, synced and renamed. An object store has no rename, so data files are uploaded
+first and the manifest last. Readers ignore a directory without a verified manifest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from xmcray import __version__, hub
 from xmcray.errors import StorageError, XmcrayError, one_line, readable
 
 MANIFEST = "manifest.json"
+CARD = "README.md"  # for people: not part of an artifact, so it may change or be missing
 SCHEMA_VERSION = 1  # "format" in messages; docs/compatibility.md says when it is raised
 HASH_THREADS = min(8, os.cpu_count() or 1)  # files that are hashed at the same time
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -248,9 +249,8 @@ def reaching(url: str) -> Iterator[None]:
             f"{url} cannot be used: {_named(error)} (install it with pip where xmcray is installed)"
         ) from error
     except Exception as error:
-        raise StorageError(
-            f"{url} cannot be used ({_named(error)}); check the URL and its rights"
-        ) from error
+        remedy = hub.REMEDY if url.startswith(hub.PREFIX) else "check the URL and its rights"
+        raise StorageError(f"{url} cannot be used ({_named(error)}); {remedy}") from error
 
 
 def _named(error: Exception) -> str:
@@ -263,6 +263,8 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     Raises:
         StorageError: no such kind of URL, or its package is not installed.
     """
+    if url.startswith(hub.PREFIX):
+        hub.HubPath.parse(url)  # a malformed one never goes to the network
     with reaching(url):
         filesystem, root = fsspec.core.url_to_fs(url)
         return filesystem, str(root)
@@ -297,7 +299,7 @@ def finish_manifest(
     # Data files are on the disk before the manifest says that they are complete.
     files = dict(hashed_files)
     for name, path in _files_below(folder):
-        if name not in files:
+        if name not in files and name != CARD:
             files[name] = hash_file(path)
             fsync(path)
     body = {
@@ -330,6 +332,7 @@ def new_artifact(
     about: Mapping[str, Any],
     hashed_files: Mapping[str, FileEntry] | None = None,
     replacing: bool = False,
+    finished: Callable[[Path], None] | None = None,
 ) -> Iterator[Path]:
     """A folder to fill; when the block ends it is hashed, synced and renamed to `destination`.
 
@@ -340,6 +343,8 @@ def new_artifact(
         hashed_files: entries of files that need no hashing and syncing, from `link_files`.
         replacing: the destination, a local folder, exists; the new folder takes its place in one
             atomic step.
+        finished: called with the folder when its manifest is written, and before it is renamed or
+            uploaded; files that it adds are not part of the artifact.
     Raises:
         StorageError: the destination exists and is not empty, or the disk is full.
     """
@@ -355,6 +360,8 @@ def new_artifact(
             folder.chmod(0o755)
             yield folder
             finish_manifest(folder, kind, about, hashed_files or {})
+            if finished is not None:
+                finished(folder)
             if remote:
                 # An object store has no rename; the manifest, uploaded last, completes it.
                 _upload(folder, str(destination))

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import huggingface_hub
+import numpy as np
 import pytest
 from bundles import write_bundle_of
-from corpora import planted_corpus
+from corpora import corpus_of, planted_corpus
 from fsspec.implementations.dirfs import DirFileSystem
 from huggingface_hub import DatasetCard, ModelCard
-from shell import run_command, set_options
+from planted import write_planted
+from shell import Shell, run_command, set_options
 
-from xmcray import api, hub
+from xmcray import api
 from xmcray.data import pipeline
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import RawFiles
 from xmcray.errors import StorageError
 from xmcray.hub import HubPath
+from xmcray.hub_licences import hub_licence
 from xmcray.retrieval.retriever import Retriever
 
 
@@ -72,16 +76,33 @@ def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalHub:
         ("hf://acme/docs", HubPath("model", "acme/docs", None, "")),
         ("hf://datasets/acme/docs@v1", HubPath("dataset", "acme/docs", "v1", "")),
         ("hf://acme/docs@main/a/b/", HubPath("model", "acme/docs", "main", "a/b")),
+        ("hf://acme/docs@refs%2Fpr%2F1", HubPath("model", "acme/docs", "refs/pr/1", "")),
     ],
 )
 def test_urls(url: str, expected: HubPath) -> None:
     assert HubPath.parse(url) == expected
 
 
-@pytest.mark.parametrize("url", ["hf://acme", "hf://", "hf://a b/c", "hf://a/b@", "s3://a/b"])
+@pytest.mark.parametrize(
+    "url", ["hf://acme", "hf://", "hf://a b/c", "hf://a/b@", "hf://datasets/acme", "s3://a/b"]
+)
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(StorageError, match="expected hf://OWNER/NAME"):
         HubPath.parse(url)
+
+
+def test_a_malformed_url_is_refused_before_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda *_: pytest.fail("it was opened"))
+    shell = Shell(capsys)
+    for command in (
+        "search hf://acme x",
+        "evaluate hf://acme --data hf://datasets/acme",
+        f"train astra --data hf://datasets/acme --out {tmp_path}/run",
+        f"fuse hf://acme --data hf://datasets/acme --out {tmp_path}/run",
+    ):
+        assert "expected hf://OWNER/NAME" in shell.error(command)
 
 
 def test_a_bundle_is_one_commit_and_answers_as_before(
@@ -109,15 +130,80 @@ def test_a_run_is_measured_for_its_card(tmp_path: Path, local_hub: LocalHub) -> 
     measured = {result.metric_type for result in card.data.eval_results}
     assert {"P@1", "P@5", "PSP@5"} <= measured
     assert "astra" in card.data.tags
+    assert card.data.license == "unknown"
+    assert "pypi.org" not in card.text
+
+
+def test_a_bundle_has_a_card_that_evaluate_renews(tmp_path: Path, local_hub: LocalHub) -> None:
+    write_planted(tmp_path / "raw", num_queries=60, num_labels=23)
+    corpus = corpus_of(tmp_path / "raw", tmp_path / "corpus", licence="CC0", vocab_size=2000).path
+    run = tmp_path / "run"
+    settings = ("encoder.dim=16", "optim.epochs=1", "negatives.hard=0", "cluster.workers=0")
+    train = f"train astra --data {corpus} --out {run} --no-evaluate {set_options(settings)}"
+    assert run_command(train) == 0
+    manifest = (run / "bundle" / "manifest.json").read_bytes()
+    card = ModelCard.load(run / "bundle" / "README.md")
+    assert card.data.license == "cc0-1.0"
+    assert card.data.eval_results is None
+    assert "xmcray evaluate RUN --data CORPUS" in card.text
+    assert "xmcray[cpu]" in card.text
+    assert run_command(f"evaluate {run} --data {corpus}") == 0
+    assert (run / "bundle" / "manifest.json").read_bytes() == manifest
+    evaluated = (run / "bundle" / "README.md").read_text()
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert f"| P@1 | {round(100 * metrics['P@1'], 2)} |" in evaluated
+    # An equal bundle has equal metrics; so has the one on the Hub.
+    assert run_command(f"export {run} --out {tmp_path / 'same'}") == 0
+    assert (tmp_path / "same" / "README.md").read_text() == evaluated
+    assert run_command(f"push {run} hf://acme/docs") == 0
+    pushed = ModelCard.load(local_hub.folder / "acme" / "docs" / "README.md")
+    assert {result.dataset_name for result in pushed.data.eval_results} == {"planted"}
+    # A bundle with other labels is another one, whose metrics nobody knows.
+    label = Corpus.open(corpus).label_uids(np.array([0]))[0]
+    assert run_command(f"labels remove {run / 'bundle'} {label}") == 0
+    changed = ModelCard.load(run / "bundle" / "README.md")
+    assert changed.data.eval_results is None
+    assert run_command(f"push {run} hf://acme/docs") == 0
+    pushed = ModelCard.load(local_hub.folder / "acme" / "docs" / "README.md")
+    assert pushed.data.eval_results is None
+
+
+@pytest.mark.parametrize(
+    ("licence", "expected"),
+    [
+        ("Apache-2.0", {"license": "apache-2.0"}),
+        ("CC BY-SA 4.0", {"license": "cc-by-sa-4.0"}),
+        ("cc0", {"license": "cc0-1.0"}),
+        ("OpenRAIL++", {"license": "openrail++"}),
+        ("GPL-3.0-only", {"license": "gpl-3.0"}),
+        ("", {"license": "unknown"}),
+        ("none", {"license": "unknown"}),
+        ("internal", {"license": "other", "license_name": "internal"}),
+        ("internal-only", {"license": "other", "license_name": "internal-only"}),
+        ("CC-BY", {"license": "other", "license_name": "cc-by"}),
+        ("other", {"license": "other", "license_name": "other"}),
+        ("GPL-3.0+", {"license": "other", "license_name": "gpl-3.0-plus"}),
+        ("Ours: ask (legal)\nfirst!", {"license": "other", "license_name": "ours-ask-legal-first"}),
+        ("専有", {"license": "other", "license_name": "unnamed"}),
+    ],
+)
+def test_licences_of_cards_are_those_of_the_hubs_list(
+    licence: str, expected: dict[str, str]
+) -> None:
+    assert hub_licence(licence) == expected
 
 
 def test_a_corpus_trains_from_the_hub(tmp_path: Path, local_hub: LocalHub) -> None:
-    corpus = planted_corpus(tmp_path / "c", num_queries=60, num_labels=23)
+    write_planted(tmp_path / "raw", num_queries=60, num_labels=23)
+    licence = "Internal use"
+    corpus = corpus_of(tmp_path / "raw", tmp_path / "c", licence=licence, vocab_size=2000)
     assert run_command(f"push {corpus.path} hf://acme/set") == 2
     assert run_command(f"push {corpus.path} hf://datasets/acme/set") == 0
     assert Corpus.open("hf://datasets/acme/set").sha256 == corpus.sha256
     card = DatasetCard.load(local_hub.folder / "acme" / "set" / "README.md")
     assert card.data.pretty_name == corpus.card.name
+    assert card.data.license == "other"
+    assert card.data.license_name == "internal-use"
 
 
 def test_offline_is_one_line(
@@ -125,13 +211,20 @@ def test_offline_is_one_line(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(StorageError) as failure:
-        hub.downloaded_folder("hf://datasets/acme/raw")
-    assert "\n" not in str(failure.value)
+    # A file system that an earlier test opened knows the other address.
+    huggingface_hub.HfFileSystem.clear_instance_cache()
     bundle = write_bundle_of(tmp_path / "b", "texts")
-    with pytest.raises(StorageError) as failure:
-        hub.commit_folder(bundle, "hf://acme/docs", "test")
-    assert "\n" not in str(failure.value)
+    shell = Shell(capsys)
+    for command in (
+        f"prepare hf://datasets/acme/raw --out {tmp_path}/c",
+        f"push {bundle} hf://acme/docs",
+        "search hf://acme/docs x",
+        f"train astra --data hf://datasets/acme/set --out {tmp_path}/run",
+    ):
+        message = shell.error(command)
+        assert "cannot be used (" in message
+        assert "the network and HF_TOKEN" in message
+    huggingface_hub.HfFileSystem.clear_instance_cache()
 
 
 def test_raw_files_are_prepared_from_the_hub(

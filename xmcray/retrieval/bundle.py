@@ -24,6 +24,7 @@
                                 trained model of a fused bundle, and its memory/vectors (fused.py)
     settings.json               how to search (Settings)
     manifest.json               sizes and SHA-256 (storage.py)
+    README.md                   the card (cards.py); not in the manifest
 
 Rows are internal because contiguous ranges of that order are statistically alike; every answer has
 source ids. Labels that joined later (labels.py) have rows, and shards, after those of the export.
@@ -31,10 +32,11 @@ source ids. Labels that joined later (labels.py) have rows, and shards, after th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -47,6 +49,7 @@ import pyarrow.parquet as pq
 from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.data.checked_files import read_array, read_texts
+from xmcray.data.corpus import Card
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import BundleError, DataError
 from xmcray.nn.encoder import ADAPTERS, Encoder
@@ -55,10 +58,19 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.calibration import Calibration
+from xmcray.retrieval.cards import bundle_card
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.readable import readable
 from xmcray.retrieval.shards import SHARD_ROWS, VectorShard, checked_shards, write_shards
-from xmcray.storage import new_artifact, read_json
+from xmcray.storage import (
+    CARD,
+    FileEntry,
+    is_url,
+    new_artifact,
+    read_json,
+    read_manifest,
+    write_text,
+)
 from xmcray.types import Float32Array, Int64Array
 
 KIND = "bundle"
@@ -134,6 +146,7 @@ def write_bundle(
     threads: int = 1,
     calibration: Callable[[Path], Calibration | None] | None = None,
     removed: Int64Array | None = None,
+    metrics: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a bundle with few shards of vectors in memory; on failure nothing is left there.
 
@@ -154,12 +167,13 @@ def write_bundle(
         shard_rows, threads: rows per file; threads that build the indexes.
         calibration: makes the probabilities of answers from the bundle without them.
         removed: int64, ascending: source ids of labels that are no answers.
+        metrics: see `card_of`.
     Raises:
         StorageError: the destination is not empty, or the disk is full.
         DataError: the numbers of uids, texts and vectors differ from L.
     """
     num_labels = len(label_order)
-    with new_artifact(destination, KIND, about) as folder:
+    with new_bundle(destination, about, metrics=metrics) as folder:
         _write_model(folder, encoder, head, tokenizer, label_side or LabelSide())
         _write_texts(folder / "labels.parquet", label_uids, label_texts, num_labels)
         _write_ids(folder, label_order, removed)
@@ -178,6 +192,46 @@ def write_bundle(
         probabilities = None if calibration is None else calibration(folder)
         if probabilities is not None:
             probabilities.save(folder)
+
+
+@contextlib.contextmanager
+def new_bundle(
+    destination: str | Path,
+    about: Mapping[str, Any],
+    hashed_files: Mapping[str, FileEntry] | None = None,
+    replacing: bool = False,
+    metrics: Mapping[str, Any] | None = None,
+) -> Iterator[Path]:
+    """A folder to fill, as of `storage.new_artifact`; the bundle also gets its card."""
+    url = str(destination) if is_url(destination) else ""
+
+    def add_card(folder: Path) -> None:
+        write_text(folder / CARD, card_of(folder, url, metrics))
+
+    with new_artifact(destination, KIND, about, hashed_files, replacing, add_card) as folder:
+        yield folder
+
+
+def card_of(
+    folder: Path,
+    url: str = "",
+    metrics: Mapping[str, Any] | None = None,
+    corpus: Card | None = None,
+) -> str:
+    """The card of a bundle.
+
+    Args:
+        folder: of the bundle.
+        url: where the bundle goes, if that is no local folder.
+        metrics: content of metrics.json; left out if they are those of another bundle.
+        corpus: what it was trained on, for bundles of releases that did not record that.
+    """
+    manifest = read_manifest(folder, KIND)
+    if corpus is not None:
+        known = {"corpus": corpus.name, "corpus_licence": corpus.licence}
+        manifest = dataclasses.replace(manifest, about={**known, **manifest.about})
+    max_len = TextTokenizer.load(folder / "tokenizer").max_len
+    return bundle_card(read_settings(folder), manifest, max_len, url, metrics)
 
 
 def _write_model(

@@ -38,6 +38,7 @@ from xmcray.retrieval.bundle import (
     LABEL_BLOCK,
     LABEL_SCHEMA,
     Settings,
+    new_bundle,
     read_attributes,
     write_settings,
 )
@@ -366,9 +367,7 @@ class OpenBundle:
         about["changes"] = [*about.get("changes", []), entry]
         # Files with a second name keep their hashes: only new files are hashed.
         linked: dict[str, storage.FileEntry] = {}
-        with storage.new_artifact(
-            self.destination, KIND, about, linked, replacing=self.replacing
-        ) as target:
+        with new_bundle(self.destination, about, linked, self.replacing) as target:
             written = write_changes(self.retriever, after, target)
             if attributes is not None:
                 written |= attributes.save(target)

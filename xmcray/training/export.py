@@ -96,6 +96,7 @@ def export_run(
         threads=torch.get_num_threads(),
         calibration=_calibrator(run, corpus, data),
         removed=corpus.removed_labels,
+        metrics=run.metrics(),
     )
 
 
@@ -149,6 +150,7 @@ def _origin(run: Run, last: Checkpoint, corpus: Corpus) -> dict[str, Any]:
         "run": run.id,
         "step": last.step,
         "corpus": corpus.card.name,
+        "corpus_licence": corpus.card.licence,
         "corpus_sha256": run.corpus_sha256,
         "config": run.config.to_dict(),
     }

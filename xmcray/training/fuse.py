@@ -24,7 +24,7 @@ from xmcray.data.corpus import KIND as CORPUS
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
 from xmcray.evaluation.metrics import MAIN_METRICS
-from xmcray.retrieval.bundle import KIND, Settings, read_settings, write_settings
+from xmcray.retrieval.bundle import KIND, Settings, new_bundle, read_settings, write_settings
 from xmcray.retrieval.calibration import FOLDER as CALIBRATION
 from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.fused import MEMBERS, FusedPredictor
@@ -427,7 +427,7 @@ def _put_together(
         runs = [manifest.about for manifest in manifests]
         about["members"] = dict(zip(names, runs, strict=True))
     linked: dict[str, storage.FileEntry] = {}
-    with storage.new_artifact(out, KIND, about, linked) as target:
+    with new_bundle(out, about, linked) as target:
         for place, member in enumerate(config.members):
             # The first member is the bundle itself.
             prefix = f"{MEMBERS}/{member.name}/" if place else ""

@@ -63,7 +63,12 @@ def memory_bundle(
     spec = IndexSpec()
     held_out = _held_out(encoder)
     relevance = relevance_of(held_out, corpus)
-    about = {"encoder": encoder, "corpus": corpus.card.name, "corpus_sha256": corpus.sha256}
+    about = {
+        "encoder": encoder,
+        "corpus": corpus.card.name,
+        "corpus_licence": corpus.card.licence,
+        "corpus_sha256": corpus.sha256,
+    }
     # The generators read a block at a time while the bundle is written, so memory stays bounded.
     # Uids and texts are by source id, vectors by internal id.
     bundles.write_bundle(

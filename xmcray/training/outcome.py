@@ -1,4 +1,4 @@
-"""What a finished run leaves: bundle, metrics.json and report.html."""
+"""What a finished run leaves: bundle with its card, metrics.json and report.html."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from xmcray.evaluation.predictions import (
 )
 from xmcray.evaluation.report import write_report
 from xmcray.retrieval.baselines import NearestQueries
+from xmcray.retrieval.bundle import KIND, card_of
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training import tracking
 from xmcray.training.export import check_corpus, export_run
@@ -205,15 +206,19 @@ def finish(
     return evaluation
 
 
-def record(run: Run, corpus: Corpus, evaluation: Evaluation | None) -> None:
-    """Writes RUN/metrics.json, if there is an evaluation, and RUN/report.html.
+def record(run: Run, corpus: Corpus, evaluation: Evaluation | None = None) -> None:
+    """Writes RUN/metrics.json and the bundle's card, if there is an evaluation, and RUN/report.html.
 
     A refitted run shows the validation curve of the run that chose its number of epochs.
     """
     metrics = None
     if evaluation is not None:
-        metrics = evaluation.to_json()
+        bundle = run.path / "bundle"
+        # The bundle may change later: the card of another one does not show these metrics.
+        sha256 = storage.read_manifest(bundle, KIND).sha256
+        metrics = {**evaluation.to_json(), "bundle_sha256": sha256}
         storage.write_json(run.path / "metrics.json", metrics)
+        storage.write_text(bundle / storage.CARD, card_of(bundle, metrics=metrics))
         tracking.catch_up(run)
     steps = read_records(run.path / "metrics.jsonl")
     for selected in read_records(run.path / SELECTION / "metrics.jsonl"):
