@@ -161,6 +161,7 @@ def of_method(
 ) -> Iterator[list[object]]:
     """A row for each trial of a method; those of a trial that was done before are read."""
     kept = data_sets.CACHE / "soak" / f"{method}-seed-{arguments.seed}.json"
+    kept.parent.mkdir(parents=True, exist_ok=True)
     found = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
     done: dict[str, list[object]] = found.get("rows", {})
     expected: dict[str, str] | None = None

@@ -34,7 +34,7 @@ from pathlib import Path
 import data_sets
 from common import MAX_LOAD_PER_CORE, refuse_if_busy, write_table
 from planted import write_planted
-from processes import last_step
+from processes import last_step, with_variable
 from soak import OF_METHOD, SETTINGS, final_weights
 
 METHOD = "astra"
@@ -73,6 +73,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("soak_signals.md"))
     arguments = parser.parse_args()
     load = refuse_if_busy(anyway=True)
+    # A command inherits that SIGINT is ignored, as it is in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     corpus = data_sets.prepared(
         "soak", lambda raw: write_planted(raw, num_queries=6000, num_labels=2000)
     ).path
@@ -197,18 +199,11 @@ def start(corpus: Path, run: Path, ignores_sigint: bool) -> subprocess.Popen[byt
 def still_running(patience_s: float) -> int:
     """Number of processes of a command that has ended which are there after some seconds."""
     deadline = time.monotonic() + patience_s
-    while (number := sum(map(_is_ours, Path("/proc").glob("[0-9]*")))) > 0:
+    while (number := len(with_variable(f"{MARK}={_TOKEN}"))) > 0:
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
     return number
-
-
-def _is_ours(process: Path) -> bool:
-    try:
-        return f"{MARK}={_TOKEN}".encode() in (process / "environ").read_bytes()
-    except OSError:
-        return False
 
 
 def show(outcome: Outcome) -> Outcome:

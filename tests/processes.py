@@ -38,6 +38,17 @@ def command_line(pid: int) -> str:
     return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
+def with_variable(setting: str) -> list[int]:
+    """Processes whose environment had NAME=VALUE when they started; children inherit it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        # Other users' processes cannot be read, and any process may just have ended.
+        with contextlib.suppress(OSError):
+            if setting.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found
+
+
 def kill_family(commands: dict[int, str]) -> None:
     """SIGKILL for those of `descendants` that still run; another process may have got one of the
     ids.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import pytest
 import ray
 import ray.train.torch
 from clusters import cloud, cluster_of, ray_manifests
+from processes import with_variable
 from ray.util.placement_group import placement_group, placement_group_table
 
 from xmcray.errors import ResourceError, StorageError
@@ -43,6 +45,39 @@ def test_a_local_cluster_says_nothing_of_its_token() -> None:
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
     )
     assert "token" not in done.stdout + done.stderr
+
+
+INTERRUPTED = """
+import signal, threading, time
+import psutil
+from xmcray.ray_adapter.session import start_ray
+
+def interrupt():
+    while "raylet" not in [child.name() for child in psutil.Process().children()]:
+        time.sleep(0.01)
+    signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    start_ray(num_cpus=0)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupted_start_of_ray_leaves_no_process() -> None:
+    token = secrets.token_hex(8)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        env={**variables, "XMCRAY_TEST": token},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "interrupted\n"
+    assert not with_variable(f"XMCRAY_TEST={token}")
 
 
 @pytest.mark.usefixtures("cluster")

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import ray
 
 from xmcray.errors import ConfigError, ResourceError, one_line
@@ -26,6 +27,7 @@ _LOCAL_SETTINGS = {  # of a local cluster, read from the environment
     # them would hardly move.
     "RAY_worker_niceness": "0",
 }
+_END_S = 2.0  # that killed processes may take
 
 
 def start_ray(
@@ -69,6 +71,7 @@ def start_ray(
         private.loopback_address() as addresses,
         _keep_sigterm_handler(),
         _in_one_line("Ray did not start", advice),
+        _nothing_left_on_failure(),
     ):
         ray.init(
             address="local",
@@ -100,6 +103,32 @@ def ray_session(dashboard: bool = False) -> Iterator[None]:
     finally:
         if started:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _nothing_left_on_failure() -> Iterator[None]:
+    """If the block fails or is interrupted, kills the processes that it has started.
+
+    Ray itself leaves some of them: an agent that still starts does not notice for a minute that its
+    raylet has ended.
+    """
+    this = psutil.Process()
+    before = set(this.children())
+    try:
+        yield
+    except BaseException:
+        started = []
+        for child in this.children():
+            if child not in before:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.suspend()  # so that it starts nothing more
+                    started += [child, *child.children(recursive=True)]
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(started, _END_S)
+        ray.shutdown()
+        raise
 
 
 def put_object(value: Any) -> Any:
