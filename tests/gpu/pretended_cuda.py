@@ -6,7 +6,7 @@ for the device), copies and launches. `FakeTensorMode` of torch cannot do this: 
 stops where a step needs one.
 
 Limits: there are no kernel times, ranks exchange by Gloo what NCCL would, and a copy from the host
-inside a backward pass is not seen. Transformers cannot run in inference mode. Launches are upper
+inside a backward pass is not seen. Inference mode only switches gradients off. Launches are upper
 bounds, because attention is computed by its parts.
 
 Needs the library of stand_in.cpp, preloaded.
@@ -226,6 +226,8 @@ def install() -> None:
         setattr(torch.cuda, name, stand_in)
     dist.get_backend = lambda group=None: dist.Backend("nccl")
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    # A view of a pretended tensor cannot be made in inference mode.
+    torch.inference_mode = torch.no_grad  # type: ignore[misc]
     torch.__future__.set_swap_module_params_on_conversion(True)
 
 

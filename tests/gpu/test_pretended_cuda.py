@@ -87,12 +87,17 @@ CASES = {
     # Ranks also count the rows of their token tables, and those that all of them touch.
     "astra, ranks": Case("astra", 3, 4, ranks=3, exchanged=32_000),
     "dexml, ranks": Case("dexml", 3, 4, ranks=3, exchanged=64_000),
+    "renee, ranks": Case("renee", 3, 4, ranks=3, exchanged=32_000),
+    "unidec, ranks": Case("unidec", 3, 15, ranks=3, exchanged=52_000),
+    "rae, ranks": Case("rae", 3, 4, ranks=3, exchanged=44_000),
     "prime, ranks": Case("prime", 11, 8, ranks=3, exchanged=200_000),
     # All rows of a transformer's token table are updated, so nothing is counted.
     "transformer": Case("astra", 0, 5, corpus="model-corpus"),
     "transformer, ranks": Case("astra", 0, 5, ranks=3, exchanged=64_000, corpus="model-corpus"),
 }
 TRANSFORMERS = [name for name, case in CASES.items() if case.corpus == "model-corpus"]
+SERVED = ["astra", "transformer", "unidec", "prime", "rae", "astra, ranks"]
+RESUMED = ["astra", "transformer"]
 RANK_OF_EIGHT = (
     "optim.batch_size=1024",
     "negatives.hard=10",
@@ -126,7 +131,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     of_a_rank = {}
     for name, (dim, num_labels) in OF_EIGHT.items():
         of_a_rank[name] = ("astra", [*RANK_OF_EIGHT, dim], num_labels)
-    cases = {"trained": trained, "of a rank": of_a_rank}
+    cases = {"trained": trained, "of a rank": of_a_rank, "served": SERVED, "resumed": RESUMED}
     (folder / "cases.json").write_text(json.dumps(cases))
     environment = {
         **os.environ,
@@ -194,11 +199,20 @@ def test_a_transformer_computes_in_bfloat16_and_is_updated_by_one_kernel(
     assert results[name]["launches"]["_fused_adamw_"] == 2
 
 
-def test_a_bundle_answers_on_the_device_as_on_the_host(results: Any) -> None:
-    answers = results["answers"]
+@pytest.mark.parametrize("name", SERVED)
+def test_a_bundle_answers_on_the_device_as_on_the_host(results: Any, name: str) -> None:
+    answers = results[f"answers of {name}"]
     assert "error" not in answers, answers["error"]
     assert answers["device"] == "cuda:0"
     assert answers["labels"] == answers["expected"]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_that_is_interrupted_on_the_device_ends_byte_equal(results: Any, name: str) -> None:
+    resumed = results[f"{name}, resumed"]
+    assert "error" not in resumed, resumed["error"]
+    assert 0 < resumed["from_step"] < 8
+    assert resumed["weights"] == resumed["expected"]
 
 
 def test_an_index_searches_on_a_device_that_has_room_and_finds_the_same(results: Any) -> None:

@@ -8,6 +8,7 @@ each run, by name. The results are written into results.json.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -45,12 +46,15 @@ from xmcray.retrieval import exact, inverted_lists
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.kmeans import build_lists
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage import read_manifest
+from xmcray.training.checkpoint import newest
 from xmcray.training.export import export_run
 from xmcray.training.launch import train_here
 from xmcray.training.loop import Loop, assemble, build
 from xmcray.training.run import Run, RunConfig, open_or_create
 from xmcray.training.step import Stepper
 
+INTERRUPTED_AT = 7
 KINDS = ("launches", "syncs", "copies", "products", "exchanged")
 CUDA = torch.device("cuda")
 _uncounted_step = Stepper.step
@@ -132,7 +136,7 @@ def _counted(train_run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def answers(folder: Path, name: str) -> dict[str, Any]:
     """Exports a run on the device, and answers some queries there and on the CPU."""
-    bundle = folder / "bundle"
+    bundle = folder / "bundles" / name
     queries = ["w3x0 w3x1", "w5x2", ""]
     with PretendedCuda():
         export_run(Run.open(folder / "runs" / name), bundle)
@@ -273,6 +277,42 @@ def search_of_lists() -> dict[str, Any]:
     }
 
 
+def resumed(folder: Path, name: str, settings: list[str], corpus_name: str) -> dict[str, Any]:
+    """Interrupts a run of ASTRA on the device and goes on; the weights are to be those of a run."""
+    corpus = Corpus.open(folder / corpus_name, verify=False)
+    config = RunConfig.resolve("astra", {}, [*settings, "log.checkpoint_every=4"])
+    run = open_or_create(folder / "runs" / f"{name}, resumed", config, corpus, "auto")
+
+    def interrupt(step: int) -> None:
+        if step == INTERRUPTED_AT:
+            raise KeyboardInterrupt
+
+    with PretendedCuda():
+        with contextlib.suppress(KeyboardInterrupt):
+            train_here(run, corpus, interrupt)
+        first = newest(run.checkpoints)
+        train_here(run, corpus)
+    assert first is not None
+    undisturbed = Run.open(folder / "runs" / name)
+    return {
+        "from_step": first.step,
+        "weights": _final_weights(run),
+        "expected": _final_weights(undisturbed),
+    }
+
+
+def _final_weights(run: Run) -> dict[str, str]:
+    """SHA-256 of every tensor file of the last checkpoint."""
+    last = newest(run.checkpoints)
+    assert last is not None
+    files = read_manifest(last.path, "checkpoint").files
+    hashes = {}
+    for name, entry in files.items():
+        if name.endswith(".safetensors"):
+            hashes[name] = entry.sha256
+    return hashes
+
+
 def mixture() -> None:
     """Adds tensors of two devices, which has to fail."""
     with PretendedCuda():
@@ -300,7 +340,11 @@ def main() -> None:
         note(name, train, folder, name, *case)
     for name, case in cases["of a rank"].items():
         note(name, one_of_eight, *case)
-    note("answers", answers, folder, "astra")
+    for name in cases["served"]:
+        note(f"answers of {name}", answers, folder, name)
+    for name in cases["resumed"]:
+        _, settings, _, corpus_name = cases["trained"][name]
+        note(f"{name}, resumed", resumed, folder, name, settings, corpus_name)
     note("hard negatives", hard_negatives, folder)
     note("blocks", exact_search_of_blocks)
     note("lists", search_of_lists)
