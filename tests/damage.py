@@ -52,7 +52,8 @@ from xmcray.serving.snapshot import Snapshot
 from xmcray.serving.state_folder import StateFolder
 from xmcray.storage import MANIFEST, FileEntry, finish_manifest
 from xmcray.training.export import export_run
-from xmcray.training.launch import train
+from xmcray.training.launch import refit_config, train
+from xmcray.training.outcome import record
 from xmcray.training.run import Run, RunConfig
 from xmcray.types import TopLabels
 
@@ -139,7 +140,7 @@ def write_artifacts(folder: Path) -> dict[str, Artifact]:
         "prototypes": Artifact.of("prototypes", folder / "prototypes", search_bundle),
         "memory": Artifact.of("memory", memory, search_bundle),
         "fused": Artifact.of("fused", write_fused(memory), search_bundle),
-        "run": Artifact.of("run", folder / "run", export),
+        "run": Artifact.of("run", folder / "run", lambda path: use_run(path, corpus)),
         "state": Artifact.of("state", state, lambda path: open_state(path, plain)),
         "events": Artifact.of("events", folder / "events", read_events),
         "answers": Artifact.of("answers", folder / "answers", read_answers),
@@ -182,15 +183,20 @@ def search_bundle(path: Path) -> str:
     return _fingerprint(parts)
 
 
-def export(path: Path) -> str:
-    """Opens a finished run and exports it."""
+def use_run(path: Path, corpus: Corpus) -> str:
+    """Reports on a finished run, chooses the epochs of its refit, and exports it."""
     run = Run.open(path)
+    record(run, corpus)
+    parts: list[Any] = [
+        (path / "report.html").read_text(encoding="utf-8"),
+        refit_config(run).to_dict(),
+    ]
     out = path.with_name(f"{path.name}-exported")
     try:
         export_run(run, out)
         manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
-        files = {name: entry["sha256"] for name, entry in manifest["files"].items()}
-        return _fingerprint([files])
+        parts.append({name: entry["sha256"] for name, entry in manifest["files"].items()})
+        return _fingerprint(parts)
     finally:
         shutil.rmtree(out, ignore_errors=True)
 

@@ -15,6 +15,7 @@ from xmcray import storage
 
 Record = dict[str, Any]
 _POLL_S = 0.3
+_MAX_STEP = 1 << 53  # larger whole numbers are no exact floats
 
 
 class Records:
@@ -68,7 +69,8 @@ def _parsed(content: bytes) -> list[Record]:
         except (ValueError, RecursionError):
             break
         # Something else than a record of a step is damage, as a cut line is.
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        step = record.get("step") if isinstance(record, dict) else None
+        if not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
             break
         records.append(record)
     return records

@@ -11,7 +11,7 @@ import pytest
 from processes import wait_until
 
 from xmcray.training import records
-from xmcray.training.records import Record, Records, tailing
+from xmcray.training.records import Record, Records, read_records, tailing
 
 PATIENCE_S = 20
 
@@ -83,3 +83,12 @@ def test_a_run_that_is_cut_back_is_followed_on(tmp_path: Path, parsed_bytes: lis
         file.add({"step": 2})
         seen.wait_for(lambda: len(seen.steps) == 3)
     assert seen.steps == [2, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "damaged", ['{"step": 1', "[1]", '{"step": -1}', '{"step": 1e3}', f'{{"step": {10**30}}}']
+)
+def test_records_end_before_a_damaged_one(tmp_path: Path, damaged: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 2}}\n', encoding="utf-8")
+    assert read_records(path) == [{"step": 1}]
