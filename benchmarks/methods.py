@@ -56,7 +56,7 @@ from xmcray.training.outcome import bundle_of, measure, measure_bundle, stored_a
 from xmcray.training.records import read_records
 from xmcray.training.run import SELECTION, Run, RunConfig
 from xmcray.tuning.inference import sweep_bundle
-from xmcray.tuning.space import parse_space
+from xmcray.tuning.space import nested, parse_space
 from xmcray.types import Float32Array, Int64Array, TopLabels
 
 METRICS = ("P@1", "P@5", "PSP@5")
@@ -289,10 +289,9 @@ def with_memory(run: Run, corpus: Corpus, space: Mapping[str, Any]) -> Variant:
     )
     best = max(sweep.settings, key=lambda setting: sum(setting.metrics[m] for m in METRICS))
     validation = {metric: float(best.metrics[metric]) for metric in METRICS}
-    overrides = [f"{name}={value}" for name, value in best.values.items()]
     bundle = run.path / "memory"
     shutil.rmtree(bundle, ignore_errors=True)
-    memory_bundle(str(run.path), corpus, bundle, changed_memory(None, overrides))
+    memory_bundle(str(run.path), corpus, bundle, changed_memory(None, nested(best.values)))
     evaluation = measure_bundle(Retriever.load(str(bundle)), corpus, "test")
     return evaluation, validation, best.values
 

@@ -1,7 +1,8 @@
 """A static encoder as a module of sentence-transformers; exported folders carry a copy of this file.
 
 So it imports nothing of xmcray, whose own encoder is nn/static.py: where a folder is opened, only
-sentence-transformers is installed. A text's vector is x = sum_t w_t e_t / sqrt(sum_t w_t^2), plus
+sentence-transformers is installed. Where it is written, sentence-transformers may be missing, so
+xmcray copies this file and does not import it. A text's vector is x = sum_t w_t e_t / sqrt(sum_t w_t^2), plus
 W2 gelu(W1 x) if there is a network.
 """
 
@@ -15,13 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from sentence_transformers.base.modules.input_module import InputModule
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-
-try:
-    from sentence_transformers.base.modules.input_module import InputModule
-except ImportError:  # in tests of xmcray
-    InputModule = nn.Module
 
 SETTINGS_FILES = ("static.json", "xmcray.json")
 TOKENIZER_FILE = "tokenizer.json"

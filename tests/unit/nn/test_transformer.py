@@ -138,22 +138,6 @@ def test_saved_and_loaded_encoder_gives_the_same_bits(
     )
 
 
-def test_sentence_transformers_reads_our_folder_and_we_read_theirs(
-    model_folder: Path, tokenizer: TextTokenizer, tmp_path: Path
-) -> None:
-    theirs = pytest.importorskip(
-        "sentence_transformers", reason="needs the package sentence-transformers"
-    )
-    encoder = make(model_folder, tokenizer, dim=5)
-    encoder.save(tmp_path / "ours")
-    ours = encoder(tokenizer.encode(TEXTS)).detach().numpy()
-    peer = theirs.SentenceTransformer(str(tmp_path / "ours"), device="cpu")
-    np.testing.assert_allclose(peer.encode(TEXTS), ours, rtol=0, atol=1e-5)
-    peer.save(str(tmp_path / "theirs"))
-    back = load_encoder(tmp_path / "theirs")(tokenizer.encode(TEXTS)).detach().numpy()
-    np.testing.assert_allclose(back, ours, rtol=0, atol=1e-5)
-
-
 def test_older_sentence_transformers_folders_are_read(
     model_folder: Path, tokenizer: TextTokenizer, tmp_path: Path
 ) -> None:
