@@ -57,7 +57,11 @@ def planted_decoder(
 
 
 def corpus_of(
-    raw: Path, out: Path, tokenizer: TextTokenizer | str | None = None, **settings: Any
+    raw: Path,
+    out: Path,
+    tokenizer: TextTokenizer | str | None = None,
+    licence: str = "none",
+    **settings: Any,
 ) -> Corpus:
     """The corpus of some raw files.
 
@@ -70,7 +74,7 @@ def corpus_of(
         if isinstance(tokenizer, str):
             tokenizer = from_transformer(tokenizer, config.max_len)
         tokenizer = tokenizer or vocabulary_of(source, config)
-        writer = CorpusWriter(folder, source, config, "planted", "none")
+        writer = CorpusWriter(folder, source, config, "planted", licence)
         write_rows(writer, source, tokenizer)
     return Corpus.open(out)
 

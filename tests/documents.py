@@ -26,7 +26,7 @@ PAGES = [
     "benchmarks/README.md",
 ]
 FILE_SUFFIXES = (".json", ".jsonl", ".md", ".py", ".yaml")
-_FENCE = re.compile(r"^( *)```[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:(?<=\n\n)|\A)((?:(?: {4}|\t)[^\n]*\n)+)")
 _INLINE = re.compile(r"`([^`]+)`")
 _PRESET = re.compile(r"preset:([a-z]+/[A-Za-z0-9.\-]+)")
@@ -139,6 +139,12 @@ def named_presets() -> list[tuple[str, str]]:
         found = _PRESET.findall(path.read_text(encoding="utf-8"))
         names.extend((page, name.rstrip(".")) for name in found)
     return names
+
+
+def blocks(page: str, language: str = "") -> list[str]:
+    """The fenced blocks of a page, given relative to the repository, that name a language."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [code for name, code in _FENCE.findall(text) if name == language]
 
 
 def _pieces(text: str) -> Iterator[tuple[str, bool]]:

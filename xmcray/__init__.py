@@ -15,7 +15,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xmcray.api import distil, evaluate, export, load, plan, prepare, train
+    from xmcray.api import (
+        auto,
+        calibrate,
+        distil,
+        evaluate,
+        events,
+        export,
+        fuse,
+        labels,
+        load,
+        memory,
+        plan,
+        predict,
+        prepare,
+        promote,
+        push,
+        serve,
+        train,
+        train_reranker,
+        tune,
+        tune_bundle,
+    )
     from xmcray.client import Client
     from xmcray.retrieval.retriever import Retriever
 
@@ -23,13 +44,26 @@ __version__ = "0.1.0"
 __all__ = [
     "Client",
     "Retriever",
+    "auto",
+    "calibrate",
     "distil",
     "evaluate",
+    "events",
     "export",
+    "fuse",
+    "labels",
     "load",
+    "memory",
     "plan",
+    "predict",
     "prepare",
+    "promote",
+    "push",
+    "serve",
     "train",
+    "train_reranker",
+    "tune",
+    "tune_bundle",
 ]
 
 # Modules of the names that are not functions of `api`.

@@ -22,7 +22,7 @@ from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, StorageError
 from xmcray.evaluation.predictions import predictions_to_top_labels, read_predictions
-from xmcray.predict import predict
+from xmcray.prediction import predict
 from xmcray.retrieval.batch_predict import QueriesEnd, read_chunks
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
@@ -122,7 +122,7 @@ def test_killed_it_goes_on_with_what_is_finished(
     work = tmp_path / ".c.predicting"
     script = textwrap.dedent(
         f"""
-        from xmcray.predict import predict
+        from xmcray.prediction import predict
         predict({str(folder / "bundle")!r}, {str(queries)!r}, {str(out)!r}, {K}, chunk_rows=1, workers=2)
         """
     )

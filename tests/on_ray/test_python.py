@@ -45,6 +45,11 @@ def test_the_examples_of_the_page_work(
     assert names["exact"].metrics["P@1"] == names["by_index"].metrics["P@1"]
     assert (tmp_path / "small" / "manifest.json").is_file()
     assert (tmp_path / "vectors" / "README.md").is_file()
+    assert len(names["sweep"].settings) == 4
+    assert names["choice"].queries > 0
+    assert (tmp_path / "fused" / "manifest.json").is_file()
+    labels = len(names["labels"])
+    assert f"{labels + 1}\n101\n" in printed
 
 
 def test_the_notebook_ends_with_an_answer(

@@ -33,6 +33,8 @@ QUICK_VERBS = (
     "evaluate",
     "export",
     "memory",
+    "fuse",
+    "calibrate",
     "labels",
     "search",
     "plan",
@@ -164,15 +166,22 @@ class Workshop:
 
     def prepare(self, verb: str, options: argparse.Namespace) -> None:
         """Puts the inputs of a command into the working directory, under the names it uses."""
-        if getattr(options, "data", None):
-            self.put("corpus", options.data)
+        data = getattr(options, "data", None) or ()
+        for path in [data] if isinstance(data, str) else data:
+            self.put("corpus", path)
         if getattr(options, "rerank", None):
             self.put("reranker", options.rerank)
         paths = [getattr(options, name, None) for name in ("path", "encoder", "bundle")]
-        for path in (*paths, *(getattr(options, "compare", None) or ())):
+        for path in (
+            *paths,
+            *(getattr(options, "paths", None) or ()),
+            *(getattr(options, "compare", None) or ()),
+        ):
             if path is None:
                 continue
-            is_run = verb in ("export", "evaluate", "memory") and not path.endswith("bundle")
+            is_run = verb in ("export", "evaluate", "memory", "fuse") and not path.endswith(
+                "bundle"
+            )
             if path.endswith(".npz"):
                 self.put("predictions.npz", path)
             else:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import subprocess
 import sys
+import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
-from bundles import write_memory
+from bundles import write_bundle_of, write_memory
+from documents import blocks
+from heads import free_ports
+from planted import write_planted
+from served import listening
 
 from xmcray import cli, config
 from xmcray.methods.registry import method_names
@@ -24,13 +32,18 @@ LARGE = ("torch", "ray", "numpy", "pyarrow", "transformers", "faiss", "scipy", "
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the content of the wheel; the interpreter brings the libraries."""
-    folder = tmp_path_factory.mktemp("package")
-    make = ["make", "wheel", f"WHEELS={folder / 'wheels'}", "--old-file", ".venv/.installed"]
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheels")
+    make = ["make", "wheel", f"WHEELS={folder}", "--old-file", ".venv/.installed"]
     subprocess.run(make, cwd=ROOT, check=True)
-    (wheel,) = (folder / "wheels").iterdir()
-    target = folder / "installed"
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the content of the wheel; the interpreter brings the libraries."""
+    target = tmp_path_factory.mktemp("package") / "installed"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
     subprocess.run([*pip, str(wheel)], check=True)
     return target
@@ -118,6 +131,115 @@ def test_a_shell_completes_verbs_and_options(installed: Path, tmp_path: Path) ->
         environment = {**os.environ, **shell, "_ARGCOMPLETE_STDOUT_FILENAME": str(out)}
         subprocess.run(command, env=environment, check=True)
         assert out.read_text(encoding="utf-8").strip() == expected
+
+
+class Empty:
+    """A virtual environment with nothing in it, outside the checkout.
+
+    Attributes:
+        folder: working directory of its commands.
+    """
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        self.folder = folder
+        self._wheel = wheel
+        venv.create(folder / "environment")
+        self._settings = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+        self._settings["PATH"] = f"{folder}/environment/bin:{os.environ['PATH']}"
+
+    def words(self, command: str) -> list[str]:
+        """The words of a documented command; the wheel stands for the package on an index."""
+        words = shlex.split(command, comments=True)
+        if words[:2] != ["pip", "install"]:
+            return words
+        # The pip of this environment, because a copy of it takes seconds to install.
+        pip = [sys.executable, "-m", "pip", "--python", f"{self.folder}/environment/bin/python"]
+        limits = ["--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
+        wanted = [word.replace("xmcray", str(self._wheel), 1) for word in words[2:]]
+        return [*pip, "install", *limits, *wanted]
+
+    def run(self, command: str) -> str:
+        """What a command prints."""
+        result = subprocess.run(
+            self.words(command),
+            cwd=self.folder,
+            env=self._settings,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, (
+            f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+        )
+        return result.stdout
+
+    @contextlib.contextmanager
+    def running(self, command: str, says: str) -> Iterator[None]:
+        """A command in the background, once it has printed a text."""
+        process = subprocess.Popen(
+            self.words(command),
+            cwd=self.folder,
+            env=self._settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            printed = ""
+            while says not in printed:
+                line = process.stdout.readline()
+                assert line, f"{command} ended: {printed[-4000:]}"
+                printed += line
+            yield
+        finally:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
+def test_the_client_alone_installs_and_asks_as_documented(wheel: Path, tmp_path: Path) -> None:
+    empty = Empty(tmp_path, wheel)
+    (example,) = blocks("docs/package.md", "python")
+    installation = blocks("docs/package.md")[-1]
+    # The first page of the documentation says the same.
+    assert installation in blocks("docs/index.md")
+    for command in installation.splitlines():
+        empty.run(command)
+    (tmp_path / "serve-state").symlink_to("state")
+    with listening(tmp_path, {"m": write_bundle_of(tmp_path / "b", "texts")}) as address:
+        (tmp_path / "example.py").write_text(example.replace("http://127.0.0.1:8000", address))
+        assert len(empty.run("python example.py").splitlines()) == 5
+    packages = tmp_path.glob("environment/lib/python*/site-packages/*.dist-info")
+    names = {package.name.split("-")[0] for package in packages}
+    assert {"xmcray", "httpx", "pydantic"} <= names
+    assert names.isdisjoint(LARGE)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)  # eleven minutes on two cores that six other processes kept busy
+def test_the_documented_commands_work_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    empty = Empty(tmp_path, wheel)
+    write_planted(tmp_path / "RAW", 101, 23)
+    first, own_data, _ = blocks("docs/package.md")
+    *commands, serve = [*first.splitlines(), *own_data.splitlines()]
+    for command in commands:
+        empty.run(command)
+    assert "report.html" in {path.name for path in (tmp_path / "runs/quickstart/run").iterdir()}
+
+    empty.run("xmcray tune astra --data corpus --out sweep --trials 2 --set optim.epochs=2")
+    best = yaml.safe_load((tmp_path / "sweep/best.yaml").read_text(encoding="utf-8"))
+    assert "optim" in best
+    job = "python -m xmcray.files.jobs.train_astra --data corpus --out job --workers 2"
+    empty.run(f"{job} --set optim.epochs=2")
+    assert (tmp_path / "job/bundle/manifest.json").is_file()
+
+    # What docs/serving.md asks for, because the client's httpx is no requirement of a server.
+    empty.run("pip install 'xmcray[serve]'")
+    port = free_ports(1)[0]
+    (example,) = blocks("docs/package.md", "python")
+    (tmp_path / "example.py").write_text(example.replace("8000", str(port)))
+    with empty.running(serve.replace("8000", str(port)), f"http://127.0.0.1:{port}"):
+        assert len(empty.run("python example.py").splitlines()) == 5
 
 
 def test_the_page_of_the_index_has_no_links_into_the_checkout() -> None:

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pandas as pd
 import pytest
 from corpora import planted_corpus
 
 import xmcray
-from xmcray import api
+from xmcray import api, cli
 from xmcray.errors import XmcrayError
+
+CLASSES = {"Client", "Retriever"}
+FUNCTIONS = sorted(set(xmcray.__all__) - CLASSES)
+# Verbs that need no function: they are about a shell or a machine, or run other verbs.
+VERBS_ALONE = {"completion", "continual", "doctor", "files", "mcp", "quickstart", "schema"}
+# The function of a verb that has another name.
+OTHER_NAMES = {"search": "load"}
+
+
+class CalledError(Exception):
+    """Raised in place of what a function does, with its name."""
+
+
+def raiser(name: str) -> Callable[..., NoReturn]:
+    def call(*_: object, **__: object) -> NoReturn:
+        raise CalledError(name)
+
+    return call
 
 
 def test_the_import_needs_neither_torch_nor_ray() -> None:
@@ -31,13 +52,80 @@ def test_the_import_needs_neither_torch_nor_ray() -> None:
 
 
 def test_every_function_has_types_and_describes_its_arguments() -> None:
-    for name in ("distil", "evaluate", "export", "load", "plan", "prepare", "train"):
+    for name in FUNCTIONS:
         function = getattr(xmcray, name)
         signature = inspect.signature(function)
         assert signature.return_annotation is not inspect.Signature.empty
         for argument in signature.parameters.values():
             assert argument.annotation is not inspect.Parameter.empty
             assert f"    {argument.name}: " in function.__doc__, (name, argument.name)
+
+
+def test_no_module_hides_a_function() -> None:
+    """`import xmcray.NAME` would put the module in the place of the function."""
+    modules = {path.stem for path in Path(xmcray.__file__).parent.iterdir()}
+    assert modules & set(xmcray.__all__) == set()
+
+
+def test_each_verb_has_a_function_or_a_reason() -> None:
+    names = {
+        OTHER_NAMES.get(verb, verb.replace("-", "_")) for verb in cli.VERBS.keys() - VERBS_ALONE
+    }
+    # A sweep of a bundle is an option of the verb tune.
+    assert names | {"tune_bundle"} == set(FUNCTIONS)
+    assert cli.VERBS.keys() > VERBS_ALONE
+
+
+@pytest.mark.parametrize("verb", sorted(cli.VERBS.keys() - VERBS_ALONE))
+def test_a_verb_calls_its_function(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in FUNCTIONS:
+        monkeypatch.setattr(api, name, raiser(name))
+    monkeypatch.chdir(tmp_path)
+    # `evaluate` looks whether its runs exist.
+    for run in ("runs/a", "runs/b"):
+        Path(run).mkdir(parents=True)
+        (Path(run) / "run.json").touch()
+    options = cli.parser().parse_args(shlex.split(cli.VERBS[verb].example)[1:])
+    with pytest.raises(CalledError) as called:
+        options.run(options)
+    assert str(called.value) == OTHER_NAMES.get(verb, verb.replace("-", "_"))
+
+
+def test_tune_with_a_bundle_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "tune_bundle", raiser("tune_bundle"))
+    words = "tune --bundle b --data c --space space:memory --out o"
+    options = cli.parser().parse_args(words.split())
+    with pytest.raises(CalledError, match="tune_bundle"):
+        options.run(options)
+
+
+def test_mistakes_are_reported_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "card.yaml").touch()
+    code = (
+        "import sys, xmcray\n"
+        "from xmcray.errors import XmcrayError\n"
+        "calls = [\n"
+        "    lambda: xmcray.train('astar', 'c', 'o'),\n"
+        "    lambda: xmcray.tune('astar', 'c', 'o'),\n"
+        "    lambda: xmcray.auto('c', 'o', budget='soon'),\n"
+        "    lambda: xmcray.push('corpus', 'hf://acme/docs'),\n"
+        "    lambda: xmcray.promote('a', 'b', roll_back=True),\n"
+        "    lambda: xmcray.promote('a', 'b'),\n"
+        "    lambda: xmcray.labels('rename', 'b', []),\n"
+        "    lambda: xmcray.events('s', 'o', after=-1),\n"
+        "]\n"
+        "for call in calls:\n"
+        "    try: call()\n"
+        "    except XmcrayError as error: print(str(error).count('\\n'))\n"
+        "print(sorted({'torch', 'ray'} & sys.modules.keys()))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert result.stdout.splitlines() == ["0"] * 8 + ["[]"]
 
 
 def test_settings_come_from_files_and_values_the_later_over_the_earlier(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from xmcray import config
+from xmcray.errors import ConfigError
 
 
 def add_corpus(verb: argparse.ArgumentParser) -> None:
@@ -39,6 +40,21 @@ def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     return {
         name: value for name, value in vars(options).items() if name in names and value is not None
     }
+
+
+def assignments(options: argparse.Namespace, name: str) -> dict[str, str]:
+    """An option such as --columns text=title,labels=tags by its names.
+
+    Raises:
+        ConfigError: a part of it is no assignment.
+    """
+    values = {}
+    for part in getattr(options, name).split(","):
+        key, equals, value = part.partition("=")
+        if not (key and equals and value):
+            raise ConfigError(f"--{name} has {part!r}, expected NAME=VALUE, separated by commas")
+        values[key.strip()] = value.strip()
+    return values
 
 
 def merged_settings(options: argparse.Namespace, overrides: Sequence[str] = ()) -> dict[str, Any]:

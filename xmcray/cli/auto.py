@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
-import sys
 
-from xmcray import config
+from xmcray import api, config
 from xmcray.cli.arguments import add_corpus, add_json
 from xmcray.cli.output import show, show_json, show_next, show_table
-from xmcray.errors import ConfigError
-
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def auto_options(verb: argparse.ArgumentParser) -> None:
@@ -41,22 +36,13 @@ def auto_options(verb: argparse.ArgumentParser) -> None:
 
 def auto(options: argparse.Namespace) -> None:
     """Chooses methods, encoders and a fusion by validation, and writes one bundle and one page."""
-    budget_s = seconds_of(options.budget)
-    overrides = config.merge({}, options.set or ())
-    from xmcray.tuning.portfolio import DEFAULT_METHODS, METHODS, dotted
-
-    methods = options.methods or DEFAULT_METHODS
-    for method in methods:
-        if method not in METHODS:
-            raise ConfigError(config.unknown("method", method, METHODS))
-    from xmcray.data.corpus import Corpus
-    from xmcray.tuning.auto import auto
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    corpus = Corpus.open(options.data)
-    result = auto(corpus, options.out, budget_s, methods, dotted(overrides), say)
+    result = api.auto(
+        options.data,
+        options.out,
+        budget=options.budget,
+        methods=options.methods,
+        config=config.merge({}, options.set or ()),
+    )
     if options.json:
         show_json(result)
         return
@@ -70,16 +56,3 @@ def auto(options: argparse.Namespace) -> None:
         show_table("Test split, in percent", ["", *METRICS], rows)
     show(f"bundle {options.out}/bundle, report {options.out}/report.html")
     show_next(["xmcray", "search", f"{options.out}/bundle", "TEXT"])
-
-
-def seconds_of(text: str) -> float:
-    """A time such as "90s", "20m" or "1.5h" in seconds.
-
-    Raises:
-        ConfigError: it is no time, or 0.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
-    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if seconds <= 0:
-        raise ConfigError(f"--budget is {text!r}, expected a time such as 90s, 20m or 2h")
-    return seconds

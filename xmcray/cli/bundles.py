@@ -6,12 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xmcray import config
+from xmcray import api, config
 from xmcray.cli.arguments import add_corpus, add_json, given
 from xmcray.cli.output import show, show_json, show_next
 from xmcray.cli.reranking import add_rerank
 from xmcray.errors import ConfigError
-from xmcray.paths import bundle_at
 
 if TYPE_CHECKING:
     from xmcray.retrieval.answers import FoundLabel
@@ -48,19 +47,7 @@ def memory_options(verb: argparse.ArgumentParser) -> None:
 
 def memory(options: argparse.Namespace) -> None:
     """Writes a bundle whose training queries vote."""
-    from xmcray import storage
-    from xmcray.data.corpus import Corpus
-    from xmcray.progress import counting
-    from xmcray.retrieval.votes import changed_memory
-    from xmcray.training.memory import memory_bundle
-
-    # Wrong settings and a taken folder are refused before the encoder runs.
-    settings = changed_memory(None, options.set) if options.set else None
-    storage.refuse_existing(options.out)
-    corpus = Corpus.open(options.data)
-    num_texts = corpus.card.num_train + corpus.card.num_labels
-    with counting("training queries and labels", num_texts) as progress:
-        memory_bundle(options.encoder, corpus, options.out, settings, progress=progress)
+    api.memory(options.encoder, options.data, options.out, config.merge({}, options.set))
     show_next(["xmcray", "search", options.out, "TEXT", "--explain"])
 
 
@@ -91,23 +78,7 @@ def fuse_options(verb: argparse.ArgumentParser) -> None:
 
 def fuse(options: argparse.Namespace) -> None:
     """Writes a bundle that answers by the weighted sum of several parts."""
-    from xmcray import storage
-    from xmcray.data.corpus import Corpus
-    from xmcray.progress import counting
-    from xmcray.training.fuse import fuse
-
-    storage.refuse_existing(options.out)
-    corpus, *retokenized = [Corpus.open(path) for path in options.data]
-    metrics = options.metric.split("+")
-    with counting("training queries", corpus.card.num_train) as progress:
-        choice = fuse(
-            options.paths,
-            corpus,
-            options.out,
-            retokenized=retokenized,
-            metrics=metrics,
-            progress=progress,
-        )
+    choice = api.fuse(options.paths, options.data, options.out, metric=options.metric)
     if options.json:
         show_json(choice.plain())
         return
@@ -133,10 +104,7 @@ def calibrate_options(verb: argparse.ArgumentParser) -> None:
 
 def calibrate(options: argparse.Namespace) -> None:
     """Gives the answers of a bundle probabilities."""
-    from xmcray.data.corpus import Corpus
-    from xmcray.training.calibrate import calibrate
-
-    calibration = calibrate(options.path, Corpus.open(options.data), options.out)
+    calibration = api.calibrate(options.path, options.data, options.out)
     bundle = options.out or options.path
     show(f"{bundle}: probabilities fitted on {calibration.curves.queries:,} held-out queries")
     show_next(["xmcray", "evaluate", bundle, "--data", options.data])
@@ -167,21 +135,7 @@ def labels_options(verb: argparse.ArgumentParser) -> None:
 
 def labels(options: argparse.Namespace) -> None:
     """Changes the labels of a bundle."""
-    from xmcray.retrieval.labels import (
-        add_labels,
-        annotate_labels,
-        read_attribute_sets,
-        read_new_labels,
-        remove_labels,
-    )
-
-    if options.change == "add":
-        num_labels = add_labels(options.path, read_new_labels(options.what), options.out)
-    elif options.change == "annotate":
-        changes = read_attribute_sets(options.what)
-        num_labels = annotate_labels(options.path, changes, options.out)
-    else:
-        num_labels = remove_labels(options.path, options.what, options.out)
+    num_labels = api.labels(options.change, options.path, options.what, options.out)
     bundle = options.out or options.path
     show(f"bundle {bundle} has {num_labels:,} labels")
     show_next(["xmcray", "search", bundle, "TEXT"])
@@ -207,16 +161,16 @@ def search(options: argparse.Namespace) -> None:
     """Answers texts."""
     if options.k is not None and options.k < 1:
         raise ConfigError(f"-k is {options.k}, expected at least 1")
-    from xmcray.retrieval.retriever import Retriever
+    retriever = api.load(options.path, rerank=options.rerank)
     from xmcray.retrieval.votes import changed_memory
 
-    retriever = Retriever.load(bundle_at(options.path)).reranked_by(options.rerank)
     # --set changes single settings of the bundle's own memory.
     base = retriever.memory.config if retriever.memory else None
+    changes = config.merge({}, options.set)
     answers_by_text = retriever.search(
         options.texts,
         min(DEFAULT_K, retriever.num_labels) if options.k is None else options.k,
-        memory=changed_memory(base, options.set) if options.set else None,
+        memory=changed_memory(base, changes) if changes else None,
         explain=options.explain,
         min_probability=options.min_probability,
     )
@@ -287,14 +241,12 @@ def predict_options(verb: argparse.ArgumentParser) -> None:
 
 def predict(options: argparse.Namespace) -> None:
     """Answers a file of queries."""
-    from xmcray.predict import predict
-
-    num_queries = predict(
-        bundle_at(options.path),
+    num_queries = api.predict(
+        options.path,
         options.queries,
         options.out,
         options.k,
-        settings=options.set,
+        config.merge({}, options.set),
         texts=options.texts,
         min_probability=options.min_probability,
         rerank=options.rerank,
@@ -365,28 +317,24 @@ def serve_options(verb: argparse.ArgumentParser) -> None:
 
 def serve(options: argparse.Namespace) -> None:
     """Answers over HTTP until it is interrupted."""
-    from xmcray.serving.run import serve_forever
-    from xmcray.serving.settings import ServeConfig
-
     bundles: dict[str, str] = {}
     for argument in options.bundles:
         name, path = _name_and_path(argument)
         if name in bundles:
             raise ConfigError("several bundles go by one name; write each as NAME=BUNDLE")
         bundles[name] = path
-    values = {"bundles": bundles, **given(options, SERVER_OPTIONS)}
-    # --set comes last: it may also override an option.
-    settings = config.build(ServeConfig, config.merge(values, options.set))
 
     # The address is printed only when requests are answered, because scripts wait for this line.
-    def ready(url: str) -> None:
+    def ready(url: str, token_file: Path) -> None:
         print(f"serving {', '.join(bundles)} on {url}", flush=True)
-        print(f"token: {settings.token_file or Path(settings.state_dir) / 'token'}", flush=True)
+        print(f"token: {token_file}", flush=True)
 
-    serve_forever(
-        settings,
-        options.host,
-        options.port,
+    api.serve(
+        bundles,
+        # --set comes last: it may also override an option.
+        config.merge(given(options, SERVER_OPTIONS), options.set),
+        host=options.host,
+        port=options.port,
         grpc_port=options.grpc_port,
         accept_open_ports=options.accept_open_ports,
         ready=ready,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from xmcray import config
+from xmcray import api, config
 from xmcray.cli.arguments import add_corpus
 from xmcray.cli.output import show, show_next
 
@@ -26,8 +26,6 @@ def distil_options(verb: argparse.ArgumentParser) -> None:
 
 def distil(options: argparse.Namespace) -> None:
     """Trains a static encoder to answer like a bundle's transformer."""
-    from xmcray import api
-
     outcome = api.distil(
         options.path,
         options.data,

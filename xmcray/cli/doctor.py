@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING
 
 from xmcray.cli.arguments import add_json
 from xmcray.cli.output import show, show_json
 from xmcray.errors import ConfigError, ResourceError
-
-if TYPE_CHECKING:
-    from xmcray.doctor.finding import Finding
 
 
 def doctor_options(verb: argparse.ArgumentParser) -> None:
@@ -46,6 +42,7 @@ def doctor(options: argparse.Namespace) -> None:
         show(f"{options.cluster_file} is fine")
         return
     from xmcray.doctor.finding import worst
+    from xmcray.doctor.look import of_cluster, of_machine
 
     findings = of_cluster(options.cluster, options.gpus) if options.cluster else of_machine()
     if options.json:
@@ -56,43 +53,3 @@ def doctor(options: argparse.Namespace) -> None:
     # All findings are printed first; the exit code then says whether one of them is an error.
     if error := worst(findings):
         raise ResourceError(error)
-
-
-def of_machine() -> list[Finding]:
-    """Everything about this machine."""
-    import os
-    from pathlib import Path
-
-    import psutil
-
-    from xmcray.doctor import exposure, machine, software
-    from xmcray.doctor.sockets import listeners
-
-    environment = os.environ
-    home = Path.home()
-    memory = psutil.virtual_memory()
-    return [
-        *software.versions(),
-        machine.devices(),
-        *machine.cores(environment),
-        machine.memory(memory.total, memory.available),
-        machine.shared_memory(),
-        *machine.disk(environment),
-        machine.limits(),
-        machine.mappings(),
-        *software.switches(environment),
-        *exposure.token_mode(environment, home),
-        *exposure.file_modes(environment, home, Path.cwd()),
-        *exposure.open_ports(listeners()),
-    ]
-
-
-def of_cluster(address: str, gpus: int) -> list[Finding]:
-    """A cluster that answers; raises ResourceError if none does."""
-    import os
-    from pathlib import Path
-
-    from xmcray.doctor.cluster import findings, look_at
-
-    cluster = look_at(address, os.environ, Path.home())
-    return list(findings(cluster, gpus))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Container
-from pathlib import Path
 
+from xmcray import api
 from xmcray.cli.arguments import add_json
 from xmcray.cli.output import show, show_json, show_next
-from xmcray.errors import ConfigError, readable
+from xmcray.errors import ConfigError
 
 
 def events_options(verb: argparse.ArgumentParser) -> None:
@@ -58,26 +57,15 @@ def events_options(verb: argparse.ArgumentParser) -> None:
 
 def events(options: argparse.Namespace) -> None:
     """Writes raw files of the feedback in an event log."""
-    from xmcray.serving.event_export import export_events
-
-    if options.after < 0 or not 0 <= options.hold_out < 1:
-        raise ConfigError(
-            f"--after is {options.after} and --hold-out {options.hold_out:g}, expected a number of"
-            " an event and a share below 1"
-        )
-    texts: list[str] = []
-    if options.texts:
-        with readable(f"{options.texts} cannot be read", "name a file of texts", ConfigError):
-            texts = Path(options.texts).read_text(encoding="utf-8").splitlines()
-    exported = export_events(
+    exported = api.events(
         options.state_dir,
-        options.model,
         options.out,
+        model=options.model,
+        data=options.data,
         after=options.after,
-        grades=_grades(options.grade),
         hold_out=options.hold_out,
-        corpus_labels=_labels_of(options.data) if options.data else (),
-        texts=texts,
+        grades=dict(map(_grade, options.grade)),
+        texts=options.texts,
     )
     if options.json:
         show_json(dataclasses.asdict(exported))
@@ -92,30 +80,10 @@ def events(options: argparse.Namespace) -> None:
     show_next([*command, "--out", "CORPUS2"])
 
 
-def _grades(assignments: list[str]) -> dict[str, float]:
-    from xmcray.serving.event_export import GRADES
-
-    grades = {}
-    for assignment in assignments:
-        name, _, value = assignment.partition("=")
-        try:
-            grade = float(value)
-        except ValueError:
-            grade = 0.0
-        if name not in GRADES or not 0 < grade < float("inf"):
-            raise ConfigError(
-                f"--grade is {assignment!r}, expected one of {', '.join(GRADES)} and a number above"
-                " 0, such as click=0.5"
-            )
-        grades[name] = grade
-    return grades
-
-
-def _labels_of(path: str) -> Container[str]:
-    """The uids of a corpus."""
-    import numpy as np
-
-    from xmcray.data.corpus import Corpus
-
-    corpus = Corpus.open(path, verify=False)
-    return set(corpus.label_uids(np.arange(corpus.card.num_labels)))
+def _grade(assignment: str) -> tuple[str, float]:
+    """The event and the relevance of click=0.5."""
+    name, _, value = assignment.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ConfigError(f"--grade is {assignment!r}, expected one such as click=0.5") from None

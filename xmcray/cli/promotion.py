@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xmcray import api
 from xmcray.cli.arguments import add_json
 from xmcray.cli.output import show, show_json
-from xmcray.errors import BundleError, ConfigError
-from xmcray.paths import bundle_at
+from xmcray.errors import BundleError
 
 if TYPE_CHECKING:
     from xmcray.training.promotion import Verdict
@@ -46,42 +45,33 @@ def promote_options(verb: argparse.ArgumentParser) -> None:
 
 def promote(options: argparse.Namespace) -> None:
     """Tests a bundle against the one in use, and swaps it in if it is not worse."""
-    if options.roll_back and not options.url:
-        raise ConfigError("--roll-back changes what a server answers from; name it with --url")
-    if options.url and not options.admin_token_file:
-        raise ConfigError("a swap needs the administrator's token; add --admin-token-file FILE")
-    if options.last < 1 or not 0 <= options.margin <= 100:
-        raise ConfigError(
-            f"--last is {options.last} and --margin {options.margin:g}, expected at least one query"
-            " and 0 to 100 points"
+    try:
+        promotion = api.promote(
+            options.old,
+            options.new,
+            options.data,
+            last=options.last,
+            metric=options.metric,
+            margin=options.margin,
+            url=options.url,
+            model=options.model,
+            token_file=options.token_file,
+            admin_token_file=options.admin_token_file,
+            roll_back=options.roll_back,
         )
-    old = bundle_at(options.old)
-    new = bundle_at(options.new)
-    if options.roll_back:
-        _swap(options, new, old)
+    except BundleError as error:
+        # The comparison says why the bundle was refused.
+        verdict = getattr(error, "verdict", None)
+        if verdict is not None:
+            _show(options, verdict)
+        raise
+    if promotion.verdict is not None:
+        _show(options, promotion.verdict)
+    if promotion.version is None or options.json:
         return
-    if not options.data:
-        raise ConfigError("the test needs queries; add --data CORPUS")
-    verdict = _judge(options, old, new)
-    _show(options, verdict)
-    verdict.check()
-    if options.url:
-        _swap(options, old, new)
-
-
-def _judge(options: argparse.Namespace, old: str, new: str) -> Verdict:
-    from xmcray.data.corpus import Corpus
-    from xmcray.progress import counting
-    from xmcray.training.promotion import check_metric, judge, measure_newest
-
-    check_metric(options.metric)
-    corpus = Corpus.open(options.data)
-    evaluations = []
-    for bundle in (old, new):
-        with counting("newest test queries", options.last) as progress:
-            evaluations.append(measure_newest(bundle, corpus, options.last, progress))
-    before, after = evaluations
-    return judge(before, after, options.metric, options.margin / 100)
+    show(f"{options.url} answers from {promotion.bundle} ({promotion.version[:12]})")
+    if not options.roll_back:
+        print(f"to go back: {shlex.join(_roll_back(options))}")
 
 
 def _show(options: argparse.Namespace, verdict: Verdict) -> None:
@@ -95,42 +85,6 @@ def _show(options: argparse.Namespace, verdict: Verdict) -> None:
     show(comparison_table(verdict.comparison, "new", "old"))
     if verdict.accepted:
         show(f"the new bundle is not worse: {verdict}")
-
-
-def _swap(options: argparse.Namespace, before: str, after: str) -> None:
-    """Lets the server answer from `after`, if it answers from `before` now."""
-    from xmcray.client import Client
-    from xmcray.retrieval.bundle import KIND
-    from xmcray.storage import is_url, open_artifact
-
-    after_path = after if is_url(after) else str(Path(after).absolute())
-    _, manifest = open_artifact(before, KIND, contents=False)
-    _, wanted = open_artifact(after, KIND, contents=False)
-    with Client(
-        options.url, token_file=options.token_file, admin_token_file=options.admin_token_file
-    ) as client:
-        models = [m for m in client.models() if options.model in (None, m.model)]
-        if not models:
-            raise ConfigError(f"{options.url} has no model {options.model!r}; name one of its own")
-        served = models[0].version
-        if served not in (manifest.sha256, wanted.sha256):
-            raise BundleError(
-                f"{options.url} answers from another bundle ({served[:12]}), expected {before}"
-                f" ({manifest.sha256[:12]}); name the one in use as OLD"
-            )
-        if served != wanted.sha256:
-            # The test has compared the answers; the server's own probe would refuse new labels.
-            client.swap(
-                after_path,
-                model=models[0].model,
-                version=wanted.sha256,
-                recall_floor=0.0,
-            )
-    if options.json:
-        return
-    show(f"{options.url} answers from {after} ({wanted.sha256[:12]})")
-    if not options.roll_back:
-        print(f"to go back: {shlex.join(_roll_back(options))}")
 
 
 def _roll_back(options: argparse.Namespace) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from xmcray import api
 from xmcray.cli.arguments import add_corpus, given
 from xmcray.cli.output import show, show_next
 
@@ -45,15 +46,13 @@ def train_reranker_options(verb: argparse.ArgumentParser) -> None:
 
 def train_reranker(options: argparse.Namespace) -> None:
     """Trains a cross-encoder on a bundle's hard negatives."""
-    from xmcray.data.corpus import Corpus
-    from xmcray.progress import counting
-    from xmcray.training.train_reranker import RerankTraining, train_reranker
-
-    config = RerankTraining(model=options.model, **given(options, (*NUMBERS, "lr")))
-    corpus = Corpus.open(options.data)
-    num_queries = config.epochs * min(config.queries, corpus.card.num_train)
-    with counting("queries", num_queries) as progress:
-        outcome = train_reranker(options.path, corpus, options.out, config, progress=progress)
+    outcome = api.train_reranker(
+        options.path,
+        options.data,
+        options.out,
+        options.model,
+        given(options, (*NUMBERS, "lr")),
+    )
     before = " / ".join(f"{100 * value:.1f}" for value in outcome.before)
     after = " / ".join(f"{100 * value:.1f}" for value in outcome.after)
     show(

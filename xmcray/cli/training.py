@@ -10,12 +10,18 @@ import yaml
 
 from xmcray import api, storage
 from xmcray.api import ENCODER_SYSTEMS, VECTOR_SYSTEMS
-from xmcray.cli.arguments import add_config, add_corpus, add_json, given, merged_settings
+from xmcray.cli.arguments import (
+    add_config,
+    add_corpus,
+    add_json,
+    assignments,
+    given,
+    merged_settings,
+)
 from xmcray.cli.output import show, show_json, show_metrics, show_next
 from xmcray.cli.reranking import add_rerank
-from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
-from xmcray.paths import bundle_at, kind_of
+from xmcray.paths import kind_of
 
 if TYPE_CHECKING:
     from xmcray.data.corpus import Corpus
@@ -56,7 +62,12 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
         metavar="CORPUS",
         help="put the rows of SRC after those of this corpus; labels are matched by uid",
     )
-    verb.add_argument("--format", metavar="F", help="layout of the raw files (default: detected)")
+    verb.add_argument(
+        "--format",
+        metavar="F",
+        help="layout of the raw files (default: detected); datasets opens tables of any layout",
+    )
+    _add_datasets(verb)
     verb.add_argument("--name", help="name in the card (default: that of SRC)")
     verb.add_argument("--licence", default="unknown", help="licence in the card")
     _add_tokens(verb)
@@ -78,6 +89,23 @@ def prepare_options(verb: argparse.ArgumentParser) -> None:
         help="training queries with the text of a test query: count them (default), or leave them out",
     )
     add_json(verb, "the card")
+
+
+def _add_datasets(verb: argparse.ArgumentParser) -> None:
+    """Adds how a table of --format datasets is read."""
+    verb.add_argument(
+        "--columns",
+        metavar="A=B,C=D",
+        help="its columns, such as text=title,labels=tags; see docs/data.md",
+    )
+    verb.add_argument(
+        "--configuration", metavar="NAME", help="its configuration, if it has several"
+    )
+    verb.add_argument(
+        "--splits",
+        metavar="A=B,C=D",
+        help="its splits for train, test and labels (default: train and, if there is one, test)",
+    )
 
 
 def _add_tokens(verb: argparse.ArgumentParser) -> None:
@@ -112,7 +140,10 @@ def _add_tokens(verb: argparse.ArgumentParser) -> None:
 
 def prepare(options: argparse.Namespace) -> None:
     """Turns raw files into a corpus."""
-    settings = given(options, ("format", "name", *PREPARE_OPTIONS))
+    settings = given(options, ("format", "name", "configuration", *PREPARE_OPTIONS))
+    for name in ("columns", "splits"):
+        if getattr(options, name):
+            settings[name] = assignments(options, name)
     if options.propensity:
         # argparse gives a list, and settings are immutable.
         settings["propensity"] = tuple(options.propensity)
@@ -254,16 +285,12 @@ def evaluate(options: argparse.Namespace) -> None:
     json_file = None if options.json == "-" else options.json
     if json_file:
         storage.check_file(json_file)
-    from xmcray.data.corpus import Corpus
-    from xmcray.evaluation.evaluate import compare_several
-
-    corpus = Corpus.open(options.data)
     evaluations: list[Evaluation] = []
     for path in paths:
         # Only the answers of the first path are written; the others are there to compare with.
         evaluation = api.evaluate(
             path,
-            corpus,
+            options.data,
             split=options.split,
             exact=options.exact,
             predictions=None if evaluations else options.predictions,
@@ -280,6 +307,7 @@ def evaluate(options: argparse.Namespace) -> None:
         return
     show_metrics({Path(options.path).name: metrics}, deciles=True)
     if options.compare:
+        from xmcray.evaluation.evaluate import compare_several
         from xmcray.evaluation.table import comparison_table
 
         first, *others = [Path(path).name for path in paths]
@@ -318,30 +346,21 @@ def export_options(verb: argparse.ArgumentParser) -> None:
 
 def export(options: argparse.Namespace) -> None:
     """Writes the bundle of a run, its label vectors for a vector database, or its encoder."""
-    settings = merged_settings(options)
-    if options.to and settings:
-        raise ConfigError(
-            f"--to {options.to} writes no index, expected neither --config nor --set; leave them out"
-        )
-    if options.dim is not None and options.to:
-        raise ConfigError("--dim writes a bundle, expected no --to; leave it out")
-    if options.to in ENCODER_SYSTEMS:
-        from xmcray.retrieval.encoder_export import export_encoder
-
-        has_code = export_encoder(bundle_at(options.path, options.data), options.out)
-        trust = f", trust_remote_code={has_code}" if has_code else ""
+    written = api.export(
+        options.path,
+        options.out,
+        merged_settings(options),
+        data=options.data,
+        to=options.to,
+        dim=options.dim,
+    )
+    if options.to is None:
+        show_next(["xmcray", "search", options.out, "TEXT"])
+    elif options.to in ENCODER_SYSTEMS:
+        trust = f", trust_remote_code={written.needs_code}" if written.needs_code else ""
         show(f'open it with SentenceTransformer("{options.out}"{trust})')
-        return
-    if options.to:
-        # Vectors can be taken out of any bundle, so the run is not opened.
-        from xmcray.retrieval.vector_export import export_vectors
-
-        bundle = bundle_at(options.path, options.data)
-        num_vectors = export_vectors(bundle, options.out, options.to)
+    else:
         show(
-            f"{num_vectors:,} label vectors; {options.out}/README.md says how to load them"
+            f"{written.num_vectors:,} label vectors; {options.out}/README.md says how to load them"
             f" into {options.to}"
         )
-        return
-    api.export(options.path, options.out, settings, data=options.data, dim=options.dim)
-    show_next(["xmcray", "search", options.out, "TEXT"])

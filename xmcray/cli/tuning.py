@@ -3,48 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xmcray import config
-from xmcray.cli.arguments import add_config, add_corpus, add_json, merged_settings
+from xmcray import api
+from xmcray.api.sweeps import DEFAULT_DRAWS, DEFAULT_KEEP, DEFAULT_TRIALS, METRIC
+from xmcray.cli.arguments import add_config, add_corpus, add_json, given, merged_settings
 from xmcray.cli.output import show, show_json, show_next, show_table
-from xmcray.errors import ConfigError, RunError
+from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
-from xmcray.paths import bundle_at
+from xmcray.paths import kind_of
 
 if TYPE_CHECKING:
-    from xmcray.training.run import RunConfig
     from xmcray.tuning.inference import MeasuredSetting
-    from xmcray.tuning.space import Space, Values
-    from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
+    from xmcray.tuning.space import Space
+    from xmcray.tuning.sweep import Trial
 
-DEFAULT_TRIALS = 16  # trainings
-DEFAULT_DRAWS = 200  # settings of a bundle
-DEFAULT_KEEP = 3
 MAX_ROWS = 20  # of the table of settings
 
-_ONLY_FOR_TRAINING = (
-    "search",
-    "scheduler",
-    "config",
-    "set",
-    "workers",
-    "keep",
-    "first",
-    "trial_cpu_s",
-)
-# Why settings are not searched, by the beginning of their names.
-_NOT_SEARCHED = {
-    "cluster.": "it belongs to the machine and changes no result",
-    "log.": "it changes no result",
-    "data.validation": "trials are compared on one validation split",
-    "data.seed": "trials are compared on one validation split",
-    "memory.": "validation in training searches labels alone; sweep memory.* with --bundle"
-    " on the finished run",
-}
+_FOR_BOTH = ("space", "trials")
+_ONLY_FOR_TRAINING = ("search", "scheduler", "workers", "keep", "trial_cpu_s")
+# These are read by functions of their own.
+_FILES = ("config", "set", "first")
 
 
 def tune_options(verb: argparse.ArgumentParser) -> None:
@@ -93,7 +73,7 @@ def _add_search_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--metric",
-        default="nDCG@5",
+        default=METRIC,
         metavar="M",
         help="on the validation split, or the mean of several joined by + (default: %(default)s)",
     )
@@ -137,15 +117,6 @@ def tune(options: argparse.Namespace) -> None:
         raise ConfigError(
             "expected a METHOD to train, or --bundle BUNDLE to search; give one of them"
         )
-    if options.trials is not None:
-        config.check_range("--trials", options.trials, low=1)
-    config.check_range("--seed", options.seed, low=0)
-    if options.space is None:
-        if options.bundle:
-            raise ConfigError(
-                "--bundle needs a space: give --space space:index, space:memory or space:fusion"
-            )
-        options.space = f"space:{options.method}"
     if options.bundle:
         _tune_bundle(options)
     else:
@@ -155,21 +126,16 @@ def tune(options: argparse.Namespace) -> None:
 def _tune_training(options: argparse.Namespace) -> None:
     """A sweep of trainings."""
     check_method_name(options.method)
-    from xmcray.tuning.space import parse_space
-
-    space_file = config.load_yaml(options.space)
-    space = parse_space(space_file, options.space)
-    _check_searchable(space, options.space)
-    from xmcray.training.run import RunConfig
-
-    # Each trial is one process by default, because trials already run at the same time.
-    workers = f"cluster.workers={options.workers or 0}"
-    settings = RunConfig.resolve(options.method, merged_settings(options, [workers]))
-    num_trials = options.trials or DEFAULT_TRIALS
-    keep = DEFAULT_KEEP if options.keep is None else options.keep
-    config.check_range("--keep", keep, low=1)
-    definition = _definition(options, space_file, settings)
-    sweep = _run(options, definition, num_trials, keep, settings)
+    sweep = api.tune(
+        options.method,
+        options.data,
+        options.out,
+        merged_settings(options),
+        first=options.first or (),
+        metric=options.metric,
+        seed=options.seed,
+        **given(options, (*_FOR_BOTH, *_ONLY_FOR_TRAINING)),
+    )
     ranked = sweep.ranked()
     if options.json:
         show_json(
@@ -180,153 +146,40 @@ def _tune_training(options: argparse.Namespace) -> None:
             }
         )
         return
-    _show_trials(ranked, space, options.metric)
+    _show_trials(ranked, sweep.space, options.metric)
     best = f"{options.out}/best.yaml"
     show(f"report {options.out}/report.html, best settings {best}")
     train = ["xmcray", "train", options.method, "--data", options.data, "--config", best]
     show_next([*train, "--out", "RUN", "--refit"])
 
 
-def _definition(
-    options: argparse.Namespace,
-    space_file: Mapping[str, Any],
-    settings: RunConfig,
-) -> SweepConfig:
-    """The definition of a sweep, compared with what the settings accept."""
-    import dataclasses
-
-    from xmcray.data.corpus import Corpus
-    from xmcray.tuning.space import check_space, parse_space
-    from xmcray.tuning.sweep import SweepConfig
-
-    space = parse_space(space_file, options.space)
-    # The checks need a definition, and the corpus is opened only when they have passed.
-    definition = SweepConfig(
-        method=options.method,
-        corpus="",
-        corpus_sha256="",
-        settings=settings.to_dict(),
-        space=space_file,
-        search=options.search or "random",
-        scheduler=options.scheduler or "asha",
-        metric=options.metric,
-        seed=options.seed,
-        trial_cpu_s=options.trial_cpu_s or 0.0,
-    )
-    check_space(space, definition.resolve, options.space)
-    first = _first_values(options, space, settings)
-    for values in first:
-        definition.resolve(values)
-    definition = dataclasses.replace(definition, first=first)
-    if not settings.data.validation:
-        raise ConfigError(
-            "data.validation is 0, so no query is left to compare trials by;"
-            " set data.validation=0.05"
-        )
-    if definition.scheduler == "asha" and not settings.log.validate_every:
-        raise ConfigError(
-            "log.validate_every is 0, but asha compares trials while they train; set it to 1"
-        )
-    # The corpus comes last: opening it takes longer than all other checks.
-    corpus = Corpus.open(options.data)
-    return dataclasses.replace(definition, corpus=corpus.origin, corpus_sha256=corpus.sha256)
-
-
-def _first_values(
-    options: argparse.Namespace,
-    space: Space,
-    settings: RunConfig,
-) -> tuple[Values, ...]:
-    """The values of the first trials, from the files of --first; equal ones once."""
-    from xmcray.training.run import RunConfig
-    from xmcray.tuning.space import nearest_values
-
-    first: list[Values] = []
-    for source in options.first or ():
-        merged = config.overlay(settings.to_dict(), config.load_yaml(source))
-        whole = RunConfig.resolve(options.method, merged)
-        values = nearest_values(space, whole.to_dict(), source)
-        if values not in first:
-            first.append(values)
-    return tuple(first)
-
-
-def _run(
-    options: argparse.Namespace,
-    definition: SweepConfig,
-    num_trials: int,
-    keep: int,
-    settings: RunConfig,
-) -> Sweep:
-    """Runs the trials that have not ended and writes the results."""
-    from xmcray.data.corpus import Corpus
-    from xmcray.training.run import locked
-    from xmcray.tuning.report import write_report
-    from xmcray.tuning.sweep import Sweep
-
-    out = Path(options.out).absolute()
-    with locked(out):
-        sweep = Sweep.open_or_create(out, definition)
-        # Ray Tune takes seconds to import, and another sweep in the folder is refused before that.
-        from xmcray.tuning.search import run_sweep
-
-        def on_end(trial: Trial) -> None:
-            line = _progress(trial, options.metric, sweep.trials(), num_trials)
-            print(line, file=sys.stderr, flush=True)
-
-        run_sweep(sweep, num_trials, keep, settings.cluster, on_end)
-        sweep.write_results()
-        # `_definition` has compared every byte.
-        corpus = Corpus.open(options.data, verify=False)
-        title = f"Sweep of {options.method} on {corpus.card.name}"
-        write_report(out / "report.html", title, options.metric, sweep.space, sweep.ranked())
-    return sweep
-
-
 def _tune_bundle(options: argparse.Namespace) -> None:
     """A sweep of how a bundle answers."""
-    for name in _ONLY_FOR_TRAINING:
+    for name in (*_FILES, *_ONLY_FOR_TRAINING):
         if getattr(options, name) is not None:
             option = name.replace("_", "-")
             raise ConfigError(
                 f"--{option} is for trainings, but --bundle only searches; leave one of them out"
             )
-    from xmcray.tuning.inference import family_of
-    from xmcray.tuning.space import parse_space
-
-    space = parse_space(config.load_yaml(options.space), options.space)
-    family = family_of(space, options.space)
-    from xmcray.data.corpus import Corpus
-    from xmcray.training.run import locked
-    from xmcray.tuning.inference import sweep_bundle
-
-    corpus = Corpus.open(options.data)
-    out = Path(options.out).absolute()
-    bundle = bundle_at(options.bundle, options.data)
-    num_draws = options.trials or DEFAULT_DRAWS
-    with locked(out):
-        # A sweep of a bundle starts anew each time, so it may replace only its own files.
-        names = {path.name for path in out.iterdir()}
-        foreign = sorted(names - {"lock", "results.json", "report.html", "best.yaml"})
-        if foreign:
-            raise RunError(
-                f"{out} holds {foreign[0]}, not a sweep of a bundle; choose another --out"
-            )
-        sweep = sweep_bundle(
-            bundle,
-            corpus,
-            space,
-            num_draws,
-            options.seed,
-            options.metric,
-            options.space,
+    if options.space is None:
+        raise ConfigError(
+            "--bundle needs a space: give --space space:index, space:memory or space:fusion"
         )
-        sweep.write(out, f"Settings of {Path(options.bundle).name} on {corpus.card.name}")
+    sweep = api.tune_bundle(
+        options.bundle,
+        options.data,
+        options.out,
+        metric=options.metric,
+        seed=options.seed,
+        **given(options, _FOR_BOTH),
+    )
     if options.json:
         show_json(sweep.plain())
         return
-    _show_settings(sweep.settings, space, options.metric)
+    _show_settings(sweep.settings, sweep.space, options.metric)
     show(sweep.summary)
+    # The names of a space are of one family.
+    family = next(iter(sweep.space)).partition(".")[0]
     if family == "memory":
         search = ["xmcray", "search", options.bundle, "TEXT"]
         for name, value in sweep.settings[0].values.items():
@@ -336,31 +189,10 @@ def _tune_bundle(options: argparse.Namespace) -> None:
         show_next(search)
     if family == "index":
         run = "RUN"
-        if bundle != options.bundle:  # a run was named, not its bundle
+        if kind_of(options.bundle) == "run":
             run = options.bundle.removesuffix("/").removesuffix("/selection")
         best = f"{options.out}/best.yaml"
         show_next(["xmcray", "export", run, "--out", "BUNDLE", "--config", best])
-
-
-def _check_searchable(space: Space, where: str) -> None:
-    """Raises ConfigError for settings that a sweep of trainings cannot compare."""
-    for name in space:
-        for beginning, reason in _NOT_SEARCHED.items():
-            if name.startswith(beginning):
-                raise ConfigError(f"{where}: {name} cannot be searched: {reason}")
-
-
-def _progress(trial: Trial, metric: str, trials: Sequence[Trial], num_trials: int) -> str:
-    """The line that is printed when a trial ends."""
-    num_ended = sum(other.state != "unfinished" for other in trials)
-    result = trial.message
-    if trial.score is not None:
-        best = max(other.score for other in trials if other.score is not None)
-        result = f"{metric} {trial.score_text} (best {100 * best:.2f})"
-    return (
-        f"trial {trial.name} {trial.state} at step {trial.steps:,}: {result};"
-        f" {num_ended} of {num_trials} have ended"
-    )
 
 
 def _show_trials(trials: Sequence[Trial], space: Space, metric: str) -> None:

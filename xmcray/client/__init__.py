@@ -112,7 +112,7 @@ class _BaseClient(abc.ABC):
             raise ConfigError(
                 f"timeout_s={timeout_s}, retries={retries}: expected a time above 0 and 0 or more retries"
             )
-        address = _address(url)
+        address = server_address(url)
         self._url = str(address).rstrip("/")
         self._timeout_s = timeout_s
         self._retries = retries
@@ -403,7 +403,12 @@ def _label_path(uid: str, model: str | None) -> str:
     return path if model is None else f"{path}?model={quote(model, safe='')}"
 
 
-def _address(url: str) -> httpx.URL:
+def server_address(url: str) -> httpx.URL:
+    """The parts of a server's URL.
+
+    Raises:
+        ConfigError: it is not such a URL, or holds a password.
+    """
     expected = "expected http://HOST:PORT or https://HOST"
     try:
         address = httpx.URL(url)

@@ -14,7 +14,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
 from xmcray import __version__
-from xmcray.client import AsyncClient, SearchOptions
+from xmcray.client import AsyncClient, SearchOptions, server_address
 from xmcray.errors import XmcrayError
 from xmcray.serving.schema import MAX_K
 
@@ -56,7 +56,10 @@ def tool_server(
         token_file: file with its reader's token; None if requests bring it.
         model: name of the model to search; the first one if None.
         transport: see `Client`.
+    Raises:
+        ConfigError: `url` is no URL of a server.
     """
+    server_address(url)  # a wrong one is refused now, not by the first search
     server = MCPServer("xmcray", version=__version__, log_level="WARNING")
 
     @server.tool(description=DESCRIPTION)

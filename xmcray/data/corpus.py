@@ -128,8 +128,8 @@ class Card:
             for name in ("num_train", "num_test"):
                 check_range(name, getattr(card, name), 0, MAX_ROWS)
             check_range("num_labels", card.num_labels, 1, MAX_ROWS)
-            check_range("shard_rows", card.shard_rows, 1)
-            check_range("array_rows", card.array_rows, 0)
+            check_range("shard_rows", card.shard_rows, 1, MAX_ROWS)
+            check_range("array_rows", card.array_rows, 0, MAX_ROWS)
             check_range("side_width", card.side_width, 0)
             check_range("vocab_size", card.vocab_size, 1, MAX_VOCAB)
         return card

@@ -1,6 +1,6 @@
 """Many queries, a chunk at a time: files of texts become tables of answers.
 
-Needs no Ray; xmcray/predict.py spreads the chunks over processes.
+Needs no Ray; xmcray/prediction.py spreads the chunks over processes.
 
 A chunk is a number of consecutive rows of the input, the same for the same input and settings. So
 order and parallelism of the work cannot change an answer, and what was finished before a kill is

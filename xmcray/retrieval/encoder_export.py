@@ -16,12 +16,13 @@ from xmcray.nn.encoder import load_encoder
 from xmcray.nn.heads import Head, NormalisedHead, load_head
 from xmcray.nn.module_files import save_settings
 from xmcray.nn.static import StaticEncoder
-from xmcray.retrieval import static_module
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import read_settings
 from xmcray.storage import new_artifact, open_artifact
 
 KIND = "sentence-transformers"
+# Code for sentence-transformers, which has to be installed where it is imported.
+MODULE = Path(__file__).with_name("static_module.py")
 MODULE_FILE = "xmcray_static.py"
 NORMALIZE = "sentence_transformers.models.Normalize"
 
@@ -75,8 +76,8 @@ def _write_static(
 ) -> None:
     encoder.save(folder)
     tokenizer.save(folder)
-    shutil.copyfile(static_module.__file__, folder / MODULE_FILE)
-    types = [f"{Path(MODULE_FILE).stem}.{static_module.StaticText.__name__}"]
+    shutil.copyfile(MODULE, folder / MODULE_FILE)
+    types = [f"{Path(MODULE_FILE).stem}.StaticText"]
     if normalised:
         types.append(NORMALIZE)
     modules = []

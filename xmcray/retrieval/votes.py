@@ -18,8 +18,9 @@ Letters of axes here, in addition to those in types.py:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,18 +67,18 @@ class _AnswerSettings:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
 
-def changed_memory(base: MemoryConfig | None, overrides: Sequence[str]) -> MemoryConfig:
-    """A memory's settings with overrides such as "memory.weight=0.3".
+def changed_memory(base: MemoryConfig | None, values: Mapping[str, Any]) -> MemoryConfig:
+    """A memory's settings with other values, such as {"memory": {"weight": 0.3}}.
 
     Args:
         base: settings that are not overridden; the defaults if not given.
-        overrides: assignments to dotted names.
+        values: in place of those of `base`.
 
     Raises:
         ConfigError: an unknown name, or a value out of range.
     """
     own = {"memory": configs.dump(base or MemoryConfig())}
-    return configs.build(_AnswerSettings, configs.merge(own, overrides)).memory
+    return configs.build(_AnswerSettings, configs.overlay(own, values)).memory
 
 
 @dataclass(frozen=True, slots=True)

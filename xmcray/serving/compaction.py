@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xmcray import storage
-from xmcray.retrieval.bundle import KIND
+from xmcray.retrieval.bundle import KIND, new_bundle
 from xmcray.retrieval.labels import write_changes
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.snapshot import Snapshot
@@ -31,7 +31,7 @@ def write_compacted(snapshot: Snapshot, out: str, threads: int) -> str:
     }
     # Filled in the block: entries of files that are already verified are not hashed again.
     entries: dict[str, storage.FileEntry] = {}
-    with storage.new_artifact(out, KIND, about, entries) as target:
+    with new_bundle(out, about, entries) as target:
         # Only files that changed are written; the others are hard links to the old bundle's.
         written = write_changes(exported, snapshot.retriever, target)
         written |= snapshot.attributes.save(target)

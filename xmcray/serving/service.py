@@ -262,9 +262,12 @@ class Service:
         max_tokens = self.config.max_tokens
         try:
             async with self._admitted(None) as deadline:
-                scores = await self._run(deadline, snapshot.score, query, documents, max_tokens)
+                scores, truncated = await self._run(
+                    deadline, snapshot.score, query, documents, max_tokens
+                )
         except DataError as error:
             raise ProblemError("invalid", str(error)) from None
+        self._refuse_truncated([truncated], "the query")
         return snapshot.model, scores
 
     async def _encode(self, deadline: float, snapshot: Snapshot, texts: list[str]) -> EncodedTexts:
@@ -449,12 +452,12 @@ class Service:
                 f"{len(texts)} texts in one request, expected at most {self.config.max_texts}",
             )
 
-    def _refuse_truncated(self, truncated: list[bool]) -> None:
+    def _refuse_truncated(self, truncated: list[bool], name: str = "") -> None:
+        """Refuses texts that were not read to their end, if the settings say so."""
         if self.config.long_texts == "refuse" and any(truncated):
+            name = name or f"text {truncated.index(True)}"
             raise ProblemError(
-                "too-long",
-                f"text {truncated.index(True)} has more tokens than the model reads;"
-                " shorten or split it",
+                "too-long", f"{name} has more tokens than the model reads; shorten or split it"
             )
 
     @contextlib.asynccontextmanager

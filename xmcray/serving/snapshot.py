@@ -190,7 +190,9 @@ class Snapshot:
         """Tokens of texts, as far as the model reads them."""
         return int(self.retriever.tokenizer.encode(list(texts)).lengths.sum())
 
-    def score(self, query: str, documents: Sequence[str], max_tokens: int) -> Float32Array:
+    def score(
+        self, query: str, documents: Sequence[str], max_tokens: int
+    ) -> tuple[Float32Array, bool]:
         """Inner products of a query with the vectors that labels of these texts would get.
 
         Of a bundle with several members, the vectors are those of the first.
@@ -200,13 +202,13 @@ class Snapshot:
             documents: n texts with a token each.
             max_tokens: tokens of the query that are read.
         Returns:
-            float32 [n].
+            float32 [n], and whether only the start of the query was read.
         """
         encoder = self.retriever.query_encoder
-        query_BD, _ = encoder.encode_start([query], max_tokens)
+        query_BD, truncated = encoder.encode_start([query], max_tokens)
         label_LD = new_vectors(self.retriever, self.label_sides[0], documents)
         scores: Float32Array = label_LD @ query_BD[0]
-        return scores
+        return scores, bool(truncated[0])
 
     def view(self, label_filter: schema.Filter | None) -> Retriever:
         """A retriever that answers only labels that pass the filter; the last views are kept.

@@ -35,7 +35,7 @@ from xmcray.nn.encoder import Encoder, EncoderConfig, build_encoder, fit_width
 from xmcray.nn.static import StaticEncoder
 from xmcray.nn.transformer import TransformerEncoder
 from xmcray.permutations import random_sample
-from xmcray.retrieval.bundle import KIND
+from xmcray.retrieval.bundle import KIND, new_bundle
 from xmcray.retrieval.query_encoder import CHUNK
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.held_out import held_out_by, without_voters
@@ -229,7 +229,7 @@ def _write(
     replaced = {name for name in manifest.files if name.startswith(_REPLACED)}
     # Files with a second name keep their hashes: only new files are hashed.
     linked: dict[str, storage.FileEntry] = {}
-    with storage.new_artifact(out, KIND, {**manifest.about, **changes}, linked) as target:
+    with new_bundle(out, {**manifest.about, **changes}, linked) as target:
         student.query_encoder.encoder.save(target / "encoder")
         if student.calibration is not None:
             student.calibration.save(target)

@@ -28,7 +28,15 @@ Progress = Callable[[int], None]
 
 
 class NotPromotedError(BundleError):
-    """A new bundle is worse than the one in use, or there are too few queries to tell."""
+    """A new bundle is worse than the one in use, or there are too few queries to tell.
+
+    Attributes:
+        verdict: of the test.
+    """
+
+    def __init__(self, message: str, verdict: Verdict) -> None:
+        super().__init__(message)
+        self.verdict = verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,8 @@ class Verdict:
             return
         raise NotPromotedError(
             f"the new bundle is not promoted: {self}, expected the interval above"
-            f" {-100 * self.margin:+.2f}; {self._advice()}"
+            f" {-100 * self.margin:+.2f}; {self._advice()}",
+            self,
         )
 
     def __str__(self) -> str:

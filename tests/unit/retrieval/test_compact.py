@@ -87,7 +87,6 @@ def cosines(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 def test_vectors_are_near_those_of_float32_but_not_the_same(bundle: Path, precision: str) -> None:
-    need(precision)
     exact, compact = (
         Retriever.load(bundle).encode(TEXTS),
         Retriever.load(bundle, precision=precision).encode(TEXTS),
@@ -102,7 +101,6 @@ def test_vectors_are_near_those_of_float32_but_not_the_same(bundle: Path, precis
 def test_a_text_has_its_vector_whatever_its_neighbours(
     bert: Path, precision: str, pooling: str
 ) -> None:
-    need(precision)
     given = encoder_of(bert, dim=0, pooling=pooling)
     encoder = compacted(given, precision)
     assert not given.model.training  # else dropout: its vectors would be another text's each time
@@ -122,10 +120,9 @@ def test_a_text_has_its_vector_whatever_its_neighbours(
 
 def test_a_batch_of_nothing_but_empty_texts_is_zero_in_any_precision(bert: Path) -> None:
     for precision in PRECISIONS:
-        if precision != "int8" or installed():
-            vectors = compacted(encoder_of(bert, dim=DIM), precision)(Ragged.empty(2))
-            assert vectors.dtype == torch.float32
-            assert vectors.tolist() == [[0.0] * DIM] * 2
+        vectors = compacted(encoder_of(bert, dim=DIM), precision)(Ragged.empty(2))
+        assert vectors.dtype == torch.float32
+        assert vectors.tolist() == [[0.0] * DIM] * 2
 
 
 def test_a_static_encoder_stays_as_it_is(tmp_path: Path) -> None:
@@ -158,17 +155,3 @@ def test_a_served_model_takes_the_precision_it_is_told(bundle: Path) -> None:
         served, Retriever.load(bundle, precision="bfloat16").encode(TEXTS)
     )
     assert np.abs(served - Retriever.load(bundle).encode(TEXTS)).max() > 0
-
-
-def installed() -> bool:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def need(precision: str) -> None:
-    if precision == "int8" and not installed():
-        pytest.skip("needs the extra: pip install 'xmcray[onnx]'")

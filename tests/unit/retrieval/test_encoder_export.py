@@ -1,6 +1,6 @@
 """Exported encoders: folders that sentence-transformers opens, with the vectors of the bundle.
 
-`benchmarks/encoder_families.py` opens such folders with sentence-transformers itself.
+`tests/unit/nn/test_sentence_transformers.py` opens such folders with sentence-transformers itself.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from bundles import write_memory
 from shell import run_command
 
 from xmcray import storage
-from xmcray.cli.training import VECTOR_SYSTEMS
+from xmcray.api import VECTOR_SYSTEMS
 from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
@@ -108,9 +108,8 @@ def test_parquet_finds_the_same_by_exact_search(
 def test_qdrant_finds_the_same(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    qdrant_client = pytest.importorskip(
-        "qdrant_client", reason="pip install 'xmcray[dev]' for the round trip"
-    )
+    import qdrant_client  # here, because it is slow to import
+
     monkeypatch.setattr(vector_systems, "POINTS", 40)
     export_vectors(bundle, tmp_path / "out", "qdrant")
     client, models = qdrant_client.QdrantClient(":memory:"), qdrant_client.models
@@ -138,7 +137,8 @@ def test_lancedb_finds_the_same(bundle: Path, tmp_path: Path) -> None:
     export_vectors(bundle, tmp_path / "out", "lancedb")
     files = pyarrow.dataset.dataset(sorted(map(str, (tmp_path / "out").glob("labels-*.parquet"))))
     assert str(files.schema.field("vector").type) == f"fixed_size_list<element: float>[{DIM}]"
-    lancedb = pytest.importorskip("lancedb", reason="pip install lancedb for the round trip")
+    import lancedb  # here, because it is slow to import
+
     database = lancedb.connect(tmp_path / "database")
     table = database.create_table("labels", files.to_batches(), schema=files.schema)
     assert table.count_rows() == LABELS - 1

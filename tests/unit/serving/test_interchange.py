@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from bundles import write_bundle_of
 from served import served
 
+EMBEDDINGS = "/v1/embeddings"
+RERANK = "/v1/rerank"
 TEXTS = ["matrix vector norm", "sort sort join"]
 DOCUMENTS = ["vector space", "join of tables", "matrix norm", "sort keys"]
+LONG_TEXT = "matrix " * 500
 
 
 async def test_embeddings_are_the_vectors_of_encode(tmp_path: Path) -> None:
@@ -78,3 +83,78 @@ async def test_what_cannot_be_ranked_is_refused(tmp_path: Path) -> None:
             refused = await one.ask("/v1/rerank", {"query": "sort", **body})
             assert refused.status_code == 422
             assert message in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind", "detail"),
+    [
+        (EMBEDDINGS, {}, 422, "invalid", "body.input: Field required"),
+        (EMBEDDINGS, {"input": []}, 422, "invalid", "at least 1"),
+        (EMBEDDINGS, {"input": [[7, 8]]}, 422, "invalid", "valid string"),
+        (EMBEDDINGS, {"input": ["a"] * 65}, 422, "invalid", "at most 64"),
+        (EMBEDDINGS, {"input": ["a"] * 9}, 422, "invalid", "9 texts in one request, expected at"),
+        (EMBEDDINGS, {"input": "x" * 100_001}, 422, "invalid", "at most 100000 characters"),
+        (EMBEDDINGS, {"input": "x" * 2_000_000}, 413, "too-large", "1,048,576"),
+        (EMBEDDINGS, {"input": ["a", LONG_TEXT]}, 422, "too-long", "text 1 has more tokens"),
+        (EMBEDDINGS, {"input": "a", "model": "b"}, 404, "not-found", "expected one of: m"),
+        (RERANK, {"texts": []}, 422, "invalid", "at least 1"),
+        (RERANK, {"texts": ["a"] * 65}, 422, "invalid", "at most 64"),
+        (RERANK, {"documents": ["a"] * 65}, 422, "invalid", "at most 64"),
+        (RERANK, {"documents": ["a"] * 9}, 422, "invalid", "9 texts in one request, expected at"),
+        (RERANK, {"documents": ["x" * 100_001]}, 422, "invalid", "at most 100000 characters"),
+        (RERANK, {"texts": ["a"], "query": "x" * 2_000_000}, 413, "too-large", "1,048,576"),
+        (
+            RERANK,
+            {"texts": ["a"], "query": LONG_TEXT},
+            422,
+            "too-long",
+            "the query has more tokens",
+        ),
+        (RERANK, {"texts": ["a"], "top_n": 0}, 422, "invalid", "greater than or equal to 1"),
+        (RERANK, {"texts": ["a"], "model": "b"}, 404, "not-found", "expected one of: m"),
+    ],
+)
+async def test_limits_are_those_of_a_search(
+    path: str, body: dict[str, Any], status: int, kind: str, detail: str, tmp_path: Path
+) -> None:
+    if path == RERANK:
+        body = {"query": "sort", **body}
+    bundle = write_bundle_of(tmp_path / "texts", "texts")
+    async with served(tmp_path, {"m": bundle}, long_texts="refuse", max_texts=8) as one:
+        answer = await one.ask(path, body)
+        problem = answer.json()
+        assert (answer.status_code, problem["type"]) == (status, f"urn:xmcray:{kind}")
+        assert answer.headers["content-type"] == "application/problem+json"
+        # Pydantic names an alternative of a union after the place; only the first is in `detail`.
+        assert detail in str([problem["detail"], problem.get("errors")])
+        for token in (None, "wrong" * 4):
+            answer = await one.ask(path, body, token)
+            assert (answer.status_code, answer.json()["type"]) == (401, "urn:xmcray:unauthorized")
+
+
+async def test_what_is_too_long_is_cut_if_the_settings_say_so(tmp_path: Path) -> None:
+    bundle = write_bundle_of(tmp_path / "texts", "texts")
+    async with served(tmp_path, {"m": bundle}) as one:
+        for path, body in (
+            (EMBEDDINGS, {"input": LONG_TEXT}),
+            (RERANK, {"query": LONG_TEXT, "texts": [LONG_TEXT]}),
+        ):
+            assert (await one.ask(path, body)).status_code == 200
+
+
+async def test_with_too_many_requests_they_are_refused(tmp_path: Path) -> None:
+    bundle = write_bundle_of(tmp_path / "texts", "texts")
+    async with served(tmp_path, {"m": bundle}, in_flight=1) as one:
+
+        async def stuck(*_: Any) -> Any:
+            await asyncio.Event().wait()
+
+        one.service._batcher.run = stuck  # type: ignore[method-assign]
+        body = {"texts": ["a"], "timeout_ms": 2000}
+        waiting = asyncio.create_task(one.ask("/v1/search", body))
+        while one.service.working < 1:
+            await asyncio.sleep(0.001)
+        for path in (EMBEDDINGS, RERANK):
+            refused = await one.ask(path, content=b"not even read")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        waiting.cancel()

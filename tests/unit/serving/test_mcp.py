@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
+import httpx2
+import mcp
 import pytest
 from bundles import write_bundle_of
-from served import TOKEN, Served, served
+from served import TOKEN, Served, listening, served
+from shell import Shell
 
 from xmcray.client.mcp_tool import HTTP, tool_server
 from xmcray.retrieval.retriever import Retriever
 
-mcp = pytest.importorskip("mcp")
-httpx2 = pytest.importorskip("httpx2")
 TEXT = "matrix vector norm"
+VERB = "import sys; from xmcray.cli import main; sys.exit(main())"
 
 
 async def found_labels(client: Any, **arguments: Any) -> Any:
@@ -48,6 +52,13 @@ async def test_the_tool_answers_as_the_bundle_does(tmp_path: Path) -> None:
             assert wrong.is_error
 
 
+def test_a_url_of_no_server_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake = Shell(capsys).error(f"mcp ftp://h --token-file {tmp_path}/token")
+    assert mistake == "the URL is 'ftp://h', expected http://HOST:PORT or https://HOST"
+
+
 async def test_over_http_the_token_of_each_request_counts(tmp_path: Path) -> None:
     bundle = write_bundle_of(tmp_path / "b", "texts")
 
@@ -68,3 +79,35 @@ async def test_over_http_the_token_of_each_request_counts(tmp_path: Path) -> Non
         refused = await ask(one, "another")
         assert refused.is_error
         assert "expected `Authorization: Bearer TOKEN`" in refused.content[0].text
+
+
+async def test_an_agent_starts_it_speaks_over_stdio_and_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an agent does: a process of its own in front of a server that listens."""
+    from mcp.client import stdio
+
+    # On a busy machine; a process that has not ended by then is killed.
+    monkeypatch.setattr(stdio, "PROCESS_TERMINATION_TIMEOUT", 60)
+    bundle = write_bundle_of(tmp_path / "b", "texts")
+    wanted = Retriever.load(bundle).search([TEXT], 3)[0]
+
+    with listening(tmp_path, {"m": bundle}) as address:
+        command = [sys.executable, "-c", VERB, "mcp", address]
+        command += ["--token-file", str(tmp_path / "state" / "token")]
+        # The shell writes the exit status, which the library keeps to itself.
+        script = f'"$@"; echo $? > {tmp_path}/status'
+        process = stdio.StdioServerParameters(
+            command="sh",
+            args=["-c", script, "sh", *command],
+            env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        )
+        with (tmp_path / "errors").open("w") as errors:
+            async with mcp.Client(stdio.stdio_client(process, errors)) as client:
+                assert client.server_info.name == "xmcray"
+                tools = (await client.list_tools()).tools
+                assert [tool.name for tool in tools] == ["search"]
+                labels = await found_labels(client, k=3)
+                assert [label["uid"] for label in labels] == [label.uid for label in wanted]
+    assert (tmp_path / "status").read_text() == "0\n"
+    assert (tmp_path / "errors").read_text() == ""

@@ -229,7 +229,7 @@ def test_presets_of_about_the_size_come_first(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--budget soon", "--budget is 'soon', expected a time such as 90s, 20m or 2h"),
+        ("--budget soon", "budget is 'soon', expected a time such as 90s, 20m or 2h"),
         ("--methods astro", "astro"),
         ("--set optim.epoch=3", "optim.epoch"),
     ],

@@ -295,8 +295,8 @@ def test_importance_is_that_of_the_last_common_epoch() -> None:
         ("", "expected a METHOD to train, or --bundle BUNDLE to search"),
         ("astra --bundle b", "expected a METHOD to train, or --bundle BUNDLE to search"),
         ("astar", "unknown method 'astar'; did you mean 'astra'?"),
-        ("astra --trials 0", "--trials is 0, expected at least 1"),
-        ("astra --keep 0", "--keep is 0, expected at least 1"),
+        ("astra --trials 0", "trials is 0, expected at least 1"),
+        ("astra --keep 0", "keep is 0, expected at least 1"),
         ("astra --metric P@2", "unknown metric 'P@2'; did you mean 'P@5'?"),
         (
             "astra --set data.validation=0",

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -101,7 +102,7 @@ def predict(
     out: str | Path,
     k: int | None = None,
     *,
-    settings: Sequence[str] = (),
+    settings: Mapping[str, Any] = MappingProxyType({}),
     texts: bool = False,
     min_probability: float | None = None,
     rerank: str | None = None,
@@ -118,7 +119,7 @@ def predict(
         out: folder or URL that does not exist yet, for predictions.npz (CSR, queries x source label
             ids) and predictions-00000.parquet ..., both in the order of the input.
         k: answers per query.
-        settings: such as memory.weight=0.3, in place of those of the bundle's memory.
+        settings: such as {"memory": {"weight": 0.3}}, in place of those of the bundle's memory.
         texts: also write the queries' texts.
         min_probability: leave out answers that are less probable.
         rerank: a cross-encoder that reads the best answers again: folder or hub id.
@@ -167,7 +168,7 @@ def _job(
     bundle: str | Path,
     files: Sequence[Path],
     k: int | None,
-    settings: Sequence[str],
+    settings: Mapping[str, Any],
     texts: bool,
     min_probability: float | None,
     reranker: tuple[str, str] | None,
@@ -184,7 +185,7 @@ def _job(
         raise ConfigError(f"k is {k}, expected 1 .. {num_labels} (the number of labels)")
     memory = _memory(stored, settings)
     if min_probability is not None:
-        own_settings = memory is None or memory == _memory(stored, ())
+        own_settings = memory is None or memory == _memory(stored, {})
         check_min_probability(min_probability, own_settings and has_calibration(folder))
     job = _Job(
         bundle=str(bundle) if storage.is_url(bundle) else str(Path(bundle).absolute()),
@@ -201,7 +202,7 @@ def _job(
     return job, stored.num_labels
 
 
-def _memory(bundle: Settings, settings: Sequence[str]) -> MemoryConfig | None:
+def _memory(bundle: Settings, settings: Mapping[str, Any]) -> MemoryConfig | None:
     """How training queries vote: the bundle's own settings with changes; None without a memory."""
     if bundle.is_fused:
         if settings:

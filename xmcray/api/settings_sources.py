@@ -1,0 +1,40 @@
+"""What the functions of `import xmcray` take as paths and as settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xmcray import config as configs
+
+# A folder or URL; corpora and runs are paths too.
+Location = str | os.PathLike[str]
+# Settings: a YAML file, "preset:METHOD/DATASET", values by dotted names or by sections, or several
+# of these, the later over the earlier.
+Settings = Location | Mapping[str, Any] | Sequence[Location | Mapping[str, Any]]
+
+
+def text_of(path: Location | None) -> str | None:
+    """A path as a text; None if there is none."""
+    return None if path is None else os.fspath(path)
+
+
+def merged(config: Settings) -> dict[str, Any]:
+    """The values of all sources of settings, the later over the earlier, by section.
+
+    Raises:
+        ConfigError: a file cannot be read, or a name goes through a value.
+    """
+    is_single = isinstance(config, str | os.PathLike | Mapping)
+    sources: Any = [config] if is_single else config
+    values: dict[str, Any] = {}
+    for source in sources:
+        if not isinstance(source, Mapping):
+            values = configs.overlay(values, configs.load_yaml(os.fspath(source)))
+            continue
+        for name, value in source.items():
+            setting: dict[str, Any] = {}
+            configs.put(setting, name, value)
+            values = configs.overlay(values, setting)
+    return values

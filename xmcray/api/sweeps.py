@@ -1,0 +1,336 @@
+"""Settings by validation: tune, tune_bundle, auto."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from xmcray import config as configs
+from xmcray.api.settings_sources import Location, Settings, merged
+from xmcray.errors import ConfigError, RunError
+from xmcray.methods.registry import check_method_name
+from xmcray.paths import bundle_at
+
+if TYPE_CHECKING:
+    from xmcray.training.run import RunConfig
+    from xmcray.tuning.inference import BundleSweep
+    from xmcray.tuning.space import Space, Values
+    from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
+
+DEFAULT_TRIALS = 16  # trainings
+DEFAULT_DRAWS = 200  # settings of a bundle
+DEFAULT_KEEP = 3
+METRIC = "nDCG@5"
+_BUNDLE_FILES = {"lock", "results.json", "report.html", "best.yaml"}
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+# Why settings are not searched, by the beginning of their names.
+_NOT_SEARCHED = {
+    "cluster.": "it belongs to the machine and changes no result",
+    "log.": "it changes no result",
+    "data.validation": "trials are compared on one validation split",
+    "data.seed": "trials are compared on one validation split",
+    "memory.": "validation in training searches labels alone; sweep memory.* with --bundle"
+    " on the finished run",
+}
+
+
+def tune(
+    method: str,
+    data: Location,
+    out: Location,
+    config: Settings = (),
+    *,
+    space: Location | None = None,
+    trials: int = DEFAULT_TRIALS,
+    search: Literal["random", "optuna"] = "random",
+    scheduler: Literal["asha", "none"] = "asha",
+    metric: str = METRIC,
+    first: Sequence[Location] = (),
+    trial_cpu_s: float | None = None,
+    workers: int = 0,
+    seed: int = 0,
+    keep: int = DEFAULT_KEEP,
+    progress: bool = True,
+) -> Sweep:
+    """Trains a method with many settings, on Ray Tune; the same call continues.
+
+    Args:
+        method: name of the method.
+        data: corpus.
+        out: folder of the sweep.
+        config: settings of all trials.
+        space: YAML of dotted names and distributions, or "space:NAME"; "space:METHOD" if not given.
+        trials: number of trainings.
+        search: where values come from.
+        scheduler: "asha" ends trials that are behind.
+        metric: on the validation split, or the mean of several joined by "+".
+        first: configurations whose values the first trials have, as near as the space allows.
+        trial_cpu_s: seconds of CPU time after which a trial is stopped; no limit if not given.
+        workers: processes of each trial; 0 is its own.
+        seed: of the sampled values.
+        keep: best trials whose checkpoints stay.
+        progress: print a line on stderr when a trial ends.
+    Returns:
+        The sweep, with its trials and the best settings; its report is in `out`.
+    Raises:
+        ConfigError: the method, a setting or the space is not valid.
+        RunError: `out` is in use, or holds another sweep.
+    """
+    check_method_name(method)
+    configs.check_range("trials", trials, low=1)
+    configs.check_range("keep", keep, low=1)
+    configs.check_range("seed", seed, low=0)
+    space_name = f"space:{method}" if space is None else os.fspath(space)
+    from xmcray.tuning.space import parse_space
+
+    space_file = configs.load_yaml(space_name)
+    _check_searchable(parse_space(space_file, space_name), space_name)
+    from xmcray.training.run import RunConfig
+    from xmcray.tuning.sweep import SweepConfig
+
+    values = configs.overlay(merged(config), {"cluster": {"workers": workers}})
+    settings = RunConfig.resolve(method, values)
+    # The checks need a definition, and the corpus is opened only when they have passed.
+    definition = SweepConfig(
+        method=method,
+        corpus="",
+        corpus_sha256="",
+        settings=settings.to_dict(),
+        space=space_file,
+        search=search,
+        scheduler=scheduler,
+        metric=metric,
+        seed=seed,
+        trial_cpu_s=trial_cpu_s or 0.0,
+    )
+    definition = _checked(definition, settings, space_name, first, data)
+    return _run(definition, settings, data, out, trials, keep, progress)
+
+
+def _checked(
+    definition: SweepConfig,
+    settings: RunConfig,
+    space_name: str,
+    first: Sequence[Location],
+    data: Location,
+) -> SweepConfig:
+    """A definition with its corpus and its first values, compared with what the settings accept."""
+    from xmcray.data.corpus import Corpus
+    from xmcray.tuning.space import check_space, parse_space
+
+    space = parse_space(definition.space, space_name)
+    check_space(space, definition.resolve, space_name)
+    first_values = _first_values(definition.method, first, space, settings)
+    for values in first_values:
+        definition.resolve(values)
+    definition = dataclasses.replace(definition, first=first_values)
+    if not settings.data.validation:
+        raise ConfigError(
+            "data.validation is 0, so no query is left to compare trials by;"
+            " set data.validation=0.05"
+        )
+    if definition.scheduler == "asha" and not settings.log.validate_every:
+        raise ConfigError(
+            "log.validate_every is 0, but asha compares trials while they train; set it to 1"
+        )
+    # The corpus comes last: opening it takes longer than all other checks.
+    corpus = Corpus.open(os.fspath(data))
+    return dataclasses.replace(definition, corpus=corpus.origin, corpus_sha256=corpus.sha256)
+
+
+def _check_searchable(space: Space, where: str) -> None:
+    """Raises ConfigError for settings that a sweep of trainings cannot compare."""
+    for name in space:
+        for beginning, reason in _NOT_SEARCHED.items():
+            if name.startswith(beginning):
+                raise ConfigError(f"{where}: {name} cannot be searched: {reason}")
+
+
+def _first_values(
+    method: str,
+    sources: Sequence[Location],
+    space: Space,
+    settings: RunConfig,
+) -> tuple[Values, ...]:
+    """The values of the first trials, from configurations; equal ones once."""
+    from xmcray.training.run import RunConfig
+    from xmcray.tuning.space import nearest_values
+
+    first: list[Values] = []
+    for source in sources:
+        name = os.fspath(source)
+        values = configs.overlay(settings.to_dict(), configs.load_yaml(name))
+        whole = RunConfig.resolve(method, values)
+        nearest = nearest_values(space, whole.to_dict(), name)
+        if nearest not in first:
+            first.append(nearest)
+    return tuple(first)
+
+
+def _run(
+    definition: SweepConfig,
+    settings: RunConfig,
+    data: Location,
+    out: Location,
+    num_trials: int,
+    keep: int,
+    progress: bool,
+) -> Sweep:
+    """Runs the trials that have not ended and writes the results."""
+    from xmcray.data.corpus import Corpus
+    from xmcray.training.run import locked
+    from xmcray.tuning.report import write_report
+    from xmcray.tuning.sweep import Sweep
+
+    folder = Path(out).absolute()
+    with locked(folder):
+        sweep = Sweep.open_or_create(folder, definition)
+        # Ray Tune takes seconds to import, and another sweep in the folder is refused before that.
+        from xmcray.tuning.search import run_sweep
+
+        def on_end(trial: Trial) -> None:
+            if progress:
+                line = _progress_line(trial, definition.metric, sweep.trials(), num_trials)
+                _say(line)
+
+        run_sweep(sweep, num_trials, keep, settings.cluster, on_end)
+        sweep.write_results()
+        # `_checked` has compared every byte.
+        corpus = Corpus.open(os.fspath(data), verify=False)
+        title = f"Sweep of {definition.method} on {corpus.card.name}"
+        report = folder / "report.html"
+        write_report(report, title, definition.metric, sweep.space, sweep.ranked())
+    return sweep
+
+
+def _progress_line(trial: Trial, metric: str, trials: Sequence[Trial], num_trials: int) -> str:
+    """The line that is printed when a trial ends."""
+    num_ended = sum(other.state != "unfinished" for other in trials)
+    result = trial.message
+    if trial.score is not None:
+        best = max(other.score for other in trials if other.score is not None)
+        result = f"{metric} {trial.score_text} (best {100 * best:.2f})"
+    return (
+        f"trial {trial.name} {trial.state} at step {trial.steps:,}: {result};"
+        f" {num_ended} of {num_trials} have ended"
+    )
+
+
+def tune_bundle(
+    bundle: Location,
+    data: Location,
+    out: Location,
+    space: Location,
+    *,
+    trials: int = DEFAULT_DRAWS,
+    metric: str = METRIC,
+    seed: int = 0,
+) -> BundleSweep:
+    """Searches with many settings of a bundle, and trains nothing.
+
+    Args:
+        bundle: bundle or finished run, whose run held queries out.
+        data: corpus.
+        out: folder of the sweep.
+        space: YAML of dotted names and distributions, or "space:index", "space:memory",
+            "space:fusion".
+        trials: number of settings.
+        metric: on the validation split, or the mean of several joined by "+".
+        seed: of the sampled values.
+    Returns:
+        The settings with their metrics, the best first; `out` has the report.
+    Raises:
+        ConfigError: the space is not valid, or is not for this bundle.
+        RunError: `out` is in use, or holds something else.
+    """
+    configs.check_range("trials", trials, low=1)
+    configs.check_range("seed", seed, low=0)
+    from xmcray.tuning.inference import family_of
+    from xmcray.tuning.space import parse_space
+
+    space_name = os.fspath(space)
+    parsed = parse_space(configs.load_yaml(space_name), space_name)
+    family_of(parsed, space_name)
+    from xmcray.data.corpus import Corpus
+    from xmcray.training.run import locked
+    from xmcray.tuning.inference import sweep_bundle
+
+    corpus = Corpus.open(os.fspath(data))
+    folder = Path(out).absolute()
+    path = bundle_at(os.fspath(bundle), os.fspath(data))
+    with locked(folder):
+        # A sweep of a bundle starts anew each time, so it may replace only its own files.
+        foreign = sorted({path.name for path in folder.iterdir()} - _BUNDLE_FILES)
+        if foreign:
+            raise RunError(
+                f"{folder} holds {foreign[0]}, not a sweep of a bundle; choose another --out"
+            )
+        sweep = sweep_bundle(path, corpus, parsed, trials, seed, metric, space_name)
+        sweep.write(folder, f"Settings of {Path(bundle).name} on {corpus.card.name}")
+    return sweep
+
+
+def auto(
+    data: Location,
+    out: Location,
+    *,
+    budget: str = "20m",
+    methods: Sequence[str] | None = None,
+    config: Settings = (),
+    progress: bool = True,
+) -> Mapping[str, Any]:
+    """Chooses methods, encoders and a fusion by validation; the same call continues.
+
+    Args:
+        data: corpus.
+        out: folder of the study; the bundle is in its folder `bundle`.
+        budget: wall time of all calls together, such as "90s", "20m" or "2h".
+        methods: to try; those of `tuning.portfolio.DEFAULT_METHODS` if not given.
+        config: settings of all trials.
+        progress: print a line on stderr when something has ended.
+    Returns:
+        The content of results.json, with the metrics of the test split.
+    Raises:
+        ConfigError: a method is unknown or does not accept the settings, or the budget is no time.
+        RunError: the folder holds something else, or no training fits into the time.
+    """
+    budget_s = _seconds_of(budget)
+    overrides = merged(config)
+    from xmcray.tuning.portfolio import DEFAULT_METHODS, METHODS, dotted
+
+    for method in methods or ():
+        if method not in METHODS:
+            raise ConfigError(configs.unknown("method", method, METHODS))
+    from xmcray.data.corpus import Corpus
+    from xmcray.tuning.auto import auto as run_study
+
+    say: Callable[[str], None] = _say if progress else _say_nothing
+    corpus = Corpus.open(os.fspath(data))
+    chosen = methods or DEFAULT_METHODS
+    return run_study(corpus, Path(out), budget_s, chosen, dotted(overrides), say)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _say_nothing(line: str) -> None:
+    """In place of `_say`."""
+
+
+def _seconds_of(text: str) -> float:
+    """A time such as "90s", "20m" or "1.5h" in seconds.
+
+    Raises:
+        ConfigError: it is no time, or 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise ConfigError(f"budget is {text!r}, expected a time such as 90s, 20m or 2h")
+    return seconds
