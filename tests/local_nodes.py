@@ -47,6 +47,8 @@ def environment() -> Iterator[dict[str, str]]:
             **kept,
             **token,
             "RAY_TMPDIR": folder,
+            # Workers get the priority of the test; Ray lets them yield to every other process.
+            "RAY_worker_niceness": "0",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{_HERE}:{_HERE / 'ranks'}",
         }

@@ -81,12 +81,16 @@ def tool_server(
     return server
 
 
-def _bearer(context: Context) -> str | None:
-    """The token that came with an HTTP request."""
+def _bearer(context: Context) -> str:
+    """The token that came with an HTTP request.
+
+    Raises:
+        ToolError: none came. A client without a token would take that of the environment.
+    """
     words = (context.headers or {}).get("authorization", "").split()
     if len(words) == 2 and words[0].lower() == "bearer":
         return words[1]
-    return None
+    raise ToolError("the request has no token, expected `Authorization: Bearer TOKEN`")
 
 
 def run(url: str, token_file: str | None, model: str | None, port: int | None) -> None:

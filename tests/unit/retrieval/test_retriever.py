@@ -1,3 +1,4 @@
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,10 @@ from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, ConfigError, DataError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head, NormalisedHead
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle import read_settings, write_bundle, write_settings
 from xmcray.retrieval.index import IndexSpec
 from xmcray.retrieval.retriever import Retriever
-from xmcray.storage import read_manifest
+from xmcray.storage import finish_manifest, read_manifest
 from xmcray.types import Ragged
 
 LABELS, DIM = 300, 8
@@ -214,7 +215,9 @@ def test_unknown_device(bundle):
 
 
 def test_unknown_predictor(parts, tmp_path):
-    path = make(parts, tmp_path / "b", predictor=lambda folder: {"kind": "later"})
+    path = make(parts, tmp_path / "b")
+    write_settings(path, dataclasses.replace(read_settings(path), predictor={"kind": "later"}))
+    finish_manifest(path, "bundle", {}, {})
     with pytest.raises(BundleError, match="predictor 'later'"):
         Retriever.load(path)
 

@@ -59,15 +59,19 @@ def test_a_url_of_no_server_is_refused_at_the_start(
     assert mistake == "the URL is 'ftp://h', expected http://HOST:PORT or https://HOST"
 
 
-async def test_over_http_the_token_of_each_request_counts(tmp_path: Path) -> None:
+async def test_over_http_the_token_of_each_request_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = write_bundle_of(tmp_path / "b", "texts")
+    # A client without a token of its own would take this one.
+    monkeypatch.setenv("XMCRAY_TOKEN", TOKEN)
 
-    async def ask(one: Served, token: str) -> Any:
+    async def ask(one: Served, **headers: str) -> Any:
         server = in_front_of(one, None)
         app = server.streamable_http_app(**HTTP)
         http = httpx2.AsyncClient(
             transport=httpx2.ASGITransport(app),
-            headers={"Authorization": f"Bearer {token}"},
+            headers=headers,
         )
         url = "http://127.0.0.1:8000/mcp"
         transport = mcp.client.streamable_http.streamable_http_client(url, http_client=http)
@@ -75,10 +79,11 @@ async def test_over_http_the_token_of_each_request_counts(tmp_path: Path) -> Non
             return await client.call_tool("search", {"text": TEXT})
 
     async with served(tmp_path, {"m": bundle}) as one:
-        assert len((await ask(one, TOKEN)).structured_content["labels"]) == 10
-        refused = await ask(one, "another")
-        assert refused.is_error
-        assert "expected `Authorization: Bearer TOKEN`" in refused.content[0].text
+        answer = await ask(one, authorization=f"Bearer {TOKEN}")
+        assert len(answer.structured_content["labels"]) == 10
+        for refused in (await ask(one, authorization="Bearer another"), await ask(one)):
+            assert refused.is_error
+            assert "expected `Authorization: Bearer TOKEN`" in refused.content[0].text
 
 
 async def test_an_agent_starts_it_speaks_over_stdio_and_ends_it(
