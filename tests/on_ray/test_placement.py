@@ -136,7 +136,7 @@ def test_nodes_lost_and_joined(tmp_path: Path) -> None:
             env=variables,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=540,
             check=False,
         )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tarfile
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,24 @@ def test_the_wheel_has_the_files_of_the_checkout(installed: Path) -> None:
     assert printed == (ROOT / "cluster/aws.yaml").read_text(encoding="utf-8")
     help_text = run(installed, "-m", "xmcray.files.jobs.train_astra", "--help")
     assert "--workers" in help_text
+
+
+def test_the_source_distribution_has_the_files_of_the_wheel(
+    installed: Path, tmp_path: Path
+) -> None:
+    program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True)
+    (archive,) = tmp_path.iterdir()
+    with tarfile.open(archive) as source:
+        names = {member.name.partition("/")[2] for member in source if member.isfile()}
+    folder = installed / "xmcray"
+    of_wheel = {
+        path.relative_to(installed).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert of_wheel <= names
+    assert {"pyproject.toml", "LICENSE", "docs/package.md"} <= names  # what a build reads
 
 
 def test_the_client_needs_neither_torch_nor_ray(installed: Path) -> None:

@@ -310,6 +310,9 @@ def test_evaluate_compares_with_several_runs_and_measures_slices(
     assert "Slices of the queries" in printed
     measured = json.loads(shell.run(f"evaluate {bundle} {data} --slices {slices} --json"))
     assert [row["value"] for row in measured["slices"]] == [0, 1]
+    slices.write_text('{"attributes": {}}\n')
+    mistake = shell.error(f"evaluate {bundle} {data} --slices {slices}")
+    assert mistake == f"{slices}:1: no uid, expected that of a query"
 
 
 def test_predictions_of_other_queries(folder: Path, shell: Shell, tmp_path: Path) -> None:

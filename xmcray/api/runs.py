@@ -199,7 +199,7 @@ def _query_attributes(path: Location) -> Mapping[str, Mapping[str, Any]]:
     """Attributes by uid of the query, from a file as `xmcray labels annotate` takes it."""
     from xmcray.retrieval.labels import read_attribute_sets
 
-    return read_attribute_sets([Path(path)])
+    return read_attribute_sets([Path(path)], "query")
 
 
 def _sliced(

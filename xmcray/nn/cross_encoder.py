@@ -51,7 +51,7 @@ class CrossEncoder:
             BundleError: no such model, damaged, or one with several outputs.
             ConfigError: neither a folder nor on the hub.
         """
-        folder = transformer.find(name)
+        folder = transformer.find(name, "cross-encoder", "cross-encoder/ms-marco-MiniLM-L6-v2")
         try:
             options = {"num_labels": 1} if new_head else {}
             with transformer.quiet():

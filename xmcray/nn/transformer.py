@@ -512,15 +512,21 @@ def input_embeddings(name: str, tokenizer: TextTokenizer) -> Tensor:
     return table_VH[: tokenizer.vocab_size]
 
 
-def find(name: str) -> Path:
+def find(
+    name: str, kind: str = "encoder", example: str = "sentence-transformers/all-MiniLM-L6-v2"
+) -> Path:
     """The folder of a model: a local one, the hub's cache, or freshly downloaded.
 
+    Args:
+        name: folder or hub id.
+        kind: of model, for messages.
+        example: a hub id of that kind.
     Raises:
         ConfigError: none of the three; without a network within seconds.
     """
     if Path(name).is_dir():
         return Path(name)
-    advice = "give a local folder or a hub id such as sentence-transformers/all-MiniLM-L6-v2"
+    advice = f"give a local folder or a hub id such as {example}"
     try:
         folder = huggingface_hub.snapshot_download(
             name, allow_patterns=HUB_FILES, local_files_only=True
@@ -529,7 +535,7 @@ def find(name: str) -> Path:
             return Path(folder)
     except ValueError:
         raise ConfigError(
-            f"encoder {name!r} is neither an existing folder nor a hub id; {advice}"
+            f"{kind} {name!r} is neither an existing folder nor a hub id; {advice}"
         ) from None
     except OSError:
         pass  # not in the cache
@@ -540,12 +546,12 @@ def find(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
     except huggingface_hub.errors.RepositoryNotFoundError:
         raise ConfigError(
-            f"encoder {name!r} is not on the hub, or it is private; {advice}"
+            f"{kind} {name!r} is not on the hub, or it is private; {advice}"
         ) from None
     except Exception as error:  # the hub's client raises errors of its network library too
-        kind = type(error).__name__
+        fault = type(error).__name__
         raise ConfigError(
-            f"encoder {name!r} is no folder here, is not in the cache and the hub cannot be reached ({kind}); {advice}"
+            f"{kind} {name!r} is no folder here, is not in the cache and the hub cannot be reached ({fault}); {advice}"
         ) from None
 
 

@@ -83,9 +83,14 @@ def read_new_labels(paths: Iterable[str | Path]) -> list[NewLabel]:
     return _read(paths, "uid and text", make)
 
 
-def read_attribute_sets(paths: Iterable[str | Path]) -> dict[str, dict[str, Scalar]]:
+def read_attribute_sets(
+    paths: Iterable[str | Path], subject: str = "label"
+) -> dict[str, dict[str, Scalar]]:
     """Reads attributes by uid from JSON lines with `uid` and `attributes`.
 
+    Args:
+        paths: the files.
+        subject: what a uid names, for messages.
     Raises:
         DataError: a line is malformed or repeats a uid; naming file and line.
     """
@@ -95,34 +100,44 @@ def read_attribute_sets(paths: Iterable[str | Path]) -> dict[str, dict[str, Scal
             raise BadValue("no attributes, expected an object of names and values, {} for none")
         return row.uid, attribute_set(record["attributes"])
 
-    return dict(_read(paths, "uid and attributes", make))
+    return dict(_read(paths, "uid and attributes", make, subject))
 
 
-def _read(paths: Iterable[str | Path], fields: str, make: Callable[[Row, Record], T]) -> list[T]:
-    """Makes one object of each line of files about labels.
+def _read(
+    paths: Iterable[str | Path],
+    fields: str,
+    make: Callable[[Row, Record], T],
+    subject: str = "label",
+) -> list[T]:
+    """Makes one object of each line of files about labels, or about what `subject` says.
 
     Args:
         paths: the files.
         fields: what a line needs, for messages.
         make: makes the object; its BadValue or ConfigError is a fault of the line.
+        subject: what a uid names, for messages.
     """
     parser = RowParser(Fields(), None, dict)  # also refuses a uid that occurred before
     objects: list[T] = []
     for path in map(Path, paths):
         if not path.is_file():
-            raise DataError(f"{path} is no file, expected JSON lines with {fields}, one per label")
+            raise DataError(
+                f"{path} is no file, expected JSON lines with {fields}, one per {subject}"
+            )
         line = 0
         for line, record in enumerate(read_records(path), start=1):
             try:
                 if isinstance(record, BadValue):
                     raise record
                 if record.get("uid") is None:
-                    raise BadValue("no uid, expected one that names the label in answers")
+                    raise BadValue(f"no uid, expected that of a {subject}")
                 objects.append(make(parser.parse(record, line), record))
             except (BadValue, ConfigError) as error:
                 raise DataError(str(BadRow(str(path), line, str(error)))) from None
         if not line:
-            raise DataError(f"{path} is empty, expected JSON lines with {fields}, one per label")
+            raise DataError(
+                f"{path} is empty, expected JSON lines with {fields}, one per {subject}"
+            )
     return objects
 
 

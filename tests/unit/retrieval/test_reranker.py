@@ -14,7 +14,7 @@ from served import served
 from shell import run_command, set_options
 
 from xmcray.data.corpus import Corpus
-from xmcray.errors import BundleError
+from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.cross_encoder import CrossEncoder
 from xmcray.retrieval.reranker import RerankConfig, Reranker
 from xmcray.retrieval.retriever import Retriever
@@ -153,3 +153,10 @@ def test_a_model_with_several_outputs_is_refused(tmp_path: Path) -> None:
     model = write_bert(tmp_path / "model", ["w1"])
     with pytest.raises(BundleError, match="expected a cross-encoder with one output"):
         CrossEncoder.load(str(model))
+
+
+def test_a_missing_model_is_named_as_a_cross_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = "cross-encoder 'no/such' is .*such as cross-encoder/ms-marco-MiniLM-L6-v2"
+    with pytest.raises(ConfigError, match=message):
+        CrossEncoder.load("no/such")
