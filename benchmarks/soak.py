@@ -206,8 +206,15 @@ def trials(arguments: argparse.Namespace, method: str, steps: int) -> list[Trial
         # One moment further in each round, so that each target meets each moment.
         num_rounds = number // len(arguments.targets)
         moment = arguments.moments[(number + num_rounds) % len(arguments.moments)]
+        if moment == "searching" and not searches(method):
+            moment = "building"
         chosen.append(Trial(method, target, moment, draw.randrange(1, last), per_epoch))
     return chosen
+
+
+def searches(method: str) -> bool:
+    """Whether its refreshes search; clusters alone are only built."""
+    return any(setting.startswith("negatives.hard=") for setting in OF_METHOD[method])
 
 
 def kill_and_resume(
