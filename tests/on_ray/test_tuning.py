@@ -25,6 +25,8 @@ from xmcray.tuning.sweep import Sweep
 
 MAIN = "import sys; from xmcray.cli import main; sys.exit(main(sys.argv[1:]))"
 SPACE = {
+    # What no machine has is left out.
+    "encoder.init_from": {"choice": ["", "no/such"]},
     "optim.lr": {"log_uniform": [1e-3, 3e-2]},
     "method.classifier.lr": {"log_uniform": [0.01, 0.3]},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import sys
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
     from xmcray.tuning.space import Space, Values
     from xmcray.tuning.sweep import Sweep, SweepConfig, Trial
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_TRIALS = 16  # trainings
 DEFAULT_DRAWS = 200  # settings of a bundle
 DEFAULT_KEEP = 3
 METRIC = "nDCG@5"
 _BUNDLE_FILES = {"lock", "results.json", "report.html", "best.yaml"}
 _UNITS = {"s": 1, "m": 60, "h": 3600}
+# Settings that name a transformer.
+_MODELS = frozenset(("encoder.name", "encoder.init_from"))
 # Why settings are not searched, by the beginning of their names.
 _NOT_SEARCHED = {
     "cluster.": "it belongs to the machine and changes no result",
@@ -95,6 +100,7 @@ def tune(
 
     values = configs.overlay(merged(config), {"cluster": {"workers": workers}})
     settings = RunConfig.resolve(method, values)
+    space_file = _without_missing_models(space_file, space_name)
     # The checks need a definition, and the corpus is opened only when they have passed.
     definition = SweepConfig(
         method=method,
@@ -149,6 +155,36 @@ def _check_searchable(space: Space, where: str) -> None:
         for beginning, reason in _NOT_SEARCHED.items():
             if name.startswith(beginning):
                 raise ConfigError(f"{where}: {name} cannot be searched: {reason}")
+
+
+def _without_missing_models(space_file: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The space's file without transformers that cannot be opened, each of which is logged.
+
+    So a machine without a network searches the rest.
+
+    Raises:
+        ConfigError: no choice would be left.
+    """
+    from xmcray.nn import transformer
+    from xmcray.tuning.space import parse_space
+
+    kept = dict(space_file)
+    space = parse_space(space_file, where)
+    for name in _MODELS.intersection(space):
+        choices = []
+        for model in space[name].values_to_check():
+            try:
+                if model not in ("", "static"):
+                    transformer.find(str(model))
+            except ConfigError as error:
+                problem = f"{where}: {name}: {error}"
+                logger.warning("%s; it is left out", problem)
+            else:
+                choices.append(model)
+        if not choices:
+            raise ConfigError(problem)
+        kept[name] = {"choice": choices}
+    return kept
 
 
 def _first_values(

@@ -326,6 +326,19 @@ def test_what_cannot_be_searched(name: str, tmp_path: Path, shell: Shell) -> Non
     assert f"{name} cannot be searched: " in error
 
 
+def test_transformers_that_cannot_be_had_are_left_out(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    space = tmp_path / "space.yaml"
+    command = f"tune rae --data {tmp_path}/C --space {space} --out {tmp_path}/out"
+    # The next thing that is missing is the corpus.
+    space.write_text('encoder.init_from: {choice: ["", no/such]}\n')
+    assert f"{tmp_path}/C" in shell.error(command)
+    space.write_text("encoder.init_from: {choice: [no/such]}\n")
+    assert f"{space}: encoder.init_from: encoder 'no/such' is no folder" in shell.error(command)
+
+
 def test_no_optuna(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     sweep = Sweep.open_or_create(tmp_path, config(search="optuna"))
