@@ -228,22 +228,14 @@ def kill_and_resume(
     driver = start(trial.method, corpus, run)
     family: dict[int, str] = {}
 
-    def victims() -> list[int]:
-        if trial.target == "driver":
-            return [driver.pid]
-        commands = descendants(driver.pid)
-        # The first word: others name a process in their arguments.
-        programs = {pid: command.partition(" ")[0] for pid, command in commands.items()}
-        return sorted(pid for pid, program in programs.items() if TARGETS[trial.target] in program)
-
     def strike() -> None:
         step = last_step(run)
         boundary = step % trial.steps_per_epoch == 0 and step // trial.steps_per_epoch >= 2
         met[:] = ["+".join(phases(run) + ["switching"] * boundary), step]
         family.update(descendants(driver.pid))
-        os.kill(random.Random(trial.step).choice(victims()), signal.SIGKILL)
+        os.kill(random.Random(trial.step).choice(victims(driver, trial.target)), signal.SIGKILL)
 
-    watcher = When(lambda: trial.due(run) and bool(victims()), strike)
+    watcher = When(lambda: trial.due(run) and bool(victims(driver, trial.target)), strike)
     wait(driver)
     watcher.close()
     num_restarts = 0
@@ -251,15 +243,29 @@ def kill_and_resume(
         num_restarts += 1
         driver = start(trial.method, corpus, run)
         wait(driver)
-    for pid, command in family.items():  # ours, should something have outlived its driver
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(
-                b"\0", b" "
-            ).decode() == command:
-                os.kill(pid, signal.SIGKILL)
+    end(family)
     alike = driver.returncode == 0 and watcher.done and final_weights(run) == expected
     seconds = f"{time.perf_counter() - started:.0f}"
     return [*met, num_restarts, seconds, "yes" if alike else "no"]
+
+
+def victims(driver: subprocess.Popen[bytes], target: str) -> list[int]:
+    """The processes of a driver that are of some kind."""
+    if target == "driver":
+        return [driver.pid]
+    commands = descendants(driver.pid)
+    # The first word: others name a process in their arguments.
+    programs = {pid: command.partition(" ")[0] for pid, command in commands.items()}
+    return sorted(pid for pid, program in programs.items() if TARGETS[target] in program)
+
+
+def end(family: dict[int, str]) -> None:
+    """Kills processes by number and command, should they have outlived their driver."""
+    for pid, command in family.items():
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            content = (Path("/proc") / str(pid) / "cmdline").read_bytes()
+            if content.replace(b"\0", b" ").decode() == command:
+                os.kill(pid, signal.SIGKILL)
 
 
 def start(method: str, corpus: Path, run: Path) -> subprocess.Popen[bytes]:

@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM at random moments of a training under Ray.
 
-    python benchmarks/soak_signals.py                  # 50 moments, an hour
+    python benchmarks/soak_signals.py                  # 50 of each, an hour
     python benchmarks/soak_signals.py --moments 3      # does it work?
 
 `xmcray train` with two workers and hard negatives gets SIGINT and SIGTERM in turn, at moments drawn
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--moments", type=int, default=50, help="signals (default: %(default)s)")
+    parser.add_argument("--moments", type=int, default=100, help="signals (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("soak_signals.md"))
     arguments = parser.parse_args()
