@@ -38,7 +38,7 @@ from processes import last_step, with_variable
 from soak import OF_METHOD, SETTINGS, final_weights
 
 METHOD = "astra"
-MAIN = "import sys; from xmcray.cli import main; sys.exit(main(sys.argv[1:]))"
+MAIN = "from xmcray.cli import command; command()"
 MARK = "XMCRAY_SOAK_SIGNALS"  # a variable that all processes of a command inherit
 _TOKEN = secrets.token_hex(8)  # its value
 LEDGER = data_sets.CACHE / "soak_signals.jsonl"

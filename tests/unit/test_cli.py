@@ -406,3 +406,20 @@ def test_a_job_uploads_the_code_and_nothing_else() -> None:
         pattern.strip("/").split("/")[0] in ("xmcray", "jobs", "serve", "tune")
         for pattern in excludes
     )
+
+
+def test_an_interrupted_command_ends_without_taking_its_libraries_down() -> None:
+    """An interrupted start of Ray leaves threads that can crash the interpreter at its end."""
+    program = """
+import atexit, sys
+from xmcray import cli
+def interrupted(options):
+    print("printed")
+    raise KeyboardInterrupt
+cli.VERBS["labels"] = cli.Verb(interrupted, lambda _: None, "waits", "xmcray labels")
+atexit.register(print, "taken down")
+cli.command(["labels"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "printed\n")
+    assert done.stderr.startswith("interrupted; the same command starts it again")

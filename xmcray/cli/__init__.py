@@ -37,7 +37,10 @@ from xmcray.cli import (
 from xmcray.errors import ConfigError, XmcrayError
 from xmcray.training.preemption import EXIT_CODE, Terminated, handling, signals_are_kept
 
-__all__ = ["VERBS", "Verb", "main", "parser"]
+__all__ = ["VERBS", "Verb", "command", "main", "parser"]
+
+
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,18 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def command(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs one command in a process of its own, which ends with the command's exit code."""
+    code = main(argv)
+    if code in (INTERRUPTED, EXIT_CODE):
+        # A start of Ray that was interrupted leaves threads in its library, and they can crash the
+        # interpreter while it takes that down. Nothing is left to do, so it does not.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,7 +132,7 @@ def _run(arguments: list[str], sigterm: _Sigterm) -> int:
             "interrupted; the same command starts it again (a training continues where it was)",
             logging.WARNING,
         )
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has closed the pipe. Without this, Python would complain when it
         # flushes stdout at exit.

@@ -14,4 +14,4 @@ def run_job(*arguments: str) -> NoReturn:
     Args:
         arguments: The verb, and what the script fixes.
     """
-    sys.exit(cli.main([*arguments, *sys.argv[1:]]))
+    cli.command([*arguments, *sys.argv[1:]])
