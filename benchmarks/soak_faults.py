@@ -135,8 +135,7 @@ def play(method: str, planned: list[soak.Trial], corpus: Path, run: Path) -> Pla
                 played.end = "hangs"
                 return played
             if driver.returncode == 0:
-                if left:
-                    played.end = f"{len(left)} faults found no moment"
+                played.met += [f"{fault.target}: the run had ended" for fault in left]
                 return played
             if num_left == len(left):
                 played.end = f"ended with {driver.returncode} without a fault"
