@@ -147,6 +147,18 @@ async def test_idle_connections_make_room_for_new_ones(tmp_path: Path) -> None:
         await ended(idle[0][0])
 
 
+async def test_without_a_token_no_body_is_waited_for(tmp_path: Path) -> None:
+    """A connection that waits for a body counts as working, and no other may take its place."""
+    async with server_with(tmp_path, max_connections=4) as server:
+        for method, path in (("POST", "/healthz"), ("GET", "/healthz"), ("POST", "/v1/search")):
+            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{"
+            for _ in range(6):
+                reader, _ = await server.connect(head.encode())
+                assert await status_of(reader) in (200, 401, 405)
+            other, _ = await server.connect(HEALTH)
+            assert await status_of(other) == 200
+
+
 async def test_no_idle_connection_means_a_refusal(tmp_path: Path) -> None:
     async with server_with(tmp_path, max_connections=2) as server:
         head = f"POST /v1/search HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
