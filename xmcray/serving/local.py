@@ -34,7 +34,7 @@ from xmcray.serving.service import Service
 from xmcray.serving.settings import ServeConfig, authority
 
 STOP_S = 5  # for requests that are being answered when the server is stopped
-GRPC_IDLE_S = 300.0  # a connection of gRPC without calls is closed, and opened again by its client
+GRPC_IDLE_S = 30.0  # a connection of gRPC without calls is closed, and opened again by its client
 
 
 class LocalGateway:
@@ -135,7 +135,9 @@ async def listening(
     """
     config = gateway.service.config
     check_open_files(config.max_connections)
-    room = ConnectionRoom(config.max_connections, config.max_body)
+    # Each port has connections of its own: clients of one cannot take those of the other.
+    grpc_connections = config.max_connections // 2 if grpc_port else 0
+    room = ConnectionRoom(config.max_connections - grpc_connections, config.max_body)
     server = _Server(
         uvicorn.Config(
             create_app(gateway),
@@ -155,12 +157,14 @@ async def listening(
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        # gRPC counts the connections of each address of a name, so it gets an address.
+        address = listener.getsockname()[0]
         running = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             while not server.started and not running.done():
                 # uvicorn has no event for this.
                 await asyncio.sleep(0.01)
-            async with _grpc(gateway, host, grpc_port):
+            async with _grpc(gateway, address, grpc_port, grpc_connections):
                 yield running
         finally:
             server.should_exit = True
@@ -168,7 +172,12 @@ async def listening(
 
 
 @contextlib.asynccontextmanager
-async def _grpc(gateway: Gateway, host: str, port: int) -> AsyncIterator[None]:
+async def _grpc(
+    gateway: Gateway,
+    host: str,
+    port: int,
+    max_connections: int,
+) -> AsyncIterator[None]:
     if not port:
         yield
         return
@@ -177,6 +186,8 @@ async def _grpc(gateway: Gateway, host: str, port: int) -> AsyncIterator[None]:
         options=[
             # Otherwise another server could share the port unnoticed.
             ("grpc.so_reuseport", 0),
+            # Closed as soon as they are accepted.
+            ("grpc.max_allowed_incoming_connections", max_connections),
             # A message that is a little too large still gets our own answer.
             ("grpc.max_receive_message_length", 2 * limits.max_body),
             ("grpc.absolute_max_metadata_size", MAX_HEAD),
@@ -185,6 +196,7 @@ async def _grpc(gateway: Gateway, host: str, port: int) -> AsyncIterator[None]:
             ("grpc.max_connection_idle_ms", int(1000 * GRPC_IDLE_S)),
             ("grpc.max_concurrent_streams", limits.in_flight),
         ],
+        interceptors=[_TokenCheck(gateway)],
         maximum_concurrent_rpcs=2 * limits.in_flight,
     )
     add_RetrieverServicer_to_server(_Servicer(gateway), server)
@@ -204,6 +216,29 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without a token before their message comes.
+
+    The servicer is called with the message. A call that sends none would hold one of the places for
+    calls for as long as its client likes.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def intercept_service(self, continuation: Callable[..., Any], call: Any) -> Any:
+        """The handler of a call, whose metadata is known."""
+        if self._gateway.tokens.accept(dict(call.invocation_metadata).get("authorization")):
+            return await continuation(call)
+        # A handler of streams starts before a message is there.
+        return grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    async def _refuse(self, _messages: Any, context: Any) -> None:
+        code = grpc.StatusCode.UNAUTHENTICATED
+        self._gateway.metrics.requests.labels(rpc.ROUTE, code.name).inc()
+        await context.abort(code, rpc.NO_TOKEN)
 
 
 class _Servicer(RetrieverServicer):

@@ -17,6 +17,7 @@ from xmcray.serving.problems import ProblemError, problem_of
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
 
 ROUTE = "grpc search"  # in the metrics
+NO_TOKEN = "expected metadata `authorization: Bearer TOKEN`"
 SERVICER = "xmcray.serving.search_pb2_grpc.add_RetrieverServicer_to_server"
 CODES = {
     "unauthorized": grpc.StatusCode.UNAUTHENTICATED,
@@ -67,7 +68,7 @@ async def _search(
     metadata: dict[str, str],
 ) -> schema.SearchResponse:
     if not gateway.tokens.accept(metadata.get("authorization")):
-        raise ProblemError("unauthorized", "expected metadata `authorization: Bearer TOKEN`")
+        raise ProblemError("unauthorized", NO_TOKEN)
     num_bytes = request.ByteSize()
     if num_bytes > gateway.service.config.max_body:
         message = f"the request has {num_bytes:,} bytes; send less at once"

@@ -47,8 +47,8 @@ class ServeConfig:
         in_flight: requests in progress or waiting in one ingress replica; more are refused with
             503.
         deadline_ms: time limit of requests that name none, milliseconds.
-        max_connections: open connections of one process that listens itself; the one that has been
-            idle longest is closed for a new one.
+        max_connections: open connections of one process that listens itself, half of them for gRPC
+            if it has a port; the one of HTTP that has been idle longest is closed for a new one.
         max_texts: texts of a request.
         max_k: labels per text.
         max_answers: labels per request: the number of its texts times k.
@@ -110,10 +110,10 @@ class ServeConfig:
             "in_flight",
             "deadline_ms",
             "max_tokens",
-            "max_connections",
             "max_answers",
         ):
             check_range(name, getattr(self, name), low=1)
+        check_range("max_connections", self.max_connections, low=2)
         if self.max_replicas:
             check_range("max_replicas", self.max_replicas, low=self.replicas)
         check_range("parts", self.parts, 0, 256)

@@ -26,7 +26,10 @@ from xmcray.serving.security import new_token_file
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
+GRPC_TOKEN = [("authorization", f"Bearer {TOKEN}")]
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+# What a client of HTTP/2 says first; the frame of settings is empty.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -85,6 +88,13 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
     """What comes until the connection ends."""
     with contextlib.suppress(ConnectionError):
         return await reader.read()
+    return b""
+
+
+async def greeting(reader: asyncio.StreamReader) -> bytes:
+    """The first bytes that come; none if the connection ends before."""
+    with contextlib.suppress(ConnectionError):
+        return await reader.read(1)
     return b""
 
 
@@ -200,10 +210,51 @@ async def test_connections_of_grpc_are_limited_too(
         writer.close()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = RetrieverStub(channel).Search
-            large = [("x", "a" * 2 * MAX_HEAD)]
+            large = [*GRPC_TOKEN, ("x", "a" * 2 * MAX_HEAD)]
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call(SearchRequest(texts=["a"]), metadata=large)
             assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call(SearchRequest(texts=["a" * 5_000_000]))
+                await call(SearchRequest(texts=["a" * 5_000_000]), metadata=GRPC_TOKEN)
             assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_idle_connections_of_grpc_leave_room_for_http_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "GRPC_IDLE_S", 1.0)
+    port = free_port()
+    async with server_with(tmp_path, grpc_port=port, max_connections=8) as server:
+        flood = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
+        for _, writer in flood:
+            writer.write(PREFACE)
+        # gRPC gets four, and closes the others before it says anything.
+        greetings = [await greeting(reader) for reader, _ in flood]
+        assert sum(map(bool, greetings)) == 4
+        for _ in range(8):
+            reader, _ = await server.connect(HEALTH)
+            assert await status_of(reader) == 200
+        for reader, writer in flood:
+            await ended(reader)
+            writer.close()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = RetrieverStub(channel).Search(SearchRequest(texts=["a"]), wait_for_ready=True)
+            assert await call.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_call_of_grpc_without_a_token_ends_before_its_message(tmp_path: Path) -> None:
+    never = asyncio.Event()
+
+    async def no_message() -> AsyncIterator[bytes]:
+        await never.wait()
+        yield b""
+
+    port = free_port()
+    async with (
+        server_with(tmp_path, grpc_port=port, in_flight=1),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        call = channel.stream_unary("/xmcray.Retriever/Search")
+        # More calls than the server has places for.
+        for _ in range(3):
+            assert await call(no_message()).code() == grpc.StatusCode.UNAUTHENTICATED
