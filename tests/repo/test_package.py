@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
 import venv
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,6 +103,40 @@ def test_the_source_distribution_has_the_files_of_the_wheel(
     }
     assert of_wheel <= names
     assert {"pyproject.toml", "LICENSE", "docs/package.md"} <= names  # what a build reads
+
+
+def copied_by_the_build_stage() -> list[str]:
+    """Files and folders of the checkout from which the image builds the package."""
+    stage = (ROOT / "cluster/Dockerfile").read_text(encoding="utf-8").split("AS source\n")[1]
+    paths = []
+    for line in stage.split("FROM ")[0].splitlines():
+        if line.startswith("COPY "):
+            *sources, _target = line.split()[1:]
+            paths += sources
+    return paths
+
+
+def test_the_image_builds_the_same_wheel_as_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    for path in copied_by_the_build_stage():
+        target = source / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / path).is_file():
+            shutil.copy(ROOT / path, target)
+        else:
+            # Links stay links, as COPY leaves them.
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / path, target, symlinks=True, ignore=ignored)
+    program = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=source, check=True)
+    (built,) = tmp_path.glob("*.whl")
+    assert contents(built) == contents(wheel)
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """Checksums of a wheel's files by name."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {file.filename: file.CRC for file in archive.infolist()}
 
 
 def test_the_client_needs_neither_torch_nor_ray(installed: Path) -> None:
