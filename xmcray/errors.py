@@ -20,10 +20,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from xmcray.terminal import printable
+
 
 def one_line(message: object, limit: int = 200) -> str:
     """An error or text of another library as one line of at most `limit` characters."""
-    return " ".join(str(message).split())[:limit]
+    return printable(" ".join(str(message).split()))[:limit]
 
 
 class XmcrayError(Exception):

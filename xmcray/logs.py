@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from xmcray.config import check_choice
+from xmcray.terminal import printable_lines
 
 VARIABLE = "XMCRAY_LOG"
 _FORMATS = ("text", "json")
@@ -39,11 +40,13 @@ def as_json() -> bool:
 def on_stderr() -> Iterator[None]:
     """Writes log records as JSON while the block runs, if XMCRAY_LOG asks for it.
 
+    Otherwise Python prints warnings as lines, here without the characters that a terminal obeys.
     Our own records are written from level "info" on, those of other libraries from "warning" on.
     Only the owner of the process calls this: the command line, or a Ray worker.
     """
     if not as_json():
-        yield
+        with _printable_warnings():
+            yield
         return
     root = logging.getLogger()
     ours = logging.getLogger("xmcray")
@@ -62,6 +65,21 @@ def on_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _printable_warnings() -> Iterator[None]:
+    """Changes Python's handler of last resort, which prints what no other handler takes."""
+    handler = logging.lastResort
+    if handler is None:
+        yield
+        return
+    formatter_before = handler.formatter
+    handler.setFormatter(_LineFormatter())
+    try:
+        yield
+    finally:
+        handler.setFormatter(formatter_before)
+
+
+@contextlib.contextmanager
 def about(run_id: str) -> Iterator[None]:
     """Adds the id of a run to what is logged while the block runs."""
     global _run
@@ -76,6 +94,11 @@ def about(run_id: str) -> Iterator[None]:
 def log_values(message: str, values: Mapping[str, Any]) -> None:
     """Logs values by name, as fields of the JSON object."""
     logging.getLogger("xmcray").info(message, extra={"values": values})
+
+
+class _LineFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
 
 
 class _JsonFormatter(logging.Formatter):

@@ -28,6 +28,7 @@ FOUNDATION = {
     "permutations",
     "logs",
     "credentials",
+    "terminal",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "": set(),

@@ -16,6 +16,7 @@ from xmcray.api.settings_sources import Location, Settings, merged
 from xmcray.errors import ConfigError, RunError
 from xmcray.methods.registry import check_method_name
 from xmcray.paths import bundle_at
+from xmcray.terminal import printable
 
 if TYPE_CHECKING:
     from xmcray.training.run import RunConfig
@@ -352,7 +353,7 @@ def auto(
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _say_nothing(line: str) -> None:

@@ -35,6 +35,7 @@ from xmcray.cli import (
     tuning,
 )
 from xmcray.errors import ConfigError, XmcrayError
+from xmcray.terminal import printable
 from xmcray.training.preemption import EXIT_CODE, Terminated, handling, signals_are_kept
 
 __all__ = ["VERBS", "Verb", "command", "main", "parser"]
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with handling(signal.SIGTERM, sigterm), signals_are_kept(), logs.on_stderr():
             return _run(arguments, sigterm)
     except ConfigError as error:  # from logs.on_stderr: the variable that sets the log format
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
 
 
@@ -152,7 +153,7 @@ def _print_last_line(text: str, level: int) -> None:
         return
     # Scripts look for "error:", which an interruption is not.
     prefix = "error: " if level == logging.ERROR else ""
-    print(f"{prefix}{text}", file=sys.stderr)
+    print(f"{prefix}{printable(text)}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:

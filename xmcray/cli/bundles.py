@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from xmcray import api, config
 from xmcray.cli.arguments import add_corpus, add_json, given
-from xmcray.cli.output import show, show_json, show_next
+from xmcray.cli.output import show, show_json, show_line, show_next
 from xmcray.cli.reranking import add_rerank
 from xmcray.errors import ConfigError
 
@@ -326,8 +326,8 @@ def serve(options: argparse.Namespace) -> None:
 
     # The address is printed only when requests are answered, because scripts wait for this line.
     def ready(url: str, token_file: Path) -> None:
-        print(f"serving {', '.join(bundles)} on {url}", flush=True)
-        print(f"token: {token_file}", flush=True)
+        show_line(f"serving {', '.join(bundles)} on {url}")
+        show_line(f"token: {token_file}")
 
     api.serve(
         bundles,

@@ -23,6 +23,7 @@ from typing import Any
 
 from xmcray import config, storage
 from xmcray.cli.arguments import add_config, merged_settings
+from xmcray.cli.output import show_line
 from xmcray.errors import ConfigError, XmcrayError, readable
 
 REPORT = "report.json"
@@ -105,7 +106,7 @@ def continual(options: argparse.Namespace) -> None:
                 raise
             line = f"stopped: {' '.join(str(error).split())}; the next turn goes on with this step"
         # At once and in one line: it goes to the log of a job.
-        print(line, flush=True)
+        show_line(line)
         if options.once:
             return
         left_s = _HOUR_S * settings.every_hours - (time.monotonic() - begin)
@@ -226,7 +227,7 @@ def _run(words: list[str]) -> None:
     """Runs a command of this program in this process."""
     from xmcray import cli
 
-    print(f"$ {shlex.join(['xmcray', *words])}", flush=True)
+    show_line(f"$ {shlex.join(['xmcray', *words])}")
     options = cli.parser().parse_args(words)
     run: Callable[[argparse.Namespace], None] = options.run
     run(options)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from xmcray.cli.arguments import add_json
-from xmcray.cli.output import show, show_json
+from xmcray.cli.output import show, show_json, show_line
 from xmcray.errors import ConfigError, ResourceError
 
 
@@ -49,7 +49,7 @@ def doctor(options: argparse.Namespace) -> None:
         show_json([dataclasses.asdict(finding) for finding in findings])
     else:
         for finding in findings:
-            print(f"{finding.level:<9}{finding}")  # whole lines, however long
+            show_line(f"{finding.level:<9}{finding}")
     # All findings are printed first; the exit code then says whether one of them is an error.
     if error := worst(findings):
         raise ResourceError(error)

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from xmcray.terminal import printable, printable_json, printable_lines
 
 
 def show(content: Any) -> None:
     """Prints a table or a line on stdout; a pipe gets lines that are not wrapped."""
     from rich.console import Console
 
-    # rich would colour numbers and paths, and wrap lines at 80 columns in a pipe.
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    # In a plain text, [brackets] are no markup.
-    if isinstance(content, str):
-        console.print(content, markup=False)
-    else:
-        console.print(content)
+    # rich would colour numbers and paths, take [brackets] for markup and :names: for emoji, and wrap
+    # lines at 80 columns in a pipe.
+    width = None if Console().is_terminal else 160
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    console.print(_Printable(content))
+
+
+class _Printable:
+    """A table or a line whose texts a terminal shows and does not obey."""
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Called by rich; gives the content's segments, in which all text is."""
+        from rich.segment import Segment
+
+        for segment in console.render(self._content, options):
+            if segment.control:
+                # A code of rich itself, such as one that moves the cursor.
+                yield segment
+            else:
+                yield Segment(printable_lines(segment.text), segment.style)
+
+
+def show_line(text: str) -> None:
+    """Prints one line on stdout at once, without wrapping it."""
+    print(printable(text), flush=True)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -60,9 +80,9 @@ def show_metrics(runs: dict[str, dict[str, Any]], deciles: bool = False) -> None
 
 def show_json(value: object) -> None:
     """Prints a value for programs."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    print(printable_json(value))
 
 
 def show_next(command: Sequence[str]) -> None:
     """Prints the command that usually comes next."""
-    print(f"next: {shlex.join(command)}")
+    show_line(f"next: {shlex.join(command)}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from xmcray import api
 from xmcray.cli.arguments import add_json
-from xmcray.cli.output import show, show_json
+from xmcray.cli.output import show, show_json, show_line
 from xmcray.errors import BundleError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def promote(options: argparse.Namespace) -> None:
         return
     show(f"{options.url} answers from {promotion.bundle} ({promotion.version[:12]})")
     if not options.roll_back:
-        print(f"to go back: {shlex.join(_roll_back(options))}")
+        show_line(f"to go back: {shlex.join(_roll_back(options))}")
 
 
 def _show(options: argparse.Namespace, verdict: Verdict) -> None:

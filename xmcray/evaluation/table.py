@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.text import Text
 
 from xmcray.evaluation.evaluate import ComparisonRow
 from xmcray.evaluation.metrics import CUTOFFS, MAIN_METRICS
+from xmcray.terminal import printable
 
 StoredMetrics = Mapping[str, Any]  # the content of metrics.json
 
@@ -201,7 +201,7 @@ def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table
         answers: score, uid and text of each.
     """
     table = Table(
-        title=Text(_printable(query)),
+        title=Text(printable(query)),
         title_justify="left",
         show_header=False,
         box=None,
@@ -210,21 +210,10 @@ def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table
     table.add_column(justify="right")
     for score, uid, text in answers:
         # Many corpora name a label by its text; once is enough.
-        shown = "" if text == uid else _printable(text)
+        shown = "" if text == uid else printable(text)
         text_cell = Text(shown, overflow="ellipsis", no_wrap=True)
-        table.add_row(f"{score:.2f}", Text(_printable(uid)), text_cell)
+        table.add_row(f"{score:.2f}", Text(printable(uid)), text_cell)
     return table
-
-
-def _printable(text: str) -> str:
-    """A text of a corpus with escapes for control characters, which a terminal would obey."""
-    letters = []
-    for letter in text:
-        is_control = unicodedata.category(letter) in ("Cc", "Cs")
-        if is_control:
-            letter = letter.encode("unicode_escape").decode()
-        letters.append(letter)
-    return "".join(letters)
 
 
 def _table(title: str, first: str, *others: str) -> Table:

@@ -1,0 +1,90 @@
+"""Texts from elsewhere are shown on a terminal, but never obeyed by it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import unicodedata
+from pathlib import Path
+
+import pytest
+from bundles import write_bundle_of
+
+from xmcray import cli, logs
+from xmcray.cli.output import show, show_json, show_line, show_table
+from xmcray.evaluation.table import slice_table
+from xmcray.terminal import printable, printable_lines
+
+EVERY = "".join(map(chr, range(0x300))) + "\u200d\u2713\U0001f600"
+HOSTILE = "\x1b]0;pwned\x07\x1b[2J\x9b31m\x7f"
+SHOWN = r"\x1b]0;pwned\x07\x1b[2J\x9b31m\x7f"
+
+
+def controls(printed: str) -> set[str]:
+    """The control characters of a text, except those that end lines."""
+    return {letter for letter in printed if unicodedata.category(letter) == "Cc"} - {"\n"}
+
+
+def test_only_control_characters_become_escapes() -> None:
+    assert printable("\t\n\r\x1b\x85\x9b\udc9b") == r"\t\n\r\x1b\x85\x9b\udc9b"
+    assert printable_lines("a\tb\n\x1b") == "a\tb\n\\x1b"
+    for letter in EVERY:
+        is_kept = unicodedata.category(letter) != "Cc"
+        assert (printable(letter) == letter) == is_kept
+
+
+@pytest.mark.parametrize("field", ["kind", "release", "schema_version"])
+def test_an_error_shows_what_a_manifest_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    bundle = write_bundle_of(tmp_path / "bundle", "texts")
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    # With a later format, the message names the release.
+    manifest["schema_version"] += 1
+    manifest[field] = HOSTILE
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    assert cli.main(["search", str(bundle), "text"]) == 2
+    error = capsys.readouterr().err
+    assert SHOWN in error
+    assert not controls(error)
+
+
+def test_an_error_shows_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([f"search{HOSTILE}"]) == 2
+    error = capsys.readouterr().err
+    assert SHOWN in error
+    assert not controls(error)
+
+
+def test_tables_and_lines_show_their_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"attribute": f"a{HOSTILE}", "value": f"v{HOSTILE}", "queries": 3}
+    show(slice_table({"slices": [row]}))
+    show_table(f"title {HOSTILE}", ["column"], [[f"cell {HOSTILE}"]])
+    show(f"[/red] :smile: {HOSTILE}")
+    show_line(f"line {HOSTILE}")
+    printed = capsys.readouterr().out
+    # rich itself drops the bell.
+    assert printed.replace(r"\x07", "").count(SHOWN.replace(r"\x07", "")) == 6
+    assert "[/red] :smile: " in printed
+    assert not controls(printed)
+
+
+def test_json_shows_its_texts_and_reads_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {f"name {EVERY}": [EVERY, "\udc9b", 1.5, None]}
+    show_json(value)
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == value
+    assert not controls(printed)
+    assert "\u2713\U0001f600" in printed
+
+
+def test_warnings_of_the_log_show_their_texts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(logs.VARIABLE, "text")
+    # Python prints with its handler of last resort where no other handler takes a record; pytest has some.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with logs.on_stderr():
+        logging.getLogger("xmcray").warning("first line\nsecond %s", HOSTILE)
+    logging.getLogger("xmcray").warning("as before")
+    assert capsys.readouterr().err == f"first line\nsecond {SHOWN}\nas before\n"
