@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.follower import Follower
 from xmcray.serving.http import create_app
-from xmcray.serving.local import LocalGateway
+from xmcray.serving.local import LocalGateway, http_server
 from xmcray.serving.security import new_token_file
 from xmcray.serving.service import Service
 from xmcray.serving.settings import ServeConfig
@@ -108,16 +108,18 @@ def listening(folder: Path, bundles: Mapping[str, Path], **settings: Any) -> Ite
 
     async def main() -> None:
         async with served(folder, bundles, **settings) as one:
-            server = uvicorn.Server(
-                uvicorn.Config(one.app, port=0, log_level="critical", lifespan="off")
-            )
-            task = asyncio.create_task(server.serve())
-            while not server.started:
-                await asyncio.sleep(0.01)
-            began.put(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}")
-            await asyncio.to_thread(stop.wait)
-            server.should_exit = True
-            await task
+            config = one.service.config
+            # As `xmcray serve`, so that its limits of connections are tested too.
+            server = http_server(one.app, config.max_connections, config.max_body)
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", 0))
+                task = asyncio.create_task(server.serve(sockets=[listener]))
+                while not server.started:
+                    await asyncio.sleep(0.01)
+                began.put(f"http://127.0.0.1:{listener.getsockname()[1]}")
+                await asyncio.to_thread(stop.wait)
+                server.should_exit = True
+                await task
 
     def run() -> None:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.loops.auto import auto_loop_factory
 
 from xmcray.serving import metrics, rpc
@@ -137,22 +138,8 @@ async def listening(
     check_open_files(config.max_connections)
     # Each port has connections of its own: clients of one cannot take those of the other.
     grpc_connections = config.max_connections // 2 if grpc_port else 0
-    room = ConnectionRoom(config.max_connections - grpc_connections, config.max_body)
-    server = _Server(
-        uvicorn.Config(
-            create_app(gateway),
-            http=functools.partial(LimitedProtocol, room),  # type: ignore[arg-type]
-            # h11's own limit, 16 kB, would end a head before ours. This is more than one read.
-            h11_max_incomplete_event_size=1 << 20,
-            ws="none",
-            backlog=BACKLOG,
-            log_config=None,  # as all other logs
-            # A warning for each malformed request would let anyone fill the log.
-            log_level="error",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=STOP_S,
-        )
+    server = http_server(
+        create_app(gateway), config.max_connections - grpc_connections, config.max_body
     )
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -169,6 +156,33 @@ async def listening(
         finally:
             server.should_exit = True
             await running
+
+
+def http_server(app: FastAPI, max_connections: int, max_body: int) -> uvicorn.Server:
+    """A server with the limits of connections.py, which is not started yet.
+
+    Args:
+        app: answers the requests.
+        max_connections: largest number of connections.
+        max_body: bytes of a request's body.
+    """
+    room = ConnectionRoom(max_connections, max_body)
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=functools.partial(LimitedProtocol, room),  # type: ignore[arg-type]
+            # h11's own limit, 16 kB, would end a head before ours. This is more than one read.
+            h11_max_incomplete_event_size=1 << 20,
+            ws="none",
+            backlog=BACKLOG,
+            log_config=None,  # as all other logs
+            # A warning for each malformed request would let anyone fill the log.
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=STOP_S,
+        )
+    )
 
 
 @contextlib.asynccontextmanager

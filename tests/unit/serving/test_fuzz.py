@@ -10,6 +10,8 @@ from bundles import write_bundle_of
 from fuzz import ROUTES, ask_described, ask_heads, ask_mutated
 from served import ADMIN, TOKEN, listening
 
+from xmcray.serving import connections
+
 MUTATIONS = 200
 HEADS = 150
 
@@ -17,7 +19,10 @@ HEADS = 150
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("fuzz")
-    with listening(folder, {"a": write_bundle_of(folder / "b", "texts")}) as url:
+    bundles = {"a": write_bundle_of(folder / "b", "texts")}
+    with pytest.MonkeyPatch.context() as patch, listening(folder, bundles, deadline_ms=3000) as url:
+        # By default, 10 s for a head and as long for a body.
+        patch.setattr(connections, "HEAD_S", 1.0)
         yield url
 
 
