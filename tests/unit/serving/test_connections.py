@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import re
 import resource
 import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
+import served
 import uvicorn
+from bundles import write_bundle_of
 from served import ADMIN, TOKEN
 
 from xmcray.errors import ResourceError
@@ -258,3 +262,50 @@ async def test_a_call_of_grpc_without_a_token_ends_before_its_message(tmp_path: 
         # More calls than the server has places for.
         for _ in range(3):
             assert await call(no_message()).code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_searches_are_answered_during_a_flood(tmp_path: Path) -> None:
+    """Idle sockets, endless heads and slow bodies with a token, all at once, and more than fit."""
+    head = b"POST /v1/search HTTP/1.1\r\nHost: x\r\n"
+    body = head + f"Authorization: Bearer {TOKEN}\r\nContent-Length: 5000\r\n\r\n".encode()
+    # What each connection sends first, and then again and again.
+    idle = (b"", b"")
+    endless = (head, b"X-More: " + b"a" * 100 + b"\r\n")
+    slow = (body, b" ")
+    bundles = {"a": write_bundle_of(tmp_path / "b", "texts")}
+    with served.listening(tmp_path, bundles, max_connections=32) as address:
+        port = httpx.URL(address).port
+        assert port is not None
+        flood = []
+        for first, piece in [idle] * 50 + [endless] * 5 + [slow] * 10:
+            flood.append(asyncio.create_task(hold(port, first, piece)))
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        working = re.compile(r"^xmcray_requests_in_flight.* 11\.0$", re.MULTILINE)
+        async with asyncio.timeout(60), httpx.AsyncClient(base_url=address, timeout=30) as client:
+            # The bodies are being waited for, and this request is the eleventh.
+            while not working.search((await client.get("/metrics", headers=headers)).text):
+                await asyncio.sleep(0.01)
+            for _ in range(20):
+                answer = await client.post(
+                    "/v1/search",
+                    json={"texts": ["matrix"]},
+                    headers=headers | {"Connection": "close"},
+                )
+                assert len(answer.json()["results"][0]["answers"]) == 10
+        for task in flood:
+            task.cancel()
+
+
+async def hold(port: int, first: bytes, piece: bytes) -> None:
+    """A connection that sends slowly, and comes back when the server has closed it."""
+    while True:
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(first)
+            while not reader.at_eof():
+                writer.write(piece)
+                # Reads what comes, so that the end is noticed.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(4096), 0.02)
+            writer.close()
+        await asyncio.sleep(0.1)
