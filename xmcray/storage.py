@@ -45,10 +45,10 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-class MissingFolderError(StorageError, FileNotFoundError):
-    """The folder to write into does not exist (any more).
+class MissingPathError(StorageError, FileNotFoundError):
+    """A file, or the folder to write into, does not exist (any more).
 
-    It is a FileNotFoundError too, for callers that expect the folder to vanish.
+    It is a FileNotFoundError too, for callers that expect it to vanish.
     """
 
 
@@ -78,9 +78,13 @@ class Manifest:
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Size and SHA-256 of one file, read in blocks."""
+    """Size and SHA-256 of one file, read in blocks.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with read_errors(path), path.open("rb") as file:
         # A file may be larger than the memory.
         while block := file.read(1 << 20):
             digest.update(block)
@@ -169,6 +173,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
+def read_errors(path: str | Path) -> Iterator[None]:
+    """Turns whatever the system raises while `path` is read into a StorageError that names it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingPathError(f"{path} is missing; put a copy of it back") from error
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be read ({error.strerror}); check its rights and the disk"
+        ) from error
+
+
+@contextlib.contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
     """Turns a full disk, or a path that is forbidden or missing, into a StorageError that names it.
 
@@ -212,7 +229,7 @@ def _storage_error(error: OSError, path: str | Path) -> StorageError | None:
     if not _concerns(error.filename, Path(path)):
         return None
     if error.errno == errno.ENOENT:
-        return MissingFolderError(message)
+        return MissingPathError(message)
     if error.errno in (errno.ENOTDIR, errno.EISDIR):
         return StorageError(message)
     return None
@@ -507,15 +524,19 @@ def read_manifest(path: str | Path, kind: str) -> Manifest:
     """The manifest of a local artifact, itself verified; file contents are not read.
 
     Raises:
-        StorageError: no folder, no manifest, another kind, another schema, or an altered manifest.
+        StorageError: no folder, no manifest or one that cannot be read, another kind, another
+            schema, or an altered manifest.
     """
     check_path(path)
     folder = Path(path)
-    if not folder.is_dir():
+    with read_errors(path):
+        is_folder = folder.is_dir()
+    if not is_folder:
         raise StorageError(f"{path} does not exist; expected a {kind} folder")
     try:
-        content = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError:
+        with read_errors(f"{path}/{MANIFEST}"):
+            content = (folder / MANIFEST).read_bytes()
+    except MissingPathError:
         raise StorageError(
             f"{path} has no {MANIFEST}: it is not a complete {kind}; make it again"
         ) from None
@@ -582,10 +603,12 @@ def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[P
     manifest = read_manifest(folder, kind)
     for name, entry in manifest.files.items():
         file = folder / name
-        if not file.is_file():
+        with read_errors(file):
+            is_file = file.is_file()
+            size = file.stat().st_size if is_file else 0
+        if not is_file:
             raise StorageError(f"{path}/{name} is missing; make the {kind} again")
         # The size is compared first, because it costs nothing.
-        size = file.stat().st_size
         if size != entry.size:
             raise StorageError(
                 f"{path}/{name} has {size} bytes, expected {entry.size}: it is damaged; make the {kind} again"

@@ -131,3 +131,46 @@ def test_names_aside_differ_and_are_found_by_no_pattern(tmp_path: Path) -> None:
 def test_safetensors_really_reports_a_missing_folder_as_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(SafetensorError):  # the reason why `disk_errors` reads its words
         save_file({"x": np.zeros(1)}, tmp_path / "no" / "x.safetensors")
+
+
+def artifact(folder: Path) -> Path:
+    """A small corpus with one file."""
+    with storage.new_artifact(folder, "corpus", {}) as unfinished:
+        (unfinished / "file").write_text("x")
+    return folder
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("name", [storage.MANIFEST, "file"])
+def test_a_file_that_cannot_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    path = artifact(tmp_path / "corpus")
+    really_open = Path.open
+
+    def fail(file: Path, *arguments: object, **options: object) -> object:
+        if file.name == name:
+            raise OSError(number, os.strerror(number), str(file))
+        return really_open(file, *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", fail)
+    reason = f"{name} cannot be read .{os.strerror(number)}.; check its rights and the disk"
+    with pytest.raises(StorageError, match=reason) as caught:
+        storage.open_artifact(path, "corpus")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_that_is_a_folder_is_one_line(tmp_path: Path) -> None:
+    path = artifact(tmp_path / "corpus")
+    (path / storage.MANIFEST).unlink()
+    (path / storage.MANIFEST).mkdir()
+    with pytest.raises(StorageError, match=r"manifest\.json cannot be read .Is a directory.;"):
+        storage.open_artifact(path, "corpus")
+
+
+def test_a_file_that_vanishes_before_it_is_hashed_is_one_line(tmp_path: Path) -> None:
+    path = artifact(tmp_path / "corpus")
+    manifest = storage.read_manifest(path, "corpus")
+    (path / "file").unlink()
+    with pytest.raises(StorageError, match="file is missing; put a copy of it back"):
+        storage.check_contents(path, manifest, ["file"], source=path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from xmcray.errors import ShortlistError
+from xmcray.errors import ShortlistError, XmcrayError
 from xmcray.negatives.ledger import VersionFolder
 from xmcray.parallel import collectives
 
@@ -70,5 +70,5 @@ class _Check(threading.Thread):
                 return
         try:
             self._folder.check()
-        except (ShortlistError, OSError) as error:
+        except (XmcrayError, OSError) as error:
             self._message = str(error)
