@@ -82,6 +82,23 @@ class QueryBlock:
     extra: Int64Array
 
     @classmethod
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> QueryBlock:
+        """Makes a block of what `arrays` returned.
+
+        Raises:
+            ValueError: the arrays are not those of a block.
+        """
+        types = {name: str(array.dtype) for name, array in arrays.items()}
+        if types != {"ids": "int64", "vectors": "float32", "extra": "int64"}:
+            raise ValueError(f"found {types}, expected ids, vectors and extra of a query block")
+        block = cls(**arrays)
+        num_ids = block.ids.size
+        shapes = (block.ids.shape, block.vectors.shape[:1], block.extra.shape)
+        if shapes != ((num_ids,),) * 3 or block.vectors.ndim != 2:
+            raise ValueError("ids, vectors and extra have different lengths")
+        return block
+
+    @classmethod
     def concatenate(cls, blocks: Sequence[QueryBlock]) -> QueryBlock:
         """Joins blocks, of which there is at least one."""
         return cls(

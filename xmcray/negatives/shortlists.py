@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,35 @@ logger = logging.getLogger(__name__)
 _NO_VERSION = -1
 _EAGER_EVERY = 8  # steps between two checks for a newer version, each of which costs a broadcast
 _POLL_S = 0.01
+
+
+# Files that `ShortlistFeed.state` lists, by path relative to the ledger.
+_INPUT = re.compile(
+    r"v[0-9]{5,9}-[0-9]{4,9}/(?:(?:queries|rows)/[0-9-]+\.safetensors|published-[0-9]+\.json)"
+)
+
+
+def check_state(state: Any, step: int) -> None:
+    """Checks what a checkpoint says that `ShortlistFeed.state` has returned.
+
+    Args:
+        state: contents of JSON.
+        step: steps done then. There is a version an epoch at most, so none has a higher number.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is malformed.
+    """
+    # A run without hard negatives and clusters.
+    if state == {}:
+        return
+    for name, sha256 in state["inputs"].items():
+        if _INPUT.fullmatch(name) is None or not isinstance(sha256, str):
+            raise ValueError(f"found the input {name!r}: {sha256!r}")
+    optional = [state[key] for key in ("version", "clusters_version", "broken_at_step")]
+    numbers = [number for number in optional if number is not None]
+    for number in [*numbers, *state["published"]]:
+        if type(number) is not int or not 0 <= number <= step:
+            raise ValueError(f"found {number!r}, expected a number of at most {step}")
 
 
 class ShortlistFeed:
@@ -168,7 +198,7 @@ class ShortlistFeed:
         self,
         state: Mapping[str, Any],
         step: int,
-        pending: Sequence[Mapping[str, np.ndarray[Any, Any]]] = (),
+        pending: Sequence[QueryBlock] = (),
     ) -> None:
         """Continues after a checkpoint, or from the start; collective.
 
@@ -179,8 +209,8 @@ class ShortlistFeed:
         """
         if not self.active:
             return
-        for arrays in pending:
-            self._publisher.collect(QueryBlock(**arrays))
+        for block in pending:
+            self._publisher.collect(block)
         if collectives.rank() == 0:
             self._restore_ledger(state.get("inputs", {}), state.get("published", []))
         collectives.broadcast_int(0)  # no rank reads the ledger before rank 0 has restored it

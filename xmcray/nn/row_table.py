@@ -70,6 +70,25 @@ class RowOptimConfig:
         check_decay("lr", self.lr, "weight_decay", self.weight_decay)
 
 
+def copy_rows(block: Tensor, rows: Tensor, first: int) -> None:
+    """Writes restored rows into a tensor.
+
+    Args:
+        block: [n, ...].
+        rows: [S, ...], changed in place.
+        first: row of `rows` that the block begins with.
+
+    Raises:
+        ValueError: the block has another shape than the rows, which would fill them with repetitions
+            of it, or leave some as they are.
+    """
+    height = block.shape[0] if block.ndim else 0
+    target = rows[first : first + height]
+    if target.shape != block.shape:
+        raise ValueError(f"found rows {list(block.shape)}, expected {list(target.shape)}")
+    target.copy_(block)
+
+
 class RowTable:
     """Vectors with their optimiser state.
 
@@ -190,16 +209,19 @@ class RowTable:
         Args:
             blocks: the first row of each block, and its tensors.
             num_steps: updates before the checkpoint, at which all rows were flushed.
+
+        Raises:
+            KeyError: a tensor is missing.
+            ValueError: a tensor has another shape.
         """
         self._mark_up_to_date(num_steps)
         own = self.tensors()
         for first, tensors in blocks:
             for name, tensor in own.items():
-                block = tensors[name]
-                tensor[first : first + len(block)] = block
+                copy_rows(tensors[name], tensor, first)
             if _LAST_STEP in tensors:
                 last_step_U = tensors[_LAST_STEP].to(self.last_step_S.device)
-                self.last_step_S[first : first + len(last_step_U)] = last_step_U
+                copy_rows(last_step_U, self.last_step_S, first)
                 self._decay.restore(tensors[_DECAY_SUMS], last_step_U, num_steps)
                 self._all_current_step = self._decay.first_step
 

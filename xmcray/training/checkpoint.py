@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file as load_arrays
@@ -34,6 +33,9 @@ from torch import Tensor, nn
 
 from xmcray import storage
 from xmcray.errors import StorageError, readable
+from xmcray.negatives.ledger import QueryBlock
+from xmcray.negatives.shortlists import check_state
+from xmcray.nn.row_table import copy_rows
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
 from xmcray.training.step import Stepper
@@ -52,12 +54,12 @@ class Checkpoint:
     Attributes:
         path: Its folder.
         step: Optimisation steps done.
-        state: Contents of state.json.
+        negatives: What `ShortlistFeed.state` returned.
     """
 
     path: Path
     step: int
-    state: Mapping[str, Any]
+    negatives: Mapping[str, Any]
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -124,10 +126,38 @@ def set_aside_newer(folder: Path, step: int) -> None:
 
 
 def remove_superseded(folder: Path, keep: int) -> None:
-    """Removes all checkpoints but the newest `keep`, and damaged ones that were set aside."""
-    superseded = [*_folders(folder)[keep:], *folder.glob(f"{_DAMAGED}-*")]
+    """Removes checkpoints older than the newest `keep` whole ones, and those that were set aside.
+
+    To hash gigabytes again at each save would cost too much. Here a checkpoint counts as whole if
+    its manifest and state are well-formed, and if all files have their sizes.
+    """
+    superseded = list(folder.glob(f"{_DAMAGED}-*"))
+    num_whole = 0
+    for path in _folders(folder):
+        if num_whole == keep:
+            superseded.append(path)
+        elif _is_whole(path):
+            num_whole += 1
     for path in superseded:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether nothing is wrong with a checkpoint; hashes are not compared."""
+    try:
+        open_checkpoint(path)
+    except StorageError:
+        return False
+    return True
+
+
+def negatives_needed(folder: Path) -> list[Mapping[str, Any]]:
+    """What each checkpoint says of the negatives that it needs.
+
+    Raises:
+        StorageError: a checkpoint is damaged, so what it needs is not known.
+    """
+    return [open_checkpoint(path).negatives for path in _folders(folder)]
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -140,20 +170,27 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint whose files are there and have their sizes; hashes are not compared.
 
     Raises:
-        StorageError: a file is missing or has another size.
+        StorageError: a file is missing or has another size, or the state is malformed.
     """
     _, manifest = storage.open_artifact(path, KIND, contents=False)
     with _readable(path):
-        state = storage.read_json(path / "state.json")
-        return Checkpoint(path, int(manifest.about["step"]), state)
+        step = int(manifest.about["step"])
+        negatives = storage.read_json(path / "state.json")["negatives"]
+        check_state(negatives, step)
+    return Checkpoint(path, step, negatives)
 
 
 def load(checkpoint: Checkpoint, stepper: Stepper, partition: LabelPartition) -> None:
-    """Restores encoder, optimisers and this rank's rows, whatever number of ranks saved them."""
+    """Restores encoder, optimisers and this rank's rows, whatever number of ranks saved them.
+
+    Raises:
+        StorageError: a file is malformed, or rows are missing.
+    """
     load_shared(checkpoint, stepper, checkpoint.step)
     for name, table in stepper.method.tables.items():
         blocks = row_blocks(checkpoint.path, name, partition.start, partition.stop)
-        table.load(blocks, checkpoint.step)
+        with _readable(checkpoint.path):
+            table.load(blocks, checkpoint.step)
     _load_state(checkpoint.path, stepper, partition)
 
 
@@ -165,7 +202,9 @@ def load_shared(checkpoint: Checkpoint, stepper: Stepper, num_steps: int) -> Non
     """
     load_encoder_weights(checkpoint, stepper)
     _load_other_modules(checkpoint.path, stepper)
-    stepper.optimizer.load(load_file(checkpoint.path / "optimizer.safetensors"), num_steps)
+    path = checkpoint.path / "optimizer.safetensors"
+    with _readable(path):
+        stepper.optimizer.load(load_file(path), num_steps)
 
 
 def module_shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:
@@ -196,8 +235,7 @@ def load_method(checkpoint: Checkpoint, stepper: Stepper, partition: LabelPartit
             only="weight",
         ):
             with _readable(checkpoint.path):
-                weight = tensors["weight"]
-                table.weight_SD[first : first + len(weight)] = weight
+                copy_rows(tensors["weight"], table.weight_SD, first)
     _load_state(checkpoint.path, stepper, partition)
 
 
@@ -210,19 +248,24 @@ def read_state(checkpoint: Checkpoint, name: str, num_labels: int) -> Tensor:
     blocks = []
     for _, tensors in row_blocks(checkpoint.path, STATE, 0, num_labels, only=name):
         blocks.append(tensors[name])
-    num_rows = sum(map(len, blocks))
-    _check_rows(checkpoint.path, num_rows, num_labels)
     return torch.cat(blocks)
 
 
-def collected(checkpoint: Checkpoint) -> list[dict[str, np.ndarray[Any, Any]]]:
+def collected(checkpoint: Checkpoint) -> list[QueryBlock]:
     """This rank's part of the query vectors that ranks had collected when they saved.
 
     The files are dealt out over the ranks of today, whatever number of ranks wrote them.
+
+    Raises:
+        StorageError: a file is malformed.
     """
     files = sorted(checkpoint.path.glob("collected-*.safetensors"))
     own_files = files[collectives.rank() :: collectives.num_ranks()]
-    return [load_arrays(file) for file in own_files]
+    blocks = []
+    for file in own_files:
+        with _readable(file):
+            blocks.append(QueryBlock.from_arrays(load_arrays(file)))
+    return blocks
 
 
 def row_blocks(
@@ -243,20 +286,36 @@ def row_blocks(
 
     Yields:
         The number of the block's first row, counted from `start`, and its tensors by name.
+
+    Raises:
+        StorageError: a file is malformed, or there are not all rows, each of them once.
     """
+    num_rows = 0
     for file_path in sorted(path.glob(f"{name}-*.safetensors")):
         with _readable(file_path), safe_open(file_path, framework="pt") as file:
             file_start = int(file_path.stem.rsplit("-", 1)[1])
             names = [only] if only else list(file.keys())
             slices = {key: file.get_slice(key) for key in names}
             height = slices[names[0]].get_shape()[0]
+            if any(rows.get_shape()[0] != height for rows in slices.values()):
+                raise ValueError("its tensors have different numbers of rows")
             # The part of the file that lies within start .. stop - 1.
             low = max(start - file_start, 0)
             high = min(stop - file_start, height)
             if low >= high:
                 continue
             tensors = {key: rows[low:high] for key, rows in slices.items()}
-        yield file_start + low - start, tensors
+            first = file_start + low - start
+            if first != num_rows:
+                raise ValueError(f"it begins with row {first}, expected {num_rows}")
+        yield first, tensors
+        num_rows += high - low
+    if num_rows != stop - start:
+        raise StorageError(
+            f"{path} has its {name} for {num_rows} labels, expected {stop - start}; another release"
+            " wrote it or it is damaged, resume from an earlier checkpoint or train again with"
+            " another --out"
+        )
 
 
 def _load_other_modules(path: Path, stepper: Stepper) -> None:
@@ -280,21 +339,10 @@ def _load_state(path: Path, stepper: Stepper, partition: LabelPartition) -> None
     own = stepper.method.state_tensors()
     if not own:
         return
-    num_rows = 0
     for first, tensors in row_blocks(path, STATE, partition.start, partition.stop):
-        for name, tensor in own.items():
-            rows = tensors[name]
-            tensor[first : first + len(rows)] = rows
-        num_rows += len(rows)
-    _check_rows(path, num_rows, partition.size)
-
-
-def _check_rows(path: Path, found: int, expected: int) -> None:
-    if found != expected:
-        raise StorageError(
-            f"{path} has the method's state for {found} labels, expected {expected};"
-            " another release wrote it, train again with another --out"
-        )
+        with _readable(path):
+            for name, tensor in own.items():
+                copy_rows(tensors[name], tensor, first)
 
 
 def other_modules(stepper: Stepper) -> dict[str, nn.Module]:

@@ -5,7 +5,6 @@ It knows neither Ray nor which method it trains.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import time
@@ -14,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from xmcray import storage
 from xmcray.data.batches import BatchSampler, TrainingData
 from xmcray.data.side_signal import side_signal
+from xmcray.errors import StorageError
 from xmcray.methods.base import Method, MethodContext
 from xmcray.methods.matryoshka import Matryoshka, PrefixEncode, check_prefixes
 from xmcray.methods.registry import method_entry
-from xmcray.negatives.ledger import Ledger
+from xmcray.negatives.ledger import Ledger, QueryBlock
 from xmcray.negatives.refresh import Refresher
 from xmcray.negatives.shortlists import ShortlistFeed
 from xmcray.nn.encoder import Encoder, build_encoder
@@ -257,7 +256,7 @@ class Loop:
             # A run that goes on from another one begins with a checkpoint of step 0.
             checkpoint = checkpoints.newest(self.run.path / START)
         negatives_state: Mapping[str, Any] = {}
-        collected: list[dict[str, np.ndarray[Any, Any]]] = []
+        collected: list[QueryBlock] = []
         if checkpoint is None:
             step = 0
             self.setup.method.start()
@@ -266,7 +265,7 @@ class Loop:
             if is_first:
                 checkpoints.set_aside_newer(self.run.checkpoints, step)
             checkpoints.load(checkpoint, self.setup.stepper, self.setup.partition)
-            negatives_state = checkpoint.state["negatives"]
+            negatives_state = checkpoint.negatives
             collected = checkpoints.collected(checkpoint)
         self.saved_step = step
         self.feed.restore(negatives_state, step, collected)
@@ -288,19 +287,18 @@ class Loop:
 
     def _retire_versions(self) -> None:
         """Removes versions of hard negatives, and their inputs, that no kept checkpoint needs."""
-        states = []
-        for path in self.run.checkpoints.glob("step-*/state.json"):
-            try:
-                negatives = json.loads(path.read_text(encoding="utf-8"))["negatives"]
-            except (OSError, ValueError, KeyError):
-                continue  # a damaged checkpoint needs nothing, because no run resumes from it
-            if negatives:
-                states.append(negatives)
+        try:
+            states = checkpoints.negatives_needed(self.run.checkpoints)
+        except StorageError:
+            # A copy of the damaged checkpoint may be put back, so what it may need stays until the
+            # checkpoint itself is removed.
+            return
+        states = [state for state in states if state]
         if not states:
             return
         if all(state["version"] is not None for state in states):
             used = [state["version"] for state in states]
-            used += [state["clusters_version"] for state in states if "clusters_version" in state]
+            used += [state["clusters_version"] for state in states]
             self.feed.ledger.retire(min(version for version in used if version is not None))
         for version in self.feed.ledger.versions():
             is_published = all(version.version in state["published"] for state in states)

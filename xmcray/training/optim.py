@@ -228,11 +228,15 @@ class EncoderOptimizer:
         Args:
             tensors: Optimiser state by name.
             num_steps: Steps done until then.
+
+        Raises:
+            KeyError, ValueError: The state is not that of these parameters.
         """
         for name, parameter in self.dense.items():
             state = _with_prefix(tensors, f"{name}/")
             if not state:
                 continue
+            _check_adam_state(name, state, parameter)
             moved = {key: value.to(parameter.device, copy=True) for key, value in state.items()}
             # AdamW keeps its counter on the CPU, unless it is fused.
             if not self._is_on_gpu():
@@ -243,6 +247,19 @@ class EncoderOptimizer:
             state = _with_prefix(tensors, f"{name}/")
             state["weight"] = table.weight_SD
             table.load([(0, state)], num_steps)
+        # Otherwise the state of parameters that are not trained here would be dropped in silence.
+        unknown = tensors.keys() - self.tensors().keys()
+        if unknown:
+            raise ValueError(f"found {min(unknown)}, which no parameter has")
+
+
+def _check_adam_state(name: str, state: Mapping[str, Tensor], parameter: Tensor) -> None:
+    """Raises ValueError if AdamW could not go on with a state."""
+    shapes = {key: value.shape for key, value in state.items()}
+    expected = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+    if shapes != expected:
+        found = {key: list(shape) for key, shape in shapes.items()}
+        raise ValueError(f"found {found} of {name} {list(parameter.shape)}")
 
 
 def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ def test_a_cut_run_goes_on_with_its_cache(data: TrainingData, tmp_path: Path) ->
     for step in range(2):
         setup.stepper.step(setup.sampler.batch(step, 0, 1), None)
     writer = CheckpointWriter(tmp_path, setup.stepper, setup.partition, keep=1)
-    writer.save(2, {})
+    writer.save(2, {"negatives": {}})
     writer.finish()
     found = checkpoint.newest(tmp_path)
     assert found is not None

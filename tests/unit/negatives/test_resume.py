@@ -215,6 +215,21 @@ def test_damaged_checkpoints_are_named_and_never_kept_in_place_of_whole_ones(
     assert torch.equal(setup.method.answer_rows(), undisturbed)
 
 
+def test_a_flipped_bit_in_the_state_of_an_older_checkpoint_changes_nothing(
+    corpus: Corpus, tmp_path: Path, undisturbed: torch.Tensor
+) -> None:
+    with pytest.raises(CutError):
+        loop_in(tmp_path, corpus, cut=17)[0].train()
+    older, _ = sorted((tmp_path / "checkpoints").iterdir())
+    state = older / "state.json"
+    text = state.read_text()
+    assert '"version"' in text
+    state.write_text(text.replace('"version"', '"wersion"'))
+    loop, setup, _ = loop_in(tmp_path, corpus)
+    loop.train()
+    assert torch.equal(setup.method.answer_rows(), undisturbed)
+
+
 def test_a_run_without_a_whole_checkpoint_starts_over_only_if_that_is_wanted(
     corpus: Corpus, tmp_path: Path, undisturbed: torch.Tensor
 ) -> None:

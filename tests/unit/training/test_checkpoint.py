@@ -7,12 +7,16 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import loops
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
 
 from xmcray import storage
 from xmcray.data.corpus import Corpus
@@ -76,6 +80,101 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Corpus, tmp_path: Path) -> 
         storage.open_artifact(newer, checkpoints.KIND)
 
 
+def cut_rows(checkpoint: Path) -> None:
+    """Leaves one row of the classifier out."""
+    path = checkpoint / "classifier-0000000000.safetensors"
+    save_file({name: rows[:-1].clone() for name, rows in load_file(path).items()}, path)
+
+
+def cut_momentum(checkpoint: Path) -> None:
+    """Leaves only the weights of the classifier."""
+    path = checkpoint / "classifier-0000000000.safetensors"
+    save_file({"weight": load_file(path)["weight"]}, path)
+
+
+def narrow_rows(checkpoint: Path) -> None:
+    """Leaves one column of the classifier, which would be repeated."""
+    path = checkpoint / "classifier-0000000000.safetensors"
+    save_file({name: rows[:, :1].clone() for name, rows in load_file(path).items()}, path)
+
+
+def write_other_optimizer(checkpoint: Path) -> None:
+    """Adds the state of a parameter that the encoder does not have."""
+    path = checkpoint / "optimizer.safetensors"
+    save_file({**load_file(path), "x": torch.zeros(1)}, path)
+
+
+def write_other_collected(checkpoint: Path) -> None:
+    save_arrays({"x": np.zeros(3)}, checkpoint / "collected-0000.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (cut_rows, "has its classifier for 22 labels, expected 23"),
+        (cut_momentum, "is malformed .KeyError"),
+        (narrow_rows, r"found rows \[23, 1\], expected \[23, 16\]"),
+        (write_other_optimizer, r"optimizer\.safetensors is malformed .* which no parameter has"),
+        (write_other_collected, r"collected-0000\.safetensors is malformed"),
+    ],
+)
+def test_a_malformed_checkpoint_with_a_manifest_that_fits_is_one_line(
+    corpus: Corpus, tmp_path: Path, change: Callable[[Path], None], message: str
+) -> None:
+    folder, _ = trained(tmp_path, corpus)
+    newest = max(folder.glob("step-*"))
+    change(newest)
+    renew(newest)
+    loop, _ = loop_in(tmp_path, corpus)
+    with pytest.raises(StorageError, match=message) as caught:
+        loop.train()
+    assert "\n" not in str(caught.value)
+
+
+NEGATIVES = {
+    "inputs": {},
+    "published": [0],
+    "version": 0,
+    "clusters_version": None,
+    "broken_at_step": None,
+}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"negatives": None},
+        {"negatives": []},
+        {"negatives": {"version": 0}},
+        {"negatives": {**NEGATIVES, "version": "0"}},
+        {"negatives": {**NEGATIVES, "version": -1}},
+        {"negatives": {**NEGATIVES, "published": [10**30]}},
+        {"negatives": {**NEGATIVES, "inputs": {"../../x": "0"}}},
+        {"negatives": {**NEGATIVES, "inputs": {"v00000-0000/queries/0.safetensors": None}}},
+    ],
+)
+def test_a_checkpoint_with_a_malformed_state_is_passed_over(
+    corpus: Corpus, tmp_path: Path, state: dict[str, Any]
+) -> None:
+    folder, _ = trained(tmp_path, corpus)
+    older, newer = sorted(folder.glob("step-*"))
+    storage.write_json(newer / "state.json", {"negatives": NEGATIVES})
+    renew(newer)
+    assert checkpoints.open_checkpoint(newer).negatives == NEGATIVES
+    storage.write_json(newer / "state.json", state)
+    renew(newer)
+    newest = checkpoints.newest(folder)
+    assert newest is not None
+    assert newest.path == older
+
+
+def renew(checkpoint: Path) -> None:
+    """Makes the manifest fit the files."""
+    manifest = storage.read_manifest(checkpoint, checkpoints.KIND)
+    storage.finish_manifest(checkpoint, checkpoints.KIND, manifest.about, {})
+
+
 def test_a_step_is_set_aside_twice(tmp_path: Path) -> None:
     # An attempt sets a checkpoint aside and ends before it saves; the step is damaged again later.
     (tmp_path / "step-00000010").mkdir()
@@ -92,6 +191,24 @@ def test_only_the_newest_stay(corpus: Corpus, tmp_path: Path) -> None:
     loop, _ = loop_in(tmp_path, corpus, "log.checkpoint_every=2", "log.keep=3")
     loop.train()
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+
+
+def test_damaged_checkpoints_do_not_count_as_kept(corpus: Corpus, tmp_path: Path) -> None:
+    """With three to keep, 6 stays although 9 is damaged, until 18 is there."""
+    loop, _ = loop_in(tmp_path, corpus)
+    writer = CheckpointWriter(tmp_path, loop.setup.stepper, loop.setup.partition, keep=3)
+
+    def save(step: int) -> list[str]:
+        writer.save(step, {"negatives": {}})
+        writer.finish()
+        return sorted(path.name.removeprefix("step-000000") for path in tmp_path.glob("step-*"))
+
+    for step in (3, 6, 9, 12):
+        kept = save(step)
+    assert kept == ["06", "09", "12"]
+    (tmp_path / "step-00000009" / "optimizer.safetensors").unlink()
+    assert save(15) == ["06", "09", "12", "15"]
+    assert save(18) == ["12", "15", "18"]
 
 
 @pytest.fixture

@@ -54,6 +54,8 @@ def astra(corpora: tuple[Corpus, Corpus], tmp_path_factory: pytest.TempPathFacto
 def rows_by_uid(run: Run, corpus: Corpus, folder: str, name: str) -> dict[str, dict[str, Any]]:
     """Tensors of each label in the newest checkpoint of a folder, by uid."""
     newest = sorted((run.path / folder).glob("step-*"))[-1]
+    if not any(newest.glob(f"{name}-*")):
+        return {}  # a method without state
     uids = corpus.label_uids(corpus.label_order)
     rows = {}
     for first, tensors in row_blocks(newest, name, 0, len(uids)):
