@@ -12,12 +12,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from bundles import TEXTS, write_bundle_of
 
 from xmcray import storage
 from xmcray.data import chunks
+from xmcray.data.append import rejected_rows
 from xmcray.data.chunks import survey
 from xmcray.data.formats import base, detect
 from xmcray.data.tokens import TextTokenizer, train_wordpiece
@@ -135,6 +138,42 @@ def test_a_gzip_of_newlines_is_refused_at_once(
     lines = base.read_lines(path)
     with pytest.raises(DataError, match="more than 200 times its size: a decompression bomb"):
         collections.deque(itertools.islice(lines, 40 << 20), maxlen=0)
+
+
+ROW = {"split": "train", "file": "train.jsonl", "line": 3, "reason": "no text"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]\n",
+        "{\n",
+        "[" * 100_000,
+        json.dumps({**ROW, "line": "3"}) + "\n",
+        json.dumps({**ROW, "split": "x"}) + "\n",
+        json.dumps({**ROW, "other": 1}) + "\n",
+        json.dumps({**ROW, "reason": None}) + "\n",
+        json.dumps(ROW) + "\n" + json.dumps(ROW) + "\n",
+    ],
+)
+def test_malformed_rows_that_a_corpus_left_out_are_one_line(text: str, tmp_path: Path) -> None:
+    card: Any = SimpleNamespace(rejected={"train": 1})
+    path = tmp_path / "rejected.jsonl"
+    path.write_text(json.dumps(ROW) + "\n")
+    assert [bad.line for _, bad in rejected_rows(tmp_path, card)] == [3]
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"rejected\.jsonl is damaged .*prepare the corpus again"):
+        collections.deque(rejected_rows(tmp_path, card), maxlen=0)
+
+
+def test_rows_that_a_corpus_left_out_are_read_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "rejected.jsonl").write_text(json.dumps(ROW) + "\n{")
+    card: Any = SimpleNamespace(rejected={"train": 2})
+    rows = rejected_rows(tmp_path, card)
+    assert next(rows)[1].line == 3
+    with pytest.raises(DataError, match="is damaged"):
+        next(rows)
 
 
 def test_rejected_rows_in_memory_are_bounded(

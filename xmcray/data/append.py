@@ -35,6 +35,7 @@ from xmcray.types import Int64Array, id_blocks
 
 REMOVED_UIDS = "removed_labels.jsonl"
 _SPLITS = ("labels", "train", "test")
+_LONGEST_LINE = 1 << 20  # of rejected.jsonl; a reason quotes the beginning of a text at most
 # Counts of odd rows that depend on all queries; the writer counts them anew.
 _COUNTED_ANEW = ("labels: never seen", "labels: seen only in test", *COUNTED)
 
@@ -293,7 +294,7 @@ def continued_writer(
     writer.odd = Counter(card.odd)
     for reason in _COUNTED_ANEW:
         writer.odd.pop(reason, None)
-    writer.rejected = _rejected_rows(corpus.path)
+    writer.earlier_rejected = rejected_rows(corpus.path, card)
     num_labels = max(card.num_labels, int(source.label_ids.max()) + 1)
     for name in _SPLITS:
         old = Split(corpus.path, name, card)
@@ -371,14 +372,42 @@ def _positives_by_label(split: Split, num_rows: int, num_labels: int) -> Int64Ar
     return counts
 
 
-def _rejected_rows(folder: Path) -> list[tuple[str, BadRow]]:
-    """The rows that were left out of a corpus."""
+def rejected_rows(folder: Path, card: Card) -> Iterator[tuple[str, BadRow]]:
+    """Split and reason of each row that was left out of a corpus.
+
+    They are read one after the other: no more than the card counts, and of a line no more than a row
+    can need.
+
+    Raises:
+        DataError: the file is malformed, or has another number of rows than the card says.
+    """
+    expected = sum(card.rejected.values())
     path = folder / "rejected.jsonl"
-    if not path.is_file():
-        return []
-    rejected = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        split = record.pop("split")
-        rejected.append((split, BadRow(**record)))
-    return rejected
+    if not path.is_file() and not expected:
+        return
+    with readable(f"{path} is damaged", "prepare the corpus again", DataError):
+        num_rows = 0
+        with path.open(encoding="utf-8") as file:
+            while line := file.readline(_LONGEST_LINE):
+                num_rows += 1
+                if num_rows > expected:
+                    break
+                yield _rejected_row(line)
+        if num_rows != expected:
+            raise ValueError(f"another number of rows than the card, which has {expected}")
+
+
+def _rejected_row(line: str) -> tuple[str, BadRow]:
+    """Split and reason of a row that was left out, from its line.
+
+    Raises:
+        KeyError, TypeError, ValueError, RecursionError: the line is malformed.
+    """
+    record = json.loads(line)
+    split = record.pop("split")
+    bad = BadRow(**record)
+    if split not in _SPLITS or type(bad.line) is not int:
+        raise ValueError(f"found the row {bad.line!r} of the split {split!r}")
+    if not (isinstance(bad.file, str) and isinstance(bad.reason, str)):
+        raise TypeError("file and reason are no texts")
+    return split, bad

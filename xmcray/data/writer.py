@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -90,6 +92,8 @@ class CorpusWriter:
         num_tokens: by split.
         odd: legal but unusual rows by reason.
         rejected: split and reason of every row left out.
+        earlier_rejected: the same of the corpus that is appended to, sorted; read once, at the end.
+        num_rejected: rows left out by split, counted when they are written.
         filters: by split, filter pairs of each shard.
         counts: by split, int64 [L]: queries that carry each label.
         arrays: by split, its files of token and label ids.
@@ -105,6 +109,8 @@ class CorpusWriter:
     num_tokens: Counter[str] = field(default_factory=Counter)
     odd: Counter[str] = field(default_factory=Counter)
     rejected: list[tuple[str, BadRow]] = field(default_factory=list)
+    earlier_rejected: Iterable[tuple[str, BadRow]] = ()
+    num_rejected: Counter[str] = field(default_factory=Counter)
     filters: dict[str, list[Int64Array]] = field(default_factory=dict)
     counts: dict[str, Int64Array] = field(default_factory=dict)
     arrays: dict[str, ArrayFiles] = field(default_factory=dict)
@@ -175,15 +181,19 @@ class CorpusWriter:
         self._card(tokenizer).save(self.folder / "card.yaml")
 
     def _write_rejected(self) -> None:
-        """Writes the rows that were left out, with the reasons, if there are any."""
-        if not self.rejected:
-            return
+        """Writes and counts the rows that were left out, with the reasons, if there are any."""
         # Shards arrive in any order, but the corpus must not depend on it.
         self.rejected.sort(key=_split_and_place)
-        with (self.folder / "rejected.jsonl").open("w", encoding="utf-8") as file:
-            for split, bad in self.rejected:
+        path = self.folder / "rejected.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for split, bad in heapq.merge(
+                self.earlier_rejected, self.rejected, key=_split_and_place
+            ):
                 record = {"split": split, **asdict(bad), "file": Path(bad.file).name}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                self.num_rejected[split] += 1
+        if not self.num_rejected:
+            path.unlink()
 
     def _count_unseen_labels(self) -> None:
         """Counts labels without a training query among the odd rows."""
@@ -212,7 +222,6 @@ class CorpusWriter:
         num_train = self.num_rows["train"]
         num_labels = self.num_rows["labels"]
         num_positives = int(self.counts["train"].sum())
-        rejected_by_split = Counter(split for split, _ in self.rejected)
         return Card(
             name=self.name,
             source=self.source.path.name,
@@ -242,7 +251,7 @@ class CorpusWriter:
             frequency=frequency_histogram(self.counts["train"]),
             # Sorted, so that equal corpora have equal cards. Adding a positive count drops zeros.
             odd=dict(sorted((+self.odd).items())),
-            rejected=dict(sorted(rejected_by_split.items())),
+            rejected=dict(sorted(self.num_rejected.items())),
         )
 
 
