@@ -5,7 +5,7 @@ and the number of workers changes; within an attempt ranks or the driver are kil
 wall clock jumps. What must hold:
 
     an attempt     ends, is killed, or refuses with one line; a traceback is a fault
-    a refusal      has a reason: without damage and with room on the disk, none is right
+    a refusal      has a reason: a full or failing disk, damage outside of the checkpoints, or in all of them
     after it       the newest whole checkpoint is at least as new as before; with the damage undone, the run goes on
     each start     begins at the step of the newest whole checkpoint
     the end        has the weights of an undisturbed run: byte for byte if the number of workers never changed
@@ -122,7 +122,7 @@ class TrainingMachine:
 
     def run_sequence(self, seed: int) -> None:
         """Plays one sequence; faults are added to the tally with the seed that repeats them."""
-        sequence = _Sequence(self, seed)
+        sequence = Sequence(self, seed)
         try:
             sequence.play()
         except AssertionError as error:
@@ -136,7 +136,7 @@ class TrainingMachine:
             self.tally.sequences += 1
 
 
-class _Sequence:
+class Sequence:
     """One run and what has happened to it."""
 
     def __init__(self, machine: TrainingMachine, seed: int) -> None:
@@ -229,7 +229,8 @@ class _Sequence:
         if outcome.kind == "refused":
             assert "\n" not in outcome.text
             is_failing = injection.what == "storage is slow and fails"
-            assert self.backups or is_full or is_failing, "refused without a reason"
+            has_reason = is_full or is_failing or self._is_damaged_for_good(before)
+            assert has_reason, f"refused without a reason: {outcome.text}"
             assert after >= before, f"whole checkpoints up to step {before}, then {after}"
         first = self.machine.notes / "first"
         if first.exists():
@@ -243,6 +244,13 @@ class _Sequence:
         if outcome.kind in ("refused", "done", "ended"):
             self.backups.clear()
         return outcome
+
+    def _is_damaged_for_good(self, whole_step: int) -> bool:
+        """Whether damage keeps the run from going on: in some checkpoints it does not."""
+        for path in self.backups:
+            if path.relative_to(self.out).parts[0] != "checkpoints":
+                return True
+        return bool(self.backups) and whole_step == 0
 
     @contextlib.contextmanager
     def _full_disk(self) -> Iterator[None]:

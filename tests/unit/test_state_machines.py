@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from served import Served
 from serving_machine import ServingMachine
-from training_machine import TrainingMachine
+from training_attempt import Injection
+from training_machine import Sequence, TrainingMachine
 
 from xmcray.serving.label_log import LabelLog
 from xmcray.training import checkpoint as checkpoints
@@ -53,6 +54,29 @@ def test_a_checkpoint_that_restores_other_rows_is_noticed(
     monkeypatch.setattr(checkpoints, "load", load_wrongly)
     training.run_sequence(TRAINING_SEEDS[0])
     assert "other weights" in training.tally.faults.pop()
+
+
+def test_a_refusal_while_a_checkpoint_is_whole_is_noticed(
+    training: TrainingMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = Sequence(training, TRAINING_SEEDS[0])
+    sequence.method = "astra"
+    sequence.workers = 0
+    sequence._try(Injection("kill the driver", 0, 16), is_full=False)
+    *_, newer = sorted((sequence.out / "checkpoints").glob("step-*"))
+    file = newer / "optimizer.safetensors"
+    sequence.backups[file] = file.read_bytes()
+    file.write_bytes(b"")
+    newest = checkpoints.newest
+
+    def refuse_damaged(folder: Path) -> checkpoints.Checkpoint | None:
+        for path in folder.glob("step-*"):
+            checkpoints.open_checkpoint(path)
+        return newest(folder)
+
+    monkeypatch.setattr(checkpoints, "newest", refuse_damaged)
+    with pytest.raises(AssertionError, match="refused without a reason"):
+        sequence._try(Injection(), is_full=False)
 
 
 def test_an_operation_that_is_acknowledged_and_not_written_is_noticed(
