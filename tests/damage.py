@@ -184,8 +184,35 @@ def search_bundle(path: Path) -> str:
 
 
 def use_run(path: Path, corpus: Corpus) -> str:
-    """Reports on a finished run, chooses the epochs of its refit, and exports it."""
+    """Reports on a finished run, chooses the epochs of its refit, exports it, and resumes it.
+
+    A refusal of the other uses is raised after the run was resumed, so that each file is used.
+    """
     run = Run.open(path)
+    refusal = None
+    answer = ""
+    try:
+        answer = _report_and_export(path, run, corpus)
+    except XmcrayError as error:
+        refusal = error
+    _resume(path, run, corpus)
+    if refusal is not None:
+        raise refusal
+    return answer
+
+
+def _resume(path: Path, run: Run, corpus: Corpus) -> None:
+    """Restores the last checkpoint of a run, as if it had been killed before its end was noted."""
+    killed = path.with_name(f"{path.name}-killed")
+    try:
+        shutil.copytree(path, killed)
+        (killed / "result.json").unlink(missing_ok=True)
+        train(corpus.path, killed, run.config)
+    finally:
+        shutil.rmtree(killed, ignore_errors=True)
+
+
+def _report_and_export(path: Path, run: Run, corpus: Corpus) -> str:
     record(run, corpus)
     parts: list[Any] = [
         (path / "report.html").read_text(encoding="utf-8"),

@@ -24,7 +24,7 @@ from xmcray.data.append import rejected_rows
 from xmcray.data.chunks import survey
 from xmcray.data.formats import base, detect
 from xmcray.data.tokens import TextTokenizer, train_wordpiece
-from xmcray.errors import BundleError, DataError, StorageError
+from xmcray.errors import BundleError, DataError, RunError, StorageError
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.state_folder import StateFolder
@@ -126,6 +126,13 @@ def test_a_damaged_record_that_chooses_the_epochs_is_one_line(record: str, tmp_p
     selection = Run(tmp_path, "id", RunConfig.resolve("astra", {}, []), tmp_path, "")
     with pytest.raises(StorageError, match=r"metrics\.jsonl is damaged \(.*\); pass --restart"):
         refit_config(selection)
+
+
+def test_a_damaged_result_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"steps": 3, "seconds": "x"}')
+    run = Run(tmp_path, "id", RunConfig.resolve("astra", {}, []), tmp_path, "")
+    with pytest.raises(RunError, match=r"result\.json is damaged .*; put a copy of it back"):
+        run.result()
 
 
 def test_a_gzip_of_newlines_is_refused_at_once(

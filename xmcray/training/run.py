@@ -326,7 +326,14 @@ class Run:
             if not path.exists():
                 return None
             result = storage.read_json(path)
-            return {**result, "steps": int(result["steps"])}
+            late_step = result.get("schedule_broken_at_step")
+            return {
+                **result,
+                "steps": int(result["steps"]),
+                "seconds": float(result.get("seconds", 0.0)),
+                "peak_memory_mb": float(result.get("peak_memory_mb", 0.0)),
+                "schedule_broken_at_step": None if late_step is None else int(late_step),
+            }
 
     def metrics(self) -> dict[str, Any] | None:
         """metrics.json, or None if the bundle was not measured."""
