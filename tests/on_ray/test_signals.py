@@ -28,6 +28,7 @@ SIGNALS = {
 
 
 WAIT_S = 600
+PROMISED_S = 10  # on an idle machine, from a signal to the command's end
 
 
 @ray.remote(num_cpus=0)
@@ -113,5 +114,7 @@ def test_a_wait_for_nodes_ends_at_a_signal(
     with handling(signal.SIGINT, interrupts), pytest.raises(ended):
         waiting_run(f"cluster.wait_s={WAIT_S}", *settings)
     watcher.close()
-    # 10 s are promised on an idle machine.
-    assert time.monotonic() - moments[0] < WAIT_S / 10
+    seconds = time.monotonic() - moments[0]
+    # Where more processes want to run than there are processors, each takes as much longer.
+    load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    assert seconds < PROMISED_S * max(1.0, load_per_core)
