@@ -103,6 +103,15 @@ class When(threading.Thread):
         self.join()
 
 
+def longest_end_s() -> float:
+    """Seconds within which a signal has to end a command: 10 on an idle machine.
+
+    Where more processes want to run than there are processors, each takes as much longer.
+    """
+    load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    return 10 * max(1.0, load_per_core)
+
+
 def wait_until(
     condition: Callable[[], bool], seconds: float, message: Callable[[], str], every: float = 0.1
 ) -> None:

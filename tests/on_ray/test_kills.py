@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ import ray
 from corpora import planted_corpus
 from loops import final_weights, trained_on_rank
 from pools import run_with_pool, train_with_pool
-from processes import When, kill, last_step, train_workers
+from processes import When, kill, last_step, longest_end_s, train_workers
 from ranks import on_ranks
 
 from xmcray.data.corpus import Corpus
 from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.pool import shard_name
 from xmcray.training.launch import train
+from xmcray.training.preemption import handling
 from xmcray.training.records import read_records
 from xmcray.training.run import Run, RunConfig
 
@@ -120,6 +122,30 @@ def test_workers_killed_and_stopped_and_index_actors_killed_mid_build(
     assert Run.open(out).result()["schedule_broken_at_step"] is None
     steps = [record["step"] for record in read_records(out / "metrics.jsonl") if "loss" in record]
     assert steps == sorted(set(steps)), "a step was recorded twice"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_interrupted_while_it_trains_a_run_resumes_exactly(
+    corpus: Path, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    """Other moments are in test_signals.py; benchmarks/soak_signals.py draws them at random."""
+    out = tmp_path / "run"
+    sent: list[float] = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = When(lambda: last_step(out) >= 40, interrupt)
+    # In a shell's background SIGINT is ignored from the start.
+    with handling(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        train(corpus, out, resolve())
+    assert time.monotonic() - sent[0] < longest_end_s()
+    watcher.close()
+    steps_before = last_step(out)
+    train(corpus, out, resolve())
+    assert last_step(out) > steps_before
+    assert final_weights(out) == undisturbed
 
 
 @pytest.mark.usefixtures("cluster")
