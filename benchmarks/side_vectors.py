@@ -36,6 +36,7 @@ PRESETS = (
     "astra/sample",
     "renee/sample",
     "dexml/sample",
+    "prime/sample",
     "astra/cdnjs-keywords",
     "dexml/cdnjs-keywords",
 )
