@@ -77,6 +77,36 @@ def inner_products(rows: Float32Array, query: Float32Array) -> Float32Array:
     return scores
 
 
+def best_inner_products(
+    rows: Float32Array, query: Float32Array, k: int
+) -> tuple[Float32Array, Int64Array]:
+    """The k rows with the largest inner products with one query, best first.
+
+    Args:
+        rows: contiguous float32 [n, D], possibly memory-mapped.
+        query: contiguous float32 [D].
+        k: wanted rows, at least 1.
+    Returns:
+        Scores float32 [k] with the bits of `inner_products`, and positions int64 [k], -1 where there is
+        no further row. Of rows with equal scores, any may come first or be left out. NaN is left out.
+    """
+    faiss = import_faiss()
+    num_rows, dim = rows.shape
+    scores = np.empty(k, np.float32)
+    positions = np.empty(k, np.int64)
+    faiss.knn_inner_product(
+        faiss.swig_ptr(query),
+        faiss.swig_ptr(rows),
+        dim,
+        1,
+        num_rows,
+        k,
+        faiss.swig_ptr(scores),
+        faiss.swig_ptr(positions),
+    )
+    return scores, positions
+
+
 def candidate_scores(
     rows: Float32Array, queries: Float32Array, candidates: Int64Array
 ) -> Float32Array:

@@ -24,6 +24,8 @@ from xmcray.types import Float32Array, Int64Array
 MOST_QUERIES = 4
 # Floats of vectors that keep a thread busy for about a millisecond.
 THREAD_FLOATS = 1 << 22
+# FAISS keeps so many best rows in a heap while it computes scores. More take it longer than us.
+MOST_KEPT = 99
 GROUP = 32  # scores of which only the maximum is compared at first
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -60,6 +62,10 @@ def best_rows(
         ids: int64 [n], id of each row; a row with a negative id is no answer.
         hidden: int64, positions of rows that are no answers to this query.
     """
+    if k < min(MOST_KEPT, len(vectors)) and not len(hidden) and _num_parts(vectors) == 1:
+        best = _best_at_once(vectors, query, k, ids)
+        if best is not None:
+            return best
     scores = _scores(vectors, query)
     scores[hidden] = -np.inf
     rows = reaching_kth(scores, k)
@@ -68,6 +74,22 @@ def best_rows(
         scores[np.isnan(scores) | (ids < 0)] = -np.inf
         rows = reaching_kth(scores, k)
     return BestRows(ids[rows], scores[rows])
+
+
+def _best_at_once(
+    vectors: Float32Array, query: Float32Array, k: int, ids: Int64Array
+) -> BestRows | None:
+    """The k best rows as FAISS finds them while it computes scores, or None if ids decide.
+
+    Args:
+        k: less than the number of vectors.
+    """
+    # The row after the last one shows whether rows with equal scores compete for the last place.
+    scores, rows = ann.best_inner_products(vectors, query, k + 1)
+    if rows[k] < 0 or scores[k] == scores[k - 1]:
+        return None
+    best_ids = ids[rows[:k]]
+    return None if best_ids.min() < 0 else BestRows(best_ids, scores[:k])
 
 
 def reaching_kth(scores: Float32Array, k: int, lowest: float = LOWEST) -> Int64Array:
@@ -90,13 +112,18 @@ def reaching_kth(scores: Float32Array, k: int, lowest: float = LOWEST) -> Int64A
 
 def _scores(vectors: Float32Array, query: Float32Array) -> Float32Array:
     """float32 [n], the inner products of all rows, computed by torch's number of threads."""
-    num_parts = min(torch.get_num_threads(), math.ceil(vectors.size / THREAD_FLOATS))
+    num_parts = _num_parts(vectors)
     if num_parts == 1:
         return ann.inner_products(vectors, query)
     parts = np.array_split(vectors, num_parts)
     # FAISS releases Python's lock while it computes.
     scores = _pool(num_parts).map(lambda rows: ann.inner_products(rows, query), parts)
     return np.concatenate(list(scores))
+
+
+def _num_parts(vectors: Float32Array) -> int:
+    """Threads that one query is worth."""
+    return min(torch.get_num_threads(), math.ceil(vectors.size / THREAD_FLOATS))
 
 
 @functools.cache

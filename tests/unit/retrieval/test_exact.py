@@ -69,6 +69,30 @@ def test_bits_of_one_querys_scores_depend_on_no_other_row_or_thread(monkeypatch)
     np.testing.assert_array_equal(parallel.ids, whole.ids)
 
 
+@pytest.mark.parametrize("k", [1, 10, 98, 300])
+def test_one_query_gets_the_definition_with_the_same_bits(k):
+    rng = np.random.default_rng(k)
+    vectors = rng.standard_normal((3000, 37), dtype=np.float32)
+    query = rng.standard_normal((1, 37), dtype=np.float32)
+    ids = rng.permutation(3000)
+    top = exact_search(vectors, query, k, ids)
+    score_of_id = np.empty(3000, np.float32)
+    score_of_id[ids] = ann.inner_products(vectors, query[0])
+    assert top.ids[0].tolist() == np.argsort(-score_of_id, kind="stable")[:k].tolist()
+    np.testing.assert_array_equal(top.scores[0], score_of_id[top.ids[0]])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_query_decides_ties_by_id(seed):
+    rng = np.random.default_rng(seed)
+    vectors, query = small_integers(rng, 500, 6), small_integers(rng, 1, 6)
+    ids = rng.permutation(500)
+    for k in (1, 7, 60):
+        found = exact_search(vectors, query, k, ids)
+        wanted = brute(vectors, query, k, ids)
+        np.testing.assert_array_equal(found.ids, wanted.ids)
+
+
 def test_one_query_is_answered_without_faiss(monkeypatch):
     rng = np.random.default_rng(0)
     vectors = small_integers(rng, 300, 6)
