@@ -8,6 +8,9 @@ loss, gradients of rows and of query vectors, SGD with momentum. 256 queries wit
 each, 2,048 uniform labels; ids are uniform over all labels, the worst case for the memory. The sizes take turns in
 blocks of steps, so that a disturbance meets all of them; the first steps of a block, which bring its rows back into
 the caches, do not count.
+
+The limit of the machine, for 10^5 labels and D = 256: a copy of as many bytes as a step touches, and matrix products of
+as many operations, timed in each round.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ HARD = 50
 POSITIVES = 2
 LR = 0.05
 OFFSET = -6.0
+LIMIT_LABELS, LIMIT_DIM = 10**5, 256  # the case that is compared with the limit of the machine
+LIMIT_GOAL = 1.8
 # As workers are started; malloc and OpenMP read them once, when the process begins.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -148,6 +153,59 @@ class Case:
             self.phases.append(list(np.diff(times)))
 
 
+@dataclass
+class MachineLimit:
+    """What a step of a case cannot do without, done at once.
+
+    Attributes:
+        copy_s: time of each copy. product_s: time of each round of products.
+    """
+
+    case: Case
+    copy_s: list[float] = field(default_factory=list)
+    product_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        columns = POOL + POSITIVES + HARD
+        self.query_GD = torch.randn(QUERIES, self.case.dim)
+        self.row_CD = torch.randn(columns, self.case.dim)
+        self.score_GC = torch.empty(QUERIES, columns)
+        self.query_gradient_GD = torch.empty_like(self.query_GD)
+        self.row_gradient_CD = torch.empty_like(self.row_CD)
+        self.source = torch.empty(0)
+
+    @property
+    def seconds(self) -> float:
+        return float(np.median(self.copy_s) + np.median(self.product_s))
+
+    def measure(self) -> None:
+        """One copy, and one product for the scores and each of the two gradients."""
+        if not len(self.source):
+            # A copy touches each byte twice: it is read here and written there.
+            self.source = torch.ones(int(self.case.bytes_touched) // 2 // 4)
+            self.target = torch.ones_like(self.source)
+        clock = self.case.clock
+        start = clock()
+        self.target.copy_(self.source)
+        copied = clock()
+        torch.mm(self.query_GD, self.row_CD.T, out=self.score_GC)
+        torch.mm(self.score_GC, self.row_CD, out=self.query_gradient_GD)
+        torch.mm(self.score_GC.T, self.query_GD, out=self.row_gradient_CD)
+        self.product_s.append(clock() - copied)
+        self.copy_s.append(copied - start)
+
+    def sentence(self) -> str:
+        """How far the step is from the limit."""
+        ratio = self.case.median / self.seconds
+        copy_ms = 1e3 * float(np.median(self.copy_s))
+        product_ms = 1e3 * float(np.median(self.product_s))
+        return (
+            f"{self.case.num_labels:,} labels, D = {self.case.dim}: {ratio:.2f} x the limit of the machine"
+            f" (goal {LIMIT_GOAL}), which is {copy_ms:.2f} ms for a copy of the touched bytes and {product_ms:.2f} ms"
+            " for matrix products of as many operations as the scores and both gradients take"
+        )
+
+
 def main() -> None:
     parser = new_parser(__doc__, out="classifier_step.md", anyway=True)
     parser.add_argument("--rounds", type=int, default=12, help="blocks of each size")
@@ -172,13 +230,16 @@ def main() -> None:
         else ([10**4, 10**5, 10**6], [10**4, 10**5, 10**6, 10**7])
     )
     cases = {(n, d): Case(n, d) for d, sizes in ((256, wide), (64, narrow)) for n in sizes}
+    limit = MachineLimit(cases[LIMIT_LABELS, LIMIT_DIM])
     for number in range(arguments.rounds):
         for case in cases.values():
             for i in range(arguments.steps + 2):
                 case.sampled(keep=i >= 2)
+        for _ in range(arguments.steps):
+            limit.measure()
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
     table = [row(case) for case in cases.values()]
-    notes = claims(cases)
+    notes = [*claims(cases), limit.sentence()]
     largest = cases[wide[-1], 256]
     sampled_s = largest.median
     largest.seconds = []
