@@ -119,7 +119,7 @@ def _write(
                 }
             )
             files = pack(number, texts, tokens, vocab_size, labels)
-            shard = PackedShard(split, number, files, size, len(tokens.values), [], Counter())
+            shard = PackedShard(split, number, files, size, len(tokens.values), [], Counter(), {})
             if labels is not None:
                 shard.label_ids = labels.values
             yield shard

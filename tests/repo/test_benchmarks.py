@@ -50,6 +50,19 @@ def test_every_benchmark_imports_and_has_help() -> None:
     assert failures == {}, "\n".join(failures.values())
 
 
+def sizes_of_a_synthetic_corpus(folder: Path) -> tuple[int, int]:
+    """Makes a small corpus in a folder; changes the modules of the process."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    importlib.import_module("data_sets").CACHE = folder
+    corpus = importlib.import_module("synthetic").corpus(40, 60)
+    return corpus.card.num_labels, len(corpus.split("train"))
+
+
+def test_synthetic_corpora_are_written_as_prepare_writes_them(tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(1) as copy:
+        assert copy.apply(sizes_of_a_synthetic_corpus, (tmp_path,)) == (40, 60)
+
+
 def test_every_setting_of_the_benchmarks_exists() -> None:
     known = setting_names()
     unknown = []
