@@ -91,6 +91,8 @@ class CheckpointWriter:
         self._own_files_written = threading.Event()
         self._cancelled = threading.Event()
         self._error: str | None = None
+        # Memory of the checkpoint before. Fresh memory takes longer to get than to fill.
+        self._buffers: dict[str, dict[str, Tensor]] = {}
 
     @property
     def is_writing(self) -> bool:
@@ -193,21 +195,39 @@ class CheckpointWriter:
         rows: dict[str, Mapping[str, Tensor]] = {}
         for name, table in method.tables.items():
             assert name != checkpoints.STATE, "the name is taken by the method's state tensors"
-            rows[name] = _copies(table.tensors())
-        rows[checkpoints.STATE] = _copies(method.state_tensors())
+            rows[name] = self._copies(name, table.tensors())
+        rows[checkpoints.STATE] = self._copies(checkpoints.STATE, method.state_tensors())
         modules: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         if self._is_first:
             for module_name, module in checkpoints.other_modules(self._stepper).items():
                 for name, tensor in module.state_dict().items():
                     modules[f"{module_name}/{name}"] = tensor
-            modules = _copies(modules)
-            optimizer = _copies(self._stepper.optimizer.tensors())
+            modules = self._copies("modules", modules)
+            optimizer = self._copies("optimizer", self._stepper.optimizer.tensors())
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies to pinned memory are complete
         num_ranks = collectives.num_ranks()
         body = {"step": step, "num_ranks": num_ranks, **state}
         return _Snapshot(step, num_ranks, rows, dict(collected), modules, optimizer, body)
+
+    def _copies(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies in host memory, pinned if they come from a GPU, in the order of their elements.
+
+        Args:
+            group: What these tensors belong to; their names are unique within it.
+        """
+        before = self._buffers.get(group, {})
+        copies = {}
+        for name, tensor in tensors.items():
+            source = tensor.detach()
+            copy = before.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (source.shape, source.dtype):
+                # safetensors refuses tensors whose memory is not in the order of their elements.
+                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            copies[name] = copy.copy_(source, non_blocking=True)
+        self._buffers[group] = copies
+        return copies
 
     def _write(self, snapshot: _Snapshot) -> None:
         """Runs in the thread: this rank's files, then, on rank 0, the whole checkpoint."""
@@ -280,17 +300,6 @@ def _yield_to_training() -> None:
         thread = threading.get_native_id()
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICE)
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory, pinned if they come from a GPU, in the order of their elements."""
-    copies = {}
-    for name, tensor in tensors.items():
-        source = tensor.detach()
-        # safetensors refuses tensors whose memory is not in the order of their elements.
-        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        copies[name] = copy.copy_(source, non_blocking=True)
-    return copies
 
 
 def _write_blocks(
