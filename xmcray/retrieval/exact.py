@@ -63,7 +63,12 @@ def exact_search(
         Ids int64 [Q, k] and scores float32 [Q, k]; -1 and -inf where there is no further row.
     """
     rows = AnswerableRows.of(len(vectors), len(queries), ids, hidden)
-    return from_keys(exact_keys(vectors, queries, empty_keys(len(queries), k), rows))
+    vector_ND = vectors if isinstance(vectors, Tensor) else as_tensor(vectors)
+    if hidden is None and len(queries) == 1:
+        answer = few_queries.answer_at_once(vector_ND, queries, k, rows.ids)
+        if answer is not None:
+            return answer
+    return from_keys(exact_keys(vector_ND, queries, empty_keys(len(queries), k), rows))
 
 
 def exact_keys(

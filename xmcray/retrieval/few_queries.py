@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xmcray.retrieval import ann
-from xmcray.types import Float32Array, Int64Array
+from xmcray.types import Float32Array, Int64Array, TopLabels
 
 # Up to so many queries are scored one by one. At 8 queries a matrix product is as fast
 # (benchmarks/one_query.py).
@@ -50,6 +50,29 @@ def is_faster(vector_ND: Tensor, num_queries: int) -> bool:
     return few and plain and vector_ND.is_contiguous() and ann.is_installed()
 
 
+def answer_at_once(
+    vector_ND: Tensor, queries: Float32Array, k: int, ids: Int64Array
+) -> TopLabels | None:
+    """The k best rows of one query, best first, as FAISS finds them; None if it cannot.
+
+    It cannot where more than the scores decide: equal scores, or rows that are no answers.
+
+    Args:
+        vector_ND: float32.
+        queries: float32 [1, D].
+        k: answers, at least 1.
+        ids: int64 [n], id of each row; a row with a negative id is no answer.
+    """
+    if not is_faster(vector_ND, 1):
+        return None
+    query = np.ascontiguousarray(queries[0], np.float32)
+    best = _best_at_once(vector_ND.numpy(), query, k, ids)
+    if best is None or (best.scores[1:] == best.scores[:-1]).any():
+        return None
+    # Adding 0.0 turns -0.0 into 0.0, as in other answers.
+    return TopLabels(best.ids[None], best.scores[None] + np.float32(0))
+
+
 def best_rows(
     vectors: Float32Array, query: Float32Array, k: int, ids: Int64Array, hidden: Int64Array
 ) -> BestRows:
@@ -62,10 +85,9 @@ def best_rows(
         ids: int64 [n], id of each row; a row with a negative id is no answer.
         hidden: int64, positions of rows that are no answers to this query.
     """
-    if k < min(MOST_KEPT, len(vectors)) and not len(hidden) and _num_parts(vectors) == 1:
-        best = _best_at_once(vectors, query, k, ids)
-        if best is not None:
-            return best
+    best = None if len(hidden) else _best_at_once(vectors, query, k, ids)
+    if best is not None:
+        return best
     scores = _scores(vectors, query)
     scores[hidden] = -np.inf
     rows = reaching_kth(scores, k)
@@ -79,11 +101,9 @@ def best_rows(
 def _best_at_once(
     vectors: Float32Array, query: Float32Array, k: int, ids: Int64Array
 ) -> BestRows | None:
-    """The k best rows as FAISS finds them while it computes scores, or None if ids decide.
-
-    Args:
-        k: less than the number of vectors.
-    """
+    """The k best rows, best first, as FAISS finds them while it computes scores; None if it cannot."""
+    if k >= min(MOST_KEPT, len(vectors)) or _num_parts(vectors) > 1:
+        return None
     # The row after the last one shows whether rows with equal scores compete for the last place.
     scores, rows = ann.best_inner_products(vectors, query, k + 1)
     if rows[k] < 0 or scores[k] == scores[k - 1]:

@@ -169,6 +169,9 @@ class ShardedIndex:
         if not k:
             return TopLabels.empty(num_queries)
         ids = self._row_numbers if names is None else names
+        searched = range(len(self.shards)) if numbers is None else numbers
+        if len(searched) == len(self.indexes) == 1:
+            return self.indexes[0].search(query_BD, k, ids, hidden, exact)
         rows = AnswerableRows.of(len(ids), num_queries, ids, hidden)
 
         def shard_keys(number: int) -> Tensor:
@@ -177,7 +180,6 @@ class ShardedIndex:
             shard_rows = rows.between(shard.start, shard.stop)
             return index.search_keys(query_BD, min(k, len(index)), shard_rows, exact)
 
-        searched = range(len(self.shards)) if numbers is None else numbers
         threads = min(torch.get_num_threads(), len(searched))
         # Shards have no ids in common, so the k best keys of all of them are the answer.
         if threads > 1 and num_queries <= MOST_QUERIES:
