@@ -78,6 +78,15 @@ def test_no_file_is_large() -> None:
     assert [p.name for p in tracked() if p.stat().st_size > 1 << 20] == []
 
 
+def test_no_ignored_file_is_tracked() -> None:
+    # A merge replaces ignored files without a word: a tracked .venv would delete the environment.
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip("not a git checkout: nothing tells which files belong to the project")
+    assert result.stdout.splitlines() == []
+
+
 def test_test_files_have_names_of_their_own() -> None:
     names = [path.name for path in tracked() if path.name.startswith("test_")]
     assert sorted(names) == sorted(set(names))
