@@ -117,7 +117,8 @@ def write_artifacts(folder: Path) -> dict[str, Artifact]:
     settings = [
         "encoder.dim=16",
         "optim.batch_size=32",
-        "optim.epochs=1",
+        "optim.epochs=3",
+        "negatives.start_epoch=2",
         "negatives.hard=4",
         "negatives.uniform=10",
         "method.init=zeros",
@@ -190,40 +191,41 @@ def use_run(path: Path, corpus: Corpus) -> str:
     """
     run = Run.open(path)
     refusal = None
-    answer = ""
+    parts: list[Any] = []
     try:
-        answer = _report_and_export(path, run, corpus)
+        record(run, corpus)
+        report = (path / "report.html").read_text(encoding="utf-8")
+        parts += [report, refit_config(run).to_dict(), _export(run)]
     except XmcrayError as error:
         refusal = error
-    _resume(path, run, corpus)
+    parts.append(_resume(path, run, corpus))
     if refusal is not None:
         raise refusal
-    return answer
+    return _fingerprint(parts)
 
 
-def _resume(path: Path, run: Run, corpus: Corpus) -> None:
-    """Restores the last checkpoint of a run, as if it had been killed before its end was noted."""
+def _resume(path: Path, run: Run, corpus: Corpus) -> dict[str, str]:
+    """Resumes a copy of a run, as if it had been killed before its end was noted, and exports it.
+
+    With the newest checkpoint damaged, the epoch after the one before is trained again.
+    """
     killed = path.with_name(f"{path.name}-killed")
     try:
         shutil.copytree(path, killed)
         (killed / "result.json").unlink(missing_ok=True)
         train(corpus.path, killed, run.config)
+        return _export(Run.open(killed))
     finally:
         shutil.rmtree(killed, ignore_errors=True)
 
 
-def _report_and_export(path: Path, run: Run, corpus: Corpus) -> str:
-    record(run, corpus)
-    parts: list[Any] = [
-        (path / "report.html").read_text(encoding="utf-8"),
-        refit_config(run).to_dict(),
-    ]
-    out = path.with_name(f"{path.name}-exported")
+def _export(run: Run) -> dict[str, str]:
+    """The SHA-256 of each file of a run's bundle, by name."""
+    out = run.path.with_name(f"{run.path.name}-exported")
     try:
         export_run(run, out)
         manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
-        parts.append({name: entry["sha256"] for name, entry in manifest["files"].items()})
-        return _fingerprint(parts)
+        return {name: entry["sha256"] for name, entry in manifest["files"].items()}
     finally:
         shutil.rmtree(out, ignore_errors=True)
 
