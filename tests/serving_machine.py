@@ -28,6 +28,8 @@ from damage import BYTES
 from served import ADMIN, TOKEN
 from serving_process import MODEL, Server
 
+from xmcray.storage import CARD
+
 EVENTS = {  # with how often each is drawn
     "change labels": 20,
     "change labels wrongly": 3,
@@ -191,7 +193,9 @@ class _Sequence:
         damaged = self.home / "damaged"
         shutil.rmtree(damaged, ignore_errors=True)
         shutil.copytree(self.home / "second", damaged)
-        path = self.draw.choice([path for path in damaged.rglob("*") if path.is_file()])
+        # The card, a page for readers, is no part of what the manifest proves.
+        files = [path for path in damaged.rglob("*") if path.is_file() and path.name != CARD]
+        path = self.draw.choice(sorted(files))
         data = path.read_bytes()
         path.unlink()
         if self.draw.random() < 0.8:

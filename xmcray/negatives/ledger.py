@@ -159,12 +159,16 @@ class VersionFolder:
 
     @property
     def published(self) -> bool:
-        """Whether every rank has published."""
+        """Whether every rank has published.
+
+        Raises:
+            ShortlistError: a rank's mark is malformed.
+        """
         marks = sorted(self.path.glob(_PUBLISHED))
         if not marks:
             return False
         # Every mark says how many there have to be.
-        num_ranks = int(_read_json(marks[0])["num_ranks"])
+        num_ranks = _read_number(marks[0], "num_ranks")
         return len(marks) == num_ranks
 
     @property
@@ -293,7 +297,7 @@ class VersionFolder:
         first_mark = min(self.path.glob(_PUBLISHED))
         body = {
             **about,
-            "snapshot_step": int(_read_json(first_mark)["snapshot_step"]),
+            "snapshot_step": _read_number(first_mark, "snapshot_step"),
             "size": entry.size,
             "sha256": entry.sha256,
         }
@@ -489,6 +493,11 @@ def _save(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     with _readable(path):
         return storage.read_json(path)
+
+
+def _read_number(path: Path, name: str) -> int:
+    with _readable(path):
+        return int(storage.read_json(path)[name])
 
 
 def _readable(path: Path) -> contextlib.AbstractContextManager[None]:

@@ -78,6 +78,14 @@ def test_an_altered_shortlist_is_refused(tmp_path: Path) -> None:
         folder.check()
 
 
+@pytest.mark.parametrize("mark", ["{}", '{"num_ranks": null}', '{"num_ranks": 1e999}', "[]", ""])
+def test_a_malformed_mark_of_a_rank_is_one_line(tmp_path: Path, mark: str) -> None:
+    folder = completed(Ledger(tmp_path), 0)
+    (folder.path / "published-0000.json").write_text(mark)
+    with pytest.raises(ShortlistError, match=r"published-0000\.json is damaged .*resume from"):
+        _ = folder.published
+
+
 def test_a_restore_keeps_the_blocks_that_the_checkpoint_lists(tmp_path: Path) -> None:
     """The checkpoint was written after step 3; the version was published later, and starts again."""
     ledger = Ledger(tmp_path)
