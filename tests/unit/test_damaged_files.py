@@ -157,6 +157,9 @@ ROW = {"split": "train", "file": "train.jsonl", "line": 3, "reason": "no text"}
         "[]\n",
         "{\n",
         "[" * 100_000,
+        "5\n",
+        # Longer than any reason can be, so not all of it is read.
+        json.dumps({**ROW, "reason": "x" * (1 << 20)}) + "\n",
         json.dumps({**ROW, "line": "3"}) + "\n",
         json.dumps({**ROW, "split": "x"}) + "\n",
         json.dumps({**ROW, "other": 1}) + "\n",

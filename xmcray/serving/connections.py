@@ -1,19 +1,22 @@
 """Limits of connections, which hold before any token is checked.
 
-uvicorn waits for the end of a request's head as long as its client likes, keeps all of it, and
-accepts connections until no file can be opened. The protocol here ends such connections. When
-there is no room, the connection that has been idle longest makes place for a new one, so idle
-sockets cannot keep others out.
+uvicorn waits for the end of a request's head as long as its client likes, keeps all of it, keeps
+all requests that are sent before the answers are read, and accepts connections until no file can
+be opened. The protocol here ends such connections.
+
+When there is no room, a new connection takes the place of the oldest one without a request that
+has a token. So nobody without a token can keep others out, whatever he sends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
+import select
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from xmcray.errors import ResourceError
 
@@ -21,8 +24,17 @@ MAX_HEAD = 32 * 1024  # bytes of request line and headers
 HEAD_S = 10.0  # from the connection, or the first byte of a later request, to the head's end
 LINGER_S = 2.0  # for a client to read an answer that refuses the rest of its request
 SEND_S = 30.0  # for a client to read an answer that is larger than the buffers
-BACKLOG = 256  # connections that the system may accept at a time, before they are counted
-FILES = 256  # open files of the process itself: bundles, log, threads, libraries
+PIPELINED = 4  # requests of a connection that wait for the answers to the requests before them
+LEAVING = 64  # connections that have no place any more and may read why
+# Connections that wait in the system. It drops what does not fit without a word, and the client
+# waits for its own time limit.
+BACKLOG = 1024
+# Connections that asyncio accepts in one round of its loop, and that count only in the next one. If
+# they were as many as all places, none would be left to a client whose request comes a round later.
+# uvloop accepts one in each round.
+ACCEPTED = 8
+FILES = 440  # open files of the process itself: bundles, log, threads, libraries
+KEEP_PLACE = "xmcray.keep_place"  # the extension of ASGI by which a request with a token is told
 REASONS = {
     413: "Content Too Large",
     431: "Request Header Fields Too Large",
@@ -43,8 +55,11 @@ class ConnectionRoom:
         self.max_request = 2 * max_body + MAX_HEAD
         self._size = size
         self._all: set[LimitedProtocol] = set()
-        # Dictionaries keep the order of insertion: the first one has been idle longest.
+        # Those whose place a new one may take. Dictionaries keep the order of insertion: the first
+        # one has been there longest. Requests without a token do not change the order.
         self._idle: dict[LimitedProtocol, None] = {}
+        # They count no more, and close as soon as their clients have read the refusal.
+        self._leaving: dict[LimitedProtocol, None] = {}
 
     def admit(self, connection: LimitedProtocol) -> bool:
         """Whether there is room for a new connection, which is idle at first."""
@@ -52,33 +67,41 @@ class ConnectionRoom:
             if not self._idle:
                 return False
             longest_idle = next(iter(self._idle))
-            self.forget(longest_idle)
-            longest_idle.transport.abort()
+            longest_idle.refuse(503)
         self._all.add(connection)
         self._idle[connection] = None
         return True
 
     def rest(self, connection: LimitedProtocol) -> None:
-        """Counts a connection as idle from now on."""
+        """Counts a connection as idle, from now on if it was not."""
         if connection in self._all:
             self._idle[connection] = None
 
-    def work(self, connection: LimitedProtocol) -> None:
-        """Counts a connection as having a request."""
+    def work(self, connection: LimitedProtocol) -> bool:
+        """Counts a connection as having a request with a token; whether it still has a place."""
         self._idle.pop(connection, None)
+        return connection in self._all
+
+    def leave(self, connection: LimitedProtocol) -> None:
+        """Frees the place of a connection that may read a little longer."""
+        self.forget(connection)
+        self._leaving[connection] = None
+        if len(self._leaving) > LEAVING:
+            next(iter(self._leaving)).abort()
 
     def forget(self, connection: LimitedProtocol) -> None:
         """Frees the place of a connection that ends."""
         self._all.discard(connection)
         self._idle.pop(connection, None)
+        self._leaving.pop(connection, None)
 
 
-class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol, httptools' or h11's, with limits of bytes, time and connections.
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits of bytes, time, requests and connections.
 
     Args:
         room: the connections of the server.
-        arguments: see uvicorn's protocols.
+        arguments: see uvicorn's protocol.
     """
 
     def __init__(self, room: ConnectionRoom, **arguments: Any) -> None:
@@ -88,6 +111,8 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._send_timer: asyncio.TimerHandle | None = None
         # Received since the last head that was complete.
         self._num_bytes = 0
+        # Nothing is read or written any more.
+        self._is_leaving = False
 
     def connection_made(self, transport: Any) -> None:
         """Starts the time in which a head has to come."""
@@ -95,7 +120,7 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         if self._room.admit(self):
             self._end_after(HEAD_S)
         else:
-            self._refuse(503)
+            self.refuse(503)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Frees the place."""
@@ -106,26 +131,39 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def data_received(self, data: bytes) -> None:
         """Counts what comes, and refuses a request with too long a head."""
-        if self.transport.is_closing():
+        # What comes on a connection that is ended is read, so that the system does not reset it
+        # before its client has read the answer.
+        if self._is_leaving or self.transport.is_closing():
             return
         cycle = self.cycle
         is_head = cycle is None or (cycle.response_complete and not cycle.more_body)
         is_first = self._num_bytes == 0
         self._num_bytes += len(data)
         super().data_received(data)
-        # uvicorn makes a new cycle at the end of each head.
-        if self.cycle is not cycle:
+        if self.transport.is_closing():
+            # The request was malformed.
+            self._set_timer(LINGER_S, self.abort)
+        elif self.cycle is not cycle:
+            # uvicorn makes a new cycle at the end of each head.
             self._num_bytes = 0
             self._cancel_timer()
-            self._room.work(self)
         elif is_head and self._num_bytes > MAX_HEAD:
-            self._refuse(431)
+            self.refuse(431)
         elif self._num_bytes > self._room.max_request:
             # An answer may be on its way, so nothing can be put in between.
-            self.transport.abort()
+            self.abort()
         elif is_head and is_first and cycle is not None:
             # The first byte ended uvicorn's own limit of idle time.
             self._end_after(HEAD_S)
+
+    def on_headers_complete(self) -> None:
+        """Starts a request, or ends a connection that has sent too many of them."""
+        if len(self.pipeline) >= PIPELINED:
+            self.abort()
+            # uvicorn reads all requests of one piece, unless the parser fails.
+            raise ConnectionAbortedError
+        self.scope["extensions"] = {KEEP_PLACE: {"call": self._keep_place}}
+        super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         """Lets the connection rest, or ends it if the rest of a request is not wanted."""
@@ -133,22 +171,28 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().on_response_complete()
         if self.transport.is_closing():
             # Closing waits until the client has read the answer.
-            self._set_timer(LINGER_S, self.transport.abort)
-        elif self.cycle.response_complete:
-            # Otherwise a further request of this connection is being answered.
-            self._room.rest(self)
-            if self.cycle.more_body:
-                self._end_after(LINGER_S)
+            self._set_timer(LINGER_S, self.abort)
+            return
+        self._room.rest(self)
+        # Otherwise a further request of this connection is being answered.
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._end_after(LINGER_S)
 
     def timeout_keep_alive_handler(self) -> None:
         """Ends a connection without a further request."""
-        self._end()
+        if self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        # uvloop looks at the time first. A request that waits in the system is not too late.
+        if not poll.poll(0):
+            self._end()
 
     def pause_writing(self) -> None:
         """Called when the client does not read what is sent."""
         super().pause_writing()
         if self._send_timer is None:
-            self._send_timer = self.loop.call_later(SEND_S, self.transport.abort)
+            self._send_timer = self.loop.call_later(SEND_S, self.abort)
 
     def resume_writing(self) -> None:
         """Called when the client reads again."""
@@ -157,8 +201,22 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._send_timer = None
         super().resume_writing()
 
-    def _refuse(self, status: int) -> None:
-        """Answers without the application, and ends the connection."""
+    def refuse(self, status: int) -> None:
+        """Answers without the application, and ends the connection.
+
+        A client may be sending a request on a connection that looks idle here. It reads that nothing
+        was done, and when to ask again.
+        """
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        # If a part of an answer is on its way, nothing can be put in between.
+        is_too_late = is_answering and (self.pipeline or cycle.response_started)
+        if is_too_late or self.transport.is_closing():
+            self.abort()
+            return
+        if is_answering:
+            # What the application answers is not sent.
+            cycle.disconnected = True
         reason = REASONS[status]
         lines = [
             f"HTTP/1.1 {status} {reason}",
@@ -172,14 +230,29 @@ class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self.transport.write("\r\n".join(lines).encode())
         self._end()
 
+    def abort(self) -> None:
+        """Ends the connection at once."""
+        self._room.forget(self)
+        self.transport.abort()
+
+    def _keep_place(self) -> bool:
+        """Keeps the connection's place until the answer; whether it still has one."""
+        return self._room.work(self)
+
     def _end_after(self, seconds: float) -> None:
         self._set_timer(seconds, self._end)
 
     def _end(self) -> None:
-        """Closes the connection; a client that does not read has a little time."""
-        self._room.forget(self)
-        self._set_timer(LINGER_S, self.transport.abort)
-        self.transport.close()
+        """Ends the connection; its client has a little time to read what was sent."""
+        if self.transport.is_closing():
+            self.abort()
+            return
+        self._is_leaving = True
+        self._set_timer(LINGER_S, self.abort)
+        # The client reads the end, and closes. Closing here would reset a connection whose client
+        # is still sending, and what it did not read yet would be lost.
+        self.transport.write_eof()
+        self._room.leave(self)
 
     def _set_timer(self, seconds: float, function: Callable[[], None]) -> None:
         self._cancel_timer()
@@ -200,7 +273,7 @@ def check_open_files(max_connections: int) -> None:
         ResourceError: fewer files may be open.
     """
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = max_connections + BACKLOG + FILES
+    needed = max_connections + LEAVING + ACCEPTED + FILES
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         raise ResourceError(
             f"this process may open {allowed} files, expected {needed} for {max_connections}"

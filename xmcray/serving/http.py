@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from xmcray import __version__
 from xmcray.errors import XmcrayError
 from xmcray.serving import interchange, schema
-from xmcray.serving.connections import MAX_HEAD
+from xmcray.serving.connections import KEEP_PLACE, MAX_HEAD
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.metrics import CONTENT_TYPE, ServingMetrics
 from xmcray.serving.problems import RETRY_AFTER_S, STATUS, TITLE, ProblemError, problem_of
@@ -243,6 +243,9 @@ class _Guard:
         try:
             try:
                 _check_head(scope)
+                # First: without a token no other limit can be probed.
+                self._check_token(path, headers.get("authorization"))
+                _check_place(path, scope)
                 receive_body = await self._check(path, headers, receive)
             except ProblemError as problem:
                 await _answer_problem(problem, request_id)(scope, receive, send_counted)
@@ -258,20 +261,17 @@ class _Guard:
             metrics.seconds.labels(route).observe(time.perf_counter() - begin)
 
     async def _check(self, path: str, headers: Headers, receive: Receive) -> Receive:
-        """Checks a request before it is parsed.
+        """Checks a request with a valid token before it is parsed.
 
         Returns:
             The function from which the application receives the body.
         Raises:
-            ProblemError: no valid token, too many requests, or the body is too large or late.
+            ProblemError: too many requests, or the body is too large or late.
         """
-        # First: without a token no other limit can be probed.
-        self._check_token(path, headers.get("authorization"))
         if path in LIMITED_PATHS:
             self._gateway.service.check_room()
         if path in PUBLIC_PATHS:
-            # Their routes read no body. Waiting for one would let anyone hold a connection that
-            # counts as working, and so is not closed for others.
+            # Their routes read no body, and anyone could let them wait for one.
             return receive
         try:
             async with asyncio.timeout(self._gateway.service.config.deadline_ms / 1000):
@@ -326,6 +326,20 @@ def _check_head(scope: Scope) -> None:
     if num_bytes > MAX_HEAD:
         message = f"path and headers have {num_bytes:,} bytes, expected at most {MAX_HEAD:,}"
         raise ProblemError("long-header", message)
+
+
+def _check_place(path: str, scope: Scope) -> None:
+    """Keeps the connection for a request with a token; see connections.py.
+
+    Ray Serve's proxy has no such limit.
+
+    Raises:
+        ProblemError: another connection has taken the place.
+    """
+    extension = scope.get("extensions", {}).get(KEEP_PLACE)
+    if path not in PUBLIC_PATHS and extension is not None and not extension["call"]():
+        # The client was told that nothing was done.
+        raise ProblemError("overloaded", "the connection was closed for another one; ask again")
 
 
 def _path(scope: Scope) -> str:

@@ -19,6 +19,7 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from xmcray.serving import metrics, rpc
 from xmcray.serving.connections import (
+    ACCEPTED,
     BACKLOG,
     HEAD_S,
     MAX_HEAD,
@@ -171,10 +172,8 @@ def http_server(app: FastAPI, max_connections: int, max_body: int) -> uvicorn.Se
         uvicorn.Config(
             app,
             http=functools.partial(LimitedProtocol, room),  # type: ignore[arg-type]
-            # h11's own limit, 16 kB, would end a head before ours. This is more than one read.
-            h11_max_incomplete_event_size=1 << 20,
             ws="none",
-            backlog=BACKLOG,
+            backlog=ACCEPTED,
             log_config=None,  # as all other logs
             # A warning for each malformed request would let anyone fill the log.
             log_level="error",
@@ -226,6 +225,13 @@ class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn raises them again when it stops, and would end the process
     before its log.
     """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to listen, with more room in the system than is accepted at a time."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            # asyncio has one number for both.
+            listener.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import re
 import resource
 import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -21,8 +23,16 @@ from served import ADMIN, TOKEN
 
 from xmcray.errors import ResourceError
 from xmcray.serving import connections, local
-from xmcray.serving.connections import MAX_HEAD, check_open_files
+from xmcray.serving.connections import (
+    KEEP_PLACE,
+    LEAVING,
+    MAX_HEAD,
+    PIPELINED,
+    LimitedProtocol,
+    check_open_files,
+)
 from xmcray.serving.coordinator import SnapshotCoordinator
+from xmcray.serving.http import create_app
 from xmcray.serving.local import LocalGateway, listening
 from xmcray.serving.search_pb2 import SearchRequest
 from xmcray.serving.search_pb2_grpc import RetrieverStub
@@ -185,6 +195,124 @@ async def test_no_idle_connection_means_a_refusal(tmp_path: Path) -> None:
         assert await status_of(refused) == 503
 
 
+@pytest.fixture
+def protocols(monkeypatch: pytest.MonkeyPatch) -> list[LimitedProtocol]:
+    """The server's sides of the connections, whose buffers are small."""
+    found = []
+    original = LimitedProtocol.connection_made
+
+    def connection_made(self: LimitedProtocol, transport: asyncio.Transport) -> None:
+        found.append(self)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        transport.set_write_buffer_limits(high=0)
+        original(self, transport)
+
+    monkeypatch.setattr(LimitedProtocol, "connection_made", connection_made)
+    return found
+
+
+async def test_few_requests_wait_for_the_answers_before_them(tmp_path: Path) -> None:
+    last = HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    async with server_with(tmp_path) as server:
+        # The first one is being answered while the others wait.
+        reader, _ = await server.connect(HEALTH * PIPELINED + last)
+        assert (await ended(reader)).count(b"200 OK") == PIPELINED + 1
+        reader, _ = await server.connect(HEALTH * (PIPELINED + 1) + last)
+        assert await ended(reader) == b""
+
+
+async def test_requests_without_a_token_hold_no_place(
+    tmp_path: Path, protocols: list[LimitedProtocol]
+) -> None:
+    async with server_with(tmp_path, max_connections=4) as server:
+        for number in range(4):
+            _, writer = await server.connect()
+            small = writer.get_extra_info("socket")
+            small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            # The client never reads its answers, so that one of them stays unfinished.
+            writer.transport.pause_reading()
+            while len(protocols) <= number or not protocols[number].flow.write_paused:
+                writer.write(HEALTH)
+                await asyncio.sleep(0)
+        other, _ = await server.connect(HEALTH)
+        assert await status_of(other) == 200
+
+
+async def test_who_loses_his_place_reads_when_to_come_back(tmp_path: Path) -> None:
+    """A client may have sent its next request already. It must not wait, nor wonder."""
+    async with server_with(tmp_path, max_connections=2) as server:
+        kept, writer = await server.connect(HEALTH)
+        assert await status_of(kept) == 200
+        await kept.readexactly(len('{"status":"ok"}'))
+        for _ in range(2):
+            other, _ = await server.connect(HEALTH)
+            assert await status_of(other) == 200
+        writer.write(HEALTH)
+        answer = await kept.read()
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in answer
+
+
+async def test_few_connections_wait_until_their_clients_leave(
+    tmp_path: Path, protocols: list[LimitedProtocol]
+) -> None:
+    async with server_with(tmp_path, max_connections=2) as server:
+        num_clients = 2 + LEAVING + 8
+        # None of them closes its side.
+        clients = [await server.connect() for _ in range(num_clients)]
+        while len(protocols) < num_clients:
+            await asyncio.sleep(0)
+        num_open = sum(not protocol.transport.is_closing() for protocol in protocols)
+        assert num_open == 2 + LEAVING
+        assert len(clients) == num_clients
+
+
+async def test_a_request_that_arrives_when_the_idle_time_ends_is_answered(
+    tmp_path: Path, protocols: list[LimitedProtocol]
+) -> None:
+    async with server_with(tmp_path) as server:
+        reader, writer = await server.connect(HEALTH)
+        assert await status_of(reader) == 200
+        await reader.readexactly(len('{"status":"ok"}'))
+        # The request is in the system's buffers, and the event loop has not seen it.
+        os.write(writer.get_extra_info("socket").fileno(), HEALTH)
+        protocols[0].timeout_keep_alive_handler()
+        assert await status_of(reader) == 200
+
+
+async def test_a_request_without_a_place_is_not_worked_on(tmp_path: Path) -> None:
+    """Its client was told so."""
+    for name, token in (("token", TOKEN), ("admin-token", ADMIN)):
+        new_token_file(tmp_path / name).write_text(token)
+    config = ServeConfig(bundles={"a": "none"}, state_dir=str(tmp_path))
+    app = create_app(LocalGateway(config, NoModels(config)))
+
+    async def without_place(scope: Any, receive: Any, send: Any) -> None:
+        scope["extensions"] = {KEEP_PLACE: {"call": lambda: False}}
+        await app(scope, receive, send)
+
+    transport = httpx.ASGITransport(without_place)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        answer = await client.get("/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert answer.status_code == 503
+    assert answer.json()["type"] == "urn:xmcray:overloaded"
+
+
+async def test_many_clients_may_connect_at_the_same_moment(tmp_path: Path) -> None:
+    """The system drops connections for which its queue has no room, and tells nobody."""
+    port = free_port()
+    for name, token in (("token", TOKEN), ("admin-token", ADMIN)):
+        new_token_file(tmp_path / name).write_text(token)
+    config = ServeConfig(bundles={"a": "none"}, state_dir=str(tmp_path), max_connections=2)
+    gateway = LocalGateway(config, NoModels(config))
+    async with listening(gateway, "127.0.0.1", port, 0):
+        with contextlib.ExitStack() as closing:
+            # The server accepts nothing meanwhile: this is its thread.
+            for _ in range(600):
+                address = ("127.0.0.1", port)
+                closing.enter_context(socket.create_connection(address, timeout=0.5))
+
+
 def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
     check_open_files(512)
@@ -276,12 +404,16 @@ async def test_searches_are_answered_during_a_flood(tmp_path: Path) -> None:
     with served.listening(tmp_path, bundles, max_connections=32) as address:
         port = httpx.URL(address).port
         assert port is not None
-        flood = []
-        for first, piece in [idle] * 50 + [endless] * 5 + [slow] * 10:
-            flood.append(asyncio.create_task(hold(port, first, piece)))
         headers = {"Authorization": f"Bearer {TOKEN}"}
         working = re.compile(r"^xmcray_requests_in_flight.* 11\.0$", re.MULTILINE)
-        async with asyncio.timeout(60), httpx.AsyncClient(base_url=address, timeout=30) as client:
+        async with (
+            asyncio.timeout(60),
+            httpx.AsyncClient(base_url=address, timeout=30) as client,
+            asyncio.TaskGroup() as group,
+        ):
+            flood = []
+            for first, piece in [idle] * 50 + [endless] * 5 + [slow] * 10:
+                flood.append(group.create_task(hold(port, first, piece)))
             # The bodies are being waited for, and this request is the eleventh.
             while not working.search((await client.get("/metrics", headers=headers)).text):
                 await asyncio.sleep(0.01)
@@ -292,8 +424,8 @@ async def test_searches_are_answered_during_a_flood(tmp_path: Path) -> None:
                     headers=headers | {"Connection": "close"},
                 )
                 assert len(answer.json()["results"][0]["answers"]) == 10
-        for task in flood:
-            task.cancel()
+            for task in flood:
+                task.cancel()
 
 
 async def hold(port: int, first: bytes, piece: bytes) -> None:
@@ -306,6 +438,7 @@ async def hold(port: int, first: bytes, piece: bytes) -> None:
                 writer.write(piece)
                 # Reads what comes, so that the end is noticed.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(reader.read(4096), 0.02)
+                    async with asyncio.timeout(0.02):
+                        await reader.read(4096)
             writer.close()
         await asyncio.sleep(0.1)
