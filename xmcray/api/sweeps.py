@@ -166,7 +166,7 @@ def _without_missing_models(space_file: Mapping[str, Any], where: str) -> dict[s
     Raises:
         ConfigError: no choice would be left.
     """
-    from xmcray.nn import transformer
+    from xmcray.nn import pretrained
     from xmcray.tuning.space import parse_space
 
     kept = dict(space_file)
@@ -176,7 +176,7 @@ def _without_missing_models(space_file: Mapping[str, Any], where: str) -> dict[s
         for model in space[name].values_to_check():
             try:
                 if model not in ("", "static"):
-                    transformer.find(str(model))
+                    pretrained.find(str(model))
             except ConfigError as error:
                 problem = f"{where}: {name}: {error}"
                 logger.warning("%s; it is left out", problem)

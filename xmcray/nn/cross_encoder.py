@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from xmcray.errors import BundleError, one_line
-from xmcray.nn import transformer
+from xmcray.nn import pretrained
 from xmcray.types import Float32Array, spans
 
 MAX_LEN = 128
@@ -51,10 +51,10 @@ class CrossEncoder:
             BundleError: no such model, damaged, or one with several outputs.
             ConfigError: neither a folder nor on the hub.
         """
-        folder = transformer.find(name, "cross-encoder", "cross-encoder/ms-marco-MiniLM-L6-v2")
+        folder = pretrained.find(name, "cross-encoder", "cross-encoder/ms-marco-MiniLM-L6-v2")
         try:
             options = {"num_labels": 1} if new_head else {}
-            with transformer.quiet():
+            with pretrained.quiet():
                 tokenizer = transformers.AutoTokenizer.from_pretrained(
                     folder, trust_remote_code=False
                 )
@@ -71,7 +71,7 @@ class CrossEncoder:
                 f"{name} cannot be read as a cross-encoder ({one_line(str(error))[:200]}); give a"
                 " model for pairs of texts"
             ) from error
-        transformer.fill_constants(model)
+        pretrained.fill_constants(model)
         if model.config.num_labels != 1 or (info["missing_keys"] and not new_head):
             raise BundleError(
                 f"{name} has {model.config.num_labels} outputs and {len(info['missing_keys'])} missing"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from xmcray import storage
 from xmcray.errors import ConfigError
-from xmcray.nn import transformer
+from xmcray.nn import pretrained, transformer
 from xmcray.nn.transformer import TransformerEncoder
 from xmcray.types import Ragged
 
@@ -48,7 +48,7 @@ def distilled_tokens(name: str, tokenizer: TextTokenizer) -> Tensor:
         ConfigError: there is no such transformer.
         StorageError: the cache cannot be written.
     """
-    model = transformer.find(name)
+    model = pretrained.find(name)
     key = _key(model, tokenizer)
     cache = storage.cache_folder()
     path = cache / f"tokens-{key}.npy"

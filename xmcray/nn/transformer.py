@@ -1,74 +1,34 @@
-"""Any encoder of the transformers library; folders are those of sentence-transformers.
-
-Only safetensors weights are read, and no code of a model's repository is run.
-"""
+"""Any encoder of the transformers library; folders are those of sentence-transformers."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import inspect
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import huggingface_hub
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from xmcray.errors import BundleError, ConfigError, one_line
-from xmcray.nn import lora, packed
+from xmcray.nn import lora, packed, pretrained, sentence_folder
 from xmcray.nn.encoder import WEIGHTS, Encoder, EncoderConfig, principal_axes
 from xmcray.nn.frozen import EncodedTexts
-from xmcray.nn.module_files import save_settings, save_weights
+from xmcray.nn.micro_batches import micro_batches, token_batches
 from xmcray.parallel import collectives
 from xmcray.parallel.transfers import to_device
-from xmcray.storage import read_json
-from xmcray.types import Int64Array, Ragged, offsets_of, spans, to_torch
+from xmcray.types import Int64Array, Ragged, to_torch
 
 if TYPE_CHECKING:
     from xmcray.data.tokens import TextTokenizer
 
-# Prompts and similarity of a sentence-transformers folder; data/tokens.py reads the prompts too.
-SENTENCE_SETTINGS = "config_sentence_transformers.json"
-# Similarities that an inner product stands for, perhaps of normalised vectors.
-SIMILARITIES = (None, "cosine", "dot", "dot_product")
-# How sentence-transformers names the ways of pooling.
-POOLINGS = {
-    "mean": "mean",
-    "cls": "cls",
-    "last_token": "lasttoken",
-    "weighted_mean": "weightedmean",
-}
-# How sentence-transformers 6 names the parts of a folder.
-MODULES = {
-    "Transformer": "sentence_transformers.base.modules.transformer.Transformer",
-    "Pooling": "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
-    "Dense": "sentence_transformers.base.modules.dense.Dense",
-    "Normalize": "sentence_transformers.sentence_transformer.modules.normalize.Normalize",
-}
-HUB_FILES = [
-    "*.json",
-    "*.txt",
-    "*.model",
-    "model*.safetensors",
-    "*/config.json",
-    "*_Dense/model.safetensors",
-]
 # Texts whose vectors decide how the projection of a frozen transformer starts.
 FITTED_TEXTS = 32_768
-# Names of dropout rates in the settings of BERT and of DistilBERT.
-DROPOUT_RATES = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "dropout",
-    "attention_dropout",
-)
+# Similarities that an inner product stands for, perhaps of normalised vectors.
+SIMILARITIES = (None, "cosine", "dot", "dot_product")
 
 
 class TransformerEncoder(Encoder):
@@ -304,57 +264,12 @@ class TransformerEncoder(Encoder):
         if self.adapted:
             state = lora.merged_state(self.model)
             lora.save_adapters(self.model, folder)
-        with quiet():
+        with pretrained.quiet():
             self.model.save_pretrained(folder, max_shard_size="1TB", state_dict=state)
             self.tokenizer.save_pretrained(folder)
         hidden = int(self.model.config.hidden_size)
-        output = {"method": "forward", "method_output_name": "last_hidden_state"}
-        transformer = {
-            "transformer_task": "feature-extraction",
-            "modality_config": {"text": output},
-            "module_output_name": "token_embeddings",
-        }
-        save_settings(folder / "sentence_bert_config.json", transformer)
-        # The transformer lies in the folder itself, the other parts in folders by number and kind.
-        parts = [("Transformer", "")]
-
-        def add_part(kind: str, settings: dict[str, Any]) -> Path:
-            name = f"{len(parts)}_{kind}"
-            parts.append((kind, name))
-            (folder / name).mkdir(exist_ok=True)
-            save_settings(folder / name / "config.json", settings)
-            return folder / name
-
-        pooling = {
-            "embedding_dimension": hidden,
-            "pooling_mode": POOLINGS[self.pooling],
-            "include_prompt": True,
-        }
-        add_part("Pooling", pooling)
-        if self.projection is not None:
-            dense = {
-                "in_features": hidden,
-                "out_features": self.dim,
-                "bias": False,
-                "activation_function": "torch.nn.modules.linear.Identity",
-            }
-            path = add_part("Dense", dense)
-            save_weights(path / WEIGHTS, {"linear.weight": self.projection.weight})
-        if self.normalize:
-            add_part("Normalize", {})
-        modules = []
-        for number, (kind, name) in enumerate(parts):
-            module = {"idx": number, "name": str(number), "path": name, "type": MODULES[kind]}
-            modules.append(module)
-        save_settings(folder / "modules.json", modules)
-        sentence_settings: dict[str, Any] = {}
-        if any(self.prompts.values()):
-            sentence_settings["prompts"] = dict(self.prompts)
-        if self.similarity is not None:
-            sentence_settings["similarity_fn_name"] = self.similarity
-        if sentence_settings:
-            sentence_settings["model_type"] = "SentenceTransformer"
-            save_settings(folder / SENTENCE_SETTINGS, sentence_settings)
+        sentence_folder.write_parts(folder, hidden, self.pooling, self.projection, self.normalize)
+        sentence_folder.write_sentence_settings(folder, self.prompts, self.similarity)
 
     def restore(self, folder: Path) -> None:
         """As for other encoders; adapters are restored as they were, and not merged."""
@@ -371,80 +286,13 @@ def _at_least_float32(states: Tensor) -> Tensor:
     return states.float() if states.dtype == torch.bfloat16 else states
 
 
-def token_batches(lengths: Int64Array, max_tokens: int) -> list[Int64Array]:
-    """Rows of texts, shortest first, cut into batches of about `max_tokens` tokens.
-
-    Empty texts are left out.
-
-    Args:
-        lengths: int64 [B], tokens per text.
-    """
-    order = _by_length(lengths)
-    if len(order) == 0:
-        return []
-    # A text belongs to the batch in which its last token falls.
-    batch = (np.cumsum(lengths[order]) - 1) // max_tokens
-    # A cut lies where the number of the batch changes.
-    cuts = np.flatnonzero(np.diff(batch)) + 1
-    return np.split(order, cuts)
-
-
-def _by_length(lengths: Int64Array) -> Int64Array:
-    """Rows of the texts that have a token, shortest first."""
-    order = np.argsort(lengths, kind="stable")
-    return order[lengths[order] > 0]
-
-
-def micro_batches(lengths: Int64Array, call_tokens: int, max_tokens: int) -> list[Int64Array]:
-    """Rows of texts grouped so that padded tokens plus `call_tokens` per group are fewest.
-
-    Empty texts are left out.
-
-    Args:
-        lengths: int64 [B], tokens per text.
-        call_tokens: what one more call of the model costs, in tokens.
-        max_tokens: padded tokens of one group at most (a longer text stands alone).
-
-    Returns:
-        Row numbers of each group, shortest texts first.
-    """
-    order = _by_length(lengths)
-    if len(order) == 0:
-        return []
-    widths, counts = np.unique(lengths[order], return_counts=True)
-    num_widths = len(widths)
-    ends = offsets_of(counts)
-    # Dynamic programming. cheapest[j]: cost of the texts of the j smallest widths, split best.
-    # Their last group holds the widths first_width[j] .. j - 1, each padded to the largest of them.
-    cheapest = np.zeros(num_widths + 1)
-    first_width = np.zeros(num_widths + 1, np.int64)
-    for j in range(1, num_widths + 1):
-        # For each possible first width i of the last group: the texts of widths i .. j - 1.
-        group_sizes = ends[j] - ends[:j]
-        costs = cheapest[:j] + widths[j - 1] * group_sizes + call_tokens
-        first_width[j] = np.argmin(costs)
-        cheapest[j] = costs[first_width[j]]
-    # Read the best split from its end, so the groups are found in the opposite order.
-    groups: list[Int64Array] = []
-    j = num_widths
-    while j:
-        i = int(first_width[j])
-        rows = order[ends[i] : ends[j]]
-        # A group that is too large for one call is cut.
-        size = max(1, int(max_tokens // widths[j - 1]))
-        parts = [rows[span] for span in spans(len(rows), size)]
-        groups += reversed(parts)
-        j = i
-    return groups[::-1]
-
-
 def build(config: EncoderConfig, tokenizer: TextTokenizer, seed: int) -> TransformerEncoder:
     """The transformer `config.name`, with the configured projection and pooling.
 
     Raises:
         ConfigError: no such model, or the corpus has another tokenizer.
     """
-    encoder = open_model(find(config.name), ConfigError, config.dropout)
+    encoder = open_model(pretrained.find(config.name), ConfigError, config.dropout)
     _check_vocabulary(encoder.model, config.name, tokenizer)
     hidden = int(encoder.model.config.hidden_size)
     # All that a frozen encoder can learn is a projection.
@@ -506,53 +354,10 @@ def load(folder: Path) -> TransformerEncoder:
 
 def input_embeddings(name: str, tokenizer: TextTokenizer) -> Tensor:
     """Input embeddings of a transformer, float32 [V, H], for a corpus with its tokenizer."""
-    model = open_model(find(name), ConfigError).model
+    model = open_model(pretrained.find(name), ConfigError).model
     _check_vocabulary(model, name, tokenizer)
     table_VH: Tensor = model.get_input_embeddings().weight.detach()
     return table_VH[: tokenizer.vocab_size]
-
-
-def find(
-    name: str, kind: str = "encoder", example: str = "sentence-transformers/all-MiniLM-L6-v2"
-) -> Path:
-    """The folder of a model: a local one, the hub's cache, or freshly downloaded.
-
-    Args:
-        name: folder or hub id.
-        kind: of model, for messages.
-        example: a hub id of that kind.
-    Raises:
-        ConfigError: none of the three; without a network within seconds.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    advice = f"give a local folder or a hub id such as {example}"
-    try:
-        folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=HUB_FILES, local_files_only=True
-        )
-        if any(Path(folder).glob("model*.safetensors")):
-            return Path(folder)
-    except ValueError:
-        raise ConfigError(
-            f"{kind} {name!r} is neither an existing folder nor a hub id; {advice}"
-        ) from None
-    except OSError:
-        pass  # not in the cache
-    try:
-        # One request with a short time limit first: the download itself would retry for minutes
-        # without a network.
-        huggingface_hub.HfApi().model_info(name, timeout=10)
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
-    except huggingface_hub.errors.RepositoryNotFoundError:
-        raise ConfigError(
-            f"{kind} {name!r} is not on the hub, or it is private; {advice}"
-        ) from None
-    except Exception as error:  # the hub's client raises errors of its network library too
-        fault = type(error).__name__
-        raise ConfigError(
-            f"{kind} {name!r} is no folder here, is not in the cache and the hub cannot be reached ({fault}); {advice}"
-        ) from None
 
 
 def open_model(
@@ -563,30 +368,22 @@ def open_model(
     """Reads the model and the sentence-transformers parts of a folder.
 
     Args:
-        folder: as `find` returns it.
+        folder: as `pretrained.find` returns it.
         error_type: raised if the folder is damaged.
         dropout: replaces the model's own rates; None keeps them.
     """
     try:
-        parts = _read_parts(folder, error_type)
-        sentence_settings = {}
-        if (folder / SENTENCE_SETTINGS).is_file():
-            sentence_settings = read_json(folder / SENTENCE_SETTINGS)
-        model = _load_model(folder, dropout)
-        with quiet():
+        parts = sentence_folder.read_parts(folder, error_type)
+        sentence_settings = sentence_folder.read_sentence_settings(folder)
+        model = pretrained.load_model(folder, dropout)
+        with pretrained.quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        projection = None
-        if "Dense" in parts:
-            weight_DH = load_file(folder / parts["Dense"]["path"] / WEIGHTS)["linear.weight"]
-            dim, hidden = weight_DH.shape
-            projection = nn.Linear(hidden, dim, bias=False)
-            projection.load_state_dict({"weight": weight_DH})
+        projection = sentence_folder.read_projection(folder, parts)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise error_type(
             f"encoder in {folder} cannot be loaded ({one_line(error)}); it needs config.json and {WEIGHTS}"
         ) from None
-    by_name = {name: pooling for pooling, name in POOLINGS.items()}
-    pooling = by_name[parts["Pooling"]["pooling_mode"]]
+    pooling = sentence_folder.pooling_of(parts)
     encoder = TransformerEncoder(model, tokenizer, pooling, projection, "Normalize" in parts)
     encoder.prompts = sentence_settings.get("prompts") or {}
     encoder.similarity = sentence_settings.get("similarity_fn_name")
@@ -598,103 +395,6 @@ def open_model(
     return encoder
 
 
-def _load_model(folder: Path, dropout: float | None) -> Any:
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if dropout is not None:
-        for rate in DROPOUT_RATES:
-            if hasattr(config, rate):
-                setattr(config, rate, dropout)
-    options: dict[str, Any] = {}
-    model_class: Any = transformers.MODEL_MAPPING.get(type(config), None)
-    # An unused pooler would have parameters without a gradient.
-    if model_class and "add_pooling_layer" in inspect.signature(model_class).parameters:
-        options["add_pooling_layer"] = False
-    supports_sdpa = getattr(model_class, "_supports_sdpa", True)
-    with quiet():
-        model = transformers.AutoModel.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            attn_implementation="sdpa" if supports_sdpa else "eager",
-            **options,
-        )
-    fill_constants(model)
-    return model
-
-
-def fill_constants(model: nn.Module) -> None:
-    """Writes the buffers that no file has: positions 0, 1, 2, ..., token types 0, and rotations.
-
-    transformers leaves them without values in a process where device contexts do not work on
-    `torch.tensor`, because it then takes them for initialised.
-    """
-    for name, buffer in model.named_buffers():
-        if name.endswith("position_ids"):
-            buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
-        elif name.endswith("token_type_ids"):
-            buffer.zero_()
-    for module in model.modules():
-        if "RotaryEmbedding" in type(module).__name__ and hasattr(module, "config"):
-            # Its buffers follow from the model's settings alone.
-            for name, buffer in type(module)(module.config).named_buffers():
-                module.get_buffer(name).copy_(buffer)
-
-
-def _read_parts(
-    folder: Path, error_type: type[ConfigError | BundleError]
-) -> dict[str, dict[str, Any]]:
-    """Settings of the parts of a sentence-transformers folder by kind, with the part's path.
-
-    Releases before 6 had another form of the pooling's settings, which is translated.
-    """
-    parts: dict[str, dict[str, Any]] = {"Pooling": {"pooling_mode": "mean"}}
-    modules_file = folder / "modules.json"
-    if not modules_file.is_file():
-        return parts
-    for module in json.loads(modules_file.read_text(encoding="utf-8")):
-        # The class alone: its module has moved between releases.
-        kind = module["type"].rsplit(".", 1)[-1]
-        settings: dict[str, Any] = {}
-        path = folder / module["path"] / "config.json"
-        # The config.json of the transformer itself is that of the model.
-        if kind != "Transformer" and path.is_file():
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        if kind == "Pooling" and not settings.get("pooling_mode"):
-            settings["pooling_mode"] = _old_pooling_mode(settings)
-        if kind not in MODULES or not _is_supported(kind, settings):
-            raise error_type(
-                f"encoder in {folder} has a part {kind} {settings.get('pooling_mode', '')} that is not supported;"
-                f" expected pooling by {', '.join(POOLINGS.values())} with the prompt's tokens, and at most a"
-                " bias-free dense layer without activation and a normalisation"
-            )
-        parts[kind] = {**settings, "path": module["path"]}
-    return parts
-
-
-def _old_pooling_mode(settings: dict[str, Any]) -> str:
-    """The pooling of older folders, which have a switch per mode; several may be on."""
-    modes = []
-    for key, is_on in settings.items():
-        prefix, _, mode = key.partition("pooling_mode_")
-        if mode and not prefix and is_on:
-            modes.append(mode.removesuffix("_tokens").removesuffix("_token"))
-    return "+".join(modes)
-
-
-def _is_supported(kind: str, settings: dict[str, Any]) -> bool:
-    if kind == "Pooling":
-        # Without `include_prompt`, the tokens of the prompt would be left out of the mean.
-        return settings["pooling_mode"] in POOLINGS.values() and settings.get(
-            "include_prompt", True
-        )
-    if kind == "Dense":
-        is_linear = str(settings.get("activation_function", "")).endswith("Identity")
-        return is_linear and not settings.get("bias", True)
-    return True
-
-
 def _check_vocabulary(model: Any, name: str, tokenizer: TextTokenizer) -> None:
     num_rows = len(model.get_input_embeddings().weight)
     if tokenizer.kind != "transformer" or tokenizer.vocab_size > num_rows:
@@ -702,19 +402,3 @@ def _check_vocabulary(model: Any, name: str, tokenizer: TextTokenizer) -> None:
             f"the corpus was prepared with a {tokenizer.kind} tokenizer of {tokenizer.vocab_size} tokens, encoder"
             f" {name!r} needs its own ({num_rows} rows); prepare the corpus again with --tokenizer {name}"
         )
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hides the library's progress bars, which would break our own bar into pieces."""
-    logging = transformers.utils.logging
-    bar_was_enabled = logging.is_progress_bar_enabled()
-    level = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar_was_enabled:
-            logging.enable_progress_bar()

@@ -69,13 +69,12 @@ def _transformer(config: EncoderConfig, folder: Path, is_half: bool) -> Encoder:
     import transformers  # takes seconds, which plans with the static encoder spare
 
     from xmcray.nn import packed
-    from xmcray.nn.transformer import DROPOUT_RATES, TransformerEncoder, prepare_training
+    from xmcray.nn.pretrained import set_dropout
+    from xmcray.nn.transformer import TransformerEncoder, prepare_training
 
     settings = _settings(config.name, folder)
     model_config = transformers.AutoConfig.for_model(**settings)
-    for rate in DROPOUT_RATES:
-        if config.dropout is not None and hasattr(model_config, rate):
-            setattr(model_config, rate, config.dropout)
+    set_dropout(model_config, config.dropout)
     model = transformers.AutoModel.from_config(model_config)
     if hasattr(model, "pooler"):
         model.pooler = None

@@ -146,7 +146,7 @@ def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
         fits = tokenizer.to_files() == corpus.tokenizer().to_files()
     else:
         if not folder.is_dir():
-            from xmcray.nn.transformer import find  # its library takes seconds to import
+            from xmcray.nn.pretrained import find  # its library takes seconds to import
 
             folder = find(path)
         encoder = load_encoder(folder)

@@ -15,7 +15,7 @@ from typing import Any
 from xmcray import config as configs
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError
-from xmcray.nn import transformer
+from xmcray.nn import pretrained
 from xmcray.tuning.space import Values
 
 # Sets that have presets of the static encoder: labels and training queries.
@@ -123,7 +123,7 @@ def dotted(settings: Mapping[str, Any], prefix: str = "") -> Values:
 def _can_distil() -> bool:
     """Whether the transformer that encoders are distilled from is here, or can be downloaded."""
     try:
-        transformer.find(DISTILLED_FROM)
+        pretrained.find(DISTILLED_FROM)
     except ConfigError:
         return False
     return True

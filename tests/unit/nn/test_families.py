@@ -15,7 +15,8 @@ from torch import Tensor
 from xmcray.data.tokens import TextTokenizer, from_transformer
 from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
-from xmcray.nn.transformer import TransformerEncoder, fill_constants
+from xmcray.nn.pretrained import fill_constants
+from xmcray.nn.transformer import TransformerEncoder
 
 WORDS = ["sort", "an", "array", "of", "numbers", "find", "the", "largest", "element", "query", "in"]
 LONG_TEXT = " ".join([*WORDS, *reversed(WORDS)])

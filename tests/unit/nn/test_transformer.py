@@ -11,7 +11,8 @@ from models import write_bert
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.encoder import EncoderConfig, build_encoder, load_encoder
-from xmcray.nn.transformer import TransformerEncoder, micro_batches
+from xmcray.nn.micro_batches import micro_batches
+from xmcray.nn.transformer import TransformerEncoder
 from xmcray.types import Ragged
 
 WORDS = [

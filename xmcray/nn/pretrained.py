@@ -1,0 +1,150 @@
+"""Finds and loads pretrained models of the transformers library.
+
+Only safetensors weights are read, and no code of a model's repository is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from torch import nn
+
+from xmcray.errors import ConfigError
+
+HUB_FILES = [
+    "*.json",
+    "*.txt",
+    "*.model",
+    "model*.safetensors",
+    "*/config.json",
+    "*_Dense/model.safetensors",
+]
+# Names of dropout rates in the settings of BERT and of DistilBERT.
+_DROPOUT_RATES = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "dropout",
+    "attention_dropout",
+)
+
+
+def find(
+    name: str, kind: str = "encoder", example: str = "sentence-transformers/all-MiniLM-L6-v2"
+) -> Path:
+    """The folder of a model: a local one, the hub's cache, or freshly downloaded.
+
+    Args:
+        name: folder or hub id.
+        kind: of model, for messages.
+        example: a hub id of that kind.
+    Raises:
+        ConfigError: none of the three; without a network within seconds.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    advice = f"give a local folder or a hub id such as {example}"
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=HUB_FILES, local_files_only=True
+        )
+        if any(Path(folder).glob("model*.safetensors")):
+            return Path(folder)
+    except ValueError:
+        raise ConfigError(
+            f"{kind} {name!r} is neither an existing folder nor a hub id; {advice}"
+        ) from None
+    except OSError:
+        pass  # not in the cache
+    try:
+        # One request with a short time limit first: the download itself would retry for minutes
+        # without a network.
+        huggingface_hub.HfApi().model_info(name, timeout=10)
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+    except huggingface_hub.errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"{kind} {name!r} is not on the hub, or it is private; {advice}"
+        ) from None
+    except Exception as error:  # the hub's client raises errors of its network library too
+        fault = type(error).__name__
+        raise ConfigError(
+            f"{kind} {name!r} is no folder here, is not in the cache and the hub cannot be reached ({fault}); {advice}"
+        ) from None
+
+
+def load_model(folder: Path, dropout: float | None) -> Any:
+    """The model in a folder, float32 and without pooler.
+
+    Args:
+        folder: as `find` returns it.
+        dropout: replaces the model's own rates; None keeps them.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    set_dropout(config, dropout)
+    options: dict[str, Any] = {}
+    model_class: Any = transformers.MODEL_MAPPING.get(type(config), None)
+    # An unused pooler would have parameters without a gradient.
+    if model_class and "add_pooling_layer" in inspect.signature(model_class).parameters:
+        options["add_pooling_layer"] = False
+    supports_sdpa = getattr(model_class, "_supports_sdpa", True)
+    with quiet():
+        model = transformers.AutoModel.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="sdpa" if supports_sdpa else "eager",
+            **options,
+        )
+    fill_constants(model)
+    return model
+
+
+def set_dropout(config: Any, dropout: float | None) -> None:
+    """Replaces the dropout rates in a model's settings; None keeps them."""
+    if dropout is None:
+        return
+    for name in _DROPOUT_RATES:
+        if hasattr(config, name):
+            setattr(config, name, dropout)
+
+
+def fill_constants(model: nn.Module) -> None:
+    """Writes the buffers that no file has: positions 0, 1, 2, ..., token types 0, and rotations.
+
+    transformers leaves them without values in a process where device contexts do not work on
+    `torch.tensor`, because it then takes them for initialised.
+    """
+    for name, buffer in model.named_buffers():
+        if name.endswith("position_ids"):
+            buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
+        elif name.endswith("token_type_ids"):
+            buffer.zero_()
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__ and hasattr(module, "config"):
+            # Its buffers follow from the model's settings alone.
+            for name, buffer in type(module)(module.config).named_buffers():
+                module.get_buffer(name).copy_(buffer)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hides the library's progress bars, which would break our own bar into pieces."""
+    logging = transformers.utils.logging
+    bar_was_enabled = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar_was_enabled:
+            logging.enable_progress_bar()
