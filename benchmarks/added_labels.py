@@ -26,7 +26,7 @@ from xmcray.nn.heads import load_head
 from xmcray.nn.label_side import load_label_side
 from xmcray.progress import watch_training
 from xmcray.retrieval.bundle import write_bundle
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import NewLabel, add_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.training.launch import train

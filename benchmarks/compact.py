@@ -33,14 +33,10 @@ from xmcray.errors import ConfigError
 from xmcray.nn.compact import PRECISIONS, Int8Encoder, compacted
 from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import (
-    TUNE_K,
-    TUNE_QUERIES,
-    Index,
-    IndexSpec,
-    build_index,
-    resolve_factory,
-)
+from xmcray.retrieval.index import TUNE_K, Index
+from xmcray.retrieval.index_building import build_index
+from xmcray.retrieval.index_spec import IndexSpec, resolve_factory
+from xmcray.retrieval.index_tuning import TUNE_QUERIES
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import Float32Array, Int64Array, Ragged
 

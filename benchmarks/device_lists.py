@@ -17,7 +17,9 @@ import torch
 from common import cpu_timed, refuse_if_busy, write_table
 
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, index_of_lists, num_lists
+from xmcray.retrieval.index_building import index_of_lists
+from xmcray.retrieval.index_spec import IndexSpec, num_lists
+from xmcray.retrieval.index_tuning import TUNE_QUERIES
 
 K = 50
 HEADER = ["rows", "lists", "visited", "recall@50", "build s", "search s", "all rows s", "ratio"]

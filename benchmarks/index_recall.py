@@ -24,7 +24,9 @@ import torch
 from common import cpu_timed, new_parser, refuse_if_busy, write_table
 from safetensors.numpy import load_file, save_file
 
-from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec, build_index, resolve_factory
+from xmcray.retrieval.index_building import build_index
+from xmcray.retrieval.index_spec import IndexSpec, resolve_factory
+from xmcray.retrieval.index_tuning import TUNE_QUERIES
 
 K = 50
 FLAT_QUERIES = 2000

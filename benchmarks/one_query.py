@@ -28,7 +28,10 @@ import torch
 from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import FLAT_ROWS, Index, IndexSpec, build_index, resolve_factory
+from xmcray.retrieval.index import Index
+from xmcray.retrieval.index_building import build_index
+from xmcray.retrieval.index_spec import FLAT_ROWS, IndexSpec, resolve_factory
+from xmcray.retrieval.index_tuning import tune
 from xmcray.training.export import index_spec
 
 DIM = 256
@@ -161,7 +164,7 @@ def index_sides(rows: np.ndarray, tuning: np.ndarray) -> Iterator[Side]:
             index.save(path)
         for recall in (index_spec(0, {}).recall, RECALL):
             index = Index.load(path, torch.from_numpy(rows))
-            index.tune(tuning, IndexSpec(recall=recall))
+            tune(index, tuning, IndexSpec(recall=recall))
             settings = f"breadth {index.breadth} by recall@50 {recall}"
             yield Side(f"xmcray, {factory}", searches_in(index), settings)
 

@@ -60,7 +60,8 @@ def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
     from xmcray.nn.heads import Head
     from xmcray.nn.static import StaticEncoder
     from xmcray.retrieval.bundle import write_bundle
-    from xmcray.retrieval.index import TUNE_QUERIES, IndexSpec
+    from xmcray.retrieval.index_spec import IndexSpec
+    from xmcray.retrieval.index_tuning import TUNE_QUERIES
 
     draw = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"

@@ -15,7 +15,7 @@ from xmcray.nn.heads import Head, NormalisedHead, TwoHeads
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval.bundle import write_bundle
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.parts import MemberConfig, PartsConfig
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.fuse import write_parts

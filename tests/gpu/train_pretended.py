@@ -45,6 +45,7 @@ from xmcray.planning.stand_in import StandInData
 from xmcray.retrieval import exact, inverted_lists
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.kmeans import build_lists
+from xmcray.retrieval.list_scan import scan_lists
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage import read_manifest
 from xmcray.training.checkpoint import newest
@@ -253,14 +254,14 @@ def search_of_lists() -> dict[str, Any]:
     long_ids = np.arange(600)
     all_rows = AnswerableRows.of(len(rows), len(queries), None, None)
     on_host = build_lists(torch.from_numpy(rows), long_ids, 64, 0)
-    expected = on_host.search(queries, 20, 20, all_rows)
+    expected = scan_lists(on_host, queries, 20, 20, all_rows)
     live_bytes = counts.live_bytes
     counts.peak_bytes = live_bytes
     with PretendedCuda():
         lists = build_lists(torch.from_numpy(rows).to(CUDA), long_ids, 64, 0)
         launched = counts.launches.copy()
         waited = counts.syncs.copy()
-        found = lists.search(queries, 20, 20, all_rows)
+        found = scan_lists(lists, queries, 20, 20, all_rows)
     plan = DeviceSearch(
         rates=device_rates("a100-80gb"), rows=len(rows), dim=8, queries=len(queries), lists=64
     )

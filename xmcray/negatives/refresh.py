@@ -40,7 +40,9 @@ from xmcray.retrieval.exact import (
     to_keys,
     with_new_keys,
 )
-from xmcray.retrieval.index import Index, IndexSpec, build_index, device_bytes
+from xmcray.retrieval.index import Index
+from xmcray.retrieval.index_building import build_index
+from xmcray.retrieval.index_spec import IndexSpec, device_bytes
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass
 
 from xmcray.planning.rates import Rates
-from xmcray.retrieval import inverted_lists
+from xmcray.retrieval import inverted_lists, list_scan
 from xmcray.retrieval.ann import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
 from xmcray.retrieval.exact import GPU_BLOCK, GROUP
-from xmcray.retrieval.index import LONG_SHARE, TUNE_QUERIES
+from xmcray.retrieval.index_building import LONG_SHARE
+from xmcray.retrieval.index_tuning import TUNE_QUERIES
 
 _VALUE = 4  # bytes of a float32
 TUNE_VISITS = 8  # searches of the tuning queries until the recall is right
@@ -158,6 +159,6 @@ class ListWork:
 def _rounds(num_lists: int) -> int:
     """Rounds in which a query visits so many lists: 1, then up to 16, 256 and so on."""
     rounds = 0
-    while num_lists > 0 and inverted_lists.ROUND_GROWTH ** (rounds - 1) < num_lists:
+    while num_lists > 0 and list_scan.ROUND_GROWTH ** (rounds - 1) < num_lists:
         rounds += 1
     return rounds

@@ -14,8 +14,8 @@ from xmcray.planning.rates import DEVICE_PARTS, Rates
 from xmcray.planning.refresh import Refresh, shared_cores_s, shared_device_s
 from xmcray.planning.stand_in import epoch_queries
 from xmcray.planning.trace import Trace, on_line, trace
-from xmcray.retrieval.index import device_bytes as index_device_bytes
-from xmcray.retrieval.index import num_lists
+from xmcray.retrieval.index_spec import device_bytes as index_device_bytes
+from xmcray.retrieval.index_spec import num_lists
 from xmcray.training.run import RunConfig
 
 SPARE = 0.95  # of a memory that can be planned with

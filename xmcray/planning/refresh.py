@@ -13,7 +13,8 @@ from xmcray.planning.device_search import TUNE_VISITS, DeviceSearch, Spread
 from xmcray.planning.rates import Rates
 from xmcray.planning.sizes import CANDIDATES, ID, VALUE, shortlist_bytes
 from xmcray.retrieval.ann import KMEANS_ROUNDS, TRAIN_ROWS_PER_LIST
-from xmcray.retrieval.index import TUNE_QUERIES, num_lists
+from xmcray.retrieval.index_spec import num_lists
+from xmcray.retrieval.index_tuning import TUNE_QUERIES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.cards import bundle_card
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.readable import readable
 from xmcray.retrieval.shards import SHARD_ROWS, VectorShard, checked_shards, write_shards
 from xmcray.storage import (

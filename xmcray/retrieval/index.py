@@ -3,7 +3,7 @@
 Answers and hard negatives are searched with it. FAISS makes the index and answers few queries. It
 only proposes candidates: their scores are then computed from the float32 vectors, so the index can
 hold short codes, and every score that leaves this file is an inner product. Many queries at once
-scan the same lists with matrix products (inverted_lists.py).
+scan the same lists with matrix products (list_scan.py).
 
 Answers come to users one text at a time, which a graph suits. Hard negatives are searched for
 all queries of an epoch at once, after an index was built that is used only then: inverted lists.
@@ -11,11 +11,8 @@ all queries of an epoch at once, after an index was built that is used only then
 
 from __future__ import annotations
 
-import bisect
 import functools
 import logging
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,183 +20,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xmcray.config import check_range
 from xmcray.data.checked_files import read_array
-from xmcray.errors import ResourceError
-from xmcray.retrieval import ann, few_queries, inverted_lists
+from xmcray.retrieval import ann, few_queries
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import (
     as_tensor,
     empty_keys,
-    exact_device_bytes,
     exact_keys,
-    exact_search,
     from_keys,
     scores_of,
     to_keys,
 )
-from xmcray.retrieval.inverted_lists import InvertedLists, long_rows
-from xmcray.retrieval.kmeans import build_lists
+from xmcray.retrieval.inverted_lists import InvertedLists
+from xmcray.retrieval.list_scan import scan_lists
 from xmcray.retrieval.readable import readable
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 logger = logging.getLogger(__name__)
 
-# Up to so many rows an exhaustive search costs no more than building, tuning and searching lists.
-FLAT_ROWS = 50_000
-# At most this share of the rows is in no list, namely those longer than so many medians.
-LONG_SHARE = 0.05
-LONG_RATIO = 1.5
 BATCH_QUERIES = 256  # from here on lists are scanned with matrix products
-TUNE_QUERIES = 256
-TUNE_K = 50
-TUNE_NOISE = 0.5
-CANDIDATE_STEPS = (2, 4, 8, 16)
-BREADTH_STEPS = (50, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-CODES_BREADTH = 128  # of a graph over codes
-CODE_LOSS = 0.005  # recall that short codes may cost in addition to the lists
+TUNE_K = 50  # answers for which the number of candidates is chosen; index_tuning.py
 CANDIDATE_FLOATS = 1 << 22  # vectors gathered at once when scores are made exact
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexSpec:
-    """How to index vectors.
-
-    Attributes:
-        factory: "auto", "Flat", or a FAISS factory string such as "IVF4096,SQfp16" or "HNSW32".
-        recall: recall@50 by which `nprobe`, `ef_search` and `candidates` are chosen if they are 0.
-        nprobe: lists an IVF index visits; 0 chooses it when the index is built.
-        candidates: candidates per answer whose exact score is computed; 0 chooses it when the
-            index is built.
-        ef_search: breadth of a search in an HNSW index; 0 chooses it when the index is built.
-        seed: seed of the training sample and of k-means.
-    """
-
-    factory: str = "auto"
-    recall: float = 0.95
-    nprobe: int = 0
-    candidates: int = 0
-    ef_search: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_range("index.recall", self.recall, low=0, high=1)
-        for name in ("nprobe", "candidates", "ef_search"):
-            check_range(f"index.{name}", getattr(self, name), low=0)
-
-
-def resolve_factory(factory: str, rows: int) -> str:
-    """The factory string that "auto" stands for; any other is returned as it is.
-
-    Many rows get inverted lists of quantised rows. They are built in a fraction of the time of a
-    graph, share the work of many queries, and answer a single one at least as fast at the same
-    recall (benchmarks/index_recall.py, benchmarks/one_query.py).
-    """
-    if factory != "auto":
-        return factory
-    if rows <= FLAT_ROWS:
-        return "Flat"
-    # The power of two next to 2.5 * sqrt(n).
-    num_lists = 1 << round(np.log2(2.5 * rows**0.5))
-    return f"IVF{num_lists},SQfp16"
-
-
-def num_lists(factory: str, rows: int) -> int:
-    """Inverted lists of an index, such as 4096 of "IVF4096,SQfp16"; 0 without."""
-    match = re.match(r"IVF(\d+)(,|$)", resolve_factory(factory, rows))
-    return int(match[1]) if match else 0
-
-
-def device_bytes(factory: str, rows: int, dim: int) -> int:
-    """Bytes of a GPU that an index there takes at its largest, without CUDA's own.
-
-    Args:
-        factory: "auto" or "Flat".
-        rows: rows of the index.
-        dim: width of the vectors.
-    """
-    exact_bytes = exact_device_bytes(rows, dim)
-    if not num_lists(factory, rows):
-        return exact_bytes
-    # If the lists do not find enough, all rows are compared.
-    return max(exact_bytes, inverted_lists.device_bytes(rows, dim))
-
-
-def build_index(
-    vectors: Float32Array,
-    spec: IndexSpec,
-    *,
-    threads: int = 1,
-    gpu: int | None = None,
-    queries: Float32Array | None = None,
-) -> Index:
-    """Builds an index over `vectors`.
-
-    It is the same for the same arguments, whatever the timing of threads.
-
-    Args:
-        vectors: float32 [n, D]; n = 0 is legal. The index refers to them, it does not copy them.
-        spec: how to index them.
-        threads: threads that build the index and that search it later.
-        gpu: CUDA device number. "auto" and "Flat" need torch alone there; others need a FAISS build
-            for GPUs.
-        queries: float32 [Q, D], a sample of real queries by which `nprobe` and `candidates` are
-            chosen; noisy rows if not given.
-    Raises:
-        ConfigError: FAISS does not accept the factory string for these vectors.
-        ResourceError: no FAISS, or no such GPU.
-    """
-    num_rows = len(vectors)
-    device = _device(gpu)
-    factory = resolve_factory(spec.factory, num_rows)
-    if factory == "Flat" or num_rows == 0:
-        return Index(as_tensor(vectors).to(device), None, threads=threads)
-    if gpu is not None and spec.factory == "auto":
-        return index_of_lists(vectors, spec, device, queries)
-    # FAISS wants contiguous float32, and the index keeps referring to these rows.
-    rows = np.ascontiguousarray(vectors, np.float32)
-    long_ids = np.empty(0, np.int64)
-    if "IVF" in factory:
-        long_ids = long_rows(rows, LONG_SHARE, LONG_RATIO)
-    if len(long_ids):
-        listed_ids = np.setdiff1d(np.arange(num_rows), long_ids, assume_unique=True)
-        faiss_index = ann.create(rows[listed_ids], listed_ids, factory, spec.seed, threads)
-    else:
-        faiss_index = ann.create(rows, None, factory, spec.seed, threads)
-    ann.set_search(faiss_index, spec.nprobe, spec.ef_search or CODES_BREADTH)
-    index = Index(as_tensor(rows), faiss_index, long_ids=long_ids, threads=threads)
-    if queries is None or not len(queries):
-        queries = _noisy_rows(rows, spec.seed)
-    index.tune(queries, spec)
-    if gpu is None:
-        return index
-    faiss_index = ann.to_gpu(faiss_index, gpu)
-    return Index(index.vectors, faiss_index, long_ids=long_ids, candidates=index.candidates)
-
-
-def index_of_lists(
-    vectors: Float32Array, spec: IndexSpec, device: torch.device, queries: Float32Array | None
-) -> Index:
-    """An index as "auto" is on a CPU, but of torch alone: inverted lists on a device.
-
-    Args:
-        vectors: float32 [n, D].
-        spec: how to index them.
-        device: where the vectors go, and where lists are made and searched.
-        queries: as in `build_index`.
-    """
-    long_ids = long_rows(vectors, LONG_SHARE, LONG_RATIO)
-    vector_ND = as_tensor(vectors).to(device)
-    lists = build_lists(vector_ND, long_ids, num_lists("auto", len(vectors)), spec.seed)
-    index = _ListIndex(lists)
-    if queries is None or not len(queries):
-        queries = _noisy_rows(vectors, spec.seed)
-    recall = index.tune(queries, spec)
-    # Half of the lists take as long as all rows (benchmarks/device_lists.py).
-    is_slow = index.nprobe >= len(lists.centroid_CD) // 2
-    if not spec.nprobe and (is_slow or recall < spec.recall):
-        return Index(vector_ND, None)
-    return index
 
 
 class Index:
@@ -238,14 +79,37 @@ class Index:
         return self._faiss is None
 
     @property
-    def nprobe(self) -> int:
-        """Lists visited per query; 0 if the index has no lists."""
-        return int(getattr(ann.lists_of(self._faiss), "nprobe", 0))
+    def proposes_candidates(self) -> bool:
+        """Whether FAISS proposes candidates, of which `candidates` per answer are compared."""
+        return self._faiss is not None
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether it is a graph over the vectors as they are, not over codes."""
+        return self._faiss is not None and ann.is_plain_graph(self._faiss)
 
     @property
     def breadth(self) -> int:
         """Rows that a search in a graph keeps while it walks; 0 if the index is no graph."""
         return ann.breadth_of(self._faiss)
+
+    def set_breadth(self, breadth: int) -> None:
+        """Sets `breadth` of a graph."""
+        ann.set_search(self._faiss, 0, breadth)
+
+    @property
+    def num_lists(self) -> int:
+        """Inverted lists; 0 if the index has none."""
+        return int(getattr(ann.lists_of(self._faiss), "nlist", 0))
+
+    @property
+    def nprobe(self) -> int:
+        """Lists visited per query; 0 if the index has no lists."""
+        return int(getattr(ann.lists_of(self._faiss), "nprobe", 0))
+
+    def set_nprobe(self, nprobe: int) -> None:
+        """Sets `nprobe` of an index with lists."""
+        ann.set_search(self._faiss, nprobe, 0)
 
     def search(
         self,
@@ -301,9 +165,9 @@ class Index:
         if width >= len(self) // 2:
             return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
         if len(queries) >= BATCH_QUERIES and self._lists is not None:
-            keys = self._search_lists(queries, k, rows)
+            keys = self.search_lists(queries, k, rows)
         else:
-            keys = self._search_candidates(queries, width, k, rows)
+            keys = self.search_candidates(queries, width, k, rows)
         return self._completed(keys, queries, rows)
 
     def _completed(self, keys: Tensor, queries: Float32Array, rows: AnswerableRows) -> Tensor:
@@ -311,11 +175,13 @@ class Index:
 
         Rather than return less than k answers, these queries are searched exhaustively.
         """
-        short = torch.nonzero(scores_of(keys[:, -1]) == -torch.inf)[:, 0]
-        if len(short):
-            short_rows = AnswerableRows(rows.ids, rows.hidden.take(short.numpy()))
-            best = empty_keys(len(short), keys.shape[1])
-            keys[short] = exact_keys(self.vectors, queries[short.numpy()], best, short_rows)
+        last_score = scores_of(keys[:, -1])
+        incomplete = torch.nonzero(last_score == -torch.inf)[:, 0]
+        if len(incomplete):
+            query_ids = incomplete.numpy()
+            own_rows = AnswerableRows(rows.ids, rows.hidden.take(query_ids))
+            best = empty_keys(len(query_ids), keys.shape[1])
+            keys[incomplete] = exact_keys(self.vectors, queries[query_ids], best, own_rows)
         return keys
 
     def _warn_of_limit(self, width: int, limit: int) -> None:
@@ -336,89 +202,6 @@ class Index:
             rows: int64, ascending positions. Answers and `hidden` use the same positions as before.
         """
         return _RowSelection(self, rows)
-
-    def tune(self, queries: Float32Array, spec: IndexSpec) -> float:
-        """Chooses the settings that are 0 in `spec`: the cheapest that reach its recall.
-
-        Args:
-            queries: float32 [Q, D]; a few hundred are enough, the first 256 are used.
-            spec: settings that are not 0 are kept.
-        Returns:
-            The recall that was reached.
-        """
-        if self.is_exact:
-            return 1.0
-        queries = np.ascontiguousarray(queries[:TUNE_QUERIES], np.float32)
-        k = min(TUNE_K, len(self))
-        # The truth that recall is measured against.
-        exact_ids = exact_search(self.vectors, queries, k).ids
-        return self._tune(queries, k, exact_ids, spec)
-
-    def _tune(self, queries: Float32Array, k: int, exact_ids: Int64Array, spec: IndexSpec) -> float:
-        """Chooses the settings by the exact answers to some queries; returns the recall."""
-        if ann.is_plain_graph(self._faiss):
-            return self._tune_breadth(queries, k, exact_ids, spec)
-        lists = ann.lists_of(self._faiss)
-        if lists is None:
-            return self._tune_candidates(queries, k, exact_ids, spec, spec.recall)
-        list_recall = self._tune_nprobe(lists, queries, k, exact_ids, spec)
-        self._tune_candidates(queries, k, exact_ids, spec, list_recall - CODE_LOSS)
-        return list_recall
-
-    def _tune_breadth(
-        self, queries: Float32Array, k: int, exact_ids: Int64Array, spec: IndexSpec
-    ) -> float:
-        """Sets the breadth of a search in a graph; returns the recall that it reaches."""
-        # A graph compares the vectors themselves, so more candidates than answers are no use.
-        self.candidates = spec.candidates or 1
-        steps = [spec.ef_search] if spec.ef_search else BREADTH_STEPS
-        all_rows = AnswerableRows.of(len(self), len(queries), None, None)
-
-        def recall_at(breadth: int) -> float:
-            ann.set_search(self._faiss, 0, breadth)
-            keys = self._search_candidates(queries, k, k, all_rows)
-            return _recall(from_keys(keys).ids, exact_ids)
-
-        chosen = bisect.bisect_left(steps[:-1], spec.recall, key=recall_at)
-        return recall_at(steps[chosen])
-
-    def _tune_nprobe(
-        self, lists: Any, queries: Float32Array, k: int, exact_ids: Int64Array, spec: IndexSpec
-    ) -> float:
-        """Sets the number of visited lists; returns the recall that it reaches."""
-        num_lists = int(lists.nlist)
-        steps = [min(spec.nprobe, num_lists)] if spec.nprobe else _nprobe_steps(num_lists)
-
-        all_rows = AnswerableRows.of(len(self), len(queries), None, None)
-
-        def recall_at(nprobe: int) -> float:
-            lists.nprobe = nprobe
-            keys = self._search_lists(queries, k, all_rows)
-            return _recall(from_keys(keys).ids, exact_ids)
-
-        # Recall grows with the visited lists, so the first step that reaches it is found by
-        # bisection. The last step needs no test: there is no better one.
-        chosen = bisect.bisect_left(steps[:-1], spec.recall, key=recall_at)
-        return recall_at(steps[chosen])
-
-    def _tune_candidates(
-        self,
-        queries: Float32Array,
-        k: int,
-        exact_ids: Int64Array,
-        spec: IndexSpec,
-        wanted_recall: float,
-    ) -> float:
-        """Sets the number of candidates, which makes up for short codes; returns the recall."""
-        all_rows = AnswerableRows.of(len(self), len(queries), None, None)
-        recall = 0.0
-        for candidates in [spec.candidates] if spec.candidates else CANDIDATE_STEPS:
-            self.candidates = candidates
-            keys = self._search_candidates(queries, k * candidates, k, all_rows)
-            recall = _recall(from_keys(keys).ids, exact_ids)
-            if recall >= wanted_recall:
-                break
-        return recall
 
     def save(self, path: Path) -> None:
         """Writes the FAISS index and the rows that it lacks; the vectors lie elsewhere."""
@@ -466,12 +249,12 @@ class Index:
     def _long_vectors(self) -> Tensor:
         return self.vectors[torch.from_numpy(self.long_ids)]
 
-    def _search_lists(self, queries: Float32Array, k: int, rows: AnswerableRows) -> Tensor:
+    def search_lists(self, queries: Float32Array, k: int, rows: AnswerableRows) -> Tensor:
         """Keys [Q, k] of the best rows of the visited lists and of the long rows."""
         assert self._lists is not None
-        return self._lists.search(queries, k, self.nprobe, rows)
+        return scan_lists(self._lists, queries, k, self.nprobe, rows)
 
-    def _search_candidates(
+    def search_candidates(
         self, queries: Float32Array, width: int, k: int, rows: AnswerableRows
     ) -> Tensor:
         """Keys [Q, k] of the best among `width` candidates of FAISS and the long rows."""
@@ -538,37 +321,41 @@ class Index:
         return np.concatenate(scores)
 
 
-class _ListIndex(Index):
+class ListIndex(Index):
     """Rows in inverted lists, searched by torch alone on the device of the rows.
 
     Args:
         lists: the rows.
-
-    Attributes:
-        nlist: all lists, and `nprobe` those that a query visits; the names are those of FAISS.
     """
 
     nprobe = 1
 
     def __init__(self, lists: InvertedLists) -> None:
         super().__init__(lists.vector_ND, None)
-        self.nlist = len(lists.centroid_CD)
         self._lists = lists
 
     @property
     def is_exact(self) -> bool:
+        """False: a query visits some lists only."""
         return False
+
+    @property
+    def num_lists(self) -> int:
+        """Lists of rows near a centroid."""
+        return len(self._lists.centroid_CD)
+
+    def set_nprobe(self, nprobe: int) -> None:
+        """Sets the lists visited per query."""
+        self.nprobe = nprobe
 
     def search_keys(
         self, queries: Float32Array, k: int, rows: AnswerableRows, exact: bool = False
     ) -> Tensor:
+        """As for other indexes."""
         queries = np.ascontiguousarray(queries, np.float32)
         if exact or not len(queries):
             return exact_keys(self.vectors, queries, empty_keys(len(queries), k), rows)
-        return self._completed(self._search_lists(queries, k, rows), queries, rows)
-
-    def _tune(self, queries: Float32Array, k: int, exact_ids: Int64Array, spec: IndexSpec) -> float:
-        return self._tune_nprobe(self, queries, k, exact_ids, spec)
+        return self._completed(self.search_lists(queries, k, rows), queries, rows)
 
 
 class _RowSelection(Index):
@@ -589,41 +376,5 @@ class _RowSelection(Index):
         return exact_keys(self.vectors, queries, best, rows.selected(self._rows))
 
 
-def _noisy_rows(rows: Float32Array, seed: int) -> Float32Array:
-    """Noisy rows in place of queries: a query lies near the rows of its labels, not on them."""
-    generator = np.random.default_rng([seed, 1])
-    chosen = generator.choice(len(rows), min(len(rows), TUNE_QUERIES), replace=False)
-    sample = rows[np.sort(chosen)]
-    noise = generator.standard_normal(sample.shape, dtype=np.float32)
-    lengths = np.linalg.norm(sample, axis=1, keepdims=True)
-    scale = TUNE_NOISE * lengths / np.sqrt(rows.shape[1])
-    return np.asarray(sample + scale * noise, np.float32)
-
-
-def _nprobe_steps(num_lists: int) -> list[int]:
-    """4, 5, 6, 7, 8, 10, 12, 14, 16 ... up to half of the lists; all lists if there are few."""
-    steps = [(4 + i % 4) << i // 4 for i in range(80)]
-    most = min(max(4, num_lists // 2), num_lists)
-    return [step for step in steps if step <= most] or [num_lists]
-
-
-def _recall(found_ids: Int64Array, exact_ids: Int64Array) -> float:
-    """Share of the exact answers that were found."""
-    hits = 0
-    for query, query_ids in enumerate(exact_ids):
-        hits += len(np.intersect1d(found_ids[query], query_ids))
-    return hits / max(1, exact_ids.size)
-
-
 def _long_ids_path(path: Path) -> Path:
     return path.with_suffix(".long.npy")
-
-
-def _device(gpu: int | None) -> torch.device:
-    if gpu is None:
-        return torch.device("cpu")
-    if gpu >= torch.cuda.device_count():
-        raise ResourceError(
-            f"the index should run on GPU {gpu}, {torch.cuda.device_count()} found; use the CPU"
-        )
-    return torch.device("cuda", gpu)

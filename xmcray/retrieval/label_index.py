@@ -17,7 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from xmcray.retrieval.bundle import LABEL_SCHEMA, Settings, read_labels, read_row_labels
-from xmcray.retrieval.index import FLAT_ROWS, Index
+from xmcray.retrieval.index import Index
+from xmcray.retrieval.index_spec import FLAT_ROWS
 from xmcray.retrieval.shards import EVERYTHING, SearchScope, ShardedIndex, ShardSubset
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 

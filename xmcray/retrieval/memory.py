@@ -28,7 +28,7 @@ from xmcray.data.corpus import Split
 from xmcray.data.relevance import Relevance
 from xmcray.errors import BundleError, DataError
 from xmcray.retrieval.bundle import Settings
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.readable import readable
 from xmcray.retrieval.shards import (
     ALL_SHARDS,

@@ -16,7 +16,7 @@ from xmcray.nn.heads import Head, NormalisedHead, PrefixHead, load_head
 from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.bundle import KIND, Settings, read_labels, read_settings, write_bundle
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.shards import open_vectors, vectors_name
 from xmcray.storage import open_artifact
 from xmcray.types import Float32Array, spans

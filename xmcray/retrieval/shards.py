@@ -27,7 +27,9 @@ from xmcray.errors import BundleError, one_line
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import as_tensor, empty_keys, from_keys, to_keys
 from xmcray.retrieval.few_queries import MOST_QUERIES
-from xmcray.retrieval.index import Index, IndexSpec, build_index
+from xmcray.retrieval.index import Index
+from xmcray.retrieval.index_building import build_index
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
 SHARD_ROWS = 1_000_000

@@ -19,7 +19,7 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.calibration import Calibration
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage import is_url

@@ -28,7 +28,7 @@ from xmcray.retrieval.bundle import KIND, Settings, new_bundle, read_settings, w
 from xmcray.retrieval.calibration import FOLDER as CALIBRATION
 from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.fused import MEMBERS, FusedPredictor
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import remember, remembered_rows
 from xmcray.retrieval.parts import Candidates, MemberConfig, PartsConfig
 from xmcray.retrieval.query_encoder import QueryEncoder

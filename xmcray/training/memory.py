@@ -17,7 +17,7 @@ from xmcray.errors import DataError
 from xmcray.nn.encoder import SETTINGS, Encoder, load_encoder
 from xmcray.nn.heads import Head, load_head
 from xmcray.retrieval import bundle as bundles
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.votes import MemoryConfig

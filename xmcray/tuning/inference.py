@@ -31,7 +31,9 @@ from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.heads import TwoHeads, load_head
 from xmcray.retrieval import bundle as bundles
 from xmcray.retrieval.fused import fixed_parts
-from xmcray.retrieval.index import Index, IndexSpec, build_index
+from xmcray.retrieval.index import Index
+from xmcray.retrieval.index_building import build_index
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.retriever import Retriever

@@ -19,7 +19,7 @@ from xmcray.evaluation.evaluate import Evaluation
 from xmcray.losses.bce import full_bce
 from xmcray.losses.pairs import Pairs
 from xmcray.methods.registry import method_names
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import RememberedQueries, remember, remembered_rows
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.votes import MemoryConfig, count_votes

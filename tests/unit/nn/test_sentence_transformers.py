@@ -22,7 +22,7 @@ from xmcray.nn.encoder import Encoder, EncoderConfig, build_encoder, load_encode
 from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.encoder_export import export_encoder
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import Float32Array
 

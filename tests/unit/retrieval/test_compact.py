@@ -16,7 +16,7 @@ from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head
 from xmcray.nn.transformer import TransformerEncoder
 from xmcray.retrieval.bundle import write_bundle
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot

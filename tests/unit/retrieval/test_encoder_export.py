@@ -22,7 +22,7 @@ from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.nn.static import StaticEncoder
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.encoder_export import export_encoder
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.static_module import StaticText
 

@@ -12,7 +12,9 @@ import xmcray.retrieval.index as index_module
 from xmcray.errors import BundleError, ConfigError, ResourceError
 from xmcray.retrieval import ann, inverted_lists
 from xmcray.retrieval.exact import exact_search
-from xmcray.retrieval.index import Index, IndexSpec, build_index, resolve_factory
+from xmcray.retrieval.index import Index
+from xmcray.retrieval.index_building import build_index
+from xmcray.retrieval.index_spec import IndexSpec, resolve_factory
 from xmcray.types import Ragged
 
 FACTORIES = ["Flat", "IVF16,Flat", "IVF16,SQfp16", "IVF16,PQ8x4fs", "HNSW16", "SQ8"]

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-import xmcray.retrieval.index as index_module
-from xmcray.retrieval import inverted_lists
+from xmcray.retrieval import index_spec, inverted_lists
 from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.exact import empty_keys, exact_keys, exact_search
-from xmcray.retrieval.index import IndexSpec, index_of_lists, num_lists
+from xmcray.retrieval.index_building import index_of_lists
+from xmcray.retrieval.index_spec import IndexSpec, num_lists
 from xmcray.retrieval.inverted_lists import Limits
 from xmcray.retrieval.kmeans import build_lists
+from xmcray.retrieval.list_scan import scan_lists
 from xmcray.types import Ragged
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def limits(request, monkeypatch):
 @pytest.fixture
 def many(monkeypatch):
     """A few thousand rows are many."""
-    monkeypatch.setattr(index_module, "FLAT_ROWS", 1000)
+    monkeypatch.setattr(index_spec, "FLAT_ROWS", 1000)
 
 
 def around_centres(num_rows, num_queries):
@@ -60,7 +61,7 @@ def test_all_lists_have_the_answers_of_an_exact_search_to_the_last_bit(k, with_h
     answerable = AnswerableRows.of(900, 23, ids, hidden)
     long_ids = np.arange(5, 900, 9)
     lists = build_lists(torch.from_numpy(rows), long_ids, 12, seed=0)
-    found = lists.search(queries, k, 12, answerable)
+    found = scan_lists(lists, queries, k, 12, answerable)
     wanted = exact_keys(torch.from_numpy(rows), queries, empty_keys(23, k), answerable)
     assert torch.equal(found, wanted)
 
@@ -73,7 +74,7 @@ def test_scores_that_are_no_numbers_are_no_answers():
     lists = build_lists(torch.from_numpy(rows), np.empty(0, np.int64), 1, seed=0)
     queries = np.ones((2, 4), np.float32)
     answerable = AnswerableRows.of(100, 2, None, None)
-    found = lists.search(queries, 100, 1, answerable)
+    found = scan_lists(lists, queries, 100, 1, answerable)
     wanted = exact_keys(torch.from_numpy(rows), queries, empty_keys(2, 100), answerable)
     assert torch.equal(found, wanted)
 

@@ -23,7 +23,7 @@ from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval import labels as module
 from xmcray.retrieval.bundle import write_bundle
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import (
     NewLabel,
     add_labels,

@@ -26,7 +26,7 @@ from xmcray.retrieval import predictors
 from xmcray.retrieval import retriever as retrievers
 from xmcray.retrieval import votes as voting
 from xmcray.retrieval.bundle import write_bundle
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.query_encoder import QueryEncoder

@@ -9,7 +9,8 @@ import numpy as np
 from corpora import planted_corpus
 from shell import SMALL_SETTINGS, Shell, set_options
 
-from xmcray.retrieval.index import IndexSpec, build_index
+from xmcray.retrieval.index_building import build_index
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.retriever import Retriever
 
 FACTORY = "IVF4,SQ6"

@@ -11,7 +11,7 @@ from xmcray.errors import BundleError, ConfigError, DataError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.retrieval.bundle import read_settings, write_bundle, write_settings
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage import finish_manifest, read_manifest
 from xmcray.types import Ragged

@@ -21,7 +21,7 @@ from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head
 from xmcray.retrieval import vector_export, vector_systems
 from xmcray.retrieval.bundle import write_bundle
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.vector_export import export_vectors

@@ -11,7 +11,7 @@ from xmcray.data.tokens import train_wordpiece
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head
 from xmcray.retrieval.bundle import write_bundle
-from xmcray.retrieval.index import IndexSpec
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import annotate_labels
 from xmcray.serving.schema import Filter, Range
 from xmcray.serving.snapshot import Snapshot

@@ -20,7 +20,8 @@ from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import TwoHeads
 from xmcray.retrieval.bundle import write_bundle
-from xmcray.retrieval.index import Index, IndexSpec
+from xmcray.retrieval.index import Index
+from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import Memory, RememberedQueries
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardedIndex, VectorShard

@@ -1,0 +1,79 @@
+"""How to index vectors: the settings, and what "auto" stands for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from xmcray.config import check_range
+from xmcray.retrieval import inverted_lists
+from xmcray.retrieval.exact import exact_device_bytes
+
+# Up to so many rows an exhaustive search costs no more than building, tuning and searching lists.
+FLAT_ROWS = 50_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexSpec:
+    """How to index vectors.
+
+    Attributes:
+        factory: "auto", "Flat", or a FAISS factory string such as "IVF4096,SQfp16" or "HNSW32".
+        recall: recall@50 by which `nprobe`, `ef_search` and `candidates` are chosen if they are 0.
+        nprobe: lists an IVF index visits; 0 chooses it when the index is built.
+        candidates: candidates per answer whose exact score is computed; 0 chooses it when the
+            index is built.
+        ef_search: breadth of a search in an HNSW index; 0 chooses it when the index is built.
+        seed: seed of the training sample and of k-means.
+    """
+
+    factory: str = "auto"
+    recall: float = 0.95
+    nprobe: int = 0
+    candidates: int = 0
+    ef_search: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("index.recall", self.recall, low=0, high=1)
+        for name in ("nprobe", "candidates", "ef_search"):
+            check_range(f"index.{name}", getattr(self, name), low=0)
+
+
+def resolve_factory(factory: str, rows: int) -> str:
+    """The factory string that "auto" stands for; any other is returned as it is.
+
+    Many rows get inverted lists of quantised rows. They are built in a fraction of the time of a
+    graph, share the work of many queries, and answer a single one at least as fast at the same
+    recall (benchmarks/index_recall.py, benchmarks/one_query.py).
+    """
+    if factory != "auto":
+        return factory
+    if rows <= FLAT_ROWS:
+        return "Flat"
+    # The power of two next to 2.5 * sqrt(n).
+    num_lists = 1 << round(np.log2(2.5 * rows**0.5))
+    return f"IVF{num_lists},SQfp16"
+
+
+def num_lists(factory: str, rows: int) -> int:
+    """Inverted lists of an index, such as 4096 of "IVF4096,SQfp16"; 0 without."""
+    match = re.match(r"IVF(\d+)(,|$)", resolve_factory(factory, rows))
+    return int(match[1]) if match else 0
+
+
+def device_bytes(factory: str, rows: int, dim: int) -> int:
+    """Bytes of a GPU that an index there takes at its largest, without CUDA's own.
+
+    Args:
+        factory: "auto" or "Flat".
+        rows: rows of the index.
+        dim: width of the vectors.
+    """
+    exact_bytes = exact_device_bytes(rows, dim)
+    if not num_lists(factory, rows):
+        return exact_bytes
+    # If the lists do not find enough, all rows are compared.
+    return max(exact_bytes, inverted_lists.device_bytes(rows, dim))

@@ -1,0 +1,122 @@
+"""Chooses the settings of a search in an index: the cheapest that reach a recall."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from xmcray.retrieval.answerable import AnswerableRows
+from xmcray.retrieval.exact import exact_search, from_keys
+from xmcray.retrieval.index import TUNE_K, Index
+from xmcray.retrieval.index_spec import IndexSpec
+from xmcray.types import Float32Array
+
+TUNE_QUERIES = 256
+CANDIDATE_STEPS = (2, 4, 8, 16)
+BREADTH_STEPS = (50, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+CODE_LOSS = 0.005  # recall that short codes may cost in addition to the lists
+
+
+def tune(index: Index, queries: Float32Array, spec: IndexSpec) -> float:
+    """Chooses the settings of an index that are 0 in `spec`: the cheapest that reach its recall.
+
+    Args:
+        index: its settings change.
+        queries: float32 [Q, D]; a few hundred are enough, the first 256 are used.
+        spec: settings that are not 0 are kept.
+    Returns:
+        The recall that was reached.
+    """
+    if index.is_exact:
+        return 1.0
+    tuning = _Tuning(index, queries, spec)
+    if index.is_graph:
+        return tuning.choose_breadth()
+    if not index.num_lists:
+        return tuning.choose_candidates(spec.recall)
+    recall = tuning.choose_nprobe()
+    if index.proposes_candidates:
+        tuning.choose_candidates(recall - CODE_LOSS)
+    return recall
+
+
+class _Tuning:
+    """Measures searches of some queries against their exact answers."""
+
+    def __init__(self, index: Index, queries: Float32Array, spec: IndexSpec) -> None:
+        self.index = index
+        self.spec = spec
+        self.queries = np.ascontiguousarray(queries[:TUNE_QUERIES], np.float32)
+        self.k = min(TUNE_K, len(index))
+        self.exact_ids = exact_search(index.vectors, self.queries, self.k).ids
+        self.all_rows = AnswerableRows.of(len(index), len(self.queries), None, None)
+
+    def choose_breadth(self) -> float:
+        """Sets the breadth of a search in a graph; returns the recall that it reaches."""
+        # A graph compares the vectors themselves, so more candidates than answers are no use.
+        self.index.candidates = self.spec.candidates or 1
+        steps = [self.spec.ef_search] if self.spec.ef_search else BREADTH_STEPS
+
+        def recall_at(breadth: int) -> float:
+            self.index.set_breadth(breadth)
+            return self._recall_of_candidates(self.k)
+
+        return self._first_step(steps, recall_at)
+
+    def choose_nprobe(self) -> float:
+        """Sets the number of visited lists; returns the recall that it reaches."""
+        num_lists = self.index.num_lists
+        steps = _nprobe_steps(num_lists)
+        if self.spec.nprobe:
+            steps = [min(self.spec.nprobe, num_lists)]
+
+        def recall_at(nprobe: int) -> float:
+            self.index.set_nprobe(nprobe)
+            return self._recall(self.index.search_lists(self.queries, self.k, self.all_rows))
+
+        return self._first_step(steps, recall_at)
+
+    def choose_candidates(self, wanted_recall: float) -> float:
+        """Sets the number of candidates, which makes up for short codes; returns the recall."""
+        steps = [self.spec.candidates] if self.spec.candidates else CANDIDATE_STEPS
+        recall = 0.0
+        for candidates in steps:
+            self.index.candidates = candidates
+            recall = self._recall_of_candidates(self.k * candidates)
+            if recall >= wanted_recall:
+                break
+        return recall
+
+    def _first_step(self, steps: Sequence[int], recall_at: Callable[[int], float]) -> float:
+        """Leaves the index at the first step that reaches the recall, or at the last one.
+
+        Recall grows with the steps, so the step is found by bisection. The last one needs no test,
+        as there is no better one.
+        """
+        chosen = bisect.bisect_left(steps[:-1], self.spec.recall, key=recall_at)
+        # The bisection may have ended at another step.
+        return recall_at(steps[chosen])
+
+    def _recall_of_candidates(self, width: int) -> float:
+        """Recall of a search among so many candidates."""
+        return self._recall(
+            self.index.search_candidates(self.queries, width, self.k, self.all_rows)
+        )
+
+    def _recall(self, keys: Tensor) -> float:
+        """Share of the exact answers that a search has."""
+        answer_ids = from_keys(keys).ids
+        hits = 0
+        for query, query_ids in enumerate(self.exact_ids):
+            hits += len(np.intersect1d(answer_ids[query], query_ids))
+        return hits / max(1, self.exact_ids.size)
+
+
+def _nprobe_steps(num_lists: int) -> list[int]:
+    """4, 5, 6, 7, 8, 10, 12, 14, 16 ... up to half of the lists; all lists if there are few."""
+    steps = [(4 + i % 4) << i // 4 for i in range(80)]
+    most = min(max(4, num_lists // 2), num_lists)
+    return [step for step in steps if step <= most] or [num_lists]

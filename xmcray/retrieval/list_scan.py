@@ -1,0 +1,348 @@
+"""Many queries against inverted lists: each list is multiplied with the queries that visit it.
+
+A search one query at a time reads a list once for each query and scores its rows one by one. Here a
+list meets its queries in one matrix product. Scanning then costs per row what an exhaustive search
+costs, but on a small share of the rows, and every score is exact. The hard negatives of a whole
+epoch are such a search, on a CPU or on the device where the rows are.
+
+A product is small, and a device takes as long to start an operation as to read a thousand rows. So
+the products of many lists are written one after another into one buffer, and what follows has one
+operation for all of them.
+
+Letters of axes here, in addition to those in types.py:
+
+    Q  queries in one product          R  rows of one list, filled up to whole groups
+    A  all lists, C of them of rows    V  lists that a query visits in a round
+       that are not long
+    P  visits: pairs of query and list G  groups of scores, all visits one after another
+    H  groups that may have a hit      I  hits: pairs of query and row that reach the query's bar
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xmcray.retrieval.answerable import AnswerableRows
+from xmcray.retrieval.exact import (
+    GROUP,
+    Hits,
+    as_tensor,
+    empty_keys,
+    row_slots,
+    scores_of,
+    to_keys,
+    with_new_keys,
+)
+from xmcray.retrieval.inverted_lists import InvertedLists, num_groups
+from xmcray.types import Float32Array, spans
+
+# Lists visited by the end of a round, in terms of the round before. The K-th best score after a
+# round is the bar that scores of the next round have to reach.
+ROUND_GROWTH = 16
+
+
+def scan_lists(
+    lists: InvertedLists,
+    queries: Float32Array,
+    k: int,
+    nprobe: int,
+    rows: AnswerableRows,
+) -> Tensor:
+    """Sort keys int64 [Q, k] (see exact.py) of the best rows in each query's nearest lists.
+
+    Args:
+        lists: all rows.
+        queries: float32 [Q, D].
+        k: answers per query.
+        nprobe: lists that each query visits, besides those of long rows.
+        rows: ids and hidden positions of all rows.
+    """
+    id_N = as_tensor(rows.ids, np.int64).to(lists.vector_ND.device)
+    most_visits = max(nprobe, lists.num_long)
+    limits = lists.limits
+    num_queries = max(1, min(limits.queries, limits.visits // most_visits))
+    keys = [torch.empty((0, k), dtype=torch.int64)]
+    for span in spans(len(queries), num_queries):
+        chunk_rows = rows.for_queries(span.start, span.stop)
+        scan = _ChunkScan(lists, queries[span], k, chunk_rows, id_N)
+        keys.append(scan.run(nprobe).cpu())
+    return torch.cat(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some visits of one list: `start` to `stop` - 1 of all visits, which are sorted by list.
+
+    Attributes:
+        first_row: of the list in `row_ids`.
+        num_rows: of the list, in whole groups.
+    """
+
+    first_row: int
+    num_rows: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> slice:
+        """Where the list is in `row_ids`."""
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+    @property
+    def num_visits(self) -> int:
+        """Queries that visit the list."""
+        return self.stop - self.start
+
+
+class _ChunkScan:
+    """One chunk of queries: the best keys so far, and the hits that are not among them yet."""
+
+    def __init__(
+        self,
+        lists: InvertedLists,
+        queries: Float32Array,
+        k: int,
+        rows: AnswerableRows,
+        id_N: Tensor,
+    ) -> None:
+        device = lists.vector_ND.device
+        self.lists = lists
+        self.query_BD = as_tensor(queries).to(device)
+        self.id_N = id_N
+        self.some_no_answer = bool((rows.ids < 0).any())
+        self.best_BK = empty_keys(len(queries), k).to(device, copy=True)
+        # Each query's K-th best score so far.
+        self.bar_B = scores_of(self.best_BK[:, -1])
+        self.hits: list[Hits] = []
+        self.num_hits = 0
+        self.buffer = self.query_BD.new_empty(0)
+        # One number per hidden pair of query and row, ascending.
+        pairs = rows.hidden.row_ids * len(lists.vector_ND) + rows.hidden.values
+        self.hidden_pairs = torch.from_numpy(np.unique(pairs)).to(device)
+
+    def run(self, nprobe: int) -> Tensor:
+        """Keys int64 [B, k] after rounds of more and more lists, and the long rows."""
+        nearest_BV = self._nearest_lists(nprobe)
+        num_nearest = len(self.lists.centroid_CD)
+        long_V = torch.arange(self.lists.num_long, dtype=torch.int32, device=nearest_BV.device)
+        long_BV = (num_nearest + long_V).expand(len(nearest_BV), -1)
+        # Good answers are likely in the nearest lists and among the longest rows. Visiting few of
+        # both first raises the bar, so that the large last rounds have few hits.
+        start = 0
+        while start < max(nprobe, self.lists.num_long):
+            stop = max(1, ROUND_GROWTH * start)
+            self._visit_lists(nearest_BV[:, start:stop], is_first=start == 0)
+            self._visit_lists(long_BV[:, start:stop], is_first=False)
+            start = stop
+        return self.best_BK
+
+    def _nearest_lists(self, nprobe: int) -> Tensor:
+        """int32 [B, nprobe], lists by inner product with their centroids, best first."""
+        nearest = []
+        block = max(1, self.lists.limits.scores // len(self.lists.centroid_CD))
+        for query_QD in self.query_BD.split(block):
+            score_QC = query_QD @ self.lists.centroid_CD.T
+            nearest.append(score_QC.topk(nprobe, dim=1).indices.int())
+        return torch.cat(nearest)
+
+    def _visit_lists(self, list_BV: Tensor, is_first: bool) -> None:
+        """Scores the rows of each list for all queries that visit it, and keeps the best.
+
+        Args:
+            list_BV: int32 [B, V], the lists that each query visits in this round.
+            is_first: nothing was scored before this round, in which a query visits one list.
+        """
+        width = list_BV.shape[1]
+        if not width:
+            return
+        # Sorted by list, the visits of one list lie next to each other. visit // width is the query.
+        list_P, visits = list_BV.reshape(-1).sort(stable=True)
+        query_P = visits // width
+        numbers = torch.arange(len(self.lists.size_A) + 1, dtype=torch.int32, device=list_P.device)
+        starts = torch.searchsorted(list_P, numbers).tolist()
+        limit = self.lists.limits.scores
+        if is_first:
+            # Scores of the first round exist twice, and the best are selected.
+            limit //= 4
+        for pieces in self._batches(starts, limit):
+            of_batch = slice(pieces[0].start, pieces[-1].stop)
+            self._score(pieces, query_P[of_batch], list_P[of_batch].long(), is_first)
+            if self.num_hits > self.lists.limits.hits:
+                self._merge_hits()
+        self._merge_hits()
+
+    def _batches(self, starts: Sequence[int], limit: int) -> Iterator[list[_Piece]]:
+        """Cuts visits into pieces, and yields as many of them as are computed at once.
+
+        Args:
+            starts: where the visits of each list begin, and the end of all.
+            limit: scores and elements of vectors that are computed at once.
+        """
+        dim = self.query_BD.shape[1]
+        pieces: list[_Piece] = []
+        num_elements = 0
+        lists = zip(itertools.pairwise(self.lists.offsets), itertools.pairwise(starts), strict=True)
+        for (first_row, last_row), (start, stop) in lists:
+            num_rows = last_row - first_row
+            # Each visit has its scores and a copy of the query's vector.
+            visit_size = num_rows + dim
+            most_visits = max(1, limit // visit_size)
+            for low in range(start, stop, most_visits):
+                piece = _Piece(first_row, num_rows, low, min(low + most_visits, stop))
+                size = piece.num_visits * visit_size + num_rows * dim
+                # Lists of a batch have about one size, as `_list_bar` needs it.
+                is_larger = pieces and piece.num_rows > 2 * pieces[0].num_rows
+                if pieces and (is_larger or num_elements + size > limit):
+                    yield pieces
+                    pieces = []
+                    num_elements = 0
+                pieces.append(piece)
+                num_elements += size
+        if pieces:
+            yield pieces
+
+    def _score(
+        self, pieces: Sequence[_Piece], query_P: Tensor, list_P: Tensor, is_first: bool
+    ) -> None:
+        """Keeps the hits of some visits.
+
+        Args:
+            pieces: lists with their visits, one after another.
+            query_P: int64, the query of each of these visits.
+            list_P: int64, its list.
+            is_first: as in `_visit_lists`.
+        """
+        score_G = self._products(pieces, query_P)
+        max_G = score_G.amax(dim=1)
+        size_P = self.lists.size_A[list_P]
+        groups_P = num_groups(size_P)
+        visits = torch.arange(len(list_P), dtype=torch.int32, device=list_P.device)
+        visit_G = torch.repeat_interleave(visits, groups_P, output_size=len(score_G))
+        first_P = groups_P.cumsum(0) - groups_P
+        bar_P = self.bar_B[query_P]
+        # Hidden rows would count for the bar, but not for the answer.
+        if is_first and not len(self.hidden_pairs):
+            most_rows = max(piece.num_rows for piece in pieces)
+            bar_P = self._list_bar(score_G, visit_G, first_P, size_P, most_rows)
+        # A score of -inf is no hit.
+        bar_P = bar_P.clamp(min=torch.finfo(bar_P.dtype).min)
+        # Written as a negation because the maximum of a group with a NaN is NaN.
+        group_H = (max_G < bar_P[visit_G]).logical_not_().nonzero()[:, 0]
+        visit_H = visit_G[group_H]
+        score_HG = score_G[group_H]
+        # Columns beyond the size of a list repeat its last row.
+        slot_H = GROUP * (group_H - first_P[visit_H])
+        columns = torch.arange(GROUP, device=list_P.device)
+        is_hit_HG = columns < (size_P[visit_H] - slot_H)[:, None]
+        is_hit_HG &= score_HG >= bar_P[visit_H, None]
+        hit_I, column_I = is_hit_HG.nonzero(as_tuple=True)
+        visit_I = visit_H[hit_I]
+        place_I = self.lists.offset_A[list_P[visit_I]] + slot_H[hit_I] + column_I
+        row_I = self.lists.row_ids[place_I]
+        self.hits.append(Hits(query_P[visit_I], row_I, score_HG[hit_I, column_I]))
+        self.num_hits += len(row_I)
+
+    def _products(self, pieces: Sequence[_Piece], query_P: Tensor) -> Tensor:
+        """float32 [G, GROUP], the scores of all visits, one after another."""
+        query_PD = self.query_BD.index_select(0, query_P)
+        row_ids = torch.cat([self.lists.row_ids[piece.rows] for piece in pieces])
+        vector_RD = self.lists.vector_ND.index_select(0, row_ids)
+        num_scores = sum(piece.num_visits * piece.num_rows for piece in pieces)
+        # One buffer for all products: fresh memory costs as much as the product that fills it.
+        if num_scores > len(self.buffer):
+            self.buffer = self.query_BD.new_empty(max(num_scores, self.lists.limits.scores))
+        visits = query_PD.split([piece.num_visits for piece in pieces])
+        rows = vector_RD.split([piece.num_rows for piece in pieces])
+        start = 0
+        # A list is one product. What can be done for all lists at once is not done here.
+        for piece, query_QD, list_RD in zip(pieces, visits, rows, strict=True):
+            stop = start + len(query_QD) * len(list_RD)
+            score_QR = self.buffer[start:stop].view(len(query_QD), len(list_RD))
+            torch.mm(query_QD, list_RD.T, out=score_QR)
+            if self.some_no_answer:
+                is_no_answer_R = self.id_N[self.lists.row_ids[piece.rows]] < 0
+                score_QR.masked_fill_(is_no_answer_R, -torch.inf)
+            start = stop
+        return self.buffer[:num_scores].view(-1, GROUP)
+
+    def _list_bar(
+        self, score_G: Tensor, visit_G: Tensor, first_P: Tensor, size_P: Tensor, most_rows: int
+    ) -> Tensor:
+        """float32 [P], the K-th best score of each visited list; -inf if it has fewer rows.
+
+        Args:
+            score_G: float32 [G, GROUP].
+            visit_G: int64, the visit of each group.
+            first_P: int64, the first group of each visit.
+            size_P: int64, rows of the visited list.
+            most_rows: of any of these lists, in whole groups.
+        """
+        k = self.best_BK.shape[1]
+        num_visits = len(first_P)
+        score_PWG = score_G.new_full((num_visits, most_rows // GROUP, GROUP), -torch.inf)
+        groups = torch.arange(len(score_G), device=score_G.device)
+        score_PWG[visit_G, groups - first_P[visit_G]] = score_G
+        score_PR = score_PWG.view(num_visits, most_rows)
+        slots = torch.arange(most_rows, device=score_G.device)
+        is_none_PR = (slots >= size_P[:, None]) | score_PR.isnan()
+        score_PR.masked_fill_(is_none_PR, -torch.inf)
+        if k > most_rows:
+            return first_P.new_full((num_visits,), -torch.inf, dtype=score_G.dtype)
+        return score_PR.topk(k, dim=1).values[:, -1]
+
+    def _merge_hits(self) -> None:
+        """Merges the hits into the best keys, a block of queries at a time."""
+        if not self.num_hits:
+            return
+        all_hits = Hits(
+            torch.cat([hits.query_P for hits in self.hits]),
+            torch.cat([hits.row_P for hits in self.hits]),
+            torch.cat([hits.score_P for hits in self.hits]),
+        )
+        self.hits.clear()
+        self.num_hits = 0
+        hits = self._visible(all_hits)
+        hits = hits.take(_order(hits.query_P))
+        key_I = to_keys(hits.score_P, self.id_N[hits.row_P])
+        num_queries, k = self.best_BK.shape
+        slot_I = row_slots(hits.query_P, num_queries)
+        # The query with most hits decides how many queries fit one rectangle of keys.
+        most_hits = int(slot_I.max()) + 1 if len(slot_I) else 0
+        block = max(1, self.lists.limits.keys // (k + most_hits))
+        low = 0
+        for span in spans(num_queries, block):
+            # low .. high are the hits of the queries of the span: hits are sorted by query.
+            high = int(torch.searchsorted(hits.query_P, span.stop))
+            self.best_BK[span] = with_new_keys(
+                self.best_BK[span],
+                key_I[low:high],
+                hits.query_P[low:high] - span.start,
+                slot_I[low:high],
+            )
+            low = high
+        self.bar_B = scores_of(self.best_BK[:, -1])
+
+    def _visible(self, hits: Hits) -> Hits:
+        """The hits without the pairs that must not be answered."""
+        if not len(self.hidden_pairs):
+            return hits
+        pairs = hits.query_P * len(self.lists.vector_ND) + hits.row_P
+        place = torch.searchsorted(self.hidden_pairs, pairs)
+        place.clamp_(max=len(self.hidden_pairs) - 1)
+        is_visible = self.hidden_pairs[place] != pairs
+        return hits.take(is_visible.nonzero()[:, 0])
+
+
+def _order(query_I: Tensor) -> Tensor:
+    """int64, sorts hits by query."""
+    if query_I.device.type == "cuda":
+        return torch.argsort(query_I, stable=True)
+    # Numbers of 16 bits, which all queries of a chunk have, are sorted by a radix sort.
+    query_numbers = query_I.numpy().astype(np.uint16)
+    return torch.from_numpy(np.argsort(query_numbers, kind="stable"))
