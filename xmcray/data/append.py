@@ -58,6 +58,11 @@ class AppendedFiles(RawFiles):
     card: Card
     label_ids: Int64Array
 
+    @property
+    def appended_splits(self) -> tuple[str, ...]:
+        """The splits that may get rows."""
+        return ("labels", *self.splits)
+
     def first_shard(self, split: str, shard_rows: int) -> int:
         """Number of the first shard to pack: those before it are full."""
         return self.card.num_rows(split) // shard_rows
@@ -88,16 +93,20 @@ class AppendedFiles(RawFiles):
         first_number = num_old + self.card.rejected.get(split, 0)
         for query in self.new.queries(split, len(self.label_ids), on_bad):
             if hash(query.uid) in seen_uids:
+                file = str(self.new.path / split)
                 reason = f"uid {query.uid[:80]!r} is that of a query of the corpus"
-                on_bad(BadRow(str(self.new.path / split), query.row + 1, reason))
+                on_bad(BadRow(file, query.row + 1, reason))
                 continue
-            uid = query.uid if self.new.has_uids else str(first_number + query.row)
-            yield self._with_source_ids(dataclasses.replace(query, uid=uid))
+            if not self.new.has_uids:
+                query = dataclasses.replace(query, uid=str(first_number + query.row))
+            yield self._with_source_ids(query)
 
     def filters(self, split: str) -> Int64Array:
         """int64 [pairs, 2]: row of the split's new file, source label id."""
         pairs = self.new.filters(split)
-        return np.stack([pairs[:, 0], self.label_ids[pairs[:, 1]]], axis=1)
+        rows = pairs[:, 0]
+        source_ids = self.label_ids[pairs[:, 1]]
+        return np.stack([rows, source_ids], axis=1)
 
     def side_vectors(self, split: str) -> None:
         """None: `appended_files` refuses side vectors."""
@@ -216,9 +225,14 @@ def _check_texts(
     label_ids: Int64Array,
 ) -> None:
     """Raises DataError if a label that the corpus has comes with another text; it may have none."""
-    repeated = [label for label in new_labels.values() if label.text and label_ids[label.row] >= 0]
-    rows = [label.row for label in repeated]
-    old_texts = corpus.label_texts(label_ids[rows])
+    repeated = []
+    source_ids = []
+    for label in new_labels.values():
+        source_id = int(label_ids[label.row])
+        if label.text and source_id >= 0:
+            repeated.append(label)
+            source_ids.append(source_id)
+    old_texts = corpus.label_texts(np.array(source_ids, np.int64))
     for label, old_text in zip(repeated, old_texts, strict=True):
         if label.text != old_text:
             raise DataError(
@@ -266,13 +280,14 @@ def _changes(name: str, source: AppendedFiles, config: PrepareConfig) -> bool:
     split, _, file_name = name.partition("/")
     if split not in _SPLITS:
         return True
-    if split not in ("labels", *source.splits):
+    if split not in source.appended_splits:
         return False
     number, _, suffix = file_name.partition(".")
-    num_full = source.first_shard(split, config.shard_rows)
+    num_full_shards = source.first_shard(split, config.shard_rows)
     if suffix.removesuffix(".npy") in ARRAY_SUFFIXES:
-        num_full //= config.shards_per_array_file
-    return int(number) >= num_full
+        # An array file has the rows of several shards.
+        return int(number) >= num_full_shards // config.shards_per_array_file
+    return int(number) >= num_full_shards
 
 
 def continued_writer(
@@ -298,9 +313,10 @@ def continued_writer(
     num_labels = max(card.num_labels, int(source.label_ids.max()) + 1)
     for name in _SPLITS:
         old = Split(corpus.path, name, card)
-        writer.num_rows[name] = len(old)
-        if name in ("labels", *source.splits):
+        if name in source.appended_splits:
             _continue_split(writer, source, old)
+        else:
+            writer.num_rows[name] = len(old)
         num_kept = writer.num_rows[name]
         for rows in id_blocks(num_kept):
             writer.keys.add(keys_by_name(name, old.texts(rows)))
@@ -325,9 +341,10 @@ def _continue_split(writer: CorpusWriter, source: AppendedFiles, old: Split) -> 
     if name == "test":
         # The card has no average of test queries.
         return
-    average = card.averages["tokens per label" if name == "labels" else "tokens per training query"]
-    num_tokens = round(average * len(old))
-    writer.num_tokens[name] = num_tokens - len(old.tokens(unfinished).values)
+    average_name = "tokens per label" if name == "labels" else "tokens per training query"
+    num_tokens = round(card.averages[average_name] * len(old))
+    num_packed_again = len(old.tokens(unfinished).values)
+    writer.num_tokens[name] = num_tokens - num_packed_again
 
 
 def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
@@ -336,8 +353,10 @@ def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
     if not path.is_file():
         return corpus.removed_labels
     with readable(f"{path} cannot be read", 'write {"uid": ...} a line', DataError):
-        lines = path.read_text(encoding="utf-8").split("\n")
-        uids = {str(json.loads(line)["uid"]) for line in lines if line}
+        uids = set()
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            if line:
+                uids.add(str(json.loads(line)["uid"]))
     removed_ids = set(corpus.removed_labels.tolist())
     for source_id, uid in _labels_by_id(corpus):
         if uid in uids:
@@ -350,7 +369,8 @@ def _removed_labels(corpus: Corpus, new: RawFiles) -> Int64Array:
 def _odd_rows(split: Split, rows: Int64Array) -> Counter[str]:
     """What the packing of some rows of a split counts as odd."""
     odd: Counter[str] = Counter()
-    odd[f"{split.name}: no text"] = sum(not text.strip() for text in split.texts(rows))
+    num_empty = sum(not text.strip() for text in split.texts(rows))
+    odd[f"{split.name}: no text"] = num_empty
     if split.name != "labels":
         num_positives = split.positives(rows).lengths
         odd[f"{split.name}: no positives"] = int((num_positives == 0).sum())

@@ -34,8 +34,8 @@ class PartReasons:
     def of(self, top: TopLabels) -> list[list[Reasons]]:
         """The reasons for each answer; none for a missing one."""
         place_BK = self._places(top)
-        weights = self._weights_of_voters()
-        reason_of = self._reasons_by_place(place_BK[place_BK >= 0].tolist(), weights)
+        is_answer = place_BK >= 0
+        reason_of = self._reasons_by_place(place_BK[is_answer].tolist())
         all_reasons = []
         for places in place_BK.tolist():
             # A missing answer has place -1, and no reason.
@@ -43,30 +43,18 @@ class PartReasons:
             all_reasons.append(reasons)
         return all_reasons
 
-    def _reasons_by_place(
-        self, places: Sequence[int], weights: Mapping[int, VoterWeights]
-    ) -> dict[int, Reasons]:
-        """The reasons for some candidates.
-
-        Args:
-            places: of the candidates.
-            weights: of the voters, by candidate.
-        """
-        voters_of = {}
-        rows: set[int] = set()
-        for place in places:
-            voters = weights.get(place, {})
-            voters_of[place] = voters
-            rows.update(voters)
+    def _reasons_by_place(self, places: Sequence[int]) -> dict[int, Reasons]:
+        """The reasons for the candidates at some places."""
+        weights = self._weights_of_voters()
+        voters_of = {place: weights.get(place, {}) for place in places}
         # One look-up of names for all queries: reading a block of the file is what costs.
+        rows = set[int]().union(*voters_of.values())
         names = {} if self.queries is None else self.queries.names(rows)
         gains = self.candidates.gains(self.config)
         reasons = {}
         for place, voters in voters_of.items():
-            own_gains = {}
-            for part, gain_P in gains.items():
-                own_gains[part] = float(gain_P[place])
             named = named_voters(_by_weight(voters), names)
+            own_gains = {part: float(gain_P[place]) for part, gain_P in gains.items()}
             reasons[place] = Reasons(named, own_gains)
         return reasons
 
@@ -75,9 +63,10 @@ class PartReasons:
         labels = self.candidates.labels
         stride = int(labels.values.max(initial=0)) + 1
         # Pairs of query and label as one number each, ascending. Every answer is a candidate.
-        pairs = labels.row_ids * stride + labels.values
+        candidate_pairs = labels.row_ids * stride + labels.values
         query_B1 = np.arange(len(top.ids))[:, None]
-        place_BK = np.searchsorted(pairs, query_B1 * stride + top.ids)
+        answer_pairs = query_B1 * stride + top.ids
+        place_BK = np.searchsorted(candidate_pairs, answer_pairs)
         return np.where(top.ids >= 0, place_BK, -1)
 
     def _weights_of_voters(self) -> Mapping[int, VoterWeights]:
@@ -103,13 +92,15 @@ def _add_votes(
         votes: of one part.
         weight_BK: float64, weight of each voter of B queries.
     """
-    row_E = votes.voters.ids[votes.query_E, votes.place_E]
     weight_E = votes.weights(weight_BK)
+    row_E = votes.voters.ids[votes.query_E, votes.place_E]
     # Voters beyond those that count have no weight.
-    for vote in np.flatnonzero(weight_E > 0).tolist():
-        row = int(row_E[vote])
-        by_row = weights[int(votes.pair_E[vote])]
-        by_row[row] = by_row.get(row, 0.0) + float(weight_E[vote])
+    counts_E = weight_E > 0
+    places = votes.pair_E[counts_E].tolist()
+    rows = row_E[counts_E].tolist()
+    for place, row, weight in zip(places, rows, weight_E[counts_E].tolist(), strict=True):
+        voters = weights[place]
+        voters[row] = voters.get(row, 0.0) + weight
 
 
 def _by_weight(weights: VoterWeights) -> list[tuple[int, float]]:

@@ -42,12 +42,16 @@ class StaticText(InputModule):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.settings = settings
+        self.dim = int(settings["dim"])
+        self.vocab_size = int(settings["vocab_size"])
+        self.num_buckets = int(settings["bigram_buckets"])
+        # Rows of queries, or of labels: those of tokens and, after them, those of pairs.
+        self.side_rows = self.vocab_size + self.num_buckets
         self.tokenizer = tokenizer
-        # Parameters of a sentence-transformers model are found by their names in the file.
+        self.names = list(state)
         self.weights = nn.ParameterDict()
         for name, tensor in state.items():
-            self.weights[name.replace(".", "_")] = nn.Parameter(tensor, requires_grad=False)
-        self.names = list(state)
+            self.weights[_parameter_name(name)] = nn.Parameter(tensor, requires_grad=False)
 
     def preprocess(
         self,
@@ -58,21 +62,21 @@ class StaticText(InputModule):  # type: ignore[misc]
     ) -> dict[str, Tensor]:
         """Token ids of texts, one text after another; label texts are those of the task "document"."""
         is_label = task == "document"
-        max_len = self.settings["label_max_len" if is_label else "max_len"]
+        length_setting = "label_max_len" if is_label else "max_len"
         self.tokenizer.no_padding()
-        self.tokenizer.enable_truncation(max_len)
-        texts = [(prompt or "") + text for text in inputs]
-        encodings = self.tokenizer.encode_batch(texts)
+        self.tokenizer.enable_truncation(self.settings[length_setting])
+        prefix = prompt or ""
+        texts = [prefix + text for text in inputs]
         lengths = []
         tokens: list[int] = []
-        for encoding in encodings:
+        for encoding in self.tokenizer.encode_batch(texts):
             lengths.append(len(encoding.ids))
             tokens += encoding.ids
         token_T = torch.tensor(tokens, dtype=torch.int64)
         length_B = torch.tensor(lengths, dtype=torch.int64)
         if is_label and self.settings["separate_labels"]:
             # Rows of labels follow those of queries.
-            token_T += self._side_rows
+            token_T += self.side_rows
         return {"input_ids": token_T, "lengths": length_B}
 
     def forward(self, features: dict[str, Tensor], **_: Any) -> dict[str, Tensor]:
@@ -81,8 +85,9 @@ class StaticText(InputModule):  # type: ignore[misc]
         row_R, weight_R, text_R = self._rows(features["input_ids"], lengths_B)
         table_VD = self.weights["embedding_weight"]
         num_texts = len(lengths_B)
-        sum_BD = table_VD.new_zeros(num_texts, self.settings["dim"])
-        sum_BD.index_add_(0, text_R, weight_R[:, None] * table_VD[row_R])
+        weighted_RD = weight_R[:, None] * table_VD[row_R]
+        sum_BD = table_VD.new_zeros(num_texts, self.dim)
+        sum_BD.index_add_(0, text_R, weighted_RD)
         square_B = table_VD.new_zeros(num_texts)
         square_B.index_add_(0, text_R, weight_R.square())
         # A text without tokens is the zero vector.
@@ -99,31 +104,29 @@ class StaticText(InputModule):  # type: ignore[misc]
         return self._linear("out", F.gelu(hidden_BD))
 
     def _linear(self, name: str, input_BD: Tensor) -> Tensor:
-        return F.linear(input_BD, self.weights[f"{name}_weight"], self.weights[f"{name}_bias"])
-
-    @property
-    def _side_rows(self) -> int:
-        """Rows of queries, or of labels: those of tokens and, after them, those of pairs."""
-        return int(self.settings["vocab_size"] + self.settings["bigram_buckets"])
+        weight = self.weights[f"{name}_weight"]
+        bias = self.weights[f"{name}_bias"]
+        return F.linear(input_BD, weight, bias)
 
     def _rows(self, token_T: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Table row, weight and text of each token, and after them of each pair of neighbours."""
         text_ids = torch.arange(len(lengths_B), device=lengths_B.device)
         text_T = text_ids.repeat_interleave(lengths_B)
         # A token of a label weighs as much as the query's token of the same number.
-        own_T = token_T % self._side_rows
-        weight_T = self.weights["weight"][own_T] * self._decay(text_T, lengths_B)
-        if not self.settings["bigram_buckets"]:
+        own_T = token_T % self.side_rows
+        weight_T = self.weights["weight"][own_T]
+        weight_T = weight_T * self._decay(text_T, lengths_B)
+        if not self.num_buckets:
             return token_T, weight_T, text_T
         # Each token but the last of its text, with the token to its right.
-        left_P = torch.nonzero(text_T[1:] == text_T[:-1])[:, 0]
+        has_right_T = text_T[1:] == text_T[:-1]
+        left_P = torch.nonzero(has_right_T)[:, 0]
         right_P = left_P + 1
-        # Rows of pairs follow those of the tokens, on the side of queries or of labels.
-        side_P = token_T[left_P] - own_T[left_P]
         bucket_P = self._buckets(own_T[left_P], own_T[right_P])
-        row_P = side_P + self.settings["vocab_size"] + bucket_P
+        # Rows of pairs follow those of the tokens, on the side of queries or of labels.
+        first_row_P = token_T[left_P] - own_T[left_P] + self.vocab_size
         weight_P = (weight_T[left_P] + weight_T[right_P]) / 2
-        row_R = torch.cat([token_T, row_P])
+        row_R = torch.cat([token_T, first_row_P + bucket_P])
         weight_R = torch.cat([weight_T, weight_P])
         text_R = torch.cat([text_T, text_T[left_P]])
         return row_R, weight_R, text_R
@@ -133,8 +136,7 @@ class StaticText(InputModule):  # type: ignore[misc]
         mixed_P = left_P * 2_654_435_761 + right_P * 2_246_822_519
         # The sign of an overflow is masked, and the lowest bits are mixed least.
         hash_P = (mixed_P & 0xFFFFFFFFFFFF) >> 12
-        num_buckets = int(self.settings["bigram_buckets"])
-        return hash_P % num_buckets
+        return hash_P % self.num_buckets
 
     def _decay(self, text_T: Tensor, lengths_B: Tensor) -> Tensor:
         """The factor of each token's weight for its place in its text."""
@@ -153,7 +155,7 @@ class StaticText(InputModule):  # type: ignore[misc]
 
     def get_embedding_dimension(self) -> int:
         """D."""
-        return int(self.settings["dim"])
+        return self.dim
 
     def save(self, output_path: str, *_: Any, **__: Any) -> None:
         """Writes the settings, the tokenizer and the state."""
@@ -164,7 +166,8 @@ class StaticText(InputModule):  # type: ignore[misc]
         self.tokenizer.save(str(folder / TOKENIZER_FILE))
         state = {}
         for name in self.names:
-            state[name] = self.weights[name.replace(".", "_")].data
+            weight = self.weights[_parameter_name(name)]
+            state[name] = weight.data
         save_file(state, folder / STATE_FILE)
 
     @classmethod
@@ -176,7 +179,8 @@ class StaticText(InputModule):  # type: ignore[misc]
             local = Path(model_name_or_path, subfolder, name)
             if local.is_file():
                 return local
-            return Path(cls.load_file_path(model_name_or_path, name, subfolder, **hub_options))
+            downloaded = cls.load_file_path(model_name_or_path, name, subfolder, **hub_options)
+            return Path(downloaded)
 
         settings: dict[str, Any] = {}
         for name in SETTINGS_FILES:
@@ -184,3 +188,8 @@ class StaticText(InputModule):  # type: ignore[misc]
         tokenizer = Tokenizer.from_file(str(path_of(TOKENIZER_FILE)))
         state = load_file(path_of(STATE_FILE))
         return cls(settings, tokenizer, state)
+
+
+def _parameter_name(name: str) -> str:
+    """The name of a parameter for its name in the file: torch allows no dots."""
+    return name.replace(".", "_")

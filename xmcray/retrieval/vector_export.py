@@ -29,8 +29,9 @@ from xmcray.retrieval import vector_readme
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import Settings, read_labels, read_settings
+from xmcray.retrieval.export_target import ExportTarget, label_block
 from xmcray.retrieval.shards import open_vectors, vectors_name
-from xmcray.retrieval.vector_systems import SYSTEMS, ExportTarget, label_block
+from xmcray.retrieval.vector_systems import SYSTEMS
 from xmcray.storage import new_artifact, open_artifact
 from xmcray.types import Float32Array, Int64Array
 

@@ -2,125 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from xmcray.errors import BundleError
 from xmcray.retrieval import vector_readme
-from xmcray.types import Float32Array, Int64Array
+from xmcray.retrieval.export_target import ExportTarget
 
 # The most of one request. By default Qdrant takes 32 MB.
 POINTS = 128
 LINE_BYTES = 8 << 20
-FILE_ROWS = 100_000  # labels of one file
 MAX_VARCHAR = 65_535  # bytes of a string in Milvus
-
-
-def label_block(
-    label_ids: Int64Array, names: pa.Table, vectors: Float32Array, attributes: pa.Table | None
-) -> pa.Table:
-    """Labels that can be answered, in the order of the bundle: the rows that all systems get.
-
-    Args:
-        label_ids: int64 [n], source ids.
-        names: uid and text of the same labels.
-        vectors: float32 [n, D].
-        attributes: a column per attribute, null where a label lacks it; None if no label has any.
-    Returns:
-        The columns label_id, uid, text, vector and, if any label has them, attributes.
-    """
-    num_labels, dim = vectors.shape
-    ends = pa.array(np.arange(num_labels + 1) * dim, pa.int32())
-    columns = {
-        "label_id": pa.array(label_ids),
-        "uid": names["uid"],
-        "text": names["text"],
-        "vector": pa.ListArray.from_arrays(ends, pa.array(vectors.ravel())),
-    }
-    if attributes is not None:
-        columns["attributes"] = attributes.to_struct_array()
-    return pa.table(columns)
-
-
-@dataclass(slots=True)
-class ExportTarget:
-    """Where a system's files go.
-
-    Attributes:
-        folder: the folder to fill.
-        dim: D.
-        attributes: the attributes that labels have; None if no label has any.
-        notes: what a reader of the README must know, a sentence each.
-    """
-
-    folder: Path
-    dim: int
-    attributes: pa.Schema | None
-    notes: list[str]
-
-    def write_lines(
-        self, name: str, blocks: Iterable[pa.Table], to_lines: Callable[[pa.Table], Iterator[str]]
-    ) -> None:
-        """Writes lines of ASCII to files such as points-00000.jsonl."""
-
-        def open_lines(path: Path, block: pa.Table) -> Any:
-            return path.open("w", encoding="ascii")
-
-        for file, block in self._files(name, blocks, open_lines):
-            file.writelines(f"{line}\n" for line in to_lines(block))
-
-    def write_tables(self, blocks: Iterable[pa.Table]) -> None:
-        """Writes labels-00000.parquet and further files."""
-
-        def open_table(path: Path, block: pa.Table) -> Any:
-            # Vectors do not gain by dictionaries, and every reader knows snappy.
-            return pq.ParquetWriter(path, block.schema, compression="snappy", use_dictionary=False)
-
-        for file, block in self._files("labels-{}.parquet", blocks, open_table):
-            file.write_table(block)
-
-    def _files(
-        self, name: str, blocks: Iterable[pa.Table], open_file: Callable[[Path, pa.Table], Any]
-    ) -> Iterator[tuple[Any, pa.Table]]:
-        """Yields each block with the file to write it to; a file gets about FILE_ROWS labels.
-
-        Args:
-            name: name of the files, with {} for the number.
-            blocks: what to write.
-            open_file: opens a file whose first block is given.
-        """
-        num_files = 0
-        rows_in_file = FILE_ROWS
-        file = None
-        with contextlib.ExitStack() as stack:
-            for block in blocks:
-                if rows_in_file >= FILE_ROWS:
-                    stack.close()
-                    path = self.folder / name.format(f"{num_files:05d}")
-                    file = stack.enter_context(open_file(path, block))
-                    num_files += 1
-                    rows_in_file = 0
-                yield file, block
-                rows_in_file += len(block)
-
-    def write_text(self, name: str, template: str) -> None:
-        """Writes a small file, with the width of the vectors in place of DIM."""
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(template.replace("DIM", str(self.dim)), encoding="utf-8")
 
 
 def _parquet(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
@@ -128,11 +28,25 @@ def _parquet(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
 
 
 def _milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
-    num_cut = 0
+    target.write_tables(_milvus_tables(target, blocks))
+    field = vector_readme.MILVUS_ATTRIBUTES if target.attributes else ""
+    collection = vector_readme.MILVUS_COLLECTION.replace("ATTRIBUTES", field)
+    target.write_text("collection.json", collection)
+    # Milvus imports a list of groups of files; each file is a group of its own.
+    paths = sorted(target.folder.glob("*.parquet"))
+    groups = [[f"labels/{path.name}"] for path in paths]
+    request = json.dumps({"collectionName": "labels", "files": groups}, indent=1)
+    target.write_text("import.json", request + "\n")
 
-    def to_milvus(block: pa.Table) -> pa.Table:
-        """The block with strings that fit a VarChar; attributes are JSON."""
-        nonlocal num_cut
+
+def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Blocks with strings that fit a VarChar and attributes as JSON; notes how many texts were cut.
+
+    Raises:
+        BundleError: a uid does not fit.
+    """
+    num_cut = 0
+    for block in blocks:
         if _num_too_long(block["uid"]):
             raise BundleError(
                 f"a uid has more than {MAX_VARCHAR:,} bytes, the most in Milvus; choose another system"
@@ -147,21 +61,14 @@ def _milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
             "vector": block["vector"],
         }
         if target.attributes is not None:
-            attributes = map(_present, block["attributes"].to_pylist())
-            columns["attributes"] = pa.array(map(_json, attributes), pa.string())
-        return pa.table(columns)
-
-    target.write_tables(map(to_milvus, blocks))
+            rows = block["attributes"].to_pylist()
+            texts = [_json(_present(attributes)) for attributes in rows]
+            columns["attributes"] = pa.array(texts, pa.string())
+        yield pa.table(columns)
     if num_cut:
         target.notes.append(
             f"{num_cut:,} texts were cut to {MAX_VARCHAR:,} bytes, the most that a VarChar of Milvus holds."
         )
-    field = vector_readme.MILVUS_ATTRIBUTES if target.attributes else ""
-    collection = vector_readme.MILVUS_COLLECTION.replace("ATTRIBUTES", field)
-    target.write_text("collection.json", collection)
-    paths = [[f"labels/{path.name}"] for path in sorted(target.folder.glob("*.parquet"))]
-    files = json.dumps({"collectionName": "labels", "files": paths}, indent=1)
-    target.write_text("import.json", files + "\n")
 
 
 def _cut(text: str) -> str:
@@ -201,14 +108,22 @@ def _qdrant(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
 
 def _upserts(block: pa.Table) -> Iterator[str]:
     """Bodies of upserts."""
+    return _batches("points", _points(block))
 
-    def to_point(row: dict[str, Any]) -> str:
+
+def _points(block: pa.Table) -> Iterator[str]:
+    for row in _rows(block):
         payload = {"uid": row["uid"], "text": row["text"]}
         if row["attributes"]:
             payload["attributes"] = row["attributes"]
-        return f'{{"id":{row["label_id"]},"vector":{row["vector"]},"payload":{_json(payload)}}}'
+        label_id = row["label_id"]
+        vector = row["vector"]
+        yield f'{{"id":{label_id},"vector":{vector},"payload":{_json(payload)}}}'
 
-    return _batches("points", map(to_point, _rows(block)))
+
+def _with_vector(json_object: str, vector: str) -> str:
+    """A JSON object with a further field, the vector, whose digits are those of `_rows`."""
+    return f'{json_object[:-1]},"vector":{vector}}}'
 
 
 def _batches(name: str, items: Iterable[str]) -> Iterator[str]:
@@ -218,12 +133,17 @@ def _batches(name: str, items: Iterable[str]) -> Iterator[str]:
     for item in items:
         is_full = len(batch) == POINTS or size + len(item) > LINE_BYTES
         if batch and is_full:
-            yield f'{{"{name}":[{",".join(batch)}]}}'
+            yield _body(name, batch)
             batch = []
             size = 0
         batch.append(item)
         size += len(item)
-    yield f'{{"{name}":[{",".join(batch)}]}}'
+    yield _body(name, batch)
+
+
+def _body(name: str, items: Iterable[str]) -> str:
+    """A JSON object with one list, whose items are JSON."""
+    return f'{{"{name}":[{",".join(items)}]}}'
 
 
 def _vespa(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
@@ -287,25 +207,30 @@ def _puts(names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
         block: the labels.
     """
     for row in _rows(block):
-        uid = _QUOTED.sub(lambda match: urllib.parse.quote(match[0], safe=""), row["uid"])
+        uid = _QUOTED.sub(_percent_encoded, row["uid"])
         fields = _fields(row, names)
         for name, value in fields.items():
             if isinstance(value, str):
                 fields[name] = _NO_TEXT.sub(" ", value)
         put = _json({"put": f"id:xmcray:label::{uid}", "fields": fields})
-        # The vector's digits are inserted before the two braces that close fields and put.
-        yield f'{put[:-2]},"vector":{{"values":{row["vector"]}}}}}}}'
+        # The vector is one of the fields, so it comes before the brace that closes the put.
+        yield _with_vector(put[:-1], f'{{"values":{row["vector"]}}}') + "}"
+
+
+def _percent_encoded(match: re.Match[str]) -> str:
+    return urllib.parse.quote(match[0], safe="")
 
 
 def _lancedb(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
-    def to_lance(block: pa.Table) -> pa.Table:
-        """The block with vectors of a fixed width, which alone can be searched."""
-        vectors = block["vector"].combine_chunks().flatten()
-        column = block.column_names.index("vector")
-        fixed = pa.FixedSizeListArray.from_arrays(vectors, target.dim)
-        return block.set_column(column, "vector", fixed)
+    target.write_tables(_fixed_width(block, target.dim) for block in blocks)
 
-    target.write_tables(map(to_lance, blocks))
+
+def _fixed_width(block: pa.Table, dim: int) -> pa.Table:
+    """A block with vectors of a fixed width, which alone LanceDB can search."""
+    numbers = block["vector"].combine_chunks().flatten()
+    column = block.column_names.index("vector")
+    vectors = pa.FixedSizeListArray.from_arrays(numbers, dim)
+    return block.set_column(column, "vector", vectors)
 
 
 def _weaviate(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
@@ -344,15 +269,15 @@ def _objects(names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
         names: the property of each attribute.
         block: the labels.
     """
+    return _batches("objects", _weaviate_objects(names, block))
 
-    def to_object(row: dict[str, Any]) -> str:
+
+def _weaviate_objects(names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
+    for row in _rows(block):
         # Weaviate takes UUIDs alone: the same one for the same label in each export.
         key = uuid.uuid5(uuid.NAMESPACE_URL, f"xmcray:label:{row['label_id']}")
-        start = _json({"class": "Label", "id": str(key), "properties": _fields(row, names)})
-        # The vector's digits are inserted before the brace that closes the object.
-        return f'{start[:-1]},"vector":{row["vector"]}}}'
-
-    return _batches("objects", map(to_object, _rows(block)))
+        label = {"class": "Label", "id": str(key), "properties": _fields(row, names)}
+        yield _with_vector(_json(label), row["vector"])
 
 
 def _json(value: object) -> str:

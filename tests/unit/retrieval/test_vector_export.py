@@ -19,7 +19,7 @@ from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head
-from xmcray.retrieval import vector_export, vector_systems
+from xmcray.retrieval import export_target, vector_export, vector_systems
 from xmcray.retrieval.bundle import write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
@@ -78,7 +78,7 @@ def test_parquet_finds_the_same_by_exact_search(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vector_export, "BLOCK_BYTES", 4 * DIM * 60)
-    monkeypatch.setattr(vector_systems, "FILE_ROWS", 150)
+    monkeypatch.setattr(export_target, "FILE_ROWS", 150)
     assert export_vectors(bundle, tmp_path / "out", "parquet") == LABELS - 1
     storage.open_artifact(tmp_path / "out", "vectors")
     files = sorted((tmp_path / "out").glob("labels-*.parquet"))
