@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +98,23 @@ class Ragged:
         starts = np.repeat(self.offsets[:-1], self.lengths)
         return np.arange(len(self.values), dtype=np.int64) - starts
 
+    def pairs(self, num_ids: int) -> Int64Array:
+        """int64 [T]: one number per pair of a row and a value, row * num_ids + value.
+
+        So one look-up finds whether an id is in the row. Rows that ascend make pairs that ascend.
+
+        Args:
+            num_ids: all values are below.
+        """
+        return self.row_ids * num_ids + self.values
+
+    def padded(self) -> Int64Array:
+        """int64 [rows, widest]: the rows as a table, with -1 after each."""
+        widest = int(self.lengths.max(initial=0))
+        table = np.full((len(self), widest), -1, np.int64)
+        table[self.row_ids, self.places] = self.values
+        return table
+
     def take(self, rows: Int64Array) -> Ragged:
         """The chosen rows in the chosen order; of memory-mapped values only these are read."""
         index, offsets = self.positions(rows)
@@ -142,6 +159,23 @@ class Ragged:
             return joined
         vectors = [side_vectors_of(part, width) for part in parts]
         return SidedRagged(joined.values, joined.offsets, np.concatenate(vectors))
+
+
+def pairs_of(id_BK: Int64Array, num_ids: int) -> Int64Array:
+    """int64 [B, K]: one number per pair of a row and an id, as `Ragged.pairs`.
+
+    The pair of a missing id, -1, is that of the row before and its last id.
+    """
+    row_B1 = np.arange(len(id_BK))[:, None]
+    pair_BK: Int64Array = row_B1 * num_ids + id_BK
+    return pair_BK
+
+
+def are_ids(ids: npt.NDArray[Any], num_ids: int) -> bool:
+    """Whether all numbers are ids, which are 0 .. num_ids - 1; so are no numbers at all."""
+    if not len(ids):
+        return True
+    return bool(ids.min() >= 0 and ids.max() < num_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +274,7 @@ class Batch:
             return None
         stride = int(self.positives.values.max(initial=0)) + 1
         # Positives ascend by query and then by label, and so do these numbers.
-        pairs = self.positives.row_ids * stride + self.positives.values
+        pairs = self.positives.pairs(stride)
         places = np.searchsorted(pairs, queries * stride + labels)
         return self.relevance[places]
 

@@ -207,7 +207,7 @@ class TrainingData:
         for span in spans(len(sample), _COUNTED_AT_ONCE):
             tokens = self.tokens(sample[span])
             # One number per (text, token): a token that a text repeats counts once.
-            distinct = np.unique(tokens.row_ids * vocab_size + tokens.values)
+            distinct = np.unique(tokens.pairs(vocab_size))
             counts += np.bincount(distinct % vocab_size, minlength=vocab_size)
         return counts
 

@@ -351,7 +351,7 @@ def _not_filtered(
     """bool per raw positive: whether it is no filter pair."""
     # One number per (row, label) pair makes membership a single look-up. Neither array has a row
     # or label out of range, so no two pairs have the same number.
-    positive_keys = raw_positives.row_ids * num_labels + raw_positives.values
+    positive_keys = raw_positives.pairs(num_labels)
     pair_keys = pairs[:, 0] * num_labels + pairs[:, 1]
     return ~np.isin(positive_keys, pair_keys)
 

@@ -36,7 +36,7 @@ from xmcray.data.shards import ShardedRows, ShardedVectors, by_shard, rows_of_sh
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError, readable
 from xmcray.storage import is_url, open_artifact
-from xmcray.types import Float32Array, Int64Array, Ragged, offsets_of, spans
+from xmcray.types import Float32Array, Int64Array, Ragged, are_ids, offsets_of, spans
 
 KIND = "corpus"
 REMOVED = "removed_labels.npy"
@@ -371,9 +371,9 @@ class Split:
             return np.empty(0, np.int64), Ragged.empty(1)
         with _readable(path):
             rows, labels = read_array(path, np.int64, ndim=2).T
-            is_sorted = not len(rows) or (rows[0] >= 0 and not np.any(np.diff(rows) < 0))
-            fits = not len(rows) or 0 <= labels.min() <= labels.max() < self._num_labels
-            if not is_sorted or not fits:
+            is_sorted = np.all(np.diff(rows) >= 0)
+            # Sorted rows are not negative if the first one is not.
+            if not is_sorted or np.any(rows[:1] < 0) or not are_ids(labels, self._num_labels):
                 raise ValueError("expected pairs of a row and a label, sorted")
         filtered_U, first_pair_U = np.unique(rows, return_index=True)
         offsets = np.append(first_pair_U, [len(rows), len(rows)])
@@ -428,7 +428,7 @@ def _check_inverse(order: Int64Array, rank: Int64Array, folder: Path) -> None:
     num_labels = len(order)
     for span in spans(num_labels, _LABELS_AT_ONCE):
         numbers = order[span]
-        is_in_range = 0 <= numbers.min() <= numbers.max() < num_labels
+        is_in_range = are_ids(numbers, num_labels)
         # Numbers that have an inverse are distinct.
         places = np.arange(span.start, span.stop)
         if not is_in_range or not np.array_equal(rank[numbers], places):

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from xmcray.data.checked_files import array_header
 from xmcray.errors import DataError, readable
-from xmcray.types import Float32Array, Int64Array, Ragged, offsets_of
+from xmcray.types import Float32Array, Int64Array, Ragged, are_ids, offsets_of
 
 Array = npt.NDArray[Any]
 MAX_UINT16_VOCAB = 1 << 16
@@ -139,7 +139,7 @@ class ShardedRows:
             last = offsets[piece.span.stop]
             shard_values = self._shard(piece.shard).values
             values[first:last] = shard_values[places[first:last]]
-        if len(values) and not 0 <= values.min() <= values.max() < self._limit:
+        if not are_ids(values, self._limit):
             raise self._damaged(f"{self._kind} ids outside 0 to {self._limit - 1}")
         # The rows were read in ascending order; put them back into the caller's.
         inverse = np.argsort(order)

@@ -29,7 +29,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from xmcray.errors import DataError
-from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragged, TopLabels
+from xmcray.types import (
+    BoolArray,
+    Float32Array,
+    Float64Array,
+    Int64Array,
+    Ragged,
+    TopLabels,
+    pairs_of,
+)
 
 CUTOFFS = (1, 3, 5, 10)
 RECALL_CUTOFFS = (1, 3, 5, 10, 100)
@@ -296,19 +304,22 @@ class GradedNdcg:
         # By query, then the largest grade first: places in the rows are the same after sorting.
         order = np.lexsort((-grades, truth.row_ids))
         is_first = truth.places < width
-        ideal[truth.row_ids[is_first], truth.places[is_first]] = grades[order][is_first]
-        stride = int(max(top.ids.max(initial=0), truth.values.max(initial=0))) + 1
-        true_pairs = truth.row_ids * stride + truth.values
+        sorted_grades = grades[order]
+        ideal[truth.row_ids[is_first], truth.places[is_first]] = sorted_grades[is_first]
         first_ids = top.ids[:, :width]
-        query_P, place_P = np.nonzero(relevant(first_ids, truth, stride))
-        pairs = query_P * stride + first_ids[query_P, place_P]
+        num_ids = 1 + int(max(top.ids.max(initial=0), truth.values.max(initial=0)))
+        is_hit = relevant(first_ids, truth, num_ids)
+        # Every hit is a positive, whose place among all positives is that of its grade.
+        hit_pairs = pairs_of(first_ids, num_ids)[is_hit]
+        hit_places = np.searchsorted(truth.pairs(num_ids), hit_pairs)
         gains = np.zeros((len(truth), width))
-        gains[query_P, place_P] = grades[np.searchsorted(true_pairs, pairs)]
+        gains[:, : first_ids.shape[1]][is_hit] = grades[hit_places]
         counts = ideal[:, 0] > 0
         self._num_queries += int(counts.sum())
         for k in CUTOFFS:
             dcg = gains[counts, :k] @ discount[:k]
-            self._sums[k] += float((dcg / (ideal[counts, :k] @ discount[:k])).sum())
+            ideal_dcg = ideal[counts, :k] @ discount[:k]
+            self._sums[k] += float((dcg / ideal_dcg).sum())
 
     def result(self) -> dict[str, float]:
         """The mean over queries by name; empty if no query counted."""
@@ -327,10 +338,8 @@ def relevant(ids_BK: Int64Array, truth: Ragged, num_labels: int) -> BoolArray:
     Returns:
         bool [B, K].
     """
-    # One number per pair of query and label: a look-up among the sorted true pairs.
-    true_pairs = np.sort(truth.row_ids * num_labels + truth.values)
-    row_B1 = np.arange(len(ids_BK))[:, None]
-    pair_BK = row_B1 * num_labels + ids_BK
+    true_pairs = np.sort(truth.pairs(num_labels))
+    pair_BK = pairs_of(ids_BK, num_labels)
     # A pair beyond the last one would be out of range; it fails the comparison instead.
     place_BK = np.searchsorted(true_pairs, pair_BK)
     place_BK = np.minimum(place_BK, len(true_pairs) - 1)
@@ -338,6 +347,17 @@ def relevant(ids_BK: Int64Array, truth: Ragged, num_labels: int) -> BoolArray:
     # Id -1 of a missing answer makes the pair of the previous row's last label.
     is_hit_BK: BoolArray = is_true_BK & (ids_BK >= 0)
     return is_hit_BK
+
+
+def precisions(hit_BK: BoolArray) -> tuple[float, float]:
+    """P@1 and P@5 of some answers, K = 5 unless there are fewer labels.
+
+    Args:
+        hit_BK: which answers are positives.
+    """
+    p1 = hit_BK[:, 0].mean()
+    p5 = hit_BK[:, :5].sum(axis=1).mean() / 5
+    return float(p1), float(p5)
 
 
 def segment_range(low: int, high: int | None) -> str:

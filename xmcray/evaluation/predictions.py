@@ -136,10 +136,8 @@ def predictions_to_top_labels(
     label_P = np.asarray(matrix.indices, np.int64)[chosen.values]
     score_P = np.asarray(matrix.data, np.float64)[chosen.values]
     if exclude is not None:
-        # One number per pair of query and label.
         pairs = query_P * num_labels + label_P
-        excluded_pairs = exclude.row_ids * num_labels + exclude.values
-        kept = ~np.isin(pairs, excluded_pairs)
+        kept = ~np.isin(pairs, exclude.pairs(num_labels))
         query_P = query_P[kept]
         label_P = label_P[kept]
         score_P = score_P[kept]

@@ -23,6 +23,7 @@ from xmcray.types import (
     Int64Array,
     Ragged,
     TopLabels,
+    pairs_of,
     side_vectors_of,
 )
 
@@ -127,8 +128,9 @@ class CrossEncoderTeacher(Teacher):
         is_label_BC = label_BC >= 0
         corpus = self._data.corpus
         label_texts = corpus.label_texts(corpus.label_order[label_BC[is_label_BC]])
-        row_P = np.nonzero(is_label_BC)[0].tolist()
-        pairs = [(texts[row], label) for row, label in zip(row_P, label_texts, strict=True)]
+        row_P = np.nonzero(is_label_BC)[0]
+        query_texts = [texts[row] for row in row_P.tolist()]
+        pairs = list(zip(query_texts, label_texts, strict=True))
         with self._lock:
             logit_P = self._encoder.score(pairs)
         scores = np.full(label_BC.shape, NO_SCORE)
@@ -149,12 +151,16 @@ def best_candidates(
         reach_B: int64, candidates of each query; fewer are padded.
     """
     score_BC = np.where(candidate_BC >= 0, score_BC, NO_SCORE)
-    key_BC = to_keys(torch.from_numpy(score_BC), torch.from_numpy(np.maximum(candidate_BC, 0)))
+    # A missing candidate borrows the id 0; its score says that it is none.
+    id_BC = np.maximum(candidate_BC, 0)
+    key_BC = to_keys(torch.from_numpy(score_BC), torch.from_numpy(id_BC))
     widest = min(int(reach_B.max(initial=0)), candidate_BC.shape[1])
     best = from_keys(key_BC.topk(widest, dim=1).values)
-    is_within = (np.arange(widest) < reach_B[:, None]) & np.isfinite(best.scores)
-    ids = np.where(is_within, best.ids, -1)
-    return TopLabels(ids, np.where(is_within, best.scores, NO_SCORE))
+    is_reached = np.arange(widest) < reach_B[:, None]
+    is_kept = is_reached & np.isfinite(best.scores)
+    ids = np.where(is_kept, best.ids, -1)
+    scores = np.where(is_kept, best.scores, NO_SCORE)
+    return TopLabels(ids, scores)
 
 
 def false_negatives(
@@ -182,21 +188,18 @@ def false_negatives(
     Returns:
         bool [B, C], false for positives and excluded labels.
     """
-    # One number for each (query, label) makes membership a single look-up.
-    pair_BC = np.arange(len(best.ids))[:, None] * num_labels + best.ids
-    positive_pairs = positives.row_ids * num_labels + positives.values
-    excluded_pairs = excluded.row_ids * num_labels + excluded.values
+    pair_BC = pairs_of(best.ids, num_labels)
     is_label_BC = best.ids >= 0
-    is_positive_BC = np.isin(pair_BC, positive_pairs) & is_label_BC
-    may_be_negative_BC = is_label_BC & ~is_positive_BC & ~np.isin(pair_BC, excluded_pairs)
+    is_positive_BC = np.isin(pair_BC, positives.pairs(num_labels)) & is_label_BC
+    is_excluded_BC = np.isin(pair_BC, excluded.pairs(num_labels))
+    may_be_negative_BC = is_label_BC & ~is_positive_BC & ~is_excluded_BC
     if teacher is None:
         score_BC = best.scores
-        best_positive_B = np.where(is_positive_BC, score_BC, NO_SCORE).max(1, initial=NO_SCORE)
+        positive_score_BP = np.where(is_positive_BC, score_BC, NO_SCORE)
     else:
         score_BC = teacher.scores(query_ids, best.ids)
-        label_BP = np.full((len(positives), int(positives.lengths.max(initial=0))), -1, np.int64)
-        label_BP[positives.row_ids, positives.places] = positives.values
-        best_positive_B = teacher.scores(query_ids, label_BP).max(1, initial=NO_SCORE)
+        positive_score_BP = teacher.scores(query_ids, positives.padded())
+    best_positive_B = positive_score_BP.max(axis=1, initial=NO_SCORE)
     # A share of a score means nothing unless the score is above 0.
     limit_B = np.where(best_positive_B > 0, share * best_positive_B, np.inf)
     is_false: BoolArray = (score_BC > limit_B[:, None]) & may_be_negative_BC

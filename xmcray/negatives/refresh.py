@@ -43,7 +43,7 @@ from xmcray.retrieval.exact import (
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
 from xmcray.retrieval.index_spec import IndexSpec, device_bytes
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, pairs_of, spans
 
 logger = logging.getLogger(__name__)
 
@@ -349,11 +349,8 @@ def best_allowed(
     num_best = width + int(num_forbidden_B.max(initial=0))
     num_best = min(num_best, candidate_BC.shape[1])
     best = _best_candidates(torch.from_numpy(candidate_BC), torch.from_numpy(score_BC), num_best)
-    # One number for each (query, label) makes membership a single look-up.
-    forbidden_keys = [labels.row_ids * num_labels + labels.values for labels in forbidden]
-    row_B = np.arange(len(candidate_BC))
-    pair_BC = row_B[:, None] * num_labels + best.ids
-    is_forbidden = _is_in(pair_BC, np.concatenate(forbidden_keys)) & (best.ids >= 0)
+    forbidden_pairs = np.concatenate([labels.pairs(num_labels) for labels in forbidden])
+    is_forbidden = _is_in(pairs_of(best.ids, num_labels), forbidden_pairs) & (best.ids >= 0)
     # A stable sort moves forbidden labels to the end, and leaves the order of the others.
     order = np.argsort(is_forbidden, axis=1, kind="stable")[:, :width]
     allowed_ids = np.where(is_forbidden, -1, best.ids)
@@ -369,9 +366,11 @@ def _is_in(numbers: Int64Array, others: Int64Array) -> npt.NDArray[np.bool_]:
     if not len(others):
         return np.zeros(numbers.shape, bool)
     ordered = np.sort(others)
-    place = np.searchsorted(ordered, numbers)
-    found: npt.NDArray[np.bool_] = ordered[np.minimum(place, len(ordered) - 1)] == numbers
-    return found
+    # A number beyond the last one would be out of range; it fails the comparison instead.
+    places = np.searchsorted(ordered, numbers)
+    places = np.minimum(places, len(ordered) - 1)
+    is_in: npt.NDArray[np.bool_] = ordered[places] == numbers
+    return is_in
 
 
 def _best_candidates(candidate_BC: Tensor, score_BC: Tensor, width: int) -> TopLabels:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from xmcray.errors import BundleError, ConfigError, ResourceError, one_line
-from xmcray.types import Float32Array, Int64Array
+from xmcray.types import Float32Array, Int64Array, are_ids
 
 TRAIN_ROWS_PER_LIST = 64
 KMEANS_ROUNDS = 8
@@ -400,7 +400,7 @@ def check_ids(faiss_index: Any, rows: int, path: Path) -> None:
         size = int(lists.invlists.list_size(number))
         if size:
             ids = faiss.rev_swig_ptr(lists.invlists.get_ids(number), size)
-            if not 0 <= ids.min() <= ids.max() < rows:
+            if not are_ids(ids, rows):
                 raise BundleError(f"{path} names rows outside 0 to {rows - 1}; export it again")
 
 

@@ -147,8 +147,7 @@ class CandidateFinder:
         if hidden is not None:
             may_be &= ~hidden[pairs % self._num_labels]
         if exclude is not None and len(exclude.values):
-            excluded = exclude.row_ids * self._num_labels + exclude.values
-            may_be &= ~np.isin(pairs, excluded)
+            may_be &= ~np.isin(pairs, exclude.pairs(self._num_labels))
         return may_be
 
     @property
@@ -176,13 +175,8 @@ def _label_scores(member: LabelIndex, query_BD: Float32Array, labels: Ragged) ->
         # One query needs no padding.
         own_scores: Float32Array = member.scores_of(query_BD, labels.values[None])[0]
         return own_scores
-    rows = labels.row_ids
-    places = labels.places
-    width = int(labels.lengths.max(initial=0))
-    label_BC = np.full((len(labels), width), -1, np.int64)
-    label_BC[rows, places] = labels.values
-    score_BC = member.scores_of(np.ascontiguousarray(query_BD), label_BC)
-    score_P: Float32Array = score_BC[rows, places]
+    score_BC = member.scores_of(np.ascontiguousarray(query_BD), labels.padded())
+    score_P: Float32Array = score_BC[labels.row_ids, labels.places]
     return score_P
 
 

@@ -34,7 +34,7 @@ from xmcray.retrieval.exact import (
 from xmcray.retrieval.inverted_lists import InvertedLists
 from xmcray.retrieval.list_scan import scan_lists
 from xmcray.retrieval.readable import readable
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, pairs_of
 
 logger = logging.getLogger(__name__)
 
@@ -280,13 +280,11 @@ class Index:
             k: answers per query.
             rows: ids and hidden positions of all rows.
         """
-        num_queries = len(row_QC)
         hidden = rows.hidden
         if len(hidden.values):
-            # One number per pair of query and row, so that one look-up masks all queries.
-            pair_QC = row_QC + np.arange(num_queries)[:, None] * len(self)
-            hidden_pairs = hidden.values + hidden.row_ids * len(self)
-            row_QC = np.where(np.isin(pair_QC, hidden_pairs), -1, row_QC)
+            # One look-up masks the rows of all queries.
+            is_hidden_QC = np.isin(pairs_of(row_QC, len(self)), hidden.pairs(len(self)))
+            row_QC = np.where(is_hidden_QC, -1, row_QC)
         scores = self.candidate_scores(queries, row_QC)
         # A missing candidate (-1) borrows the id of row 0; its score is -inf.
         id_QC = rows.ids[np.maximum(row_QC, 0)]

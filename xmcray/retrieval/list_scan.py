@@ -122,9 +122,9 @@ class _ChunkScan:
         self.hits: list[Hits] = []
         self.num_hits = 0
         self.buffer = self.query_BD.new_empty(0)
-        # One number per hidden pair of query and row, ascending.
-        pairs = rows.hidden.row_ids * len(lists.vector_ND) + rows.hidden.values
-        self.hidden_pairs = torch.from_numpy(np.unique(pairs)).to(device)
+        # Of query and row, ascending.
+        hidden_pairs = np.unique(rows.hidden.pairs(len(lists.vector_ND)))
+        self.hidden_pairs = torch.from_numpy(hidden_pairs).to(device)
 
     def run(self, nprobe: int) -> Tensor:
         """Keys int64 [B, k] after rounds of more and more lists, and the long rows."""

@@ -46,6 +46,7 @@ from xmcray.types import (
     Ragged,
     TopLabels,
     WeightedRagged,
+    are_ids,
     offsets_of,
     spans,
     weights_of,
@@ -87,7 +88,7 @@ class RememberedQueries:
             offsets = read_array(folder / "label_offsets.npy", np.int64, mapped=True)
             check_offsets(offsets, num_queries, len(labels))
             # Every label id is one of the bundle's.
-            fits = not len(labels) or bool(0 <= labels.min() <= labels.max() < num_labels)
+            fits = are_ids(labels, num_labels)
             weights = None
             if (folder / _WEIGHTS).is_file():
                 weights = read_array(folder / _WEIGHTS, np.float32, mapped=True)

@@ -12,7 +12,7 @@ from xmcray.retrieval.answers import Reasons, named_voters
 from xmcray.retrieval.memory import RememberedQueries
 from xmcray.retrieval.parts import Candidates, PartsConfig, Votes, memory_shares, word_shares
 from xmcray.retrieval.votes import Float64Array
-from xmcray.types import Int64Array, TopLabels
+from xmcray.types import Int64Array, TopLabels, pairs_of
 
 VoterWeights = dict[int, float]  # by row of the memory
 
@@ -61,12 +61,9 @@ class PartReasons:
     def _places(self, top: TopLabels) -> Int64Array:
         """int64 [B, K], place of each answer among the candidates; -1 for a missing one."""
         labels = self.candidates.labels
-        stride = int(labels.values.max(initial=0)) + 1
-        # Pairs of query and label as one number each, ascending. Every answer is a candidate.
-        candidate_pairs = labels.row_ids * stride + labels.values
-        query_B1 = np.arange(len(top.ids))[:, None]
-        answer_pairs = query_B1 * stride + top.ids
-        place_BK = np.searchsorted(candidate_pairs, answer_pairs)
+        num_ids = 1 + int(labels.values.max(initial=0))
+        # Candidates ascend by query and label. Every answer is one of them.
+        place_BK = np.searchsorted(labels.pairs(num_ids), pairs_of(top.ids, num_ids))
         return np.where(top.ids >= 0, place_BK, -1)
 
     def _weights_of_voters(self) -> Mapping[int, VoterWeights]:

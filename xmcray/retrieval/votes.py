@@ -28,7 +28,7 @@ import numpy.typing as npt
 from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.retrieval.neighbours import Neighbours
-from xmcray.types import Int64Array, Ragged, TopLabels, weights_of
+from xmcray.types import Int64Array, Ragged, TopLabels, pairs_of, weights_of
 
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
@@ -211,9 +211,11 @@ def count_votes(
     of_queries = np.bincount(query_entry, query_weights, len(pairs)).astype(np.float64)
     of_labels = np.bincount(label_entry, label_weights, len(pairs)).astype(np.float64)
     # Hidden and excluded labels lose their votes; the weights of other keys stay as they are.
-    kept = np.ones(len(pairs), bool) if hidden is None else ~hidden[pairs % num_labels]
+    kept = np.ones(len(pairs), bool)
+    if hidden is not None:
+        kept &= ~hidden[pairs % num_labels]
     if exclude is not None and len(exclude.values):
-        kept &= ~np.isin(pairs, exclude.row_ids * num_labels + exclude.values)
+        kept &= ~np.isin(pairs, exclude.pairs(num_labels))
     return Votes(pairs[kept], of_queries[kept], of_labels[kept])
 
 
@@ -234,14 +236,15 @@ def rank_votes(
         num_labels: L.
     """
     share = votes.share(weight)
-    share = np.where(share > 1, 1 + np.log(np.maximum(share, 1)), share)
+    # Where a share is smaller, the logarithm of 1 stands in for one that is not used.
+    compressed_share = 1 + np.log(np.maximum(share, 1))
+    share = np.where(share > 1, compressed_share, share)
     voted = np.flatnonzero(share)
     voted_pairs = votes.pairs[voted]
     # A pair is query * L + label.
     query_P, label_P = np.divmod(voted_pairs, num_labels)
     num_queries = len(fallback.ids)
-    query_B1 = np.arange(num_queries)[:, None]
-    has_vote_BK = np.isin(query_B1 * num_labels + fallback.ids, voted_pairs)
+    has_vote_BK = np.isin(pairs_of(fallback.ids, num_labels), voted_pairs)
     query_F, place_F = np.nonzero((fallback.ids >= 0) & ~has_vote_BK)
     # Votes are positive. A label that follows is ranked by its place, as a negative number, because
     # its score may be larger than any vote if label vectors are long.

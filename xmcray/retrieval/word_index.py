@@ -30,7 +30,7 @@ from xmcray.data.checked_files import check_offsets, read_array
 from xmcray.retrieval.few_queries import reaching_kth
 from xmcray.retrieval.readable import readable
 from xmcray.retrieval.terms import TermCounts, TermWeights, Vocabulary, words
-from xmcray.types import BoolArray, Float32Array, Int64Array, TopLabels
+from xmcray.types import BoolArray, Float32Array, Int64Array, TopLabels, are_ids
 
 FOLDER = "words"
 QUERIES = "query"
@@ -225,8 +225,8 @@ def _read_postings(folder: Path, kind: str, num_terms: int, num_rows: int) -> An
     values = read_array(folder / f"{kind}_values.npy", np.float32, mapped=True)
     check_offsets(offsets, num_terms, len(values))
     # A product does not check where it writes.
-    fits = not len(rows) or 0 <= rows.min() <= rows.max() < num_rows
-    if len(rows) != len(values) or not fits or not np.isfinite(values).all():
+    fits = are_ids(rows, num_rows) and len(rows) == len(values)
+    if not fits or not np.isfinite(values).all():
         raise ValueError(f"expected rows below {num_rows} with one value each")
     arrays = (np.asarray(values), np.asarray(rows), np.asarray(offsets))
     return sp.csr_matrix(arrays, shape=(num_terms, num_rows), copy=False)

@@ -29,7 +29,7 @@ from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import ConfigError
-from xmcray.evaluation.metrics import relevant
+from xmcray.evaluation.metrics import precisions, relevant
 from xmcray.nn.distilled import token_vectors
 from xmcray.nn.encoder import Encoder, EncoderConfig, build_encoder, fit_width
 from xmcray.nn.static import StaticEncoder
@@ -345,8 +345,10 @@ def _step_labels(
 ) -> Int64Array:
     """Source ids of the labels that the texts of a step are compared with, ascending."""
     corpus = lessons.data.corpus
+    taught = lessons.labels[places].ravel()
     random = draws.uniform_labels(config.seed, step, lessons.data.num_labels, config.random_labels)
-    labels = np.unique(np.concatenate([lessons.labels[places].ravel(), positives.values, random]))
+    labels = np.unique(np.concatenate([taught, positives.values, random]))
+    # -1 stands for a label that a query lacks.
     return np.setdiff1d(labels[labels >= 0], corpus.removed_labels)
 
 
@@ -358,11 +360,14 @@ def _positives(data: TrainingData, ids: Int64Array) -> Ragged:
 
 def _shares(positives: Ragged, label_C: Int64Array) -> Tensor:
     """[B, C], rows that sum to 1 over the positives among the labels."""
-    places = np.searchsorted(label_C, positives.values).clip(0, len(label_C) - 1)
+    # A label beyond the last one would be out of range; it fails the comparison instead.
+    places = np.searchsorted(label_C, positives.values)
+    places = np.minimum(places, len(label_C) - 1)
     is_there = label_C[places] == positives.values
     share_BC = torch.zeros(len(positives), len(label_C))
     share_BC[positives.row_ids[is_there], places[is_there]] = 1
-    return share_BC / share_BC.sum(dim=1, keepdim=True).clamp_min(1)
+    num_positives_B1 = share_BC.sum(dim=1, keepdim=True)
+    return share_BC / num_positives_B1.clamp_min(1)
 
 
 def _precision(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> tuple[float, float]:
@@ -372,4 +377,4 @@ def _precision(retriever: Retriever, corpus: Corpus, rows: Int64Array) -> tuple[
     count = min(5, retriever.num_labels)
     top = judged.top_labels(split.tokens(rows), count, exclude=split.filters(rows))
     hit_BK = relevant(top.ids, split.positives(rows), corpus.card.num_labels)
-    return float(hit_BK[:, 0].mean()), float(hit_BK.sum(axis=1).mean() / 5)
+    return precisions(hit_BK)

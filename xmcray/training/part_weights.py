@@ -294,18 +294,21 @@ class HitValues:
         num_hits = len(truth.values)
         # Each positive as the only answer to its query, at one rank after another.
         of_each = truth.take(truth.row_ids)
+        divisor_M = self._divisors(columns)
         self.value_HR = np.zeros((num_hits, DEPTH + 1))
         for rank in range(DEPTH):
             answer = TopLabels.empty(num_hits, rank + 1)
             answer.ids[:, rank] = truth.values
-            gain_HM = self.metrics_of(answer, of_each).per_query().gain_QM[:, columns]
-            self.value_HR[:, rank] = (gain_HM.astype(np.float64) / self._divisors(columns)).mean(1)
+            per_query = self.metrics_of(answer, of_each).per_query()
+            gain_HM = per_query.gain_QM[:, columns].astype(np.float64)
+            self.value_HR[:, rank] = (gain_HM / divisor_M).mean(axis=1)
 
     def _divisors(self, columns: Sequence[int]) -> Float64Array:
         """float64 [M], the sum of each metric's divisors over all queries."""
         no_answers = TopLabels.empty(len(self.truth), DEPTH)
         per_query = self.metrics_of(no_answers, self.truth).per_query()
-        divisor_M: Float64Array = per_query.divisor_QM[:, columns].astype(np.float64).sum(axis=0)
+        divisor_QM = per_query.divisor_QM[:, columns].astype(np.float64)
+        divisor_M: Float64Array = divisor_QM.sum(axis=0)
         return divisor_M
 
     def metrics_of(self, top: TopLabels, truth: Ragged) -> Metrics:
@@ -347,9 +350,9 @@ class _Table:
         self._start_BC = np.full(self._shape, -np.inf)
         self._start_BC[self._cells] = -1e-10 * labels.places
         truth, values = positives
-        stride = int(max(labels.values.max(initial=0), truth.values.max(initial=0))) + 1
-        pairs = labels.row_ids * stride + labels.values
-        true_pairs = truth.row_ids * stride + truth.values
+        num_ids = 1 + int(max(labels.values.max(initial=0), truth.values.max(initial=0)))
+        pairs = labels.pairs(num_ids)
+        true_pairs = truth.pairs(num_ids)
         # A positive that is no candidate has no rank.
         is_candidate = np.isin(true_pairs, pairs)
         place = np.searchsorted(pairs, true_pairs[is_candidate])

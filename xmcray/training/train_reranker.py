@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from xmcray import draws, storage
 from xmcray.config import check_range
 from xmcray.data.corpus import Corpus, Split
-from xmcray.evaluation.metrics import relevant
+from xmcray.evaluation.metrics import precisions, relevant
 from xmcray.nn.cross_encoder import CrossEncoder, Pair
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.reranker import KIND, RerankConfig, Reranker
@@ -230,7 +230,7 @@ def _with_best_weight(
 
     def measured(answers: TopLabels) -> tuple[float, float]:
         hit_BK = relevant(answers.ids, truth, corpus.card.num_labels)
-        return float(hit_BK[:, 0].mean()), float(hit_BK[:, :5].sum(axis=1).mean() / 5)
+        return precisions(hit_BK)
 
     choices = []
     for weight in WEIGHTS:
