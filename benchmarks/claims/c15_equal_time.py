@@ -165,7 +165,6 @@ def trained_for(
 def test_metrics(setup: Setup, data: TrainingData) -> Result:
     """Metrics on the test split by exact search, with the hits of each query."""
     corpus = data.corpus
-    card = corpus.card
     split = corpus.split("test")
     rows = np.arange(len(split))
     query_BD = encode_queries(setup.stepper.encoder, setup.method, split.tokens(rows))
@@ -176,9 +175,7 @@ def test_metrics(setup: Setup, data: TrainingData) -> Result:
         corpus.label_order,
         split.filters(rows),
     )
-    metrics = Metrics(
-        corpus.train_counts, card.num_train, card.propensity_a, card.propensity_b, card.num_labels
-    )
+    metrics = Metrics.of_corpus(corpus)
     metrics.update(top, split.positives(rows))
     return {**metrics.result(), "hits": hits_by_query(metrics.per_query())}
 

@@ -166,7 +166,6 @@ def vote(bundle: str, corpus: Corpus, rows: Int64Array) -> Result:
     grid = memory_settings(bundle, corpus)
     retriever = Retriever.load(bundle)
     split = corpus.split("test")
-    card = corpus.card
     k = min(SEARCH_K, corpus.card.num_labels)
     query_BD = retriever.encode(split.tokens(rows))
     hidden = split.filters(rows)
@@ -174,13 +173,7 @@ def vote(bundle: str, corpus: Corpus, rows: Int64Array) -> Result:
     head_L = corpus.train_counts > HEAD
     found: dict[str, Any] = {"hits": {}, "chosen": f"temperature {grid[''].temperature:g}"}
     for name, config in grid.items():
-        metrics = Metrics(
-            corpus.train_counts,
-            card.num_train,
-            card.propensity_a,
-            card.propensity_b,
-            card.num_labels,
-        )
+        metrics = Metrics.of_corpus(corpus)
         metrics.update(
             retriever.top_labels(query_BD, k, exclude=hidden, exact=True, memory=config), truth
         )

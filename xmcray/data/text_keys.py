@@ -108,7 +108,8 @@ def _num_distinct(keys: Keys) -> int:
     num_repeated = 0
     for start in range(1, len(keys), _KEYS_AT_ONCE):
         stop = min(start + _KEYS_AT_ONCE, len(keys))
-        num_repeated += int((keys[start:stop] == keys[start - 1 : stop - 1]).sum())
+        is_repeated = keys[start:stop] == keys[start - 1 : stop - 1]
+        num_repeated += int(is_repeated.sum())
     return len(keys) - num_repeated
 
 

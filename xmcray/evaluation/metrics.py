@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,6 +39,9 @@ from xmcray.types import (
     TopLabels,
     pairs_of,
 )
+
+if TYPE_CHECKING:
+    from xmcray.data.corpus import Corpus
 
 CUTOFFS = (1, 3, 5, 10)
 RECALL_CUTOFFS = (1, 3, 5, 10, 100)
@@ -136,6 +140,18 @@ class Metrics:
         self._divisors: defaultdict[str, float] = defaultdict(float)
         self._gain_chunks: defaultdict[str, list[Float32Array]] = defaultdict(list)
         self._divisor_chunks: defaultdict[str, list[Float32Array]] = defaultdict(list)
+
+    @classmethod
+    def of_corpus(cls, corpus: Corpus) -> Metrics:
+        """Metrics with the counts and the propensities of a corpus."""
+        card = corpus.card
+        return cls(
+            corpus.train_counts,
+            card.num_train,
+            card.propensity_a,
+            card.propensity_b,
+            card.num_labels,
+        )
 
     def update(self, top: TopLabels, truth: Ragged) -> BoolArray:
         """Adds a chunk of B queries.

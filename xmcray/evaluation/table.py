@@ -233,10 +233,10 @@ def _table(title: str, first: str, *others: str) -> Table:
 def metric_names(*runs: StoredMetrics) -> list[str]:
     """The metrics that some run has: main, graded, coverage, and macro-F1 of each segment."""
     present = set().union(*runs)
-    main = [name for name in MAIN_METRICS if name in present]
+    graded = [f"graded nDCG@{k}" for k in CUTOFFS]
+    in_order = [name for name in (*MAIN_METRICS, *graded) if name in present]
     of_labels = [name for name in present if name.startswith(("coverage", "macroF1"))]
-    graded = [f"graded nDCG@{k}" for k in CUTOFFS if f"graded nDCG@{k}" in present]
-    return main + graded + sorted(of_labels)
+    return in_order + sorted(of_labels)
 
 
 def _with_interval(run: StoredMetrics, metric: str) -> str:

@@ -94,11 +94,16 @@ class Int8Encoder(Encoder):
         """query_BD; a text without tokens is the zero vector."""
         pooled_BH = torch.zeros(len(tokens), self._hidden)
         for row in np.flatnonzero(tokens.lengths).tolist():
-            states = self._session.run(None, {"ids": tokens[row][None]})[0]
-            state_TH = torch.from_numpy(states[0])
+            # A batch of one text; the session has one output.
+            (state_1TH,) = self._session.run(None, {"ids": tokens[row][None]})
+            state_TH = torch.from_numpy(state_1TH[0])
             pooled_BH[row] = self._pooled(state_TH)
-        query_BD = pooled_BH if self.projection is None else self.projection(pooled_BH)
-        return F.normalize(query_BD, dim=-1) if self.normalize else query_BD
+        query_BD = pooled_BH
+        if self.projection is not None:
+            query_BD = self.projection(pooled_BH)
+        if self.normalize:
+            query_BD = F.normalize(query_BD, dim=-1)
+        return query_BD
 
     def _pooled(self, state_TH: Tensor) -> Tensor:
         """[H], one vector of the states of a text's tokens."""

@@ -75,9 +75,11 @@ class DeviceSearch:
     def exact_s(self) -> float:
         """All queries against all rows."""
         block_queries, block_rows = GPU_BLOCK
-        num_blocks = math.ceil(self.queries / block_queries) * math.ceil(self.rows / block_rows)
+        query_blocks = math.ceil(self.queries / block_queries)
+        row_blocks = math.ceil(self.rows / block_rows)
+        num_calls = query_blocks * row_blocks * BLOCK_CALLS
         compared = float(self.rows * self.queries)
-        return self._scores_s(compared) + num_blocks * BLOCK_CALLS * self.rates.call_s
+        return self._scores_s(compared) + num_calls * self.rates.call_s
 
     def lists_s(self, spread: Spread) -> float:
         """All queries against the lists that they visit, and those of long rows."""

@@ -297,8 +297,10 @@ def promising_groups(score_BR: Tensor, bar_B: Tensor) -> Tensor:
 def scores_in(groups: Tensor, score_BR: Tensor, bar_B: Tensor) -> Hits:
     """The scores that reach the bar, in the order of the groups; rows are columns of `score_BR`."""
     query_H, group_H = groups.unbind(dim=1)
-    score_HG = score_BR.view(len(score_BR), -1, GROUP)[query_H, group_H]
-    is_hit_HG = (score_HG >= bar_B[query_H, None]) & (score_HG > -torch.inf)
+    score_BHG = score_BR.view(len(score_BR), -1, GROUP)
+    score_HG = score_BHG[query_H, group_H]
+    reaches_bar_HG = score_HG >= bar_B[query_H, None]
+    is_hit_HG = reaches_bar_HG & (score_HG > -torch.inf)
     hit_P, place_P = is_hit_HG.nonzero(as_tuple=True)
     row_P = group_H[hit_P] * GROUP + place_P
     return Hits(query_H[hit_P], row_P, score_HG[hit_P, place_P])
@@ -306,7 +308,8 @@ def scores_in(groups: Tensor, score_BR: Tensor, bar_B: Tensor) -> Hits:
 
 def _hide(score_BR: Tensor, hidden: Ragged, first: int) -> None:
     """Masks the hidden positions that lie in a block of rows starting at `first`."""
-    inside = (hidden.values >= first) & (hidden.values < first + score_BR.shape[1])
-    query_P = torch.from_numpy(hidden.row_ids[inside]).to(score_BR.device)
-    row_P = torch.from_numpy(hidden.values[inside] - first).to(score_BR.device)
-    score_BR[query_P, row_P] = -torch.inf
+    columns = hidden.values - first
+    is_inside = (columns >= 0) & (columns < score_BR.shape[1])
+    query_P = torch.from_numpy(hidden.row_ids[is_inside]).to(score_BR.device)
+    column_P = torch.from_numpy(columns[is_inside]).to(score_BR.device)
+    score_BR[query_P, column_P] = -torch.inf

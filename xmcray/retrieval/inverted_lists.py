@@ -182,8 +182,10 @@ def long_rows(vectors: Float32Array, share: float, ratio: float) -> Int64Array:
         ratio: only rows longer than this many times the median length.
     """
     lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
-    # Longest first, of equal ones the first.
-    longest = np.lexsort((np.arange(len(lengths)), -lengths))[: int(share * len(vectors))]
+    most = int(share * len(vectors))
+    # A stable sort keeps rows of equal length in their order.
+    longest = np.argsort(-lengths, kind="stable")[:most]
     if not len(longest):
         return longest
-    return np.sort(longest[lengths[longest] > ratio * np.median(lengths)])
+    is_long = lengths[longest] > ratio * np.median(lengths)
+    return np.sort(longest[is_long])

@@ -265,12 +265,16 @@ def write_queries(
         np.save(folder / _WEIGHTS, weights.astype(np.float32))
     offsets = offsets_of(split.num_positives()[rows])
     np.save(folder / "label_offsets.npy", offsets)
-    labels = np.lib.format.open_memmap(folder / "labels.npy", "w+", np.int32, (int(offsets[-1]),))
+    num_positives = int(offsets[-1])
+    labels_file = folder / "labels.npy"
+    labels = np.lib.format.open_memmap(labels_file, "w+", np.int32, (num_positives,))
     queries_file = folder / "queries.parquet"
     with pq.ParquetWriter(queries_file, _QUERY_SCHEMA, compression="zstd") as writer:
         for span in spans(len(rows), ROWS):
             block = rows[span]
-            labels[offsets[span.start] : offsets[span.stop]] = split.positives(block).values
+            first = offsets[span.start]
+            last = offsets[span.stop]
+            labels[first:last] = split.positives(block).values
             columns = {"uid": split.uids(block), "text": split.texts(block)}
             writer.write_table(pa.table(columns, schema=_QUERY_SCHEMA), row_group_size=ROWS)
     labels.flush()

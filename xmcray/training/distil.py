@@ -250,7 +250,8 @@ def _lessons(teacher: Retriever, data: TrainingData, config: Distillation) -> _L
     """Encodes a sample of the training texts with the teacher and finds its best labels."""
     generator = draws.generator(config.seed, "distil")
     num_texts = min(config.texts, len(data.query_ids))
-    ids = data.query_ids[np.sort(random_sample(generator, len(data.query_ids), num_texts))]
+    chosen = random_sample(generator, len(data.query_ids), num_texts)
+    ids = data.query_ids[np.sort(chosen)]
     vectors = []
     labels = []
     for span in spans(len(ids), CHUNK):
@@ -269,11 +270,14 @@ def _temperature(teacher: Retriever, data: TrainingData, config: Distillation) -
     """
     rows = data.validation_rows[:TEMPERATURE_QUERIES]
     vector_BD = teacher.query_encoder.encode(data.tokens(rows))
-    top = teacher.labels.search(vector_BD, min(config.candidates, teacher.num_labels))
+    num_labels = min(config.candidates, teacher.num_labels)
+    top = teacher.labels.search(vector_BD, num_labels)
     positives = _positives(data, rows)
     label_C = np.unique(np.concatenate([top.ids.ravel(), positives.values]))
+    # -1 stands for a missing answer.
     label_C = label_C[label_C >= 0]
-    score_BC = torch.from_numpy(vector_BD @ teacher.labels.vectors_of(label_C).T)
+    label_CD = teacher.labels.vectors_of(label_C)
+    score_BC = torch.from_numpy(vector_BD @ label_CD.T)
     target_BC = _shares(positives, label_C)
     losses = [float(F.cross_entropy(score_BC / value, target_BC)) for value in TEMPERATURES]
     return TEMPERATURES[int(np.argmin(losses))]
@@ -320,10 +324,12 @@ def _train(
         student_BD = head(encoder(lessons.data.tokens(ids)))
         if teacher.query_encoder.normalised:
             student_BD = F.normalize(student_BD, dim=-1)
+        taught_BC = F.softmax(teacher_BD @ label_CD.T, dim=1)
         target_BC = config.positives * _shares(positives, label_C)
-        target_BC += (1 - config.positives) * F.softmax(teacher_BD @ label_CD.T, dim=1)
+        target_BC += (1 - config.positives) * taught_BC
         loss = F.cross_entropy(student_BD @ label_CD.T, target_BC)
-        loss = loss + (student_BD - teacher_BD).square().sum(dim=1).mean() / mean_square
+        error_B = (student_BD - teacher_BD).square().sum(dim=1)
+        loss = loss + error_B.mean() / mean_square
         optimizer.zero_grad()
         loss.backward()
         optimizer.step(lr_factor(settings, step, num_steps))

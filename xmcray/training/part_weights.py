@@ -263,17 +263,24 @@ class WeightSearch:
     def _named(self, measured: _Measured) -> dict[str, float]:
         """The metrics that decide, by name."""
         tops = [candidates.top(measured.config, DEPTH) for candidates in self.candidates]
-        metrics = self._hits.metrics_of(TopLabels.concatenate(tops, DEPTH), self.truth)
-        values = metrics.result()
+        answers = TopLabels.concatenate(tops, DEPTH)
+        values = self._hits.metrics_of(answers, self.truth).result()
         return {name: values[name] for name in self.metrics}
+
+
+# Settings that are no weights, with the part that they belong to.
+_PART_OF_SETTING = {
+    "label_temperature": "labels",
+    "memory_temperature": "memory",
+    "word_keys": "words",
+}
 
 
 def part_of(setting: str) -> str:
     """The part whose weight or other setting a setting is, by their names."""
     member, _, field = setting.rpartition(".")
-    part = {"label_temperature": "labels", "memory_temperature": "memory", "word_keys": "words"}
-    name = part.get(field, field)
-    return f"{member}.{name}" if member else name
+    part = _PART_OF_SETTING.get(field, field)
+    return f"{member}.{part}" if member else part
 
 
 class HitValues:
@@ -313,14 +320,7 @@ class HitValues:
 
     def metrics_of(self, top: TopLabels, truth: Ragged) -> Metrics:
         """All metrics of some answers."""
-        card = self.corpus.card
-        metrics = Metrics(
-            self.corpus.train_counts,
-            card.num_train,
-            card.propensity_a,
-            card.propensity_b,
-            card.num_labels,
-        )
+        metrics = Metrics.of_corpus(self.corpus)
         metrics.update(top, truth)
         return metrics
 
@@ -370,6 +370,21 @@ class _Table:
             config: the settings.
             varied: the part that differs from call to call. The sum of the others is kept.
         """
+        score_BC = self._sum_without(varied, config)
+        if varied in config.used():
+            score_BC = score_BC + config.weight(varied) * self._column(varied, config)
+        best_BK = np.partition(score_BC, -DEPTH, axis=1)[:, -DEPTH:]
+        query_H, _ = self._hit_cells
+        score_H = score_BC[self._hit_cells]
+        # The rank of a positive, from 0: how many of the best have larger scores.
+        is_before_HK = best_BK[query_H] > score_H[:, None]
+        rank_H = is_before_HK.sum(axis=1)
+        # A positive after the first answers has rank DEPTH, whose value is 0.
+        value_H = self._value_HR[np.arange(len(rank_H)), rank_H]
+        return np.bincount(query_H, value_H, self._shape[0]).astype(np.float64)
+
+    def _sum_without(self, varied: str, config: PartsConfig) -> Float64Array:
+        """float64 [B, C], the sum of all parts but one; kept until another one is asked for."""
         others = [part for part in config.used() if part != varied]
         rest = [(part, config.weight(part), *config.settings_of(part)) for part in others]
         if rest != self._rest:
@@ -377,16 +392,7 @@ class _Table:
             for part in others:
                 self._rest_BC += config.weight(part) * self._column(part, config)
             self._rest = rest
-        score_BC = self._rest_BC
-        if varied in config.used():
-            score_BC = score_BC + config.weight(varied) * self._column(varied, config)
-        best_BK = np.partition(score_BC, -DEPTH, axis=1)[:, -DEPTH:]
-        query_H = self._hit_cells[0]
-        score_H1 = score_BC[self._hit_cells][:, None]
-        rank_H = (best_BK[query_H] > score_H1).sum(axis=1)
-        # A positive after the first answers has rank DEPTH, whose value is 0.
-        value_H = self._value_HR[np.arange(len(rank_H)), rank_H]
-        return np.bincount(query_H, value_H, self._shape[0]).astype(np.float64)
+        return self._rest_BC
 
     def _column(self, part: str, config: PartsConfig) -> Float32Array:
         """float32 [B, C]: what one part gives to each candidate, before its weight."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import isotonic_regression, minimize
+from scipy.optimize import Bounds, isotonic_regression, minimize
 from scipy.special import expit
 
 from xmcray.data.corpus import Corpus
@@ -185,18 +185,23 @@ def _logistic(feature_AF: Float64Array, relevant_A: BoolArray) -> Float64Array:
     sign_A = np.where(relevant_A, 1.0, -1.0)
 
     def loss(weights: Float64Array) -> tuple[float, Float64Array]:
-        margin_A = sign_A * (weights[0] + standard_AF @ weights[1:])
-        pull_A = -sign_A * expit(-margin_A) / len(margin_A)
-        gradient = np.concatenate([[pull_A.sum()], pull_A @ standard_AF])
+        evidence_A = weights[0] + standard_AF @ weights[1:]
+        margin_A = sign_A * evidence_A
         value = np.logaddexp(0, -margin_A).mean() + _RIDGE * (weights**2).sum()
+        # The derivative of the mean by each evidence.
+        slope_A = -sign_A * expit(-margin_A) / len(margin_A)
+        gradient = np.concatenate([[slope_A.sum()], slope_A @ standard_AF])
         return float(value), gradient + 2 * _RIDGE * weights
 
     num_weights = 1 + standard_AF.shape[1]
-    bounds: list[tuple[float | None, float | None]] = [(None, None)] * num_weights
-    bounds[1] = (0.0, None)
+    lowest = np.full(num_weights, -np.inf)
+    lowest[1] = 0.0
+    bounds = Bounds(lowest, np.inf)
     fitted = minimize(loss, np.zeros(num_weights), jac=True, method="L-BFGS-B", bounds=bounds)
+    # Back to features as they are: the mean of each moves into the intercept.
     factors = fitted.x[1:] / deviation_F
-    return np.concatenate([[fitted.x[0] - factors @ mean_F], factors])
+    intercept = fitted.x[0] - factors @ mean_F
+    return np.concatenate([[intercept], factors])
 
 
 def _curve(

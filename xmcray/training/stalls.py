@@ -44,8 +44,11 @@ class Interruptions:
 
     def note(self, text: str) -> None:
         """Adds a record; on a full disk it is lost."""
-        steps = [int(path.name.removeprefix("step-")) for path in self._checkpoints.glob("step-*")]
-        record = {"step": max(steps, default=0), "time": round(time.time(), 3), "text": text}
+        last_step = 0
+        for path in self._checkpoints.glob("step-*"):
+            step = int(path.name.removeprefix("step-"))
+            last_step = max(last_step, step)
+        record = {"step": last_step, "time": round(time.time(), 3), "text": text}
         with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 

@@ -227,8 +227,7 @@ def _carry(
     rows = rows[np.argsort(old_ids[rows])]
     sorted_ids = old_ids[rows]
     for first, tensors in checkpoints.row_blocks(last.path, name, 0, num_old):
-        shapes = {key: (tensor.dtype, tensor.shape[1:]) for key, tensor in tensors.items()}
-        if shapes != {key: (tensor.dtype, tensor.shape[1:]) for key, tensor in own.items()}:
+        if _row_types(tensors) != _row_types(own):
             raise ConfigError(
                 f"{source.path} was trained with other settings of its {name} rows (optimiser,"
                 " storage or width), which cannot carry over; leave them out, or train without --from"
@@ -239,6 +238,11 @@ def _carry(
         block_rows = sorted_ids[low:high] - first
         for key, tensor in own.items():
             tensor[places] = tensors[key][block_rows].to(tensor.device)
+
+
+def _row_types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Type and shape of a row of each tensor."""
+    return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in tensors.items()}
 
 
 def _start_new_labels(

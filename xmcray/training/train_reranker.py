@@ -213,10 +213,12 @@ def _lists(
 
 
 def _answers(retriever: Retriever, split: Split, rows: Int64Array, count: int) -> TopLabels:
-    queries = split.texts(rows) if retriever.needs_texts else split.tokens(rows)
-    vectors = split.side_vectors(rows) if retriever.needs_texts else None
     count = min(count, retriever.num_labels)
-    return retriever.top_labels(queries, count, exclude=split.filters(rows), vectors=vectors)
+    excluded = split.filters(rows)
+    if not retriever.needs_texts:
+        return retriever.top_labels(split.tokens(rows), count, exclude=excluded)
+    vectors = split.side_vectors(rows)
+    return retriever.top_labels(split.texts(rows), count, exclude=excluded, vectors=vectors)
 
 
 def _with_best_weight(
@@ -232,11 +234,14 @@ def _with_best_weight(
         hit_BK = relevant(answers.ids, truth, corpus.card.num_labels)
         return precisions(hit_BK)
 
-    choices = []
+    best = reranker
+    best_precisions = (-1.0, -1.0)
     for weight in WEIGHTS:
         config = dataclasses.replace(reranker.config, weight=weight)
         weighted = dataclasses.replace(reranker, config=config)
-        choices.append((measured(weighted.with_scores(top, pair_scores)), weight, weighted))
-    # The mean of both metrics; among equals the smaller weight.
-    after, weight, best = max(choices, key=lambda choice: sum(choice[0]))
-    return best, RerankOutcome(measured(top), after, weight)
+        reached = measured(weighted.with_scores(top, pair_scores))
+        # The mean of both metrics; among equals the smaller weight, which comes first.
+        if sum(reached) > sum(best_precisions):
+            best = weighted
+            best_precisions = reached
+    return best, RerankOutcome(measured(top), best_precisions, best.config.weight)

@@ -43,14 +43,7 @@ def validate(
     best = _best_of_all_ranks(own)
 
     # From here on every rank has all answers and computes the same numbers.
-    card = data.corpus.card
-    metrics = Metrics(
-        data.corpus.train_counts,
-        card.num_train,
-        card.propensity_a,
-        card.propensity_b,
-        data.num_labels,
-    )
+    metrics = Metrics.of_corpus(data.corpus)
     positives = data.corpus.split("train").positives(rows)
     metrics.update(best, positives)
     result = metrics.result()

@@ -102,9 +102,7 @@ def _test(study: Study, fused: Mapping[str, Any]) -> dict[str, Any]:
         BASELINE: nearest_queries(corpus, "test"),
     }
     rows = _test_rows(corpus)
-    evaluations = {}
-    for name, search in searches.items():
-        evaluations[name] = _evaluated(search, corpus, rows)
+    evaluations = {name: _evaluated(search, corpus, rows) for name, search in searches.items()}
     results = [_plain_evaluation(name, each) for name, each in evaluations.items()]
     bundle = evaluations.pop(BUNDLE)
     comparisons = []

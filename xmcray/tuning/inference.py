@@ -151,15 +151,9 @@ class _HeldOut:
     def measure(self, top: TopLabels) -> Mapping[str, float]:
         """Metrics of answers to all of the queries."""
         corpus = self.data.corpus
-        card = corpus.card
-        metrics = Metrics(
-            corpus.train_counts,
-            card.num_train,
-            card.propensity_a,
-            card.propensity_b,
-            card.num_labels,
-        )
-        metrics.update(top, corpus.split("train").positives(self.data.validation_rows))
+        positives = corpus.split("train").positives(self.data.validation_rows)
+        metrics = Metrics.of_corpus(corpus)
+        metrics.update(top, positives)
         return metrics.result()
 
 
