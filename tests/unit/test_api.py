@@ -16,6 +16,7 @@ from corpora import planted_corpus
 
 import xmcray
 from xmcray import api, cli
+from xmcray.api.settings_sources import merged
 from xmcray.errors import XmcrayError
 
 CLASSES = {"Client", "Retriever"}
@@ -132,10 +133,10 @@ def test_settings_come_from_files_and_values_the_later_over_the_earlier(tmp_path
     file = tmp_path / "settings.yaml"
     file.write_text("optim: {epochs: 3, lr: 0.1}\n")
     sections = {"optim": {"batch_size": 8}}
-    values = api.merged([file, sections, {"optim.epochs": 5}])
+    values = merged([file, sections, {"optim.epochs": 5}])
     assert values == {"optim": {"epochs": 5, "lr": 0.1, "batch_size": 8}}
     assert sections == {"optim": {"batch_size": 8}}
-    assert api.merged("preset:astra/sample")["negatives"] == {"uniform": 500, "hard": 20}
+    assert merged("preset:astra/sample")["negatives"] == {"uniform": 500, "hard": 20}
 
 
 def test_mistakes_are_raised_as_one_line(tmp_path: Path) -> None:

@@ -18,17 +18,14 @@ from xmcray.api.runs import (
     run_settings,
     train,
 )
-from xmcray.api.settings_sources import Location, Settings, merged
 from xmcray.api.sweeps import auto, tune, tune_bundle
 
 __all__ = [
     "ENCODER_SYSTEMS",
     "VECTOR_SYSTEMS",
     "Export",
-    "Location",
     "PrepareOptions",
     "Promotion",
-    "Settings",
     "auto",
     "calibrate",
     "distil",
@@ -39,7 +36,6 @@ __all__ = [
     "labels",
     "load",
     "memory",
-    "merged",
     "plan",
     "predict",
     "prepare",

@@ -77,8 +77,9 @@ def array_header(path: Path, dtypes: tuple[npt.DTypeLike, ...], ndim: int = 1) -
 
 def check_offsets(offsets: Array, num_rows: int, num_values: int) -> None:
     """Raises ValueError unless `num_rows` rows divide all of `num_values` values among them."""
-    is_complete = offsets.shape == (num_rows + 1,) and offsets[0] == 0 and offsets[-1] == num_values
-    if not is_complete or np.any(np.diff(offsets) < 0):
+    has_ends = offsets.shape == (num_rows + 1,) and offsets[0] == 0 and offsets[-1] == num_values
+    is_ascending = np.all(np.diff(offsets) >= 0)
+    if not has_ends or not is_ascending:
         raise ValueError(f"the offsets are not those of {num_rows} rows of {num_values} values")
 
 

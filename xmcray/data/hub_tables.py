@@ -92,11 +92,11 @@ class HubTables:
                 if split in tables:
                     batches = self._queries(tables[split], split, "labels" in tables, label_uids)
                     _write(folder / f"{split}.parquet", schema, batches)
-            labels: Iterable[Mapping[str, Any]]
+            # Without a table of labels, a label's name is its text.
+            names = list(label_uids)
+            labels: Iterable[Mapping[str, Any]] = [{"uid": names, "text": names}]
             if "labels" in tables:
                 labels = self._labels(tables["labels"])
-            else:
-                labels = [{"uid": list(label_uids), "text": list(label_uids)}]
             _write(folder / "labels.parquet", _LABEL_SCHEMA, labels)
 
     def _open(self, progress: bool) -> dict[str, Any]:
@@ -190,7 +190,8 @@ class HubTables:
         self._check(table, "labels", "label_uid", uid_column, ("string", "int"))
         for column in text_columns:
             self._check(table, "labels", "label_text", column, ("string",))
-        for batch in table.select_columns(sorted({uid_column, *text_columns})).iter(_BATCH_ROWS):
+        wanted = sorted({uid_column, *text_columns})
+        for batch in table.select_columns(wanted).iter(_BATCH_ROWS):
             uids = [str(uid) for uid in batch[uid_column]]
             yield {"uid": uids, "text": _texts(batch, text_columns)}
 

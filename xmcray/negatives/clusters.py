@@ -10,7 +10,7 @@ import numpy as np
 
 from xmcray import draws
 from xmcray.errors import ConfigError
-from xmcray.types import Float32Array, Int64Array
+from xmcray.types import BoolArray, Float32Array, Int64Array
 
 _MIN_GAIN = 1e-4  # of the mean similarity to the centroid; a split stops below it
 ELEMENTS_AT_ONCE = 1 << 22  # elements of the vectors of clusters that are split together
@@ -109,16 +109,9 @@ def _split(
     centre_C2D = vector_CMD[active[:, None], centre_C2]
     pull_CD = centre_C2D[:, 0] - centre_C2D[:, 1]
     while len(active):
-        preference_CM = np.matmul(vector_CMD, pull_CD[:, :, None])[:, :, 0]
-        preference_CM[~filled_CM[active]] = -np.inf  # empty slots come last
-        # The sort is stable, so equal rows keep their order on every machine.
-        ranking_CM = np.argsort(-preference_CM, axis=1, kind="stable")
+        ranking_CM = _ranking(vector_CMD, pull_CD, filled_CM[active])
         ranked_CM[active] = ranking_CM
-        # The best half by rank becomes a 0/1 vector by slot, whose product sums the rows.
-        is_first_CM = (slot_M < half_C[active, None]).astype(np.float32)
-        in_first_CM = np.zeros(ranking_CM.shape, np.float32)
-        np.put_along_axis(in_first_CM, ranking_CM, is_first_CM, axis=1)
-        first_CD = np.matmul(in_first_CM[:, None, :], vector_CMD)[:, 0]
+        first_CD = _sum_of_first_half(vector_CMD, ranking_CM, half_C[active])
         second_CD = total_CD[active] - first_CD
         # The similarities of unit vectors to their normalised sum add up to the norm of that sum.
         first_norm_C = np.linalg.norm(first_CD, axis=1)
@@ -134,6 +127,28 @@ def _split(
             active = active[improves]
     new_member_CM = np.take_along_axis(member_CM, ranked_CM, axis=1)
     order[place_CM[filled_CM]] = new_member_CM[filled_CM]
+
+
+def _ranking(vector_CMD: Float32Array, pull_CD: Float32Array, filled_CM: BoolArray) -> Int64Array:
+    """Slots of each cluster, those first whose rows prefer the first centre most; empty ones last."""
+    preference_CM = np.matmul(vector_CMD, pull_CD[:, :, None])[:, :, 0]
+    preference_CM[~filled_CM] = -np.inf
+    # The sort is stable, so equal rows keep their order on every machine.
+    return np.argsort(-preference_CM, axis=1, kind="stable")
+
+
+def _sum_of_first_half(
+    vector_CMD: Float32Array, ranking_CM: Int64Array, half_C: Int64Array
+) -> Float32Array:
+    """float32 [C, D], the sums of the rows that come first in each cluster."""
+    num_slots = ranking_CM.shape[1]
+    is_first_CM = (np.arange(num_slots) < half_C[:, None]).astype(np.float32)
+    # From ranks to slots: a 0/1 vector of each cluster, whose product sums the rows.
+    in_first_CM = np.zeros(ranking_CM.shape, np.float32)
+    np.put_along_axis(in_first_CM, ranking_CM, is_first_CM, axis=1)
+    sum_C1D = np.matmul(in_first_CM[:, None, :], vector_CMD)
+    sum_CD: Float32Array = sum_C1D[:, 0]
+    return sum_CD
 
 
 def _first_half(size_C: Int64Array) -> Int64Array:

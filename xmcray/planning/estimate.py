@@ -185,21 +185,16 @@ def estimate(
     negatives = config.negatives
     limit_bytes = int(SPARE * rates.memory_bytes) if memory_bytes is None else memory_bytes
     device_bytes = _device_bytes(training, traced)
-    if device_bytes and negatives.suits_gpu and config.cluster.index_resource != "CPU":
-        index_bytes = _CUDA_BYTES + index_device_bytes(negatives.index, training.rows, dim)
-        if sum(device_bytes.values()) + index_bytes <= limit_bytes:
-            device_bytes[INDEX] = index_bytes
-            training = dataclasses.replace(training, index_on_device=True)
-    actor_bytes = 0
+    index_bytes = _device_index_bytes(training, dim)
+    if index_bytes and sum(device_bytes.values()) + index_bytes <= limit_bytes:
+        device_bytes[INDEX] = index_bytes
+        training = dataclasses.replace(training, index_on_device=True)
+    actor_bytes = _actor_bytes(training, dim)
     file_bytes = 0
-    if negatives.refreshed:
-        # Clusters alone are made by the same actors, without an index.
-        actor_bytes += rates.process_bytes[0]
     if negatives.hard:
-        factory = "Flat" if training.index_on_device else negatives.index
-        actor_bytes += sizes.index_actor_bytes(factory, training.rows, dim)
         file_bytes = sizes.index_bytes(negatives.index, training.rows, dim)
-    if memory_bytes is None and not rates.on_gpu:  # workers and index actors share the machine
+    if memory_bytes is None and not rates.on_gpu:
+        # Workers and index actors share the machine with the driver.
         limit_bytes = (limit_bytes - _DRIVER_BYTES) // workers - actor_bytes
     run_s = _run_seconds(training, traced)
     cost = None
@@ -251,6 +246,29 @@ def _traced(training: _Training) -> Trace:
         distance=data.num_labels / num_labels - 1,
     )
     return Trace(**line)
+
+
+def _device_index_bytes(training: _Training, dim: int) -> int:
+    """Bytes of an index on the worker's GPU; 0 if it cannot be there."""
+    config = training.config
+    negatives = config.negatives
+    may_be_there = negatives.suits_gpu and config.cluster.index_resource != "CPU"
+    if not training.rates.on_gpu or not may_be_there:
+        return 0
+    return _CUDA_BYTES + index_device_bytes(negatives.index, training.rows, dim)
+
+
+def _actor_bytes(training: _Training, dim: int) -> int:
+    """Bytes of the process that makes negatives and clusters for a worker."""
+    negatives = training.config.negatives
+    num_bytes = 0
+    if negatives.refreshed:
+        # Clusters alone are made by the same actors, without an index.
+        num_bytes += training.rates.process_bytes[0]
+    if negatives.hard:
+        factory = "Flat" if training.index_on_device else negatives.index
+        num_bytes += sizes.index_actor_bytes(factory, training.rows, dim)
+    return num_bytes
 
 
 def _device_bytes(training: _Training, traced: Trace) -> dict[str, int]:

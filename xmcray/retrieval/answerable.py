@@ -39,20 +39,22 @@ class AnswerableRows:
 
     def between(self, start: int, stop: int) -> AnswerableRows:
         """The rows start .. stop - 1, counted from `start`."""
-        values = self.hidden.values
-        if not len(values):
-            return AnswerableRows(self.ids[start:stop], self.hidden)
-        inside = (values >= start) & (values < stop)
-        return AnswerableRows(self.ids[start:stop], _kept(self.hidden, values - start, inside))
+        ids = self.ids[start:stop]
+        if not len(self.hidden.values):
+            return AnswerableRows(ids, self.hidden)
+        places = self.hidden.values - start
+        is_inside = (places >= 0) & (places < stop - start)
+        return AnswerableRows(ids, _kept(self.hidden, places, is_inside))
 
     def selected(self, rows: Int64Array) -> AnswerableRows:
         """Only some rows, counted by their places in `rows` (ascending positions)."""
         if not len(rows):
             return AnswerableRows(rows, Ragged.empty(len(self.hidden)))
         # A position beyond the last of `rows` would be out of range; it fails the comparison.
-        place = np.minimum(np.searchsorted(rows, self.hidden.values), len(rows) - 1)
-        inside = rows[place] == self.hidden.values
-        return AnswerableRows(self.ids[rows], _kept(self.hidden, place, inside))
+        places = np.searchsorted(rows, self.hidden.values)
+        places = np.minimum(places, len(rows) - 1)
+        is_inside = rows[places] == self.hidden.values
+        return AnswerableRows(self.ids[rows], _kept(self.hidden, places, is_inside))
 
 
 def _kept(rows: Ragged, values: Int64Array, kept: npt.NDArray[np.bool_]) -> Ragged:

@@ -128,7 +128,9 @@ def _parquet_batches(path: Path, more: tuple[str, ...]) -> Iterator[Any]:
 
 def _known_columns(schema: Any, more: tuple[str, ...] = ()) -> list[str]:
     """Columns to read, each once: a schema may repeat a name."""
-    return [name for name in dict.fromkeys(schema.names) if name in (*_COLUMNS, *more)]
+    known = {*_COLUMNS, *more}
+    distinct_names = dict.fromkeys(schema.names)
+    return [name for name in distinct_names if name in known]
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
