@@ -44,14 +44,9 @@ from xmcray.serving.follower import Follower
 from xmcray.serving.local import listening, tokens_of
 from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.problems import RETRY_AFTER_S, ProblemError
+from xmcray.serving.search_batch import MAX_BATCH_TEXTS, PendingSearch, SearchHits, find_hits
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
-from xmcray.serving.service import (
-    MAX_BATCH_TEXTS,
-    PendingSearch,
-    SearchHits,
-    Service,
-    find_hits,
-)
+from xmcray.serving.service import Service
 from xmcray.serving.settings import ServeConfig, num_searchers
 from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
 from xmcray.types import Float32Array

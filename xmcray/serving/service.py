@@ -12,69 +12,23 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
-from xmcray.errors import ConfigError, DataError
+from xmcray.errors import DataError
 from xmcray.retrieval.answers import FoundLabel, at_least
 from xmcray.retrieval.calibration import Drift
-from xmcray.retrieval.fused import fixed_parts
-from xmcray.retrieval.neighbours import Neighbours
-from xmcray.retrieval.shards import ALL_SHARDS, SearchScope, ShardSubset
 from xmcray.serving import schema
 from xmcray.serving.events import NOT_COLLECTED, FeedbackEvent, SearchEvent
 from xmcray.serving.micro_batcher import MicroBatcher
 from xmcray.serving.problems import ProblemError
+from xmcray.serving.request_checks import check_number, check_search, check_truncated
+from xmcray.serving.search_batch import MAX_BATCH_TEXTS, PendingSearch, SearchHits, find_hits
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
 from xmcray.serving.source import SnapshotSource
 from xmcray.types import Float32Array
 
 T = TypeVar("T")
-MAX_BATCH_TEXTS = 64  # of several requests that are searched at once
-
-
-@dataclass(frozen=True, slots=True)
-class SearchHits:
-    """What a search of some texts found.
-
-    Attributes:
-        neighbours: the rows nearest to each text.
-        truncated: for each text, whether it was too long to be read to its end.
-    """
-
-    neighbours: Neighbours
-    truncated: list[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingSearch:
-    """A search that waits for the thread of searches.
-
-    Attributes:
-        snapshot: where to search.
-        request: the request.
-        k: labels per text, at most as many as there are.
-        query_BD: vectors of the texts; None if they are to be encoded with the search.
-    """
-
-    snapshot: Snapshot
-    request: schema.SearchRequest
-    k: int
-    query_BD: Float32Array | None = None
-
-    @property
-    def batch_key(self) -> tuple[Snapshot, int, str]:
-        """Equal for searches that can be one batch: everything but the queries and the deadline."""
-        options = self.request.model_dump_json(exclude={"texts", "vectors", "timeout_ms"})
-        return self.snapshot, self.k, options
-
-    @property
-    def num_answers(self) -> int:
-        """Number of labels in the whole answer, at most."""
-        return len(self.request.texts) * self.k
 
 
 class EventSink(Protocol):
@@ -165,7 +119,7 @@ class Service:
         begin = time.perf_counter()
         snapshot = self.served.current(request.model)
         # Before a place is taken: an invalid request costs nothing.
-        self._check(request, snapshot)
+        check_search(request, snapshot, self.config)
         k = min(request.k, snapshot.retriever.num_labels)
         async with self._admitted(request.timeout_ms) as deadline:
             if self._backend is None:
@@ -258,7 +212,7 @@ class Service:
             ProblemError: as `search`; or a document has no token.
         """
         snapshot = self.served.current(name)
-        self._check_number(documents)
+        check_number(documents, self.config)
         max_tokens = self.config.max_tokens
         try:
             async with self._admitted(None) as deadline:
@@ -267,17 +221,17 @@ class Service:
                 )
         except DataError as error:
             raise ProblemError("invalid", str(error)) from None
-        self._refuse_truncated([truncated], "the query")
+        check_truncated([truncated], self.config, "the query")
         return snapshot.model, scores
 
     async def _encode(self, deadline: float, snapshot: Snapshot, texts: list[str]) -> EncodedTexts:
-        self._check_number(texts)
+        check_number(texts, self.config)
         # A static encoder takes less time than a call.
         if self._backend is None or snapshot.retriever.is_static:
             encoded = await self._run(deadline, snapshot.encode, texts, self.config.max_tokens)
         else:
             encoded = await self._backend.encode(snapshot.reference, texts)
-        self._refuse_truncated(encoded.truncated)
+        check_truncated(encoded.truncated, self.config)
         return encoded
 
     def label(self, uid: str, name: str | None) -> schema.LabelResponse:
@@ -338,7 +292,7 @@ class Service:
             # side vectors, which the encoder's deployment does not take.
             return await backend.find(snapshot.reference, request, k, None)
         encoded = await backend.encode(snapshot.reference, request.texts)
-        self._refuse_truncated(encoded.truncated)
+        check_truncated(encoded.truncated, self.config)
         hits = await backend.find(snapshot.reference, request, k, encoded.query_BD)
         return SearchHits(hits.neighbours, encoded.truncated)
 
@@ -358,7 +312,7 @@ class Service:
         hits: SearchHits,
         pair_scores: Float32Array | None = None,
     ) -> list[schema.Result]:
-        self._refuse_truncated(hits.truncated)
+        check_truncated(hits.truncated, self.config)
         retriever = snapshot.view(request.filter)
         memory = snapshot.memory_config(request.memory)
         all_labels = retriever.name_answers(
@@ -411,55 +365,6 @@ class Service:
                 values[name] = index
         return values
 
-    def _check(self, request: schema.SearchRequest, snapshot: Snapshot) -> None:
-        self._check_number(request.texts)
-        if request.k > self.config.max_k:
-            raise ProblemError("invalid", f"k is {request.k}, expected at most {self.config.max_k}")
-        num_answers = len(request.texts) * request.k
-        if num_answers > self.config.max_answers:
-            raise ProblemError(
-                "invalid",
-                f"{len(request.texts)} texts times k {request.k} is {num_answers:,}, expected at most"
-                f" {self.config.max_answers:,}; send fewer texts at once",
-            )
-        retriever = snapshot.retriever
-        if (request.explain or request.memory is not None) and not retriever.explains:
-            raise ProblemError(
-                "invalid",
-                "this model has no memory of training queries; leave `explain` and `memory` out",
-            )
-        if request.memory is not None and retriever.fusion is not None:
-            raise ProblemError("invalid", str(fixed_parts()))
-        try:
-            memory = snapshot.memory_config(request.memory)
-            retriever.check_min_probability(request.min_probability, memory)
-            retriever.check_vectors(_vectors_of(request), len(request.texts))
-        except ConfigError as error:
-            raise ProblemError("invalid", str(error)) from None
-        conditions = request.filter.attributes if request.filter else {}
-        # Otherwise a typing error would look like a filter that no label passes.
-        unknown = conditions.keys() - set(snapshot.attributes.names)
-        if unknown:
-            names = ", ".join(snapshot.attributes.names) or "none"
-            raise ProblemError(
-                "invalid", f"no label has an attribute {min(unknown)[:80]!r}; there are: {names}"
-            )
-
-    def _check_number(self, texts: list[str]) -> None:
-        if len(texts) > self.config.max_texts:
-            raise ProblemError(
-                "invalid",
-                f"{len(texts)} texts in one request, expected at most {self.config.max_texts}",
-            )
-
-    def _refuse_truncated(self, truncated: list[bool], name: str = "") -> None:
-        """Refuses texts that were not read to their end, if the settings say so."""
-        if self.config.long_texts == "refuse" and any(truncated):
-            name = name or f"text {truncated.index(True)}"
-            raise ProblemError(
-                "too-long", f"{name} has more tokens than the model reads; shorten or split it"
-            )
-
     @contextlib.asynccontextmanager
     async def _admitted(self, timeout_ms: int | None) -> AsyncIterator[float]:
         """Counts a request as in progress and limits its time; yields its deadline (monotonic).
@@ -503,81 +408,6 @@ def _pairs(
     memory = snapshot.memory_config(request.memory)
     view = snapshot.view(request.filter)
     return view.pairs_to_read(hits.neighbours, k, request.texts, memory)
-
-
-def find_hits(
-    searches: Sequence[PendingSearch],
-    max_tokens: int,
-    subset: ShardSubset = ALL_SHARDS,
-) -> list[SearchHits]:
-    """Searches for a batch of requests with equal keys; texts without vectors are encoded here.
-
-    Args:
-        searches: the batch.
-        max_tokens: tokens that are read of a text.
-        subset: the shards to search.
-    Returns:
-        The hits of each request.
-    """
-    # All but the texts is equal in all of them.
-    snapshot = searches[0].snapshot
-    request = searches[0].request
-    vectors = [search.query_BD for search in searches if search.query_BD is not None]
-    if vectors:
-        query_BD = np.concatenate(vectors)
-        encoded = EncodedTexts(query_BD, [False] * len(query_BD))
-    else:
-        texts = [text for search in searches for text in search.request.texts]
-        encoded = snapshot.encode(texts, max_tokens, _side_vectors(searches))
-    # One search for the whole batch: most of its time does not depend on the number of texts.
-    neighbours = snapshot.view(request.filter).find_neighbours(
-        encoded.query_BD,
-        searches[0].k,
-        memory=snapshot.memory_config(request.memory),
-        scope=SearchScope(subset=subset),
-    )
-    results = []
-    start = 0
-    for search in searches:
-        # Each request gets back the rows of its own texts, in the order of the concatenation.
-        stop = start + len(search.request.texts)
-        results.append(SearchHits(neighbours.slice(start, stop), encoded.truncated[start:stop]))
-        start = stop
-    return results
-
-
-def _side_vectors(searches: Sequence[PendingSearch]) -> Float32Array | None:
-    """float32 [texts, W] of a batch, zeros where a request has none; None if the model uses none."""
-    width = searches[0].snapshot.retriever.side_width
-    if not width:
-        return None
-    all_vectors = []
-    for search in searches:
-        vectors = _vectors_of(search.request)
-        if vectors is None:
-            vectors = np.zeros((len(search.request.texts), width), np.float32)
-        all_vectors.append(vectors)
-    return np.concatenate(all_vectors)
-
-
-def _vectors_of(request: schema.SearchRequest) -> Float32Array | None:
-    """float32 [texts, W], the side vectors of a request; None if it has none.
-
-    Raises:
-        ConfigError: they differ in width.
-    """
-    if request.vectors is None:
-        return None
-    widths = {len(vector) for vector in request.vectors}
-    if len(widths) > 1:
-        raise ConfigError(
-            f"found side vectors of {min(widths)} and of {max(widths)} numbers, expected one width;"
-            " send those that the model was trained with"
-        )
-    # What no float32 holds becomes infinity, which is refused where vectors are checked.
-    with np.errstate(over="ignore"):
-        vectors: Float32Array = np.array(request.vectors, np.float32)
-    return vectors
 
 
 def _answers(

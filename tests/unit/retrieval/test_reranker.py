@@ -20,7 +20,8 @@ from xmcray.retrieval.reranker import RerankConfig, Reranker
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import NO_SHARDS
 from xmcray.serving.schema import SearchRequest
-from xmcray.serving.service import PendingSearch, SearchHits, Service, find_hits
+from xmcray.serving.search_batch import PendingSearch, SearchHits, find_hits
+from xmcray.serving.service import Service
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import EncodedTexts, Snapshot, SnapshotReference
 from xmcray.serving.source import SnapshotSource

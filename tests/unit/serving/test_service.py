@@ -20,7 +20,7 @@ from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import security
-from xmcray.serving.service import PendingSearch, find_hits
+from xmcray.serving.search_batch import PendingSearch, find_hits
 from xmcray.serving.snapshot import SnapshotReference
 
 KINDS = ("texts", "rowsIVF", "both", "prototypes")
