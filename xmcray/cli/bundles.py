@@ -167,21 +167,23 @@ def search(options: argparse.Namespace) -> None:
     # --set changes single settings of the bundle's own memory.
     base = retriever.memory.config if retriever.memory else None
     changes = config.merge({}, options.set)
+    k = options.k
+    if k is None:
+        k = min(DEFAULT_K, retriever.num_labels)
     answers_by_text = retriever.search(
         options.texts,
-        min(DEFAULT_K, retriever.num_labels) if options.k is None else options.k,
+        k,
         memory=changed_memory(base, changes) if changes else None,
         explain=options.explain,
         min_probability=options.min_probability,
     )
     results = list(zip(options.texts, answers_by_text, strict=True))
     if options.json:
-        show_json(
-            [
-                {"query": text, "answers": [_plain(answer) for answer in answers]}
-                for text, answers in results
-            ]
-        )
+        plain_results = []
+        for text, answers in results:
+            plain_answers = [_plain(answer) for answer in answers]
+            plain_results.append({"query": text, "answers": plain_answers})
+        show_json(plain_results)
         return
     from xmcray.evaluation.table import answer_table
 

@@ -224,7 +224,9 @@ def _rejected_label(row: int) -> Row:
 
 
 def _table(rows: list[Row]) -> pa.Table:
-    columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
+    columns = {}
+    for name in SCHEMA.names:
+        columns[name] = [getattr(row, name) for row in rows]
     return pa.table(columns, schema=SCHEMA)
 
 

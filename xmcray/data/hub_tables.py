@@ -276,8 +276,13 @@ def _as_list(cell: Any) -> list[Any]:
 
 def _texts(batch: Mapping[str, list[Any]], columns: list[str]) -> list[str]:
     """The texts of rows, joined by a blank if they have several."""
-    rows = zip(*(batch[column] for column in columns), strict=True)
-    return [" ".join(text or "" for text in row) for row in rows]
+    text_columns = [batch[column] for column in columns]
+    texts = []
+    for row in zip(*text_columns, strict=True):
+        # A row may lack a text.
+        present = [text or "" for text in row]
+        texts.append(" ".join(present))
+    return texts
 
 
 def _write(path: Path, schema: pa.Schema, batches: Iterable[Mapping[str, Any]]) -> None:

@@ -32,7 +32,7 @@ def with_slices(
     Raises:
         DataError: no query has an attribute, or one has too many values.
     """
-    names = sorted({name for own in attributes for name in own})
+    names = sorted(set[str]().union(*attributes))
     if not names:
         raise DataError(
             f"none of {evaluation.queries} queries has an attribute, expected uids of this split"

@@ -331,6 +331,7 @@ class ListIndex(Index):
     def __init__(self, lists: InvertedLists) -> None:
         super().__init__(lists.vector_ND, None)
         self._lists = lists
+        self._num_lists = len(lists.centroid_CD)
 
     @property
     def is_exact(self) -> bool:
@@ -340,7 +341,7 @@ class ListIndex(Index):
     @property
     def num_lists(self) -> int:
         """Lists of rows near a centroid."""
-        return len(self._lists.centroid_CD)
+        return self._num_lists
 
     def set_nprobe(self, nprobe: int) -> None:
         """Sets the lists visited per query."""

@@ -173,15 +173,20 @@ class MemoryPredictor:
         """See `Predictor.explain`."""
         query_weight_BK, _ = key_weights(neighbours, self.config)
         weight_BK = self.config.weight * query_weight_BK
-        votes = []
+        # By query and answer, row and weight of each key that votes for it.
+        votes: list[list[list[tuple[int, float]]]] = []
         rows = set()
         for query, label_ids in enumerate(top.ids.tolist()):
-            by_label: dict[int, list[tuple[int, float]]] = {label_id: [] for label_id in label_ids}
+            by_label = dict[int, list[tuple[int, float]]]()
+            for label_id in label_ids:
+                by_label[label_id] = []
             # The largest weight first; keys without a weight do not vote.
-            order = np.argsort(-weight_BK[query], kind="stable")
-            for place in order[: np.count_nonzero(weight_BK[query])].tolist():
+            weight_K = weight_BK[query]
+            order = np.argsort(-weight_K, kind="stable")
+            voters = order[: np.count_nonzero(weight_K)]
+            for place in voters.tolist():
                 row = int(neighbours.queries.ids[query, place])
-                weight = float(weight_BK[query, place])
+                weight = float(weight_K[place])
                 for label_id, relevance in self.memory.queries.graded(row):
                     if label_id in by_label:
                         by_label[label_id].append((row, weight * relevance))
@@ -189,7 +194,11 @@ class MemoryPredictor:
             votes.append([by_label[label_id] for label_id in label_ids])
         # One look-up of names for all queries: reading a block of the file is what costs.
         names = self.memory.queries.names(rows)
-        return [[Reasons(named_voters(answer, names)) for answer in answers] for answers in votes]
+        all_reasons = []
+        for answers in votes:
+            reasons = [Reasons(named_voters(voters, names)) for voters in answers]
+            all_reasons.append(reasons)
+        return all_reasons
 
 
 def no_memory() -> ConfigError:

@@ -214,7 +214,9 @@ class EncoderDeployment(_FollowingReplica):
 
     def _encode_batch(self, requests: Sequence[tuple[Snapshot, list[str]]]) -> list[EncodedTexts]:
         snapshot = requests[0][0]  # all of one version, whose snapshots have the same encoder
-        all_texts = [text for _, texts in requests for text in texts]
+        all_texts: list[str] = []
+        for _, texts in requests:
+            all_texts += texts
         encoded = snapshot.encode(all_texts, self._config.max_tokens)
         results = []
         start = 0

@@ -68,10 +68,10 @@ def problem_of(error: Exception) -> ProblemError:
     if isinstance(error, XmcrayError):
         return ProblemError("invalid" if isinstance(error, ConfigError) else "refused", str(error))
     if isinstance(error, RequestValidationError | ValidationError):
-        errors = [
-            {"where": [str(place) for place in entry["loc"]], "message": entry["msg"]}
-            for entry in error.errors()[:20]
-        ]
+        errors = []
+        for entry in error.errors()[:20]:
+            where = [str(place) for place in entry["loc"]]
+            errors.append({"where": where, "message": entry["msg"]})
         first = errors[0] if errors else {"where": ["body"], "message": "malformed"}
         detail = f"{'.'.join(first['where'])}: {first['message']}"
         return ProblemError("invalid", detail, errors)

@@ -150,7 +150,9 @@ def _train(
     )
     num_done = 0
     for batch in _batches(retriever, corpus, rows, config):
-        pairs = [pair for pairs_of_query in batch for pair in pairs_of_query]
+        pairs: list[Pair] = []
+        for pairs_of_query in batch:
+            pairs += pairs_of_query
         score_BN = encoder.forward(pairs).view(len(batch), 1 + config.negatives)
         # The positive is the first of each list.
         target_B = torch.zeros(len(batch), dtype=torch.int64, device=score_BN.device)

@@ -14,6 +14,7 @@ import numpy as np
 
 from xmcray import storage
 from xmcray.errors import RunError
+from xmcray.retrieval.parts import MEMBER_PARTS
 from xmcray.training.fuse import fuse
 from xmcray.training.part_weights import Choice
 from xmcray.training.run import SELECTION
@@ -178,11 +179,11 @@ def _members(choice: Choice, attempts: Sequence[Attempt]) -> list[Attempt]:
     used = set(choice.config.used())
     members = []
     for attempt in attempts:
-        # The parts of a single member may have no prefix. Words belong to no member.
-        prefixes = [f"{attempt.candidate.method}."]
+        # Words belong to no member.
+        own_parts = {f"{attempt.candidate.method}.{part}" for part in MEMBER_PARTS}
         if len(attempts) == 1:
-            prefixes.append("")
-        own_parts = {f"{prefix}{part}" for prefix in prefixes for part in ("labels", "memory")}
+            # The parts of a single member may have no prefix.
+            own_parts.update(MEMBER_PARTS)
         if own_parts & used:
             members.append(attempt)
     return members
