@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from xmcray.data.tokens import TextTokenizer
-from xmcray.errors import BundleError
+from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.compact import compacted
 from xmcray.nn.encoder import Encoder, load_encoder
 from xmcray.nn.heads import Head, load_head
@@ -142,3 +142,26 @@ class QueryEncoder:
                 vector_BD = F.normalize(vector_BD, dim=-1)
         vectors: Float32Array = vector_BD.cpu().numpy()
         return vectors
+
+
+def check_side_vectors(vectors: Float32Array | None, num_queries: int, width: int) -> None:
+    """Raises ConfigError unless an encoder can use some side vectors.
+
+    Args:
+        vectors: float32 [B, W], or None.
+        num_queries: B.
+        width: W; 0 if the encoder uses none.
+    """
+    if vectors is None:
+        return
+    if not width:
+        raise ConfigError(
+            "this bundle uses no side vectors, expected texts alone; leave out the vectors, or"
+            " train with encoder.side=mix"
+        )
+    expected = (num_queries, width)
+    if vectors.shape != expected or not np.isfinite(vectors).all():
+        raise ConfigError(
+            f"found side vectors {list(vectors.shape)}, expected {list(expected)} finite numbers;"
+            " give each text one vector, of zeros if it has none"
+        )

@@ -27,7 +27,7 @@ from xmcray.retrieval.label_index import BoolArray, LabelIndex
 from xmcray.retrieval.memory import Memory
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.predictors import LabelPredictor, MemoryPredictor, Predictor, no_memory
-from xmcray.retrieval.query_encoder import QueryEncoder
+from xmcray.retrieval.query_encoder import QueryEncoder, check_side_vectors
 from xmcray.retrieval.shards import ALL_SHARDS, EVERYTHING, SearchScope, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.storage import open_artifact
@@ -104,37 +104,19 @@ class Retriever:
         if threads is not None:
             torch.set_num_threads(threads)
         num_threads = threads or torch.get_num_threads()
-        torch_device = _device(device)
-
-        def opened(folder: Path, first: Retriever | None, fusion: Fusion | None) -> Retriever:
-            """One trained model; members after the first have names and positives of the first."""
-            settings = read_settings(folder)
-            same_labels = None if first is None else first.labels
-            labels = LabelIndex.load(folder, settings, num_threads, subset, same_labels)
-            query_encoder = QueryEncoder.load(folder, settings, torch_device, precision)
-            memory = None
-            if settings.has_memory:
-                queries = None if fusion is None else fusion.queries
-                memory = Memory.load(folder, settings, num_threads, subset, queries)
-            if torch_device.type != "cpu":
-                labels.rows.move_to(torch_device)
-                if memory is not None:
-                    memory.rows.move_to(torch_device)
-            return cls(query_encoder, labels, memory, sha256)
-
+        opening = _Opening(num_threads, _device(device), subset, precision, sha256)
         settings = read_settings(folder)
         num_exported = settings.first_added or settings.num_labels
         calibration = Calibration.load(folder, num_exported)
         if not settings.is_fused:
-            return dataclasses.replace(opened(folder, None, None), calibration=calibration)
+            return dataclasses.replace(opening.model(folder), calibration=calibration)
         fusion = Fusion.load(folder, settings)
-        first = opened(folder, None, fusion)
-        others = [opened(member, first, fusion) for member in other_members(folder, settings)]
+        first = opening.model(folder, fusion)
+        members = other_members(folder, settings)
+        others = tuple(opening.model(member, fusion, first) for member in members)
         joined = np.arange(num_exported, settings.num_labels)
         fusion = fusion.with_labels(first.labels.texts(joined))
-        return dataclasses.replace(
-            first, fusion=fusion, others=tuple(others), calibration=calibration
-        )
+        return dataclasses.replace(first, fusion=fusion, others=others, calibration=calibration)
 
     @property
     def members(self) -> tuple[Retriever, ...]:
@@ -201,19 +183,7 @@ class Retriever:
             vectors: float32 [B, W], or None.
             num_queries: B.
         """
-        if vectors is None:
-            return
-        if not self.side_width:
-            raise ConfigError(
-                "this bundle uses no side vectors, expected texts alone; leave out the vectors, or"
-                " train with encoder.side=mix"
-            )
-        expected = (num_queries, self.side_width)
-        if vectors.shape != expected or not np.isfinite(vectors).all():
-            raise ConfigError(
-                f"found side vectors {list(vectors.shape)}, expected {list(expected)} finite numbers;"
-                " give each text one vector, of zeros if it has none"
-            )
+        check_side_vectors(vectors, num_queries, self.side_width)
 
     def encode(
         self, queries: Sequence[str] | Ragged, vectors: Float32Array | None = None
@@ -500,6 +470,41 @@ class Retriever:
     def _check_k(self, k: int) -> None:
         if not 1 <= k <= self.num_labels:
             raise ConfigError(f"k is {k}, expected 1 .. {self.num_labels} (the number of labels)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """How the trained models of a bundle are opened; see `Retriever.load`."""
+
+    threads: int
+    device: torch.device
+    subset: ShardSubset
+    precision: str
+    sha256: str
+
+    def model(
+        self, folder: Path, fusion: Fusion | None = None, first: Retriever | None = None
+    ) -> Retriever:
+        """One trained model of a bundle, alone.
+
+        Args:
+            folder: of the model.
+            fusion: of a fused bundle, which has the training queries of all memories.
+            first: the first member of a fused bundle, whose names of labels others share.
+        """
+        settings = read_settings(folder)
+        same_labels = None if first is None else first.labels
+        labels = LabelIndex.load(folder, settings, self.threads, self.subset, same_labels)
+        query_encoder = QueryEncoder.load(folder, settings, self.device, self.precision)
+        memory = None
+        if settings.has_memory:
+            queries = None if fusion is None else fusion.queries
+            memory = Memory.load(folder, settings, self.threads, self.subset, queries)
+        if self.device.type != "cpu":
+            labels.rows.move_to(self.device)
+            if memory is not None:
+                memory.rows.move_to(self.device)
+        return Retriever(query_encoder, labels, memory, self.sha256)
 
 
 def _device(name: str | None) -> torch.device:
