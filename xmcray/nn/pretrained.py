@@ -51,22 +51,15 @@ def find(
         return Path(name)
     advice = f"give a local folder or a hub id such as {example}"
     try:
-        folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=HUB_FILES, local_files_only=True
-        )
-        if any(Path(folder).glob("model*.safetensors")):
-            return Path(folder)
+        cached = _cached(name)
     except ValueError:
         raise ConfigError(
             f"{kind} {name!r} is neither an existing folder nor a hub id; {advice}"
         ) from None
-    except OSError:
-        pass  # not in the cache
+    if cached is not None:
+        return cached
     try:
-        # One request with a short time limit first: the download itself would retry for minutes
-        # without a network.
-        huggingface_hub.HfApi().model_info(name, timeout=10)
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+        return _downloaded(name)
     except huggingface_hub.errors.RepositoryNotFoundError:
         raise ConfigError(
             f"{kind} {name!r} is not on the hub, or it is private; {advice}"
@@ -76,6 +69,31 @@ def find(
         raise ConfigError(
             f"{kind} {name!r} is no folder here, is not in the cache and the hub cannot be reached ({fault}); {advice}"
         ) from None
+
+
+def _cached(name: str) -> Path | None:
+    """The folder of a model in the hub's cache, or None.
+
+    Raises:
+        ValueError: no hub id.
+    """
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=HUB_FILES, local_files_only=True
+        )
+    except OSError:
+        return None
+    # Other files alone may be there, such as those of the tokenizer.
+    has_weights = any(Path(folder).glob("model*.safetensors"))
+    return Path(folder) if has_weights else None
+
+
+def _downloaded(name: str) -> Path:
+    """The folder of a model that is fetched from the hub."""
+    # One request with a short time limit first: the download itself would retry for minutes
+    # without a network.
+    huggingface_hub.HfApi().model_info(name, timeout=10)
+    return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
 
 
 def load_model(folder: Path, dropout: float | None) -> Any:

@@ -164,17 +164,12 @@ class TransformerEncoder(Encoder):
         is_packed = self.packed and tokens.lengths.max(initial=0) <= self.longest_packed
         if is_packed:
             batches = token_batches(tokens.lengths, max_tokens)
+            pool = self._pooled_packed
         else:
             batches = micro_batches(tokens.lengths, call_tokens, max_tokens)
-        hidden = lookup.weight.shape[1]
+            pool = self._pooled_padded
         if not batches:
-            # A rank without texts still takes part in the step: its gradient is zero, not absent.
-            nothing_BH = lookup.weight.new_zeros(len(tokens), hidden)
-            weight = lookup.weight
-            if self.adapted:
-                weight = next(weight for weight in self.parameters() if weight.requires_grad)
-            zero = weight[:0].sum()
-            return _at_least_float32(zero + nothing_BH)
+            return self._pooled_without_tokens(len(tokens))
         # One lookup for all micro-batches: its backward fills a table of the whole vocabulary, so
         # once is enough.
         order = np.concatenate(batches)
@@ -187,13 +182,25 @@ class TransformerEncoder(Encoder):
             # The tokens of a micro-batch lie one after another, as `order` put them.
             lengths = tokens.lengths[rows]
             stop = first + int(lengths.sum())
-            pool = self._pooled_packed if is_packed else self._pooled_padded
             pooled.append(pool(token_TH[first:stop], lengths))
             first = stop
         pooled_BH = torch.cat(pooled)
         # Back to the caller's order; texts without tokens are in no batch and stay zero.
-        zeros_BH = pooled_BH.new_zeros(len(tokens), hidden)
+        zeros_BH = pooled_BH.new_zeros(len(tokens), pooled_BH.shape[1])
         return zeros_BH.index_copy(0, row_B, pooled_BH)
+
+    def _pooled_without_tokens(self, num_texts: int) -> Tensor:
+        """[B, H], zeros, for texts of which none has a token.
+
+        A rank with such texts still takes part in the step: its gradient is zero, not absent.
+        """
+        table_VH = self.model.get_input_embeddings().weight
+        weight = table_VH
+        if self.adapted:
+            weight = next(weight for weight in self.parameters() if weight.requires_grad)
+        zero = weight[:0].sum()
+        zeros_BH = table_VH.new_zeros(num_texts, table_VH.shape[1])
+        return _at_least_float32(zero + zeros_BH)
 
     def call_costs(self, device: torch.device) -> tuple[int, int]:
         """Cost of one more call, in tokens, and most tokens of a call (benchmarks/encoder_speed.py).
