@@ -171,6 +171,26 @@ def pairs_of(id_BK: Int64Array, num_ids: int) -> Int64Array:
     return pair_BK
 
 
+def find_sorted(
+    sorted_values: npt.NDArray[Any], values: npt.NDArray[Any]
+) -> tuple[Int64Array, BoolArray]:
+    """Looks values up among sorted ones.
+
+    Args:
+        sorted_values: ascending.
+        values: of any shape.
+    Returns:
+        Places in `sorted_values`, and whether a value is there. The place of any other value is a
+        valid one too, unless there is none at all.
+    """
+    if not len(sorted_values):
+        return np.zeros(values.shape, np.int64), np.zeros(values.shape, bool)
+    places = np.searchsorted(sorted_values, values)
+    # A value beyond the last one would be out of range; it fails the comparison instead.
+    places = np.minimum(places, len(sorted_values) - 1)
+    return places, sorted_values[places] == values
+
+
 def are_ids(ids: npt.NDArray[Any], num_ids: int) -> bool:
     """Whether all numbers are ids, which are 0 .. num_ids - 1; so are no numbers at all."""
     if not len(ids):

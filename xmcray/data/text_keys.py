@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from xmcray.types import spans
+from xmcray.types import find_sorted, spans
 
 Keys = npt.NDArray[np.uint64]
 
@@ -115,13 +115,8 @@ def _num_distinct(keys: Keys) -> int:
 
 def _num_shared(keys: Keys, others: Keys) -> int:
     """How many of some sorted keys are among others, which are sorted too."""
-    if not len(others):
-        return 0
     num_shared = 0
     for span in spans(len(keys), _KEYS_AT_ONCE):
-        block = keys[span]
-        places = np.searchsorted(others, block)
-        # A key beyond the last one is compared with the last one, which differs.
-        nearest = others[np.minimum(places, len(others) - 1)]
-        num_shared += int((nearest == block).sum())
+        _, is_shared = find_sorted(others, keys[span])
+        num_shared += int(is_shared.sum())
     return num_shared

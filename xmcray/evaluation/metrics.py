@@ -37,6 +37,7 @@ from xmcray.types import (
     Int64Array,
     Ragged,
     TopLabels,
+    find_sorted,
     pairs_of,
 )
 
@@ -349,17 +350,14 @@ def relevant(ids_BK: Int64Array, truth: Ragged, num_labels: int) -> BoolArray:
 
     Args:
         ids_BK: int64 [B, K], label ids of answers; -1 for a missing one.
-        truth: positives of the same queries, at least one in all.
+        truth: positives of the same queries.
         num_labels: L.
     Returns:
         bool [B, K].
     """
     true_pairs = np.sort(truth.pairs(num_labels))
     pair_BK = pairs_of(ids_BK, num_labels)
-    # A pair beyond the last one would be out of range; it fails the comparison instead.
-    place_BK = np.searchsorted(true_pairs, pair_BK)
-    place_BK = np.minimum(place_BK, len(true_pairs) - 1)
-    is_true_BK = true_pairs[place_BK] == pair_BK
+    _, is_true_BK = find_sorted(true_pairs, pair_BK)
     # Id -1 of a missing answer makes the pair of the previous row's last label.
     is_hit_BK: BoolArray = is_true_BK & (ids_BK >= 0)
     return is_hit_BK

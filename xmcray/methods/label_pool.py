@@ -10,7 +10,7 @@ import torch
 
 from xmcray.losses.pairs import Pairs
 from xmcray.parallel.partition import LabelPartition, share
-from xmcray.types import Batch, BoolArray, Int64Array, Ragged
+from xmcray.types import Batch, BoolArray, Int64Array, Ragged, find_sorted
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ class LabelPool:
 
     def count(self, lists: Ragged) -> Int64Array:
         """int64 [G], how many labels of each query's list are in the pool, on any rank."""
-        _, is_in_pool = _find(self.ids, lists.values)
+        _, is_in_pool = find_sorted(self.ids, lists.values)
         rows = lists.row_ids[is_in_pool]
         # A query without a label in the pool counts 0, also at the end of the batch.
         return np.bincount(rows, minlength=len(lists))
 
     def _own_positions(self, ids: Int64Array) -> tuple[Int64Array, BoolArray]:
         """This rank's column of each id, and whether the id is a column of this rank at all."""
-        return _find(self.own, ids)
+        return find_sorted(self.own, ids)
 
 
 class _AllLabels(LabelPool):
@@ -168,14 +168,3 @@ class _AllLabels(LabelPool):
         is_own = self.partition.owns(ids)
         # Positions of labels of other ranks are never read.
         return ids - self.partition.start, is_own
-
-
-def _find(sorted_ids: Int64Array, ids: Int64Array) -> tuple[Int64Array, BoolArray]:
-    """Position of each id in `sorted_ids`, and whether it is there at all."""
-    if not len(sorted_ids):
-        return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)
-    # An id above the largest one would be at the end; the last position serves to compare it.
-    last = len(sorted_ids) - 1
-    positions = np.minimum(np.searchsorted(sorted_ids, ids), last)
-    is_there = sorted_ids[positions] == ids
-    return positions, is_there

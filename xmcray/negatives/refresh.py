@@ -43,7 +43,7 @@ from xmcray.retrieval.exact import (
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_building import build_index
 from xmcray.retrieval.index_spec import IndexSpec, device_bytes
-from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, pairs_of, spans
+from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, find_sorted, pairs_of, spans
 
 logger = logging.getLogger(__name__)
 
@@ -363,13 +363,7 @@ def best_allowed(
 
 def _is_in(numbers: Int64Array, others: Int64Array) -> npt.NDArray[np.bool_]:
     """As `np.isin`, at half of its time if most of both are in ascending order."""
-    if not len(others):
-        return np.zeros(numbers.shape, bool)
-    ordered = np.sort(others)
-    # A number beyond the last one would be out of range; it fails the comparison instead.
-    places = np.searchsorted(ordered, numbers)
-    places = np.minimum(places, len(ordered) - 1)
-    is_in: npt.NDArray[np.bool_] = ordered[places] == numbers
+    _, is_in = find_sorted(np.sort(others), numbers)
     return is_in
 
 

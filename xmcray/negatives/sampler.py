@@ -15,7 +15,7 @@ from torch import Tensor
 from xmcray import draws
 from xmcray.parallel.partition import LabelPartition
 from xmcray.parallel.transfers import to_device
-from xmcray.types import Batch, Float64Array, Int64Array, Ragged, offsets_of
+from xmcray.types import Batch, Float64Array, Int64Array, Ragged, find_sorted, offsets_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +173,7 @@ def _skipped(pool: Int64Array, lists: list[Ragged]) -> tuple[Int64Array, Int64Ar
         pool: int64, ascending label ids.
         lists: labels of each query.
     """
-    if not len(pool):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
     label = np.concatenate([labels.values for labels in lists])
     query = np.concatenate([labels.row_ids for labels in lists])
-    # A label above all of the pool gets its last position; the comparison rules it out.
-    column = np.minimum(np.searchsorted(pool, label), len(pool) - 1)
-    is_in_pool = pool[column] == label
+    column, is_in_pool = find_sorted(pool, label)
     return query[is_in_pool], column[is_in_pool]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from xmcray import storage
 from xmcray.parallel import collectives
-from xmcray.types import Int64Array, Ragged, spans
+from xmcray.types import Int64Array, Ragged, find_sorted, spans
 
 FILE_ROWS = 8192
 TEXTS_AT_ONCE = 1024
@@ -83,10 +83,7 @@ class EncodedTexts:
     def __call__(self, tokens: Ragged) -> Tensor:
         """float32 [B, H], vectors of texts that were encoded before, on the CPU."""
         key_B = text_keys(tokens)
-        place_B = np.searchsorted(self._sorted_key_N, key_B)
-        # A key above all others would be looked up behind the end.
-        place_B = np.minimum(place_B, len(self._sorted_key_N) - 1)
-        is_known_B = self._sorted_key_N[place_B] == key_B
+        place_B, is_known_B = find_sorted(self._sorted_key_N, key_B)
         assert is_known_B.all(), "a text that is in no split of the training data"
         text_B = self._order[place_B]
         file_B, row_B = np.divmod(text_B, FILE_ROWS)

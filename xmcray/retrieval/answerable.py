@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from xmcray.types import Int64Array, Ragged, offsets_of
+from xmcray.types import Int64Array, Ragged, find_sorted, offsets_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,7 @@ class AnswerableRows:
 
     def selected(self, rows: Int64Array) -> AnswerableRows:
         """Only some rows, counted by their places in `rows` (ascending positions)."""
-        if not len(rows):
-            return AnswerableRows(rows, Ragged.empty(len(self.hidden)))
-        # A position beyond the last of `rows` would be out of range; it fails the comparison.
-        places = np.searchsorted(rows, self.hidden.values)
-        places = np.minimum(places, len(rows) - 1)
-        is_inside = rows[places] == self.hidden.values
+        places, is_inside = find_sorted(rows, self.hidden.values)
         return AnswerableRows(self.ids[rows], _kept(self.hidden, places, is_inside))
 
 

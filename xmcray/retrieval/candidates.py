@@ -23,6 +23,7 @@ from xmcray.types import (
     Int64Array,
     Ragged,
     TopLabels,
+    find_sorted,
     offsets_of,
     weights_of,
 )
@@ -182,13 +183,8 @@ def _label_scores(member: LabelIndex, query_BD: Float32Array, labels: Ragged) ->
 
 def _for_candidates(votes: Votes, pairs: Int64Array) -> Votes:
     """The votes for candidates, with the place of each vote's pair among all pairs."""
-    place_E = np.searchsorted(pairs, votes.pair_E)
-    # A vote for a label that may not be answered has no pair. One beyond the last pair would be out
-    # of range; it fails the comparison instead.
-    place_E = np.minimum(place_E, max(0, len(pairs) - 1))
-    counts = np.zeros(len(place_E), bool)
-    if len(pairs):
-        counts = pairs[place_E] == votes.pair_E
+    # A vote for a label that may not be answered has no pair.
+    place_E, counts = find_sorted(pairs, votes.pair_E)
     if counts.all():
         return dataclasses.replace(votes, pair_E=place_E)
     relevance_E = votes.relevance_E

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
 
-from xmcray.types import Int64Array, Ragged, offsets_of
+from xmcray.types import Int64Array, Ragged, find_sorted, offsets_of
 
 Float64Array = npt.NDArray[np.float64]
 HashArray = npt.NDArray[np.uint64]
@@ -170,12 +170,7 @@ class Vocabulary:
         Before scaling, a value is (1 + log(count)) * idf. A text without any known term has a
         vector of zeros.
         """
-        columns = np.searchsorted(self.hashes, counts.hashes)
-        # A hash beyond the last one would be out of range; it fails the comparison instead.
-        columns = np.minimum(columns, max(0, len(self.hashes) - 1))
-        is_known = np.zeros(len(columns), bool)
-        if len(self.hashes):
-            is_known = self.hashes[columns] == counts.hashes
+        columns, is_known = find_sorted(self.hashes, counts.hashes)
         # The number of known terms before each text's first one.
         offsets = offsets_of(is_known)[counts.offsets]
         columns = columns[is_known]
@@ -183,7 +178,8 @@ class Vocabulary:
         # By text, then by column.
         order = np.lexsort((columns, rows))
         columns = columns[order]
-        values = (1 + np.log(counts.counts[is_known][order])) * self.idf[columns]
+        known_counts = counts.counts[is_known]
+        values = (1 + np.log(known_counts[order])) * self.idf[columns]
         lengths = np.sqrt(np.bincount(rows, values**2, len(counts)))
         values = values / np.maximum(lengths, _TINY)[rows]
         return TermWeights(columns, values, offsets)

@@ -42,7 +42,7 @@ from xmcray.training.held_out import held_out_by, without_voters
 from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor
 from xmcray.training.outcome import check_fits
 from xmcray.training.probability_curves import fit_calibration
-from xmcray.types import Float32Array, Int64Array, Ragged, spans
+from xmcray.types import Float32Array, Int64Array, Ragged, find_sorted, spans
 
 # Of training queries, if the teacher's run held none out.
 OWN_HELD_OUT = 0.05
@@ -366,10 +366,7 @@ def _positives(data: TrainingData, ids: Int64Array) -> Ragged:
 
 def _shares(positives: Ragged, label_C: Int64Array) -> Tensor:
     """[B, C], rows that sum to 1 over the positives among the labels."""
-    # A label beyond the last one would be out of range; it fails the comparison instead.
-    places = np.searchsorted(label_C, positives.values)
-    places = np.minimum(places, len(label_C) - 1)
-    is_there = label_C[places] == positives.values
+    places, is_there = find_sorted(label_C, positives.values)
     share_BC = torch.zeros(len(positives), len(label_C))
     share_BC[positives.row_ids[is_there], places[is_there]] = 1
     num_positives_B1 = share_BC.sum(dim=1, keepdim=True)
