@@ -91,9 +91,10 @@ def _of_queries(
     label_T = positives.values[order]
     query_T = positives.row_ids[order]
     shares_label = label_T[1:] == label_T[:-1]
-    pairs = np.stack([query_T[:-1][shares_label], query_T[1:][shares_label]], axis=1)
+    left = query_T[:-1][shares_label]
+    right = query_T[1:][shares_label]
     # Two queries may share several labels, and count once.
-    pairs = np.unique(pairs, axis=0)
+    pairs = np.unique(np.stack([left, right], axis=1), axis=0)
     pairs = pairs[random_sample(generator, len(pairs), len(query_BW))]
     first: Int64Array = pairs[:, 0]
     second: Int64Array = pairs[:, 1]

@@ -127,8 +127,9 @@ def slice_table(run: StoredMetrics) -> Table:
     table = _table("Slices of the queries, in percent", "attribute", "value", "queries", *metrics)
     for row in run["slices"]:
         value = "-" if row["value"] is None else str(row["value"])
+        num_queries = f"{row['queries']:,}"
         cells = [_with_interval(row, metric) for metric in metrics]
-        table.add_row(Text(row["attribute"]), Text(value), f"{row['queries']:,}", *cells)
+        table.add_row(Text(row["attribute"]), Text(value), num_queries, *cells)
     return table
 
 
@@ -184,13 +185,17 @@ def parts_table(
     """
     title = f"{num_queries:,} held-out queries"
     table = _table(title, "answers", "weight", *(f"{name} %" for name in fused), "p")
-    table.add_row("fused", "", *map(percent, fused.values()), "")
+    table.add_row("fused", "", *_percents(fused), "")
     for part, values in alone.items():
-        table.add_row(f"{part} alone", "", *map(percent, values.values()), "")
+        table.add_row(f"{part} alone", "", *_percents(values), "")
     for part, weight, without, p_value in tests:
         kept = f"{weight:g}" if weight else "left out"
-        table.add_row(f"without {part}", kept, *map(percent, without.values()), f"{p_value:.4f}")
+        table.add_row(f"without {part}", kept, *_percents(without), f"{p_value:.4f}")
     return table
+
+
+def _percents(values: Mapping[str, float]) -> list[str]:
+    return [percent(value) for value in values.values()]
 
 
 def answer_table(query: str, answers: Sequence[tuple[float, str, str]]) -> Table:

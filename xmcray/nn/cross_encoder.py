@@ -100,11 +100,13 @@ class CrossEncoder:
         """Scores, float32 [P], in batches of about equal lengths."""
         scores = np.empty(len(pairs), np.float32)
         # Texts of one length need no padding.
-        order = np.argsort([len(query) + len(label) for query, label in pairs], kind="stable")
+        lengths = [len(query) + len(label) for query, label in pairs]
+        order = np.argsort(lengths, kind="stable")
         with torch.inference_mode():
             for span in spans(len(pairs), BATCH):
                 places = order[span]
-                scores[places] = self.forward([pairs[place] for place in places]).cpu().numpy()
+                score_P = self.forward([pairs[place] for place in places])
+                scores[places] = score_P.cpu().numpy()
         return scores
 
     def save(self, folder: Path) -> None:

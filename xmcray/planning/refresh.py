@@ -84,7 +84,8 @@ class Refresh:
         if self.config.hard:
             candidates = self.queries * (self.config.hard + CANDIDATES)
             # Hits are written by the shard that finds them, and read by those that merge them.
-            file_bytes += 2 * candidates * (ID + VALUE) + self.rows * self.dim * VALUE
+            file_bytes += 2 * candidates * (ID + VALUE)
+            file_bytes += self.rows * self.dim * VALUE
             work_s = self.merge_s()
         return work_s + file_bytes / self.rates.disk_bytes_s
 
@@ -130,8 +131,9 @@ def shared_cores_s(
         return work_s
     alone = min(1.0, rates.cores / threads)
     weight = 1.25**-niceness
-    share = max((rates.cores - threads) / threads, alone * weight / (1 + weight))
-    share = min(share, alone)
+    free = (rates.cores - threads) / threads
+    by_priority = alone * weight / (1 + weight)
+    share = min(max(free, by_priority), alone)
     if work_s <= share * epoch_s:
         return work_s / share
     return epoch_s + (work_s - share * epoch_s) / alone

@@ -127,8 +127,10 @@ class Reranker:
         num_read = pair_scores.shape[1]
         scores = top.scores.copy()
         # A missing answer has -inf, which times a weight of 0 would be no number.
-        own = np.where(top.ids[:, :num_read] >= 0, top.scores[:, :num_read], 0)
-        scores[:, :num_read] = pair_scores + np.float32(self.config.weight) * own
+        is_answer = top.ids[:, :num_read] >= 0
+        own_scores = np.where(is_answer, top.scores[:, :num_read], 0)
+        weight = np.float32(self.config.weight)
+        scores[:, :num_read] = pair_scores + weight * own_scores
         # Labels that were not read follow those that were, below the lowest of them.
         rest = np.arange(scores.shape[1] - num_read, dtype=np.float32)
         lowest = np.where(np.isfinite(pair_scores), scores[:, :num_read], np.inf)

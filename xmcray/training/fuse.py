@@ -372,9 +372,11 @@ def _names(methods: Sequence[str]) -> list[str]:
     names = []
     seen: Counter[str] = Counter()
     for method in methods:
-        kind = method or "model"
-        seen[kind] += 1
-        names.append(kind if seen[kind] == 1 else f"{kind}-{seen[kind]}")
+        name = method or "model"
+        seen[name] += 1
+        if seen[name] > 1:
+            name += f"-{seen[name]}"
+        names.append(name)
     return names
 
 

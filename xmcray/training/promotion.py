@@ -145,7 +145,8 @@ def measure_newest(
         )
         answers = TopLabels.empty(len(rows), width)
         # Id -1 of a missing answer stays what it is.
-        answers.ids[:, :num_answers] = np.where(top.ids >= 0, source_ids[top.ids], -1)
+        is_answer = top.ids >= 0
+        answers.ids[:, :num_answers] = np.where(is_answer, source_ids[top.ids], -1)
         answers.scores[:, :num_answers] = top.scores
         return answers
 

@@ -146,7 +146,8 @@ def detect(path: str | Path, format: str | None = None) -> RawFiles:  # noqa: A0
         raise DataError(
             f"{folder} lacks {lacking} of format {nearest}; add it or name another --format"
         )
-    present = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+    names = sorted(path.name for path in folder.iterdir())
+    present = ", ".join(names[:5]) or "nothing"
     raise DataError(
         f"{folder} fits no known layout (found: {present}); expected files of one of"
         f" {', '.join(FORMATS)}, or --format datasets for a table with other columns"

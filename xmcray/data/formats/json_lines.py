@@ -273,7 +273,8 @@ class Records:
             last_path = path
 
     def _num_rows(self, folder: Path, name: str) -> int:
-        return sum(self.kind.count(path) for path in self.kind.paths(folder, self.files[name]))
+        paths = self.kind.paths(folder, self.files[name])
+        return sum(map(self.kind.count, paths))
 
 
 def _one_file(folder: Path, pattern: str) -> list[Path]:
