@@ -48,17 +48,18 @@ def test_a_local_cluster_says_nothing_of_its_token() -> None:
 
 
 INTERRUPTED = """
-import signal, threading, time
-import psutil
+import pathlib, signal, subprocess
 from xmcray.ray_adapter.session import start_ray
 
-def interrupt():
-    while "raylet" not in [child.name() for child in psutil.Process().children()]:
-        time.sleep(0.01)
-    signal.raise_signal(signal.SIGINT)
+original = subprocess.Popen.__init__
+
+def start(process, command, *arguments, **options):
+    original(process, command, *arguments, **options)
+    if "raylet" in map(lambda word: pathlib.Path(str(word)).name, command):
+        signal.raise_signal(signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-threading.Thread(target=interrupt, daemon=True).start()
+subprocess.Popen.__init__ = start
 try:
     start_ray(num_cpus=0)
 except KeyboardInterrupt:
