@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict, ParseDict
-from pydantic import ValidationError
 
-from xmcray.errors import ConfigError
 from xmcray.serving import schema
 from xmcray.serving.http import Gateway
 from xmcray.serving.problems import ProblemError, problem_of
@@ -25,10 +24,14 @@ CODES = {
     "too-large": grpc.StatusCode.INVALID_ARGUMENT,
     "too-long": grpc.StatusCode.INVALID_ARGUMENT,
     "invalid": grpc.StatusCode.INVALID_ARGUMENT,
+    "refused": grpc.StatusCode.FAILED_PRECONDITION,
+    "internal": grpc.StatusCode.INTERNAL,
     "overloaded": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "not-ready": grpc.StatusCode.UNAVAILABLE,
     "timeout": grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+
+log = logging.getLogger("xmcray.serving")
 
 
 async def search(gateway: Gateway, request: SearchRequest, context: Any) -> SearchResponse:
@@ -47,9 +50,12 @@ async def search(gateway: Gateway, request: SearchRequest, context: Any) -> Sear
     try:
         response = await _search(gateway, request, metadata)
         code = grpc.StatusCode.OK
-    except (ProblemError, ConfigError, ValidationError) as error:
+    except Exception as error:
+        # gRPC would send the text of the exception to the client, paths and all.
         problem = problem_of(error)
         code = CODES[problem.kind]
+        if problem.kind == "internal":
+            log.exception("a search over gRPC failed")
         context.set_code(code)
         context.set_details(problem.detail)
         return SearchResponse()

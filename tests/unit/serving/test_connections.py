@@ -37,6 +37,7 @@ from xmcray.serving.local import LocalGateway, listening
 from xmcray.serving.search_pb2 import SearchRequest
 from xmcray.serving.search_pb2_grpc import RetrieverStub
 from xmcray.serving.security import new_token_file
+from xmcray.serving.service import Service
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 
@@ -390,6 +391,24 @@ async def test_a_call_of_grpc_without_a_token_ends_before_its_message(tmp_path: 
         # More calls than the server has places for.
         for _ in range(3):
             assert await call(no_message()).code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_mistake_of_ours_says_nothing_to_a_client_of_grpc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("/private/path")
+
+    monkeypatch.setattr(Service, "search", fail)
+    port = free_port()
+    async with (
+        server_with(tmp_path, grpc_port=port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        call = RetrieverStub(channel).Search(SearchRequest(texts=["a"]), metadata=GRPC_TOKEN)
+        assert await call.code() == grpc.StatusCode.INTERNAL
+        assert "/private/path" not in await call.details()
+    assert "/private/path" in caplog.text
 
 
 async def test_searches_are_answered_during_a_flood(tmp_path: Path) -> None:
