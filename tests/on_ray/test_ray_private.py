@@ -48,18 +48,22 @@ def test_a_local_cluster_says_nothing_of_its_token() -> None:
 
 
 INTERRUPTED = """
-import pathlib, signal, subprocess
+import signal, threading, time
+import psutil
 from xmcray.ray_adapter.session import start_ray
 
-original = subprocess.Popen.__init__
+def has_agent():
+    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
+    return any(raylet.children() for raylet in raylets)
 
-def start(process, command, *arguments, **options):
-    original(process, command, *arguments, **options)
-    if "raylet" in map(lambda word: pathlib.Path(str(word)).name, command):
-        signal.raise_signal(signal.SIGINT)
+def interrupt():
+    # No event says that the raylet has started its agents, which Ray would leave.
+    while not has_agent():
+        time.sleep(0.01)
+    signal.raise_signal(signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-subprocess.Popen.__init__ = start
+threading.Thread(target=interrupt, daemon=True).start()
 try:
     start_ray(num_cpus=0)
 except KeyboardInterrupt:

@@ -355,5 +355,11 @@ def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest first."""
-    return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
+    """Checkpoint folders, newest first.
+
+    A copy that a user has put next to them, such as step-00000340-copy, is none of them: it would
+    be removed with the checkpoints that are too old.
+    """
+    folders = [path for path in folder.glob("step-*") if path.is_dir()]
+    own = [path for path in folders if path.name.removeprefix("step-").isdecimal()]
+    return sorted(own, reverse=True)

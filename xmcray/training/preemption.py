@@ -117,6 +117,13 @@ def signals_are_kept() -> Iterator[None]:
 
 def terminated(run: Path) -> Terminated:
     """What to say when the flag of a run has stopped it."""
-    steps = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")]
-    kept = f"at step {max(steps):,}, which is saved" if steps else "before its first step"
+    step = newest_step(run)
+    kept = f"at step {step:,}, which is saved" if step else "before its first step"
     return Terminated(f"terminated: {run} stopped {kept}; the same command continues it")
+
+
+def newest_step(run: Path) -> int:
+    """Step of the newest checkpoint of a run; 0 if it has none."""
+    numbers = [path.name.removeprefix("step-") for path in (run / "checkpoints").glob("step-*")]
+    # A user may have put a copy next to a checkpoint, such as step-00000340-copy.
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)

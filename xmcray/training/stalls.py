@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Self
 
 from xmcray.ray_adapter.private import WorkerFailure
+from xmcray.training.preemption import newest_step
 from xmcray.training.records import Record, tailing
 
 FILE = "interruptions.jsonl"
@@ -40,15 +41,11 @@ class Interruptions:
     def __init__(self, run: Path, stall_s: float) -> None:
         self._path = run / FILE
         self._stall_s = stall_s
-        self._checkpoints = run / "checkpoints"
+        self._run = run
 
     def note(self, text: str) -> None:
         """Adds a record; on a full disk it is lost."""
-        last_step = 0
-        for path in self._checkpoints.glob("step-*"):
-            step = int(path.name.removeprefix("step-"))
-            last_step = max(last_step, step)
-        record = {"step": last_step, "time": round(time.time(), 3), "text": text}
+        record = {"step": newest_step(self._run), "time": round(time.time(), 3), "text": text}
         with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 

@@ -211,6 +211,18 @@ def test_damaged_checkpoints_do_not_count_as_kept(corpus: Corpus, tmp_path: Path
     assert save(18) == ["12", "15", "18"]
 
 
+def test_a_copy_that_a_user_has_made_is_left_alone(corpus: Corpus, tmp_path: Path) -> None:
+    loop, _ = loop_in(tmp_path, corpus)
+    writer = CheckpointWriter(tmp_path, loop.setup.stepper, loop.setup.partition, keep=1)
+    for step in (3, 6):
+        writer.save(step, {"negatives": {}})
+        writer.finish()
+        if step == 3:
+            shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000003-copy")
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-00000003-copy", "step-00000006"]
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 400 kB: room for one checkpoint, not for two."""

@@ -69,7 +69,8 @@ def test_what_lost_processes_break_elsewhere_is_not_blamed() -> None:
 def test_interruptions_are_logged_while_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "checkpoints" / "step-00000035").mkdir(parents=True)
+    for name in ("step-00000035", "step-00000035-copy"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
     interruptions = Interruptions(tmp_path, 60)
     interruptions.note("of an earlier run")
     with caplog.at_level(logging.WARNING), interruptions.logged(lambda: False):
