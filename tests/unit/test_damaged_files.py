@@ -118,6 +118,18 @@ def test_a_cut_record_of_what_was_swapped_in_is_one_line(tmp_path: Path, text: s
         folder.bundle()
 
 
+def test_a_record_that_may_not_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    folder = StateFolder(ServeConfig(bundles={"m": "/b"}, state_dir=str(tmp_path)), "m")
+    monkeypatch.setattr(Path, "exists", forbidden)
+    with pytest.raises(StorageError, match=r"head\.json .*Permission denied"):
+        folder.bundle()
+
+
 @pytest.mark.parametrize(
     "record", ['{"step": 1, "epoch": 0, "nDCG@5": "x"}', '{"step": 1, "nDCG@5": 0.5}']
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from importlib import resources
@@ -22,7 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from xmcray import __version__
 from xmcray.errors import XmcrayError
-from xmcray.serving import interchange, schema
+from xmcray.serving import interchange, request_checks, schema
 from xmcray.serving.connections import KEEP_PLACE, MAX_HEAD
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.metrics import CONTENT_TYPE, ServingMetrics
@@ -227,7 +226,7 @@ class _Guard:
         status = 500
         path = _path(scope)
         headers = Headers(scope=scope)
-        request_id = _request_id(headers.get("x-request-id"))
+        request_id = request_checks.request_id(headers.get("x-request-id"))
         scope.setdefault("state", {})["id"] = request_id
         metrics = self._gateway.metrics
 
@@ -347,12 +346,6 @@ def _path(scope: Scope) -> str:
     path = str(scope["path"])
     root = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
-
-
-def _request_id(given: str | None) -> str:
-    if given and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given):
-        return given
-    return secrets.token_hex(16)
 
 
 def _answer(body: BaseModel) -> Response:

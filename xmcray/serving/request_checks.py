@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import secrets
+
 from xmcray.errors import ConfigError
 from xmcray.retrieval.fused import fixed_parts
 from xmcray.serving import schema
@@ -9,6 +12,13 @@ from xmcray.serving.problems import ProblemError
 from xmcray.serving.search_batch import side_vectors_of
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
+
+
+def request_id(given: str | None) -> str:
+    """The id that a client gave its request, or a new one if that has other characters or is long."""
+    if given and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given):
+        return given
+    return secrets.token_hex(16)
 
 
 def check_search(request: schema.SearchRequest, snapshot: Snapshot, config: ServeConfig) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from typing import Any
 
 import grpc
 from google.protobuf.json_format import MessageToDict, ParseDict
 
-from xmcray.serving import schema
+from xmcray.serving import request_checks, schema
 from xmcray.serving.http import Gateway
 from xmcray.serving.problems import ProblemError, problem_of
 from xmcray.serving.search_pb2 import SearchRequest, SearchResponse
@@ -81,5 +80,5 @@ async def _search(
         raise ProblemError("too-large", message)
     values = MessageToDict(request, preserving_proto_field_name=True)
     search_request = schema.SearchRequest.model_validate(values)
-    request_id = metadata.get("x-request-id") or secrets.token_hex(16)
-    return await gateway.service.search(search_request, request_id[:128])
+    request_id = request_checks.request_id(metadata.get("x-request-id"))
+    return await gateway.service.search(search_request, request_id)

@@ -46,11 +46,11 @@ class StateFolder:
         Raises:
             StorageError: the file that says so is damaged.
         """
-        if not self._head_file.exists():
-            return self._configured, None
         failure = f"{self._head_file} is damaged, expected the bundle that was swapped in last"
         # Not guessed: an older bundle could lack labels that were acknowledged.
         with readable(failure, f"remove the file to serve {self._configured}"):
+            if not self._head_file.exists():
+                return self._configured, None
             head = storage.read_json(self._head_file)
             configured = head["configured"]
             bundle = str(head["bundle"])

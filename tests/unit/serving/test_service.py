@@ -19,7 +19,7 @@ from served import ADMIN, TOKEN, Served, served
 from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.serving import security
+from xmcray.serving import request_checks, security
 from xmcray.serving.search_batch import PendingSearch, find_hits
 from xmcray.serving.snapshot import SnapshotReference
 
@@ -191,6 +191,12 @@ async def test_no_header_is_a_mistake_of_ours(
         for _ in range(2):
             answer = await one.ask("/nowhere", token=None, headers=headers)
             assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize("given", [None, "", "a b", "é", "a\n", "x" * 129])
+def test_a_request_gets_an_id_that_logs_can_take(given: str | None) -> None:
+    assert request_checks.request_id("a.b_c:d-1") == "a.b_c:d-1"
+    assert request_checks.request_id(given) != given
 
 
 async def test_a_prefix_opens_no_door(bundles: dict[str, Path], tmp_path: Path) -> None:
