@@ -51,7 +51,10 @@ def validated_on_rank(name: str, block: tuple[int, int]) -> dict[str, float]:
     part = LabelPartition(num_labels, collectives.num_ranks(), collectives.rank())
     row_SD = torch.from_numpy(g["scores"].T[order][part.start : part.stop].copy())
     card = SimpleNamespace(
-        num_train=int(g["num_train"]), propensity_a=float(g["A"]), propensity_b=float(g["B"])
+        num_train=int(g["num_train"]),
+        num_labels=num_labels,
+        propensity_a=float(g["A"]),
+        propensity_b=float(g["B"]),
     )
     corpus = SimpleNamespace(
         card=card,
