@@ -5,7 +5,7 @@ all requests that are sent before the answers are read, and accepts connections 
 be opened. The protocol here ends such connections.
 
 When there is no room, a new connection takes the place of the oldest one without a request that
-has a token. So nobody without a token can keep others out, whatever he sends.
+has a token. Clients without a token therefore cannot block others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BACKLOG = 1024
 # uvloop accepts one in each round.
 ACCEPTED = 8
 FILES = 440  # open files of the process itself: bundles, log, threads, libraries
-KEEP_PLACE = "xmcray.keep_place"  # the extension of ASGI by which a request with a token is told
+KEEP_PLACE = "xmcray.keep_place"  # ASGI extension: this request has a valid token
 REASONS = {
     413: "Content Too Large",
     431: "Request Header Fields Too Large",

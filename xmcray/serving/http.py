@@ -337,7 +337,7 @@ def _check_place(path: str, scope: Scope) -> None:
     """
     extension = scope.get("extensions", {}).get(KEEP_PLACE)
     if path not in PUBLIC_PATHS and extension is not None and not extension["call"]():
-        # The client was told that nothing was done.
+        # The client already has a 503, which says that nothing was done.
         raise ProblemError("overloaded", "the connection was closed for another one; ask again")
 
 
