@@ -64,8 +64,9 @@ def exact_search(
     """
     rows = AnswerableRows.of(len(vectors), len(queries), ids, hidden)
     vector_ND = vectors if isinstance(vectors, Tensor) else as_tensor(vectors)
-    if hidden is None and len(queries) == 1:
-        answer = few_queries.answer_at_once(vector_ND, queries, k, rows.ids)
+    searchable = few_queries.searchable(vector_ND)
+    if searchable is not None and hidden is None and len(queries) == 1:
+        answer = few_queries.answer_at_once(searchable, queries, k, rows.ids)
         if answer is not None:
             return answer
     return from_keys(exact_keys(vector_ND, queries, empty_keys(len(queries), k), rows))

@@ -45,32 +45,36 @@ class BestRows:
 
 def is_faster(vector_ND: Tensor, num_queries: int) -> bool:
     """Whether these queries should be scored one by one, by FAISS."""
-    few = 0 < num_queries <= MOST_QUERIES and len(vector_ND) > 0
-    plain = vector_ND.dtype == torch.float32 and not vector_ND.is_cuda
-    return few and plain and vector_ND.is_contiguous() and ann.is_installed()
+    return 0 < num_queries <= MOST_QUERIES and searchable(vector_ND) is not None
+
+
+def searchable(vector_ND: Tensor) -> Float32Array | None:
+    """The same memory, float32 [n, D], if FAISS can search it as it lies; None if it cannot."""
+    if vector_ND.dtype != torch.float32 or vector_ND.is_cuda or vector_ND.numel() == 0:
+        return None
+    return vector_ND.numpy() if vector_ND.is_contiguous() and ann.is_installed() else None
 
 
 def answer_at_once(
-    vector_ND: Tensor, queries: Float32Array, k: int, ids: Int64Array
+    vectors: Float32Array, queries: Float32Array, k: int, ids: Int64Array
 ) -> TopLabels | None:
     """The k best rows of one query, best first, as FAISS finds them; None if it cannot.
 
     It cannot where more than the scores decide: equal scores, or rows that are no answers.
 
     Args:
-        vector_ND: float32.
+        vectors: float32 [n, D], from `searchable`.
         queries: float32 [1, D].
         k: answers, at least 1.
         ids: int64 [n], id of each row; a row with a negative id is no answer.
     """
-    if not is_faster(vector_ND, 1):
-        return None
     query = np.ascontiguousarray(queries[0], np.float32)
-    best = _best_at_once(vector_ND.numpy(), query, k, ids)
-    if best is None or (best.scores[1:] == best.scores[:-1]).any():
+    best = _best_at_once(vectors, query, k, ids)
+    if best is None or len(set(best.scores.tolist())) < k:
         return None
-    # Adding 0.0 turns -0.0 into 0.0, as in other answers.
-    return TopLabels(best.ids[None], best.scores[None] + np.float32(0))
+    scores = best.scores
+    scores += 0.0  # turns -0.0 into 0.0, as in other answers
+    return TopLabels(best.ids[None], scores[None])
 
 
 def best_rows(
@@ -101,15 +105,20 @@ def best_rows(
 def _best_at_once(
     vectors: Float32Array, query: Float32Array, k: int, ids: Int64Array
 ) -> BestRows | None:
-    """The k best rows, best first, as FAISS finds them while it computes scores; None if it cannot."""
+    """The k best rows, best first, as FAISS finds them while it computes scores; None if it cannot.
+
+    A few numbers are compared as Python's: a call of NumPy takes microseconds, and all of this is
+    to take ten.
+    """
     if k >= min(MOST_KEPT, len(vectors)) or _num_parts(vectors) > 1:
         return None
     # The row after the last one shows whether rows with equal scores compete for the last place.
     scores, rows = ann.best_inner_products(vectors, query, k + 1)
-    if rows[k] < 0 or scores[k] == scores[k - 1]:
+    last_score, next_score = scores[k - 1 :].tolist()
+    if rows.item(k) < 0 or next_score == last_score:
         return None
-    best_ids = ids[rows[:k]]
-    return None if best_ids.min() < 0 else BestRows(best_ids, scores[:k])
+    best_ids = ids.take(rows[:k])
+    return None if min(best_ids.tolist()) < 0 else BestRows(best_ids, scores[:k])
 
 
 def reaching_kth(scores: Float32Array, k: int, lowest: float = LOWEST) -> Int64Array:
@@ -143,6 +152,8 @@ def _scores(vectors: Float32Array, query: Float32Array) -> Float32Array:
 
 def _num_parts(vectors: Float32Array) -> int:
     """Threads that one query is worth."""
+    if vectors.size <= THREAD_FLOATS:
+        return 1
     return min(torch.get_num_threads(), math.ceil(vectors.size / THREAD_FLOATS))
 
 

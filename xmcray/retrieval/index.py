@@ -73,6 +73,11 @@ class Index:
     def __len__(self) -> int:
         return len(self.vectors)
 
+    def move_to(self, device: torch.device) -> None:
+        """Moves the vectors to the device on which exhaustive searches run."""
+        self.vectors = self.vectors.to(device)
+        self.__dict__.pop("_searchable", None)
+
     @property
     def is_exact(self) -> bool:
         """Whether every row is compared with every query."""
@@ -133,13 +138,23 @@ class Index:
         """
         if ids is None:
             ids = self._positions
-        compares_all = (exact or self.is_exact) and len(self.vectors) == len(self)
-        if compares_all and hidden is None and len(queries) == 1:
-            answer = few_queries.answer_at_once(self.vectors, queries, k, ids)
+        if len(queries) == 1 and hidden is None and (exact or self.is_exact):
+            answer = self._answer_at_once(queries, k, ids)
             if answer is not None:
                 return answer
         rows = AnswerableRows.of(len(self), len(queries), ids, hidden)
         return from_keys(self.search_keys(queries, k, rows, exact))
+
+    def _answer_at_once(self, queries: Float32Array, k: int, ids: Int64Array) -> TopLabels | None:
+        """The answer to one query where scores alone decide; None if other searches must find it."""
+        if self._searchable is None:
+            return None
+        return few_queries.answer_at_once(self._searchable, queries, k, ids)
+
+    @functools.cached_property
+    def _searchable(self) -> Float32Array | None:
+        """The vectors as FAISS searches them; kept, because asking torch takes microseconds."""
+        return few_queries.searchable(self.vectors)
 
     @functools.cached_property
     def _positions(self) -> Int64Array:
@@ -364,6 +379,7 @@ class _RowSelection(Index):
         super().__init__(whole.vectors[as_tensor(rows, np.int64)], None, threads=whole.threads)
         self._rows = rows
         self._num_rows = len(whole)
+        self._searchable = None  # ids and hidden rows are positions of other rows
 
     def __len__(self) -> int:
         return self._num_rows

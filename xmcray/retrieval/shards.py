@@ -231,7 +231,7 @@ class ShardedIndex:
     def move_to(self, device: torch.device) -> None:
         """Moves the vectors to the device on which exhaustive searches run."""
         for index in self.indexes:
-            index.vectors = index.vectors.to(device)
+            index.move_to(device)
 
 
 @functools.cache
