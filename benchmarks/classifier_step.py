@@ -41,6 +41,7 @@ POOL = 2048
 HARD = 50
 POSITIVES = 2
 LR = 0.05
+MOMENTUM = 0.9
 OFFSET = -6.0
 LIMIT_LABELS, LIMIT_DIM = 10**5, 256  # the case that is compared with the limit of the machine
 LIMIT_GOAL = 1.8
@@ -71,7 +72,7 @@ class Case:
 
     def __post_init__(self) -> None:
         self.part = LabelPartition(self.num_labels, 1, 0)
-        optimiser = RowOptimConfig(kind="sgd", lr=LR, momentum=0.9)
+        optimiser = RowOptimConfig(kind="sgd", lr=LR, momentum=MOMENTUM)
         self.table = classifier_rows(self.part, self.dim, optimiser, seed=0)
         self.table.state["momentum"].fill_(1e-9)  # every page is there, as after the first epochs
         self.step = 0
@@ -79,6 +80,11 @@ class Case:
     @property
     def median(self) -> float:
         return float(np.median(self.seconds))
+
+    @property
+    def phase_medians(self) -> list[float]:
+        """Seconds of each of PHASES."""
+        return [float(seconds) for seconds in np.median(self.phases, axis=0)]
 
     @property
     def bytes_touched(self) -> float:
@@ -114,7 +120,7 @@ class Case:
         pool = draws.uniform_labels(0, self.step, self.num_labels, POOL)
         found = gather_candidates(batch, hard, pool, batch.positives, None, self.part)
         times.append(self.clock())
-        row_UD = self.table.rows(found.row_ids)
+        row_UD = self.read(found.row_ids)
         times.append(self.clock())
         pair_score_P = pair_scores(query_GD, row_UD, found.pair_query, found.pair_row) + OFFSET
         pool_score_GC = query_GD @ row_UD.index_select(0, found.pool_rows).T + OFFSET
@@ -126,10 +132,18 @@ class Case:
         times.append(self.clock())
         (total / len(query_GD)).backward()
         times.append(self.clock())
-        self.table.update(LR)
+        self.update(found.row_ids, row_UD)
         times.append(self.clock())
         self._finish(query_GD, times, keep)
         self.distinct.append(len(found.row_ids))
+
+    def read(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """The rows of a step, [U, D], which collect a gradient."""
+        return self.table.rows(row_ids)
+
+    def update(self, row_ids: torch.Tensor, row_UD: torch.Tensor) -> None:
+        """Updates the rows that `read` returned."""
+        self.table.update(LR)
 
     def exact(self, keep: bool) -> None:
         """One step on all labels."""
@@ -263,13 +277,12 @@ def main() -> None:
 
 
 def row(case: Case) -> list[object]:
-    phases = [float(value) * 1e3 for value in np.median(case.phases, axis=0)]
     return [
         f"{case.num_labels:,}",
         case.dim,
         f"{np.median(case.distinct):,.0f}",
         case.median * 1e3,
-        *phases,
+        *[1e3 * seconds for seconds in case.phase_medians],
         case.bytes_touched / 1e6,
     ]
 
