@@ -23,7 +23,7 @@ from xmcray.errors import ResourceError
 MAX_HEAD = 32 * 1024  # bytes of request line and headers
 HEAD_S = 10.0  # from the connection, or the first byte of a later request, to the head's end
 LINGER_S = 2.0  # for a client to read an answer that refuses the rest of its request
-SEND_S = 30.0  # for a client to read an answer that is larger than the buffers
+SEND_S = 30.0  # for a client to read an answer that is larger than the buffers, or the last one
 PIPELINED = 4  # requests of a connection that wait for the answers to the requests before them
 LEAVING = 64  # connections that have no place any more and may read why
 # Connections that wait in the system. It drops what does not fit without a word, and the client
@@ -77,9 +77,12 @@ class ConnectionRoom:
         if connection in self._all:
             self._idle[connection] = None
 
-    def work(self, connection: LimitedProtocol) -> bool:
-        """Counts a connection as having a request with a token; whether it still has a place."""
+    def work(self, connection: LimitedProtocol) -> None:
+        """Counts a connection as having a request with a token."""
         self._idle.pop(connection, None)
+
+    def has(self, connection: LimitedProtocol) -> bool:
+        """Whether a connection has a place."""
         return connection in self._all
 
     def leave(self, connection: LimitedProtocol) -> None:
@@ -109,8 +112,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._room = room
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
-        # Received since the last head that was complete.
+        # Received of the present head, or since its end.
         self._num_bytes = 0
+        # Otherwise a body is received.
+        self._is_in_head = True
         # Nothing is read or written any more.
         self._is_leaving = False
 
@@ -136,7 +141,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_leaving or self.transport.is_closing():
             return
         cycle = self.cycle
-        is_head = cycle is None or (cycle.response_complete and not cycle.more_body)
+        is_answering = cycle is not None and not cycle.response_complete
+        is_waiting = cycle is None or (cycle.response_complete and not cycle.more_body)
         is_first = self._num_bytes == 0
         self._num_bytes += len(data)
         super().data_received(data)
@@ -147,17 +153,26 @@ class LimitedProtocol(HttpToolsProtocol):
             # uvicorn makes a new cycle at the end of each head.
             self._num_bytes = 0
             self._cancel_timer()
-        elif is_head and self._num_bytes > MAX_HEAD:
-            self.refuse(431)
+        elif self._is_in_head and self._num_bytes > MAX_HEAD:
+            if is_answering:
+                # The answer to an earlier request is on its way, so nothing can be put in between.
+                self.abort()
+            else:
+                self.refuse(431)
         elif self._num_bytes > self._room.max_request:
-            # An answer may be on its way, so nothing can be put in between.
             self.abort()
-        elif is_head and is_first and cycle is not None:
+        elif is_waiting and is_first and cycle is not None:
             # The first byte ended uvicorn's own limit of idle time.
             self._end_after(HEAD_S)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keeps a header; what follows a body (trailers) is none, and could be much."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Starts a request, or ends a connection that has sent too many of them."""
+        self._is_in_head = False
         if len(self.pipeline) >= PIPELINED:
             self.abort()
             # uvicorn reads all requests of one piece, unless the parser fails.
@@ -165,13 +180,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {KEEP_PLACE: {"call": self._keep_place}}
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        """Ends a request; what comes now belongs to the next head."""
+        self._is_in_head = True
+        self._num_bytes = 0
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
         """Lets the connection rest, or ends it if the rest of a request is not wanted."""
         self._num_bytes = 0
         super().on_response_complete()
         if self.transport.is_closing():
             # Closing waits until the client has read the answer.
-            self._set_timer(LINGER_S, self.abort)
+            self._set_timer(SEND_S, self.abort)
             return
         self._room.rest(self)
         # Otherwise a further request of this connection is being answered.
@@ -191,6 +212,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Called when the client does not read what is sent."""
         super().pause_writing()
+        # A client that reads slowly could keep its place for ever, request after request.
+        self._room.rest(self)
         if self._send_timer is None:
             self._send_timer = self.loop.call_later(SEND_S, self.abort)
 
@@ -236,8 +259,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _keep_place(self) -> bool:
-        """Keeps the connection's place until the answer; whether it still has one."""
-        return self._room.work(self)
+        """Keeps the connection's place until the answer; whether it still has one.
+
+        Before the client has read earlier answers, this request's cannot be sent: its place stays one
+        that others may take.
+        """
+        if not self.flow.write_paused:
+            self._room.work(self)
+        return self._room.has(self)
 
     def _end_after(self, seconds: float) -> None:
         self._set_timer(seconds, self._end)

@@ -33,7 +33,7 @@ from xmcray.serving.connections import (
 )
 from xmcray.serving.coordinator import SnapshotCoordinator
 from xmcray.serving.http import create_app
-from xmcray.serving.local import LocalGateway, listening
+from xmcray.serving.local import LocalGateway, http_server, listening
 from xmcray.serving.search_pb2 import SearchRequest
 from xmcray.serving.search_pb2_grpc import RetrieverStub
 from xmcray.serving.security import new_token_file
@@ -88,6 +88,30 @@ async def server_with(folder: Path, grpc_port: int = 0, **settings: int) -> Asyn
         contextlib.AsyncExitStack() as closing,
     ):
         yield Server(port, closing)
+
+
+@contextlib.asynccontextmanager
+async def server_of(app: Any) -> AsyncIterator[Server]:
+    """A server whose requests an ASGI application of the test answers."""
+    server = http_server(app, 4, 1 << 20)
+    async with asyncio.timeout(20), contextlib.AsyncExitStack() as closing:
+        listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0)
+        try:
+            yield Server(listener.getsockname()[1], closing)
+        finally:
+            server.should_exit = True
+            await running
+
+
+async def answer(send: Any, body: bytes) -> None:
+    length = str(len(body)).encode()
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]}
+    )
+    await send({"type": "http.response.body", "body": body})
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
@@ -237,6 +261,76 @@ async def test_requests_without_a_token_hold_no_place(
                 await asyncio.sleep(0)
         other, _ = await server.connect(HEALTH)
         assert await status_of(other) == 200
+
+
+async def test_a_client_with_a_token_that_does_not_read_holds_no_place(
+    tmp_path: Path, protocols: list[LimitedProtocol]
+) -> None:
+    """Reading a little now and then, it could otherwise keep its place for ever."""
+    head = f"GET /nothing HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+    async with server_with(tmp_path, max_connections=4) as server:
+        for number in range(4):
+            _, writer = await server.connect()
+            small = writer.get_extra_info("socket")
+            small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            writer.transport.pause_reading()
+            while len(protocols) <= number or not protocols[number].flow.write_paused:
+                writer.write(head.encode())
+                await asyncio.sleep(0)
+            # A further request, whose answer waits for the client.
+            writer.write(head.encode())
+            while protocols[number].cycle.response_complete:
+                await asyncio.sleep(0)
+        other, _ = await server.connect(HEALTH)
+        assert await status_of(other) == 200
+
+
+async def test_a_head_behind_a_request_ends_at_its_limit() -> None:
+    """Short headers take twenty times their bytes of memory."""
+    called = asyncio.Event()
+    answered = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        called.set()
+        await answered.wait()
+
+    async with server_of(app) as server:
+        reader, writer = await server.connect(HEALTH)
+        await called.wait()
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"GET / HTTP/1.1\r\n")
+            for _ in range(64):
+                writer.write(b"a:\r\n" * 256)
+                await writer.drain()
+        assert await ended(reader) == b""
+        answered.set()
+
+
+async def test_what_follows_a_body_is_no_header() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        await answer(send, str(len(scope["headers"])).encode())
+
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    async with server_of(app) as server:
+        reader, _ = await server.connect(head + b"1\r\na\r\n0\r\nAuthorization: b\r\n\r\n")
+        assert (await ended(reader)).endswith(b"\r\n\r\n3")
+
+
+async def test_a_client_that_asks_to_close_has_time_to_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.0)
+    # More than the system keeps for a client that does not read.
+    body = b"a" * (16 << 20)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await answer(send, body)
+
+    async with server_of(app) as server:
+        reader, _ = await server.connect(HEALTH.replace(b"Host", b"Connection: close\r\nHost"))
+        assert (await ended(reader)).endswith(body)
 
 
 async def test_who_loses_his_place_reads_when_to_come_back(tmp_path: Path) -> None:
