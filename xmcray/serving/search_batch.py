@@ -47,10 +47,12 @@ class PendingSearch:
     query_BD: Float32Array | None = None
 
     @property
-    def batch_key(self) -> tuple[Snapshot, int, str]:
+    def batch_key(self) -> tuple[Snapshot, int, bool, str]:
         """Equal for searches that can be one batch: everything but the queries and the deadline."""
         options = self.request.model_dump_json(exclude={"texts", "vectors", "timeout_ms"})
-        return self.snapshot, self.k, options
+        # In the composed mode, texts with side vectors are encoded with the search, others before.
+        is_encoded = self.query_BD is not None
+        return self.snapshot, self.k, is_encoded, options
 
     @property
     def num_answers(self) -> int:

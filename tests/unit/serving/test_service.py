@@ -6,7 +6,10 @@ import asyncio
 import base64
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ from xmcray.retrieval.labels import remove_labels
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import request_checks, security
+from xmcray.serving.micro_batcher import MicroBatcher
+from xmcray.serving.schema import SearchRequest
 from xmcray.serving.search_batch import PendingSearch, find_hits
-from xmcray.serving.snapshot import SnapshotReference
+from xmcray.serving.snapshot import Snapshot, SnapshotReference
 
 KINDS = ("texts", "rowsIVF", "both", "prototypes")
 EXPLAINED = ("memory", "fused")
@@ -99,6 +104,30 @@ async def test_texts_are_encoded_elsewhere_only_where_that_is_sooner(
             encoded = (await one.ask("/v1/encode", {"texts": ASKED, "model": name})).json()
             np.testing.assert_allclose(encoded["vectors"], wanted.encode(ASKED), atol=1e-6)
         assert sent == ["bert", "bert"]
+
+
+async def test_texts_with_and_without_their_vectors_are_no_batch(bundles: dict[str, Path]) -> None:
+    """In the composed mode, texts with side vectors are encoded with the search, others before."""
+    snapshot = Snapshot.load(str(bundles["texts"]), "m", threads=1)
+    texts = ("matrix vector norm", "sort sort join")
+    requests = [SearchRequest(texts=[text], k=3) for text in texts]
+    encoded = snapshot.encode(requests[0].texts, 512)
+    searches = [
+        PendingSearch(snapshot, requests[0], 3, encoded.query_BD),
+        PendingSearch(snapshot, requests[1], 3),
+    ]
+    thread = ThreadPoolExecutor(1)
+    batcher = MicroBatcher(thread, partial(find_hits, max_tokens=512), 64)
+    # The thread is busy until both are queued.
+    held = threading.Event()
+    thread.submit(held.wait, 10)
+    calls = [batcher.run(search.batch_key, 1, search) for search in searches]
+    waiting = [asyncio.ensure_future(call) for call in calls]
+    await asyncio.sleep(0)
+    held.set()
+    for search, hits in zip(searches, await asyncio.gather(*waiting), strict=True):
+        wanted = find_hits([search], 512)[0]
+        np.testing.assert_array_equal(hits.neighbours.labels.ids, wanted.neighbours.labels.ids)
 
 
 async def test_memory_settings_of_a_request(bundles: dict[str, Path], tmp_path: Path) -> None:
