@@ -21,6 +21,7 @@ import yaml
 from xmcray.errors import ConfigError, one_line
 
 T = TypeVar("T")
+MAX_INT = 2**63 - 1
 METHODS_GROUP = "xmcray.methods"  # entry points of methods in other packages (methods/registry.py)
 
 
@@ -360,6 +361,9 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{name} is {value!r}, expected a number") from None
     is_bool_for_int = hint is int and isinstance(value, bool)
+    # Larger ones than 64 bits overflow in libraries.
+    if hint is int and isinstance(value, int) and abs(value) > MAX_INT:
+        raise ConfigError(f"{name} is an integer beyond 64 bits, expected a smaller one")
     if origin is None and isinstance(value, hint) and not is_bool_for_int:
         return value
     expected = getattr(hint, "__name__", hint)

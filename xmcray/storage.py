@@ -230,7 +230,8 @@ def _storage_error(error: OSError, path: str | Path) -> StorageError | None:
         return None
     if error.errno == errno.ENOENT:
         return MissingPathError(message)
-    if error.errno in (errno.ENOTDIR, errno.EISDIR):
+    # A file exists where a folder should be made.
+    if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
         return StorageError(message)
     return None
 
@@ -514,6 +515,12 @@ def refuse_existing(destination: str | Path) -> None:
     else:
         path = Path(destination)
         exists = any(path.iterdir()) if path.is_dir() else path.exists()
+        parents = path.absolute().parents
+        nearest = next(parent for parent in parents if parent.exists())
+        if not nearest.is_dir():
+            raise StorageError(
+                f"{destination} cannot be written: {nearest} is a file; choose another --out"
+            )
     if exists:
         raise StorageError(
             f"{destination} exists and is not empty; remove it or choose another --out"

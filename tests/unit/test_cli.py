@@ -215,6 +215,65 @@ def test_one_line_and_nothing_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("prepare {}/raw --out file/c", "file/c cannot be written:"),
+        ("prepare {}/raw --out c --propensity nan 1.5", "propensity A is nan, expected"),
+        (
+            "prepare {}/raw --out c --propensity 0.5 0",
+            "propensity B is 0.0, expected at least 0.01",
+        ),
+        ("prepare {}/raw --out c --vocab-size 0", "vocab_size is 0, expected at least 1"),
+        ("train astra --data {}/corpus --out r --config file", "unknown setting '1'"),
+        (
+            "train astra --data {}/corpus --out r --set optim.seed=9223372036854775808",
+            "optim.seed is an integer beyond 64 bits, expected a smaller one",
+        ),
+        (
+            "train astra --data {}/corpus --out r --set cluster.threads_per_process=5000",
+            "cluster.threads_per_process is 5000, expected at least 0 and at most 4096",
+        ),
+        ("plan astra --labels 1e30 --queries 9", "--labels is 1e+30, expected at most 2.14748e+09"),
+        (
+            "plan astra --labels 9 --queries 9 --workers 65537",
+            "workers is 65537, expected at least 1",
+        ),
+        ("export {}/run --out b --set index.factory=IVF0,Flat", "0 lists, expected at least 1"),
+        ("export {}/run --out b --set index.factory=HNSW1", "1 links of a row, expected 2 to 1024"),
+        (
+            "train-reranker {}/run --data {}/corpus --out r --model m --seed -1",
+            "seed is -1, expected at least 0",
+        ),
+        ("serve ={}/run/bundle --state-dir s", "a bundle has an empty name"),
+        ("mcp http://127.0.0.1 --port 65536", "--port is 65536, expected at least 1"),
+        ("files cluster --out file", "file/cluster cannot be written (Not a directory)"),
+        ("files cluster --out file/x", "file/x/cluster cannot be written (Not a directory)"),
+        (
+            "continual --out file --set data=c --set run=r --set state=s --once",
+            "file cannot be written (File exists)",
+        ),
+        ("doctor --cluster http://[::1", "expected http://HOST:PORT of the dashboard"),
+        (
+            "continual --out c --set every_hours=.inf --set data=c --set run=r --set state=s",
+            "every_hours is inf, expected at least 0 and at most 8760",
+        ),
+    ],
+)
+def test_numbers_and_paths_that_nobody_means_are_one_line(
+    command: str,
+    message: str,
+    folder: Path,
+    shell: Shell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("1: 2")
+    assert message in shell.error(command.replace("{}", str(folder)))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_k_beyond_the_labels(folder: Path, shell: Shell) -> None:
     assert (
         shell.error(f"search {folder}/run x -k 24")

@@ -57,8 +57,11 @@ def plan(
         if value is not None and not value > 0:  # NaN is not above 0 either
             raise ConfigError(f"{name} is {value:g}, expected more than 0")
     values = merged(config)
-    from xmcray.training.run import RunConfig
+    from xmcray.config import check_range
+    from xmcray.training.run import MOST_WORKERS, RunConfig
 
+    if workers is not None:
+        check_range("workers", workers, 1, MOST_WORKERS)
     settings = RunConfig.resolve(method, values)
     size = _data_size(data, labels, queries, tokens_per_text, positives)
     from xmcray.planning import plan as planning

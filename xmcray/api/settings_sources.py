@@ -35,6 +35,7 @@ def merged(config: Settings) -> dict[str, Any]:
             continue
         for name, value in source.items():
             setting: dict[str, Any] = {}
-            configs.put(setting, name, value)
+            # YAML has names of other types too; such a setting is unknown.
+            configs.put(setting, str(name), value)
             values = configs.overlay(values, setting)
     return values

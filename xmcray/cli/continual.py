@@ -27,6 +27,7 @@ from xmcray.cli.output import show_line
 from xmcray.errors import ConfigError, XmcrayError, readable
 
 REPORT = "report.json"
+MOST_HOURS = 24 * 365
 _HOUR_S = 3600
 
 
@@ -63,7 +64,8 @@ class ContinualConfig:
     promote: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        config.check_range("every_hours", self.every_hours, low=0)
+        # Python cannot wait for more than 292 years.
+        config.check_range("every_hours", self.every_hours, 0, MOST_HOURS)
         config.check_range("min_queries", self.min_queries, low=1)
         if self.url and not self.admin_token_file:
             raise ConfigError("a swap needs the administrator's token; set admin_token_file")

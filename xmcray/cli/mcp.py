@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from xmcray.config import check_range
 from xmcray.errors import ConfigError
 
 
@@ -27,6 +28,8 @@ def mcp(options: argparse.Namespace) -> None:
         from xmcray.client.mcp_tool import run
     except ImportError:
         raise ConfigError("this needs the package mcp; pip install 'xmcray[mcp]'") from None
+    if options.port is not None:
+        check_range("--port", options.port, 1, 65_535)
     if options.port is None and options.token_file is None:
         raise ConfigError("stdin carries no token; add --token-file FILE")
     if options.port is not None and options.token_file is not None:

@@ -57,8 +57,9 @@ def _copy(names: list[str], out: Path) -> None:
         if (out / name).exists():
             raise ConfigError(f"{out / name} exists already; choose another --out or remove it")
     for name in names:
-        with storage.disk_errors(out):
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
+        folder = (out / name).parent
+        with storage.disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         with storage.whole_file(out / name) as path:
             path.write_bytes((_ROOT / name).read_bytes())
     show(f"{len(names)} files in {out}")

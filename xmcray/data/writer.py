@@ -69,6 +69,11 @@ class PrepareConfig:
                 "a prompt is set, which the vocabulary of the corpus knows nothing of; name the"
                 " model that it belongs to with --tokenizer, or leave it out"
             )
+        check_range("vocab_size", self.vocab_size, low=1)
+        a, b = self.propensity
+        check_range("propensity A", a, 0, 10)
+        # With 0, a label without training queries would get an infinite weight.
+        check_range("propensity B", b, 0.01, 1e6)
         check_range("shard_rows", self.shard_rows, low=1)
         check_range("array_rows", self.array_rows, low=1)
 

@@ -77,18 +77,18 @@ def look_at(address: str, environment: Mapping[str, str], home: Path) -> Cluster
         ResourceError: nothing answers, or the token is missing or wrong.
     """
     # HOST:PORT has no scheme, and urlsplit would take the host for one.
-    url = urlsplit(address if "://" in address else f"ray-head://{address}")
+    malformed = ConfigError(
+        f"--cluster {address}: expected http://HOST:PORT of the dashboard, or HOST:PORT of the head"
+    )
     try:
+        url = urlsplit(address if "://" in address else f"ray-head://{address}")
         port = url.port
-    except ValueError:  # not a number, or above 65535
-        port = None
+    except ValueError:  # a bracket that is not closed; a port that is no number, or above 65535
+        raise malformed from None
     is_dashboard = url.scheme in ("http", "https")
     is_head = url.scheme == "ray-head" and port
     if not url.hostname or not (is_dashboard or is_head):
-        raise ConfigError(
-            f"--cluster {address}: expected http://HOST:PORT of the dashboard,"
-            " or HOST:PORT of the head"
-        )
+        raise malformed
     token = RayToken.of(environment, home)
     if is_dashboard:
         return _ask_dashboard(f"{url.scheme}://{url.netloc}", token, environment)

@@ -15,6 +15,13 @@ from xmcray.types import Float64Array, Ragged
 _SAMPLED = 20_000  # texts that frequencies of tokens are taken of
 _VOCAB = 32_000  # what `prepare` trains at most
 DEFAULT_TOKENS = 16.0
+# Ids of labels have 31 bits. The other numbers are beyond any data set.
+_MOST = {
+    "--labels": 2**31 - 1,
+    "--queries": 10**12,
+    "--tokens-per-text": 10**6,
+    "--positives": 10**6,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,7 @@ def from_numbers(
         positives_per_query: average.
 
     Raises:
-        ConfigError: a number below one.
+        ConfigError: a number below one, or beyond what a run could have.
     """
     tokens = DEFAULT_TOKENS if tokens_per_text is None else tokens_per_text
     options = {
@@ -73,6 +80,8 @@ def from_numbers(
     for name, value in options.items():
         if not value >= 1:
             raise ConfigError(f"{name} is {value:g}, expected at least 1")
+        if value > _MOST[name]:
+            raise ConfigError(f"{name} is {value:g}, expected at most {_MOST[name]:g}")
     # Zipf-Mandelbrot with the usual constants of a language.
     share_V = 1.0 / (np.arange(_VOCAB) + 2.7)
     default = "" if tokens_per_text is not None else " (no --tokens-per-text was given)"

@@ -17,6 +17,7 @@ TRAIN_ROWS_PER_LIST = 64
 KMEANS_ROUNDS = 8
 GPU_CANDIDATES = 2048  # of a query that an index on a GPU can select
 MAX_LISTS = 1 << 22
+MOST_LINKS = 1024  # of a row in a graph
 TABLE_BYTES = 1 << 28  # for tables that FAISS computes while reading, which count as well
 # How the file of a plain graph begins: kind, dim, rows, two unused numbers, is trained, metric.
 GRAPH_HEADER = struct.Struct("<4siqqq?i")
@@ -154,6 +155,7 @@ def create(
     num_rows, dim = rows.shape
     plain_graph = re.fullmatch(r"HNSW(\d+)(,Flat)?", factory)
     try:
+        _check_numbers(factory)
         if plain_graph and ids is None:
             return _create_graph(rows, int(plain_graph[1]))
         faiss_index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
@@ -162,11 +164,21 @@ def create(
             faiss_index.add(rows)
         else:
             faiss_index.add_with_ids(rows, ids)
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except (RuntimeError, ValueError, AssertionError, MemoryError) as error:
         raise ConfigError(
             f"index factory {factory!r} does not fit {num_rows} vectors of width {dim} ({_reason(error)}); use auto"
         ) from None
     return faiss_index
+
+
+def _check_numbers(factory: str) -> None:
+    """Raises ValueError for numbers by which FAISS would crash, or answer nothing."""
+    for num_links in re.findall(r"HNSW(\d+)", factory):
+        if not 2 <= int(num_links) <= MOST_LINKS:
+            raise ValueError(f"{num_links} links of a row, expected 2 to {MOST_LINKS}")
+    for num_lists in re.findall(r"IVF(\d+)", factory):
+        if int(num_lists) == 0:
+            raise ValueError("0 lists, expected at least 1")
 
 
 def _create_graph(rows: Float32Array, num_links: int) -> Any:

@@ -99,14 +99,16 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not self.bundles:
             raise ConfigError("no bundle to serve; name one, or several as NAME=BUNDLE")
+        if "" in self.bundles:
+            raise ConfigError("a bundle has an empty name, expected NAME=BUNDLE or BUNDLE")
         check_choice("mode", self.mode, MODES)
         check_choice("long_texts", self.long_texts, LONG_TEXTS)
         check_choice("encoder", self.encoder, PRECISIONS)
         for name in ("keep_s", "swap_s"):
             check_range(name, getattr(self, name), low=0)
+        check_range("threads", self.threads, 1, 4_096)
         for name in (
             "replicas",
-            "threads",
             "in_flight",
             "deadline_ms",
             "max_tokens",

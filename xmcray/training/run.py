@@ -44,6 +44,7 @@ from xmcray.nn.heads import FusionConfig
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.optim import OptimConfig
 
+MOST_WORKERS = 65_536
 _MISTAKE = "mistake.json"
 OPTIONAL_SECTIONS: Mapping[str, type[Any]] = {"memory": MemoryConfig, "fusion": FusionConfig}
 SELECTION, VECTORS = "selection", "vectors"
@@ -97,12 +98,12 @@ class ClusterConfig:
         check_ranges(
             self,
             "cluster",
-            workers=(0, 65_536),
+            workers=(0, MOST_WORKERS),
             min_workers=(0, self.workers),
             resize_every_s=0,
             wait_s=0,
             cpus_per_worker=0,
-            threads_per_process=0,
+            threads_per_process=(0, 4_096),
             max_failures=0,
             stall_s=1,
             index_nice=(0, 19),

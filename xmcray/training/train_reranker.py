@@ -68,6 +68,7 @@ class RerankTraining:
         for name in ("queries", "epochs", "batch_size", "negatives"):
             check_range(name, getattr(self, name), 1)
         check_range("lr", self.lr, 0)
+        check_range("seed", self.seed, 0)
 
 
 @dataclass(frozen=True, slots=True)
