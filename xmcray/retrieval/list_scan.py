@@ -1,21 +1,26 @@
 """Many queries against inverted lists: each list is multiplied with the queries that visit it.
 
-A search one query at a time reads a list once for each query and scores its rows one by one. Here a
-list meets its queries in one matrix product. Scanning then costs per row what an exhaustive search
-costs, but on a small share of the rows, and every score is exact. The hard negatives of a whole
-epoch are such a search, on a CPU or on the device where the rows are.
+A search one query at a time reads a list once for each query and scores its rows one by one. Here
+one matrix product scores a list for all the queries that visit it. A row then costs as much as in
+an exhaustive search, but few rows are scored, and every score is exact. The search for the hard
+negatives of a whole epoch is done this way, on a CPU or on the device that holds the rows.
+
+The search goes in rounds, of few lists per query at first and of many at the end. The K-th best
+score of a query so far is its bar. A hit is a score that reaches the bar; only hits are kept, and
+from time to time they are merged into the best answers, which raises the bar.
 
 A product is small, and a device takes as long to start an operation as to read a thousand rows. So
-the products of many lists are written one after another into one buffer, and what follows has one
-operation for all of them.
+the products of many lists are written one after another into one buffer. All further steps are one
+operation for the whole buffer.
 
 Letters of axes here, in addition to those in types.py:
 
-    Q  queries in one product          R  rows of one list, filled up to whole groups
-    A  all lists, C of them of rows    V  lists that a query visits in a round
-       that are not long
-    P  visits: pairs of query and list G  groups of scores, all visits one after another
-    H  groups that may have a hit      I  hits: pairs of query and row that reach the query's bar
+    Q  queries in one product           R  rows of one list, filled up to whole groups
+    A  all lists; C of them have no     V  lists that a query visits in a round
+       long rows
+    P  visits: pairs of query and list  G  groups of scores, all visits one after another
+    J  rows of one group (GROUP)        M  groups of the longest list of a batch
+    H  groups that may have a hit       I  hits: pairs of query and row
 """
 
 from __future__ import annotations
@@ -42,8 +47,7 @@ from xmcray.retrieval.exact import (
 from xmcray.retrieval.inverted_lists import InvertedLists, num_groups
 from xmcray.types import Float32Array, spans
 
-# Lists visited by the end of a round, in terms of the round before. The K-th best score after a
-# round is the bar that scores of the next round have to reach.
+# By the end of a round, a query has visited so many times the lists of the rounds before.
 ROUND_GROWTH = 16
 
 
@@ -54,7 +58,7 @@ def scan_lists(
     nprobe: int,
     rows: AnswerableRows,
 ) -> Tensor:
-    """Sort keys int64 [Q, k] (see exact.py) of the best rows in each query's nearest lists.
+    """Finds the best rows in each query's nearest lists.
 
     Args:
         lists: all rows.
@@ -62,6 +66,8 @@ def scan_lists(
         k: answers per query.
         nprobe: lists that each query visits, besides those of long rows.
         rows: ids and hidden positions of all rows.
+    Returns:
+        int64 [Q, k], sort keys of the rows, best first (see exact.py).
     """
     id_N = as_tensor(rows.ids, np.int64).to(lists.vector_ND.device)
     most_visits = max(nprobe, lists.num_long)
@@ -77,11 +83,13 @@ def scan_lists(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some visits of one list: `start` to `stop` - 1 of all visits, which are sorted by list.
+    """Some visits of one list.
 
     Attributes:
-        first_row: of the list in `row_ids`.
-        num_rows: of the list, in whole groups.
+        first_row: where the list begins in `InvertedLists.row_ids`.
+        num_rows: rows of the list, in whole groups.
+        start: the first of these visits among all visits, which are sorted by list.
+        stop: one past the last of them.
     """
 
     first_row: int
@@ -91,12 +99,12 @@ class _Piece:
 
     @property
     def rows(self) -> slice:
-        """Where the list is in `row_ids`."""
+        """Where the rows of the list are in `InvertedLists.row_ids`."""
         return slice(self.first_row, self.first_row + self.num_rows)
 
     @property
     def num_visits(self) -> int:
-        """Queries that visit the list."""
+        """Queries whose visits these are."""
         return self.stop - self.start
 
 
@@ -122,20 +130,22 @@ class _ChunkScan:
         self.hits: list[Hits] = []
         self.num_hits = 0
         self.buffer = self.query_BD.new_empty(0)
-        # Of query and row, ascending.
+        # One number per pair of query and row that must not be answered, ascending.
         hidden_pairs = np.unique(rows.hidden.pairs(len(lists.vector_ND)))
         self.hidden_pairs = torch.from_numpy(hidden_pairs).to(device)
 
     def run(self, nprobe: int) -> Tensor:
-        """Keys int64 [B, k] after rounds of more and more lists, and the long rows."""
+        """Visits the nearest lists and all lists of long rows; returns the best keys, int64 [B, k]."""
+        num_long = self.lists.num_long
         nearest_BV = self._nearest_lists(nprobe)
-        num_nearest = len(self.lists.centroid_CD)
-        long_V = torch.arange(self.lists.num_long, dtype=torch.int32, device=nearest_BV.device)
-        long_BV = (num_nearest + long_V).expand(len(nearest_BV), -1)
+        # Lists of long rows are the last of all lists, and every query visits all of them.
+        long_V = torch.arange(num_long, dtype=torch.int32, device=nearest_BV.device)
+        long_V += len(self.lists.centroid_CD)
+        long_BV = long_V.expand(len(nearest_BV), -1)
         # Good answers are likely in the nearest lists and among the longest rows. Visiting few of
         # both first raises the bar, so that the large last rounds have few hits.
         start = 0
-        while start < max(nprobe, self.lists.num_long):
+        while start < max(nprobe, num_long):
             stop = max(1, ROUND_GROWTH * start)
             self._visit_lists(nearest_BV[:, start:stop], is_first=start == 0)
             self._visit_lists(long_BV[:, start:stop], is_first=False)
@@ -144,10 +154,11 @@ class _ChunkScan:
 
     def _nearest_lists(self, nprobe: int) -> Tensor:
         """int32 [B, nprobe], lists by inner product with their centroids, best first."""
+        centroid_CD = self.lists.centroid_CD
+        num_queries = max(1, self.lists.limits.scores // len(centroid_CD))
         nearest = []
-        block = max(1, self.lists.limits.scores // len(self.lists.centroid_CD))
-        for query_QD in self.query_BD.split(block):
-            score_QC = query_QD @ self.lists.centroid_CD.T
+        for query_QD in self.query_BD.split(num_queries):
+            score_QC = query_QD @ centroid_CD.T
             nearest.append(score_QC.topk(nprobe, dim=1).indices.int())
         return torch.cat(nearest)
 
@@ -161,35 +172,39 @@ class _ChunkScan:
         width = list_BV.shape[1]
         if not width:
             return
-        # Sorted by list, the visits of one list lie next to each other. visit // width is the query.
-        list_P, visits = list_BV.reshape(-1).sort(stable=True)
-        query_P = visits // width
-        numbers = torch.arange(len(self.lists.size_A) + 1, dtype=torch.int32, device=list_P.device)
-        starts = torch.searchsorted(list_P, numbers).tolist()
+        # Sorted by list, the visits of one list lie next to each other.
+        list_P, place_P = list_BV.reshape(-1).sort(stable=True)
+        # A visit's place in the flat table is that of its query times the width, and its column.
+        query_P = place_P // width
+        # Where the visits of each list begin, and the end of all visits.
+        num_lists = len(self.lists.size_A)
+        list_ids = torch.arange(num_lists + 1, dtype=torch.int32, device=list_P.device)
+        starts = torch.searchsorted(list_P, list_ids).tolist()
         limit = self.lists.limits.scores
         if is_first:
             # Scores of the first round exist twice, and the best are selected.
             limit //= 4
         for pieces in self._batches(starts, limit):
-            of_batch = slice(pieces[0].start, pieces[-1].stop)
-            self._score(pieces, query_P[of_batch], list_P[of_batch].long(), is_first)
+            batch = slice(pieces[0].start, pieces[-1].stop)
+            self._score(pieces, query_P[batch], list_P[batch].long(), is_first)
             if self.num_hits > self.lists.limits.hits:
                 self._merge_hits()
         self._merge_hits()
 
     def _batches(self, starts: Sequence[int], limit: int) -> Iterator[list[_Piece]]:
-        """Cuts visits into pieces, and yields as many of them as are computed at once.
+        """Cuts the visits of each list into pieces, and yields the pieces that are scored at once.
 
         Args:
             starts: where the visits of each list begin, and the end of all.
-            limit: scores and elements of vectors that are computed at once.
+            limit: scores and elements of vectors in one batch, at most.
         """
         dim = self.query_BD.shape[1]
         pieces: list[_Piece] = []
         num_elements = 0
-        lists = zip(itertools.pairwise(self.lists.offsets), itertools.pairwise(starts), strict=True)
-        for (first_row, last_row), (start, stop) in lists:
-            num_rows = last_row - first_row
+        row_ranges = itertools.pairwise(self.lists.offsets)
+        visit_ranges = itertools.pairwise(starts)
+        for (first_row, end_row), (start, stop) in zip(row_ranges, visit_ranges, strict=True):
+            num_rows = end_row - first_row
             # Each visit has its scores and a copy of the query's vector.
             visit_size = num_rows + dim
             most_visits = max(1, limit // visit_size)
@@ -210,7 +225,7 @@ class _ChunkScan:
     def _score(
         self, pieces: Sequence[_Piece], query_P: Tensor, list_P: Tensor, is_first: bool
     ) -> None:
-        """Keeps the hits of some visits.
+        """Scores the visits of a batch and keeps the hits.
 
         Args:
             pieces: lists with their visits, one after another.
@@ -218,38 +233,45 @@ class _ChunkScan:
             list_P: int64, its list.
             is_first: as in `_visit_lists`.
         """
-        score_G = self._products(pieces, query_P)
-        max_G = score_G.amax(dim=1)
+        score_GJ = self._products(pieces, query_P)
         size_P = self.lists.size_A[list_P]
         groups_P = num_groups(size_P)
-        visits = torch.arange(len(list_P), dtype=torch.int32, device=list_P.device)
-        visit_G = torch.repeat_interleave(visits, groups_P, output_size=len(score_G))
         first_P = groups_P.cumsum(0) - groups_P
+        visits = torch.arange(len(list_P), dtype=torch.int32, device=list_P.device)
+        visit_G = torch.repeat_interleave(visits, groups_P, output_size=len(score_GJ))
         bar_P = self.bar_B[query_P]
         # Hidden rows would count for the bar, but not for the answer.
         if is_first and not len(self.hidden_pairs):
             most_rows = max(piece.num_rows for piece in pieces)
-            bar_P = self._list_bar(score_G, visit_G, first_P, size_P, most_rows)
+            bar_P = self._list_bar(score_GJ, visit_G, first_P, size_P, most_rows)
         # A score of -inf is no hit.
         bar_P = bar_P.clamp(min=torch.finfo(bar_P.dtype).min)
-        # Written as a negation because the maximum of a group with a NaN is NaN.
-        group_H = (max_G < bar_P[visit_G]).logical_not_().nonzero()[:, 0]
+
+        # Most groups have no hit, so the maximum of a group is compared first. A NaN must not hide
+        # a hit in its group: the maximum is NaN then, and not below the bar.
+        max_G = score_GJ.amax(dim=1)
+        is_below_G = max_G < bar_P[visit_G]
+        group_H = is_below_G.logical_not_().nonzero()[:, 0]
         visit_H = visit_G[group_H]
-        score_HG = score_G[group_H]
-        # Columns beyond the size of a list repeat its last row.
+        score_HJ = score_GJ[group_H]
+        # Place of the group's first row in its list.
         slot_H = GROUP * (group_H - first_P[visit_H])
+        # Rows beyond the size of a list repeat its last row.
+        rows_left_H = size_P[visit_H] - slot_H
         columns = torch.arange(GROUP, device=list_P.device)
-        is_hit_HG = columns < (size_P[visit_H] - slot_H)[:, None]
-        is_hit_HG &= score_HG >= bar_P[visit_H, None]
-        hit_I, column_I = is_hit_HG.nonzero(as_tuple=True)
-        visit_I = visit_H[hit_I]
-        place_I = self.lists.offset_A[list_P[visit_I]] + slot_H[hit_I] + column_I
+        is_hit_HJ = columns < rows_left_H[:, None]
+        is_hit_HJ &= score_HJ >= bar_P[visit_H, None]
+
+        group_I, column_I = is_hit_HJ.nonzero(as_tuple=True)
+        visit_I = visit_H[group_I]
+        place_I = self.lists.offset_A[list_P[visit_I]] + slot_H[group_I] + column_I
         row_I = self.lists.row_ids[place_I]
-        self.hits.append(Hits(query_P[visit_I], row_I, score_HG[hit_I, column_I]))
+        score_I = score_HJ[group_I, column_I]
+        self.hits.append(Hits(query_P[visit_I], row_I, score_I))
         self.num_hits += len(row_I)
 
     def _products(self, pieces: Sequence[_Piece], query_P: Tensor) -> Tensor:
-        """float32 [G, GROUP], the scores of all visits, one after another."""
+        """float32 [G, J], the scores of all visits, one after another."""
         query_PD = self.query_BD.index_select(0, query_P)
         row_ids = torch.cat([self.lists.row_ids[piece.rows] for piece in pieces])
         vector_RD = self.lists.vector_ND.index_select(0, row_ids)
@@ -260,7 +282,7 @@ class _ChunkScan:
         visits = query_PD.split([piece.num_visits for piece in pieces])
         rows = vector_RD.split([piece.num_rows for piece in pieces])
         start = 0
-        # A list is one product. What can be done for all lists at once is not done here.
+        # One product per list. Whatever can be done for all lists at once is done by the callers.
         for piece, query_QD, list_RD in zip(pieces, visits, rows, strict=True):
             stop = start + len(query_QD) * len(list_RD)
             score_QR = self.buffer[start:stop].view(len(query_QD), len(list_RD))
@@ -272,28 +294,28 @@ class _ChunkScan:
         return self.buffer[:num_scores].view(-1, GROUP)
 
     def _list_bar(
-        self, score_G: Tensor, visit_G: Tensor, first_P: Tensor, size_P: Tensor, most_rows: int
+        self, score_GJ: Tensor, visit_G: Tensor, first_P: Tensor, size_P: Tensor, most_rows: int
     ) -> Tensor:
         """float32 [P], the K-th best score of each visited list; -inf if it has fewer rows.
 
         Args:
-            score_G: float32 [G, GROUP].
+            score_GJ: float32, the scores of all visits.
             visit_G: int64, the visit of each group.
             first_P: int64, the first group of each visit.
             size_P: int64, rows of the visited list.
-            most_rows: of any of these lists, in whole groups.
+            most_rows: rows of the longest of these lists, in whole groups.
         """
         k = self.best_BK.shape[1]
         num_visits = len(first_P)
-        score_PWG = score_G.new_full((num_visits, most_rows // GROUP, GROUP), -torch.inf)
-        groups = torch.arange(len(score_G), device=score_G.device)
-        score_PWG[visit_G, groups - first_P[visit_G]] = score_G
-        score_PR = score_PWG.view(num_visits, most_rows)
-        slots = torch.arange(most_rows, device=score_G.device)
+        if k > most_rows:
+            return score_GJ.new_full((num_visits,), -torch.inf)
+        score_PMJ = score_GJ.new_full((num_visits, most_rows // GROUP, GROUP), -torch.inf)
+        groups = torch.arange(len(score_GJ), device=score_GJ.device)
+        score_PMJ[visit_G, groups - first_P[visit_G]] = score_GJ
+        score_PR = score_PMJ.view(num_visits, most_rows)
+        slots = torch.arange(most_rows, device=score_GJ.device)
         is_none_PR = (slots >= size_P[:, None]) | score_PR.isnan()
         score_PR.masked_fill_(is_none_PR, -torch.inf)
-        if k > most_rows:
-            return first_P.new_full((num_visits,), -torch.inf, dtype=score_G.dtype)
         return score_PR.topk(k, dim=1).values[:, -1]
 
     def _merge_hits(self) -> None:
@@ -307,40 +329,42 @@ class _ChunkScan:
         )
         self.hits.clear()
         self.num_hits = 0
-        hits = self._visible(all_hits)
-        hits = hits.take(_order(hits.query_P))
+        visible = self._visible(all_hits)
+        hits = visible.take(_order(visible.query_P))
         key_I = to_keys(hits.score_P, self.id_N[hits.row_P])
         num_queries, k = self.best_BK.shape
+        # The place of each hit among the hits of its query.
         slot_I = row_slots(hits.query_P, num_queries)
         # The query with most hits decides how many queries fit one rectangle of keys.
         most_hits = int(slot_I.max()) + 1 if len(slot_I) else 0
-        block = max(1, self.lists.limits.keys // (k + most_hits))
-        low = 0
-        for span in spans(num_queries, block):
-            # low .. high are the hits of the queries of the span: hits are sorted by query.
-            high = int(torch.searchsorted(hits.query_P, span.stop))
+        num_at_once = max(1, self.lists.limits.keys // (k + most_hits))
+        start = 0
+        for span in spans(num_queries, num_at_once):
+            # Hits are sorted by query, so those of a span of queries lie next to each other.
+            stop = int(torch.searchsorted(hits.query_P, span.stop))
             self.best_BK[span] = with_new_keys(
                 self.best_BK[span],
-                key_I[low:high],
-                hits.query_P[low:high] - span.start,
-                slot_I[low:high],
+                key_I[start:stop],
+                hits.query_P[start:stop] - span.start,
+                slot_I[start:stop],
             )
-            low = high
+            start = stop
         self.bar_B = scores_of(self.best_BK[:, -1])
 
     def _visible(self, hits: Hits) -> Hits:
-        """The hits without the pairs that must not be answered."""
+        """The hits without those that must not be answered."""
         if not len(self.hidden_pairs):
             return hits
         pairs = hits.query_P * len(self.lists.vector_ND) + hits.row_P
         place = torch.searchsorted(self.hidden_pairs, pairs)
+        # A pair above all hidden ones has no place there; any place says that it is visible.
         place.clamp_(max=len(self.hidden_pairs) - 1)
         is_visible = self.hidden_pairs[place] != pairs
         return hits.take(is_visible.nonzero()[:, 0])
 
 
 def _order(query_I: Tensor) -> Tensor:
-    """int64, sorts hits by query."""
+    """int64 [I], the order that sorts hits by query."""
     if query_I.device.type == "cuda":
         return torch.argsort(query_I, stable=True)
     # Numbers of 16 bits, which all queries of a chunk have, are sorted by a radix sort.
