@@ -1,4 +1,9 @@
-"""How `vector_export` writes labels, one function per system."""
+"""How `vector_export` writes labels, one function per system.
+
+Some systems read Parquet files, which hold the blocks of labels nearly as they are. The others read
+lines of JSON: documents, or bodies of requests. There a vector is not turned into Python numbers:
+Arrow prints all of a block's vectors at once, and the text is put into the JSON of its label.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +22,34 @@ from xmcray.errors import BundleError
 from xmcray.retrieval import vector_readme
 from xmcray.retrieval.export_target import ExportTarget
 
-# The most of one request. By default Qdrant takes 32 MB.
+# At most so much in one request. By default Qdrant takes 32 MB.
 POINTS = 128
 LINE_BYTES = 8 << 20
 MAX_VARCHAR = 65_535  # bytes of a string in Milvus
 
 
+# Systems that read Parquet files.
+
+
 def _parquet(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     target.write_tables(blocks)
+
+
+def _lancedb(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
+    target.write_tables(_fixed_width(block, target.dim) for block in blocks)
+
+
+def _fixed_width(block: pa.Table, dim: int) -> pa.Table:
+    """A block with vectors of a fixed width, because LanceDB can search no others."""
+    numbers = block["vector"].combine_chunks().flatten()
+    vectors = pa.FixedSizeListArray.from_arrays(numbers, dim)
+    return _with_vectors(block, vectors)
+
+
+def _with_vectors(block: pa.Table, vectors: pa.Array) -> pa.Table:
+    """A block with other values in the column of vectors."""
+    column = block.column_names.index("vector")
+    return block.set_column(column, "vector", vectors)
 
 
 def _milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
@@ -35,8 +60,8 @@ def _milvus(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     # Milvus imports a list of groups of files; each file is a group of its own.
     paths = sorted(target.folder.glob("*.parquet"))
     groups = [[f"labels/{path.name}"] for path in paths]
-    request = json.dumps({"collectionName": "labels", "files": groups}, indent=1)
-    target.write_text("import.json", request + "\n")
+    request = {"collectionName": "labels", "files": groups}
+    target.write_text("import.json", _indented_json(request))
 
 
 def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -62,18 +87,13 @@ def _milvus_tables(target: ExportTarget, blocks: Iterable[pa.Table]) -> Iterator
         }
         if target.attributes is not None:
             rows = block["attributes"].to_pylist()
-            texts = [_json(_present(attributes)) for attributes in rows]
-            columns["attributes"] = pa.array(texts, pa.string())
+            objects = [_compact_json(_present(attributes)) for attributes in rows]
+            columns["attributes"] = pa.array(objects, pa.string())
         yield pa.table(columns)
     if num_cut:
         target.notes.append(
             f"{num_cut:,} texts were cut to {MAX_VARCHAR:,} bytes, the most that a VarChar of Milvus holds."
         )
-
-
-def _cut(text: str) -> str:
-    """What a VarChar of Milvus holds of a text; a character that the limit divides is left out."""
-    return text.encode()[:MAX_VARCHAR].decode(errors="ignore")
 
 
 def _num_too_long(strings: pa.ChunkedArray) -> int:
@@ -82,177 +102,58 @@ def _num_too_long(strings: pa.ChunkedArray) -> int:
     return num_too_long
 
 
-def _rows(block: pa.Table) -> Iterator[dict[str, Any]]:
-    """Each label as a dict, whose vector is the text of a JSON array."""
-    vectors = block["vector"].combine_chunks()
-    # Arrow prints the shortest digits that give the same float32 back.
-    numbers = pc.cast(vectors.flatten(), pa.string())
-    number_lists = pa.ListArray.from_arrays(vectors.offsets, numbers)
-    joined = pc.binary_join(number_lists, ",")
-    column = block.column_names.index("vector")
-    for row in block.set_column(column, "vector", joined).to_pylist():
-        row["vector"] = f"[{row['vector']}]"
-        row["attributes"] = _present(row.get("attributes", {}))
-        yield row
+def _cut(text: str) -> str:
+    """The start of a text that a VarChar of Milvus holds, in whole characters."""
+    start = text.encode()[:MAX_VARCHAR]
+    # The limit may divide a character; its first bytes are left out.
+    return start.decode(errors="ignore")
 
 
-def _present(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a label without those that it lacks."""
-    return {name: value for name, value in attributes.items() if value is not None}
+# Systems that read lines of JSON.
 
 
 def _qdrant(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
     target.write_text("collection.json", vector_readme.QDRANT_COLLECTION)
-    target.write_lines("points-{}.jsonl", blocks, _upserts)
+    target.write_lines("points-{}.jsonl", blocks, _qdrant_upserts)
 
 
-def _upserts(block: pa.Table) -> Iterator[str]:
-    """Bodies of upserts."""
-    return _batches("points", _points(block))
+def _qdrant_upserts(block: pa.Table) -> Iterator[str]:
+    """Bodies of requests that add points."""
+    return _request_bodies("points", _qdrant_points(block))
 
 
-def _points(block: pa.Table) -> Iterator[str]:
-    for row in _rows(block):
-        payload = {"uid": row["uid"], "text": row["text"]}
-        if row["attributes"]:
-            payload["attributes"] = row["attributes"]
-        label_id = row["label_id"]
-        vector = row["vector"]
-        yield f'{{"id":{label_id},"vector":{vector},"payload":{_json(payload)}}}'
-
-
-def _with_vector(json_object: str, vector: str) -> str:
-    """A JSON object with a further field, the vector, whose digits are those of `_rows`."""
-    return f'{json_object[:-1]},"vector":{vector}}}'
-
-
-def _batches(name: str, items: Iterable[str]) -> Iterator[str]:
-    """Bodies of requests with a bounded number of items and bytes, as a list of this name."""
-    batch: list[str] = []
-    size = 0
-    for item in items:
-        is_full = len(batch) == POINTS or size + len(item) > LINE_BYTES
-        if batch and is_full:
-            yield _body(name, batch)
-            batch = []
-            size = 0
-        batch.append(item)
-        size += len(item)
-    yield _body(name, batch)
-
-
-def _body(name: str, items: Iterable[str]) -> str:
-    """A JSON object with one list, whose items are JSON."""
-    return f'{{"{name}":[{",".join(items)}]}}'
-
-
-def _vespa(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
-    names = _field_names(target.attributes)
-    fields = ""
-    for attribute in target.attributes or ():
-        kind = _VESPA_TYPES[str(attribute.type)]
-        fields += vector_readme.vespa_field(names[attribute.name], kind)
-    schema = vector_readme.VESPA_SCHEMA.replace("ATTRIBUTES", fields)
-    target.write_text("application/schemas/label.sd", schema)
-    target.write_text("application/services.xml", vector_readme.VESPA_SERVICES)
-    target.write_lines("documents-{}.jsonl", blocks, functools.partial(_puts, names))
-
-
-_VESPA_TYPES = {
-    "string": "string",
-    "large_string": "string",
-    "bool": "bool",
-    "int64": "long",
-    "double": "double",
-}
-
-
-def _field_names(attributes: pa.Schema | None) -> dict[str, str]:
-    """The field of each attribute.
-
-    Characters that a field's name cannot have become _. Where two names become one, the later one
-    gets a further _.
-    """
-    names: dict[str, str] = {}
-    for attribute in attributes or ():
-        name = "attribute_" + re.sub("[^a-zA-Z0-9_]", "_", attribute.name)
-        while name in names.values():
-            name += "_"
-        names[attribute.name] = name
-    return names
-
-
-def _fields(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A label without its vector, each attribute by the name of its field."""
-    fields = {name: row[name] for name in ("label_id", "uid", "text")}
-    for name, value in row["attributes"].items():
-        fields[names[name]] = value
-    return fields
-
-
-# Code points that Vespa accepts nowhere (com.yahoo.text.Text): most control characters, and those
-# that Unicode reserves, which are the last two of each plane and a range.
-_PLANE_ENDS = "".join(
-    chr(plane << 16 | 0xFFFE) + chr(plane << 16 | 0xFFFF) for plane in range(1, 17)
-)
-_NO_TEXT = re.compile(f"[\0-\b\v\f\x0e-\x1f\ufdd0-\ufddf{_PLANE_ENDS}]")
-_QUOTED = re.compile(f"{_NO_TEXT.pattern}|%")
-
-
-def _puts(names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
-    """One put per label.
-
-    Args:
-        names: the field of each attribute.
-        block: the labels.
-    """
-    for row in _rows(block):
-        uid = _QUOTED.sub(_percent_encoded, row["uid"])
-        fields = _fields(row, names)
-        for name, value in fields.items():
-            if isinstance(value, str):
-                fields[name] = _NO_TEXT.sub(" ", value)
-        put = _json({"put": f"id:xmcray:label::{uid}", "fields": fields})
-        # The vector is one of the fields, so it comes before the brace that closes the put.
-        yield _with_vector(put[:-1], f'{{"values":{row["vector"]}}}') + "}"
-
-
-def _percent_encoded(match: re.Match[str]) -> str:
-    return urllib.parse.quote(match[0], safe="")
-
-
-def _lancedb(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
-    target.write_tables(_fixed_width(block, target.dim) for block in blocks)
-
-
-def _fixed_width(block: pa.Table, dim: int) -> pa.Table:
-    """A block with vectors of a fixed width, which alone LanceDB can search."""
-    numbers = block["vector"].combine_chunks().flatten()
-    column = block.column_names.index("vector")
-    vectors = pa.FixedSizeListArray.from_arrays(numbers, dim)
-    return block.set_column(column, "vector", vectors)
+def _qdrant_points(block: pa.Table) -> Iterator[str]:
+    for label in _labels(block):
+        payload = {"uid": label["uid"], "text": label["text"]}
+        if label["attributes"]:
+            payload["attributes"] = label["attributes"]
+        label_id = label["label_id"]
+        vector = label["vector"]
+        yield f'{{"id":{label_id},"vector":{vector},"payload":{_compact_json(payload)}}}'
 
 
 def _weaviate(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
-    names = _field_names(target.attributes)
+    field_names = _field_names(target.attributes)
     properties = [
         {"name": "label_id", "dataType": ["int"]},
         {"name": "uid", "dataType": ["text"], "tokenization": "field"},
         {"name": "text", "dataType": ["text"]},
     ]
     for attribute in target.attributes or ():
-        kind = _WEAVIATE_TYPES[str(attribute.type)]
-        properties.append({"name": names[attribute.name], "dataType": [kind]})
+        data_type = _WEAVIATE_TYPES[str(attribute.type)]
+        properties.append({"name": field_names[attribute.name], "dataType": [data_type]})
     collection = {
         "class": "Label",
         "vectorizer": "none",
         "vectorIndexConfig": {"distance": "dot"},
         "properties": properties,
     }
-    target.write_text("collection.json", json.dumps(collection, indent=1) + "\n")
-    target.write_lines("objects-{}.jsonl", blocks, functools.partial(_objects, names))
+    target.write_text("collection.json", _indented_json(collection))
+    to_lines = functools.partial(_weaviate_batches, field_names)
+    target.write_lines("objects-{}.jsonl", blocks, to_lines)
 
 
+# By the type of an attribute in Arrow.
 _WEAVIATE_TYPES = {
     "string": "text",
     "large_string": "text",
@@ -262,26 +163,159 @@ _WEAVIATE_TYPES = {
 }
 
 
-def _objects(names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
-    """Bodies of batches of objects.
+def _weaviate_batches(field_names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
+    """Bodies of requests that add objects."""
+    return _request_bodies("objects", _weaviate_objects(field_names, block))
+
+
+def _weaviate_objects(field_names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
+    for label in _labels(block):
+        # An id in Weaviate is a UUID. Every export gives a label the same one.
+        uuid_of_label = uuid.uuid5(uuid.NAMESPACE_URL, f"xmcray:label:{label['label_id']}")
+        weaviate_object = {
+            "class": "Label",
+            "id": str(uuid_of_label),
+            "properties": _fields(label, field_names),
+        }
+        yield _with_field(_compact_json(weaviate_object), "vector", label["vector"])
+
+
+def _vespa(target: ExportTarget, blocks: Iterable[pa.Table]) -> None:
+    field_names = _field_names(target.attributes)
+    attribute_fields = ""
+    for attribute in target.attributes or ():
+        field_type = _VESPA_TYPES[str(attribute.type)]
+        attribute_fields += vector_readme.vespa_field(field_names[attribute.name], field_type)
+    schema = vector_readme.VESPA_SCHEMA.replace("ATTRIBUTES", attribute_fields)
+    target.write_text("application/schemas/label.sd", schema)
+    target.write_text("application/services.xml", vector_readme.VESPA_SERVICES)
+    to_lines = functools.partial(_vespa_puts, field_names)
+    target.write_lines("documents-{}.jsonl", blocks, to_lines)
+
+
+# By the type of an attribute in Arrow.
+_VESPA_TYPES = {
+    "string": "string",
+    "large_string": "string",
+    "bool": "bool",
+    "int64": "long",
+    "double": "double",
+}
+
+
+def _plane_end(plane: int) -> str:
+    """The last two code points of a plane of Unicode, which are never characters."""
+    last = (plane << 16) + 0xFFFF
+    return chr(last - 1) + chr(last)
+
+
+# Vespa accepts some code points nowhere (com.yahoo.text.Text): most control characters, a range
+# that Unicode reserves, and the ends of the planes 1 to 16.
+_PLANE_ENDS = "".join(map(_plane_end, range(1, 17)))
+_NO_TEXT = re.compile(f"[\0-\b\v\f\x0e-\x1f\ufdd0-\ufddf{_PLANE_ENDS}]")
+# A document id has them percent-encoded, and so the percent sign itself.
+_NO_ID = re.compile(f"{_NO_TEXT.pattern}|%")
+
+
+def _vespa_puts(field_names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
+    """One put per label."""
+    for label in _labels(block):
+        fields = _fields(label, field_names)
+        for name, value in fields.items():
+            if isinstance(value, str):
+                fields[name] = _NO_TEXT.sub(" ", value)
+        tensor = f'{{"values":{label["vector"]}}}'
+        all_fields = _with_field(_compact_json(fields), "vector", tensor)
+        uid = _NO_ID.sub(_percent_encoded, label["uid"])
+        document_id = _compact_json(f"id:xmcray:label::{uid}")
+        yield f'{{"put":{document_id},"fields":{all_fields}}}'
+
+
+def _percent_encoded(match: re.Match[str]) -> str:
+    return urllib.parse.quote(match[0], safe="")
+
+
+# Labels as JSON.
+
+
+def _labels(block: pa.Table) -> Iterator[dict[str, Any]]:
+    """Each label as a dict, whose vector is the text of a JSON array."""
+    vectors = block["vector"].combine_chunks()
+    # Arrow prints the shortest digits that give the same float32 back.
+    numbers = pc.cast(vectors.flatten(), pa.string())
+    number_lists = pa.ListArray.from_arrays(vectors.offsets, numbers)
+    joined_numbers = pc.binary_join(number_lists, ",")
+    for label in _with_vectors(block, joined_numbers).to_pylist():
+        label["vector"] = f"[{label['vector']}]"
+        label["attributes"] = _present(label.get("attributes", {}))
+        yield label
+
+
+def _present(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a label without those that it lacks."""
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _field_names(attributes: pa.Schema | None) -> dict[str, str]:
+    """The name of each attribute's field in a system whose fields have restricted names.
+
+    Characters that a field's name cannot have become _. Where two names become one, the later one
+    gets a further _.
+    """
+    field_names: dict[str, str] = {}
+    for attribute in attributes or ():
+        name = "attribute_" + re.sub("[^a-zA-Z0-9_]", "_", attribute.name)
+        while name in field_names.values():
+            name += "_"
+        field_names[attribute.name] = name
+    return field_names
+
+
+def _fields(label: Mapping[str, Any], field_names: Mapping[str, str]) -> dict[str, Any]:
+    """A label without its vector, with each attribute in its field."""
+    fields = {name: label[name] for name in ("label_id", "uid", "text")}
+    for attribute, value in label["attributes"].items():
+        fields[field_names[attribute]] = value
+    return fields
+
+
+def _request_bodies(name: str, items: Iterable[str]) -> Iterator[str]:
+    """Splits items into requests with a bounded number of items and bytes.
 
     Args:
-        names: the property of each attribute.
-        block: the labels.
+        name: the field of the body that lists the items.
+        items: JSON of each item.
     """
-    return _batches("objects", _weaviate_objects(names, block))
+    batch: list[str] = []
+    size = 0
+    for item in items:
+        is_full = len(batch) == POINTS or size + len(item) > LINE_BYTES
+        if batch and is_full:
+            yield _request_body(name, batch)
+            batch = []
+            size = 0
+        batch.append(item)
+        size += len(item)
+    yield _request_body(name, batch)
 
 
-def _weaviate_objects(names: Mapping[str, str], block: pa.Table) -> Iterator[str]:
-    for row in _rows(block):
-        # Weaviate takes UUIDs alone: the same one for the same label in each export.
-        key = uuid.uuid5(uuid.NAMESPACE_URL, f"xmcray:label:{row['label_id']}")
-        label = {"class": "Label", "id": str(key), "properties": _fields(row, names)}
-        yield _with_vector(_json(label), row["vector"])
+def _request_body(name: str, items: Iterable[str]) -> str:
+    joined_items = ",".join(items)
+    return f'{{"{name}":[{joined_items}]}}'
 
 
-def _json(value: object) -> str:
+def _with_field(json_object: str, name: str, value: str) -> str:
+    """A JSON object, which has other fields, with a further one whose value is JSON already."""
+    without_brace = json_object[:-1]
+    return f'{without_brace},"{name}":{value}}}'
+
+
+def _compact_json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
+
+
+def _indented_json(value: object) -> str:
+    return json.dumps(value, indent=1) + "\n"
 
 
 SYSTEMS: Mapping[str, Callable[[ExportTarget, Iterable[pa.Table]], None]] = {
