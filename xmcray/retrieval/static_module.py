@@ -1,9 +1,18 @@
 """A static encoder as a module of sentence-transformers; exported folders carry a copy of this file.
 
-So it imports nothing of xmcray, whose own encoder is nn/static.py: where a folder is opened, only
-sentence-transformers is installed. Where it is written, sentence-transformers may be missing, so
-xmcray copies this file and does not import it. A text's vector is x = sum_t w_t e_t / sqrt(sum_t w_t^2), plus
-W2 gelu(W1 x) if there is a network.
+Where a folder is opened, only sentence-transformers is installed, so this file imports nothing of
+xmcray, whose own encoder is nn/static.py. Where a folder is written, sentence-transformers may be
+missing, so xmcray copies this file and does not import it.
+
+A text's vector is x = sum_t w_t e_t / sqrt(sum_t w_t^2), plus W2 gelu(W1 x) if there is a network.
+The e_t are rows of one table: rows of tokens and, after them, rows of pairs of neighbouring tokens.
+If labels have rows of their own, the table has both once more for them.
+
+Letters of axes:
+
+    B  texts                  T  tokens of all texts, one after another
+    P  pairs of neighbours    R  tokens and, after them, pairs
+    V  rows of the table      D  width of a vector
 """
 
 from __future__ import annotations
@@ -29,12 +38,12 @@ DECAY_TOKENS = 10.0
 
 
 class StaticText(InputModule):  # type: ignore[misc]
-    """Texts to vectors by the rows of their tokens, and of pairs of neighbouring ones.
+    """Makes vectors of texts from the rows of their tokens and of pairs of neighbouring tokens.
 
     Args:
-        settings: of static.json and xmcray.json, which xmcray wrote.
-        tokenizer: of the corpus.
-        state: of model.safetensors.
+        settings: content of static.json and xmcray.json, which xmcray wrote.
+        tokenizer: the corpus's own.
+        state: tensors of model.safetensors.
     """
 
     def __init__(
@@ -45,7 +54,7 @@ class StaticText(InputModule):  # type: ignore[misc]
         self.dim = int(settings["dim"])
         self.vocab_size = int(settings["vocab_size"])
         self.num_buckets = int(settings["bigram_buckets"])
-        # Rows of queries, or of labels: those of tokens and, after them, those of pairs.
+        # Rows of the table for queries, and as many for labels if they have their own.
         self.side_rows = self.vocab_size + self.num_buckets
         self.tokenizer = tokenizer
         self.names = list(state)
@@ -60,7 +69,15 @@ class StaticText(InputModule):  # type: ignore[misc]
         task: str | None = None,
         **_: Any,
     ) -> dict[str, Tensor]:
-        """Token ids of texts, one text after another; label texts are those of the task "document"."""
+        """Token ids of all texts, and the number of tokens of each.
+
+        Args:
+            inputs: B texts.
+            prompt: stands before each text.
+            task: "document" for label texts; anything else for queries.
+        Returns:
+            "input_ids" int64 [T] and "lengths" int64 [B].
+        """
         is_label = task == "document"
         length_setting = "label_max_len" if is_label else "max_len"
         self.tokenizer.no_padding()
@@ -75,22 +92,22 @@ class StaticText(InputModule):  # type: ignore[misc]
         token_T = torch.tensor(tokens, dtype=torch.int64)
         length_B = torch.tensor(lengths, dtype=torch.int64)
         if is_label and self.settings["separate_labels"]:
-            # Rows of labels follow those of queries.
+            # In the table, rows of labels follow those of queries.
             token_T += self.side_rows
         return {"input_ids": token_T, "lengths": length_B}
 
     def forward(self, features: dict[str, Tensor], **_: Any) -> dict[str, Tensor]:
-        """Adds `sentence_embedding` [B, D]."""
+        """Adds the vectors of the texts, "sentence_embedding" [B, D]."""
         lengths_B = features["lengths"]
         row_R, weight_R, text_R = self._rows(features["input_ids"], lengths_B)
         table_VD = self.weights["embedding_weight"]
         num_texts = len(lengths_B)
-        weighted_RD = weight_R[:, None] * table_VD[row_R]
+        # Sums over the tokens and pairs of each text.
         sum_BD = table_VD.new_zeros(num_texts, self.dim)
-        sum_BD.index_add_(0, text_R, weighted_RD)
+        sum_BD.index_add_(0, text_R, weight_R[:, None] * table_VD[row_R])
         square_B = table_VD.new_zeros(num_texts)
         square_B.index_add_(0, text_R, weight_R.square())
-        # A text without tokens is the zero vector.
+        # The bound keeps the vector of a text without tokens at zero.
         scale_B = square_B.clamp_min(1e-12).rsqrt()
         vector_BD = sum_BD * scale_B[:, None]
         if self.settings["residual"]:
@@ -112,24 +129,28 @@ class StaticText(InputModule):  # type: ignore[misc]
         """Table row, weight and text of each token, and after them of each pair of neighbours."""
         text_ids = torch.arange(len(lengths_B), device=lengths_B.device)
         text_T = text_ids.repeat_interleave(lengths_B)
-        # A token of a label weighs as much as the query's token of the same number.
-        own_T = token_T % self.side_rows
-        weight_T = self.weights["weight"][own_T]
-        weight_T = weight_T * self._decay(text_T, lengths_B)
+        # A token has one weight, whether it is in a query or in a label.
+        token_weight_T = self.weights["weight"][token_T % self.side_rows]
+        weight_T = token_weight_T * self._position_factor(text_T, lengths_B)
         if not self.num_buckets:
             return token_T, weight_T, text_T
-        # Each token but the last of its text, with the token to its right.
+        # Each token but the last of its text makes a pair with the token to its right.
         has_right_T = text_T[1:] == text_T[:-1]
         left_P = torch.nonzero(has_right_T)[:, 0]
         right_P = left_P + 1
-        bucket_P = self._buckets(own_T[left_P], own_T[right_P])
-        # Rows of pairs follow those of the tokens, on the side of queries or of labels.
-        first_row_P = token_T[left_P] - own_T[left_P] + self.vocab_size
         weight_P = (weight_T[left_P] + weight_T[right_P]) / 2
-        row_R = torch.cat([token_T, first_row_P + bucket_P])
+        row_R = torch.cat([token_T, self._pair_rows(token_T[left_P], token_T[right_P])])
         weight_R = torch.cat([weight_T, weight_P])
         text_R = torch.cat([text_T, text_T[left_P]])
         return row_R, weight_R, text_R
+
+    def _pair_rows(self, left_P: Tensor, right_P: Tensor) -> Tensor:
+        """The table row of each pair of tokens, on the side of the tokens: queries or labels."""
+        left_id_P = left_P % self.side_rows
+        right_id_P = right_P % self.side_rows
+        side_start_P = left_P - left_id_P
+        # Rows of pairs follow those of tokens.
+        return side_start_P + self.vocab_size + self._buckets(left_id_P, right_id_P)
 
     def _buckets(self, left_P: Tensor, right_P: Tensor) -> Tensor:
         """The bucket of each pair of tokens: a hash, the same as in training."""
@@ -138,8 +159,8 @@ class StaticText(InputModule):  # type: ignore[misc]
         hash_P = (mixed_P & 0xFFFFFFFFFFFF) >> 12
         return hash_P % self.num_buckets
 
-    def _decay(self, text_T: Tensor, lengths_B: Tensor) -> Tensor:
-        """The factor of each token's weight for its place in its text."""
+    def _position_factor(self, text_T: Tensor, lengths_B: Tensor) -> Tensor:
+        """By how much each token's weight is multiplied because of its place in its text."""
         start_B = lengths_B.cumsum(0) - lengths_B
         token_ids = torch.arange(len(text_T), device=text_T.device)
         place_T = token_ids - start_B[text_T]
