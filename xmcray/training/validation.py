@@ -19,7 +19,7 @@ from xmcray.training.step import encode_queries
 from xmcray.types import Ragged, TopLabels
 
 _METRICS = ("P@1", "P@3", "P@5", "nDCG@5", "PSP@1", "PSP@5", "R@10")
-_K = 10  # the largest k of these metrics
+_K = 10  # answers per query, for the largest k of these metrics
 
 
 def validate(
@@ -35,38 +35,39 @@ def validate(
     # Every rank encodes a share of the queries, and searches its labels for all of them.
     tokens = data.tokens(rows[start:stop])
     query_BD = encode_queries(encoder, method, tokens)
-    parts = collectives.gather_ragged(query_BD)
-    query_GD = torch.cat(parts).float().cpu().numpy()
+    query_GD = torch.cat(collectives.gather_ragged(query_BD))
+    queries = query_GD.float().cpu().numpy()
     source_ids_S = data.corpus.label_order[partition.start : partition.stop]
     excluded = _own_labels(data.excluded(rows), partition)
-    own = exact_search(label_SD, query_GD, _K, source_ids_S, excluded)
-    best = _best_of_all_ranks(own)
+    own_best = exact_search(label_SD, queries, _K, source_ids_S, excluded)
+    best = _best_of_all_ranks(own_best)
 
     # From here on every rank has all answers and computes the same numbers.
     metrics = Metrics.of_corpus(data.corpus)
     positives = data.corpus.split("train").positives(rows)
     metrics.update(best, positives)
-    result = metrics.result()
-    return {name: float(result[name]) for name in _METRICS if name in result}
+    values = metrics.result()
+    return {name: float(values[name]) for name in _METRICS if name in values}
 
 
 def _own_labels(lists: Ragged, partition: LabelPartition) -> Ragged:
-    """The labels of this rank in each list, as local ids."""
+    """Each list without the labels of other ranks, as local ids."""
     is_own = partition.owns(lists.values)
-    # How many own labels stand before each entry: the offsets of the shorter lists.
-    num_before = np.concatenate([[0], np.cumsum(is_own)])
-    own_values = lists.values[is_own]
-    return Ragged(partition.to_local(own_values), num_before[lists.offsets])
+    own_ids = partition.to_local(lists.values[is_own])
+    # A list now begins after as many values as there are own labels before its old start.
+    num_own_before = np.concatenate([[0], np.cumsum(is_own)])
+    return Ragged(own_ids, num_own_before[lists.offsets])
 
 
-def _best_of_all_ranks(own: TopLabels) -> TopLabels:
+def _best_of_all_ranks(own_best: TopLabels) -> TopLabels:
     """The K best answers of all ranks; of equal scores the lower source id comes first."""
-    ids = _gather_columns(own.ids)
-    scores = _gather_columns(own.scores)
-    # lexsort orders by its last key first: by falling score, then by rising id.
-    order = np.lexsort((ids, -scores))[:, :_K]
-    best_ids = np.take_along_axis(ids, order, axis=1)
-    best_scores = np.take_along_axis(scores, order, axis=1)
+    ids = _gather_columns(own_best.ids)
+    scores = _gather_columns(own_best.scores)
+    # The last key of lexsort counts most: columns go by falling score, then by rising id.
+    order = np.lexsort((ids, -scores))
+    best = order[:, :_K]
+    best_ids = np.take_along_axis(ids, best, axis=1)
+    best_scores = np.take_along_axis(scores, best, axis=1)
     return TopLabels(best_ids, best_scores)
 
 
