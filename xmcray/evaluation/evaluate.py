@@ -28,6 +28,7 @@ from xmcray.types import BoolArray, Float32Array, Float64Array, Int64Array, Ragg
 SEARCH_K = 100  # answers per query (R@100), clipped to the number of labels
 _INTERVAL = [0.025, 0.975]  # quantiles that leave 5 % out
 _FLIP_VALUES = 1 << 22  # random signs drawn at once
+# Functions of rows of the split, int64 [B].
 Search = Callable[[Int64Array], TopLabels]
 Truth = Callable[[Int64Array], Ragged]
 Grades = Callable[[Int64Array], Float64Array]
@@ -110,6 +111,32 @@ class ComparisonRow:
     p_value: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """What the answers to all queries add up to: metrics, reliability, and graded nDCG."""
+
+    metrics: Metrics
+    reliability: Reliability
+    graded: GradedNdcg
+
+    def add(self, answers: TopLabels, positives: Ragged, grades: Float64Array | None) -> BoolArray:
+        """Adds the answers to B queries; returns bool [B], which of them count.
+
+        Raises:
+            DataError: there are too few answers per query.
+        """
+        expected = min(SEARCH_K, self.metrics.num_labels)
+        if answers.width < expected:
+            raise DataError(
+                f"the search returned {answers.width} answers per query, expected {expected}; raise its k"
+            )
+        is_counted = self.metrics.update(answers, positives)
+        self.reliability.update(answers, positives)
+        if grades is not None:
+            self.graded.update(answers, positives, grades)
+        return is_counted
+
+
 def evaluate(
     search: Search,
     truth: Truth,
@@ -150,12 +177,18 @@ def evaluate(
     Raises:
         DataError: no query has a positive, or the answers do not fit the corpus.
     """
-    metrics = Metrics(train_counts, num_train, a, b, len(train_counts))
-    reliability = Reliability(len(train_counts))
-    graded = GradedNdcg()
-    sums = (metrics, reliability, graded)
-    query_ids = _measure(sums, search, truth, grades, num_queries, chunk, progress)
-    values = {**metrics.result(), **graded.result()}
+    num_labels = len(train_counts)
+    metrics = Metrics(train_counts, num_train, a, b, num_labels)
+    sums = _Sums(metrics, Reliability(num_labels), GradedNdcg())
+    query_ids = []
+    for span in spans(num_queries, chunk):
+        rows = np.arange(span.start, span.stop)
+        answers = search(rows)
+        is_counted = sums.add(answers, truth(rows), None if grades is None else grades(rows))
+        query_ids.append(rows[is_counted])
+        if progress is not None:
+            progress(span.stop)
+    values = {**metrics.result(), **sums.graded.result()}
     per_query = metrics.per_query()
     return Evaluation(
         metrics=values,
@@ -167,41 +200,10 @@ def evaluate(
         segments=_segments(metrics, values),
         deciles=_deciles(metrics),
         index_recall=_index_recall(search, exact, num_queries, exact_sample, seed, chunk),
-        calibration=reliability.result(),
-        query_ids=query_ids,
+        calibration=sums.reliability.result(),
+        query_ids=np.concatenate(query_ids),
         per_query=per_query,
     )
-
-
-def _measure(
-    sums: tuple[Metrics, Reliability, GradedNdcg],
-    search: Search,
-    truth: Truth,
-    grades: Grades | None,
-    num_queries: int,
-    chunk: int,
-    progress: Callable[[int], None] | None,
-) -> Int64Array:
-    """Adds the answers to all queries; returns the rows that counted, int64 [queries]."""
-    metrics, reliability, graded = sums
-    width = min(SEARCH_K, metrics.num_labels)
-    counted_rows = []
-    for span in spans(num_queries, chunk):
-        rows = np.arange(span.start, span.stop)
-        top = search(rows)
-        if top.width < width:
-            raise DataError(
-                f"the search returned {top.width} answers per query, expected {width}; raise its k"
-            )
-        positives = truth(rows)
-        counted = metrics.update(top, positives)
-        reliability.update(top, positives)
-        if grades is not None:
-            graded.update(top, positives, grades(rows))
-        counted_rows.append(rows[counted])
-        if progress is not None:
-            progress(int(rows[-1]) + 1)
-    return np.concatenate(counted_rows)
 
 
 def compare(
@@ -265,12 +267,11 @@ def compare_several(
         DataError: as `compare`.
     """
     comparisons = [compare(a, other, **options) for other in others]
-    corrected = []
-    for rows_of_metric in zip(*comparisons, strict=True):
-        p_values = holm([row.p_value for row in rows_of_metric])
-        rows = zip(rows_of_metric, p_values, strict=True)
-        corrected.append([replace(row, p_value=p_value) for row, p_value in rows])
-    return [list(rows) for rows in zip(*corrected, strict=True)]
+    for metric in range(len(MAIN_METRICS)):
+        p_values = holm([rows[metric].p_value for rows in comparisons])
+        for rows, p_value in zip(comparisons, p_values, strict=True):
+            rows[metric] = replace(rows[metric], p_value=p_value)
+    return comparisons
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
