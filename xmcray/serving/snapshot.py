@@ -18,6 +18,7 @@ import numpy as np
 
 from xmcray import storage
 from xmcray.nn.label_side import LabelSide
+from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.bundle import KIND, read_attributes
 from xmcray.retrieval.label_index import BoolArray
@@ -244,12 +245,16 @@ class Snapshot:
         num_probes = min(NUM_PROBES, num_labels)
         # A fixed seed: old and new bundle are compared by the same queries.
         sample = np.random.default_rng(0).choice(num_labels, num_probes, replace=False)
-        return [text for text in self.retriever.labels.texts(sample) if text.strip()] or [""]
+        texts = self.retriever.labels.texts(sample)
+        with_words = [text for text in texts if text.strip()]
+        # An empty query shows at least that the bundle answers.
+        return with_words or [""]
 
     def probe(self, texts: Sequence[str]) -> list[set[str]]:
         """Uids of the best labels of each text."""
         k = min(PROBE_K, self.retriever.num_labels)
-        return [{answer.uid for answer in answers} for answers in self.retriever.search(texts, k)]
+        all_answers = self.retriever.search(texts, k)
+        return [_uids(answers) for answers in all_answers]
 
     def _mask(self, label_filter: schema.Filter) -> BoolArray:
         """For each label id, whether the label passes."""
@@ -268,6 +273,10 @@ class Snapshot:
     def _existing(self, uids: Sequence[str]) -> list[int]:
         label_ids = [self.label_id(uid) for uid in uids]
         return [label_id for label_id in label_ids if label_id is not None]
+
+
+def _uids(answers: Sequence[FoundLabel]) -> set[str]:
+    return {answer.uid for answer in answers}
 
 
 def number_in(about: Mapping[str, Any], model: str) -> int:
