@@ -25,10 +25,11 @@ from xmcray.nn.encoder import load_encoder
 from xmcray.nn.heads import load_head
 from xmcray.nn.label_side import load_label_side
 from xmcray.progress import watch_training
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import NewLabel, add_labels
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.training.launch import train
 from xmcray.training.outcome import bundle_of
 from xmcray.training.run import RunConfig
@@ -119,19 +120,19 @@ def joined(bundle: Path, corpus: Corpus, held: Int64Array, folder: Path) -> Floa
     known = np.setdiff1d(np.arange(retriever.num_labels), held)
     if side.cluster_L is not None:
         side.cluster_L = side.cluster_L[retriever.labels.label_rows[known]]
-    write_bundle(
-        folder / "without",
-        load_encoder(bundle / "encoder"),
-        load_head(bundle / "head"),
-        retriever.tokenizer,
-        corpus.label_uids(known),
-        corpus.label_texts(known),
-        np.arange(len(known)),
-        [retriever.labels.vectors_of(known)],
-        IndexSpec(),
-        {},
+    model = BundleModel(
+        encoder=load_encoder(bundle / "encoder"),
+        head=load_head(bundle / "head"),
+        tokenizer=retriever.tokenizer,
         label_side=side,
     )
+    labels = BundleLabels(
+        uids=corpus.label_uids(known),
+        texts=corpus.label_texts(known),
+        order=np.arange(len(known)),
+        vectors=[retriever.labels.vectors_of(known)],
+    )
+    write_bundle(folder / "without", model, labels, ShardBuild(spec=IndexSpec()), {})
     texts = zip(corpus.label_uids(held), corpus.label_texts(held), strict=True)
     add_labels(folder / "without", [NewLabel(*label) for label in texts], folder / "with")
     return Retriever.load(folder / "with").labels.vectors_of(len(known) + np.arange(len(held)))

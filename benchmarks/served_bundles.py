@@ -59,9 +59,10 @@ def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
     from xmcray.data.tokens import train_wordpiece
     from xmcray.nn.heads import Head
     from xmcray.nn.static import StaticEncoder
-    from xmcray.retrieval.bundle import write_bundle
+    from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
     from xmcray.retrieval.index_spec import IndexSpec
     from xmcray.retrieval.index_tuning import TUNE_QUERIES
+    from xmcray.retrieval.shards import ShardBuild
 
     draw = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -82,21 +83,19 @@ def synthetic_bundle(path: Path, num_labels: int, dim: int = 256) -> list[str]:
             return encoder(tokenizer.encode(block)).float().numpy()
 
     blocks = (vectors(texts[start : start + 8192]) for start in range(0, num_labels, 8192))
-    write_bundle(
-        path,
-        encoder,
-        Head(dim),
-        tokenizer,
-        (f"l{i}" for i in range(num_labels)),
-        texts,
-        np.arange(num_labels),
-        blocks,
-        IndexSpec(),
-        {"benchmark": "serve_load"},
-        method="synthetic",
+    model = BundleModel(encoder=encoder, head=Head(dim), tokenizer=tokenizer, method="synthetic")
+    all_labels = BundleLabels(
+        uids=(f"l{i}" for i in range(num_labels)),
+        texts=texts,
+        order=np.arange(num_labels),
+        vectors=blocks,
+    )
+    build = ShardBuild(
+        spec=IndexSpec(),
         queries=vectors(queries[QUERIES:]),
         threads=os.cpu_count() or 1,
     )
+    write_bundle(path, model, all_labels, build, {"benchmark": "serve_load"})
     return queries[:QUERIES]
 
 

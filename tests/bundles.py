@@ -14,9 +14,10 @@ from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head, NormalisedHead, TwoHeads
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.parts import MemberConfig, PartsConfig
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.fuse import write_parts
 from xmcray.training.memory import memory_bundle
@@ -65,18 +66,14 @@ def write_transformer(folder: Path) -> Path:
     tokenizer = from_transformer(name, max_len=32)
     encoder = build_encoder(EncoderConfig(name=name, dim=DIM), tokenizer, None, seed=0).eval()
     vectors = np.random.default_rng(0).standard_normal((99, DIM), np.float32)
-    write_bundle(
-        folder / "bert",
-        encoder,
-        Head(DIM),
-        tokenizer,
-        [f"u{label}" for label in range(99)],
-        TEXTS[:99],
-        np.arange(99),
-        [vectors],
-        IndexSpec(),
-        {"by": "test"},
+    model = BundleModel(encoder=encoder, head=Head(DIM), tokenizer=tokenizer)
+    labels = BundleLabels(
+        uids=[f"u{label}" for label in range(99)],
+        texts=TEXTS[:99],
+        order=np.arange(99),
+        vectors=[vectors],
     )
+    write_bundle(folder / "bert", model, labels, ShardBuild(spec=IndexSpec()), {"by": "test"})
     return folder / "bert"
 
 
@@ -112,20 +109,15 @@ def write_bundle_of(path: Path, kind: str, dim: int = DIM, shard_rows: int = 1 <
         clusters = torch.zeros(len(TEXTS), dtype=torch.int64)
         side = LabelSide(prototypes=network, cluster_L=clusters)
     order = rng.permutation(len(TEXTS))
-    write_bundle(
-        path,
-        encoder,
-        head,
-        tokenizer,
-        [f"u{label}" for label in range(len(TEXTS))],
-        TEXTS,
-        order,
-        [vectors[order]],
-        index,
-        {"by": "test"},
-        label_side=side,
-        shard_rows=shard_rows,
+    model = BundleModel(encoder=encoder, head=head, tokenizer=tokenizer, label_side=side)
+    labels = BundleLabels(
+        uids=[f"u{label}" for label in range(len(TEXTS))],
+        texts=TEXTS,
+        order=order,
+        vectors=[vectors[order]],
     )
+    build = ShardBuild(spec=index, shard_rows=shard_rows)
+    write_bundle(path, model, labels, build, {"by": "test"})
     return path
 
 

@@ -35,33 +35,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.data.checked_files import read_array, read_texts
 from xmcray.data.corpus import Card
 from xmcray.data.tokens import TextTokenizer
-from xmcray.errors import BundleError, DataError
-from xmcray.nn.encoder import ADAPTERS, Encoder
-from xmcray.nn.heads import Head
-from xmcray.nn.label_side import LabelSide
+from xmcray.errors import BundleError
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
 from xmcray.retrieval.attributes import LabelAttributes
-from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.cards import bundle_card
-from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.readable import readable
-from xmcray.retrieval.shards import SHARD_ROWS, VectorShard, checked_shards, write_shards
+from xmcray.retrieval.shards import VectorShard, checked_shards
 from xmcray.storage import (
     CARD,
     FileEntry,
@@ -71,13 +63,13 @@ from xmcray.storage import (
     read_manifest,
     write_text,
 )
-from xmcray.types import Float32Array, Int64Array
+from xmcray.types import Int64Array
 
 KIND = "bundle"
 LABELS: Mapping[str, Any] = {"kind": "labels"}
 PREDICTORS = ("labels", "memory", "fused")
-LABEL_BLOCK = 65_536
 MAX_DIM = 1 << 20
+LABEL_BLOCK = 65_536  # labels of a row group of labels.parquet
 LABEL_SCHEMA = pa.schema([("uid", pa.large_string()), ("text", pa.large_string())])
 
 
@@ -126,74 +118,6 @@ class Settings:
         return self.has_memory or self.is_fused
 
 
-def write_bundle(
-    destination: str | Path,
-    encoder: Path | Encoder,
-    head: Head,
-    tokenizer: TextTokenizer,
-    label_uids: Iterable[str],
-    label_texts: Iterable[str],
-    label_order: Int64Array,
-    vectors: Iterable[Float32Array],
-    spec: IndexSpec,
-    about: Mapping[str, Any],
-    *,
-    method: str = "",
-    label_side: LabelSide | None = None,
-    queries: Float32Array | None = None,
-    predictor: Callable[[Path], Mapping[str, Any]] | None = None,
-    shard_rows: int = SHARD_ROWS,
-    threads: int = 1,
-    calibration: Callable[[Path], Calibration | None] | None = None,
-    removed: Int64Array | None = None,
-    metrics: Mapping[str, Any] | None = None,
-) -> None:
-    """Writes a bundle with few shards of vectors in memory; on failure nothing is left there.
-
-    Args:
-        destination: folder or URL that does not exist yet.
-        encoder: an encoder, or the folder it was saved in.
-        head: maps the encoder's vectors to those that are searched.
-        tokenizer: makes token ids of queries and of label texts.
-        label_uids, label_texts: L values each by source id.
-        label_order: int64 [L], a permutation: internal -> source id.
-        vectors: float32 blocks [n, D], together L rows in internal order.
-        spec: how each shard is indexed.
-        about: what made the bundle, for its manifest.
-        method: see Settings.
-        label_side: makes vectors of labels that join later; if not given, the encoder alone.
-        queries: float32 [Q, D], query vectors by which the index is tuned; noisy rows if not given.
-        predictor: writes the files of a memory and returns `Settings.predictor`.
-        shard_rows, threads: rows per file; threads that build the indexes.
-        calibration: makes the probabilities of answers from the bundle without them.
-        removed: int64, ascending: source ids of labels that are no answers.
-        metrics: see `card_of`.
-    Raises:
-        StorageError: the destination is not empty, or the disk is full.
-        DataError: the numbers of uids, texts and vectors differ from L.
-    """
-    num_labels = len(label_order)
-    with new_bundle(destination, about, metrics=metrics) as folder:
-        _write_model(folder, encoder, head, tokenizer, label_side or LabelSide())
-        _write_texts(folder / "labels.parquet", label_uids, label_texts, num_labels)
-        _write_ids(folder, label_order, removed)
-        shards, dim = write_shards(folder, vectors, num_labels, spec, queries, shard_rows, threads)
-        settings = Settings(
-            num_labels=num_labels,
-            dim=dim,
-            method=method,
-            factory=spec.factory,
-            predictor=LABELS if predictor is None else predictor(folder),
-            shards=shards,
-        )
-        if settings.num_rows != num_labels:
-            raise DataError(f"{settings.num_rows} label vectors were given, expected {num_labels}")
-        write_settings(folder, settings)
-        probabilities = None if calibration is None else calibration(folder)
-        if probabilities is not None:
-            probabilities.save(folder)
-
-
 @contextlib.contextmanager
 def new_bundle(
     destination: str | Path,
@@ -232,24 +156,6 @@ def card_of(
         manifest = dataclasses.replace(manifest, about={**known, **manifest.about})
     max_len = TextTokenizer.load(folder / "tokenizer").max_len
     return bundle_card(read_settings(folder), manifest, max_len, url, metrics)
-
-
-def _write_model(
-    folder: Path,
-    encoder: Path | Encoder,
-    head: Head,
-    tokenizer: TextTokenizer,
-    label_side: LabelSide,
-) -> None:
-    """Writes what makes vectors of texts."""
-    if isinstance(encoder, Encoder):
-        encoder.save(folder / "encoder")
-    else:
-        # Adapters are merged into the weights; what training goes on from stays in the run.
-        shutil.copytree(encoder, folder / "encoder", ignore=shutil.ignore_patterns(ADAPTERS))
-    head.save(folder / "head")
-    label_side.save(folder / "label_side")
-    tokenizer.save(folder / "tokenizer")
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
@@ -318,7 +224,7 @@ def read_row_labels(folder: Path, settings: Settings) -> Int64Array:
     with readable(f"{folder}: labels cannot be read"):
         row_labels = read_array(folder / "label_order.npy", np.int64)
         used = row_labels[row_labels >= 0]
-        has_each = _names_each_once(used, settings.num_labels)
+        has_each = names_each_once(used, settings.num_labels)
     if row_labels.shape != (settings.num_rows,) or not has_each:
         raise BundleError(
             f"{folder}: label_order.npy does not hold {settings.num_labels} labels; export again"
@@ -326,7 +232,7 @@ def read_row_labels(folder: Path, settings: Settings) -> Int64Array:
     return row_labels
 
 
-def _names_each_once(label_ids: Int64Array, num_labels: int) -> bool:
+def names_each_once(label_ids: Int64Array, num_labels: int) -> bool:
     """Whether the ids are a permutation of 0 .. num_labels - 1; takes no sort of 10^8 ids."""
     in_range = len(label_ids) == num_labels and label_ids.min(initial=0) >= 0
     if not in_range or label_ids.max(initial=-1) >= num_labels:
@@ -352,33 +258,3 @@ def read_attributes(folder: Path, settings: Settings) -> LabelAttributes:
             f"{path} has {attributes.num_labels} rows, expected {settings.num_labels}; annotate again"
         )
     return attributes
-
-
-def _write_ids(folder: Path, label_order: Int64Array, removed: Int64Array | None) -> None:
-    """Writes the source id of each label in the order of its vector, and those that were removed."""
-    assert _names_each_once(label_order, len(label_order)), "label_order is not a permutation"
-    np.save(folder / "label_order.npy", np.asarray(label_order, np.int64))
-    if removed is not None and len(removed):
-        np.save(folder / "removed.npy", removed)
-
-
-def _write_texts(path: Path, uids: Iterable[str], texts: Iterable[str], num_labels: int) -> None:
-    """Writes uids and texts in blocks of bounded size."""
-    remaining_uids = iter(uids)
-    remaining_texts = iter(texts)
-    count = 0
-    with pq.ParquetWriter(path, LABEL_SCHEMA, compression="zstd") as writer:
-        while True:
-            block_uids = list(islice(remaining_uids, LABEL_BLOCK))
-            block_texts = list(islice(remaining_texts, LABEL_BLOCK))
-            if len(block_uids) != len(block_texts):
-                raise DataError(
-                    "numbers of label uids and label texts differ, expected one of each per label"
-                )
-            if not block_uids:
-                break
-            count += len(block_uids)
-            columns = {"uid": block_uids, "text": block_texts}
-            writer.write_table(pa.table(columns, schema=LABEL_SCHEMA))
-    if count != num_labels:
-        raise DataError(f"{count} label uids were given, expected {num_labels}")

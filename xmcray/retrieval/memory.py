@@ -33,6 +33,7 @@ from xmcray.retrieval.readable import readable
 from xmcray.retrieval.shards import (
     ALL_SHARDS,
     SearchScope,
+    ShardBuild,
     ShardedIndex,
     ShardSubset,
     VectorShard,
@@ -229,7 +230,8 @@ def remember(
     def write(bundle: Path) -> Mapping[str, Any]:
         folder = bundle / "memory"
         vectors = (encode(split.tokens(rows[span])) for span in spans(len(rows), ROWS))
-        shards, _ = write_shards(folder, vectors, len(rows), spec, threads=threads)
+        build = ShardBuild(spec=spec, threads=threads)
+        shards, _ = write_shards(folder, vectors, len(rows), build)
         write_queries(folder, split, rows, relevance)
         return {
             "kind": "memory",

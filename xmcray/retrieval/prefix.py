@@ -15,9 +15,10 @@ from xmcray.errors import ConfigError
 from xmcray.nn.heads import Head, NormalisedHead, PrefixHead, load_head
 from xmcray.nn.label_side import LabelSide, load_label_side
 from xmcray.retrieval.attributes import FILE as ATTRIBUTES
-from xmcray.retrieval.bundle import KIND, Settings, read_labels, read_settings, write_bundle
+from xmcray.retrieval.bundle import KIND, Settings, read_labels, read_settings
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
-from xmcray.retrieval.shards import open_vectors, vectors_name
+from xmcray.retrieval.shards import ShardBuild, open_vectors, vectors_name
 from xmcray.storage import open_artifact
 from xmcray.types import Float32Array, spans
 
@@ -61,21 +62,23 @@ def cut_bundle(bundle: str | Path, out: str | Path, dim: int) -> None:
             f" {settings.dim} columns"
         )
     is_normalised = isinstance(head, NormalisedHead)
-    write_bundle(
-        out,
-        folder / "encoder",
-        PrefixHead(head.dim, dim, is_normalised),
-        TextTokenizer.load(folder / "tokenizer"),
-        labels["uid"].to_pylist(),
-        labels["text"].to_pylist(),
-        row_labels,
-        _cut_vectors(folder, settings, dim, is_normalised),
-        IndexSpec(factory=settings.factory),
-        {**manifest.about, "prefix_of": manifest.sha256, "prefix_dim": dim},
-        method=settings.method,
+    cut_model = BundleModel(
+        encoder=folder / "encoder",
+        head=PrefixHead(head.dim, dim, is_normalised),
+        tokenizer=TextTokenizer.load(folder / "tokenizer"),
         label_side=LabelSide(min(side.row_columns, dim)),
+        method=settings.method,
+    )
+    cut_labels = BundleLabels(
+        uids=labels["uid"].to_pylist(),
+        texts=labels["text"].to_pylist(),
+        order=row_labels,
+        vectors=_cut_vectors(folder, settings, dim, is_normalised),
         removed=removed,
     )
+    build = ShardBuild(spec=IndexSpec(factory=settings.factory))
+    about = {**manifest.about, "prefix_of": manifest.sha256, "prefix_dim": dim}
+    write_bundle(out, cut_model, cut_labels, build, about)
 
 
 def _cut_vectors(

@@ -57,6 +57,24 @@ class VectorShard:
         return self.stop - self.start
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardBuild:
+    """How vectors are divided into shards and indexed.
+
+    Attributes:
+        spec: how each shard is indexed.
+        queries: float32 [Q, D], a sample of query vectors by which an index is tuned; noisy rows
+            if not given.
+        shard_rows: rows per file.
+        threads: threads that build the indexes.
+    """
+
+    spec: IndexSpec
+    queries: Float32Array | None = None
+    shard_rows: int = SHARD_ROWS
+    threads: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class ShardSubset:
     """Every `count`-th shard: one of `count` disjoint parts that together are all shards.
@@ -256,10 +274,7 @@ def write_shards(
     folder: Path,
     blocks: Iterable[Float32Array],
     num_rows: int,
-    spec: IndexSpec,
-    queries: Float32Array | None = None,
-    shard_rows: int = SHARD_ROWS,
-    threads: int = 1,
+    build: ShardBuild,
 ) -> tuple[tuple[VectorShard, ...], int]:
     """Writes vectors/ and index/; some indexes are built at the same time, in bounded memory.
 
@@ -267,36 +282,34 @@ def write_shards(
         folder: where vectors/ and index/ are made.
         blocks: float32 [n, D] each, the rows in order.
         num_rows: how many rows that is; a guess is enough.
-        spec: how each shard is indexed.
-        queries: float32 [Q, D], a sample of query vectors by which the index is tuned.
-        shard_rows: rows per file.
-        threads: threads that build the indexes.
+        build: how the rows are divided and indexed.
     Returns:
         The shards, and D.
     """
     (folder / "vectors").mkdir(parents=True)
     (folder / "index").mkdir()
-    groups = _regrouped(blocks, shard_rows)
+    groups = _regrouped(blocks, build.shard_rows)
     first_group = next(groups, np.empty((0, 1), np.float32))
     dim = first_group.shape[1]
     at_once = min(
-        math.ceil(num_rows / shard_rows),
-        max(1, BUILD_FLOATS // (shard_rows * dim)),
-        threads,
+        math.ceil(num_rows / build.shard_rows),
+        max(1, BUILD_FLOATS // (build.shard_rows * dim)),
+        build.threads,
     )
-    builds: list[Future[VectorShard]] = []
+    index_threads = build.threads // at_once
+    futures: list[Future[VectorShard]] = []
     start = 0
-    with _build_pool(at_once, threads // at_once) as pool:
+    with _build_pool(at_once, index_threads) as pool:
         for number, rows in enumerate(itertools.chain([first_group], groups)):
             save_vectors(folder, number, rows, start)
             shard = VectorShard(start, start + len(rows), indexed=False, candidates=1)
             if number >= at_once:
                 # Vectors are not made faster than they are indexed.
-                builds[number - at_once].result()
-            arguments = (folder, number, shard, dim, spec, queries, threads // at_once)
-            builds.append(pool.submit(_write_index, *arguments))
+                futures[number - at_once].result()
+            future = pool.submit(_write_index, folder, number, shard, dim, build, index_threads)
+            futures.append(future)
             start = shard.stop
-        shards = tuple(build.result() for build in builds)
+        shards = tuple(future.result() for future in futures)
     if not any(shard.indexed for shard in shards):
         (folder / "index").rmdir()
     return shards, dim
@@ -323,17 +336,11 @@ def _build_pool(at_once: int, index_threads: int) -> Iterator[ThreadPoolExecutor
 
 
 def _write_index(
-    folder: Path,
-    number: int,
-    shard: VectorShard,
-    dim: int,
-    spec: IndexSpec,
-    queries: Float32Array | None,
-    threads: int,
+    folder: Path, number: int, shard: VectorShard, dim: int, build: ShardBuild, threads: int
 ) -> VectorShard:
     """Builds the index of a shard whose vectors are written; returns the shard with its index."""
     rows = _read_vectors(folder / vectors_name(number), len(shard), dim).numpy()
-    index = build_index(rows, spec, threads=threads, queries=queries)
+    index = build_index(rows, build.spec, threads=threads, queries=build.queries)
     if index.is_exact:
         return shard
     index.save(folder / _index_name(number))

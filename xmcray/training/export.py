@@ -17,11 +17,12 @@ from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError
 from xmcray.nn.label_side import LabelSide
 from xmcray.parallel.partition import LabelPartition
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.storage import is_url
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
@@ -77,25 +78,34 @@ def export_run(
     if run.config.memory is not None:
         train = corpus.split("train")
         predictor = remember(train, encode, run.config.memory, spec, relevance=data.relevance)
+    model = BundleModel(
+        encoder=last.path / "encoder",
+        head=setup.method.head,
+        tokenizer=corpus.tokenizer(),
+        label_side=_label_side(setup, last, num_labels),
+        method=run.config.method_name,
+    )
+    labels = BundleLabels(
+        uids=of_all_labels(corpus.label_uids, num_labels),
+        texts=of_all_labels(corpus.label_texts, num_labels),
+        order=corpus.label_order,
+        vectors=_label_vectors(run, last, data, setup),
+        removed=corpus.removed_labels,
+    )
     sample = sample_rows(data.num_train, seed)
+    shard_build = ShardBuild(
+        spec=spec,
+        queries=encode(data.tokens(sample)),
+        threads=torch.get_num_threads(),
+    )
     write_bundle(
         out,
-        last.path / "encoder",
-        setup.method.head,
-        corpus.tokenizer(),
-        of_all_labels(corpus.label_uids, num_labels),
-        of_all_labels(corpus.label_texts, num_labels),
-        corpus.label_order,
-        _label_vectors(run, last, data, setup),
-        spec,
+        model,
+        labels,
+        shard_build,
         about=_origin(run, last, corpus),
-        method=run.config.method_name,
-        label_side=_label_side(setup, last, num_labels),
-        queries=encode(data.tokens(sample)),
         predictor=predictor,
-        threads=torch.get_num_threads(),
         calibration=_calibrator(run, corpus, data),
-        removed=corpus.removed_labels,
         metrics=run.metrics(),
     )
 

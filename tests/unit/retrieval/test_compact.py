@@ -15,9 +15,10 @@ from xmcray.nn.compact import PRECISIONS, compacted
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head
 from xmcray.nn.transformer import TransformerEncoder
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 from xmcray.types import Ragged
@@ -70,11 +71,15 @@ def bundle(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bundles") / "bert"
     encoder, tokenizer = encoder_of(bert, dim=DIM), from_transformer(str(bert), max_len=32)
     vectors = np.random.default_rng(0).standard_normal((len(LABELS), DIM)).astype(np.float32)
-    names, order = [f"u{i}" for i in range(len(LABELS))], np.arange(len(LABELS))
-    spec = IndexSpec(factory="Flat")
-    write_bundle(
-        path, encoder, Head(DIM), tokenizer, names, LABELS, order, [vectors], spec, {"by": "test"}
+    model = BundleModel(encoder=encoder, head=Head(DIM), tokenizer=tokenizer)
+    labels = BundleLabels(
+        uids=[f"u{i}" for i in range(len(LABELS))],
+        texts=LABELS,
+        order=np.arange(len(LABELS)),
+        vectors=[vectors],
     )
+    build = ShardBuild(spec=IndexSpec(factory="Flat"))
+    write_bundle(path, model, labels, build, {"by": "test"})
     return path
 
 

@@ -20,10 +20,11 @@ from xmcray.errors import ConfigError
 from xmcray.nn.encoder import Encoder, EncoderConfig, build_encoder, load_encoder
 from xmcray.nn.heads import Head, NormalisedHead
 from xmcray.nn.static import StaticEncoder
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.encoder_export import export_encoder
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.static_module import StaticText
 
 QUERIES = ["matrix norm", "", "solve inverse trace rank eigen sparse", "sort", "no such words"]
@@ -32,10 +33,14 @@ QUERIES = ["matrix norm", "", "solve inverse trace rank eigen sparse", "sort", "
 def written(folder: Path, encoder: Encoder, head: Head, tokenizer: TextTokenizer) -> Path:
     """A bundle of ten labels."""
     vectors = np.random.default_rng(0).standard_normal((10, encoder.dim), np.float32)
-    uids = [f"u{label}" for label in range(10)]
-    spec = IndexSpec()
-    order = np.arange(10)
-    write_bundle(folder, encoder, head, tokenizer, uids, TEXTS[:10], order, [vectors], spec, {})
+    model = BundleModel(encoder=encoder, head=head, tokenizer=tokenizer)
+    labels = BundleLabels(
+        uids=[f"u{label}" for label in range(10)],
+        texts=TEXTS[:10],
+        order=np.arange(10),
+        vectors=[vectors],
+    )
+    write_bundle(folder, model, labels, ShardBuild(spec=IndexSpec()), {})
     return folder
 
 

@@ -22,7 +22,7 @@ from xmcray.nn.heads import Head
 from xmcray.nn.label_side import LabelSide
 from xmcray.nn.prototypes import PrototypeNetwork
 from xmcray.retrieval import labels as module
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import (
     NewLabel,
@@ -34,7 +34,7 @@ from xmcray.retrieval.labels import (
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
-from xmcray.retrieval.shards import SearchScope, ShardSubset
+from xmcray.retrieval.shards import SearchScope, ShardBuild, ShardSubset
 from xmcray.types import TopLabels
 
 NEW = [
@@ -283,12 +283,16 @@ def write_texts_without(path: Path) -> Path:
     """A bundle of rows whose labels have no text."""
     tokenizer = train_wordpiece(iter(TEXTS), vocab_size=400, max_len=16)
     encoder = build_encoder(EncoderConfig(dim=DIM), tokenizer, None, seed=0).eval()
-    rows = [np.eye(DIM, dtype=np.float32)]
-    uids = map(str, range(DIM))
-    write_bundle(
-        path, encoder, Head(DIM), tokenizer, uids, [""] * DIM, np.arange(DIM), rows, IndexSpec(), {},
-        label_side=LabelSide(DIM),
-    )  # fmt: skip
+    model = BundleModel(
+        encoder=encoder, head=Head(DIM), tokenizer=tokenizer, label_side=LabelSide(DIM)
+    )
+    labels = BundleLabels(
+        uids=map(str, range(DIM)),
+        texts=[""] * DIM,
+        order=np.arange(DIM),
+        vectors=[np.eye(DIM, dtype=np.float32)],
+    )
+    write_bundle(path, model, labels, ShardBuild(spec=IndexSpec()), {})
     return path
 
 

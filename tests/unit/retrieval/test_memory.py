@@ -25,12 +25,13 @@ from xmcray.retrieval import memory as memories
 from xmcray.retrieval import predictors
 from xmcray.retrieval import retriever as retrievers
 from xmcray.retrieval import votes as voting
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.votes import MemoryConfig, Votes, count_votes, rank_votes, sweep
 from xmcray.storage import finish_manifest, read_manifest
 from xmcray.training.memory import memory_bundle, open_encoder
@@ -161,17 +162,19 @@ def make(
     corpus: Corpus, path: Path, spec: IndexSpec | None = None, config: MemoryConfig | None = None
 ) -> Path:
     """A bundle of an untrained encoder with a memory of the training queries."""
-    spec, order = spec or IndexSpec(), corpus.label_order
+    spec = spec or IndexSpec()
     encoder = build_encoder(EncoderConfig(dim=24), corpus.tokenizer(), None, seed=0).eval()
     encode = QueryEncoder(encoder, Head(encoder.dim), corpus.tokenizer(), normalised=True).encode
-    everything = np.arange(len(order))
+    everything = np.arange(corpus.card.num_labels)
     predictor = remember(corpus.split("train"), encode, config or MemoryConfig(keys=30), spec)
-    uids, texts = corpus.label_uids(everything), corpus.label_texts(everything)
-    vectors = [encode(corpus.label_tokens(order))]
-    tokenizer, head = corpus.tokenizer(), Head(encoder.dim)
-    write_bundle(
-        path, encoder, head, tokenizer, uids, texts, order, vectors, spec, {}, predictor=predictor
+    model = BundleModel(encoder=encoder, head=Head(encoder.dim), tokenizer=corpus.tokenizer())
+    labels = BundleLabels(
+        uids=corpus.label_uids(everything),
+        texts=corpus.label_texts(everything),
+        order=corpus.label_order,
+        vectors=[encode(corpus.label_tokens(corpus.label_order))],
     )
+    write_bundle(path, model, labels, ShardBuild(spec=spec), {}, predictor=predictor)
     return path
 
 

@@ -10,9 +10,11 @@ from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, ConfigError, DataError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head, NormalisedHead
-from xmcray.retrieval.bundle import read_settings, write_bundle, write_settings
+from xmcray.retrieval.bundle import read_settings, write_settings
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.storage import finish_manifest, read_manifest
 from xmcray.types import Ragged
 
@@ -30,27 +32,19 @@ def parts():
     return tokenizer, encoder, rng.permutation(LABELS), vectors
 
 
-def make(parts, path, vectors=None, order=None, uids=None, **options):
+def make(parts, path, vectors=None, order=None, uids=None, head=Head, **build):
     tokenizer, encoder, known_order, known_vectors = parts
     order = known_order if order is None else order
     vectors = known_vectors if vectors is None else vectors
-    uids = [f"uid{number}" for number in range(LABELS)] if uids is None else uids
-    spec = options.pop("spec", IndexSpec())
-    blocks = (vectors[order][start : start + 70] for start in range(0, LABELS, 70))
-    head = options.pop("head", Head)(encoder.dim)
-    write_bundle(
-        path,
-        encoder,
-        head,
-        tokenizer,
-        uids,
-        TEXTS,
-        order,
-        blocks,
-        spec,
-        {"command": "test"},
-        **options,
+    model = BundleModel(encoder=encoder, head=head(encoder.dim), tokenizer=tokenizer)
+    labels = BundleLabels(
+        uids=[f"uid{number}" for number in range(LABELS)] if uids is None else uids,
+        texts=TEXTS,
+        order=order,
+        vectors=(vectors[order][start : start + 70] for start in range(0, LABELS, 70)),
     )
+    shard_build = ShardBuild(**{"spec": IndexSpec(), **build})
+    write_bundle(path, model, labels, shard_build, {"command": "test"})
     return path
 
 

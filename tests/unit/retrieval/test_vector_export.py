@@ -20,10 +20,11 @@ from xmcray.errors import BundleError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head
 from xmcray.retrieval import export_target, vector_export, vector_systems
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import NewLabel, add_labels, remove_labels
 from xmcray.retrieval.retriever import Retriever
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.vector_export import export_vectors
 from xmcray.retrieval.vector_systems import SYSTEMS
 from xmcray.retrieval.votes import MemoryConfig
@@ -47,8 +48,11 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vectors = rng.standard_normal((LABELS, DIM), np.float32) * rng.uniform(
         0.1, 3, (LABELS, 1)
     ).astype(np.float32)
-    parts = encoder, Head(DIM), tokenizer, UIDS, texts, rng.permutation(LABELS), [vectors]
-    write_bundle(path, *parts, IndexSpec(), {"by": "test"}, shard_rows=190)
+    model = BundleModel(encoder=encoder, head=Head(DIM), tokenizer=tokenizer)
+    order = rng.permutation(LABELS)
+    labels = BundleLabels(uids=UIDS, texts=texts, order=order, vectors=[vectors])
+    build = ShardBuild(spec=IndexSpec(), shard_rows=190)
+    write_bundle(path, model, labels, build, {"by": "test"})
     add_labels(path, [NewLabel("joined", "label 3 of b", ATTRIBUTES)])
     remove_labels(path, ["u0", "u499"])
     return path

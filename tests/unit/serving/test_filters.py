@@ -10,9 +10,10 @@ import pytest
 from xmcray.data.tokens import train_wordpiece
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import Head
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.labels import annotate_labels
+from xmcray.retrieval.shards import ShardBuild
 from xmcray.serving.schema import Filter, Range
 from xmcray.serving.snapshot import Snapshot
 
@@ -35,20 +36,10 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     ).astype(np.float32)
     uids = [f"u{i}" for i in range(LABELS)]
     order = rng.permutation(LABELS)
-    spec = IndexSpec(factory="IVF128,SQfp16")
-    write_bundle(
-        folder / "b",
-        encoder,
-        Head(DIM),
-        tokenizer,
-        uids,
-        uids,
-        order,
-        [vectors],
-        spec,
-        {},
-        threads=2,
-    )
+    model = BundleModel(encoder=encoder, head=Head(DIM), tokenizer=tokenizer)
+    labels = BundleLabels(uids=uids, texts=uids, order=order, vectors=[vectors])
+    build = ShardBuild(spec=IndexSpec(factory="IVF128,SQfp16"), threads=2)
+    write_bundle(folder / "b", model, labels, build, {})
     shares = rng.random(LABELS)
     sets = [
         {"share": share, "side": "left" if share < 0.5 else "right"} for share in shares.tolist()

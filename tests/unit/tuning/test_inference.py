@@ -19,12 +19,12 @@ from xmcray.errors import ConfigError, DataError
 from xmcray.evaluation.metrics import Metrics
 from xmcray.nn.encoder import EncoderConfig, build_encoder
 from xmcray.nn.heads import TwoHeads
-from xmcray.retrieval.bundle import write_bundle
+from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index import Index
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import Memory, RememberedQueries
 from xmcray.retrieval.retriever import Retriever
-from xmcray.retrieval.shards import ShardedIndex, VectorShard
+from xmcray.retrieval.shards import ShardBuild, ShardedIndex, VectorShard
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.training.launch import train
 from xmcray.training.memory import memory_bundle
@@ -59,10 +59,14 @@ def of_two_heads(corpus: Corpus, folder: Path, config: RunConfig) -> str:
     vectors[:, 16:] = noise / np.linalg.norm(noise, axis=1, keepdims=True)
     ids = np.arange(LABELS)
     about = {"config": config.to_dict(), "corpus_sha256": corpus.sha256}
-    words = corpus.tokenizer(), corpus.label_uids(ids), corpus.label_texts(ids), corpus.label_order
-    write_bundle(
-        folder / "bundle", encoder, head, *words, [vectors], IndexSpec(), about, method="unidec"
+    model = BundleModel(encoder=encoder, head=head, tokenizer=corpus.tokenizer(), method="unidec")
+    labels = BundleLabels(
+        uids=corpus.label_uids(ids),
+        texts=corpus.label_texts(ids),
+        order=corpus.label_order,
+        vectors=[vectors],
     )
+    write_bundle(folder / "bundle", model, labels, ShardBuild(spec=IndexSpec()), about)
     return str(folder / "bundle")
 
 
