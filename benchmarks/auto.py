@@ -21,9 +21,9 @@ from typing import Any
 import data_sets
 from common import RESULTS, new_parser, refuse_if_busy, write_table
 
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.whole_files import write_json
 from xmcray.training.outcome import measure_bundle
 from xmcray.tuning.auto import auto
 from xmcray.tuning.portfolio import DEFAULT_METHODS, SET_SIZES
@@ -76,7 +76,7 @@ def keep(row: dict[str, Any]) -> None:
     with (data_sets.CACHE / "auto.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         others = [other for other in stored() if other["set"] != row["set"]]
-        storage.write_json(STORE, {"results": [*others, row]})
+        write_json(STORE, {"results": [*others, row]})
 
 
 def measured(corpus: Corpus, minutes: float) -> dict[str, Any]:

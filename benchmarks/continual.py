@@ -37,7 +37,7 @@ from xmcray.errors import DataError
 from xmcray.evaluation.evaluate import ComparisonRow, Evaluation, compare
 from xmcray.evaluation.metrics import MAIN_METRICS
 from xmcray.progress import watch_training
-from xmcray.storage import MANIFEST
+from xmcray.storage.manifest import MANIFEST
 from xmcray.training.launch import train
 from xmcray.training.outcome import finish
 from xmcray.training.promotion import LAST, METRIC, judge, measure_newest

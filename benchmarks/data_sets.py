@@ -21,7 +21,7 @@ from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
 from xmcray.data.sample import write_sample
 from xmcray.evaluation.evaluate import Evaluation, compare
-from xmcray.storage import MANIFEST, read_manifest
+from xmcray.storage.manifest import MANIFEST, read_manifest
 from xmcray.training.run import RunConfig
 
 # Some benchmarks share helpers with the tests.

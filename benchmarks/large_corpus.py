@@ -35,7 +35,8 @@ from xmcray.data.batches import BatchSampler, DataConfig, TrainingData
 from xmcray.data.corpus import KIND, Card, Corpus
 from xmcray.data.shards import pack, shard_stem
 from xmcray.data.writer import PrepareConfig
-from xmcray.storage import FileEntry, new_artifact
+from xmcray.storage.artifact import new_artifact
+from xmcray.storage.manifest import FileEntry
 from xmcray.types import Ragged
 
 TOKENS = 12

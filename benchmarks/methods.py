@@ -44,12 +44,12 @@ from common import RESULTS, refuse_if_busy, write_table
 from peer_environment import run_script
 
 from xmcray import config as configs
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.evaluate import SEARCH_K, Evaluation, Search, compare
 from xmcray.methods.registry import method_names
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import changed_memory
+from xmcray.storage.whole_files import write_json
 from xmcray.training.fuse import fuse
 from xmcray.training.memory import memory_bundle
 from xmcray.training.outcome import bundle_of, measure, measure_bundle, stored_answers
@@ -198,7 +198,7 @@ def keep(store: Path, name: str, method: str, new_rows: Sequence[Row]) -> None:
         rows += new_rows
         rows.sort(key=order)
         choose(rows)
-        storage.write_json(store, {"results": rows})
+        write_json(store, {"results": rows})
 
 
 def order(row: Row) -> tuple[int, bool, str, bool, str]:

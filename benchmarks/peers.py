@@ -34,10 +34,10 @@ from common import RESULTS, new_parser, refuse_if_busy, write_table
 from methods import METRICS, SETS, floors_folder
 from peer_environment import run_script
 
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.evaluate import Evaluation
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.whole_files import write_json
 from xmcray.training.export import export_run
 from xmcray.training.launch import train
 from xmcray.training.outcome import measure, measure_bundle, stored_answers
@@ -105,7 +105,7 @@ def main() -> None:
         print(json.dumps(point), flush=True)
         # A new preset replaces the measurements of the old one.
         kept = [old for old in points if place(old) != place(point)]
-        storage.write_json(STORE, {"points": sorted([*kept, point], key=place)})
+        write_json(STORE, {"points": sorted([*kept, point], key=place)})
     points = stored()
     for name in SETS:
         of_set = [point for point in points if point["set"] == name]

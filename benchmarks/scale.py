@@ -50,7 +50,7 @@ from xmcray.planning.estimate import FIRST_REFRESH, Plan, estimate
 from xmcray.planning.plan import plan
 from xmcray.planning.probe import probe
 from xmcray.planning.rates import Rates, load_rates
-from xmcray.storage import write_json
+from xmcray.storage.whole_files import write_json
 from xmcray.training.launch import train
 from xmcray.training.loop import build
 from xmcray.training.process import worker_environment

@@ -35,10 +35,10 @@ from common import refuse_if_busy, write_table
 from planted import write_planted
 from processes import When, descendants, last_step
 
-from xmcray import storage
 from xmcray.negatives.ledger import Ledger, VersionFolder
 from xmcray.ray_adapter.session import start_ray
-from xmcray.storage import read_manifest
+from xmcray.storage.manifest import read_manifest
+from xmcray.storage.whole_files import write_json
 from xmcray.training.launch import train
 from xmcray.training.run import Run, RunConfig
 
@@ -191,7 +191,7 @@ def of_method(
                 continue
             shutil.rmtree(killed)
             done[what] = row
-            storage.write_json(kept, {"steps": found["steps"], "rows": done})
+            write_json(kept, {"steps": found["steps"], "rows": done})
         yield done[what]
 
 

@@ -31,7 +31,7 @@ from common import refuse_if_busy, write_table
 from planted import write_planted
 from processes import descendants, last_step
 
-from xmcray import storage
+from xmcray.storage.whole_files import write_json
 from xmcray.training.run import Run
 
 METHODS = ("astra", "dexml", "unidec")
@@ -94,7 +94,7 @@ def main() -> None:
         if not played.end:
             shutil.rmtree(run)
         done[str(number)] = row
-        storage.write_json(kept, done)
+        write_json(kept, done)
     rows = [done[str(number)] for number in range(arguments.sequences)]
     equal = sum(row[-1] == "yes" for row in rows)
     if equal == len(rows):

@@ -30,7 +30,7 @@ from processes import When, descendants, last_step
 
 from xmcray.data.sample import write_sample
 from xmcray.methods.registry import method_names
-from xmcray.storage import read_manifest
+from xmcray.storage.manifest import read_manifest
 
 SMALL = ["optim.epochs=2", "cluster.cpus_per_worker=0.5", "cluster.threads_per_process=1"]
 LOST = [

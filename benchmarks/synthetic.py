@@ -25,7 +25,7 @@ from xmcray.data.formats import RawFiles
 from xmcray.data.shards import pack
 from xmcray.data.tokens import PAD, UNKNOWN, TextTokenizer
 from xmcray.data.writer import CorpusWriter, PrepareConfig
-from xmcray.storage import new_artifact
+from xmcray.storage.artifact import new_artifact
 from xmcray.types import Int64Array, Ragged, offsets_of
 
 SHARD_ROWS = 65_536

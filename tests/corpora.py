@@ -22,7 +22,8 @@ from xmcray.data.formats import RawFiles, detect
 from xmcray.data.text_keys import NO_KEYS
 from xmcray.data.tokens import TextTokenizer, from_transformer, train_wordpiece
 from xmcray.data.writer import CorpusWriter, PrepareConfig, sorted_pairs
-from xmcray.storage import FileEntry, link_files, new_artifact, open_artifact
+from xmcray.storage.artifact import link_files, new_artifact, open_artifact
+from xmcray.storage.manifest import FileEntry
 
 
 def planted_corpus(

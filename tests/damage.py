@@ -50,7 +50,7 @@ from xmcray.serving.events import FeedbackEvent, SearchEvent
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.snapshot import Snapshot
 from xmcray.serving.state_folder import StateFolder
-from xmcray.storage import MANIFEST, FileEntry, finish_manifest
+from xmcray.storage.manifest import MANIFEST, FileEntry, finish_manifest
 from xmcray.training.export import export_run
 from xmcray.training.launch import refit_config, train
 from xmcray.training.outcome import record

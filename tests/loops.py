@@ -10,7 +10,7 @@ from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.parallel import collectives
-from xmcray.storage import read_manifest
+from xmcray.storage.manifest import read_manifest
 from xmcray.training.loop import Loop, Setup, build
 from xmcray.training.run import Run, RunConfig
 

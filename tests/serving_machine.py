@@ -28,7 +28,7 @@ from damage import BYTES
 from served import ADMIN, TOKEN
 from serving_process import MODEL, Server
 
-from xmcray.storage import CARD
+from xmcray.storage.manifest import CARD
 
 EVENTS = {  # with how often each is drawn
     "change labels": 20,

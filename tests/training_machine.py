@@ -31,8 +31,8 @@ from damage import BYTES
 from safetensors.numpy import load_file
 from training_attempt import Injection, Outcome, attempt
 
-from xmcray import storage
 from xmcray.errors import StorageError
+from xmcray.storage.artifact import open_artifact
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training import launch
 from xmcray.training.run import RunConfig
@@ -292,7 +292,7 @@ def newest_whole_step(out: Path) -> int:
     """Step of the newest checkpoint that verifies; 0 if there is none."""
     for path in sorted((out / "checkpoints").glob("step-*"), reverse=True):
         with contextlib.suppress(StorageError):
-            _, manifest = storage.open_artifact(path, checkpoints.KIND)
+            _, manifest = open_artifact(path, checkpoints.KIND)
             return int(manifest.about["step"])
     return 0
 

@@ -20,7 +20,6 @@ from typing import Any
 import pyarrow as pa
 
 from xmcray import config as configs
-from xmcray import storage
 from xmcray.config import check_range
 from xmcray.data.stream import READ_CPUS, mapped, progress_bar, results, share, stream_of, watched
 from xmcray.errors import ConfigError, DataError, StorageError
@@ -45,6 +44,9 @@ from xmcray.retrieval.calibration import check_min_probability, has_calibration
 from xmcray.retrieval.fused import fixed_parts
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig, changed_memory
+from xmcray.storage.artifact import new_artifact, open_artifact, refuse_existing
+from xmcray.storage.manifest import hash_file
+from xmcray.storage.remote import is_url
 
 KIND = "predictions"
 ANSWERS = 10  # by default, or all labels if there are fewer
@@ -136,7 +138,7 @@ def predict(
         StorageError: `out` exists, the bundle is damaged, or the disk is full.
         ResourceError: no node had a CPU for the pipeline.
     """
-    storage.refuse_existing(out)
+    refuse_existing(out)
     if workers is not None:
         check_range("workers", workers, 1)
     files = find_queries(queries)
@@ -150,7 +152,7 @@ def predict(
             work.remove()  # a repaired row makes another input
             raise
         about["rows"] = end.rows
-        with storage.new_artifact(out, KIND, about) as target:
+        with new_artifact(out, KIND, about) as target:
             chunks = [work.path(number) for number in range(end.chunks)]
             answers = collect(chunks, target, job.k)
             write_predictions(target / "predictions.npz", answers, num_labels)
@@ -175,7 +177,7 @@ def _job(
     chunk_rows: int,
 ) -> tuple[_Job, int]:
     """The job, and the number of source label ids of the bundle."""
-    folder, manifest = storage.open_artifact(bundle, BUNDLE)
+    folder, manifest = open_artifact(bundle, BUNDLE)
     stored = read_settings(folder)
     _, _, removed = read_labels(folder, stored)
     num_labels = stored.num_labels - len(removed)
@@ -188,9 +190,9 @@ def _job(
         own_settings = memory is None or memory == _memory(stored, {})
         check_min_probability(min_probability, own_settings and has_calibration(folder))
     job = _Job(
-        bundle=str(bundle) if storage.is_url(bundle) else str(Path(bundle).absolute()),
+        bundle=str(bundle) if is_url(bundle) else str(Path(bundle).absolute()),
         sha256=manifest.sha256,
-        query_hashes=[storage.hash_file(file).sha256 for file in files],
+        query_hashes=[hash_file(file).sha256 for file in files],
         k=k,
         memory=memory,
         texts=texts,

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from xmcray import config, storage
+from xmcray import config
 from xmcray.data.corpus import Corpus
 from xmcray.data.formats import detect
 from xmcray.data.pipeline import prepare
@@ -18,6 +18,7 @@ from xmcray.evaluation.table import answer_table, metrics_table, segment_table
 from xmcray.progress import watch_training
 from xmcray.ray_adapter.session import ray_session
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.manifest import MANIFEST
 from xmcray.training.launch import train
 from xmcray.training.outcome import finish, measure, nearest_queries
 from xmcray.training.run import Run, RunConfig
@@ -105,7 +106,7 @@ def _show_answers(console: Console, run: Run) -> None:
 
 def sample_corpus(path: Path) -> Corpus:
     """The embedded sample as a corpus; it is prepared if it is not there yet."""
-    if (path / storage.MANIFEST).is_file():
+    if (path / MANIFEST).is_file():
         return Corpus.open(path)
     with tempfile.TemporaryDirectory(prefix="xmcray-sample.") as folder:
         write_sample(Path(folder))

@@ -47,7 +47,7 @@ from xmcray.retrieval.answerable import AnswerableRows
 from xmcray.retrieval.kmeans import build_lists
 from xmcray.retrieval.list_scan import scan_lists
 from xmcray.retrieval.retriever import Retriever
-from xmcray.storage import read_manifest
+from xmcray.storage.manifest import read_manifest
 from xmcray.training.checkpoint import newest
 from xmcray.training.export import export_run
 from xmcray.training.launch import train_here

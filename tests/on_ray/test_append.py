@@ -15,7 +15,7 @@ from xmcray.data.formats import detect
 from xmcray.data.pipeline import append, prepare
 from xmcray.data.writer import CorpusWriter
 from xmcray.errors import DataError
-from xmcray.storage import open_artifact
+from xmcray.storage.artifact import open_artifact
 
 pytestmark = pytest.mark.usefixtures("cluster")
 SMALL: dict[str, Any] = {"name": "small", "shard_rows": 16, "array_rows": 32}

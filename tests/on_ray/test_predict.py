@@ -18,7 +18,6 @@ from bundles import write_memory
 from processes import When
 from shell import Shell, run_command
 
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError, StorageError
 from xmcray.evaluation.predictions import predictions_to_top_labels, read_predictions
@@ -26,6 +25,7 @@ from xmcray.prediction import predict
 from xmcray.retrieval.batch_predict import QueriesEnd, read_chunks
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.storage.artifact import open_artifact
 
 pytestmark = pytest.mark.usefixtures("cluster")
 LABELS, ROWS, K = 47, 90, 7
@@ -77,7 +77,7 @@ def check(out: Path, answers: list[list[tuple[int, str, float]]]) -> pa.Table:
     top = predictions_to_top_labels(matrix, np.arange(len(answers)), K)
     np.testing.assert_allclose(top.scores, scores, atol=1e-6)
     assert [sorted(row) for row in top.ids.tolist()] == [sorted(row) for row in ids]
-    storage.open_artifact(out, "predictions")
+    open_artifact(out, "predictions")
     assert [path.name for path in out.parent.iterdir() if path.name.startswith(".")] == []
     return table
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from ranks import on_ranks
 
-from xmcray import storage
+from xmcray.storage.manifest import FileEntry, finish_manifest, hash_file
+from xmcray.storage.whole_files import write_json
 from xmcray.training import checkpoint as checkpoints
 
 NUM_RANKS = 2
@@ -16,25 +17,24 @@ NUM_RANKS = 2
 def write_checkpoint(folder: Path, step: int) -> Path:
     path = checkpoints.step_folder(folder, step)
     path.mkdir(parents=True)
-    storage.write_json(path / "state.json", {"negatives": {}})
+    write_json(path / "state.json", {"negatives": {}})
     for name in ("a", "b", "c"):
         (path / name).write_bytes(bytes([step]) * 100)
-    entries = {file.name: storage.hash_file(file) for file in path.iterdir()}
-    storage.finish_manifest(path, checkpoints.KIND, {"step": step}, entries)
+    entries = {file.name: hash_file(file) for file in path.iterdir()}
+    finish_manifest(path, checkpoints.KIND, {"step": step}, entries)
     return path
 
 
 def newest_and_hashed(folder: Path) -> tuple[int, list[str]]:
     """Step of the newest whole checkpoint, and the files that this rank hashed."""
     hashed = []
-    hash_file = storage.hash_file
 
-    def counted(path: Path) -> storage.FileEntry:
+    def counted(path: Path) -> FileEntry:
         hashed.append(f"{path.parent.name}/{path.name}")
         return hash_file(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "hash_file", counted)
+        patch.setattr("xmcray.storage.manifest.hash_file", counted)
         newest = checkpoints.newest(folder)
     assert newest is not None
     return newest.step, hashed

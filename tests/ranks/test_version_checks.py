@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
-from xmcray import storage
 from xmcray.errors import ShortlistError
 from xmcray.negatives.ledger import Ledger, VersionFolder
 from xmcray.negatives.version_checks import VersionChecks
 from xmcray.parallel import collectives
+from xmcray.storage.manifest import FileEntry, hash_file
 
 
 def complete_version(folder: Path) -> VersionFolder:
@@ -30,16 +30,15 @@ def check_on_rank(path: Path) -> tuple[list[str], str]:
     """Names of the files that this rank hashes, and the error that it meets."""
     os.environ["LOCAL_RANK"] = str(collectives.rank())
     hashed = []
-    hash_file = storage.hash_file
 
-    def counted(file: Path) -> storage.FileEntry:
+    def counted(file: Path) -> FileEntry:
         hashed.append(file.name)
         return hash_file(file)
 
     checks = VersionChecks()
     folder = VersionFolder(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "hash_file", counted)
+        patch.setattr("xmcray.negatives.ledger.hash_file", counted)
         checks.expect(folder)
         try:
             for _ in range(2):

@@ -14,7 +14,6 @@ from processes import kill_here, run_killed
 from served import ADMIN, TOKEN, listening
 from shell import run_command, set_options
 
-from xmcray import storage
 from xmcray.client import Client
 from xmcray.data import pipeline
 from xmcray.data.corpus import Corpus
@@ -56,7 +55,7 @@ def test_an_append_that_was_killed_leaves_nothing_and_is_done_again(
     out = tmp_path / "grown"
     with monkeypatch.context() as patch:
         # All files are written, but the manifest is not.
-        patch.setattr(storage, "write_json", lambda *_: kill_here())
+        patch.setattr("xmcray.storage.manifest.write_json", lambda *_: kill_here())
         run_killed(lambda: appended(corpus, folder / "new", out))
     assert not out.exists()
     assert Corpus.open(folder / "first").sha256 == corpus.sha256

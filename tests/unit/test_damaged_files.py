@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from bundles import TEXTS, write_bundle_of
 
-from xmcray import storage
 from xmcray.data import chunks
 from xmcray.data.append import rejected_rows
 from xmcray.data.chunks import survey
@@ -28,6 +27,9 @@ from xmcray.errors import BundleError, DataError, RunError, StorageError
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.settings import ServeConfig
 from xmcray.serving.state_folder import StateFolder
+from xmcray.storage.artifact import new_artifact, open_artifact
+from xmcray.storage.manifest import finish_manifest, read_manifest
+from xmcray.storage.path_errors import disk_errors
 from xmcray.training.launch import refit_config
 from xmcray.training.records import Records, read_records
 from xmcray.training.run import Run, RunConfig
@@ -79,8 +81,8 @@ def test_a_special_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> No
 )
 def test_a_path_that_no_file_can_have_is_one_line(path: str, reason: str) -> None:
     with pytest.raises(StorageError, match=reason):
-        storage.open_artifact(path, "bundle")
-    with pytest.raises(StorageError, match=reason), storage.new_artifact(path, "bundle", {}):
+        open_artifact(path, "bundle")
+    with pytest.raises(StorageError, match=reason), new_artifact(path, "bundle", {}):
         raise AssertionError("the block must not begin")
 
 
@@ -88,7 +90,7 @@ def test_a_full_disk_while_a_tree_is_copied_is_one_line(tmp_path: Path) -> None:
     def copy() -> None:
         raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")])
 
-    with pytest.raises(StorageError, match="no space left while writing"), storage.disk_errors("x"):
+    with pytest.raises(StorageError, match="no space left while writing"), disk_errors("x"):
         copy()
 
 
@@ -210,5 +212,5 @@ def test_rejected_rows_in_memory_are_bounded(
 
 def renew(bundle: Path) -> None:
     """Makes the manifest fit the files, as whoever wrote a hostile bundle would."""
-    manifest = storage.read_manifest(bundle, "bundle")
-    storage.finish_manifest(bundle, "bundle", manifest.about, {})
+    manifest = read_manifest(bundle, "bundle")
+    finish_manifest(bundle, "bundle", manifest.about, {})

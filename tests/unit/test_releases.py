@@ -28,7 +28,7 @@ from write import (  # noqa: E402
 from xmcray import __version__, cli  # noqa: E402
 from xmcray.data.corpus import Corpus  # noqa: E402
 from xmcray.errors import XmcrayError  # noqa: E402
-from xmcray.storage import new_artifact  # noqa: E402
+from xmcray.storage.artifact import new_artifact  # noqa: E402
 
 VERSIONS = sorted(path.name for path in RELEASES.iterdir() if (path / "answers.json").is_file())
 

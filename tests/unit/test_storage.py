@@ -12,8 +12,11 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from xmcray import storage
 from xmcray.errors import StorageError
+from xmcray.storage.artifact import new_artifact, open_artifact
+from xmcray.storage.manifest import MANIFEST, check_contents, read_manifest
+from xmcray.storage.path_errors import check_file, disk_errors
+from xmcray.storage.whole_files import aside, write_json
 
 FULL = "no space left while writing .*: the disk is full; free some space"
 
@@ -40,15 +43,15 @@ def raising(error: BaseException) -> Callable[[Path], object]:
             "cannot be written .Permission denied",
         ),
         (
-            lambda tmp: storage.write_json(tmp / "no" / "x.json", 1),
+            lambda tmp: write_json(tmp / "no" / "x.json", 1),
             r"x\.json cannot be written .No such file",
         ),
         (
-            lambda tmp: storage.write_json(tmp / "file" / "x.json", 1),
+            lambda tmp: write_json(tmp / "file" / "x.json", 1),
             r"x\.json cannot be written .Not a directory",
         ),
         (
-            lambda tmp: storage.write_json(tmp / "folder", 1),
+            lambda tmp: write_json(tmp / "folder", 1),
             "folder cannot be written .Is a directory",
         ),
         (lambda tmp: (tmp / "folder").write_text("x"), "cannot be written .Is a directory"),
@@ -61,7 +64,7 @@ def test_a_refused_write_is_a_storage_error(
     (tmp_path / "folder").mkdir()
     with (
         pytest.raises(StorageError, match=message) as caught,
-        storage.disk_errors(tmp_path / "folder"),
+        disk_errors(tmp_path / "folder"),
     ):
         act(tmp_path)
     assert "\n" not in str(caught.value)
@@ -73,14 +76,14 @@ def test_a_disk_that_fails_is_one_line(number: int) -> None:
     # A failed sync names no file.
     with (
         pytest.raises(StorageError, match=r"out cannot be written .*: the disk fails; look at"),
-        storage.disk_errors("out"),
+        disk_errors("out"),
     ):
         raise OSError(number, os.strerror(number))
 
 
 def test_a_folder_that_vanished_is_missing_for_those_who_expect_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
-        storage.write_json(tmp_path / "gone" / "x.json", 1)
+        write_json(tmp_path / "gone" / "x.json", 1)
     assert isinstance(caught.value, StorageError)
     assert str(caught.value).endswith(
         "x.json cannot be written (No such file or directory); choose another folder"
@@ -97,7 +100,7 @@ def test_a_folder_that_vanished_is_missing_for_those_who_expect_it(tmp_path: Pat
     ],
 )
 def test_what_does_not_concern_the_path_stays_what_it_is(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, storage.disk_errors(tmp_path / "out"):
+    with pytest.raises(type(error)) as caught, disk_errors(tmp_path / "out"):
         raise error
     assert caught.value is error
 
@@ -106,22 +109,22 @@ def test_what_does_not_concern_the_path_stays_what_it_is(tmp_path: Path, error: 
 def test_a_disk_that_is_really_full() -> None:
     with (
         pytest.raises(StorageError, match=FULL),
-        storage.disk_errors("out"),
+        disk_errors("out"),
         Path("/dev/full").open("wb") as file,
     ):
         file.write(bytes(1 << 20))
 
 
 def test_a_file_to_be_written_later(tmp_path: Path) -> None:
-    storage.check_file(tmp_path / "new.json")
+    check_file(tmp_path / "new.json")
     with pytest.raises(
         StorageError, match=r"folder .*/no does not exist; make it or choose another"
     ):
-        storage.check_file(tmp_path / "no" / "new.json")
+        check_file(tmp_path / "no" / "new.json")
 
 
 def test_names_aside_differ_and_are_found_by_no_pattern(tmp_path: Path) -> None:
-    names = {storage.aside(tmp_path / "x.json") for _ in range(50)}
+    names = {aside(tmp_path / "x.json") for _ in range(50)}
     assert len(names) == 50
     for name in names:
         name.touch()
@@ -135,13 +138,13 @@ def test_safetensors_really_reports_a_missing_folder_as_its_own_error(tmp_path: 
 
 def artifact(folder: Path) -> Path:
     """A small corpus with one file."""
-    with storage.new_artifact(folder, "corpus", {}) as unfinished:
+    with new_artifact(folder, "corpus", {}) as unfinished:
         (unfinished / "file").write_text("x")
     return folder
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-@pytest.mark.parametrize("name", [storage.MANIFEST, "file"])
+@pytest.mark.parametrize("name", [MANIFEST, "file"])
 def test_a_file_that_cannot_be_read_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
@@ -156,21 +159,21 @@ def test_a_file_that_cannot_be_read_is_one_line(
     monkeypatch.setattr(Path, "open", fail)
     reason = f"{name} cannot be read .{os.strerror(number)}.; check its rights and the disk"
     with pytest.raises(StorageError, match=reason) as caught:
-        storage.open_artifact(path, "corpus")
+        open_artifact(path, "corpus")
     assert "\n" not in str(caught.value)
 
 
 def test_a_manifest_that_is_a_folder_is_one_line(tmp_path: Path) -> None:
     path = artifact(tmp_path / "corpus")
-    (path / storage.MANIFEST).unlink()
-    (path / storage.MANIFEST).mkdir()
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).mkdir()
     with pytest.raises(StorageError, match=r"manifest\.json cannot be read .Is a directory.;"):
-        storage.open_artifact(path, "corpus")
+        open_artifact(path, "corpus")
 
 
 def test_a_file_that_vanishes_before_it_is_hashed_is_one_line(tmp_path: Path) -> None:
     path = artifact(tmp_path / "corpus")
-    manifest = storage.read_manifest(path, "corpus")
+    manifest = read_manifest(path, "corpus")
     (path / "file").unlink()
     with pytest.raises(StorageError, match="file is missing; put a copy of it back"):
-        storage.check_contents(path, manifest, ["file"], source=path)
+        check_contents(path, manifest, ["file"], source=path)

@@ -38,16 +38,16 @@ def memory(
         DataError: the encoder needs other tokens than the corpus has.
         StorageError: `out` exists, or the disk is full.
     """
-    from xmcray import storage
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting
     from xmcray.retrieval.votes import changed_memory
+    from xmcray.storage.artifact import refuse_existing
     from xmcray.training.memory import memory_bundle
 
     # Wrong settings and a taken folder are refused before the encoder runs.
     values = merged(config)
     settings = changed_memory(None, values) if values else None
-    storage.refuse_existing(os.fspath(out))
+    refuse_existing(os.fspath(out))
     corpus = Corpus.open(os.fspath(data))
     num_texts = corpus.card.num_train + corpus.card.num_labels
     with counting("training queries and labels", num_texts, progress) as count:
@@ -77,12 +77,12 @@ def fuse(
         DataError: bundles and corpus do not belong together.
         StorageError: `out` exists, or the disk is full.
     """
-    from xmcray import storage
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting
+    from xmcray.storage.artifact import refuse_existing
     from xmcray.training.fuse import fuse as write_fused
 
-    storage.refuse_existing(os.fspath(out))
+    refuse_existing(os.fspath(out))
     corpora = [data] if isinstance(data, str | os.PathLike) else data
     corpus, *retokenized = [Corpus.open(os.fspath(path)) for path in corpora]
     with counting("training queries", corpus.card.num_train, progress) as count:
@@ -174,11 +174,11 @@ def distil(
         StorageError: `out` exists, or the disk is full.
     """
     configs.check_choice("into", into, ("static",))
-    from xmcray import storage
+    from xmcray.storage.artifact import refuse_existing
     from xmcray.training.distil import Distillation, distil
 
     settings = configs.build(Distillation, dict(config or {}))
-    storage.refuse_existing(os.fspath(out))
+    refuse_existing(os.fspath(out))
     from xmcray.data.corpus import Corpus
     from xmcray.progress import counting
 

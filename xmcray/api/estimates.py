@@ -95,16 +95,16 @@ def _rates(device: str, settings: RunConfig, probe: Location | None) -> Rates:
 
     if device != "cpu":
         return device_rates(device, settings.optim.matmul)
-    from xmcray import storage
     from xmcray.planning import probe as measurement
     from xmcray.planning.rates import load_rates
+    from xmcray.storage.path_errors import check_file
 
     # Measuring takes time, so its result can be kept in a file.
     path = None if probe is None else Path(probe)
     if path is not None and path.is_file():
         return load_rates(path)
     if path is not None:
-        storage.check_file(path)
+        check_file(path)
     measured = measurement.probe(settings.cluster.threads_per_process or 1)
     if path is not None:
         measured.save(path)

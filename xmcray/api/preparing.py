@@ -93,7 +93,7 @@ def prepare(
             )
     from xmcray.data.formats import detect
     from xmcray.data.regroup import is_corpus, regroup
-    from xmcray.storage import refuse_existing
+    from xmcray.storage.artifact import refuse_existing
 
     is_on_hub = str(source).startswith(hub.PREFIX)
     folder = hub.downloaded_folder(str(source)) if is_on_hub else Path(source)
@@ -160,7 +160,7 @@ def _append(
     """Writes a corpus that has the rows of another one and those of new raw files."""
     from xmcray.data.corpus import KIND, Corpus
     from xmcray.data.formats import detect
-    from xmcray.storage import open_artifact, refuse_existing
+    from xmcray.storage.artifact import open_artifact, refuse_existing
 
     if given.get("on_leak") == "drop":
         raise ConfigError(

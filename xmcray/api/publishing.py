@@ -167,7 +167,8 @@ def _swap(
     """
     from xmcray.client import Client
     from xmcray.retrieval.bundle import KIND
-    from xmcray.storage import is_url, open_artifact
+    from xmcray.storage.artifact import open_artifact
+    from xmcray.storage.remote import is_url
 
     after_path = after if is_url(after) else str(Path(after).absolute())
     _, manifest = open_artifact(before, KIND, contents=False)

@@ -186,13 +186,13 @@ def evaluate(
 
 def _check_answers_file(predictions: str, origin: str, kind: str) -> None:
     """Refuses a file for answers that cannot be written, before anything is measured."""
-    from xmcray import storage
+    from xmcray.storage.path_errors import check_file
 
     if kind == "predictions":
         raise ConfigError(
             f"predictions: {origin} already holds the answers; name a run or a bundle"
         )
-    storage.check_file(predictions)
+    check_file(predictions)
 
 
 def _query_attributes(path: Location) -> Mapping[str, Mapping[str, Any]]:

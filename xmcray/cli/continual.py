@@ -21,10 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xmcray import config, storage
+from xmcray import config
 from xmcray.cli.arguments import add_config, merged_settings
 from xmcray.cli.output import show_line
 from xmcray.errors import ConfigError, XmcrayError, readable
+from xmcray.storage.artifact import exclusive
+from xmcray.storage.manifest import MANIFEST, read_manifest
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.whole_files import make_folder, read_json, write_json
 
 REPORT = "report.json"
 MOST_HOURS = 24 * 365
@@ -128,10 +132,10 @@ def run_cycle(settings: ContinualConfig, out: Path) -> str:
     """
     from xmcray.training.promotion import NotPromotedError
 
-    with storage.disk_errors(out):
-        storage.make_folder(out)
+    with disk_errors(out):
+        make_folder(out)
     # Another job must not run the same cycle.
-    with storage.exclusive(out):
+    with exclusive(out):
         start = _standing(settings, out)
         folder = out / f"cycle-{start.number:04}"
         raw = _export(settings, start, folder)
@@ -139,9 +143,9 @@ def run_cycle(settings: ContinualConfig, out: Path) -> str:
             return f"cycle {start.number} waits for feedback after event {start.after:,}"
         corpus = folder / "corpus"
         words = ["prepare", str(folder / "raw"), "--append", start.corpus, "--out", str(corpus)]
-        _step(corpus / storage.MANIFEST, words)
+        _step(corpus / MANIFEST, words)
         run = folder / "run"
-        _step(run / "bundle" / storage.MANIFEST, _train_command(settings, start, corpus, run))
+        _step(run / "bundle" / MANIFEST, _train_command(settings, start, corpus, run))
         report = {**raw, "cycle": start.number, "corpus": str(corpus), "run": start.run}
         try:
             _run(_promote_command(settings, start, corpus, run))
@@ -150,7 +154,7 @@ def run_cycle(settings: ContinualConfig, out: Path) -> str:
         except NotPromotedError as refusal:
             outcome = str(refusal)
         report["outcome"] = outcome
-        storage.write_json(folder / REPORT, report)
+        write_json(folder / REPORT, report)
     return (
         f"cycle {start.number}: {raw['train']:,} training and {raw['test']:,} test queries of events"
         f" {raw['first']:,} to {raw['last']:,}: {outcome}"
@@ -163,7 +167,7 @@ def _standing(settings: ContinualConfig, out: Path) -> _Standing:
     if not reports:
         return _Standing(1, settings.data, settings.run, 0)
     with readable(f"{reports[-1]} is damaged", "restore it, or choose another --out"):
-        last = storage.read_json(reports[-1])
+        last = read_json(reports[-1])
         # A corpus is gone on with also if the bundle that was trained on it was refused.
         return _Standing(
             int(last["cycle"]) + 1, str(last["corpus"]), str(last["run"]), int(last["last"])
@@ -177,13 +181,13 @@ def _export(settings: ContinualConfig, start: _Standing, folder: Path) -> Mappin
     raw = folder / "raw"
     words = ["events", "export", settings.state, "--model", settings.model, "--out", str(raw)]
     words += ["--data", start.corpus, "--after", str(start.after), *settings.events]
-    with storage.disk_errors(folder):
+    with disk_errors(folder):
         folder.mkdir(exist_ok=True)
     try:
-        _step(raw / storage.MANIFEST, words)
+        _step(raw / MANIFEST, words)
     except NoFeedbackError:
         return None
-    about = storage.read_manifest(raw, KIND).about
+    about = read_manifest(raw, KIND).about
     if about["train"] < settings.min_queries:
         # The next turn exports these events again, and those that came since.
         shutil.rmtree(raw)

@@ -6,10 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from xmcray import config, storage
+from xmcray import config
 from xmcray.cli.output import show, show_json
 from xmcray.errors import ConfigError
 from xmcray.methods.registry import check_method_name, method_names
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.whole_files import whole_file
 
 SHELLS = ("bash", "zsh", "fish")
 _ROOT = Path(__file__).parents[1] / "files"
@@ -58,9 +60,9 @@ def _copy(names: list[str], out: Path) -> None:
             raise ConfigError(f"{out / name} exists already; choose another --out or remove it")
     for name in names:
         folder = (out / name).parent
-        with storage.disk_errors(folder):
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with storage.whole_file(out / name) as path:
+        with whole_file(out / name) as path:
             path.write_bytes((_ROOT / name).read_bytes())
     show(f"{len(names)} files in {out}")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from xmcray import api, storage
+from xmcray import api
 from xmcray.api import ENCODER_SYSTEMS, VECTOR_SYSTEMS
 from xmcray.cli.arguments import (
     add_config,
@@ -22,6 +22,8 @@ from xmcray.cli.output import show, show_json, show_metrics, show_next
 from xmcray.cli.reranking import add_rerank
 from xmcray.methods.registry import check_method_name, method_names
 from xmcray.paths import kind_of
+from xmcray.storage.path_errors import check_file
+from xmcray.storage.whole_files import write_json
 
 if TYPE_CHECKING:
     from xmcray.data.corpus import Corpus
@@ -284,7 +286,7 @@ def evaluate(options: argparse.Namespace) -> None:
     # "-" is stdout.
     json_file = None if options.json == "-" else options.json
     if json_file:
-        storage.check_file(json_file)
+        check_file(json_file)
     evaluations: list[Evaluation] = []
     for path in paths:
         # Only the answers of the first path are written; the others are there to compare with.
@@ -301,7 +303,7 @@ def evaluate(options: argparse.Namespace) -> None:
         evaluations.append(evaluation)
     metrics = evaluations[0].to_json()
     if json_file:
-        storage.write_json(Path(json_file), metrics)
+        write_json(Path(json_file), metrics)
     if options.json == "-":
         show_json(metrics)
         return

@@ -35,7 +35,8 @@ from xmcray.data.checked_files import read_array, read_texts
 from xmcray.data.shards import ShardedRows, ShardedVectors, by_shard, rows_of_shard, shard_stem
 from xmcray.data.tokens import TextTokenizer
 from xmcray.errors import DataError, readable
-from xmcray.storage import is_url, open_artifact
+from xmcray.storage.artifact import open_artifact
+from xmcray.storage.remote import is_url
 from xmcray.types import Float32Array, Int64Array, Ragged, are_ids, offsets_of, spans
 
 KIND = "corpus"

@@ -18,8 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from xmcray import config, hub, storage
+from xmcray import config, hub
 from xmcray.errors import ConfigError, DataError, readable
+from xmcray.storage.path_errors import disk_errors
 
 SPLITS = ("train", "test", "labels")
 _BATCH_ROWS = 16_384
@@ -87,7 +88,7 @@ class HubTables:
         schema = pa.schema(_QUERY_FIELDS)
         if self.columns.relevance:
             schema = schema.append(pa.field("relevance", pa.list_(pa.float64())))
-        with storage.disk_errors(folder):
+        with disk_errors(folder):
             for split in ("train", "test"):
                 if split in tables:
                     batches = self._queries(tables[split], split, "labels" in tables, label_uids)

@@ -2,7 +2,7 @@
 
 A corpus given as a URL is copied to each node once, whatever the number of processes there. With
 `cluster.copy_corpus` a corpus in a shared folder is copied too. The copy lies in XMCRAY_CACHE (or
-~/.cache/xmcray) under the hash of its manifest (`storage.local_copy`), so a later run of the same
+~/.cache/xmcray) under the hash of its manifest (`local_copy`), so a later run of the same
 corpus finds it. Nothing removes it: it is the same few gigabytes for every run. `rm -r` any folder
 there when no run uses it; the next run copies it again.
 """
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from xmcray.data.corpus import KIND, Corpus
 from xmcray.errors import DataError
-from xmcray.storage import is_url, local_copy, open_artifact
+from xmcray.storage.artifact import open_artifact
+from xmcray.storage.cache import local_copy
+from xmcray.storage.remote import is_url
 
 
 @dataclass(frozen=True, slots=True)

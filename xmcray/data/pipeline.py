@@ -54,7 +54,8 @@ from xmcray.data.writer import (
     sorted_pairs,
 )
 from xmcray.ray_adapter.session import get_object, put_object, ray_session
-from xmcray.storage import FileEntry, Manifest, link_files, new_artifact, refuse_existing
+from xmcray.storage.artifact import link_files, new_artifact, refuse_existing
+from xmcray.storage.manifest import FileEntry, Manifest
 from xmcray.types import Int64Array
 
 __all__ = ["PrepareConfig", "append", "prepare"]

@@ -17,7 +17,8 @@ from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.shards import ARRAY_SUFFIXES, shard_stem
 from xmcray.data.writer import PrepareConfig
 from xmcray.errors import DataError
-from xmcray.storage import MANIFEST, new_artifact, open_artifact
+from xmcray.storage.artifact import new_artifact, open_artifact
+from xmcray.storage.manifest import MANIFEST
 
 _REPLACED = ("card.yaml", "label_rank.npy")
 

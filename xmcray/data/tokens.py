@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from xmcray import config as configs
 from xmcray.config import check_range
 from xmcray.errors import BundleError, ConfigError, one_line, readable
-from xmcray.storage import read_json
+from xmcray.storage.whole_files import read_json
 from xmcray.types import Ragged, offsets_of, spans
 
 PAD = "[PAD]"

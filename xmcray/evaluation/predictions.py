@@ -13,7 +13,8 @@ from scipy import sparse
 
 from xmcray.data.formats.matrices import load_npz
 from xmcray.errors import DataError
-from xmcray.storage import disk_errors, whole_file
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.whole_files import whole_file
 from xmcray.types import Int64Array, Ragged, TopLabels
 
 

@@ -20,7 +20,7 @@ from xmcray.evaluation.charts import Series, bar_chart, line_chart
 from xmcray.evaluation.pages import render
 from xmcray.evaluation.reliability import DIAGRAM_CUTOFF
 from xmcray.evaluation.table import metric_names, num_queries, percent, propensity_note
-from xmcray.storage import write_text
+from xmcray.storage.whole_files import write_text
 
 Record = Mapping[str, Any]
 

@@ -32,9 +32,10 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from xmcray import storage
 from xmcray.errors import ShortlistError, StorageError, readable
 from xmcray.parallel.partition import LabelPartition
+from xmcray.storage.manifest import hash_file
+from xmcray.storage.whole_files import read_json, whole_file, write_json
 from xmcray.types import Float32Array, Int64Array, Shortlist, TopLabels
 
 ROW_BLOCK_BYTES = 64 << 20
@@ -154,7 +155,7 @@ class VersionFolder:
     def publish(self, rank: int, num_ranks: int, snapshot_step: int) -> Path:
         """Marks that a rank has written everything. All ranks have to, before the index is built."""
         path = self.path / f"published-{rank:04d}.json"
-        storage.write_json(path, {"num_ranks": num_ranks, "snapshot_step": snapshot_step})
+        write_json(path, {"num_ranks": num_ranks, "snapshot_step": snapshot_step})
         return path
 
     @property
@@ -272,7 +273,7 @@ class VersionFolder:
     @contextlib.contextmanager
     def new_shortlist(self, num_query_ids: int, width: int) -> Iterator[ShortlistFile]:
         """Gives an int32 [num_query_ids, width] file of -1, to be filled in the block."""
-        with storage.whole_file(self.path / _SHORTLIST) as temporary:
+        with whole_file(self.path / _SHORTLIST) as temporary:
             labels: ShortlistFile = np.lib.format.open_memmap(
                 temporary,
                 mode="w+",
@@ -293,7 +294,7 @@ class VersionFolder:
         Args:
             about: figures to keep with it.
         """
-        entry = storage.hash_file(self.path / _SHORTLIST)
+        entry = hash_file(self.path / _SHORTLIST)
         first_mark = min(self.path.glob(_PUBLISHED))
         body = {
             **about,
@@ -302,9 +303,9 @@ class VersionFolder:
             "sha256": entry.sha256,
         }
         if self.has_clusters:
-            body["clusters_sha256"] = storage.hash_file(self.path / _CLUSTERS).sha256
+            body["clusters_sha256"] = hash_file(self.path / _CLUSTERS).sha256
         # The last file to be written: its presence means that all others are whole.
-        storage.write_json(self.path / _COMPLETE, body)
+        write_json(self.path / _COMPLETE, body)
         shutil.rmtree(self.path / _FOUND, ignore_errors=True)
 
     def drop_inputs(self) -> None:
@@ -320,7 +321,7 @@ class VersionFolder:
         """
         about = _read_json(self.path / _COMPLETE)
         for name, key in ((_SHORTLIST, "sha256"), (_CLUSTERS, "clusters_sha256")):
-            if key in about and storage.hash_file(self.path / name).sha256 != about[key]:
+            if key in about and hash_file(self.path / name).sha256 != about[key]:
                 raise ShortlistError(
                     f"{self.path / name} was altered after it was written;"
                     " resume from an earlier copy of the run"
@@ -343,7 +344,7 @@ class VersionFolder:
     def write_clusters(self, cluster: npt.NDArray[np.int32]) -> None:
         """Keeps the cluster of each query id, int32 [num_query_ids], -1 for none."""
         with (
-            storage.whole_file(self.path / _CLUSTERS) as temporary,
+            whole_file(self.path / _CLUSTERS) as temporary,
             temporary.open("wb") as file,
         ):
             np.save(file, cluster)
@@ -453,7 +454,7 @@ class Ledger:
     def _find_block(self, version: int, block: str, sha256: str) -> Path:
         """Finds a query block in any attempt, because an earlier restore may have moved it on."""
         for path in sorted(self.path.glob(f"v{version:05d}-*/queries/{block}")):
-            if storage.hash_file(path).sha256 == sha256:
+            if hash_file(path).sha256 == sha256:
                 return path
         raise StorageError(
             f"{self.path} lacks {block} of version {version}; resume from an earlier copy of the run"
@@ -462,7 +463,7 @@ class Ledger:
     def _check(self, names: Sequence[str], inputs: Mapping[str, str]) -> None:
         for name in names:
             path = self.path / name
-            if not path.is_file() or storage.hash_file(path).sha256 != inputs[name]:
+            if not path.is_file() or hash_file(path).sha256 != inputs[name]:
                 raise StorageError(
                     f"{path} is missing or altered; resume from an earlier copy of the run"
                 )
@@ -486,18 +487,18 @@ def _save(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     path.parent.mkdir(exist_ok=True)
     # safetensors writes the memory behind an array as it lies there.
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    with storage.whole_file(path) as temporary:
+    with whole_file(path) as temporary:
         save_file(contiguous, temporary)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     with _readable(path):
-        return storage.read_json(path)
+        return read_json(path)
 
 
 def _read_number(path: Path, name: str) -> int:
     with _readable(path):
-        return int(storage.read_json(path)[name])
+        return int(read_json(path)[name])
 
 
 def _readable(path: Path) -> contextlib.AbstractContextManager[None]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from xmcray import storage
 from xmcray.negatives.ledger import Ledger, QueryBlock
 from xmcray.parallel import collectives
+from xmcray.storage.manifest import hash_file
 from xmcray.types import Float32Array
 
 _BLOCK_BYTES = 16 << 20  # vectors that are collected before they are written
@@ -123,7 +123,7 @@ class BackgroundWriter:
         if previous is not None:
             previous.result()  # after an error no later job runs: the ledger stays as it is
         for path in job():
-            self.hashes[self._ledger.name_of(path)] = storage.hash_file(path).sha256
+            self.hashes[self._ledger.name_of(path)] = hash_file(path).sha256
 
 
 def to_numpy(tensor: Tensor) -> Float32Array:

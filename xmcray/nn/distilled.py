@@ -19,10 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xmcray import storage
 from xmcray.errors import ConfigError
 from xmcray.nn import pretrained, transformer
 from xmcray.nn.transformer import TransformerEncoder
+from xmcray.storage.cache import cache_folder
+from xmcray.storage.manifest import hash_file
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.whole_files import whole_file
 from xmcray.types import Ragged
 
 if TYPE_CHECKING:
@@ -50,9 +53,9 @@ def distilled_tokens(name: str, tokenizer: TextTokenizer) -> Tensor:
     """
     model = pretrained.find(name)
     key = _key(model, tokenizer)
-    cache = storage.cache_folder()
+    cache = cache_folder()
     path = cache / f"tokens-{key}.npy"
-    with storage.disk_errors(path):
+    with disk_errors(path):
         cache.mkdir(parents=True, exist_ok=True)
         # The workers of a machine wait for the first one instead of all running the transformer.
         with (cache / f".tokens-{key}.lock").open("w") as lock:
@@ -62,7 +65,7 @@ def distilled_tokens(name: str, tokenizer: TextTokenizer) -> Tensor:
                 # Lengths of single tokens mean nothing: the table is scaled as a whole.
                 encoder.normalize = False
                 vectors = token_vectors(encoder, tokenizer)
-                with storage.whole_file(path) as temporary, temporary.open("wb") as file:
+                with whole_file(path) as temporary, temporary.open("wb") as file:
                     np.save(file, vectors.numpy())
         return torch.from_numpy(np.load(path))
 
@@ -73,7 +76,7 @@ def _key(model: Path, tokenizer: TextTokenizer) -> str:
     for path in sorted(model.rglob("*")):
         if path.suffix in (".json", ".txt", ".safetensors"):
             digest.update(path.relative_to(model).as_posix().encode())
-            digest.update(storage.hash_file(path).sha256.encode())
+            digest.update(hash_file(path).sha256.encode())
     for token in tokenizer.vocabulary():
         # Zero bytes between them, so that "a", "b" is another vocabulary than "ab".
         digest.update(token.encode() + b"\0")

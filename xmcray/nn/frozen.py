@@ -20,8 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from xmcray import storage
 from xmcray.parallel import collectives
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.whole_files import whole_file
 from xmcray.types import Int64Array, Ragged, find_sorted, spans
 
 FILE_ROWS = 8192
@@ -47,7 +48,7 @@ class EncodedTexts:
     ) -> None:
         keys: list[npt.NDArray[np.uint64]] = []
         paths: list[Path] = []
-        with storage.disk_errors(folder):
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for span in spans(num_texts, FILE_ROWS):
                 tokens = tokens_of(np.arange(span.start, span.stop))
@@ -123,5 +124,5 @@ def _write(path: Path, tokens: Ragged, encode: Callable[[Ragged], Tensor]) -> No
     """Encodes the texts of a file, chunk by chunk, and writes their vectors."""
     vectors = [encode(chunk).float().cpu() for chunk in tokens.chunks(TEXTS_AT_ONCE)]
     pooled_BH = torch.cat(vectors).numpy()
-    with storage.whole_file(path) as temporary, temporary.open("wb") as file:
+    with whole_file(path) as temporary, temporary.open("wb") as file:
         np.save(file, pooled_BH)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from xmcray.errors import BundleError, readable
-from xmcray.storage import read_json
+from xmcray.storage.whole_files import read_json
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:

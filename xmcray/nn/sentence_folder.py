@@ -17,7 +17,7 @@ from torch import nn
 from xmcray.errors import BundleError, ConfigError
 from xmcray.nn.encoder import WEIGHTS
 from xmcray.nn.module_files import save_settings, save_weights
-from xmcray.storage import read_json
+from xmcray.storage.whole_files import read_json
 
 # Prompts and similarity; data/tokens.py reads the prompts too.
 SENTENCE_SETTINGS = "config_sentence_transformers.json"

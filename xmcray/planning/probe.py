@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 
-from xmcray import storage
 from xmcray.errors import ResourceError
 from xmcray.negatives.refresh import best_allowed
 from xmcray.parallel import collectives
 from xmcray.planning.rates import Rates, load_rates
+from xmcray.storage.manifest import hash_file
+from xmcray.storage.whole_files import whole_file
 from xmcray.types import Ragged
 
 _INNER = 1 << 22  # bytes: more than the inner caches hold
@@ -211,9 +212,9 @@ def _disk() -> float:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         path = Path(folder) / "file"
         start = time.perf_counter()
-        with storage.whole_file(path) as part:
+        with whole_file(path) as part:
             part.write_bytes(content)
-        storage.hash_file(path)
+        hash_file(path)
         return len(content) / (time.perf_counter() - start)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from xmcray.errors import ConfigError, StorageError
 from xmcray.planning.counter import Operation
-from xmcray.storage import write_json
+from xmcray.storage.whole_files import write_json
 
 _WRITTEN_ROW = 2.0  # times a row that is read, because a write also reads what it replaces
 

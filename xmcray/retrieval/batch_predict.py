@@ -25,7 +25,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from xmcray import storage
 from xmcray.data.formats.base import BadRow, BadValue, check_text
 from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records
 from xmcray.data.formats.tables import count_rows, read_rows
@@ -33,6 +32,11 @@ from xmcray.errors import DataError, RunError, StorageError, one_line
 from xmcray.nn.side import SETTINGS as MIXER
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.storage.artifact import exclusive
+from xmcray.storage.cache import cache_folder
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.remote import is_url
+from xmcray.storage.whole_files import whole_file, write_json
 from xmcray.types import Float32Array, TopLabels
 
 # A chunk ends at the first of these that is reached.
@@ -340,11 +344,11 @@ class PredictionWork:
             StorageError: another process works on it, or the folder cannot be written.
         """
         folder = _folder(out)
-        with storage.disk_errors(folder):
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with storage.exclusive(folder):
+        with exclusive(folder):
             if not (folder / "job.json").exists():
-                storage.write_json(folder / "job.json", dict(job))
+                write_json(folder / "job.json", dict(job))
             _check_same(folder, job)
             yield cls(folder)
 
@@ -354,7 +358,7 @@ class PredictionWork:
 
     def add(self, number: int, answers: pa.Table) -> None:
         """Keeps the answers of a chunk; they are there after a crash too."""
-        with storage.whole_file(self.path(number)) as temporary:
+        with whole_file(self.path(number)) as temporary:
             pq.write_table(answers, temporary, compression="zstd", write_page_checksum=True)
         self.done.add(number)
 
@@ -365,9 +369,9 @@ class PredictionWork:
 
 def _folder(out: str | Path) -> Path:
     """Where unfinished work is kept: next to the destination; for a URL, in this user's cache."""
-    if storage.is_url(out):
+    if is_url(out):
         digest = hashlib.sha256(str(out).encode()).hexdigest()
-        return storage.cache_folder() / f"predicting-{digest[:32]}"
+        return cache_folder() / f"predicting-{digest[:32]}"
     path = Path(out).absolute()
     return path.with_name(f".{path.name}.predicting")
 

@@ -23,7 +23,7 @@
     members/NAME/               encoder, head, label side, tokenizer, order and vectors of a further
                                 trained model of a fused bundle, and its memory/vectors (fused.py)
     settings.json               how to search (Settings)
-    manifest.json               sizes and SHA-256 (storage.py)
+    manifest.json               sizes and SHA-256 (storage/)
     README.md                   the card (cards.py); not in the manifest
 
 Rows are internal because contiguous ranges of that order are statistically alike; every answer has
@@ -54,15 +54,10 @@ from xmcray.retrieval.attributes import LabelAttributes
 from xmcray.retrieval.cards import bundle_card
 from xmcray.retrieval.readable import readable
 from xmcray.retrieval.shards import VectorShard, checked_shards
-from xmcray.storage import (
-    CARD,
-    FileEntry,
-    is_url,
-    new_artifact,
-    read_json,
-    read_manifest,
-    write_text,
-)
+from xmcray.storage.artifact import new_artifact
+from xmcray.storage.manifest import CARD, FileEntry, read_manifest
+from xmcray.storage.remote import is_url
+from xmcray.storage.whole_files import read_json, write_text
 from xmcray.types import Int64Array
 
 KIND = "bundle"
@@ -126,7 +121,7 @@ def new_bundle(
     replacing: bool = False,
     metrics: Mapping[str, Any] | None = None,
 ) -> Iterator[Path]:
-    """A folder to fill, as of `storage.new_artifact`; the bundle also gets its card."""
+    """A folder to fill, as of `new_artifact`; the bundle also gets its card."""
     url = str(destination) if is_url(destination) else ""
 
     def add_card(folder: Path) -> None:

@@ -29,7 +29,7 @@ from xmcray.config import check_range
 from xmcray.data.checked_files import read_array
 from xmcray.errors import ConfigError
 from xmcray.retrieval.readable import readable
-from xmcray.storage import read_json
+from xmcray.storage.whole_files import read_json
 from xmcray.types import Float32Array, Float64Array, Int64Array, TopLabels
 
 FOLDER = "calibration"

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.pages import render
 from xmcray.hub_licences import UNKNOWN, hub_licence
-from xmcray.storage import Manifest
+from xmcray.storage.manifest import Manifest
 
 if TYPE_CHECKING:
     from xmcray.retrieval.bundle import Settings

@@ -18,7 +18,7 @@ from xmcray.nn.module_files import save_settings
 from xmcray.nn.static import StaticEncoder
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import read_settings
-from xmcray.storage import new_artifact, open_artifact
+from xmcray.storage.artifact import new_artifact, open_artifact
 
 KIND = "sentence-transformers"
 # Code for sentence-transformers, which has to be installed where it is imported.

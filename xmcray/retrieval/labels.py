@@ -27,7 +27,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from xmcray import storage
 from xmcray.data.formats.base import BadRow, BadValue, Row
 from xmcray.data.formats.json_lines import Fields, Record, RowParser, read_records
 from xmcray.errors import ConfigError, DataError
@@ -46,7 +45,9 @@ from xmcray.retrieval.fused import other_members
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import VectorShard, save_vectors, vectors_name
-from xmcray.storage import Manifest
+from xmcray.storage.artifact import exclusive, link_files, open_artifact, refuse_existing
+from xmcray.storage.manifest import FileEntry, Manifest, read_manifest
+from xmcray.storage.remote import is_url
 from xmcray.types import Float32Array, Int64Array
 
 ROOM = 1024  # rows of a shard for labels that join
@@ -381,25 +382,25 @@ class OpenBundle:
         entry = {**change, "of": self.manifest.sha256}
         about["changes"] = [*about.get("changes", []), entry]
         # Files with a second name keep their hashes: only new files are hashed.
-        linked: dict[str, storage.FileEntry] = {}
+        linked: dict[str, FileEntry] = {}
         with new_bundle(self.destination, about, linked, self.replacing) as target:
             written = write_changes(self.retriever, after, target)
             if attributes is not None:
                 written |= attributes.save(target)
-            linked |= storage.link_files(self.folder, self.manifest, target, written)
+            linked |= link_files(self.folder, self.manifest, target, written)
 
 
 @contextlib.contextmanager
 def open_for_change(bundle: str | Path, out: str | Path | None) -> Iterator[OpenBundle]:
     """Opens a bundle and compares every byte; only this process may change it in the meantime."""
-    if out is None and storage.is_url(bundle):
+    if out is None and is_url(bundle):
         raise ConfigError(
             f"{bundle} is a URL, where a bundle cannot be replaced at one moment; choose another with --out"
         )
     if out is not None:
-        storage.refuse_existing(out)
-    folder, _ = storage.open_artifact(bundle, KIND, contents=False)
-    with storage.exclusive(folder) if out is None else contextlib.nullcontext():
-        manifest = storage.read_manifest(folder, KIND)
+        refuse_existing(out)
+    folder, _ = open_artifact(bundle, KIND, contents=False)
+    with exclusive(folder) if out is None else contextlib.nullcontext():
+        manifest = read_manifest(folder, KIND)
         retriever = Retriever.load(folder)
         yield OpenBundle(retriever, folder, manifest, out or bundle, replacing=out is None)

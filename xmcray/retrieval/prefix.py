@@ -19,7 +19,7 @@ from xmcray.retrieval.bundle import KIND, Settings, read_labels, read_settings
 from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bundle
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.shards import ShardBuild, open_vectors, vectors_name
-from xmcray.storage import open_artifact
+from xmcray.storage.artifact import open_artifact
 from xmcray.types import Float32Array, spans
 
 _BLOCK_ROWS = 65_536

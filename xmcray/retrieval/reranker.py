@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from xmcray import config as configs
-from xmcray import storage
 from xmcray.config import check_range
 from xmcray.nn.cross_encoder import CrossEncoder, Pair
 from xmcray.nn.module_files import load_settings, reading, save_settings
 from xmcray.retrieval.label_index import LabelIndex
+from xmcray.storage.artifact import open_artifact
+from xmcray.storage.remote import is_url
 from xmcray.types import Float32Array, TopLabels
 
 KIND = "reranker"
@@ -67,10 +68,10 @@ class Reranker:
             BundleError: it is no cross-encoder with one output.
         """
         # A hub id has no folder of its own.
-        if not storage.is_url(path) and not (Path(path) / SETTINGS).is_file():
+        if not is_url(path) and not (Path(path) / SETTINGS).is_file():
             config = RerankConfig()
             return cls(CrossEncoder.load(path, config.max_len) if reads else None, config)
-        folder, manifest = storage.open_artifact(path, KIND)
+        folder, manifest = open_artifact(path, KIND)
         with reading(KIND, folder):
             config = configs.build(RerankConfig, load_settings(folder / SETTINGS))
         encoder = CrossEncoder.load(str(folder), config.max_len) if reads else None

@@ -30,7 +30,7 @@ from xmcray.retrieval.predictors import LabelPredictor, MemoryPredictor, Predict
 from xmcray.retrieval.query_encoder import QueryEncoder, check_side_vectors
 from xmcray.retrieval.shards import ALL_SHARDS, EVERYTHING, SearchScope, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.storage import open_artifact
+from xmcray.storage.artifact import open_artifact
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels, spans
 
 if TYPE_CHECKING:

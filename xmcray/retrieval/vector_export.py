@@ -32,7 +32,7 @@ from xmcray.retrieval.bundle import Settings, read_labels, read_settings
 from xmcray.retrieval.export_target import ExportTarget, label_block
 from xmcray.retrieval.shards import open_vectors, vectors_name
 from xmcray.retrieval.vector_systems import SYSTEMS
-from xmcray.storage import new_artifact, open_artifact
+from xmcray.storage.artifact import new_artifact, open_artifact
 from xmcray.types import Float32Array, Int64Array
 
 KIND = "vectors"

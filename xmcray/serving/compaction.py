@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from xmcray import storage
 from xmcray.retrieval.bundle import KIND, new_bundle
 from xmcray.retrieval.labels import write_changes
 from xmcray.retrieval.retriever import Retriever
 from xmcray.serving.snapshot import Snapshot
+from xmcray.storage.artifact import link_files, open_artifact
+from xmcray.storage.manifest import FileEntry, read_manifest
 
 
 def write_compacted(snapshot: Snapshot, out: str, threads: int) -> str:
@@ -22,7 +23,7 @@ def write_compacted(snapshot: Snapshot, out: str, threads: int) -> str:
         XmcrayError: it cannot be written there.
     """
     exported = Retriever.load(snapshot.folder, threads=threads)
-    manifest = storage.read_manifest(snapshot.folder, KIND)
+    manifest = read_manifest(snapshot.folder, KIND)
     change = {"operations": snapshot.number, "of": manifest.sha256}
     about = {
         **manifest.about,
@@ -30,10 +31,10 @@ def write_compacted(snapshot: Snapshot, out: str, threads: int) -> str:
         "label_log": {"model": snapshot.model, "number": snapshot.number},
     }
     # Filled in the block: entries of files that are already verified are not hashed again.
-    entries: dict[str, storage.FileEntry] = {}
+    entries: dict[str, FileEntry] = {}
     with new_bundle(out, about, entries) as target:
         # Only files that changed are written; the others are hard links to the old bundle's.
         written = write_changes(exported, snapshot.retriever, target)
         written |= snapshot.attributes.save(target)
-        entries |= storage.link_files(snapshot.folder, manifest, target, written)
-    return storage.open_artifact(out, KIND, contents=False)[1].sha256
+        entries |= link_files(snapshot.folder, manifest, target, written)
+    return open_artifact(out, KIND, contents=False)[1].sha256

@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xmcray import storage
 from xmcray.errors import DataError
 from xmcray.serving.event_files import read_lines
 from xmcray.serving.events import keyed_hash, redaction_key
 from xmcray.serving.label_log import removed_labels
 from xmcray.serving.schema import EventName
 from xmcray.serving.state_folder import EVENTS, LABELS, folder_name
+from xmcray.storage.artifact import new_artifact, refuse_existing
 
 KIND = "events"
 REMOVED_UIDS = "removed_labels.jsonl"  # as data/append.py reads it
@@ -127,7 +127,7 @@ def export_events(
         NoFeedbackError: there is no feedback after that event.
         StorageError: the log is missing or damaged, or the folder exists.
     """
-    storage.refuse_existing(out)
+    refuse_existing(out)
     folder = Path(state_dir) / folder_name(model)
     reading = _Reading(folder, model, after, {**GRADES, **(grades or {})}, texts)
     reading.read()
@@ -139,7 +139,7 @@ def export_events(
             " export again when there is more feedback"
         )
     about: dict[str, Any] = {"model": model}
-    with storage.new_artifact(out, KIND, about) as target:
+    with new_artifact(out, KIND, about) as target:
         num_rows = {"train": 0, "test": 0}
         for split in num_rows:
             rows = [query.row() for query in queries if _split(query.text, hold_out) == split]

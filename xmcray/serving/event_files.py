@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from xmcray import storage
 from xmcray.errors import StorageError
 from xmcray.serving.log_database import LogReader, create_database
 from xmcray.serving.log_lines import Line, first_line
+from xmcray.storage.artifact import is_locked
 
 READ_BYTES = 4 << 20  # lines that are read at once
 _NAME = re.compile(r"([0-9]{12})-([0-9]{10,})\.sqlite")
@@ -97,7 +97,7 @@ def read_lines(folder: Path, model: str) -> Iterator[Line]:
         raise StorageError(
             f"{folder} has no event log, expected the files of a server with --collect-events"
         )
-    has_writer = storage.is_locked(folder)
+    has_writer = is_locked(folder)
     last = files[0].begin
     for file in files:
         if file.begin != last:

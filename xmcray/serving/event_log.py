@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from xmcray import storage
 from xmcray.errors import StorageError, one_line
 from xmcray.serving.event_files import EventFile, event_files, file_lines, new_event_file
 from xmcray.serving.events import EventT, FeedbackEvent, SearchEvent, redacted, redaction_key
 from xmcray.serving.log_database import LogDatabase
 from xmcray.serving.log_lines import encode_line
 from xmcray.serving.problems import ProblemError
+from xmcray.storage.artifact import exclusive
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.whole_files import make_folder
 
 MAX_QUEUED = 32 << 20  # letters of texts and uids that wait
 MAX_REQUESTS = 100_000  # newest searches that can get feedback
@@ -113,10 +115,10 @@ class EventLog:
         self._changed = threading.Condition()
         # By request id, the oldest first.
         self._searches: dict[str, _LoggedSearch] = {}
-        with contextlib.ExitStack() as stack, storage.disk_errors(folder):
-            storage.make_folder(folder)
+        with contextlib.ExitStack() as stack, disk_errors(folder):
+            make_folder(folder)
             # The system ends this lock when the process dies.
-            stack.enter_context(storage.exclusive(folder))
+            stack.enter_context(exclusive(folder))
             self._key = redaction_key(folder) if redact else None
             self._open(stack)
             self._thread = threading.Thread(target=self._run, name="events", daemon=True)

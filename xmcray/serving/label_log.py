@@ -17,13 +17,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
-from xmcray import storage
 from xmcray.errors import StorageError
 from xmcray.serving.log_database import LogDatabase, LogReader, create_database
 from xmcray.serving.log_lines import Line, encode_line, first_line
 from xmcray.serving.log_segments import SegmentStore
 from xmcray.serving.log_upload import Uploader
 from xmcray.serving.schema import Operation
+from xmcray.storage.artifact import exclusive, is_locked
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.whole_files import make_folder
 
 DATABASE = "label_log.sqlite"
 READ_BYTES = 4 << 20  # that `since` reads at once
@@ -42,7 +44,7 @@ def removed_labels(state_dir: Path, model: str) -> set[str]:
     removed: set[str] = set()
     if not path.exists():
         return removed
-    has_writer = storage.is_locked(state_dir)
+    has_writer = is_locked(state_dir)
     with contextlib.closing(LogReader(path, model, has_writer=has_writer)) as reader:
         for line in reader.lines_after(reader.begin):
             for operation in line.operations:
@@ -86,10 +88,10 @@ class LabelLog:
         self.uploader: Uploader | None = None
         self._state = Path(state_dir)
         self._writing = threading.Lock()
-        with contextlib.ExitStack() as stack, storage.disk_errors(self._state):
-            storage.make_folder(self._state)
+        with contextlib.ExitStack() as stack, disk_errors(self._state):
+            make_folder(self._state)
             # The system ends this lock when the process dies.
-            stack.enter_context(storage.exclusive(self._state))
+            stack.enter_context(exclusive(self._state))
             copy = SegmentStore(upload_url) if upload_url else None
             self._create_if_missing(start_after, copy)
             self._database = LogDatabase(self._state / DATABASE, model)

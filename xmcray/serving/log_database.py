@@ -20,10 +20,11 @@ import threading
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
-from xmcray import storage
 from xmcray.errors import StorageError, one_line
 from xmcray.serving.log_lines import Line, parse_line
 from xmcray.serving.wal_check import check_wal
+from xmcray.storage.path_errors import disk_full
+from xmcray.storage.whole_files import aside, fsync
 
 CHECKPOINT_BYTES = 4 << 20  # a longer WAL is copied into the database
 _HEADER_BYTES = 100
@@ -38,7 +39,7 @@ def create_database(path: Path, lines: Iterable[Line]) -> None:
         path: the file.
         lines: commits, in order.
     """
-    unfinished = storage.aside(path)
+    unfinished = aside(path)
     with contextlib.closing(_connect(unfinished, "rwc")) as connection:
         try:
             connection.execute("PRAGMA synchronous=FULL")
@@ -53,9 +54,9 @@ def create_database(path: Path, lines: Iterable[Line]) -> None:
             connection.execute("PRAGMA journal_mode=WAL")
         except sqlite3.Error as error:
             raise _write_error(path, error) from error
-    storage.fsync(unfinished)
+    fsync(unfinished)
     unfinished.rename(path)
-    storage.fsync(path.parent)
+    fsync(path.parent)
 
 
 class LogReader:
@@ -196,7 +197,7 @@ class LogDatabase(LogReader):
             self._writer.execute("PRAGMA wal_autocheckpoint=0")
             # Frames that a killed process wrote may not be on the disk yet. They count from now on.
             if self._wal.exists():
-                storage.fsync(self._wal)
+                fsync(self._wal)
             with contextlib.suppress(sqlite3.OperationalError):  # the disk is full: reading goes on
                 self._truncate_wal()
             # Closed in reverse order: the writer must be the last one, because it empties the WAL.
@@ -268,7 +269,7 @@ def _insert(connection: sqlite3.Connection, line: Line) -> None:
 
 def _write_error(path: Path, error: sqlite3.Error) -> StorageError:
     if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-        return storage.disk_full(path)
+        return disk_full(path)
     return StorageError(
         f"{path} could not be written ({error}); see to the disk and restart the writer"
     )

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from fsspec.implementations.local import LocalFileSystem
 
-from xmcray import storage
 from xmcray.errors import StorageError
 from xmcray.serving.log_lines import Line, split_lines
+from xmcray.storage.remote import filesystem_of, reaching
+from xmcray.storage.whole_files import whole_file
 
 FOLDER = "label_log"
 _NAME = re.compile(r"([0-9]{12,})-([0-9]{12,})-([0-9a-f]{16})\.log")
@@ -61,11 +62,11 @@ class SegmentStore:
     def __init__(self, url: str) -> None:
         """Opens the copy below a folder or fsspec URL."""
         self.url = f"{url.rstrip('/')}/{FOLDER}"
-        self._files, self._root = storage.filesystem_of(self.url)
+        self._files, self._root = filesystem_of(self.url)
 
     def segments(self) -> list[Segment]:
         """All segments, in order."""
-        with storage.reaching(self.url):
+        with reaching(self.url):
             # Another process may have written segments since.
             self._files.invalidate_cache(self._root)
             try:
@@ -87,13 +88,13 @@ class SegmentStore:
         """
         data = b"".join(line.data for line in lines)
         path = f"{self._root}/{Segment.of(lines).name}"
-        with storage.reaching(self.url):
+        with reaching(self.url):
             self._files.makedirs(self._root, exist_ok=True)
             if not isinstance(self._files, LocalFileSystem):
                 self._files.pipe_file(path, data)
                 return
             # Unlike other file systems, a local one shows a file while it is being written.
-            with storage.whole_file(Path(path)) as temporary:
+            with whole_file(Path(path)) as temporary:
                 temporary.write_bytes(data)
 
     def lines(self, model: str, segments: Sequence[Segment]) -> Iterator[Line]:
@@ -113,7 +114,7 @@ class SegmentStore:
         yielded: set[bytes] = set()
         for segment in segments:
             where = f"{self.url}/{segment.name}"
-            with storage.reaching(self.url):
+            with reaching(self.url):
                 data = self._files.cat_file(f"{self._root}/{segment.name}")
             if _digest(data) != segment.digest:
                 raise StorageError(

@@ -13,11 +13,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from xmcray import storage
 from xmcray.config import check_range, dump
 from xmcray.errors import ConfigError, ResourceError
 from xmcray.retrieval.bundle import KIND
 from xmcray.serving.settings import ServeConfig, authority, num_searchers
+from xmcray.storage.artifact import open_artifact
 
 # Time limit of a request on Ray Serve: a swap may take long; searches have deadlines of their own.
 LONGEST_S = 605.0
@@ -64,7 +64,7 @@ def serve_forever(
         StorageError: a bundle is missing or damaged.
     """
     for bundle in config.bundles.values():
-        storage.open_artifact(bundle, KIND, contents=False)
+        open_artifact(bundle, KIND, contents=False)
     alone = not several(config) and not num_searchers(config)
     check_address(config, host, grpc_port if several(config) else 0, accept_open_ports)
     check_port(host, port)

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from xmcray import storage
 from xmcray.config import check_choice, check_range
 from xmcray.errors import ConfigError
 from xmcray.nn.compact import PRECISIONS
 from xmcray.retrieval.bundle import KIND, read_settings
 from xmcray.serving.schema import MAX_BODY, MAX_K, MAX_TEXTS
+from xmcray.storage.artifact import open_artifact
 
 MODES = ("auto", "single", "composed")
 LONG_TEXTS = ("truncate", "refuse")
@@ -139,7 +139,7 @@ def num_searchers(config: ServeConfig) -> int:
     num_labels = 0
     num_shards = 0
     for bundle in config.bundles.values():
-        settings = read_settings(storage.open_artifact(bundle, KIND, contents=False)[0])
+        settings = read_settings(open_artifact(bundle, KIND, contents=False)[0])
         num_labels = max(num_labels, settings.num_labels)
         num_shards = max(num_shards, len(settings.shards))
     if config.mode == "auto" and num_labels < COMPOSED_LABELS:

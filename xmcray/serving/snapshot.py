@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from xmcray import storage
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.answers import FoundLabel
 from xmcray.retrieval.attributes import LabelAttributes
@@ -28,6 +27,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ALL_SHARDS, NO_SHARDS, ShardSubset
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.serving import schema
+from xmcray.storage.artifact import open_artifact
 from xmcray.types import Float32Array
 
 MAX_VIEWS = 16  # filters whose views are kept
@@ -119,7 +119,7 @@ class Snapshot:
             # Only processes that name answers order them. In the composed mode these have no
             # shards, and a deployment of its own reads.
             retriever = retriever.reranked_by(rerank, reads=subset == ALL_SHARDS)
-        folder, manifest = storage.open_artifact(bundle, KIND, contents=False)
+        folder, manifest = open_artifact(bundle, KIND, contents=False)
         number = number_in(manifest.about, model)
         attributes = read_attributes(folder, retriever.settings)
         label_sides = load_label_sides(folder, retriever.settings)

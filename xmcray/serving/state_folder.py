@@ -11,11 +11,11 @@ import hashlib
 import re
 from pathlib import Path
 
-from xmcray import storage
 from xmcray.errors import readable
 from xmcray.serving.event_log import EventLog
 from xmcray.serving.label_log import LabelLog
 from xmcray.serving.settings import ServeConfig
+from xmcray.storage.whole_files import read_json, write_json
 
 EVENTS = "events"
 LABELS = "labels"
@@ -51,7 +51,7 @@ class StateFolder:
         with readable(failure, f"remove the file to serve {self._configured}"):
             if not self._head_file.exists():
                 return self._configured, None
-            head = storage.read_json(self._head_file)
+            head = read_json(self._head_file)
             configured = head["configured"]
             bundle = str(head["bundle"])
             version = str(head["version"])
@@ -67,7 +67,7 @@ class StateFolder:
             version: its SHA-256.
         """
         head = {"configured": self._configured, "bundle": bundle, "version": version}
-        storage.write_json(self._head_file, head)
+        write_json(self._head_file, head)
 
     def open_events(self) -> EventLog | None:
         """Opens the event log; None if events are not collected."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.calibration import Calibration
 from xmcray.retrieval.labels import open_for_change
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.artifact import open_artifact
 from xmcray.training.export import selected_bundle
 from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import bundle_of, check_fits
@@ -39,7 +39,7 @@ def calibrate(path: str, corpus: Corpus, out: str | Path | None = None) -> Calib
         judge = selected_bundle(run, corpus) or path
     with open_for_change(path, out) as source:
         check_fits(source.retriever, corpus)
-        folder, manifest = storage.open_artifact(judge, KIND)
+        folder, manifest = open_artifact(judge, KIND)
         rows = held_out_by(str(judge), manifest.about, corpus).validation_rows
         calibration = fit_calibration(Retriever.of_folder(folder), corpus, rows)
         calibrated = dataclasses.replace(source.retriever, calibration=calibration)

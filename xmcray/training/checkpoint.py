@@ -31,13 +31,15 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from xmcray import storage
 from xmcray.errors import StorageError, readable
 from xmcray.negatives.ledger import QueryBlock
 from xmcray.negatives.shortlists import check_state
 from xmcray.nn.row_table import copy_rows
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
+from xmcray.storage.artifact import open_artifact
+from xmcray.storage.manifest import check_contents, read_manifest
+from xmcray.storage.whole_files import publish, read_json
 from xmcray.training.step import Stepper
 
 KIND = "checkpoint"
@@ -105,9 +107,9 @@ def newest(folder: Path) -> Checkpoint | None:
 def _check_share(path: Path) -> Checkpoint:
     """A checkpoint with the hashes of this rank's share of its files compared."""
     checkpoint = open_checkpoint(path)
-    manifest = storage.read_manifest(path, KIND)
+    manifest = read_manifest(path, KIND)
     own_names = sorted(manifest.files)[collectives.rank() :: collectives.num_ranks()]
-    storage.check_contents(path, manifest, own_names, source=path)
+    check_contents(path, manifest, own_names, source=path)
     return checkpoint
 
 
@@ -122,7 +124,7 @@ def set_aside_newer(folder: Path, step: int) -> None:
             target = path.with_name(f"{_DAMAGED}-{path.name}")
             # An attempt that ended before its first checkpoint has set aside this step already.
             shutil.rmtree(target, ignore_errors=True)
-            storage.publish(path, target)
+            publish(path, target)
 
 
 def remove_superseded(folder: Path, keep: int) -> None:
@@ -172,10 +174,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         StorageError: a file is missing or has another size, or the state is malformed.
     """
-    _, manifest = storage.open_artifact(path, KIND, contents=False)
+    _, manifest = open_artifact(path, KIND, contents=False)
     with _readable(path):
         step = int(manifest.about["step"])
-        negatives = storage.read_json(path / "state.json")["negatives"]
+        negatives = read_json(path / "state.json")["negatives"]
         check_state(negatives, step)
     return Checkpoint(path, step, negatives)
 

@@ -27,11 +27,12 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xmcray import storage
 from xmcray.errors import StorageError, XmcrayError
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
-from xmcray.storage import FileEntry
+from xmcray.storage.manifest import FileEntry, finish_manifest, hash_file
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.whole_files import aside, fsync, publish, write_json
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.step import Stepper
 from xmcray.types import spans
@@ -125,7 +126,7 @@ class CheckpointWriter:
         unfinished = self._unfinished(step)
         error = None
         try:
-            with storage.disk_errors(unfinished):
+            with disk_errors(unfinished):
                 unfinished.mkdir(parents=True, exist_ok=True)
                 if self._is_first:
                     # Written at once: a frozen encoder may hold files that must not be copied.
@@ -234,11 +235,11 @@ class CheckpointWriter:
         _yield_to_training()
         unfinished = self._unfinished(snapshot.step)
         try:
-            with storage.disk_errors(unfinished):
+            with disk_errors(unfinished):
                 self._write_own_files(unfinished, snapshot)
             self._own_files_written.set()
             if self._is_first and self._wait_for_all_ranks(unfinished, snapshot.num_ranks):
-                with storage.disk_errors(unfinished):
+                with disk_errors(unfinished):
                     self._publish(unfinished, snapshot.step)
         except XmcrayError as error:
             self._error = str(error)
@@ -262,9 +263,9 @@ class CheckpointWriter:
             if snapshot.modules:
                 save_file(dict(snapshot.modules), unfinished / "modules.safetensors")
             save_file(dict(snapshot.optimizer), unfinished / "optimizer.safetensors")
-            storage.write_json(unfinished / "state.json", snapshot.state)
+            write_json(unfinished / "state.json", snapshot.state)
         note = unfinished / _NOTE.replace("*", f"{rank:04d}")
-        temporary = storage.aside(note)
+        temporary = aside(note)
         temporary.write_text(json.dumps(entries), encoding="utf-8")
         # Nothing may follow: rank 0 moves the folder as soon as it sees the last note. The note
         # needs no sync, because it counts only while this attempt runs.
@@ -285,11 +286,11 @@ class CheckpointWriter:
             for name, (size, sha256) in written.items():
                 entries[name] = FileEntry(size, sha256)
             note.unlink()
-        storage.finish_manifest(unfinished, checkpoints.KIND, {"step": step}, entries)
+        finish_manifest(unfinished, checkpoints.KIND, {"step": step}, entries)
         destination = checkpoints.step_folder(self._folder, step)
         # A checkpoint of the same step whose files were altered may be in the way.
         shutil.rmtree(destination, ignore_errors=True)
-        storage.publish(unfinished, destination)
+        publish(unfinished, destination)
         checkpoints.remove_superseded(self._folder, self._keep)
 
 
@@ -324,6 +325,6 @@ def _write_blocks(
 
 def _add_entry(file: Path, entries: _Entries) -> None:
     """Syncs a file and adds its size and hash."""
-    storage.fsync(file)
-    entry = storage.hash_file(file)
+    fsync(file)
+    entry = hash_file(file)
     entries[file.name] = [entry.size, entry.sha256]

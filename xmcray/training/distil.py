@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xmcray import config as configs
-from xmcray import draws, storage
+from xmcray import draws
 from xmcray.config import check_ranges
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
@@ -38,6 +38,8 @@ from xmcray.permutations import random_sample
 from xmcray.retrieval.bundle import KIND, new_bundle
 from xmcray.retrieval.query_encoder import CHUNK
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.artifact import link_files, open_artifact, refuse_existing
+from xmcray.storage.manifest import FileEntry, Manifest
 from xmcray.training.held_out import held_out_by, without_voters
 from xmcray.training.optim import EncoderOptimizer, OptimConfig, lr_factor
 from xmcray.training.outcome import check_fits
@@ -162,8 +164,8 @@ def distil(
         StorageError: the bundle is damaged, `out` exists, or the disk is full.
     """
     config = config or Distillation()
-    storage.refuse_existing(out)
-    folder, manifest = storage.open_artifact(path, KIND)
+    refuse_existing(out)
+    folder, manifest = open_artifact(path, KIND)
     teacher = Retriever.of_folder(folder)
     check_fits(teacher, corpus)
     transformer = _transformer(teacher, path)
@@ -222,18 +224,18 @@ def _write(
     out: str | Path,
     student: Retriever,
     teacher: Path,
-    manifest: storage.Manifest,
+    manifest: Manifest,
     changes: Mapping[str, Any],
 ) -> None:
     """Writes the student's encoder and probabilities; the other files are the teacher's."""
     replaced = {name for name in manifest.files if name.startswith(_REPLACED)}
     # Files with a second name keep their hashes: only new files are hashed.
-    linked: dict[str, storage.FileEntry] = {}
+    linked: dict[str, FileEntry] = {}
     with new_bundle(out, {**manifest.about, **changes}, linked) as target:
         student.query_encoder.encoder.save(target / "encoder")
         if student.calibration is not None:
             student.calibration.save(target)
-        linked |= storage.link_files(teacher, manifest, target, replaced)
+        linked |= link_files(teacher, manifest, target, replaced)
 
 
 def _held_out(path: str, about: Mapping[str, Any], corpus: Corpus) -> tuple[TrainingData, bool]:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from xmcray import config as configs
-from xmcray import storage
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, RunError
@@ -23,7 +22,9 @@ from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.memory import remember
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild
-from xmcray.storage import is_url
+from xmcray.storage.artifact import refuse_existing
+from xmcray.storage.manifest import MANIFEST
+from xmcray.storage.remote import is_url
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.loop import Setup, assemble, build
@@ -56,7 +57,7 @@ def export_run(
         RunError: the run is not finished, or the corpus is not the one it was trained on.
         StorageError: `out` exists, the disk is full, or checkpoint or corpus were altered.
     """
-    storage.refuse_existing(out)
+    refuse_existing(out)
     seed = run.config.optim.seed
     spec = index_spec(seed, settings or {})
     last = last_checkpoint(run)
@@ -149,7 +150,7 @@ def selected_bundle(run: Run, corpus: Corpus) -> Path | None:
     if not (folder / "run.json").is_file():
         return None
     bundle = folder / "bundle"
-    if not (bundle / storage.MANIFEST).exists():
+    if not (bundle / MANIFEST).exists():
         export_run(Run.open(folder), bundle, corpus)
     return bundle
 

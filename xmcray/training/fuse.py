@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from xmcray import config as configs
-from xmcray import storage
 from xmcray.data.corpus import KIND as CORPUS
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
@@ -37,6 +36,9 @@ from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import MemoryConfig
 from xmcray.retrieval.word_index import FOLDER as WORDS
 from xmcray.retrieval.word_index import LABELS, QUERIES, file_names, write_word_index
+from xmcray.storage.artifact import link_files, new_artifact, open_artifact, refuse_existing
+from xmcray.storage.manifest import FileEntry, read_manifest
+from xmcray.storage.remote import is_url
 from xmcray.training.held_out import held_out_by, relevance_of, without_voters
 from xmcray.training.outcome import bundle_of, check_fits
 from xmcray.training.part_weights import MEMORY_KEYS, METRICS, WORD_KEYS, Choice, WeightSearch
@@ -97,7 +99,7 @@ def fuse(
         DataError: bundles and corpus do not belong together.
         StorageError: `out` is not empty, or the disk is full.
     """
-    storage.refuse_existing(out)
+    refuse_existing(out)
     for name in metrics:
         if name not in MAIN_METRICS:
             raise ConfigError(configs.unknown("metric", name, list(MAIN_METRICS)))
@@ -105,7 +107,7 @@ def fuse(
         _check_same_texts(corpus, other)
     sources = [_source(path, [corpus, *retokenized]) for path in paths]
     held_out = _held_out(sources)
-    parent = None if storage.is_url(out) else Path(out).absolute().parent
+    parent = None if is_url(out) else Path(out).absolute().parent
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fusing.", dir=parent) as folder:
@@ -204,7 +206,7 @@ def _source(path: str, corpora: Sequence[Corpus]) -> _Source:
     """Finds the bundles of a run or bundle, and its corpus: the first one if none is its own."""
     folder = Path(path)
     if not (folder / "run.json").is_file():
-        _, manifest = storage.open_artifact(path, KIND, contents=False)
+        _, manifest = open_artifact(path, KIND, contents=False)
         corpus = _own_corpus(manifest.about.get("corpus_sha256"), corpora)
         return _Source(path, path, corpus)
     run = Run.open(folder)
@@ -230,7 +232,7 @@ def _check_same_texts(corpus: Corpus, other: Corpus) -> None:
     """
     files = []
     for path in (corpus.path, other.path):
-        manifest = storage.read_manifest(path, CORPUS)
+        manifest = read_manifest(path, CORPUS)
         hashes = {}
         for name, entry in manifest.files.items():
             if name.endswith((".parquet", ".labels.npy")) or name.startswith("filters/"):
@@ -252,7 +254,7 @@ def _held_out(sources: Sequence[_Source]) -> Int64Array:
     rows = remembered_rows(sources[0].corpus.split("train"))
     for source in sources:
         bundle = source.selected
-        _, manifest = storage.open_artifact(bundle, KIND, contents=False)
+        _, manifest = open_artifact(bundle, KIND, contents=False)
         if manifest.about.get("members"):
             raise ConfigError(f"bundle {bundle} has several members; name their runs instead")
         held_out = held_out_by(bundle, manifest.about, source.corpus)
@@ -297,7 +299,7 @@ def _write_words(corpus: Corpus, target: Path) -> Path:
     train = corpus.split("train")
     query_texts = train.texts(remembered_rows(train))
     label_texts = corpus.label_texts(np.arange(corpus.card.num_labels))
-    with storage.new_artifact(target, WORDS, {}) as made:
+    with new_artifact(target, WORDS, {}) as made:
         write_word_index(made, query_texts, label_texts)
     return target
 
@@ -310,7 +312,7 @@ def _write_member(
     progress: Progress | None = None,
 ) -> Path:
     """Writes a bundle with a memory, as a part of a fused bundle; returns its folder."""
-    folder, manifest = storage.open_artifact(source, KIND)
+    folder, manifest = open_artifact(source, KIND)
     settings = read_settings(folder)
     check_fits(Retriever.load(folder), corpus)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -320,8 +322,8 @@ def _write_member(
     # other scores.
     outdated = ("memory/", f"{WORDS}/", f"{CALIBRATION}/")
     replaced = [name for name in manifest.files if name.startswith(outdated)]
-    linked: dict[str, storage.FileEntry] = {}
-    with storage.new_artifact(target, KIND, manifest.about, linked) as made:
+    linked: dict[str, FileEntry] = {}
+    with new_artifact(target, KIND, manifest.about, linked) as made:
         train = corpus.split("train")
         relevance = relevance_of(manifest.about, corpus)
         write = remember(train, encode, MemoryConfig(), MEMORY_INDEX, threads, relevance)
@@ -332,7 +334,7 @@ def _write_member(
             "shards": memory["shards"],
         }
         write_settings(made, dataclasses.replace(settings, predictor=predictor))
-        linked |= storage.link_files(folder, manifest, made, [*replaced, _SETTINGS])
+        linked |= link_files(folder, manifest, made, [*replaced, _SETTINGS])
     return target
 
 
@@ -422,13 +424,13 @@ def _put_together(
         about: more entries of the manifest.
         calibration: the probabilities of its answers.
     """
-    manifests = [storage.read_manifest(member, KIND) for member in members]
+    manifests = [read_manifest(member, KIND) for member in members]
     about = {**manifests[0].about, **about}
     if len(members) > 1:
         names = [member.name for member in config.members]
         runs = [manifest.about for manifest in manifests]
         about["members"] = dict(zip(names, runs, strict=True))
-    linked: dict[str, storage.FileEntry] = {}
+    linked: dict[str, FileEntry] = {}
     with new_bundle(out, about, linked) as target:
         for place, member in enumerate(config.members):
             # The first member is the bundle itself.
@@ -436,14 +438,14 @@ def _put_together(
             folder = target / prefix
             settings = read_settings(members[place])
             without = _unused_files(list(manifests[place].files), config, place)
-            entries = storage.link_files(members[place], manifests[place], folder, without)
+            entries = link_files(members[place], manifests[place], folder, without)
             linked |= {f"{prefix}{name}": entry for name, entry in entries.items()}
             write_settings(folder, _member_settings(settings, config, place))
         if calibration is not None:
             calibration.save(target)
-        manifest = storage.read_manifest(words, WORDS)
+        manifest = read_manifest(words, WORDS)
         unused_words = _unused_words(list(manifest.files), config)
-        linked |= storage.link_files(words, manifest, target, unused_words)
+        linked |= link_files(words, manifest, target, unused_words)
 
 
 def _member_settings(settings: Settings, config: PartsConfig, place: int) -> Settings:

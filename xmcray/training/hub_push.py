@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xmcray import hub, storage
+from xmcray import hub
 from xmcray.data.corpus import KIND as CORPUS
 from xmcray.data.corpus import Corpus
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.bundle import card_of
 from xmcray.retrieval.cards import corpus_card
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.artifact import open_artifact
+from xmcray.storage.manifest import CARD, MANIFEST
 from xmcray.training.outcome import measure_bundle
 
 
@@ -31,7 +33,7 @@ def push_bundle(
         StorageError: the bundle is damaged, or the Hub cannot be reached.
         DataError: bundle and corpus do not belong together.
     """
-    folder, manifest = storage.open_artifact(bundle, BUNDLE)
+    folder, manifest = open_artifact(bundle, BUNDLE)
     card = None
     if data is not None:
         corpus = Corpus.open(data)
@@ -39,14 +41,14 @@ def push_bundle(
         evaluation = measure_bundle(Retriever.load(bundle), corpus, "test")
         metrics = {**evaluation.to_json(), "bundle_sha256": manifest.sha256}
     text = card_of(folder, url, metrics, card)
-    _commit(folder, [*manifest.files, storage.MANIFEST], text, url)
+    _commit(folder, [*manifest.files, MANIFEST], text, url)
 
 
 def push_corpus(path: str, url: str) -> None:
     """As `push_bundle`, for a corpus."""
-    folder, manifest = storage.open_artifact(path, CORPUS)
+    folder, manifest = open_artifact(path, CORPUS)
     text = corpus_card(Corpus.open(path, verify=False), url)
-    _commit(folder, [*manifest.files, storage.MANIFEST], text, url)
+    _commit(folder, [*manifest.files, MANIFEST], text, url)
 
 
 def _commit(folder: Path, names: list[str], card: str, url: str) -> None:
@@ -56,5 +58,5 @@ def _commit(folder: Path, names: list[str], card: str, url: str) -> None:
             target = Path(staging) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(folder / name)
-        (Path(staging) / storage.CARD).write_text(card, encoding="utf-8")
+        (Path(staging) / CARD).write_text(card, encoding="utf-8")
         hub.commit_folder(Path(staging), url, f"Push {folder.name}", replace=True)

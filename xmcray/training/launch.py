@@ -27,7 +27,7 @@ from xmcray.negatives.pool import NegativePool
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher
 from xmcray.ray_adapter.session import ray_session
 from xmcray.ray_adapter.workers import WorkerGroup, run_workers
-from xmcray.storage import is_url
+from xmcray.storage.remote import is_url
 from xmcray.training import trackers
 from xmcray.training.checkpoint import newest as newest_checkpoint
 from xmcray.training.loop import Loop, build

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xmcray import storage
 from xmcray.data.batches import BatchSampler, TrainingData
 from xmcray.data.side_signal import side_signal
 from xmcray.errors import StorageError
@@ -31,6 +30,7 @@ from xmcray.nn.heads import FusionConfig
 from xmcray.nn.side import MixedEncoder
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
+from xmcray.storage.whole_files import write_json
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.optim import lr_factor
@@ -361,7 +361,7 @@ class Loop:
             "schedule_broken_at_step": self.feed.broken_at_step,
         }
         if collectives.rank() == 0:
-            storage.write_json(self.run.path / "result.json", result)
+            write_json(self.run.path / "result.json", result)
         # No rank returns before the file is there.
         collectives.broadcast_int(0)
         return result

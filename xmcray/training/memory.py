@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.data.tokens import TextTokenizer, from_transformer
 from xmcray.errors import DataError
@@ -23,6 +22,8 @@ from xmcray.retrieval.memory import remember
 from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.storage.artifact import open_artifact, refuse_existing
+from xmcray.storage.manifest import MANIFEST
 from xmcray.training.export import of_all_labels, sample_rows
 from xmcray.training.held_out import relevance_of
 from xmcray.training.outcome import bundle_of
@@ -52,7 +53,7 @@ def memory_bundle(
         DataError: it needs other tokens than the corpus has.
         StorageError: `out` is not empty, or the disk is full.
     """
-    storage.refuse_existing(out)
+    refuse_existing(out)
     trained_encoder, head = open_encoder(encoder, corpus)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     query_encoder = QueryEncoder(
@@ -148,9 +149,9 @@ def open_encoder(path: str, corpus: Corpus) -> tuple[Encoder, Head]:
     if (folder / "run.json").is_file():
         run = Run.open(folder)
         path = bundle_of(run, corpus if run.corpus_sha256 == corpus.sha256 else None)
-    is_bundle = "://" in path or (Path(path) / storage.MANIFEST).is_file()
+    is_bundle = "://" in path or (Path(path) / MANIFEST).is_file()
     if is_bundle:
-        folder, _ = storage.open_artifact(path, bundles.KIND)
+        folder, _ = open_artifact(path, bundles.KIND)
         encoder = load_encoder(folder / "encoder")
         head = load_head(folder / "head")
         tokenizer = TextTokenizer.load(folder / "tokenizer")

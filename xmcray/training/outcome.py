@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from xmcray import __version__, storage
+from xmcray import __version__
 from xmcray.data.corpus import Corpus
 from xmcray.data.relevance import Relevance
 from xmcray.errors import DataError
@@ -24,6 +24,8 @@ from xmcray.evaluation.report import write_report
 from xmcray.retrieval.baselines import NearestQueries
 from xmcray.retrieval.bundle import KIND, card_of
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.manifest import CARD, MANIFEST, read_manifest
+from xmcray.storage.whole_files import write_json, write_text
 from xmcray.training import tracking
 from xmcray.training.export import check_corpus, export_run
 from xmcray.training.records import read_records
@@ -43,7 +45,7 @@ def bundle_of(run: Run, corpus: Corpus | None = None) -> str:
     if corpus is not None:
         check_corpus(run, corpus)
     bundle = run.path / "bundle"
-    if not (bundle / storage.MANIFEST).exists():
+    if not (bundle / MANIFEST).exists():
         export_run(run, bundle, corpus)
     return str(bundle)
 
@@ -215,10 +217,10 @@ def record(run: Run, corpus: Corpus, evaluation: Evaluation | None = None) -> No
     if evaluation is not None:
         bundle = run.path / "bundle"
         # The bundle may change later: the card of another one does not show these metrics.
-        sha256 = storage.read_manifest(bundle, KIND).sha256
+        sha256 = read_manifest(bundle, KIND).sha256
         metrics = {**evaluation.to_json(), "bundle_sha256": sha256}
-        storage.write_json(run.path / "metrics.json", metrics)
-        storage.write_text(bundle / storage.CARD, card_of(bundle, metrics=metrics))
+        write_json(run.path / "metrics.json", metrics)
+        write_text(bundle / CARD, card_of(bundle, metrics=metrics))
         tracking.catch_up(run)
     steps = read_records(run.path / "metrics.jsonl")
     for selected in read_records(run.path / SELECTION / "metrics.jsonl"):

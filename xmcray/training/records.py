@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xmcray import storage
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.whole_files import write_text
 
 Record = dict[str, Any]
 _POLL_S = 0.3
@@ -37,7 +38,7 @@ class Records:
             StorageError: the disk is full or the file cannot be written.
         """
         timed = {**record, "time": round(time.time(), 3)}
-        with storage.disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+        with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(timed) + "\n")
         if self.on_record:
             self.on_record(timed)
@@ -52,7 +53,7 @@ class Records:
             return
         kept = [record for record in read_records(self.path) if record["step"] <= step]
         lines = [json.dumps(record) + "\n" for record in kept]
-        storage.write_text(self.path, "".join(lines))
+        write_text(self.path, "".join(lines))
 
 
 def read_records(path: Path) -> list[Record]:

@@ -32,7 +32,7 @@ from typing import Any, Literal
 import yaml
 
 from xmcray import config as configs
-from xmcray import errors, storage
+from xmcray import errors
 from xmcray.config import check_choices, check_ranges
 from xmcray.data.batches import DataConfig
 from xmcray.data.corpus import Corpus
@@ -42,6 +42,8 @@ from xmcray.negatives.plan import NegativesConfig
 from xmcray.nn.encoder import EncoderConfig
 from xmcray.nn.heads import FusionConfig
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.storage.path_errors import disk_errors
+from xmcray.storage.whole_files import read_json, write_json, write_text
 from xmcray.training.optim import OptimConfig
 
 MOST_WORKERS = 65_536
@@ -256,7 +258,7 @@ class Run:
         if start is not None:
             body["start"] = dict(start)
         # First, because with it alone the folder already is a run.
-        storage.write_json(path / "run.json", body)
+        write_json(path / "run.json", body)
         run.write_config()
         return run
 
@@ -269,7 +271,7 @@ class Run:
         """
         folder = Path(path).absolute()
         try:
-            body = storage.read_json(folder / "run.json")
+            body = read_json(folder / "run.json")
             values = body["config"]
             config = RunConfig.resolve(values["method_name"], values)
             corpus = str(body["corpus"])
@@ -291,7 +293,7 @@ class Run:
         if path.exists():
             return
         text = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
-        storage.write_text(path, text)
+        write_text(path, text)
 
     @property
     def checkpoints(self) -> Path:
@@ -326,7 +328,7 @@ class Run:
         with readable(f"{path} is damaged", "put a copy of it back, or train again", RunError):
             if not path.exists():
                 return None
-            result = storage.read_json(path)
+            result = read_json(path)
             late_step = result.get("schedule_broken_at_step")
             return {
                 **result,
@@ -340,7 +342,7 @@ class Run:
         """metrics.json, or None if the bundle was not measured."""
         path = self.path / "metrics.json"
         with readable(f"{path} is damaged", "evaluate the run again", RunError):
-            return dict(storage.read_json(path)) if path.exists() else None
+            return dict(read_json(path)) if path.exists() else None
 
 
 def open_or_create(
@@ -426,7 +428,7 @@ def note_mistake(run: Run, error: XmcrayError) -> None:
     """Keeps a user's mistake where all ranks and the driver find it; on a full disk it may be lost."""
     body = {"kind": type(error).__name__, "message": str(error)}
     with contextlib.suppress(OSError, XmcrayError):
-        storage.write_json(run.path / _MISTAKE, body)
+        write_json(run.path / _MISTAKE, body)
 
 
 def noted_mistake(run: Run) -> XmcrayError | None:
@@ -435,7 +437,7 @@ def noted_mistake(run: Run) -> XmcrayError | None:
     with readable(f"{path} is damaged", "remove it", RunError):
         if not path.exists():
             return None
-        body = storage.read_json(path)
+        body = read_json(path)
         kind = getattr(errors, body["kind"], XmcrayError)
         is_mistake = isinstance(kind, type) and issubclass(kind, XmcrayError)
         return kind(body["message"]) if is_mistake else XmcrayError(body["message"])
@@ -453,7 +455,7 @@ def locked(path: Path) -> Iterator[None]:
     The system frees it when the process dies. A folder that holds nothing but the lock afterwards
     is removed.
     """
-    with storage.disk_errors(path):
+    with disk_errors(path):
         try:
             path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):

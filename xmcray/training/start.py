@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from xmcray import config as configs
-from xmcray import storage
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
@@ -33,6 +32,8 @@ from xmcray.nn.label_side import load_label_side
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.new_vectors import nearest_clusters, new_vectors
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.artifact import open_artifact
+from xmcray.storage.manifest import read_manifest
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint import Checkpoint
 from xmcray.training.checkpoint_writer import CheckpointWriter
@@ -127,7 +128,7 @@ def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> d
         "run": str(source.path),
         "id": source.id,
         "step": last.step,
-        "checkpoint_sha256": storage.read_manifest(last.path, checkpoints.KIND).sha256,
+        "checkpoint_sha256": read_manifest(last.path, checkpoints.KIND).sha256,
         "start_sha256": _start_sha256(folder),
     }
 
@@ -144,7 +145,7 @@ def check_start(run: Run) -> None:
 
 
 def _start_sha256(folder: Path) -> str:
-    return storage.read_manifest(checkpoints.step_folder(folder, 0), checkpoints.KIND).sha256
+    return read_manifest(checkpoints.step_folder(folder, 0), checkpoints.KIND).sha256
 
 
 def _check_settings(source: Run, config: RunConfig) -> None:
@@ -265,7 +266,7 @@ def _start_new_labels(
     has_texts = len(old.labels_without_tokens()) < old.card.num_labels
     if not (len(new_ids) and has_texts and (columns or spec.cluster_state)):
         return
-    bundle, _ = storage.open_artifact(bundle_of(source, old), "bundle", contents=False)
+    bundle, _ = open_artifact(bundle_of(source, old), "bundle", contents=False)
     retriever = Retriever.load(bundle)
     side = load_label_side(bundle / "label_side")
     texts = corpus.label_texts(corpus.label_order[new_ids])

@@ -19,8 +19,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from xmcray import storage
 from xmcray.credentials import mask
+from xmcray.storage.whole_files import write_json
 from xmcray.training import trackers
 from xmcray.training.records import Record, following, read_records
 from xmcray.training.run import Run
@@ -220,4 +220,4 @@ def _write_position(run: Run, name: str, position: Position) -> None:
         folder.mkdir(exist_ok=True)
         positions = _read_positions(run)
         positions[name] = position
-        storage.write_json(folder / "positions.json", positions)
+        write_json(folder / "positions.json", positions)

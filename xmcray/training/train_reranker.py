@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from xmcray import draws, storage
+from xmcray import draws
 from xmcray.config import check_range
 from xmcray.data.corpus import Corpus, Split
 from xmcray.evaluation.metrics import precisions, relevant
@@ -25,6 +25,7 @@ from xmcray.nn.cross_encoder import CrossEncoder, Pair
 from xmcray.retrieval.bundle import KIND as BUNDLE
 from xmcray.retrieval.reranker import KIND, RerankConfig, Reranker
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.artifact import new_artifact, open_artifact, refuse_existing
 from xmcray.training.export import selected_bundle
 from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import bundle_of
@@ -101,9 +102,9 @@ def train_reranker(
         BundleError: the model cannot be read.
         StorageError: `out` exists, or the disk is full.
     """
-    storage.refuse_existing(out)
+    refuse_existing(out)
     bundle = _held_out_bundle(path, corpus)
-    _, manifest = storage.open_artifact(bundle, BUNDLE, contents=False)
+    _, manifest = open_artifact(bundle, BUNDLE, contents=False)
     held_out = held_out_by(bundle, manifest.about, corpus).validation_rows
     retriever = Retriever.load(bundle)
     torch.manual_seed(draws.torch_seed(config.seed, "reranker"))
@@ -121,7 +122,7 @@ def train_reranker(
         "corpus_sha256": corpus.sha256,
         "training": dataclasses.asdict(config),
     }
-    with storage.new_artifact(out, KIND, about) as folder:
+    with new_artifact(out, KIND, about) as folder:
         reranker.save(folder)
     return outcome
 

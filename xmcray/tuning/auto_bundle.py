@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from xmcray import storage
 from xmcray.errors import RunError
 from xmcray.retrieval.parts import MEMBER_PARTS
+from xmcray.storage.whole_files import exchange, publish, write_json
 from xmcray.training.fuse import fuse
 from xmcray.training.part_weights import Choice
 from xmcray.training.run import SELECTION
@@ -138,11 +138,11 @@ class BundleMaker:
         """Puts a finished bundle in the place of the last one."""
         bundle = self.study.path / "bundle"
         if bundle.exists():
-            storage.exchange(fresh, bundle)
+            exchange(fresh, bundle)
             shutil.rmtree(fresh)
         else:
-            storage.publish(fresh, bundle)
-        storage.write_json(self.study.path / "fused.json", body)
+            publish(fresh, bundle)
+        write_json(self.study.path / "fused.json", body)
 
     def _refit(self, attempt: Attempt, fuse_s: float) -> None:
         """Trains a member once more, on all training queries, if there is time for it.

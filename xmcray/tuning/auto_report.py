@@ -11,7 +11,7 @@ from xmcray import __version__
 from xmcray.data.corpus import Corpus
 from xmcray.evaluation.pages import render
 from xmcray.evaluation.table import percent
-from xmcray.storage import write_text
+from xmcray.storage.whole_files import write_text
 from xmcray.tuning.study import METRICS
 
 Result = Mapping[str, Any]  # the content of results.json

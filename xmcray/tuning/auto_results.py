@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import RunError, readable
 from xmcray.evaluation.evaluate import Evaluation, Search, compare, evaluate
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.whole_files import read_json, write_json
 from xmcray.training.outcome import bundle_of, nearest_queries, searcher
 from xmcray.training.run import Run
 from xmcray.tuning.auto_report import write_page
@@ -54,7 +54,7 @@ def write_results(
         "left_out": [{**_described(candidate), "reason": why} for candidate, why in left_out],
         "test": test,
     }
-    storage.write_json(study.path / "results.json", result)
+    write_json(study.path / "results.json", result)
     write_page(study.path / "report.html", study.corpus, result)
     return result
 
@@ -65,7 +65,7 @@ def _measured_before(study: Study, bundle: Mapping[str, Any]) -> dict[str, Any] 
     if not file.is_file():
         return None
     with readable(f"{file} is damaged", "remove it", RunError):
-        result = storage.read_json(file)
+        result = read_json(file)
         test: dict[str, Any] | None = result["test"]
         return test if result["bundle"] == bundle else None
 

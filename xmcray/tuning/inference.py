@@ -22,7 +22,6 @@ import numpy as np
 import yaml
 
 from xmcray import config as configs
-from xmcray import storage
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ConfigError, DataError
@@ -39,6 +38,8 @@ from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import SearchScope
 from xmcray.retrieval.votes import VOTE_QUERIES, MemoryConfig, sweep
+from xmcray.storage.artifact import open_artifact
+from xmcray.storage.whole_files import write_json, write_text
 from xmcray.training.export import index_spec, sample_rows
 from xmcray.training.held_out import held_out_by
 from xmcray.training.outcome import check_fits
@@ -112,9 +113,9 @@ class BundleSweep:
             folder: where they go.
             title: heading of the report.
         """
-        storage.write_json(folder / "results.json", self.plain())
+        write_json(folder / "results.json", self.plain())
         best = yaml.safe_dump(nested(self.settings[0].values), sort_keys=False)
-        storage.write_text(folder / "best.yaml", f"# {self.summary}.\n{best}")
+        write_text(folder / "best.yaml", f"# {self.summary}.\n{best}")
         trials = []
         for number, setting in enumerate(self.settings):
             curve = ((0, setting.metrics[self.metric]),)
@@ -233,7 +234,7 @@ def sweep_bundle(
 
 def _open(path: str, corpus: Corpus) -> _HeldOut:
     """Loads a bundle and the queries that its run held out."""
-    folder, manifest = storage.open_artifact(path, bundles.KIND, contents=False)
+    folder, manifest = open_artifact(path, bundles.KIND, contents=False)
     data = held_out_by(path, manifest.about, corpus)
     run_settings = manifest.about.get("config", {})
     retriever = Retriever.load(path)

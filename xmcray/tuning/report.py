@@ -14,7 +14,7 @@ import numpy as np
 
 from xmcray.evaluation.charts import Frame, short_number
 from xmcray.evaluation.pages import render
-from xmcray.storage import write_text
+from xmcray.storage.whole_files import write_text
 from xmcray.tuning.space import Choice, Distribution, NumberRange, Space, Value
 from xmcray.tuning.sweep import State, Trial
 from xmcray.types import Float64Array

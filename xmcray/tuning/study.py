@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from xmcray import config as configs
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import RunError, readable
+from xmcray.storage.whole_files import read_json, write_json
 from xmcray.training.run import RunConfig
 from xmcray.tuning.lanes import threads_of_lane
 from xmcray.tuning.portfolio import METHODS, Candidate, candidates
@@ -170,7 +170,7 @@ class Study:
         }
         if file.is_file():
             with readable(f"{file} is damaged", "choose another --out", RunError):
-                body = storage.read_json(file)
+                body = read_json(file)
                 chosen = [Candidate(**values) for values in body.pop("candidates")]
             difference = next(configs.differences(body, wanted), None)
             if difference is not None:
@@ -188,7 +188,7 @@ class Study:
             RunConfig.resolve(candidate.method, nested(values))
             chosen.append(dataclasses.replace(candidate, values=values))
         plain = [dataclasses.asdict(candidate) for candidate in chosen]
-        storage.write_json(file, {**wanted, "candidates": plain})
+        write_json(file, {**wanted, "candidates": plain})
         return cls(path, corpus, chosen, Clock(path / "clock.json"))
 
     def sweep(self, method: str) -> Sweep:
@@ -250,7 +250,7 @@ class Study:
         if not file.is_file() or not (self.path / "bundle").is_dir():
             return None
         with readable(f"{file} is damaged", "remove it", RunError):
-            return storage.read_json(file)
+            return read_json(file)
 
     def best_of_methods(self) -> list[Attempt]:
         """The best finished trial of each method, in the order in which methods are tried."""
@@ -322,4 +322,4 @@ class Clock:
             for name in self._running:
                 self._seconds[name] = self._seconds.get(name, 0.0) + passed
             body = {"spent_s": self._spent_s, "seconds": self._seconds}
-            storage.write_json(self._path, body)
+            write_json(self._path, body)

@@ -27,9 +27,9 @@ from typing import Any, Literal, get_args
 import yaml
 
 from xmcray import config as configs
-from xmcray import storage
 from xmcray.config import check_choices, check_range
 from xmcray.errors import ConfigError, RunError
+from xmcray.storage.whole_files import write_json, write_text
 from xmcray.training.records import read_records
 from xmcray.training.run import RunConfig
 from xmcray.tuning.space import Space, Values, nested, parse_space
@@ -199,7 +199,7 @@ class Sweep:
         (path / "trials").mkdir(exist_ok=True)
         # Written last, because this file makes the folder a sweep; and at every start, because the
         # corpus may have moved.
-        storage.write_json(path / "sweep.json", dataclasses.asdict(config))
+        write_json(path / "sweep.json", dataclasses.asdict(config))
         return cls(path.absolute(), config)
 
     @classmethod
@@ -235,14 +235,14 @@ class Sweep:
     def draw(self, number: int, values: Values) -> None:
         """Records the values of a new trial."""
         assert not self._entry_path(number).exists(), "what was drawn stays drawn"
-        storage.write_json(self._entry_path(number), {"values": values})
+        write_json(self._entry_path(number), {"values": values})
 
     def end(self, number: int, state: State, message: str = "") -> None:
         """Records how a trial ended, once."""
         entry = self._entry(number)
         assert "state" not in entry, "a trial ends once"
         entry.update(state=state, message=message)
-        storage.write_json(self._entry_path(number), entry)
+        write_json(self._entry_path(number), entry)
 
     def trials(self) -> list[Trial]:
         """All trials that have values, by number."""
@@ -307,7 +307,7 @@ class Sweep:
             "method": self.config.method,
             "trials": [trial.plain() for trial in ranked],
         }
-        storage.write_json(self.path / "results.json", results)
+        write_json(self.path / "results.json", results)
         settings = self._settings_of(ranked)
         if settings is not None:
             best = ranked[0]
@@ -317,7 +317,7 @@ class Sweep:
                 f" after epoch {epoch}.\n"
             )
             text = yaml.safe_dump(settings, sort_keys=False)
-            storage.write_text(self.path / "best.yaml", comment + text)
+            write_text(self.path / "best.yaml", comment + text)
 
     def _settings_of(self, ranked: list[Trial]) -> dict[str, Any] | None:
         if not ranked or ranked[0].score is None:

@@ -16,7 +16,7 @@ from xmcray.data.corpus import KIND, Corpus
 from xmcray.data.kept_ids import KeptIds
 from xmcray.data.writer import PrepareConfig
 from xmcray.errors import DataError
-from xmcray.storage import new_artifact
+from xmcray.storage.artifact import new_artifact
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 QUERIES = 101

@@ -14,7 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 from xmcray.data.corpus import Corpus
 from xmcray.data.node_copy import CorpusSource, open_on_node
 from xmcray.errors import DataError, StorageError
-from xmcray.storage import MANIFEST, local_copy
+from xmcray.storage.cache import local_copy
+from xmcray.storage.manifest import MANIFEST
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from xmcray.errors import ShortlistError
 from xmcray.negatives.ledger import Ledger, QueryBlock, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import RefreshSpec, run_version
-from xmcray.storage import hash_file
+from xmcray.storage.manifest import hash_file
 
 
 def completed(ledger: Ledger, version: int) -> VersionFolder:

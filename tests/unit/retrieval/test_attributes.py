@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shell import Shell
 
-from xmcray import storage
 from xmcray.errors import BundleError, ConfigError, DataError
 from xmcray.retrieval.attributes import FILE, LabelAttributes, attribute_set
 from xmcray.retrieval.bundle import read_attributes, read_settings
 from xmcray.retrieval.labels import NewLabel, add_labels, annotate_labels, remove_labels
 from xmcray.retrieval.retriever import Retriever
+from xmcray.storage.artifact import open_artifact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +262,7 @@ def test_attributes_come_with_labels_and_later(bundle: Path, tmp_path: Path) -> 
     last = attributes_of(tmp_path / "c")
     assert last.num_labels == len(TEXTS) + 4
     assert np.flatnonzero(last.mask({"lang": ["fr", "it"]})).tolist() == [ids["u3"], ids["n1"]]
-    manifest = storage.open_artifact(tmp_path / "c", "bundle")[1]
+    manifest = open_artifact(tmp_path / "c", "bundle")[1]
     assert FILE in manifest.files
     assert [change.get("annotated") for change in manifest.about["changes"]] == [
         None,

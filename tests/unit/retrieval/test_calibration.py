@@ -23,7 +23,8 @@ from xmcray.retrieval.labels import NewLabel, with_labels
 from xmcray.retrieval.parts import MemberConfig, PartsConfig
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.votes import MemoryConfig
-from xmcray.storage import finish_manifest, read_json, read_manifest
+from xmcray.storage.manifest import finish_manifest, read_manifest
+from xmcray.storage.whole_files import read_json
 from xmcray.training.calibrate import calibrate
 from xmcray.training.fuse import write_parts
 from xmcray.training.memory import memory_bundle

@@ -14,7 +14,6 @@ import torch
 from bundles import DIM, TEXTS, WORDS, write_bundle_of, write_fused, write_memory
 from shell import Shell
 
-from xmcray import storage
 from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, DataError, StorageError
 from xmcray.nn.encoder import EncoderConfig, build_encoder
@@ -35,6 +34,8 @@ from xmcray.retrieval.neighbours import Neighbours
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import SearchScope, ShardBuild, ShardSubset
+from xmcray.storage.artifact import exclusive, open_artifact
+from xmcray.storage.manifest import finish_manifest
 from xmcray.types import TopLabels
 
 NEW = [
@@ -130,9 +131,7 @@ def test_labels_join_and_leave(kind: str, bundles: Any, tmp_path: Path) -> None:
     assert third.labels.ids_by_uid() == {
         uid: label for uid, label in second.labels.ids_by_uid().items() if label not in gone
     }
-    assert storage.open_artifact(tmp_path / "b", "bundle")[1].about["changes"][-1][
-        "removed"
-    ] == len(gone)
+    assert open_artifact(tmp_path / "b", "bundle")[1].about["changes"][-1]["removed"] == len(gone)
 
 
 def test_a_removed_label_may_come_back_under_a_new_number(bundles: Any, tmp_path: Path) -> None:
@@ -206,9 +205,8 @@ def test_a_bundle_changes_at_one_moment(
     system: str, bundles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if system == "renames":
-        monkeypatch.setattr(
-            storage, "_RENAME_EXCHANGE", 1 << 20
-        )  # refused, as by a system without the call
+        # Refused, as by a system without the call.
+        monkeypatch.setattr("xmcray.storage.whole_files._RENAME_EXCHANGE", 1 << 20)
     shutil.copytree(bundles("texts"), tmp_path / "b")
     reader = Retriever.load(tmp_path / "b")
     answers = reader.search(TEXTS[:5], 3)
@@ -218,11 +216,11 @@ def test_a_bundle_changes_at_one_moment(
         add_labels(tmp_path / "b", NEW)
     monkeypatch.undo()
     with (
-        storage.exclusive(tmp_path / "b"),
+        exclusive(tmp_path / "b"),
         pytest.raises(StorageError, match="is being changed by another process"),
     ):
         remove_labels(tmp_path / "b", ["u1"])
-    assert storage.open_artifact(tmp_path / "b", "bundle")[1].sha256 == sha256
+    assert open_artifact(tmp_path / "b", "bundle")[1].sha256 == sha256
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
     remove_labels(tmp_path / "b", [reader.search(TEXTS[:1], 1)[0][0].uid])
     assert reader.search(TEXTS[:5], 3) == answers, "a reader goes on with what it opened"
@@ -271,7 +269,7 @@ def test_other_mistakes_are_one_line(bundles: Any, tmp_path: Path, shell: Shell)
     shutil.copytree(
         bundle, tmp_path / "old", ignore=shutil.ignore_patterns("label_side", "manifest.json")
     )
-    storage.finish_manifest(tmp_path / "old", "bundle", {}, {})
+    finish_manifest(tmp_path / "old", "bundle", {}, {})
     with pytest.raises(BundleError, match=r"label side in .* cannot be read"):
         add_labels(tmp_path / "old", NEW)
     rows = write_texts_without(tmp_path / "empty")

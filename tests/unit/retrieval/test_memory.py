@@ -33,7 +33,7 @@ from xmcray.retrieval.query_encoder import QueryEncoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.votes import MemoryConfig, Votes, count_votes, rank_votes, sweep
-from xmcray.storage import finish_manifest, read_manifest
+from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.training.memory import memory_bundle, open_encoder
 from xmcray.types import Ragged, TopLabels
 

@@ -15,7 +15,7 @@ from xmcray.retrieval.bundle_writer import BundleLabels, BundleModel, write_bund
 from xmcray.retrieval.index_spec import IndexSpec
 from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.shards import ShardBuild
-from xmcray.storage import finish_manifest, read_manifest
+from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.types import Ragged
 
 LABELS, DIM = 300, 8

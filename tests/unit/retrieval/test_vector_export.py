@@ -13,7 +13,6 @@ import pytest
 from bundles import write_memory
 from shell import run_command
 
-from xmcray import storage
 from xmcray.api import VECTOR_SYSTEMS
 from xmcray.data.tokens import train_wordpiece
 from xmcray.errors import BundleError, StorageError
@@ -28,6 +27,7 @@ from xmcray.retrieval.shards import ShardBuild
 from xmcray.retrieval.vector_export import export_vectors
 from xmcray.retrieval.vector_systems import SYSTEMS
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.storage.artifact import open_artifact
 from xmcray.types import Float32Array, Int64Array
 
 LABELS, DIM, K = 500, 12, 10
@@ -84,7 +84,7 @@ def test_parquet_finds_the_same_by_exact_search(
     monkeypatch.setattr(vector_export, "BLOCK_BYTES", 4 * DIM * 60)
     monkeypatch.setattr(export_target, "FILE_ROWS", 150)
     assert export_vectors(bundle, tmp_path / "out", "parquet") == LABELS - 1
-    storage.open_artifact(tmp_path / "out", "vectors")
+    open_artifact(tmp_path / "out", "vectors")
     files = sorted((tmp_path / "out").glob("labels-*.parquet"))
     assert len(files) > 2
     tables = [pq.read_table(path).to_pydict() for path in files]

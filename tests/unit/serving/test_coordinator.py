@@ -13,7 +13,6 @@ from bundles import write_bundle_of
 from operations import add
 from served import ADMIN, Served, served
 
-from xmcray import storage
 from xmcray.errors import StorageError
 from xmcray.retrieval.labels import remove_labels
 from xmcray.serving import follower, replicas
@@ -106,7 +105,7 @@ async def test_a_swap_that_cannot_be_remembered_changes_nothing(
 
     async with served(tmp_path, {"default": bundle}) as one:
         before = one.models.current(None).version
-        monkeypatch.setattr(storage, "write_json", full)
+        monkeypatch.setattr("xmcray.serving.state_folder.write_json", full)
         body = {"bundle": str(other), "recall_floor": 0}
         answer = await one.ask("/admin/v1/swap", body, ADMIN)
         assert (answer.status_code, "disk is full" in answer.json()["detail"]) == (409, True)

@@ -18,11 +18,13 @@ import torch
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import StorageError
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition
+from xmcray.storage.artifact import open_artifact
+from xmcray.storage.manifest import finish_manifest, read_manifest
+from xmcray.storage.whole_files import publish, write_json
 from xmcray.training import checkpoint as checkpoints
 from xmcray.training.checkpoint_writer import CheckpointWriter
 from xmcray.training.loop import Loop, Setup
@@ -77,7 +79,7 @@ def test_a_damaged_checkpoint_is_passed_over(corpus: Corpus, tmp_path: Path) -> 
     assert newest is not None
     assert newest.path == older
     with pytest.raises(StorageError, match=file.name):
-        storage.open_artifact(newer, checkpoints.KIND)
+        open_artifact(newer, checkpoints.KIND)
 
 
 def cut_rows(checkpoint: Path) -> None:
@@ -159,10 +161,10 @@ def test_a_checkpoint_with_a_malformed_state_is_passed_over(
 ) -> None:
     folder, _ = trained(tmp_path, corpus)
     older, newer = sorted(folder.glob("step-*"))
-    storage.write_json(newer / "state.json", {"negatives": NEGATIVES})
+    write_json(newer / "state.json", {"negatives": NEGATIVES})
     renew(newer)
     assert checkpoints.open_checkpoint(newer).negatives == NEGATIVES
-    storage.write_json(newer / "state.json", state)
+    write_json(newer / "state.json", state)
     renew(newer)
     newest = checkpoints.newest(folder)
     assert newest is not None
@@ -171,8 +173,8 @@ def test_a_checkpoint_with_a_malformed_state_is_passed_over(
 
 def renew(checkpoint: Path) -> None:
     """Makes the manifest fit the files."""
-    manifest = storage.read_manifest(checkpoint, checkpoints.KIND)
-    storage.finish_manifest(checkpoint, checkpoints.KIND, manifest.about, {})
+    manifest = read_manifest(checkpoint, checkpoints.KIND)
+    finish_manifest(checkpoint, checkpoints.KIND, manifest.about, {})
 
 
 def test_a_step_is_set_aside_twice(tmp_path: Path) -> None:
@@ -280,7 +282,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     loop, _ = loop_in(tmp_path, corpus, "log.checkpoint_every=3")
     may_publish = threading.Event()
-    publish = storage.publish
 
     def wait_and_publish(folder: Path, destination: Path) -> None:
         assert may_publish.wait(60), "the step after the checkpoint never ended"
@@ -291,7 +292,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
             assert not list((tmp_path / "checkpoints").glob("step-*"))
             may_publish.set()
 
-    monkeypatch.setattr(storage, "publish", wait_and_publish)
+    monkeypatch.setattr("xmcray.training.checkpoint_writer.publish", wait_and_publish)
     loop.on_step = on_step
     loop.train()
     assert may_publish.is_set()
@@ -303,13 +304,12 @@ def test_steps_go_first_where_a_checkpoint_wants_the_same_core(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     niceness: list[int] = []
-    publish = storage.publish
 
     def publish_and_look(folder: Path, destination: Path) -> None:
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         publish(folder, destination)
 
-    monkeypatch.setattr(storage, "publish", publish_and_look)
+    monkeypatch.setattr("xmcray.training.checkpoint_writer.publish", publish_and_look)
     _, setup = loop_in(tmp_path, corpus)
     writer = CheckpointWriter(tmp_path / "checkpoints", setup.stepper, setup.partition, keep=1)
     writer.save(3, {})

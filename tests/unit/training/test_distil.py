@@ -13,11 +13,11 @@ from planted import WORDS_PER_LABEL, write_planted
 from shell import run_command, set_options
 
 import xmcray
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import XmcrayError
 from xmcray.retrieval.bundle import KIND
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.storage.manifest import read_manifest
 from xmcray.training.memory import memory_bundle
 
 NUM_LABELS = 23
@@ -65,8 +65,8 @@ def test_it_answers_like_the_transformer_and_only_the_encoder_is_new(
     tokens = corpus.split("test").tokens(np.arange(corpus.card.num_test))
     cosines = (slow.encode(tokens) * fast.encode(tokens)).sum(axis=1)
     assert cosines.mean() > 0.9
-    old = storage.read_manifest(teacher, KIND)
-    new = storage.read_manifest(student, KIND)
+    old = read_manifest(teacher, KIND)
+    new = read_manifest(student, KIND)
     assert new.about["distilled_from"] == old.sha256
     for name in old.files.keys() | new.files.keys():
         is_encoder = name.startswith("encoder/")
@@ -77,8 +77,8 @@ def test_the_same_call_writes_the_same_bytes(
     corpus: Corpus, teacher: Path, student: Path, tmp_path: Path
 ) -> None:
     outcome = xmcray.distil(teacher, corpus, tmp_path / "again", SMALL)
-    again = storage.read_manifest(tmp_path / "again", KIND)
-    assert again.files == storage.read_manifest(student, KIND).files
+    again = read_manifest(tmp_path / "again", KIND)
+    assert again.files == read_manifest(student, KIND).files
     assert outcome.unseen_by_teacher
     assert outcome.student[0] >= 0.9 * outcome.teacher[0]
 

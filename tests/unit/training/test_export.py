@@ -18,7 +18,7 @@ from xmcray.nn.encoder import Encoder, build_encoder, load_encoder
 from xmcray.nn.label_side import LabelSide
 from xmcray.retrieval.new_vectors import new_vectors
 from xmcray.retrieval.retriever import Retriever
-from xmcray.storage import finish_manifest, read_manifest
+from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.training.export import export_run, last_checkpoint
 from xmcray.training.launch import train
 from xmcray.training.run import Run, RunConfig

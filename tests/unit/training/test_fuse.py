@@ -13,7 +13,6 @@ import pytest
 from bundles import write_memory_of
 from corpora import corpus_of, planted_corpus
 
-from xmcray import storage
 from xmcray.data.corpus import Corpus
 from xmcray.errors import BundleError, ConfigError, DataError, StorageError
 from xmcray.evaluation.evaluate import compare
@@ -25,6 +24,7 @@ from xmcray.retrieval.retriever import Retriever
 from xmcray.retrieval.terms import words
 from xmcray.retrieval.vector_export import export_vectors
 from xmcray.retrieval.votes import MemoryConfig
+from xmcray.storage.manifest import finish_manifest, read_manifest
 from xmcray.training.fuse import fuse, write_parts
 from xmcray.training.outcome import measure_bundle
 from xmcray.training.part_weights import WeightSearch
@@ -228,7 +228,7 @@ def test_a_damaged_index_of_words_is_refused_in_one_line(
     np.save(path, values)
     with pytest.raises(StorageError, match=f"{name} was altered"):
         Retriever.load(copy)
-    storage.finish_manifest(copy, KIND, {}, {})
+    finish_manifest(copy, KIND, {}, {})
     with pytest.raises(BundleError, match="fuse the bundle again") as error:
         Retriever.load(copy)
     assert "\n" not in str(error.value)
@@ -239,7 +239,7 @@ def test_fusing_chooses_by_held_out_queries_and_is_repeatable(
 ) -> None:
     choice = fuse([str(sources[0])], corpus, tmp_path / "first")
     fuse([str(sources[0])], corpus, tmp_path / "second")
-    manifests = [storage.read_manifest(tmp_path / name, KIND) for name in ("first", "second")]
+    manifests = [read_manifest(tmp_path / name, KIND) for name in ("first", "second")]
     assert manifests[0].sha256 == manifests[1].sha256
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
     assert choice.queries == 15
@@ -337,7 +337,7 @@ def test_runs_that_held_out_other_queries_are_refused(
 ) -> None:
     shutil.copytree(sources[1], tmp_path / "other")
     about = {"config": {"data": {"seed": 1, "validation": 0.01}}}
-    storage.finish_manifest(tmp_path / "other", KIND, about, {})
+    finish_manifest(tmp_path / "other", KIND, about, {})
     with pytest.raises(ConfigError, match="train them with equal") as error:
         fuse([str(sources[0]), str(tmp_path / "other")], corpus, tmp_path / "fused")
     assert "\n" not in str(error.value)

@@ -18,7 +18,7 @@ from shell import run_command, set_options
 from xmcray import cli
 from xmcray.parallel import collectives
 from xmcray.ray_adapter.session import start_ray
-from xmcray.storage import read_manifest
+from xmcray.storage.manifest import read_manifest
 from xmcray.training import watch
 from xmcray.training.preemption import StopFlag, handling
 from xmcray.training.records import Records

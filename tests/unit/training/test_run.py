@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from xmcray import storage
 from xmcray.errors import RunError
+from xmcray.storage.whole_files import aside
 from xmcray.training.run import Run, RunConfig, locked, open_or_create
 
 
@@ -35,7 +35,7 @@ def start(path: Path, *settings: str) -> Run:
 def test_a_start_that_was_killed_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, moment: str
 ) -> None:
-    replace, aside = Path.replace, storage.aside
+    replace = Path.replace
 
     def killed_before(path: Path) -> Path:
         if path.name == name and moment == "before":
@@ -50,7 +50,7 @@ def test_a_start_that_was_killed_can_be_repeated(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "aside", killed_before)
+        patch.setattr("xmcray.storage.whole_files.aside", killed_before)
         patch.setattr(Path, "replace", killed_at_rename)
         for tidy in ("unlink", "rmdir"):  # nobody does after a kill
             patch.setattr(Path, tidy, lambda *_, **__: None)

@@ -1,0 +1,205 @@
+"""Artifacts are made under a temporary name, opened by their manifest, linked and locked."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from xmcray import hub
+from xmcray.errors import StorageError
+from xmcray.storage.cache import local_copy
+from xmcray.storage.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    check_contents,
+    files_below,
+    finish_manifest,
+    read_manifest,
+)
+from xmcray.storage.path_errors import check_path, disk_errors, read_errors
+from xmcray.storage.remote import filesystem_of, is_url, reaching
+from xmcray.storage.whole_files import exchange, publish
+
+
+def refuse_existing(destination: str | Path) -> None:
+    """Raises StorageError if something is already there: good data is never overwritten."""
+    check_path(destination)
+    if is_url(destination):
+        filesystem, root = filesystem_of(str(destination))
+        with reaching(str(destination)):
+            exists = filesystem.exists(f"{root}/{MANIFEST}")
+    else:
+        path = Path(destination)
+        exists = any(path.iterdir()) if path.is_dir() else path.exists()
+        parents = path.absolute().parents
+        nearest = next(parent for parent in parents if parent.exists())
+        if not nearest.is_dir():
+            raise StorageError(
+                f"{destination} cannot be written: {nearest} is a file; choose another --out"
+            )
+    if exists:
+        raise StorageError(
+            f"{destination} exists and is not empty; remove it or choose another --out"
+        )
+
+
+@contextlib.contextmanager
+def new_artifact(
+    destination: str | Path,
+    kind: str,
+    about: Mapping[str, Any],
+    hashed_files: Mapping[str, FileEntry] | None = None,
+    replacing: bool = False,
+    finished: Callable[[Path], None] | None = None,
+) -> Iterator[Path]:
+    """A folder to fill; when the block ends it is hashed, synced and renamed to `destination`.
+
+    `about` and `hashed_files` are read at the end, so the block may still add to them. If the block
+    fails nothing is left behind.
+
+    Args:
+        hashed_files: entries of files that need no hashing and syncing, from `link_files`.
+        replacing: the destination, a local folder, exists; the new folder takes its place in one
+            atomic step.
+        finished: called with the folder when its manifest is written, and before it is renamed or
+            uploaded; files that it adds are not part of the artifact.
+    Raises:
+        StorageError: the destination exists and is not empty, or the disk is full.
+    """
+    if not replacing:
+        refuse_existing(destination)
+    remote = is_url(destination)
+    parent = Path(tempfile.gettempdir()) if remote else Path(destination).absolute().parent
+    with disk_errors(destination):
+        parent.mkdir(parents=True, exist_ok=True)
+        name = str(destination).rstrip("/").rsplit("/", 1)[-1]
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+        try:
+            folder.chmod(0o755)
+            yield folder
+            finish_manifest(folder, kind, about, hashed_files or {})
+            if finished is not None:
+                finished(folder)
+            if remote:
+                # An object store has no rename; the manifest, uploaded last, completes it.
+                _upload(folder, str(destination))
+            elif replacing:
+                exchange(folder, Path(destination).absolute())
+            else:
+                publish(folder, Path(destination).absolute())
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _upload(folder: Path, url: str) -> None:
+    """Copies an artifact to a URL; the manifest comes last and makes it complete."""
+    if url.startswith(hub.PREFIX):
+        hub.commit_folder(folder, url, f"Add {url.rsplit('/', 1)[-1]}")
+        return
+    filesystem, root = filesystem_of(url)
+    names = [name for name, _ in files_below(folder)]
+    for name in [*names, MANIFEST]:
+        target = f"{root}/{name}"
+        with reaching(url):
+            filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+            filesystem.put_file(str(folder / name), target)
+
+
+def open_artifact(path: str | Path, kind: str, contents: bool = True) -> tuple[Path, Manifest]:
+    """A local folder whose files are those of its manifest; a URL is first copied to a cache folder.
+
+    Args:
+        contents: also compare every SHA-256; without it only presence and sizes.
+    Raises:
+        StorageError: naming the file that is missing or altered.
+    """
+    check_path(path)
+    folder = local_copy(str(path), kind) if is_url(path) else Path(path).absolute()
+    manifest = read_manifest(folder, kind)
+    for name, entry in manifest.files.items():
+        file = folder / name
+        with read_errors(file):
+            is_file = file.is_file()
+            size = file.stat().st_size if is_file else 0
+        if not is_file:
+            raise StorageError(f"{path}/{name} is missing; make the {kind} again")
+        # The size is compared first, because it costs nothing.
+        if size != entry.size:
+            raise StorageError(
+                f"{path}/{name} has {size} bytes, expected {entry.size}: it is damaged; make the {kind} again"
+            )
+    if contents:
+        check_contents(folder, manifest, manifest.files, source=path)
+    return folder, manifest
+
+
+def link_files(
+    source: Path,
+    manifest: Manifest,
+    folder: Path,
+    without: Collection[str],
+) -> dict[str, FileEntry]:
+    """Gives `folder` the files of a verified artifact under a second name; never write into those.
+
+    Args:
+        without: names of files to leave out.
+    Returns:
+        The entries of files that were linked and so are as safe on disk as those of `source`. Files
+        on another disk are copied and have no entry.
+    """
+    linked: dict[str, FileEntry] = {}
+    for name in manifest.files.keys() - set(without):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source / name, target)
+            # The same bytes on the same disk: verified and synced already.
+            linked[name] = manifest.files[name]
+        except OSError:
+            shutil.copyfile(source / name, target)
+    return linked
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Keeps other processes from changing an artifact while the block runs; readers are not affected.
+
+    The system releases the lock when the process dies.
+
+    Raises:
+        StorageError: another process is changing it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not _locked(descriptor, folder):
+            raise StorageError(
+                f"{folder} is being changed by another process; try again when that is done"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether another process is changing an artifact."""
+    try:
+        with exclusive(folder):
+            return False
+    except StorageError:
+        return True
+
+
+def _locked(descriptor: int, folder: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    # Another process may have exchanged the folder between opening and locking it.
+    return os.path.samestat(os.fstat(descriptor), folder.stat())

@@ -1,0 +1,121 @@
+"""Files and folders that appear at once: a reader sees the old or the new content, never a part."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from xmcray.storage.path_errors import disk_errors
+
+# Arguments of the system call renameat2: paths start at the working folder; swap two names.
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def fsync(path: Path) -> None:
+    """Forces a file or a directory entry to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those above it that are missing; they survive a crash."""
+    new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in new_folders:
+        fsync(folder.parent)
+
+
+def aside(path: Path) -> Path:
+    """A unique hidden name in the folder of `path`, for a file or folder that will replace it.
+
+    It starts with a dot and does not end as `path` does, so no pattern for finished files finds it.
+    """
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Gives a temporary path to write; its file replaces `path` when the block ends.
+
+    A reader of `path` sees the old or the new content, never a part. If the block fails, the
+    temporary file is removed.
+
+    Raises:
+        StorageError: the disk is full, or the folder is missing or forbidden.
+    """
+    temporary = aside(path)
+    with disk_errors(path):
+        try:
+            yield temporary
+            fsync(temporary)
+            temporary.replace(path)
+            fsync(path.parent)
+        finally:
+            # Nothing is left to remove after a success.
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError, RecursionError: it is no JSON, or something else than an object.
+    """
+    body = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(body, dict):
+        raise ValueError(f"found {type(body).__name__}, expected an object")
+    return body
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes JSON as `write_text` writes text."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file so that a reader sees the old or the new text, never a part of it.
+
+    What UTF-8 cannot encode, such as half of a surrogate pair, is written as an escape.
+    """
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def publish(folder: Path, destination: Path) -> None:
+    """Renames a finished folder to its destination and syncs the parent.
+
+    An empty folder at the destination is replaced.
+    """
+    if destination.is_dir():
+        destination.rmdir()
+    folder.rename(destination)
+    fsync(destination.parent)
+
+
+def exchange(folder: Path, destination: Path) -> None:
+    """Swaps the names of two folders in one atomic step.
+
+    A process that opens `destination` gets the old or the new folder, and keeps the files that it
+    has open.
+    """
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = (_AT_FDCWD, os.fsencode(folder), _AT_FDCWD, os.fsencode(destination))
+    if rename is None or rename(*names, _RENAME_EXCHANGE) != 0:
+        # Without the system call, `destination` does not exist for a moment.
+        old = aside(destination)
+        destination.rename(old)
+        folder.rename(destination)
+        old.rename(folder)
+    fsync(destination.parent)
