@@ -26,8 +26,8 @@ from common import new_parser, refuse_if_busy, write_table
 
 from xmcray.data.batches import TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.refresh import RefreshSpec, run_version
+from xmcray.negatives.version_folder import VersionFolder
 from xmcray.training.loop import Loop, build
 from xmcray.training.run import Run, RunConfig, open_or_create
 

@@ -35,7 +35,8 @@ from common import refuse_if_busy, write_table
 from planted import write_planted
 from processes import When, descendants, last_step
 
-from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.negatives.ledger import Ledger
+from xmcray.negatives.version_folder import VersionFolder
 from xmcray.ray_adapter.session import start_ray
 from xmcray.storage.manifest import read_manifest
 from xmcray.storage.whole_files import write_json

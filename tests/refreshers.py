@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from xmcray.data.batches import TrainingData
-from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.refresh import RefreshSpec, run_version, wait_published
+from xmcray.negatives.version_folder import VersionFolder
 from xmcray.types import Ragged
 
 

@@ -32,9 +32,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.corpus import Corpus
-from xmcray.negatives.ledger import Ledger, QueryBlock
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import RefreshSpec, ThreadRefresher, run_version
+from xmcray.negatives.version_folder import QueryBlock
 from xmcray.nn.static import StaticEncoder
 from xmcray.parallel.partition import LabelPartition
 from xmcray.planning.data_size import from_numbers

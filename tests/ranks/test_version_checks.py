@@ -10,8 +10,9 @@ import pytest
 from ranks import on_ranks
 
 from xmcray.errors import ShortlistError
-from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.version_checks import VersionChecks
+from xmcray.negatives.version_folder import VersionFolder
 from xmcray.parallel import collectives
 from xmcray.storage.manifest import FileEntry, hash_file
 
@@ -38,7 +39,7 @@ def check_on_rank(path: Path) -> tuple[list[str], str]:
     checks = VersionChecks()
     folder = VersionFolder(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("xmcray.negatives.ledger.hash_file", counted)
+        patch.setattr("xmcray.negatives.version_folder.hash_file", counted)
         checks.expect(folder)
         try:
             for _ in range(2):

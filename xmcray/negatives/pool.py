@@ -25,7 +25,6 @@ import torch
 
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.data.node_copy import CorpusSource, open_on_node
-from xmcray.negatives.ledger import VersionFolder
 from xmcray.negatives.refresh import (
     RefreshSpec,
     complete_version,
@@ -33,6 +32,7 @@ from xmcray.negatives.refresh import (
     search_shard,
     wait_published,
 )
+from xmcray.negatives.version_folder import VersionFolder
 from xmcray.ray_adapter.actors import (
     find_actor,
     kill_actors,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from xmcray.negatives.ledger import Ledger, QueryBlock
+from xmcray.negatives.ledger import Ledger
+from xmcray.negatives.version_folder import QueryBlock
 from xmcray.parallel import collectives
 from xmcray.storage.manifest import hash_file
 from xmcray.types import Float32Array

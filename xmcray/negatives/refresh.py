@@ -29,8 +29,8 @@ from xmcray.negatives.false_negatives import (
     false_negatives,
     open_teacher,
 )
-from xmcray.negatives.ledger import MergedBlock, QueryBlock, VersionFolder
 from xmcray.negatives.plan import NegativesConfig
+from xmcray.negatives.version_folder import MergedBlock, QueryBlock, VersionFolder
 from xmcray.parallel.partition import LabelPartition
 from xmcray.retrieval.exact import (
     empty_keys,

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from xmcray.data.batches import QueryClusters
 from xmcray.errors import ShortlistError
-from xmcray.negatives.ledger import Ledger, QueryBlock, VersionFolder, version_of
+from xmcray.negatives.ledger import Ledger, version_of
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.publisher import Publisher, to_numpy
 from xmcray.negatives.refresh import Refresher
 from xmcray.negatives.version_checks import VersionChecks
+from xmcray.negatives.version_folder import QueryBlock, VersionFolder
 from xmcray.parallel import collectives
 from xmcray.types import Batch, Shortlist
 

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from xmcray.errors import ShortlistError, XmcrayError
-from xmcray.negatives.ledger import VersionFolder
+from xmcray.negatives.version_folder import VersionFolder
 from xmcray.parallel import collectives
 
 _POLL_S = 1.0  # of what is only looked for

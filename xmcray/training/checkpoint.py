@@ -32,8 +32,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from xmcray.errors import StorageError, readable
-from xmcray.negatives.ledger import QueryBlock
 from xmcray.negatives.shortlists import check_state
+from xmcray.negatives.version_folder import QueryBlock
 from xmcray.nn.row_table import copy_rows
 from xmcray.parallel import collectives
 from xmcray.parallel.partition import LabelPartition

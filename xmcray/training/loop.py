@@ -22,9 +22,10 @@ from xmcray.errors import StorageError
 from xmcray.methods.base import Method, MethodContext
 from xmcray.methods.matryoshka import Matryoshka, PrefixEncode, check_prefixes
 from xmcray.methods.registry import method_entry
-from xmcray.negatives.ledger import Ledger, QueryBlock
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.refresh import Refresher
 from xmcray.negatives.shortlists import ShortlistFeed
+from xmcray.negatives.version_folder import QueryBlock
 from xmcray.nn.encoder import Encoder, build_encoder
 from xmcray.nn.heads import FusionConfig
 from xmcray.nn.side import MixedEncoder

@@ -16,7 +16,7 @@ from refreshers import HeldRefresher
 from xmcray.data.batches import BatchSampler, QueryClusters, TrainingData
 from xmcray.data.corpus import Corpus
 from xmcray.errors import ShortlistError
-from xmcray.negatives.ledger import Ledger, QueryBlock, VersionFolder
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import (
     RefreshSpec,
@@ -25,6 +25,7 @@ from xmcray.negatives.refresh import (
     run_version,
     wait_published,
 )
+from xmcray.negatives.version_folder import QueryBlock, VersionFolder
 from xmcray.training.loop import Loop, Setup, build
 from xmcray.training.run import Run, RunConfig
 from xmcray.types import Batch

@@ -14,9 +14,10 @@ from shell import run_command, set_options
 from xmcray.data.batches import DataConfig, TrainingData
 from xmcray.errors import ConfigError
 from xmcray.negatives.false_negatives import best_candidates, false_negatives, open_teacher
-from xmcray.negatives.ledger import Ledger, QueryBlock
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import RefreshSpec, run_version
+from xmcray.negatives.version_folder import QueryBlock
 from xmcray.nn.cross_encoder import CrossEncoder
 from xmcray.retrieval.retriever import Retriever
 from xmcray.types import Ragged, TopLabels

@@ -9,9 +9,10 @@ import pytest
 from corpora import planted_corpus
 
 from xmcray.data.batches import DataConfig, TrainingData
-from xmcray.negatives.ledger import Ledger, QueryBlock
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import RefreshSpec, best_allowed, run_version
+from xmcray.negatives.version_folder import QueryBlock
 from xmcray.types import Ragged
 
 HARD = 4

@@ -9,9 +9,10 @@ import pytest
 from refreshers import few_queries
 
 from xmcray.errors import ShortlistError
-from xmcray.negatives.ledger import Ledger, QueryBlock, VersionFolder
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import RefreshSpec, run_version
+from xmcray.negatives.version_folder import QueryBlock, VersionFolder
 from xmcray.storage.manifest import hash_file
 
 
@@ -41,7 +42,9 @@ def test_a_version_is_published_once_every_rank_has_written(tmp_path: Path) -> N
 def test_rows_are_read_across_the_files_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xmcray.negatives.ledger.ROW_BLOCK_BYTES", 3 * 4 * 2)  # three rows of two
+    monkeypatch.setattr(
+        "xmcray.negatives.version_folder.ROW_BLOCK_BYTES", 3 * 4 * 2
+    )  # three rows of two
     folder = Ledger(tmp_path).version(0)
     rows = np.arange(22, dtype=np.float32).reshape(11, 2)
     folder.write_rows(4, rows[4:])

@@ -10,10 +10,11 @@ import pytest
 import torch
 from refreshers import few_queries
 
-from xmcray.negatives.ledger import Ledger, QueryBlock
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.publisher import Publisher
 from xmcray.negatives.refresh import RefreshSpec, run_version
+from xmcray.negatives.version_folder import QueryBlock
 
 
 def block_of(ids: list[int]) -> QueryBlock:

@@ -11,7 +11,7 @@ import pytest
 from corpora import planted_corpus
 
 from xmcray.data.batches import DataConfig, TrainingData
-from xmcray.negatives.ledger import Ledger, MergedBlock, QueryBlock, VersionFolder
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import (
     RefreshSpec,
@@ -20,6 +20,7 @@ from xmcray.negatives.refresh import (
     run_version,
     search_shard,
 )
+from xmcray.negatives.version_folder import MergedBlock, QueryBlock, VersionFolder
 
 
 def published(path: Path, data: TrainingData) -> VersionFolder:

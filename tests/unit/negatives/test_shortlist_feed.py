@@ -12,7 +12,7 @@ import torch
 from refreshers import few_queries
 
 from xmcray.errors import ShortlistError
-from xmcray.negatives.ledger import Ledger, VersionFolder
+from xmcray.negatives.ledger import Ledger
 from xmcray.negatives.plan import NegativesConfig
 from xmcray.negatives.refresh import (
     Refresher,
@@ -22,6 +22,7 @@ from xmcray.negatives.refresh import (
     wait_published,
 )
 from xmcray.negatives.shortlists import ShortlistFeed
+from xmcray.negatives.version_folder import VersionFolder
 from xmcray.parallel import collectives
 from xmcray.types import Batch, Ragged
 
