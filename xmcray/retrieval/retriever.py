@@ -145,8 +145,9 @@ class Retriever:
     def is_exact(self) -> bool:
         """Whether every search compares a query with all vectors."""
         for member in self.members:
-            memory = member.memory
-            if not member.labels.rows.is_exact or not (memory is None or memory.rows.is_exact):
+            if not member.labels.rows.is_exact:
+                return False
+            if member.memory is not None and not member.memory.rows.is_exact:
                 return False
         return True
 
@@ -303,26 +304,25 @@ class Retriever:
         """
         self._check_k(k)
         predictor = self.predictor(memory)
+        num_ranked = self.num_ranked(k)
         tops = []
         for span in spans(len(queries), CHUNK):
             hidden = None if exclude is None else exclude.slice(span.start, span.stop)
-            scope = SearchScope(hidden, exact)
             own_vectors = None if vectors is None else vectors[span]
-            query_BD, texts = self._chunk(queries, span, own_vectors)
-            num_ranked = self.num_ranked(k)
-            neighbours = predictor.find(query_BD, num_ranked, scope)
-            top = predictor.rank(neighbours, num_ranked, scope.exclude, texts)
+            query_BD, texts = self._encoded(queries, span, own_vectors)
+            neighbours = predictor.find(query_BD, num_ranked, SearchScope(hidden, exact))
+            top = predictor.rank(neighbours, num_ranked, hidden, texts)
             top = self._with_probabilities(top, neighbours, memory)
             tops.append(self._reranked(top, k, texts))
         return TopLabels.concatenate(tops, k)
 
-    def _chunk(
+    def _encoded(
         self,
         queries: Sequence[str] | Ragged | Float32Array,
         span: slice,
         vectors: Float32Array | None,
     ) -> tuple[Float32Array, Sequence[str] | None]:
-        """Vectors of some queries, and their texts if those are given."""
+        """Query vectors of a span of the queries, and their texts if those are given."""
         if isinstance(queries, Ragged):
             return self.encode(queries.slice(span.start, span.stop)), None
         if isinstance(queries, np.ndarray):
@@ -379,7 +379,7 @@ class Retriever:
         return self.reranker.pairs(texts, top, self.labels)
 
     def reranked_by(self, reranker: str | os.PathLike[str] | None, reads: bool = True) -> Retriever:
-        """A view whose best answers a cross-encoder reads again; the same view if there is none.
+        """A view whose best answers are read again by a cross-encoder; the same view without one.
 
         Args:
             reranker: folder or URL of `xmcray train-reranker`, or any cross-encoder by folder or
@@ -474,7 +474,7 @@ class Retriever:
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """How the trained models of a bundle are opened; see `Retriever.load`."""
+    """Settings by which each trained model of a bundle is opened; see `Retriever.load`."""
 
     threads: int
     device: torch.device
@@ -493,8 +493,8 @@ class _Opening:
             first: the first member of a fused bundle, whose names of labels others share.
         """
         settings = read_settings(folder)
-        same_labels = None if first is None else first.labels
-        labels = LabelIndex.load(folder, settings, self.threads, self.subset, same_labels)
+        shared_labels = None if first is None else first.labels
+        labels = LabelIndex.load(folder, settings, self.threads, self.subset, shared_labels)
         query_encoder = QueryEncoder.load(folder, settings, self.device, self.precision)
         memory = None
         if settings.has_memory:
