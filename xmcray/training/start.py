@@ -52,8 +52,8 @@ _Names = Callable[[Int64Array], list[str]]
 def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, Any]:
     """The settings of a finished run, for one that goes on from it on a corpus.
 
-    Queries that the run was trained on are not held out. Of a refit the settings are those of the
-    run that chose its number of epochs.
+    Queries that the run was trained on are not held out. If the run is a refit, the settings are
+    those of the run that chose its number of epochs.
 
     Raises:
         ConfigError: the run was trained with another method.
@@ -67,7 +67,8 @@ def settings_from(source: Run, method_name: str, corpus: Corpus) -> dict[str, An
     selection = source.path / SELECTION
     config = Run.open(selection).config if selection.is_dir() else source.config
     old = open_corpus(source)
-    # With as many labels as it had: otherwise more labels would change the shapes of modules.
+    # Some defaults depend on the number of labels. They are fixed by the old number, because other
+    # values would change the shapes of modules.
     in_force = method_entry(config.method_name).in_force
     method = in_force(config.method, old.card.num_labels)
     encoder = dataclasses.replace(
@@ -109,7 +110,8 @@ def write_start(path: Path, source: Run, config: RunConfig, corpus: Corpus) -> d
     setup = build(config, TrainingData(corpus, config.data), device, partition)
     _check_shapes(source, last, setup)
     checkpoints.load_shared(last, setup.stepper, 0)
-    # With the trained encoder. Afterwards the rows of labels that were trained replace what it made.
+    # All labels get the method's own start, made with the trained encoder. What was trained for the
+    # labels of the old corpus replaces it.
     setup.method.start()
     num_old = old.card.num_labels
     for name, table in setup.method.tables.items():
@@ -185,17 +187,19 @@ def _check_shapes(source: Run, last: Checkpoint, setup: Setup) -> None:
 def _old_label_ids(old: Corpus, corpus: Corpus) -> Int64Array:
     """int64 [L], by internal id: the label's internal id in the old corpus, -1 if it is new."""
     num_old = old.card.num_labels
-    source_ids = np.full(corpus.card.num_labels, -1, np.int64)
-    if _begins_with(corpus.label_uids, old.label_uids, num_old, len(source_ids)):
-        source_ids[:num_old] = np.arange(num_old)
+    num_labels = corpus.card.num_labels
+    # By the source id in the new corpus: the source id in the old one.
+    old_source_ids = np.full(num_labels, -1, np.int64)
+    if _begins_with(corpus.label_uids, old.label_uids, num_old, num_labels):
+        old_source_ids[:num_old] = np.arange(num_old)
     else:
         id_of_uid: dict[str, int] = {}
         for ids in id_blocks(num_old):
             id_of_uid.update(zip(old.label_uids(ids), ids.tolist(), strict=True))
-        for ids in id_blocks(len(source_ids)):
-            source_ids[ids] = [id_of_uid.get(uid, -1) for uid in corpus.label_uids(ids)]
-    in_order = source_ids[corpus.label_order]
-    return np.where(in_order >= 0, old.label_rank[in_order], -1)
+        for ids in id_blocks(num_labels):
+            old_source_ids[ids] = [id_of_uid.get(uid, -1) for uid in corpus.label_uids(ids)]
+    by_internal_id = old_source_ids[corpus.label_order]
+    return np.where(by_internal_id >= 0, old.label_rank[by_internal_id], -1)
 
 
 def _begins_with(names: _Names, old_names: _Names, num_old: int, num_rows: int) -> bool:
@@ -223,22 +227,23 @@ def _carry(
         old_ids: int64 [L], row of each label in the checkpoint; -1 for new ones.
         num_old: rows in the checkpoint.
     """
-    # By their rows in the checkpoint, so that each of its files is read once.
-    rows = np.flatnonzero(old_ids >= 0)
-    rows = rows[np.argsort(old_ids[rows])]
-    sorted_ids = old_ids[rows]
+    # Labels in the order of their rows in the checkpoint, so that each of its files is read once.
+    known_ids = np.flatnonzero(old_ids >= 0)
+    known_ids = known_ids[np.argsort(old_ids[known_ids])]
+    old_rows = old_ids[known_ids]
     for first, tensors in checkpoints.row_blocks(last.path, name, 0, num_old):
         if _row_types(tensors) != _row_types(own):
             raise ConfigError(
                 f"{source.path} was trained with other settings of its {name} rows (optimiser,"
                 " storage or width), which cannot carry over; leave them out, or train without --from"
             )
-        height = len(next(iter(tensors.values())))
-        low, high = np.searchsorted(sorted_ids, [first, first + height])
-        places = rows[low:high]
-        block_rows = sorted_ids[low:high] - first
+        num_rows = len(next(iter(tensors.values())))
+        # The labels whose rows are in this block.
+        low, high = np.searchsorted(old_rows, [first, first + num_rows])
+        label_ids = known_ids[low:high]
+        block_rows = old_rows[low:high] - first
         for key, tensor in own.items():
-            tensor[places] = tensors[key][block_rows].to(tensor.device)
+            tensor[label_ids] = tensors[key][block_rows].to(tensor.device)
 
 
 def _row_types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -251,7 +256,7 @@ def _start_new_labels(
 ) -> None:
     """Gives new labels the rows that the label side of the run's bundle makes of their texts.
 
-    Labels without a text keep the method's own start, and so do rows that are no classifier's.
+    Labels without a text keep the method's own start, and so do tables that are no classifier.
 
     Args:
         source: the run to go on from.
@@ -262,9 +267,10 @@ def _start_new_labels(
     """
     spec = setup.method.bundle_spec
     columns = spec.label_side.row_columns
+    makes_rows = columns > 0 or bool(spec.cluster_state)
     new_ids = new_ids[setup.data.label_tokens(new_ids).lengths > 0]
-    has_texts = len(old.labels_without_tokens()) < old.card.num_labels
-    if not (len(new_ids) and has_texts and (columns or spec.cluster_state)):
+    old_have_texts = len(old.labels_without_tokens()) < old.card.num_labels
+    if not makes_rows or not len(new_ids) or not old_have_texts:
         return
     bundle, _ = open_artifact(bundle_of(source, old), "bundle", contents=False)
     retriever = Retriever.load(bundle)
@@ -274,17 +280,20 @@ def _start_new_labels(
         clusters = setup.method.state_tensors()[spec.cluster_state]
         clusters[new_ids] = nearest_clusters(retriever, side, texts).to(clusters)
         return
-    row_UD = torch.from_numpy(new_vectors(retriever, side, texts)[:, -columns:])
+    # The last columns of a label's vector are its row.
+    new_rows = torch.from_numpy(new_vectors(retriever, side, texts)[:, -columns:])
     bundle_lengths = np.linalg.norm(_some_vectors(retriever, old)[:, -columns:], axis=1)
+    is_normalised = np.ptp(bundle_lengths) < 1e-3 * bundle_lengths.max()
     for table in setup.method.tables.values():
         if table.weight_SD.shape[1] != columns:
             continue
-        if np.ptp(bundle_lengths) < 1e-3 * bundle_lengths.max():
-            # A bundle may hold rows of one length, such as UniDEC's; trained ones have lengths.
-            known = np.setdiff1d(np.arange(len(table.weight_SD)), new_ids)
-            length = float(table.weight_SD[known].float().norm(dim=1).mean())
-            row_UD *= length / bundle_lengths.mean()
-        table.weight_SD[new_ids] = row_UD.to(table.weight_SD)
+        if is_normalised:
+            # The bundle's rows have lost their lengths, as UniDEC's do. New rows get the mean length
+            # of the trained ones.
+            known_ids = np.setdiff1d(np.arange(len(table.weight_SD)), new_ids)
+            length = float(table.weight_SD[known_ids].float().norm(dim=1).mean())
+            new_rows *= length / bundle_lengths.mean()
+        table.weight_SD[new_ids] = new_rows.to(table.weight_SD)
 
 
 def _some_vectors(retriever: Retriever, old: Corpus) -> Float32Array:
