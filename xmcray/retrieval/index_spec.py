@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xmcray.config import check_range
+from xmcray.config import check_ranges
 from xmcray.retrieval import inverted_lists
 from xmcray.retrieval.exact import exact_device_bytes
 
@@ -37,9 +37,7 @@ class IndexSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_range("index.recall", self.recall, low=0, high=1)
-        for name in ("nprobe", "candidates", "ef_search"):
-            check_range(f"index.{name}", getattr(self, name), low=0)
+        check_ranges(self, "index", recall=(0, 1), nprobe=0, candidates=0, ef_search=0)
 
 
 def resolve_factory(factory: str, rows: int) -> str:

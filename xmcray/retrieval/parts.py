@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xmcray import config as configs
-from xmcray.config import check_range
+from xmcray.config import check_range, check_ranges
 from xmcray.retrieval.votes import MAX_POWER, MemoryConfig, softmax_weights
 from xmcray.types import Float32Array, Int64Array, Ragged, TopLabels
 
@@ -92,10 +92,14 @@ class PartsConfig:
     word_keys: int = 10
 
     def __post_init__(self) -> None:
-        for part in WORD_PARTS:
-            check_range(f"parts.{part}", getattr(self, part), 0, 1e6)
-        check_range("parts.memory_keys", self.memory_keys, 1, 100_000)
-        check_range("parts.word_keys", self.word_keys, 1, 100_000)
+        check_ranges(
+            self,
+            "parts",
+            words=(0, 1e6),
+            texts=(0, 1e6),
+            memory_keys=(1, 100_000),
+            word_keys=(1, 100_000),
+        )
 
     @classmethod
     def read(cls, section: Mapping[str, Any]) -> PartsConfig:
@@ -251,6 +255,7 @@ class Candidates:
             return self.text_P.astype(np.float64)
         if name == "words":
             return self.words.sums(word_shares(self.words.voters, config), len(self))
+        # The parts of the members come first in `config.parts`: two of each member.
         place, kind = divmod(config.parts.index(name), len(MEMBER_PARTS))
         scores = self.members[place]
         member = config.members[place]
