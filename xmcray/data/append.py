@@ -136,7 +136,7 @@ class AppendedFiles(RawFiles):
         relevance = self._unfinished_relevance(split.name, len(rows))
         for place in range(len(rows)):
             label_ids = tuple(positives[place].tolist())
-            # Before the first row of the new file, so that no filter pair of it fits.
+            # Filter pairs name rows of the new file. Negative numbers keep them off these rows.
             row = place - len(rows)
             yield Row(uids[place], texts[place], label_ids, relevance[place], row)
 

@@ -63,7 +63,7 @@ class Reliability:
         return {
             **errors,
             "bins": _bins(probability_QK[:, :DIAGRAM_CUTOFF], is_hit_QK[:, :DIAGRAM_CUTOFF]),
-            "thresholds": [_at(level, probability_QK, is_hit_QK) for level in THRESHOLDS],
+            "thresholds": [_at_threshold(level, probability_QK, is_hit_QK) for level in THRESHOLDS],
         }
 
 
@@ -101,9 +101,12 @@ def _calibration_error(bins: list[dict[str, Any]]) -> float:
     return error / max(answers, 1)
 
 
-def _at(level: float, probability_QK: Float64Array, is_hit_QK: BoolArray) -> dict[str, Any]:
+def _at_threshold(
+    level: float, probability_QK: Float64Array, is_hit_QK: BoolArray
+) -> dict[str, Any]:
     """What `min_probability` = `level` lets through of the first answers."""
-    # A missing answer is not a number, which is at least nothing.
+    # A missing answer has the probability NaN and does not pass, because comparisons with NaN are
+    # false.
     passes_QK = probability_QK >= level
     answers = int(passes_QK.sum())
     num_hits = int((passes_QK & is_hit_QK).sum())

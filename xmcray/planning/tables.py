@@ -109,5 +109,5 @@ def _text(value: float, units: dict[str, float]) -> str:
     for name, unit in units.items():
         if value >= unit:
             return f"{value / unit:.3g} {name}"
-    # The loop has ended at the smallest unit.
-    return f"{value / unit:.2g} {name}"
+    smallest = min(units, key=units.__getitem__)
+    return f"{value / units[smallest]:.2g} {smallest}"

@@ -146,7 +146,8 @@ def _few_query_keys(
         # The best keys so far fill the places for which there are too few rows.
         competing = np.concatenate([best_keys[query], new_keys])
         competing.sort()
-        keys[query] = competing[: -num_keys - 1 : -1]
+        # Sorting puts the largest keys at the end, and the best one has to come first.
+        keys[query] = competing[::-1][:num_keys]
     return torch.from_numpy(keys)
 
 
@@ -244,7 +245,8 @@ def _improve(best_BK: Tensor, score_BR: Tensor, id_R: Tensor) -> Tensor:
     # A score has to reach the K-th best so far. At first that is -inf.
     bar_B = scores_of(best_BK[:, -1])
     groups = promising_groups(score_BR, bar_B)
-    if len(groups) > num_queries * num_rows // GROUP // 2 and k <= num_rows:
+    num_groups = num_queries * num_rows // GROUP
+    if len(groups) > num_groups // 2 and k <= num_rows:
         # Most groups are promising, as in the first block: a top-k of the block raises the bar.
         torch.nan_to_num_(score_BR, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         bar_B = torch.maximum(bar_B, score_BR.topk(k, dim=1).values[:, -1])

@@ -116,7 +116,15 @@ class _Tuning:
 
 
 def _nprobe_steps(num_lists: int) -> list[int]:
-    """4, 5, 6, 7, 8, 10, 12, 14, 16 ... up to half of the lists; all lists if there are few."""
-    steps = [(4 + i % 4) << i // 4 for i in range(80)]
+    """4, 5, 6, 7, 8, 10, 12, 14, 16, 20 ... up to half of the lists; all lists if there are few."""
     most = min(max(4, num_lists // 2), num_lists)
-    return [step for step in steps if step <= most] or [num_lists]
+    steps = []
+    step = 4
+    distance = 1
+    while step <= most:
+        steps.append(step)
+        step += distance
+        # Each power of two doubles the distance to the next step.
+        if step == 8 * distance:
+            distance *= 2
+    return steps or [num_lists]

@@ -40,16 +40,16 @@ def build_lists(
 
 def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
     """float32 [C, D], unit vectors: spherical k-means, as FAISS does it for inner products."""
-    # The sample is in random order.
+    # The first rows are a random choice, because the sample is in random order.
     centroid_CD = nn.functional.normalize(sample_SD[:num_lists], dim=1)
-    # A GPU adds the rows of a list in any order. Sums of integers do not depend on it, and those of
-    # 2^31 numbers up to 2^32 fit.
+    # A GPU adds the rows of a list in any order, and a sum of floats depends on it. So rows become
+    # integers up to 2^32, of which 2^31 can be added in 64 bits.
     scale = 2.0**32 / sample_SD.abs().max().clamp_min(1e-30)
-    whole_SD = (sample_SD.double() * scale).long()
+    integer_SD = (sample_SD.double() * scale).long()
     for _ in range(KMEANS_ROUNDS):
         list_S = _nearest(sample_SD, centroid_CD)
         sum_CD = torch.zeros(centroid_CD.shape, dtype=torch.int64, device=sample_SD.device)
-        sum_CD.index_add_(0, list_S, whole_SD)
+        sum_CD.index_add_(0, list_S, integer_SD)
         mean_CD = nn.functional.normalize(sum_CD.double(), dim=1).float()
         # A list that no row is nearest to stays where it is.
         is_empty_C1 = (sum_CD == 0).all(dim=1, keepdim=True)
@@ -60,5 +60,8 @@ def _centroids(sample_SD: Tensor, num_lists: int) -> Tensor:
 def _nearest(vector_ND: Tensor, centroid_CD: Tensor) -> Tensor:
     """int64 [N], the list of each row: the one whose centroid has the largest inner product."""
     num_rows = max(1, limits_of(vector_ND).scores // len(centroid_CD))
-    blocks = vector_ND.split(num_rows)
-    return torch.cat([(vector_RD @ centroid_CD.T).argmax(dim=1) for vector_RD in blocks])
+    nearest = []
+    for vector_RD in vector_ND.split(num_rows):
+        score_RC = vector_RD @ centroid_CD.T
+        nearest.append(score_RC.argmax(dim=1))
+    return torch.cat(nearest)

@@ -6,9 +6,10 @@
     words/query_rows.npy        int32, the training queries that have a term, ascending; rows of
                                 the memory (memory.py)
     words/query_values.npy      float32, the term's part of a training query's vector
-    words/label_offsets.npy     int64 [V + 1] and so on: the same of the labels' texts, by source
-    words/label_rows.npy        id; absent if label texts are no part of the bundle, as the
-    words/label_values.npy      three of the queries are without a part of theirs
+    words/label_*.npy           the same three files for the labels' texts; rows are source ids
+
+The files of queries are absent if training queries do not vote by their words, and those of labels
+if the words of label texts do not count.
 
 A score is a cosine of TF-IDF vectors. The arrays stay on disk, and a search reads the lists of a
 query's own terms. A label that joins later gets its vector from its text, by the same terms and
@@ -36,7 +37,7 @@ FOLDER = "words"
 QUERIES = "query"
 LABELS = "label"
 _TINY = float(np.finfo(np.float32).tiny)  # the least positive cosine
-LARGEST_SHARE = 0.2  # of the texts may have a term; a more frequent term is left out
+LARGEST_SHARE = 0.2  # a term that a larger share of the texts has is left out
 
 
 @dataclass(frozen=True, eq=False)

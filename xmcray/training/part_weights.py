@@ -359,9 +359,9 @@ class _Table:
         self._hit_cells = labels.row_ids[place], labels.places[place]
         self._value_HR = values[is_candidate]
         self._columns: dict[tuple[Any, ...], Float32Array] = {}
-        # The sum of all parts but one, and which parts it is the sum of.
-        self._rest_BC = self._start_BC
-        self._rest: list[tuple[Any, ...]] = []
+        # The sum of all parts but one, and the names, weights and settings of these parts.
+        self._others_BC = self._start_BC
+        self._others: list[tuple[Any, ...]] = []
 
     def shares(self, config: PartsConfig, varied: str = "") -> Float64Array:
         """float64 [B], what each query adds to the mean of the metrics.
@@ -385,14 +385,14 @@ class _Table:
 
     def _sum_without(self, varied: str, config: PartsConfig) -> Float64Array:
         """float64 [B, C], the sum of all parts but one; kept until another one is asked for."""
-        others = [part for part in config.used() if part != varied]
-        rest = [(part, config.weight(part), *config.settings_of(part)) for part in others]
-        if rest != self._rest:
-            self._rest_BC = self._start_BC.copy()
-            for part in others:
-                self._rest_BC += config.weight(part) * self._column(part, config)
-            self._rest = rest
-        return self._rest_BC
+        parts = [part for part in config.used() if part != varied]
+        others = [(part, config.weight(part), *config.settings_of(part)) for part in parts]
+        if others != self._others:
+            self._others_BC = self._start_BC.copy()
+            for part in parts:
+                self._others_BC += config.weight(part) * self._column(part, config)
+            self._others = others
+        return self._others_BC
 
     def _column(self, part: str, config: PartsConfig) -> Float32Array:
         """float32 [B, C]: what one part gives to each candidate, before its weight."""

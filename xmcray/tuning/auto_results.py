@@ -38,10 +38,17 @@ def write_results(
     """
     fused = study.fused()
     assert fused is not None, "a bundle was written"
-    bundle = {name: fused[name] for name in ("trials", "members", "refitted")}
+    bundle = {
+        "trials": fused["trials"],
+        "members": fused["members"],
+        "refitted": fused["refitted"],
+    }
     test = _measured_before(study, bundle)
     if test is None and study.corpus.card.num_test:
         test = _test(study, fused)
+    left_out_rows = []
+    for candidate, reason in left_out:
+        left_out_rows.append({**_described(candidate), "reason": reason})
     study.clock.tick()
     result = {
         "budget_s": budget.seconds,
@@ -51,7 +58,7 @@ def write_results(
         "bundle": bundle,
         "choice": fused["choice"],
         "trials": [_plain(attempt) for attempt in study.attempts()],
-        "left_out": [{**_described(candidate), "reason": why} for candidate, why in left_out],
+        "left_out": left_out_rows,
         "test": test,
     }
     write_json(study.path / "results.json", result)
@@ -93,8 +100,8 @@ def _plain(attempt: Attempt) -> dict[str, Any]:
 def _test(study: Study, fused: Mapping[str, Any]) -> dict[str, Any]:
     """What the bundle, the best trial alone and the baseline reach on the test split."""
     corpus = study.corpus
-    considered = [a for a in study.attempts() if a.name in fused["trials"]]
-    best = max(considered, key=score_of)
+    attempts = [attempt for attempt in study.attempts() if attempt.name in fused["trials"]]
+    best = max(attempts, key=score_of)
     alone = bundle_of(Run.open(study.newest_path(best)), corpus)
     searches: dict[str, Search] = {
         BUNDLE: searcher(Retriever.load(study.path / "bundle"), corpus, "test"),
@@ -103,14 +110,17 @@ def _test(study: Study, fused: Mapping[str, Any]) -> dict[str, Any]:
     }
     rows = _test_rows(corpus)
     evaluations = {name: _evaluated(search, corpus, rows) for name, search in searches.items()}
-    results = [_plain_evaluation(name, each) for name, each in evaluations.items()]
+    results = []
+    for name, evaluation in evaluations.items():
+        results.append(_plain_evaluation(name, evaluation))
     bundle = evaluations.pop(BUNDLE)
     comparisons = []
     for name, other in evaluations.items():
         for comparison in compare(bundle, other):
+            if comparison.metric not in METRICS:
+                continue
             row = {"than": name, **dataclasses.asdict(comparison)}
-            if comparison.metric in METRICS:
-                comparisons.append(row)
+            comparisons.append(row)
     return {"queries": len(rows), "results": results, "comparisons": comparisons}
 
 
