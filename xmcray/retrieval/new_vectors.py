@@ -1,4 +1,11 @@
-"""Vectors of labels that join a finished bundle, made from their texts."""
+"""Vectors of labels that join a finished bundle, made from their texts.
+
+Letters of axes here, in addition to those in types.py:
+
+    U  labels that join
+    M  a sample of the bundle's own labels, whose rows are known
+    C  the columns of a vector that are a classifier's row: the last ones
+"""
 
 from __future__ import annotations
 
@@ -96,17 +103,17 @@ def _prototypes(retriever: Retriever, side: LabelSide, text_UD: Float32Array) ->
 def _classifier_rows(retriever: Retriever, columns: int, text_UC: Float32Array) -> Float32Array:
     """Rows of a classifier for labels it was not trained with.
 
-    A text's vector is no row: all rows have a common part, which says how rare labels are, and
-    training made them long. The text's vector itself, at that length, would be an answer to almost
-    every query. So a new row is the mean row and a step from it, as long as a known label's. The
-    step's direction comes from a linear map fitted to known labels: from the text's deviation from
-    the mean text to the row's deviation from the mean row. The map is ridge regression towards a
-    multiple of the identity, to which it falls back if few labels are known
-    (benchmarks/added_labels.py compares).
+    A text's vector cannot serve as a row: all rows have a common part, which says how rare labels
+    are, and training made them long. A text's vector of that length would answer almost every
+    query. So a new row is the mean row plus a step, which is as long as the steps of known labels.
+    The step's direction comes from a linear map fitted to known labels, which takes a text's
+    deviation from the mean text to the row's deviation from the mean row. The fit is a ridge
+    regression towards a multiple of the identity, and the map is close to that if few labels are
+    known (benchmarks/added_labels.py compares).
 
     Args:
         retriever: the bundle.
-        columns: C, the last columns of a vector, which are a classifier's row.
+        columns: C.
         text_UC: float32, what the encoder makes of the new labels' texts.
     """
     known_text_MC, known_row_MC = _known_labels(retriever, columns)
@@ -130,10 +137,14 @@ def _classifier_rows(retriever: Retriever, columns: int, text_UC: Float32Array) 
     step_UC = (text_UC - mean_text_C) @ map_CC
     step_UC *= step_length / _lengths(step_UC)
     row_UC = mean_row_C + step_UC
-    if np.ptp(row_lengths) < 1e-3 * row_lengths.max():
-        # Rows of one length, such as UniDEC's.
+    if have_one_length(row_lengths):
         row_UC *= row_lengths.mean() / _lengths(row_UC)
     return np.asarray(row_UC, np.float32)
+
+
+def have_one_length(row_lengths: npt.NDArray[np.floating]) -> bool:
+    """Whether the rows of a bundle were normalised, as UniDEC's are."""
+    return bool(np.ptp(row_lengths) < 1e-3 * row_lengths.max())
 
 
 def _known_labels(

@@ -30,7 +30,7 @@ from xmcray.errors import ConfigError, DataError
 from xmcray.methods.registry import method_entry
 from xmcray.nn.label_side import load_label_side
 from xmcray.parallel.partition import LabelPartition
-from xmcray.retrieval.new_vectors import nearest_clusters, new_vectors
+from xmcray.retrieval.new_vectors import have_one_length, nearest_clusters, new_vectors
 from xmcray.retrieval.retriever import Retriever
 from xmcray.storage.artifact import open_artifact
 from xmcray.storage.manifest import read_manifest
@@ -283,13 +283,12 @@ def _start_new_labels(
     # The last columns of a label's vector are its row.
     new_rows = torch.from_numpy(new_vectors(retriever, side, texts)[:, -columns:])
     bundle_lengths = np.linalg.norm(_some_vectors(retriever, old)[:, -columns:], axis=1)
-    is_normalised = np.ptp(bundle_lengths) < 1e-3 * bundle_lengths.max()
     for table in setup.method.tables.values():
         if table.weight_SD.shape[1] != columns:
             continue
-        if is_normalised:
-            # The bundle's rows have lost their lengths, as UniDEC's do. New rows get the mean length
-            # of the trained ones.
+        if have_one_length(bundle_lengths):
+            # The bundle's rows have lost their lengths. New rows get the mean length of the trained
+            # ones.
             known_ids = np.setdiff1d(np.arange(len(table.weight_SD)), new_ids)
             length = float(table.weight_SD[known_ids].float().norm(dim=1).mean())
             new_rows *= length / bundle_lengths.mean()
