@@ -145,6 +145,17 @@ def test_skipped_rows_and_a_split_that_stays(old: Corpus, tmp_path: Path) -> Non
     assert corpus.card.num_test == 5
 
 
+def test_rows_that_the_corpus_left_out_stay_counted(old: Corpus, tmp_path: Path) -> None:
+    corpus = old
+    for uid in ("first", "second"):
+        files = {"labels": [label(9)], "train": [query(69), {"uid": uid, "text": "x"}]}
+        new = write(tmp_path / uid, files)
+        corpus = appended(corpus, new, tmp_path / f"c-{uid}", on_error="skip")
+    assert corpus.card.rejected == {"train": 2}
+    lines = (corpus.path / "rejected.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in lines] == [1, 1]
+
+
 def test_options_of_the_corpus_cannot_change(old: Corpus, tmp_path: Path, shell: Shell) -> None:
     new = write(tmp_path / "new", NEW)
     command = f"prepare --append {old.path} {new} --out {tmp_path}/c2"

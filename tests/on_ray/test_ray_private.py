@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from unittest.mock import ANY
 
 import cloudpickle
+import psutil
 import pytest
 import ray
 import ray.train.torch
@@ -20,6 +21,7 @@ from ray.util.placement_group import placement_group, placement_group_table
 from xmcray.errors import ResourceError, StorageError
 from xmcray.ray_adapter import private
 from xmcray.ray_adapter.cluster import alive_nodes
+from xmcray.ray_adapter.session import start_ray
 
 
 @pytest.mark.usefixtures("cluster")
@@ -83,6 +85,37 @@ def test_an_interrupted_start_of_ray_leaves_no_process() -> None:
     )
     assert done.stdout == "interrupted\n"
     assert not with_variable(f"XMCRAY_TEST={token}")
+
+
+def test_a_failed_start_of_ray_kills_what_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself ends most of its processes, which would hide that the others are killed."""
+    shell = "sleep 600 & echo $!; wait"
+    started: list[psutil.Process] = []
+
+    def start_and_fail(**_: object) -> None:
+        child = subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        pids = (child.pid, int(child.stdout.readline()))
+        started.extend(map(psutil.Process, pids))
+        raise RuntimeError("no room")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", start_and_fail)
+    # The tests' own cluster goes on.
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with pytest.raises(ResourceError, match=r"Ray did not start \(no room\)"):
+        start_ray()
+    assert len(started) == 2
+    assert not any(map(is_alive, started))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process may go on; a dead one may wait for its parent."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.usefixtures("cluster")
