@@ -246,19 +246,27 @@ async def test_few_requests_wait_for_the_answers_before_them(tmp_path: Path) -> 
         assert await ended(reader) == b""
 
 
+async def unread(
+    server: Server, protocols: list[LimitedProtocol], request: bytes
+) -> asyncio.StreamWriter:
+    """A connection that sends requests until one of its answers, which it never reads, is stuck."""
+    number = len(protocols)
+    _, writer = await server.connect()
+    small = writer.get_extra_info("socket")
+    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    writer.transport.pause_reading()
+    while len(protocols) <= number or not protocols[number].flow.write_paused:
+        writer.write(request)
+        await asyncio.sleep(0)
+    return writer
+
+
 async def test_requests_without_a_token_hold_no_place(
     tmp_path: Path, protocols: list[LimitedProtocol]
 ) -> None:
     async with server_with(tmp_path, max_connections=4) as server:
-        for number in range(4):
-            _, writer = await server.connect()
-            small = writer.get_extra_info("socket")
-            small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-            # The client never reads its answers, so that one of them stays unfinished.
-            writer.transport.pause_reading()
-            while len(protocols) <= number or not protocols[number].flow.write_paused:
-                writer.write(HEALTH)
-                await asyncio.sleep(0)
+        for _ in range(4):
+            await unread(server, protocols, HEALTH)
         other, _ = await server.connect(HEALTH)
         assert await status_of(other) == 200
 
@@ -270,13 +278,7 @@ async def test_a_client_with_a_token_that_does_not_read_holds_no_place(
     head = f"GET /nothing HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
     async with server_with(tmp_path, max_connections=4) as server:
         for number in range(4):
-            _, writer = await server.connect()
-            small = writer.get_extra_info("socket")
-            small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-            writer.transport.pause_reading()
-            while len(protocols) <= number or not protocols[number].flow.write_paused:
-                writer.write(head.encode())
-                await asyncio.sleep(0)
+            writer = await unread(server, protocols, head.encode())
             # A further request, whose answer waits for the client.
             writer.write(head.encode())
             while protocols[number].cycle.response_complete:
