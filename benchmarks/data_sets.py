@@ -116,7 +116,7 @@ def fingerprint(config: RunConfig, corpus: Corpus) -> str:
     """Names a training: equal for equal settings and data, on any machine.
 
     Defaults do not count, nor what a corpus says about itself, so a release that adds settings
-    changes no name.
+    changes no name. Neither does the place of the cache, which holds models that claims make.
     """
     defaults = default_settings(config.method_name)
     settings = config.to_dict()
@@ -124,7 +124,7 @@ def fingerprint(config: RunConfig, corpus: Corpus) -> str:
         del settings[section]
     files = read_manifest(corpus.path, "corpus").files
     content = {path: files[path].sha256 for path in sorted(files) if path.startswith(TRAINED_ON)}
-    described = json.dumps([changed(settings, defaults), content])
+    described = json.dumps([changed(settings, defaults), content]).replace(str(CACHE), "CACHE")
     return hashlib.sha256(described.encode()).hexdigest()[:12]
 
 
