@@ -8,8 +8,9 @@
 A method is trained with its committed preset for a fraction of the preset's epochs, each with its own complete schedule,
 on all training queries. Peers run in environments of their own: XR-Linear and a TF-IDF memory (peer_linear.py),
 sentence-transformers' static encoder over the same vocabulary and MiniLM, both with their in-batch loss
-(peer_sentences.py). Seconds are the wall time of training alone: no reading of files, no measuring; of XR-Linear with its
-TF-IDF vectors. So time is only comparable on an idle machine.
+(peer_sentences.py). Seconds are wall time, so they are only comparable on an idle machine. Of our methods they run from
+the corpus to the finished bundle, with RAE-XMC's memory in it; of the peers they are those of training alone, of
+XR-Linear with its TF-IDF vectors. Preparing raw files and measuring do not count.
 
 results/peers.json keeps all measurements, results/peers.md is the table, docs/images/time_SET.svg are the plots.
 """
@@ -178,8 +179,8 @@ def method_measured(job: Job, threads: int) -> tuple[Evaluation, float]:
     with tempfile.TemporaryDirectory(dir=data_sets.CACHE) as folder:
         started = time.perf_counter()
         run = train(job.corpus.path, Path(folder) / "run", config)
-        seconds = time.perf_counter() - started
         export_run(run, Path(folder) / "bundle", job.corpus)
+        seconds = time.perf_counter() - started
         retriever = Retriever.load(str(Path(folder) / "bundle"))
         return measure_bundle(retriever, job.corpus, "test"), seconds
 
@@ -227,7 +228,8 @@ def write(points: Sequence[Point], load: str) -> None:
         is_busy = "busy" if "busy" in point["load"] else "idle"
         rows.append([point["set"], point["system"], budget, *metrics, seconds, is_busy])
     notes = [
-        "percent on the test split; one seed; seconds of training alone, of XR-Linear with its vectors",
+        "percent on the test split; one seed; seconds: of our methods until the bundle is there, of the others those"
+        " of training alone, of XR-Linear with its vectors",
         "budget: share of the preset's epochs (our methods), epochs (sentence-transformers)",
         "machine: busy if the load average at the start was above 0.5 per core; such seconds say little",
         load,
