@@ -1,13 +1,14 @@
 """XR-Linear, a TF-IDF memory and their fusion on one data set; runs in the environment of the peers.
 
-    PEERS/bin/python benchmarks/peer_linear.py --tool TOOL --data FOLDER --out FOLDER [--threads 2]
+    PEERS/bin/python benchmarks/peer_linear.py --tool TOOL --data FOLDER --out FOLDER [--threads 2] [--speed]
 
-`methods.py` and `peers.py` make the environment and call this. The recipe is that of the data sets' own floor tool,
+`methods.py`, `peers.py` and `answer_speed.py` make the environment and call this. The recipe is that of the data sets' own floor tool,
 linear_floor.py, which is imported. It is repeated here only because the tool keeps no answers, and a paired test needs
 them. Written to --out:
 
     linear.npz, fused.npz, memory.npz   answers to the test queries, CSR [queries, labels]
     costs.json                          seconds of vectors and training, weights of the fusion
+    speed.json                          with --speed, in place of all others: how fast XR-Linear answers
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 SHARES = (0.0, 0.25, 0.5, 1.0, 2.0)  # weights of the fusion's other parts
+BEAM = 20
+TOP_K = 10  # answers to a text where speed is measured
+SINGLE = 300  # texts that are answered one at a time
 
 
 def main() -> None:
@@ -31,6 +35,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of raw files")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--speed", action="store_true", help="measure the answers' speed alone")
     arguments = parser.parse_args()
     sys.path.insert(0, str(arguments.tool.parent))
     import linear_floor as tool
@@ -41,6 +46,12 @@ def main() -> None:
     test = tool.read(f"{data}/tst.json.gz")
     label_texts = tool.texts(labels)
     positives = tool.truth(train, len(labels))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.speed:
+        final = tool.Linear(tool.texts(train), label_texts, positives, arguments.threads)
+        figures = speed(final, tool.texts(test), arguments.threads)
+        (arguments.out / "speed.json").write_text(json.dumps(figures), encoding="utf-8")
+        return
     weights = chosen_weights(tool, data, train, label_texts, positives, arguments.threads)
 
     final = tool.Linear(tool.texts(train), label_texts, positives, arguments.threads)
@@ -53,7 +64,6 @@ def main() -> None:
     fused = sum(
         weight * part for weight, part in zip(weights, (linear, votes, cosines), strict=True)
     )
-    arguments.out.mkdir(parents=True, exist_ok=True)
     for name, scores in (("linear", linear), ("fused", fused), ("memory", votes + cosines)):
         write_answers(tool, arguments.out / f"{name}.npz", scores, hidden)
     costs = {
@@ -90,6 +100,27 @@ def chosen_weights(
         return float(np.mean([metrics["P@1"], metrics["P@5"], metrics["PSP@5"]]))
 
     return max(itertools.product((1.0,), SHARES, SHARES), key=quality)
+
+
+def speed(final: Any, queries: list[str], threads: int) -> dict[str, float]:
+    """Texts a second in bulk, and milliseconds of one text with one thread, from texts to label ids."""
+    import numpy as np
+
+    def answer(texts: list[str], num_threads: int) -> None:
+        rows = final.pairs.transform(texts).tocsr()
+        final.model.predict(rows, only_topk=TOP_K, beam_size=BEAM, threads=num_threads)
+
+    answer(queries[:SINGLE], threads)  # the first call sets up what later ones reuse
+    started = time.perf_counter()
+    answer(queries, threads)
+    bulk_s = time.perf_counter() - started
+    single_ms = []
+    for text in queries[:SINGLE]:
+        started = time.perf_counter()
+        answer([text], 1)
+        single_ms.append(1000 * (time.perf_counter() - started))
+    median, slow = np.percentile(single_ms, [50, 99])
+    return {"texts_per_s": len(queries) / bulk_s, "p50_ms": float(median), "p99_ms": float(slow)}
 
 
 def write_answers(tool: Any, path: Path, scores: Any, hidden: Any) -> None:
